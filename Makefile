@@ -1,0 +1,29 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test check format clean
+
+# The stamp is newer than the two files that decide what is installed, or the environment is brought up to date.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+demo: $(VENV)/.installed  ## PPO with a critic on a tiny model, from nothing, on this machine
+	$(BIN)/valor demo
+
+test: $(VENV)/.installed  ## everything that needs no GPU
+	$(BIN)/python -m pytest -m "not gpu"
+
+check: $(VENV)/.installed  ## lint, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(VENV)/.installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache

@@ -1,0 +1,81 @@
+"""What the trainer sees of a set of worker processes: roles with ordinary methods."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from valor.controller.placement import ResourcePool
+from valor.data.balance import partition_rows
+from valor.data.batch import Batch
+from valor.workers.dispatch import dispatch_of
+from valor.workers.host import RoleSpec
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class WorkerGroup(ABC):
+    """Processes of one resource pool, each hosting every role in `specs`. Index by role name to call a role."""
+
+    def __init__(self, pool: ResourcePool, specs: dict[str, RoleSpec]) -> None:
+        self.pool = pool
+        self.specs = specs
+
+    def __getitem__(self, role: str) -> RoleHandle:
+        return RoleHandle(self, role, self.specs[role].cls)
+
+    def __contains__(self, role: str) -> bool:
+        return role in self.specs
+
+    @abstractmethod
+    def run(self, role: str, method: str, calls: list[Call]) -> list[Any]:
+        """Run `method` on every rank, rank i with `calls[i]`; results in rank order. Errors of a rank are raised."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the processes and give their resources back."""
+
+
+class RoleHandle:
+    """A role as the trainer calls it: methods take and return whole batches, whoever computes them."""
+
+    def __init__(self, group: WorkerGroup, role: str, cls: type) -> None:
+        self._group, self._role, self._cls = group, role, cls
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        mode, keep_together = dispatch_of(self._cls, method)
+        if mode == "all":
+            return partial(self._call_all, method)
+        return partial(self._call_dp, method, keep_together)
+
+    def _call_all(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._group.run(self._role, method, [(args, kwargs)] * self._group.pool.world_size)[0]
+
+    def _call_dp(self, method: str, keep_together: str | None, batch: Batch, *args: Any, **kwargs: Any) -> Any:
+        world_size = self._group.pool.world_size
+        if world_size == 1:
+            return self._group.run(self._role, method, [((batch, *args), kwargs)])[0]
+        parts = split_rows(batch, world_size, keep_together)
+        shards = batch.split(parts)
+        results = self._group.run(self._role, method, [((shard, *args), kwargs) for shard in shards])
+        if not isinstance(results[0], Batch):
+            return results[0]
+        order = torch.tensor([i for part in parts for i in part])
+        return Batch.concat(results).take(torch.argsort(order))
+
+
+def split_rows(batch: Batch, world_size: int, keep_together: str | None) -> list[list[int]]:
+    """Row indices for each rank, balanced by prompt + response tokens; deterministic, ranks may stay empty."""
+    tokens = batch["prompt_lengths"].clone()
+    if "response_lengths" in batch:
+        tokens += batch["response_lengths"]
+    rows_of: dict[Any, list[int]] = {}
+    for i, key in enumerate(batch.objects[keep_together] if keep_together else range(len(batch))):
+        rows_of.setdefault(key, []).append(i)
+    units = list(rows_of.values())
+    work = [int(tokens[rows].sum()) for rows in units]
+    return [sorted(i for u in part for i in units[u]) for part in partition_rows(work, world_size)]

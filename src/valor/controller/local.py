@@ -1,0 +1,27 @@
+"""All roles in this very process: no copies, no serialisation, a debugger's breakpoints just work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from valor.controller.group import Call, WorkerGroup
+from valor.controller.placement import ResourcePool
+from valor.workers.host import RoleSpec, WorkerHost
+
+
+class LocalGroup(WorkerGroup):
+    """A group of one rank."""
+
+    def __init__(self, pool: ResourcePool, specs: dict[str, RoleSpec]) -> None:
+        super().__init__(pool, specs)
+        assert pool.world_size == 1
+        self._host = WorkerHost(rank=0, world_size=1, device=pool.device, num_threads=pool.num_threads)
+        self._host.connect()
+        self._host.build(specs)
+
+    def run(self, role: str, method: str, calls: list[Call]) -> list[Any]:
+        ((args, kwargs),) = calls
+        return [self._host.call(role, method, *args, **kwargs)]
+
+    def close(self) -> None:
+        self._host.close()

@@ -1,0 +1,1 @@
+"""Roles as plain classes: actor, critic, reference, rollout. They know nothing of Ray; a marker says how to call."""

@@ -1,0 +1,141 @@
+"""The policy: log-probs of given responses and the PPO-style update, one optimizer step a call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from valor import algorithms
+from valor.config import ActorConfig, ActorRolloutRefConfig
+from valor.data.batch import Batch
+from valor.engines.fsdp import TrainEngine
+from valor.engines.sharding import parse_dtype
+from valor.models.load import load_policy
+from valor.workers.dispatch import dispatch
+from valor.workers.host import WorkerContext
+from valor.workers.reduction import sum_over_ranks
+
+ROW_FIELDS = ("prompts", "prompt_lengths", "responses", "response_lengths")
+
+
+class ActorWorker:
+    """One rank of the actor. `total_steps` is the run's number of training steps (the LR schedule's length)."""
+
+    def __init__(self, context: WorkerContext, *, config: ActorRolloutRefConfig, total_steps: int) -> None:
+        self.config = config.actor
+        self._rank = context.rank
+        self._log_prob_limits = {
+            "max_tokens": config.rollout.log_prob_max_token_len_per_gpu,
+            "max_rows": config.rollout.max_rows,
+        }
+        self.engine = TrainEngine(
+            load_policy(config.model, dtype=parse_dtype(config.actor.fsdp_config.model_dtype)),
+            fsdp=config.actor.fsdp_config,
+            optim=config.actor.optim,
+            device=context.device,
+            total_steps=total_steps,
+        )
+
+    @dispatch("dp")
+    def compute_log_probs(self, batch: Batch) -> Batch:
+        """`old_log_probs` and `entropy` [B, T] of the batch's responses under the present weights."""
+        out = self.engine.forward(
+            batch.select(ROW_FIELDS),
+            **self._log_prob_limits,
+            temperature=batch.meta["temperature"],
+            with_entropy=True,
+        )
+        return Batch({"old_log_probs": out["log_probs"], "entropy": out["entropy"]})
+
+    @dispatch("dp")
+    def update(self, mini_batch: Batch) -> dict[str, float]:
+        """One optimizer step on the rows of a mini-batch; metrics are of the whole mini-batch, over all ranks."""
+        config = self.config
+        metrics = self.engine.forward_backward(
+            mini_batch,
+            self._loss,
+            max_tokens=config.ppo_max_token_len_per_gpu,
+            max_rows=config.max_rows,
+            temperature=mini_batch.meta["temperature"],
+            with_entropy=config.entropy_coeff != 0 or config.calculate_entropy,
+        )
+        return sum_over_ranks(metrics) | self.engine.optimizer_step(advance_schedule=mini_batch.meta["last_of_step"])
+
+    def _loss(self, outputs: dict[str, Tensor], rows: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Policy loss − entropy bonus + KL loss of some rows, already divided by the mini-batch's global counts."""
+        config = self.config
+        log_probs, mask = outputs["log_probs"], rows["response_mask"]
+        counts = {"num_tokens": rows.meta["num_tokens"], "num_sequences": rows.meta["num_sequences"]}
+        pg_loss, metrics = algorithms.policy_loss(
+            config.policy_loss.loss_mode,
+            log_probs=log_probs,
+            old_log_probs=rows.tensors.get("old_log_probs"),
+            advantages=rows["advantages"],
+            response_mask=mask,
+            rollout_is_weights=rows.tensors.get("rollout_is_weights"),
+            **policy_loss_options(config),
+            **counts,
+        )
+        metrics = {**metrics, "pg_loss": pg_loss.detach()}
+        loss = pg_loss
+        denominator = algorithms.loss_denominator(config.loss_agg_mode, **counts)
+        aggregate = (mask, config.loss_agg_mode, config.loss_scale_factor, denominator)
+        if "entropy" in outputs:
+            entropy = algorithms.aggregate_loss(outputs["entropy"], *aggregate)
+            loss = loss - config.entropy_coeff * entropy
+            metrics["entropy"] = entropy.detach()
+        if config.use_kl_loss:
+            kl = algorithms.kl_penalty(log_probs, rows["ref_log_probs"], kind=config.kl_loss_type)
+            kl_loss = algorithms.aggregate_loss(kl, *aggregate)
+            loss = loss + config.kl_loss_coef * kl_loss
+            metrics["kl_loss"] = kl_loss.detach()
+        metrics["loss"] = loss.detach()
+        if "rollout_log_probs" in rows:  # the weights are still those that sampled: measure the gap
+            metrics |= mismatch_sums(log_probs.detach(), rows["rollout_log_probs"], mask, counts["num_tokens"])
+        return loss, metrics
+
+    @dispatch("all")
+    def save(self, directory: Path) -> None:
+        """Weights, optimizer and schedule of all ranks, sharded, into `directory`; the config beside them."""
+        self.engine.save(directory)
+        if self._rank == 0:
+            self.engine.module.hf.config.save_pretrained(directory / "huggingface")
+
+    @dispatch("all")
+    def load(self, directory: Path) -> None:
+        """What `save` wrote, at any world size."""
+        self.engine.load(directory)
+
+    @dispatch("all")
+    def export(self, directory: Path) -> None:
+        """A plain Hugging Face model directory."""
+        self.engine.export_hf(directory)
+
+
+def mismatch_sums(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, num_tokens: float) -> dict[str, Tensor]:
+    """How far the training forward is from what the rollout engine sampled under, per sampled token.
+
+    Shares of the mini-batch's mean |Δp| and mean |Δ log p|, and these rows' largest ones.
+    """
+    logs = (log_probs - rollout_log_probs).abs() * mask
+    probs = (log_probs.exp() - rollout_log_probs.exp()).abs() * mask
+    return {
+        "training/rollout_probs_diff_mean": probs.sum() / num_tokens,
+        "training/rollout_probs_diff_max": probs.max(),
+        "training/rollout_log_probs_diff_mean": logs.sum() / num_tokens,
+        "training/rollout_log_probs_diff_max": logs.max(),
+    }
+
+
+def policy_loss_options(config: ActorConfig) -> dict[str, Any]:
+    """The settings under `actor` for the chosen policy loss: what all share, and of the rest what it takes."""
+    shared = {
+        name: getattr(config, name)
+        for name in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "loss_agg_mode", "loss_scale_factor")
+    }
+    own = config.policy_loss.model_dump(exclude={"loss_mode"})
+    own |= {"tau_pos": config.tau_pos, "tau_neg": config.tau_neg}
+    accepted = algorithms.policy_loss_options(config.policy_loss.loss_mode)
+    return shared | {k: v for k, v in own.items() if k in accepted}

@@ -1,0 +1,39 @@
+"""How a call on a role reaches its ranks: a marker on the method, read by whichever controller runs it.
+
+Workers only declare; `valor.controller` acts. So the same class runs in-process, in a unit test and under Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, TypeVar
+
+Mode = Literal["dp", "all"]
+_Function = TypeVar("_Function", bound=Callable)
+
+
+def dispatch(mode: Mode, *, keep_together: str | None = None) -> Callable[[_Function], _Function]:
+    """Mark a worker method.
+
+    `dp`: the first argument is a Batch whose rows are shared out over the ranks (any number of rows, balanced by
+    tokens); a Batch result comes back in the given row order, any other result must be equal on all ranks (metrics
+    are reduced by the worker) and rank 0's is returned. `keep_together` names an object column: rows with the same
+    value go to the same rank (samples of a prompt share their prefill).
+
+    `all`: every rank gets the same arguments; rank 0's result is returned.
+    """
+
+    def mark(function: _Function) -> _Function:
+        function.valor_dispatch = (mode, keep_together)  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def dispatch_of(cls: type, method: str) -> tuple[Mode, str | None]:
+    """The marker of `cls.method`; AttributeError names methods that are not meant to be called from outside."""
+    function = getattr(cls, method)
+    marker = getattr(function, "valor_dispatch", None)
+    if marker is None:
+        raise AttributeError(f"{cls.__name__}.{method} has no dispatch marker, so it cannot be called through a group")
+    return marker

@@ -1,0 +1,62 @@
+"""One process of a worker group: a rank, its device, and the roles that live together in it.
+
+Roles in one host may use each other (the native rollout engine shares the actor's weights), so they are built in the
+given order and each receives the ones built before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from valor.engines import distributed
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """What to build: the role's class and its constructor's keyword arguments (picklable: they travel to the ranks)."""
+
+    cls: type
+    kwargs: dict[str, Any]
+
+
+@dataclass
+class WorkerContext:
+    """What a role may know about where it runs."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    roles: dict[str, Any] = field(default_factory=dict)
+
+
+class WorkerHost:
+    """Builds the roles of one rank and calls their methods by name."""
+
+    def __init__(self, rank: int, world_size: int, device: str, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
+        self._device = device
+        self._rank, self._world_size = rank, world_size
+
+    def connect(self, address: str | None = None, port: int | None = None) -> None:
+        """Join the process group whose rank 0 listens at address:port; a group of one needs neither."""
+        device = distributed.init_process_group(
+            self._device, rank=self._rank, world_size=self._world_size, address=address, port=port
+        )
+        self.context = WorkerContext(self._rank, self._world_size, device)
+
+    def build(self, specs: dict[str, RoleSpec]) -> None:
+        """Construct each role; a role sees the earlier ones in `context.roles`."""
+        for name, spec in specs.items():
+            self.context.roles[name] = spec.cls(self.context, **spec.kwargs)
+
+    def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Run `method` of `role` here."""
+        return getattr(self.context.roles[role], method)(*args, **kwargs)
+
+    def close(self) -> None:
+        """Leave the process group and drop the models."""
+        self.context.roles.clear()
+        distributed.destroy_process_group()
