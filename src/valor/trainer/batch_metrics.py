@@ -1,0 +1,56 @@
+"""What a step's batch says of the run, under verl's metric names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from valor.data.batch import Batch
+from valor.tracking.metrics import Timer, explained_variance, fit_sums, summarize
+
+
+def batch_metrics(batch: Batch) -> dict[str, float]:
+    """Scores, rewards, advantages, values, lengths and finish reasons of a whole batch."""
+    mask = batch["response_mask"]
+    out = {
+        **summarize("critic/score", batch["token_level_scores"].sum(-1)),
+        **summarize("critic/rewards", batch["token_level_rewards"].sum(-1)),
+        **summarize("critic/advantages", batch["advantages"], mask),
+        **summarize("critic/returns", batch["returns"], mask),
+        **summarize("response_length", batch["response_lengths"]),
+        "response_length/clip_ratio": _share(batch.objects["finish_reason"], "length"),
+        **summarize("prompt_length", batch["prompt_lengths"]),
+    }
+    if "values" in batch:
+        out |= summarize("critic/values", batch["values"], mask)
+        out["critic/vf_explained_var"] = explained_variance(fit_sums(batch["values"], batch["returns"], mask))
+    return out
+
+
+def throughput_metrics(batch: Batch, timer: Timer, world_size: int) -> dict[str, float]:
+    """Seconds of each phase, milliseconds a token, and tokens per second and process over the whole step."""
+    response = int(batch["response_lengths"].sum())
+    total = response + int(batch["prompt_lengths"].sum())
+    phases = ("ref", "values", "adv", "update_critic", "update_actor")
+    step = timer.seconds["step"]
+    return {
+        "perf/total_num_tokens": total,
+        "perf/time_per_step": step,
+        "perf/throughput": total / step / world_size,
+        **timer.metrics({"gen": response, **dict.fromkeys(phases, total)}),
+    }
+
+
+def mean_of(parts: list[dict[str, float]]) -> dict[str, float]:
+    """Metrics of several optimizer steps as one: the mean; the extreme for keys ending in _max and _min."""
+    out: dict[str, Any] = {}
+    for key in parts[0] if parts else ():
+        values = torch.tensor([p[key] for p in parts], dtype=torch.float64)
+        reduce = torch.max if key.endswith("_max") else torch.min if key.endswith("_min") else torch.mean
+        out[key] = float(reduce(values))
+    return out
+
+
+def _share(items: list[Any], wanted: Any) -> float:
+    return sum(x == wanted for x in items) / max(len(items), 1)

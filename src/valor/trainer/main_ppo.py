@@ -1,0 +1,46 @@
+"""`python -m valor.trainer.main_ppo key=value …`: PPO, GRPO and relatives from one configuration."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from valor.config import LoadedConfig, PPOConfig, load_runs, plan
+from valor.errors import UserError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run (each job of) the command line. Exit code 0; 1: the run ended itself; 2: a mistake in what was asked for."""
+    try:
+        for loaded in load_runs(list(sys.argv[1:] if argv is None else argv), PPOConfig):
+            code = run(loaded)
+            if code:
+                return code
+        return 0
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def run(loaded: LoadedConfig[PPOConfig]) -> int:
+    """One run. Torch and the models are imported only when the configuration has turned out to be valid."""
+    for note in loaded.notes:
+        print(f"note: {note}", file=sys.stderr)
+    if loaded.dry_run:
+        print(plan(loaded.config))
+        return 0
+    from valor.controller import resolve_pool
+    from valor.trainer.inputs import RunInputs
+    from valor.trainer.ppo import PPOTrainer, TrainingStopped
+
+    pool, controller = resolve_pool(loaded.config.trainer)
+    trainer = PPOTrainer(loaded.config, RunInputs(loaded.config), pool, controller)
+    try:
+        return trainer.fit()
+    except TrainingStopped as reason:
+        print(f"stopped: {reason}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

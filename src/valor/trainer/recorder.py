@@ -1,0 +1,123 @@
+"""What a run leaves in its folder: metrics, samples, checkpoints, the resolved config and the report."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from valor.report import build_report
+
+from valor.config import PPOConfig, dump_yaml
+from valor.data.batch import Batch
+from valor.tracking.console import get_console
+from valor.tracking.generations import Sample, token_strings, write_samples
+from valor.tracking.loggers import RunInfo, Tracker
+from valor.tracking.progress_console import show_progress
+from valor.tracking.rundir import write_atomically, write_run_info
+from valor.trainer.checkpoints import CheckpointStore
+
+_PER_TOKEN = {
+    "advantages": "advantages",
+    "values": "values",
+    "returns": "returns",
+    "log_probs": "rollout_log_probs",
+}
+
+
+class RunRecorder:
+    """The run folder `trainer.default_local_dir`; nothing is written before `opened`."""
+
+    def __init__(self, config: PPOConfig, tokenizer: Any) -> None:
+        trainer = config.trainer
+        self.config = config
+        self.run_dir = Path(trainer.default_local_dir).expanduser()
+        self.checkpoints = CheckpointStore(self.run_dir, trainer.max_ckpt_to_keep)
+        self.best: dict[str, float] | None = None  # {"step", "value"} of the best validation so far
+        self.best_is_new = False
+        self._tokenizer = tokenizer
+        self._tracker: Tracker | None = None
+        self._console = get_console()
+
+    @contextmanager
+    def opened(self, step: int, total_steps: int) -> Iterator[None]:
+        """Start recording after `step` (0: a fresh run); progress bars and loggers live inside the block."""
+        trainer = self.config.trainer
+        info = RunInfo(
+            run_dir=self.run_dir,
+            project=trainer.project_name,
+            experiment=trainer.experiment_name,
+            config=self.config.model_dump(mode="json"),
+            total_steps=total_steps,
+            resume_step=step or None,
+        )
+        with Tracker(trainer.logger, info) as self._tracker, show_progress(self._console):
+            write_atomically(self.run_dir / "config.yaml", dump_yaml(self.config))
+            write_run_info(
+                self.run_dir,
+                name=trainer.experiment_name,
+                command=" ".join(sys.argv),
+                versions={p: version(p) for p in ("torch", "transformers", "ray")}
+                | {"python": platform.python_version()},
+            )
+            yield
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """One step's metrics to every logger."""
+        assert self._tracker is not None, "log() outside opened()"
+        self._tracker.log(step, metrics)
+
+    def say(self, line: str) -> None:
+        """A line on the console, above the bars."""
+        self._console.print(line, markup=False)
+
+    def samples(self, step: int, batch: Batch) -> None:
+        """The first `trainer.log_generations` rows of a training batch, with what each token was worth."""
+        rows = [self._sample(batch, i) for i in range(min(self.config.trainer.log_generations, len(batch)))]
+        if rows:
+            write_samples(self.run_dir, step, rows)
+
+    def validation(self, step: int, batch: Batch, scores: Sequence[float], value: float | None) -> None:
+        """Samples of a validation pass, and whether `value` is the best so far."""
+        count = min(self.config.trainer.log_val_generations, len(batch))
+        rows = [self._sample(batch, i, reward=scores[i]) for i in range(count)]
+        if rows:
+            write_samples(self.run_dir, step, rows, split="val")
+        if value is not None and (self.best is None or value > self.best["value"]):
+            self.best = {"step": step, "value": value}
+            self.best_is_new = self.config.trainer.keep_best and step > 0
+
+    def save_checkpoint(self, step: int, state: dict[str, Any], write_roles: Callable[[Path], None]) -> None:
+        """A complete `global_step_N`; the best one outlives `max_ckpt_to_keep` under `trainer.keep_best`."""
+        keep = {int(self.best["step"])} if self.best and self.config.trainer.keep_best else set()
+        self.checkpoints.save(step, state | {"best": self.best}, write_roles, keep)
+        self.best_is_new = False
+
+    def finish(self) -> Path | None:
+        """Write report.html from what lies in the folder; returns its path."""
+        return build_report(self.run_dir) if self.config.trainer.report else None
+
+    def _sample(self, batch: Batch, i: int, reward: float | None = None) -> Sample:
+        length = int(batch["response_lengths"][i])
+        ids = batch["responses"][i, :length].tolist()
+        prompt = batch["prompts"][i, : int(batch["prompt_lengths"][i])].tolist()
+        numbers = {
+            field: batch[column][i, :length].tolist() if column in batch else None
+            for field, column in _PER_TOKEN.items()
+        }
+        return Sample(
+            prompt=self._tokenizer.decode(prompt),
+            tokens=token_strings(ids, self._tokenizer.decode),
+            reward=float(batch["token_level_scores"][i].sum()) if reward is None else reward,
+            uid=batch.objects["uid"][i],
+            data_source=batch.objects["data_source"][i],
+            ground_truth=batch.objects["ground_truth"][i],
+            finish_reason=batch.objects["finish_reason"][i],
+            mask=[int(m) for m in batch["response_mask"][i, :length]],
+            reward_info=batch.objects["reward_info"][i] if "reward_info" in batch else {},
+            **numbers,
+        )

@@ -1,0 +1,95 @@
+"""Calls through a group reach the ranks as their markers say and come back in the given order."""
+
+import pytest
+import torch
+
+from valor.controller.group import WorkerGroup, split_rows
+from valor.controller.placement import ResourcePool, resolve_pool
+from valor.data.batch import Batch
+from valor.errors import UserError
+from valor.workers.dispatch import dispatch
+from valor.workers.host import RoleSpec
+
+
+class Doubler:
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    @dispatch("dp")
+    def double(self, batch: Batch, plus: float = 0.0) -> Batch:
+        return Batch({"y": batch["x"] * 2 + plus})
+
+    @dispatch("dp", keep_together="uid")
+    def who(self, batch: Batch) -> Batch:
+        return Batch({"rank": torch.full((len(batch),), self.rank)})
+
+    @dispatch("all")
+    def name(self) -> str:
+        return f"rank {self.rank}"
+
+    def private(self) -> None: ...
+
+
+class Threads(WorkerGroup):
+    """A group whose ranks are plain objects."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__(ResourcePool(1, world_size, "cpu", 1), {"doubler": RoleSpec(Doubler, {})})
+        self.ranks = [Doubler(r) for r in range(world_size)]
+
+    def run(self, role, method, calls):
+        return [getattr(w, method)(*args, **kwargs) for w, (args, kwargs) in zip(self.ranks, calls, strict=True)]
+
+    def close(self) -> None: ...
+
+
+def batch_of(lengths: list[int]) -> Batch:
+    return Batch(
+        {"x": torch.arange(len(lengths)).float(), "prompt_lengths": torch.tensor(lengths)},
+        {"uid": [f"u{i // 2}" for i in range(len(lengths))]},
+    )
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("rows", [1, 2, 7])
+def test_rows_come_back_in_order_whatever_the_world_size(world_size, rows):
+    batch = batch_of([3 * i + 1 for i in range(rows)])
+    out = Threads(world_size)["doubler"].double(batch, plus=1.0)
+    assert out["y"].tolist() == [2.0 * i + 1.0 for i in range(rows)]
+
+
+def test_samples_of_a_prompt_stay_on_one_rank():
+    ranks = Threads(3)["doubler"].who(batch_of([5, 1, 4, 4, 9, 2, 3, 3]))["rank"].tolist()
+    assert all(ranks[i] == ranks[i + 1] for i in range(0, 8, 2))
+    assert len(set(ranks)) > 1
+
+
+def test_split_is_balanced_by_tokens():
+    parts = split_rows(batch_of([10, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]), 2, None)
+    work = [sum([10, *[1] * 10][i] for i in part) for part in parts]
+    assert work == [10, 10]
+
+
+def test_all_answers_with_the_first_rank_and_unmarked_methods_are_private():
+    handle = Threads(2)["doubler"]
+    assert handle.name() == "rank 0"
+    with pytest.raises(AttributeError, match="no dispatch marker"):
+        handle.private()
+
+
+class FakeTrainer:
+    nnodes, controller, device, n_gpus_per_node, num_threads = 1, "auto", "cpu", None, 3
+
+
+def test_a_cpu_machine_runs_one_local_process_by_default():
+    pool, controller = resolve_pool(FakeTrainer())
+    assert (pool.world_size, pool.device, pool.num_threads, controller) == (1, "cpu", 3, "local")
+
+
+def test_several_cpu_processes_run_under_ray_and_not_locally():
+    trainer = FakeTrainer()
+    trainer.n_gpus_per_node = 2
+    assert resolve_pool(trainer)[1] == "ray"
+    trainer.controller = "local"
+    with pytest.raises(UserError, match=r"trainer\.controller=ray"):
+        resolve_pool(trainer)
