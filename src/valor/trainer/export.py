@@ -13,8 +13,8 @@ from valor.engines.fsdp import TrainEngine
 from valor.errors import UserError
 from valor.models.policy import PolicyModel
 from valor.models.value import ValueModel
+from valor.workers.model_role import MODEL_CONFIG_DIR
 
-MODEL_CONFIG_DIR = "huggingface"  # beside a role's weights: its config.json
 TOKENIZER_DIR = "tokenizer"
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from valor.rewards.executor import RewardResult, Sample
-from valor.rewards.manager import RewardManager, ScoreSummary
-
 from valor.config import PPOConfig
 from valor.data.batch import Batch
 from valor.data.prompts import PromptDataset, PromptRow
 from valor.data.sampler import PromptSampler
 from valor.models.load import load_tokenizer
+from valor.rewards.executor import RewardResult, Sample
+from valor.rewards.manager import RewardManager, ScoreSummary
 
 
 class RunInputs:

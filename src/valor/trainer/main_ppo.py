@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from valor.config import LoadedConfig, PPOConfig, load_runs, plan
+from valor.config import LoadedConfig, PPOConfig, inert_settings, load_runs, plan
 from valor.errors import UserError
 
 
@@ -27,8 +27,10 @@ def run(loaded: LoadedConfig[PPOConfig]) -> int:
     for note in loaded.notes:
         print(f"note: {note}", file=sys.stderr)
     if loaded.dry_run:
-        print(plan(loaded.config))
+        print(plan(loaded.config, loaded.explicit_keys))
         return 0
+    for key, reason in inert_settings(loaded.config, loaded.explicit_keys):
+        print(f"note: {key}: {reason}", file=sys.stderr)
     from valor.controller import resolve_pool
     from valor.trainer.inputs import RunInputs
     from valor.trainer.ppo import PPOTrainer, TrainingStopped

@@ -30,7 +30,8 @@ from valor.trainer.recorder import RunRecorder
 from valor.trainer.roles import role_specs
 from valor.trainer.signals import StopRequest
 from valor.trainer.validation import headline, validation_metrics
-from valor.workers.actor import ROW_FIELDS, mismatch_sums
+from valor.workers.actor import mismatch_sums
+from valor.workers.model_role import ROW_FIELDS
 
 
 class TrainingStopped(RuntimeError):
@@ -133,6 +134,7 @@ class PPOTrainer:
             if self.step > self.config.trainer.critic_warmup:
                 with timer("update_actor"):
                     metrics |= self._update("actor", batch)
+        self._watch_mismatch(metrics)
         self.record.samples(self.step, batch)
         metrics |= throughput_metrics(batch, timer, self.pool.world_size)
         return metrics | {"training/global_step": self.step, "training/epoch": self.inputs.sampler.epoch}
@@ -195,7 +197,7 @@ class PPOTrainer:
         """All epochs and mini-batches of one role, one optimizer step each; counts skipped steps in a row."""
         parts: list[dict[str, float]] = []
         mini_batches = list(self._mini_batches(role, batch))
-        with phase(f"train {role}", sum(len(m) for m in mini_batches), unit="sample"):
+        with phase(f"train {role}", len(mini_batches), unit="mini-batch"):
             for done, mini_batch in enumerate(mini_batches):
                 with part(done, len(mini_batches)):
                     metrics = self.group[role].update(mini_batch)
@@ -254,8 +256,17 @@ class PPOTrainer:
         )
         if self.skipped_in_a_row >= limit:
             raise TrainingStopped(
-                f"{self.skipped_in_a_row} updates in a row had non-finite gradients (last: the {role}, step {self.step}): "
+                f"{self.skipped_in_a_row} updates in a row had non-finite gradients ({role}, step {self.step}): "
                 "lower the learning rate, check the rewards for NaN, or resume from the last checkpoint"
+            )
+
+    def _watch_mismatch(self, metrics: dict[str, float]) -> None:
+        """Say so when the rollout engine and the training forward have come apart."""
+        gap, limit = metrics.get("training/rollout_probs_diff_mean"), self.config.trainer.rollout_probs_diff_warn
+        if gap is not None and gap > limit:
+            self.record.say(
+                f"step {self.step}: rollout and training probabilities differ by {gap:.3f} on average, more than "
+                f"trainer.rollout_probs_diff_warn={limit}: the samples are off-policy by this much"
             )
 
     def _state(self) -> dict[str, Any]:

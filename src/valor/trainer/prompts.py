@@ -53,7 +53,7 @@ def validation_params(rollout: RolloutConfig) -> SamplingParams:
     """How validation samples are drawn: `rollout.val_kwargs`; greedy unless a temperature is set."""
     val: ValidationSamplingConfig = rollout.val_kwargs
     return SamplingParams(
-        temperature=val.temperature if val.do_sample or val.temperature > 0 else 0.0,
+        temperature=val.effective_temperature,
         top_p=val.top_p,
         top_k=val.top_k,
         max_tokens=rollout.response_length,

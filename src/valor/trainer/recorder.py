@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -10,10 +11,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from valor.report import build_report
-
 from valor.config import PPOConfig, dump_yaml
 from valor.data.batch import Batch
+from valor.lab.report import build_report
 from valor.tracking.console import get_console
 from valor.tracking.generations import Sample, token_strings, write_samples
 from valor.tracking.loggers import RunInfo, Tracker
@@ -80,6 +80,7 @@ class RunRecorder:
         rows = [self._sample(batch, i) for i in range(min(self.config.trainer.log_generations, len(batch)))]
         if rows:
             write_samples(self.run_dir, step, rows)
+        self._dump(self.config.trainer.rollout_data_dir, step, batch, batch["token_level_scores"].sum(-1).tolist())
 
     def validation(self, step: int, batch: Batch, scores: Sequence[float], value: float | None) -> None:
         """Samples of a validation pass, and whether `value` is the best so far."""
@@ -87,6 +88,7 @@ class RunRecorder:
         rows = [self._sample(batch, i, reward=scores[i]) for i in range(count)]
         if rows:
             write_samples(self.run_dir, step, rows, split="val")
+        self._dump(self.config.trainer.validation_data_dir, step, batch, scores)
         if value is not None and (self.best is None or value > self.best["value"]):
             self.best = {"step": step, "value": value}
             self.best_is_new = self.config.trainer.keep_best and step > 0
@@ -100,6 +102,31 @@ class RunRecorder:
     def finish(self) -> Path | None:
         """Write report.html from what lies in the folder; returns its path."""
         return build_report(self.run_dir) if self.config.trainer.report else None
+
+    def _dump(self, folder: str | None, step: int, batch: Batch, scores: Sequence[float]) -> None:
+        """Every row of a batch as text, one JSON object a line (verl's field names), when a folder is given."""
+        if folder is None:
+            return
+        columns = batch.objects
+        lines = [
+            json.dumps(
+                {"input": prompt, "output": output, "gts": truth, "score": score, "step": step, "data_source": source},
+                default=str,
+                ensure_ascii=False,
+            )
+            for prompt, output, truth, score, source in zip(
+                (
+                    self._tokenizer.decode(row[:n])
+                    for row, n in zip(batch["prompts"], batch["prompt_lengths"], strict=True)
+                ),
+                columns["response_text"],
+                columns["ground_truth"],
+                scores,
+                columns["data_source"],
+                strict=True,
+            )
+        ]
+        write_atomically(Path(folder).expanduser() / f"{step}.jsonl", "".join(line + "\n" for line in lines))
 
     def _sample(self, batch: Batch, i: int, reward: float | None = None) -> Sample:
         length = int(batch["response_lengths"][i])

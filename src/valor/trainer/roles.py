@@ -10,11 +10,6 @@ from valor.workers.reference import ReferenceWorker
 from valor.workers.rollout import RolloutWorker
 
 
-def needs_reference(config: PPOConfig) -> bool:
-    """The reference policy is loaded only when a KL term uses it."""
-    return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
-
-
 def role_specs(config: PPOConfig, *, total_steps: int, eos_token_ids: list[int]) -> dict[str, RoleSpec]:
     """The roles of a run in building order (the rollout engine borrows the actor's weights, so the actor is first)."""
     shared = config.actor_rollout_ref
@@ -22,7 +17,7 @@ def role_specs(config: PPOConfig, *, total_steps: int, eos_token_ids: list[int])
         "actor": RoleSpec(ActorWorker, {"config": shared, "total_steps": total_steps}),
         "rollout": RoleSpec(RolloutWorker, {"config": shared.rollout, "eos_token_ids": eos_token_ids}),
     }
-    if needs_reference(config):
+    if config.needs_reference:
         specs["ref"] = RoleSpec(ReferenceWorker, {"config": shared})
     if config.critic.enable:
         specs["critic"] = RoleSpec(

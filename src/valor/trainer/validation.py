@@ -35,8 +35,9 @@ def validation_metrics(
 ) -> dict[str, float]:
     """Metrics of one validation pass over samples (several samples of a prompt share a uid).
 
-    `correct` is the grader's verdict, `answers` what it took for the answer. For each data source: `val-core/<source>/reward/mean@n`,
-    `.../pass@k` for k = 1, 2, 4 … n when n > 1, and `.../maj@n` when graders report the extracted answer.
+    `correct` is the grader's verdict, `answers` what it took for the answer. For each data source:
+    `val-core/<source>/reward/mean@n`, and for n > 1 `.../pass@k` (k = 2, 4 … n) and, when graders report the answer
+    they extracted, `.../maj@n`.
     """
     prompts: dict[tuple[str, str], list[int]] = defaultdict(list)
     for i, (uid, source) in enumerate(zip(uids, data_sources, strict=True)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -10,58 +9,60 @@ from torch import Tensor
 from valor import algorithms
 from valor.config import ActorConfig, ActorRolloutRefConfig
 from valor.data.batch import Batch
-from valor.engines.fsdp import TrainEngine
-from valor.engines.sharding import parse_dtype
+from valor.engines.sharding import DTYPES
 from valor.models.load import load_policy
 from valor.workers.dispatch import dispatch
 from valor.workers.host import WorkerContext
+from valor.workers.model_role import ROW_FIELDS, ModelRole
 from valor.workers.reduction import sum_over_ranks
 
-ROW_FIELDS = ("prompts", "prompt_lengths", "responses", "response_lengths")
 
-
-class ActorWorker:
+class ActorWorker(ModelRole):
     """One rank of the actor. `total_steps` is the run's number of training steps (the LR schedule's length)."""
 
     def __init__(self, context: WorkerContext, *, config: ActorRolloutRefConfig, total_steps: int) -> None:
         self.config = config.actor
-        self._rank = context.rank
         self._log_prob_limits = {
             "max_tokens": config.rollout.log_prob_max_token_len_per_gpu,
             "max_rows": config.rollout.max_rows,
         }
-        self.engine = TrainEngine(
-            load_policy(config.model, dtype=parse_dtype(config.actor.fsdp_config.model_dtype)),
-            fsdp=config.actor.fsdp_config,
+        fsdp = config.actor.fsdp_config
+        super().__init__(
+            context,
+            load_policy(config.model, dtype=DTYPES[fsdp.model_dtype]),
+            fsdp=fsdp,
             optim=config.actor.optim,
-            device=context.device,
+            checkpoint=config.actor.checkpoint,
             total_steps=total_steps,
         )
 
     @dispatch("dp")
     def compute_log_probs(self, batch: Batch) -> Batch:
         """`old_log_probs` and `entropy` [B, T] of the batch's responses under the present weights."""
-        out = self.engine.forward(
-            batch.select(ROW_FIELDS),
-            **self._log_prob_limits,
-            temperature=batch.meta["temperature"],
-            with_entropy=True,
-        )
+        with self.on_device() as engine:
+            out = engine.forward(
+                batch.select(ROW_FIELDS),
+                **self._log_prob_limits,
+                temperature=batch.meta["temperature"],
+                with_entropy=True,
+            )
         return Batch({"old_log_probs": out["log_probs"], "entropy": out["entropy"]})
 
     @dispatch("dp")
     def update(self, mini_batch: Batch) -> dict[str, float]:
         """One optimizer step on the rows of a mini-batch; metrics are of the whole mini-batch, over all ranks."""
         config = self.config
-        metrics = self.engine.forward_backward(
-            mini_batch,
-            self._loss,
-            max_tokens=config.ppo_max_token_len_per_gpu,
-            max_rows=config.max_rows,
-            temperature=mini_batch.meta["temperature"],
-            with_entropy=config.entropy_coeff != 0 or config.calculate_entropy,
-        )
-        return sum_over_ranks(metrics) | self.engine.optimizer_step(advance_schedule=mini_batch.meta["last_of_step"])
+        with self.on_device(optimizer=True) as engine:
+            metrics = engine.forward_backward(
+                mini_batch,
+                self._loss,
+                max_tokens=config.ppo_max_token_len_per_gpu,
+                max_rows=config.max_rows,
+                temperature=mini_batch.meta["temperature"],
+                with_entropy=config.entropy_coeff != 0 or config.calculate_entropy,
+            )
+            step = engine.optimizer_step(advance_schedule=mini_batch.meta["last_of_step"])
+        return sum_over_ranks(metrics) | step
 
     def _loss(self, outputs: dict[str, Tensor], rows: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Policy loss − entropy bonus + KL loss of some rows, already divided by the mini-batch's global counts."""
@@ -95,23 +96,6 @@ class ActorWorker:
         if "rollout_log_probs" in rows:  # the weights are still those that sampled: measure the gap
             metrics |= mismatch_sums(log_probs.detach(), rows["rollout_log_probs"], mask, counts["num_tokens"])
         return loss, metrics
-
-    @dispatch("all")
-    def save(self, directory: Path) -> None:
-        """Weights, optimizer and schedule of all ranks, sharded, into `directory`; the config beside them."""
-        self.engine.save(directory)
-        if self._rank == 0:
-            self.engine.module.hf.config.save_pretrained(directory / "huggingface")
-
-    @dispatch("all")
-    def load(self, directory: Path) -> None:
-        """What `save` wrote, at any world size."""
-        self.engine.load(directory)
-
-    @dispatch("all")
-    def export(self, directory: Path) -> None:
-        """A plain Hugging Face model directory."""
-        self.engine.export_hf(directory)
 
 
 def mismatch_sums(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, num_tokens: float) -> dict[str, Tensor]:

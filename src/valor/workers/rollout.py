@@ -18,14 +18,14 @@ class RolloutWorker:
     """One rank of the rollout; lives in the actor's process and generates with the actor's parameters (no copy)."""
 
     def __init__(self, context: WorkerContext, *, config: RolloutConfig, eos_token_ids: list[int]) -> None:
-        self._actor = context.roles["actor"].engine
-        hf = self._actor.module.hf
+        self._actor = context.roles["actor"]
+        hf = self._actor.engine.module.hf
         own = getattr(hf.generation_config, "eos_token_id", None)
         ends = {*eos_token_ids, *([] if own is None else [own] if isinstance(own, int) else own)}
         self.engine = NativeEngine(
             hf,
             eos_token_ids=sorted(ends),
-            unsharded=self._actor.unsharded,
+            unsharded=self._actor.engine.unsharded,
             max_num_seqs=config.max_num_seqs,
         )
 
@@ -48,7 +48,8 @@ class RolloutWorker:
                 )
             )
         ]
-        outputs = self.engine.generate(requests)
+        with self._actor.on_device():
+            outputs = self.engine.generate(requests)
         responses, lengths = pad_rows([o.token_ids for o in outputs], torch.long)
         log_probs, _ = pad_rows([o.log_probs for o in outputs], torch.float32)
         mask = (torch.arange(responses.shape[1]) < lengths[:, None]).float()

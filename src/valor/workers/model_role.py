@@ -1,0 +1,70 @@
+"""What every role that owns a model shares: its engine, turns on the device, checkpoints and export."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import nn
+
+from valor.config import CheckpointConfig, FSDPConfig, OptimConfig
+from valor.engines.fsdp import TrainEngine
+from valor.workers.dispatch import dispatch
+from valor.workers.host import WorkerContext
+
+ROW_FIELDS = ("prompts", "prompt_lengths", "responses", "response_lengths")
+MODEL_CONFIG_DIR = "huggingface"  # in a role's checkpoint folder: its config.json, with `hf_model` the whole model
+
+
+class ModelRole:
+    """One rank of a role. Roles that share a device take turns: `param_offload` and `optimizer_offload` name what
+    stays in CPU memory while another role works."""
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        module: nn.Module,
+        *,
+        fsdp: FSDPConfig,
+        optim: OptimConfig | None,
+        checkpoint: CheckpointConfig | None = None,
+        total_steps: int = 0,
+    ) -> None:
+        self._rank = context.rank
+        self._fsdp = fsdp
+        self._checkpoint = checkpoint or CheckpointConfig()
+        self.engine = TrainEngine(module, fsdp=fsdp, optim=optim, device=context.device, total_steps=total_steps)
+        self.engine.offload(parameters=fsdp.param_offload, optimizer=fsdp.optimizer_offload)
+
+    @contextmanager
+    def on_device(self, *, optimizer: bool = False) -> Iterator[TrainEngine]:
+        """The engine with its weights (and optimizer state) on the device for the block."""
+        moved = {"parameters": self._fsdp.param_offload, "optimizer": self._fsdp.optimizer_offload and optimizer}
+        self.engine.onload(**moved)
+        try:
+            yield self.engine
+        finally:
+            self.engine.offload(**moved)
+
+    @dispatch("all")
+    def save(self, directory: Path) -> None:
+        """Weights, counters and (if trained) optimizer of all ranks, sharded, into `directory`; the config beside."""
+        with self.on_device(optimizer=True) as engine:
+            engine.save(directory)
+            if "hf_model" in self._checkpoint.save_contents:
+                engine.export_hf(directory / MODEL_CONFIG_DIR)
+        if self._rank == 0:
+            self.engine.module.hf.config.save_pretrained(directory / MODEL_CONFIG_DIR)  # type: ignore[operator, union-attr]
+
+    @dispatch("all")
+    def load(self, directory: Path) -> None:
+        """What `save` wrote, at any world size."""
+        with self.on_device(optimizer=True) as engine:
+            engine.load(directory)
+
+    @dispatch("all")
+    def export(self, directory: Path) -> None:
+        """A plain Hugging Face model directory."""
+        with self.on_device() as engine:
+            engine.export_hf(directory)
