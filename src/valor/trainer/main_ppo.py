@@ -32,9 +32,11 @@ def run(loaded: LoadedConfig[PPOConfig]) -> int:
     for key, reason in inert_settings(loaded.config, loaded.explicit_keys):
         print(f"note: {key}: {reason}", file=sys.stderr)
     from valor.controller import resolve_pool
+    from valor.trainer.capabilities import check_algorithms
     from valor.trainer.inputs import RunInputs
     from valor.trainer.ppo import PPOTrainer, TrainingStopped
 
+    check_algorithms(loaded.config)
     pool, controller = resolve_pool(loaded.config.trainer)
     trainer = PPOTrainer(loaded.config, RunInputs(loaded.config), pool, controller)
     try:

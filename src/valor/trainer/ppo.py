@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from valor import algorithms
 from valor.config import PPOConfig
@@ -25,7 +27,7 @@ from valor.trainer.advantage import estimate_advantages, place_scores, shape_rew
 from valor.trainer.batch_metrics import batch_metrics, mean_of, throughput_metrics
 from valor.trainer.export import TOKENIZER_DIR
 from valor.trainer.inputs import RunInputs
-from valor.trainer.prompts import prompt_batch, training_params, validation_params
+from valor.trainer.prompts import PROMPT_OBJECTS, prompt_batch, training_params, validation_params
 from valor.trainer.recorder import RunRecorder
 from valor.trainer.roles import role_specs
 from valor.trainer.signals import StopRequest
@@ -64,6 +66,7 @@ class PPOTrainer:
             )
         actor = config.actor_rollout_ref.actor
         mini_batches = math.ceil(config.data.train_batch_size / actor.ppo_mini_batch_size)
+        self.greedy_baseline = algorithms.ADVANTAGES[config.algorithm.adv_estimator].capability.needs_greedy_baseline
         # A batch that gets one update is on-policy: its old log-probs are the current ones, no pass is spent on them.
         self.bypass = config.algorithm.rollout_correction.bypass_mode
         self.on_policy = mini_batches * actor.ppo_epochs == 1 and not self.bypass
@@ -84,7 +87,7 @@ class PPOTrainer:
             stack.callback(self.group.close)
             self._resume()
             stack.enter_context(self.record.opened(self.step, self.inputs.total_steps))
-            if trainer.val_only or (trainer.val_before_train and self.step == 0):
+            if self.inputs.val and (trainer.val_only or (trainer.val_before_train and self.step == 0)):
                 self.record.log(self.step, self.validate())
             while self.step < self.inputs.total_steps and stop.signum is None and not trainer.val_only:
                 self.step += 1
@@ -109,6 +112,9 @@ class PPOTrainer:
                 batch = self._generate()
             with timer("reward"):
                 batch = self._score(batch, metrics)
+            if self.greedy_baseline:
+                with timer("gen_baseline"):
+                    batch["reward_baselines"] = self._greedy_rewards(batch)
             if self.bypass:
                 batch["old_log_probs"] = batch["rollout_log_probs"]
             elif self.recompute_log_probs:
@@ -140,7 +146,9 @@ class PPOTrainer:
         return metrics | {"training/global_step": self.step, "training/epoch": self.inputs.sampler.epoch}
 
     def validate(self) -> dict[str, float]:
-        """Generate and score the validation set: `val-core/*` metrics; remembers the best step."""
+        """Generate and score the validation set, if there is one: `val-core/*` metrics; remembers the best step."""
+        if self.inputs.val is None:
+            return {}
         rollout = self.config.actor_rollout_ref.rollout
         timer = Timer()
         parts: list[Batch] = []
@@ -192,6 +200,16 @@ class PPOTrainer:
         batch.objects["reward_info"] = [r.components for r in results]
         batch["token_level_scores"] = place_scores(batch, [r.score for r in results])
         return batch
+
+    def _greedy_rewards(self, batch: Batch) -> Tensor:
+        """Score [B] of the greedy response to each row's prompt (ReMax's baseline), one response a prompt."""
+        n = self.config.actor_rollout_ref.rollout.n
+        prompts = batch.select(("prompts", "prompt_lengths", "sample_key", *PROMPT_OBJECTS))
+        params = replace(training_params(self.config.actor_rollout_ref.rollout), temperature=0.0)
+        with phase("greedy baseline", len(batch) // n, unit="sample"):
+            greedy = self._respond(prompts.take(range(0, len(batch), n)), params)
+        results, _ = self.inputs.score(greedy)
+        return torch.tensor([r.score for r in results]).repeat_interleave(n)
 
     def _update(self, role: str, batch: Batch) -> dict[str, float]:
         """All epochs and mini-batches of one role, one optimizer step each; counts skipped steps in a row."""

@@ -11,6 +11,8 @@ from valor.data.batch import Batch, pad_rows
 from valor.data.prompts import PromptRow
 from valor.rollout.base import SamplingParams
 
+PROMPT_OBJECTS = ("uid", "data_source", "ground_truth", "extra_info", "messages")
+
 # Validation draws the same noise at every step, so that two validations differ by the policy alone.
 _VALIDATION_KEY = -1
 

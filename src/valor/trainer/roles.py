@@ -14,7 +14,10 @@ def role_specs(config: PPOConfig, *, total_steps: int, eos_token_ids: list[int])
     """The roles of a run in building order (the rollout engine borrows the actor's weights, so the actor is first)."""
     shared = config.actor_rollout_ref
     specs = {
-        "actor": RoleSpec(ActorWorker, {"config": shared, "total_steps": total_steps}),
+        "actor": RoleSpec(
+            ActorWorker,
+            {"config": shared, "total_steps": total_steps, "custom_path": config.algorithm.custom_path},
+        ),
         "rollout": RoleSpec(RolloutWorker, {"config": shared.rollout, "eos_token_ids": eos_token_ids}),
     }
     if config.needs_reference:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from valor import algorithms
+from valor.algorithms.custom import load_custom
 from valor.config import ActorConfig, ActorRolloutRefConfig
 from valor.data.batch import Batch
 from valor.engines.sharding import DTYPES
@@ -18,9 +19,16 @@ from valor.workers.reduction import sum_over_ranks
 
 
 class ActorWorker(ModelRole):
-    """One rank of the actor. `total_steps` is the run's number of training steps (the LR schedule's length)."""
+    """One rank of the actor.
 
-    def __init__(self, context: WorkerContext, *, config: ActorRolloutRefConfig, total_steps: int) -> None:
+    `total_steps` is the run's number of training steps (the learning-rate schedule's length); `custom_path` a file
+    that registers policy losses.
+    """
+
+    def __init__(
+        self, context: WorkerContext, *, config: ActorRolloutRefConfig, total_steps: int, custom_path: str | None
+    ) -> None:
+        load_custom(custom_path)
         self.config = config.actor
         self._log_prob_limits = {
             "max_tokens": config.rollout.log_prob_max_token_len_per_gpu,

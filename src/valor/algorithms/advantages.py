@@ -1,0 +1,181 @@
+"""The estimators by name: `compute_advantages` and its registry."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from valor.algorithms.gae import gae
+from valor.algorithms.gdpo import gdpo
+from valor.algorithms.group_relative import gpg, grpo, grpo_passk, opo, rloo
+from valor.algorithms.groups import GroupIds
+from valor.algorithms.optimal_baseline import optimal_token_baseline
+from valor.algorithms.registry import Capability, Entry, Registry
+from valor.algorithms.reinforce import reinforce_plus_plus, reinforce_plus_plus_baseline, remax
+from valor.errors import UserError
+
+COMMON = ("rewards", "response_mask", "values", "group_ids", "reward_baselines", "gamma", "lam")
+
+ADVANTAGES = Registry(
+    "advantage estimator",
+    [
+        Entry(
+            "gae",
+            gae,
+            Capability("TD errors of a critic, decayed by γλ", "https://arxiv.org/abs/1506.02438", needs_critic=True),
+        ),
+        Entry(
+            "grpo",
+            grpo,
+            Capability("score minus group mean, over group std", "https://arxiv.org/abs/2402.03300", min_group_size=2),
+        ),
+        Entry(
+            "grpo_passk",
+            grpo_passk,
+            Capability("only the best sample: best minus second", "https://arxiv.org/abs/2503.19595", min_group_size=2),
+        ),
+        Entry(
+            "rloo",
+            rloo,
+            Capability("score minus mean of the others", "https://arxiv.org/abs/2402.14740", min_group_size=2),
+        ),
+        Entry(
+            "reinforce_plus_plus",
+            reinforce_plus_plus,
+            Capability("discounted return to go, whitened over the batch", "https://arxiv.org/abs/2501.03262"),
+        ),
+        Entry(
+            "reinforce_plus_plus_baseline",
+            reinforce_plus_plus_baseline,
+            Capability(
+                "score minus group mean, whitened over the batch", "https://arxiv.org/abs/2501.03262", min_group_size=2
+            ),
+        ),
+        Entry(
+            "remax",
+            remax,
+            Capability(
+                "return minus the greedy response's reward",
+                "https://arxiv.org/abs/2310.10505",
+                needs_greedy_baseline=True,
+            ),
+        ),
+        Entry(
+            "opo",
+            opo,
+            Capability("score minus length-weighted group mean", "https://arxiv.org/abs/2505.23585", min_group_size=2),
+        ),
+        Entry(
+            "gpg",
+            gpg,
+            Capability(
+                "score minus group mean, scaled up for samples without signal",
+                "https://arxiv.org/abs/2504.02546",
+                min_group_size=2,
+                natural_loss="gpg",
+            ),
+        ),
+        Entry(
+            "gdpo",
+            gdpo,
+            Capability(
+                "GRPO per reward component, weighted sum, whitened",
+                "https://arxiv.org/abs/2601.05242",
+                min_group_size=2,
+                needs_components=True,
+            ),
+        ),
+        Entry(
+            "optimal_token_baseline",
+            optimal_token_baseline,
+            Capability(
+                "return minus the least-variance baseline of each step",
+                "https://arxiv.org/abs/2602.07078",
+                min_group_size=2,
+                needs_sum_pi_squared=True,
+            ),
+        ),
+    ],
+)
+
+
+def compute_advantages(
+    name: str,
+    *,
+    rewards: Tensor,
+    response_mask: Tensor,
+    values: Tensor | None = None,
+    group_ids: GroupIds | None = None,
+    reward_baselines: Tensor | None = None,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    sample_mask: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns [B, T] by the estimator `name`, without gradient.
+
+    rewards, values [B, T]; response_mask [B, T], 1 where the policy produced the token; group_ids: one int or string
+    per sample, equal for samples of one prompt; reward_baselines [B]: reward of the greedy response (remax).
+    sample_mask [B]: samples with 0 take no part, neither in group nor in batch statistics, and come out 0.
+    options: the estimator's own keywords; an unknown one is a UserError that names the nearest.
+    Estimators that know only outcomes (group_relative) return the same tensor twice.
+    """
+    entry = ADVANTAGES[name]
+    if rewards.shape != response_mask.shape or rewards.ndim != 2:
+        raise ValueError(
+            f"rewards {tuple(rewards.shape)} and response_mask {tuple(response_mask.shape)} must be [B, T]"
+        )
+    if entry.capability.needs_critic and values is None:
+        raise UserError(f"{name} needs the critic's values: pass values, or choose an estimator without a critic")
+    if entry.capability.needs_greedy_baseline and reward_baselines is None:
+        raise UserError(f"{name} needs reward_baselines: the reward of a greedy response to each prompt")
+    common: dict[str, Any] = {
+        "rewards": rewards,
+        "response_mask": response_mask,
+        "values": values,
+        "group_ids": group_ids,
+        "reward_baselines": reward_baselines,
+        "gamma": gamma,
+        "lam": lam,
+    }
+    with torch.no_grad():
+        if sample_mask is None:
+            return entry.call(common, options)
+        return _on_samples(entry.call, common, options, sample_mask)
+
+
+def _on_samples(
+    call: Callable[..., tuple[Tensor, Tensor]], common: dict[str, Any], options: dict[str, Any], sample_mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Runs an estimator on the samples of sample_mask alone; the others get 0."""
+    keep = torch.nonzero(sample_mask).squeeze(1)
+    size = sample_mask.shape[0]
+
+    def select(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == size:
+            return value[keep.to(value.device)]
+        if isinstance(value, dict):
+            return {key: select(item) for key, item in value.items()}
+        if hasattr(value, "__len__") and not isinstance(value, str) and len(value) == size:
+            return [value[row] for row in keep.tolist()]
+        return value
+
+    chosen = {key: select(value) for key, value in common.items()}
+    parts = call(chosen, {key: select(value) for key, value in options.items()})
+    advantages, returns = (torch.zeros_like(common["rewards"]).index_copy_(0, keep, part) for part in parts)
+    return advantages, returns
+
+
+def register_advantage(name: str, **capability: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: adds an estimator under `name`; keywords are `Capability` fields.
+
+    The function takes, by keyword, those of rewards, response_mask, values, group_ids, reward_baselines, gamma, lam
+    that it names, and options of its own; it returns (advantages, returns), both [B, T].
+    """
+    return ADVANTAGES.register(name, **capability)
+
+
+def advantage_options(name: str) -> frozenset[str]:
+    """The keyword options that the estimator takes beyond the common inputs."""
+    return ADVANTAGES.options(name, COMMON)

@@ -1,0 +1,112 @@
+"""Critic-free estimators that compare the samples of one prompt.
+
+Every estimator gives one number per sample, spread over its policy tokens; returns equal advantages. s_i is the sum of
+the rewards of sample i, n the size of its group. Groups whose samples all agree have advantage exactly 0.
+singleton: groups of one have nothing to compare with: "zero", or "raw" for what verl does.
+"""
+
+import torch
+from torch import Tensor
+
+from valor.algorithms.groups import GroupIds, Groups, sequence_scores, settle_singletons, spread_over_tokens
+
+
+def grpo_scores(scores: Tensor, groups: Groups, norm_by_std: bool, singleton: str) -> Tensor:
+    """[B] (s − mean) / (std + 1e-6) per group; verl gives a group of one mean 0 and std 1."""
+    centred = scores.double() - groups.mean(scores)
+    advantage = centred / (groups.std(scores) + 1e-6) if norm_by_std else centred
+    return settle_singletons(advantage, scores / (1.0 + 1e-6) if norm_by_std else scores, groups, singleton)
+
+
+def grpo(
+    *,
+    rewards: Tensor,
+    response_mask: Tensor,
+    group_ids: GroupIds | None,
+    norm_adv_by_std_in_grpo: bool = True,
+    singleton: str = "zero",
+) -> tuple[Tensor, Tensor]:
+    """GRPO: A_i = (s_i − mean) / (std + 1e-6), std with n − 1 (https://arxiv.org/abs/2402.03300).
+
+    DrGRPO (https://arxiv.org/abs/2503.20783): norm_adv_by_std_in_grpo=False, with loss_agg_mode
+    seq-mean-token-sum-norm, a fixed loss_scale_factor and no KL loss.
+    """
+    groups = Groups(group_ids, rewards.shape[0], rewards.device)
+    scores = sequence_scores(rewards, response_mask)
+    advantage = spread_over_tokens(grpo_scores(scores, groups, norm_adv_by_std_in_grpo, singleton), response_mask)
+    return advantage, advantage
+
+
+def grpo_passk(
+    *,
+    rewards: Tensor,
+    response_mask: Tensor,
+    group_ids: GroupIds | None,
+    norm_adv_by_std_in_grpo: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Pass@k training with k = n: the best sample gets s_max − s_second, over (std + 1e-6) if normalised, the others 0.
+
+    It is what the group's best score would lose without that sample (https://arxiv.org/abs/2503.19595). A tie for the
+    best gives 0; a group of one gives 0 (verl raises).
+    """
+    groups = Groups(group_ids, rewards.shape[0], rewards.device)
+    scores = sequence_scores(rewards, response_mask)
+    place = torch.arange(scores.shape[0], device=scores.device)
+    best = scores == groups.extreme(scores, "amax")
+    first_best = place == groups.extreme(place.masked_fill(~best, scores.shape[0]), "amin")
+    second = groups.extreme(scores.masked_fill(first_best, -torch.inf), "amax")
+    gap = torch.where(first_best & ~groups.singleton, scores.double() - second, 0.0)
+    if norm_adv_by_std_in_grpo:
+        gap = gap / (groups.std(scores) + 1e-6)
+    advantage = spread_over_tokens(gap, response_mask)
+    return advantage, advantage
+
+
+def rloo(
+    *, rewards: Tensor, response_mask: Tensor, group_ids: GroupIds | None, singleton: str = "zero"
+) -> tuple[Tensor, Tensor]:
+    """RLOO: A_i = s_i − mean of the other samples = n/(n−1) · (s_i − mean) (https://arxiv.org/abs/2402.14740)."""
+    groups = Groups(group_ids, rewards.shape[0], rewards.device)
+    scores = sequence_scores(rewards, response_mask)
+    centred = (scores.double() - groups.mean(scores)) * groups.sizes / (groups.sizes - 1).clamp(min=1)
+    advantage = spread_over_tokens(settle_singletons(centred, scores, groups, singleton), response_mask)
+    return advantage, advantage
+
+
+def opo(
+    *, rewards: Tensor, response_mask: Tensor, group_ids: GroupIds | None, singleton: str = "zero"
+) -> tuple[Tensor, Tensor]:
+    """OPO: A_i = s_i − Σ l·s / Σ l, the variance-optimal baseline when the squared norm of the score function grows
+    with the length l, in policy tokens (https://arxiv.org/abs/2505.23585).
+
+    A group without any policy token has baseline 0 (and no token to show it at).
+    """
+    groups = Groups(group_ids, rewards.shape[0], rewards.device)
+    scores = sequence_scores(rewards, response_mask)
+    lengths = (response_mask != 0).sum(-1).double()
+    total_length = groups.total(lengths)
+    baseline = groups.total(lengths * scores) / total_length.clamp(min=1.0)
+    agree = groups.extreme(scores, "amax") == groups.extreme(scores, "amin")
+    centred = torch.where(agree, 0.0, scores.double() - groups.spread(baseline))
+    advantage = spread_over_tokens(settle_singletons(centred, scores, groups, singleton), response_mask)
+    return advantage, advantage
+
+
+def gpg(
+    *,
+    rewards: Tensor,
+    response_mask: Tensor,
+    group_ids: GroupIds | None,
+    f_norm: float = 1.0,
+    singleton: str = "zero",
+) -> tuple[Tensor, Tensor]:
+    """GPG: A_i = α (s_i − mean) / f_norm, α = B / #{s ≠ 0} (https://arxiv.org/abs/2504.02546).
+
+    α makes up for samples that carry no signal; it is B itself where every score is 0 (and every A is 0).
+    """
+    groups = Groups(group_ids, rewards.shape[0], rewards.device)
+    scores = sequence_scores(rewards, response_mask)
+    alpha = scores.shape[0] / scores.count_nonzero().clamp(min=1)
+    centred = settle_singletons(scores.double() - groups.mean(scores), scores, groups, singleton)
+    advantage = spread_over_tokens(alpha * centred / f_norm, response_mask)
+    return advantage, advantage

@@ -1,0 +1,117 @@
+"""KL divergence to a reference policy: per-token estimators, the penalty in the reward, and its controllers.
+
+http://joschu.net/blog/kl-approx.html derives k1, k2 and k3.
+"""
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from valor.algorithms.reductions import keep_masked, masked_mean
+from valor.algorithms.registry import choose
+from valor.errors import UserError
+
+_ALIASES = {"kl": "k1", "abs": "abs", "mse": "k2", "low_var_kl": "k3", "k1": "k1", "k2": "k2", "k3": "k3"}
+KL_KINDS: tuple[str, ...] = (*_ALIASES, *(f"{kind}+" for kind in _ALIASES))
+
+
+def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str = "low_var_kl") -> Tensor:
+    """Per-token estimate of KL(π ‖ π_ref) from the sampled token, same shape as the inputs; x = log π − log π_ref.
+
+    kl | k1        x, unbiased, high variance, may be negative
+    abs            |x|
+    mse | k2       x²/2, biased, whose gradient is that of the KL in expectation
+    low_var_kl|k3  e^−x − 1 + x, unbiased, non-negative; |x| ≤ 20 and the result within ±10: outliers have no gradient
+    "+"            the value of the estimator with the gradient of k2
+    The exact divergence needs logits: `full_kl_from_logits`.
+    """
+    if kind == "full":
+        raise UserError("kl kind 'full' needs whole distributions: use full_kl_from_logits on the logits")
+    choose(kind, KL_KINDS, "kl kind")
+    x = log_probs - ref_log_probs
+    value = _estimate(x, _ALIASES[kind.removesuffix("+")])
+    if kind.endswith("+"):
+        surrogate = _estimate(x, "k2")
+        value = value.detach() + (surrogate - surrogate.detach())
+    return value
+
+
+def _estimate(x: Tensor, kind: str) -> Tensor:
+    if kind == "k1":
+        return x
+    if kind == "abs":
+        return x.abs()
+    if kind == "k2":
+        return 0.5 * x.square()
+    reverse = (-x).clamp(-20.0, 20.0)
+    return (reverse.exp() - reverse - 1.0).clamp(-10.0, 10.0)
+
+
+def apply_kl_penalty(
+    token_level_scores: Tensor,
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    response_mask: Tensor,
+    *,
+    kl_coef: float,
+    kind: str = "kl",
+) -> tuple[Tensor, float]:
+    """Rewards [B, T] = scores − kl_coef · KL at policy tokens, and the current KL for the controller.
+
+    The current KL is the mean over sequences (those with a policy token) of their mean over tokens.
+    """
+    divergence = keep_masked(kl_penalty(log_probs, ref_log_probs, kind), response_mask)
+    per_row = masked_mean(divergence, response_mask, dim=-1)
+    current = masked_mean(per_row, (response_mask != 0).any(-1))
+    return token_level_scores - kl_coef * divergence, current.item()
+
+
+class KLController(Protocol):
+    """Holds the KL coefficient `value` of the reward penalty and may move it after each step."""
+
+    value: float
+
+    def update(self, current_kl: float, n_steps: int) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class FixedKLController:
+    """A constant coefficient."""
+
+    def __init__(self, kl_coef: float) -> None:
+        self.value = kl_coef
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Nothing moves."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = float(state["value"])
+
+
+class AdaptiveKLController(FixedKLController):
+    """β ← β · (1 + clip(KL/target − 1, ±0.2) · n_steps / horizon) (https://arxiv.org/abs/1909.08593, section 2.2)."""
+
+    def __init__(self, kl_coef: float, target_kl: float, horizon: float) -> None:
+        super().__init__(kl_coef)
+        if target_kl <= 0 or horizon <= 0:
+            raise UserError("the adaptive KL controller needs target_kl > 0 and horizon > 0")
+        self.target_kl = target_kl
+        self.horizon = horizon
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Moves the coefficient after `n_steps` sequences whose mean KL was `current_kl`."""
+        error = min(max(current_kl / self.target_kl - 1.0, -0.2), 0.2)
+        self.value *= 1.0 + error * n_steps / self.horizon
+
+
+def make_kl_controller(
+    kind: str = "fixed", *, kl_coef: float, target_kl: float = 0.1, horizon: float = 10000.0
+) -> KLController:
+    """The controller `fixed` or `adaptive`."""
+    if choose(kind, ("fixed", "adaptive"), "KL controller") == "fixed":
+        return FixedKLController(kl_coef)
+    return AdaptiveKLController(kl_coef, target_kl, horizon)

@@ -1,0 +1,88 @@
+"""The clipped surrogate of PPO, and what every policy loss shares."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from valor.algorithms.reductions import Denominator, aggregate_loss, loss_denominator, token_fraction
+from valor.errors import UserError
+
+Metrics = dict[str, Tensor]
+
+# exp(±20) is finite in float32 and far outside any trust region: a runaway ratio cannot make the loss infinite.
+LOG_RATIO_BOUND = 20.0
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What every policy loss gets, already 0 where the mask is 0.
+
+    log_probs (with gradient), old_log_probs, advantages, response_mask: [B, T]; rollout_is_weights: [B, T] or None.
+    """
+
+    log_probs: Tensor
+    old_log_probs: Tensor
+    advantages: Tensor
+    response_mask: Tensor
+    rollout_is_weights: Tensor | None = None
+    loss_agg_mode: str = "token-mean"
+    loss_scale_factor: float | None = None
+    num_tokens: Denominator = None
+    num_sequences: Denominator = None
+
+    def log_ratio(self, bound: float | None = LOG_RATIO_BOUND) -> Tensor:
+        """log π/π_old [B, T], clamped to ±bound."""
+        difference = self.log_probs - self.old_log_probs
+        return difference if bound is None else difference.clamp(-bound, bound)
+
+    def aggregate(self, per_token: Tensor) -> Tensor:
+        """The loss: per-token losses times the rollout's importance weights, over the global denominator."""
+        if self.rollout_is_weights is not None:
+            per_token = per_token * self.rollout_is_weights
+        denominator = loss_denominator(self.loss_agg_mode, self.num_tokens, self.num_sequences)
+        return aggregate_loss(per_token, self.response_mask, self.loss_agg_mode, self.loss_scale_factor, denominator)
+
+    def fraction(self, hit: Tensor) -> Tensor:
+        """Mean of `hit` [B, T] over the policy tokens, additive under the global denominator."""
+        return token_fraction(hit, self.response_mask, self.num_tokens)
+
+
+def clip_bounds(clip_ratio_low: float, clip_ratio_high: float) -> tuple[float, float]:
+    """The interval [1 − low, 1 + high] in which the ratio may move."""
+    if clip_ratio_low < 0 or clip_ratio_high < 0:
+        raise UserError("clip_ratio_low and clip_ratio_high must not be negative")
+    return 1.0 - clip_ratio_low, 1.0 + clip_ratio_high
+
+
+def ppo(
+    inputs: LossInputs,
+    *,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+    clip_ratio_c: float | None = 3.0,
+) -> tuple[Tensor, Metrics]:
+    """L = max(−Aρ, −A·clip(ρ, 1−low, 1+high)), and for A < 0 at most −A·c; ρ = π/π_old.
+
+    PPO (https://arxiv.org/abs/1707.06347), asymmetric "clip higher" (DAPO, https://arxiv.org/abs/2503.14476), dual
+    clip (https://arxiv.org/abs/1912.09729): c = clip_ratio_c > 1, None for no bound.
+    Metrics: pg_clipfrac (tokens where the clip binds), pg_clipfrac_lower (where the dual clip binds), ppo_kl.
+    """
+    if clip_ratio_c is not None and clip_ratio_c <= 1.0:
+        raise UserError(f"clip_ratio_c must be greater than 1, got {clip_ratio_c}; null switches dual clip off")
+    low, high = clip_bounds(clip_ratio_low, clip_ratio_high)
+    advantages, log_ratio = inputs.advantages, inputs.log_ratio()
+    ratio = log_ratio.exp()
+    unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(low, high)
+    loss = torch.maximum(unclipped, clipped)
+    lower_hit = torch.zeros_like(loss)
+    if clip_ratio_c is not None:
+        ceiling = -advantages * clip_ratio_c
+        lower_hit = (loss > ceiling) & (advantages < 0)
+        loss = torch.where(advantages < 0, torch.minimum(loss, ceiling), loss)
+    metrics = {
+        "pg_clipfrac": inputs.fraction(clipped > unclipped),
+        "ppo_kl": inputs.fraction(-log_ratio),
+        "pg_clipfrac_lower": inputs.fraction(lower_hit),
+    }
+    return inputs.aggregate(loss), metrics

@@ -1,0 +1,184 @@
+"""Masked reductions: the one place where a loss or statistic meets its mask and its denominator.
+
+Shapes: B sequences, T response positions. A mask is 0/1 (any dtype). Values where the mask is 0 never count, NaN and
+infinities included, in the result and in the gradient; a reduction over nothing is 0.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from valor.algorithms.registry import choose
+from valor.algorithms.scan import row_blocks
+
+LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
+LOSS_AGG_MODES: tuple[str, ...] = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+    "seq-mean-token-mean",
+)
+WHITENING_SCOPES: tuple[str, ...] = ("batch", "none")
+
+Denominator = float | Tensor | None
+
+
+def keep_masked(x: Tensor, mask: Tensor) -> Tensor:
+    """x where the mask is 1, exactly 0 elsewhere (a product would let NaN * 0 through)."""
+    return x.masked_fill(~mask.bool(), 0.0)
+
+
+def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Sum of the masked-in entries, over everything or along `dim`."""
+    kept = keep_masked(x, mask)
+    return kept.sum() if dim is None else kept.sum(dim)
+
+
+def masked_count(mask: Tensor, dim: int | None = None) -> Tensor:
+    """Number of masked-in entries as float32."""
+    present = mask.bool()
+    return (present.sum() if dim is None else present.sum(dim)).float()
+
+
+def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Mean of the masked-in entries; 0 where there are none."""
+    return masked_sum(x, mask, dim) / masked_count(mask, dim).clamp(min=1.0)
+
+
+def masked_var(x: Tensor, mask: Tensor, *, unbiased: bool = True) -> Tensor:
+    """Variance of the masked-in entries (Bessel's correction by default); 0 for fewer than two of them. No gradient."""
+    moments = masked_moments(x, mask)
+    return torch.tensor(moments.squares / max(moments.count - float(unbiased), 1.0), dtype=x.dtype, device=x.device)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Count, mean and Σ (x − mean)² of masked-in entries; clean: nothing non-finite lies at the masked-out ones."""
+
+    count: float = 0.0
+    mean: float = 0.0
+    squares: float = 0.0
+    clean: bool = True
+
+    def merge(self, other: "Moments") -> "Moments":
+        """Those of both parts together (Chan et al. 1983, https://doi.org/10.2307/2683386)."""
+        count, gap = self.count + other.count, other.mean - self.mean
+        if count == 0:
+            return Moments(clean=self.clean and other.clean)
+        share = other.count / count
+        squares = self.squares + other.squares + gap * gap * self.count * share
+        return Moments(count, self.mean + gap * share, squares, self.clean and other.clean)
+
+
+@torch.no_grad()
+def masked_moments(x: Tensor, mask: Tensor) -> Moments:
+    """Moments of the masked-in entries of x [..., T], summed in float64."""
+    moments = Moments()
+    x, mask = _as_rows(x), _as_rows(mask)
+    for rows in row_blocks(x):
+        kept = x[rows] * mask[rows]
+        total = kept.sum(dtype=torch.float64).item()
+        clean = math.isfinite(total)
+        if not clean:
+            kept = keep_masked(x[rows], mask[rows])
+            total = kept.sum(dtype=torch.float64).item()
+        count = mask[rows].sum(dtype=torch.float64).item()
+        # In float64 the squares of float32 numbers are exact: subtracting the mean afterwards costs nothing.
+        squares = torch.linalg.vector_norm(kept, dtype=torch.float64).item() ** 2 - total * total / max(count, 1.0)
+        moments = moments.merge(Moments(count, total / max(count, 1.0), max(squares, 0.0), clean))
+    return moments
+
+
+@torch.no_grad()
+def masked_whiten(
+    x: Tensor,
+    mask: Tensor,
+    *,
+    shift_mean: bool = True,
+    zero_masked: bool = True,
+    scope: str = "batch",
+    eps: float = 1e-8,
+    out: Tensor | None = None,
+) -> Tensor:
+    """(x − mean) / sqrt(var + eps) with the statistics of the masked-in entries of what is given.
+
+    scope: "batch" (all of it) or "none" (x unchanged but for `zero_masked`). To whiten by mini-batch, call it on each.
+    shift_mean: False scales only and leaves the mean where it was.
+    zero_masked: masked-out entries become 0; False sends them through the same affine map (verl does).
+    out: contiguous tensor to write to, x itself allowed.
+    A single masked-in entry has no spread: it becomes 0 (verl raises). No gradient.
+    """
+    if choose(scope, WHITENING_SCOPES, "whitening scope") == "none":
+        return keep_masked(x, mask) if zero_masked else x
+    moments = masked_moments(x, mask)
+    scale = (moments.squares / max(moments.count - 1.0, 1.0) + eps) ** -0.5
+    out = torch.empty_like(x) if out is None else out
+    flat, flat_mask, flat_out = (_as_rows(tensor) for tensor in (x, mask, out))
+    for rows in row_blocks(flat):
+        whitened = torch.sub(flat[rows], moments.mean, out=flat_out[rows]).mul_(scale)
+        if not shift_mean:
+            whitened.add_(moments.mean)
+        if zero_masked and moments.clean:
+            whitened.mul_(flat_mask[rows])
+        elif zero_masked:
+            whitened.masked_fill_(~flat_mask[rows].bool(), 0.0)
+    return out
+
+
+def aggregate_loss(
+    loss: Tensor,
+    mask: Tensor,
+    mode: str = "token-mean",
+    scale_factor: float | None = None,
+    denominator: Denominator = None,
+) -> Tensor:
+    """One number from per-token losses [B, T]; with a global `denominator` the parts of a mini-batch simply add up.
+
+    token-mean               Σ_it l / N            N: tokens
+    token-sum                Σ_it l
+    seq-mean-token-sum       Σ_i Σ_t l / S         S: sequences with at least one masked-in token
+    seq-mean-token-sum-norm  the former / scale_factor (DrGRPO, https://arxiv.org/abs/2503.20783)
+    seq-mean-token-mean      Σ_i (Σ_t l / n_i) / S n_i: tokens of sequence i
+
+    denominator: N (token-mean) or S (seq-mean-*) of the whole mini-batch when `loss` is a part of it; default: counted
+        in `mask`, fully masked rows left out. token-sum has none.
+    scale_factor: of seq-mean-token-sum-norm alone; default T, the padded width, which ties the loss to the padding:
+        pass the longest response allowed.
+    An empty mask gives 0, and a gradient of 0.
+    """
+    choose(mode, LOSS_AGG_MODES, "loss_agg_mode")
+    if mode == "token-sum":
+        return masked_sum(loss, mask)
+    if mode == "token-mean":
+        return masked_sum(loss, mask) / _positive(masked_count(mask) if denominator is None else denominator)
+    lengths = masked_count(mask, -1)
+    rows = masked_sum(loss, mask, -1)
+    if mode == "seq-mean-token-mean":
+        rows = rows / lengths.clamp(min=1.0)
+    total = rows.sum() / _positive((lengths > 0).sum() if denominator is None else denominator)
+    if mode == "seq-mean-token-sum-norm":
+        total = total / (float(mask.shape[-1]) if scale_factor is None else scale_factor)
+    return total
+
+
+def loss_denominator(mode: str, num_tokens: Denominator, num_sequences: Denominator) -> Denominator:
+    """The global count that `mode` divides by: tokens or sequences."""
+    return num_tokens if mode.startswith("token-") else num_sequences
+
+
+def token_fraction(hit: Tensor, mask: Tensor, num_tokens: Denominator) -> Tensor:
+    """Additive metric: Σ hit over the mask / (global) number of tokens."""
+    return aggregate_loss(hit.detach().float(), mask, "token-mean", denominator=num_tokens)
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _positive(count: float | Tensor) -> float | Tensor:
+    """A denominator that makes 0/0 the 0 it should be; counts are whole numbers, so 1 is the least real one."""
+    return count.clamp(min=1) if isinstance(count, Tensor) else max(float(count), 1.0)

@@ -1,0 +1,146 @@
+"""Named algorithms: what is registered, what each needs, and which options it takes."""
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from valor.errors import UserError
+
+
+def choose(name: str, known: Iterable[str], what: str) -> str:
+    """`name` if it is one of `known`; else a UserError that names the nearest ones."""
+    names = list(known)
+    if name in names:
+        return name
+    near = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names)}"
+    raise UserError(f"unknown {what} '{name}'; {hint}")
+
+
+@dataclass(frozen=True)
+class Capability:
+    """What an algorithm needs from the run and goes well with; checked before any model is loaded.
+
+    summary: one line for tables. paper: link. needs_critic: token values. min_group_size: samples of one prompt.
+    needs_greedy_baseline: the reward of a greedy response per prompt. needs_components: named reward components.
+    needs_sum_pi_squared: Σ_v π(v)² per position from the actor. natural_loss: the policy loss its paper pairs it with.
+    aggregation: the loss_agg_mode that is part of a policy loss's definition (None: any).
+    """
+
+    summary: str = ""
+    paper: str = ""
+    needs_critic: bool = False
+    min_group_size: int = 1
+    needs_greedy_baseline: bool = False
+    needs_components: bool = False
+    needs_sum_pi_squared: bool = False
+    natural_loss: str = "ppo"
+    aggregation: str | None = None
+
+    def needs(self) -> list[str]:
+        """What must be there, in words."""
+        words = {
+            "critic": self.needs_critic,
+            f"{self.min_group_size} samples per prompt": self.min_group_size > 1,
+            "a greedy response per prompt": self.needs_greedy_baseline,
+            "reward components": self.needs_components,
+            "sum of squared probabilities": self.needs_sum_pi_squared,
+        }
+        return [word for word, needed in words.items() if needed]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A registered function, its capability and the keyword options it takes (None: any)."""
+
+    name: str
+    function: Callable[..., Any]
+    capability: Capability = field(default_factory=Capability)
+    builtin: bool = True
+
+    @property
+    def parameters(self) -> frozenset[str]:
+        return frozenset(
+            name
+            for name, parameter in inspect.signature(self.function).parameters.items()
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        )
+
+    @property
+    def takes_any(self) -> bool:
+        kinds = {parameter.kind for parameter in inspect.signature(self.function).parameters.values()}
+        return inspect.Parameter.VAR_KEYWORD in kinds
+
+    def call(self, common: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+        """Calls the function with the `common` inputs that it names, and all `options`, each of which it must know."""
+        parameters, takes_any = self.parameters, self.takes_any
+        if not takes_any:
+            for option in options:
+                choose(option, sorted(parameters - common.keys()), f"option of {self.name}")
+        wanted = common if takes_any else {name: value for name, value in common.items() if name in parameters}
+        return self.function(**wanted, **options)
+
+
+class Registry:
+    """Names to functions of one kind. Built-in entries are given as one literal; users add theirs by decorator."""
+
+    all: ClassVar[list["Registry"]] = []
+
+    def __init__(self, kind: str, entries: Iterable[Entry]) -> None:
+        self.kind = kind
+        self._entries = {entry.name: entry for entry in entries}
+        Registry.all.append(self)
+
+    def __getitem__(self, name: str) -> Entry:
+        return self._entries[choose(name, self._entries, self.kind)]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def names(self) -> list[str]:
+        return list(self._entries)
+
+    def capabilities(self) -> dict[str, Capability]:
+        return {name: entry.capability for name, entry in self._entries.items()}
+
+    def options(self, name: str, common: Iterable[str] = ()) -> frozenset[str]:
+        """Keyword options of `name` beyond the `common` inputs, for callers that hold a config of many algorithms."""
+        return self[name].parameters - frozenset(common)
+
+    def register(self, name: str, **capability: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Decorator that adds a user's function; keywords are fields of `Capability`.
+
+        Registering the same source function again (a file imported twice) replaces it; another function under a name
+        that is taken is a UserError.
+        """
+
+        def add(function: Callable[..., Any]) -> Callable[..., Any]:
+            present = self._entries.get(name)
+            if present is not None and (present.builtin or _origin(present.function) != _origin(function)):
+                raise UserError(f"{self.kind} '{name}' is already registered; choose another name")
+            self._entries[name] = Entry(name, function, Capability(**capability), builtin=False)
+            return function
+
+        return add
+
+
+def _origin(function: Callable[..., Any]) -> tuple[str, str]:
+    code = getattr(function, "__code__", None)
+    return (code.co_filename if code else "", getattr(function, "__qualname__", repr(function)))
+
+
+def describe_algorithms() -> str:
+    """The registries as text tables: name, what it does, what it needs, its paper."""
+    lines: list[str] = []
+    for registry in Registry.all:
+        plural = registry.kind.replace("loss", "losse") + "s"
+        lines += ["", plural] if lines else [plural]
+        for name in registry.names():
+            entry = registry[name]
+            needs = ", ".join(entry.capability.needs())
+            lines.append(f"  {name:<30} {entry.capability.summary}" + (f" (needs {needs})" if needs else ""))
+            if entry.capability.paper:
+                lines.append(f"  {'':<30} {entry.capability.paper}")
+    return "\n".join(lines)

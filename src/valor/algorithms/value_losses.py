@@ -1,0 +1,186 @@
+"""Losses of the critic: regression (clipped or not), classification for 0/1 returns, and over bins."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from valor.algorithms.ppo import Metrics
+from valor.algorithms.reductions import (
+    Denominator,
+    aggregate_loss,
+    keep_masked,
+    loss_denominator,
+    masked_var,
+    token_fraction,
+)
+from valor.algorithms.registry import Capability, Entry, Registry
+from valor.errors import UserError
+
+PerToken = tuple[Tensor, Tensor, Tensor]  # loss, 1 where clipping binds, predicted value; each [B, T]
+
+
+def clipped_mse(
+    values: Tensor, returns: Tensor, *, old_values: Tensor | None = None, cliprange_value: float | None = 0.5
+) -> PerToken:
+    """½ max((V − R)², (clip(V, V_old ± c) − R)²) (PPO's value clipping); cliprange_value None: ½ (V − R)²."""
+    return _clipped(values, returns, old_values, cliprange_value, lambda error: 0.5 * error.square())
+
+
+def huber(
+    values: Tensor,
+    returns: Tensor,
+    *,
+    old_values: Tensor | None = None,
+    cliprange_value: float | None = None,
+    huber_delta: float = 1.0,
+) -> PerToken:
+    """½ e² for |e| ≤ δ, δ(|e| − δ/2) beyond: outlying returns pull with bounded force; clipped like mse if asked."""
+    if huber_delta <= 0:
+        raise UserError("huber_delta must be positive")
+
+    def loss(error: Tensor) -> Tensor:
+        return functional.huber_loss(error, torch.zeros_like(error), reduction="none", delta=huber_delta)
+
+    return _clipped(values, returns, old_values, cliprange_value, loss)
+
+
+def bce(values: Tensor, returns: Tensor) -> PerToken:
+    """−R log σ(z) − (1 − R) log(1 − σ(z)): z the head's output, σ(z) the value, for returns in [0, 1].
+
+    Returns outside (λ-returns of an untrained critic overshoot a little) count as the nearest end.
+    """
+    target = returns.clamp(0.0, 1.0)
+    loss = functional.binary_cross_entropy_with_logits(values, target, reduction="none")
+    return loss, torch.zeros_like(loss), values.detach().sigmoid()
+
+
+def hl_gauss(
+    values: Tensor,
+    returns: Tensor,
+    *,
+    value_min: float = 0.0,
+    value_max: float = 1.0,
+    sigma_bins: float = 0.75,
+) -> PerToken:
+    """Cross-entropy to a Gaussian around R spread over K bins of [value_min, value_max] (https://arxiv.org/abs/2403.03950).
+
+    values: logits [B, T, K]; sigma_bins: standard deviation in bins. Returns outside the range count as its ends.
+    """
+    target = hl_gauss_target(returns, values.shape[-1], value_min, value_max, sigma_bins)
+    loss = -(target * values.log_softmax(-1)).sum(-1)
+    predicted = hl_gauss_value(values.detach(), value_min=value_min, value_max=value_max)
+    return loss, torch.zeros_like(loss), predicted
+
+
+def hl_gauss_target(
+    returns: Tensor, num_bins: int, value_min: float, value_max: float, sigma_bins: float = 0.75
+) -> Tensor:
+    """[..., K] probability of each bin under a Gaussian around the return, cut at the range and renormalised."""
+    if num_bins < 2 or value_max <= value_min or sigma_bins <= 0:
+        raise UserError("hl_gauss needs at least 2 bins, value_min < value_max and sigma_bins > 0")
+    width = (value_max - value_min) / num_bins
+    edges = torch.linspace(value_min, value_max, num_bins + 1, device=returns.device, dtype=returns.dtype)
+    centred = edges - returns.clamp(value_min, value_max).unsqueeze(-1)
+    cumulative = torch.erf(centred / (sigma_bins * width * 2**0.5))
+    mass = cumulative[..., 1:] - cumulative[..., :-1]
+    return mass / mass.sum(-1, keepdim=True)
+
+
+def hl_gauss_value(logits: Tensor, *, value_min: float = 0.0, value_max: float = 1.0) -> Tensor:
+    """[...] expected bin centre of logits [..., K]."""
+    num_bins = logits.shape[-1]
+    half = (value_max - value_min) / (2 * num_bins)
+    centres = torch.linspace(value_min + half, value_max - half, num_bins, device=logits.device, dtype=logits.dtype)
+    return logits.softmax(-1) @ centres
+
+
+def _clipped(
+    values: Tensor,
+    returns: Tensor,
+    old_values: Tensor | None,
+    cliprange: float | None,
+    loss_of: Callable[[Tensor], Tensor],
+) -> PerToken:
+    loss = loss_of(values - returns)
+    if cliprange is None:
+        return loss, torch.zeros_like(loss), values.detach()
+    if old_values is None:
+        raise UserError("value clipping needs old_values; pass cliprange_value=None to train without clipping")
+    clipped = values.maximum(old_values - cliprange).minimum(old_values + cliprange)
+    clipped_loss = loss_of(clipped - returns)
+    return torch.maximum(loss, clipped_loss), (clipped_loss > loss).float(), values.detach()
+
+
+_PPO = "https://arxiv.org/abs/1707.06347"
+VALUE_LOSSES = Registry(
+    "value loss",
+    [
+        Entry("mse", clipped_mse, Capability("squared error, clipped around the old value", _PPO)),
+        Entry("huber", huber, Capability("squared near, linear far", "https://doi.org/10.1214/aoms/1177703732")),
+        Entry("bce", bce, Capability("cross-entropy for returns in [0, 1]")),
+        Entry("hl_gauss", hl_gauss, Capability("classification over bins", "https://arxiv.org/abs/2403.03950")),
+    ],
+)
+_COMMON = ("values", "returns", "old_values", "cliprange_value")
+
+
+def value_loss(
+    name: str = "mse",
+    *,
+    values: Tensor,
+    old_values: Tensor | None = None,
+    returns: Tensor,
+    response_mask: Tensor,
+    cliprange_value: float | None = 0.5,
+    loss_agg_mode: str = "token-mean",
+    loss_scale_factor: float | None = None,
+    num_tokens: Denominator = None,
+    num_sequences: Denominator = None,
+    **options: Any,
+) -> tuple[Tensor, Metrics]:
+    """The critic's loss and metrics; values [B, T] with gradient (logits [B, T, K] for hl_gauss), others [B, T].
+
+    num_tokens, num_sequences: counts of the whole mini-batch when this is a part of it.
+    Metrics: vf_clipfrac, vpred_mean, vf_error_mean (mean of V − R).
+    """
+    entry = VALUE_LOSSES[name]
+    mask = response_mask if values.ndim == response_mask.ndim else response_mask.unsqueeze(-1)
+    common = {
+        "values": keep_masked(values, mask),
+        "returns": keep_masked(returns, response_mask),
+        "old_values": None if old_values is None else keep_masked(old_values, response_mask),
+        "cliprange_value": cliprange_value,
+    }
+    per_token, clipped, predicted = entry.call(common, options)
+    denominator = loss_denominator(loss_agg_mode, num_tokens, num_sequences)
+    loss = aggregate_loss(per_token, response_mask, loss_agg_mode, loss_scale_factor, denominator)
+    metrics = {
+        "vf_clipfrac": token_fraction(clipped, response_mask, num_tokens),
+        "vpred_mean": token_fraction(predicted, response_mask, num_tokens),
+        "vf_error_mean": token_fraction(predicted - common["returns"], response_mask, num_tokens),
+    }
+    return loss, metrics
+
+
+def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -> Tensor:
+    """1 − var(R − V) / var(R) over the policy tokens of a whole batch; 0 where the returns do not vary."""
+    spread = masked_var(returns, response_mask)
+    unexplained = masked_var(returns - values, response_mask)
+    return torch.where(spread > 0, 1.0 - unexplained / spread.clamp(min=1e-12), torch.zeros_like(spread))
+
+
+def register_value_loss(name: str, **capability: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: adds a value loss under `name`; keywords are `Capability` fields.
+
+    The function takes, by keyword, those of values, returns, old_values, cliprange_value that it names, and options of
+    its own; it returns three [B, T] tensors: loss, 1 where a clip binds, predicted value.
+    """
+    return VALUE_LOSSES.register(name, **capability)
+
+
+def value_loss_options(name: str) -> frozenset[str]:
+    """The keyword options that the value loss takes beyond the common inputs."""
+    return VALUE_LOSSES.options(name, _COMMON)

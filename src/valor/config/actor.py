@@ -1,0 +1,134 @@
+"""`actor_rollout_ref.actor` and `actor_rollout_ref.ref`: the policy's update and the reference model."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from valor.config.base import DType, Section, Share, inherits
+from valor.config.engine import CheckpointConfig, FSDPConfig, OptimConfig
+
+Strategy = Literal["fsdp", "fsdp2", "megatron"]
+LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
+KLKind = Literal[
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"
+]
+
+
+class PolicyLossConfig(Section):
+    """Which policy loss, and the options that only some of them read."""
+
+    loss_mode: str = "vanilla"
+    """Name of a registered policy loss; vanilla is PPO's clipped loss."""
+    clip_cov_ratio: Share = 2e-4
+    """clip_cov: share of tokens whose gradient is cut."""
+    clip_cov_lb: float = 1.0
+    """clip_cov: lower bound of the covariances that may be cut."""
+    clip_cov_ub: float = 5.0
+    """clip_cov: upper bound of the covariances that may be cut."""
+    kl_cov_ratio: Share = 2e-4
+    """kl_cov: share of tokens with the largest covariance that get a KL penalty."""
+    ppo_kl_coef: NonNegativeFloat = 0.1
+    """kl_cov: weight of that penalty."""
+    dro_beta: PositiveFloat | None = None
+    """dro: weight of the quadratic log-ratio term; required by dro."""
+
+
+class ActorConfig(Section):
+    """The policy's update."""
+
+    strategy: Strategy = "fsdp2"
+    """Training engine; fsdp and fsdp2 both name the FSDP2 engine."""
+    ppo_mini_batch_size: PositiveInt = 256
+    """PROMPTS per optimizer step (times rollout.n samples); at most data.train_batch_size."""
+    ppo_micro_batch_size_per_gpu: PositiveInt | None = None
+    """Most samples in a micro-batch of one process; null leaves it to the token budget."""
+    use_dynamic_bsz: bool = False
+    """true: form micro-batches by tokens alone, whatever ppo_micro_batch_size_per_gpu says."""
+    ppo_max_token_len_per_gpu: PositiveInt = 16384
+    """Most tokens (padding included) in a micro-batch of one process; one longer sample goes alone."""
+    ppo_epochs: PositiveInt = 1
+    """Passes over each training batch."""
+    shuffle: bool = False
+    """Draw mini-batches in random order."""
+    data_loader_seed: int = inherits("trainer.seed")
+    """Seed of that order."""
+    clip_ratio: NonNegativeFloat = 0.2
+    """PPO clip range: the ratio is kept within 1 - clip_ratio_low and 1 + clip_ratio_high."""
+    clip_ratio_low: NonNegativeFloat = inherits(".clip_ratio")
+    """Lower clip range."""
+    clip_ratio_high: NonNegativeFloat = inherits(".clip_ratio")
+    """Upper clip range (larger than the lower one in DAPO's clip-higher)."""
+    clip_ratio_c: Annotated[float, Field(gt=1)] = 3.0
+    """Dual clip: bound of the ratio where the advantage is negative."""
+    tau_pos: PositiveFloat = 1.0
+    """sapo: temperature for positive advantages."""
+    tau_neg: PositiveFloat = 1.05
+    """sapo: temperature for negative advantages."""
+    policy_loss: PolicyLossConfig = PolicyLossConfig()
+    """Policy loss and its own options."""
+    loss_agg_mode: LossAggMode = "token-mean"
+    """How token losses become one number; denominators count the whole mini-batch."""
+    loss_scale_factor: PositiveFloat | None = None
+    """seq-mean-token-sum-norm: divisor of each sequence's sum; null takes the response width."""
+    entropy_coeff: float = 0.0
+    """Weight of the entropy bonus."""
+    calculate_entropy: bool = False
+    """Compute and log the entropy although entropy_coeff is 0."""
+    use_kl_loss: bool = False
+    """Add the KL divergence from the reference model to the loss."""
+    kl_loss_coef: float = 0.001
+    """Weight of that term."""
+    kl_loss_type: KLKind = "low_var_kl"
+    """KL estimator of that term."""
+    use_torch_compile: bool = True
+    """Accepted without effect: nothing is compiled."""
+    ulysses_sequence_parallel_size: PositiveInt = 1
+    """Processes that share one sequence."""
+    optim: OptimConfig = OptimConfig()
+    """Optimizer."""
+    fsdp_config: FSDPConfig = FSDPConfig()
+    """Sharding, precision, offload."""
+    megatron_config: dict[str, Any] = Field(default_factory=dict)
+    """Options of strategy=megatron."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Parts of a checkpoint."""
+
+    @property
+    def max_rows(self) -> int | None:
+        """Upper bound on the rows of a micro-batch; None when tokens alone decide."""
+        return None if self.use_dynamic_bsz else self.ppo_micro_batch_size_per_gpu
+
+
+class RefFSDPConfig(FSDPConfig):
+    """The reference model's sharding; its precision follows the actor's, so that their KL starts at zero."""
+
+    model_dtype: DType = inherits("actor_rollout_ref.actor.fsdp_config.model_dtype")
+    """Precision in which parameters are kept."""
+    dtype: DType = inherits("actor_rollout_ref.actor.fsdp_config.dtype")
+    """Precision of the forward pass."""
+
+
+class RefConfig(Section):
+    """The frozen reference model (present when a KL term needs it)."""
+
+    strategy: Strategy = inherits("actor_rollout_ref.actor.strategy")
+    """Engine; fsdp and fsdp2 both name the FSDP2 engine."""
+    fsdp_config: RefFSDPConfig = Field(default_factory=lambda: RefFSDPConfig())
+    """Sharding, precision, offload."""
+    megatron_config: dict[str, Any] = Field(default_factory=dict)
+    """Options of strategy=megatron."""
+    log_prob_micro_batch_size_per_gpu: PositiveInt | None = None
+    """Most samples in a forward micro-batch of one process; null leaves it to the token budget."""
+    log_prob_use_dynamic_bsz: bool = inherits("actor_rollout_ref.actor.use_dynamic_bsz")
+    """true: form micro-batches by tokens alone."""
+    log_prob_max_token_len_per_gpu: PositiveInt = inherits("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
+    """Most tokens (padding included) in a forward micro-batch of one process."""
+    ulysses_sequence_parallel_size: PositiveInt = inherits("actor_rollout_ref.actor.ulysses_sequence_parallel_size")
+    """Processes that share one sequence."""
+
+    @property
+    def max_rows(self) -> int | None:
+        """Upper bound on the rows of a forward micro-batch; None when tokens alone decide."""
+        return None if self.log_prob_use_dynamic_bsz else self.log_prob_micro_batch_size_per_gpu

@@ -1,0 +1,105 @@
+"""`algorithm`: advantages, KL control, and what is done to rewards and samples before the update."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from valor.config.actor import KLKind
+from valor.config.base import PathStr, Section, Share, inherits
+
+
+class KLControlConfig(Section):
+    """Weight of the KL penalty in the reward."""
+
+    type: Literal["fixed", "adaptive"] = "fixed"
+    """Constant weight, or one that steers the measured KL to target_kl."""
+    kl_coef: NonNegativeFloat = 0.001
+    """Weight (adaptive: its starting value)."""
+    horizon: PositiveInt = 10000
+    """adaptive: samples over which the weight moves."""
+    target_kl: PositiveFloat = 0.1
+    """adaptive: KL to hold."""
+
+
+class PFPPOConfig(Section):
+    """PF-PPO: resample a batch by its scores."""
+
+    reweight_method: Literal["pow", "max_min", "max_random"] = "pow"
+    """Sampling weights from scores."""
+    weight_pow: PositiveFloat = 2.0
+    """pow: exponent."""
+
+
+class FilterGroupsConfig(Section):
+    """DAPO's dynamic sampling: drop prompts whose samples all score the same, and draw others."""
+
+    enable: bool = False
+    """Drop and redraw."""
+    metric: str | None = None
+    """Reward component to compare; null takes the score."""
+    max_num_gen_batches: NonNegativeInt = 0
+    """Most generation rounds per step; 0 sets no limit."""
+
+
+class RolloutCorrectionConfig(Section):
+    """The gap between the distribution that generated the samples and the one being trained."""
+
+    rollout_is: Literal["token", "sequence"] | None = None
+    """Importance weights per token or per sequence; null uses none."""
+    rollout_is_threshold: PositiveFloat | str = 2.0
+    """Upper bound of the weights, or "low_high" bounds outside of which a weight is 0."""
+    rollout_is_batch_normalize: bool = False
+    """Divide the weights by their batch mean."""
+    rollout_rs: str | None = None
+    """Rejection statistic, such as token_k1 or seq_mean_k3; null rejects nothing."""
+    rollout_rs_threshold: float | str | None = None
+    """Bound(s) of that statistic."""
+    bypass_mode: bool = False
+    """Take the rollout's log-probs as the old ones instead of recomputing them."""
+    loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
+    """bypass_mode: loss on the rollout's log-probs."""
+
+
+class AlgorithmConfig(Section):
+    """From rewards to advantages."""
+
+    adv_estimator: str = "gae"
+    """Name of a registered advantage estimator: gae, grpo, rloo, ..."""
+    custom_path: PathStr | None = None
+    """Python file that registers advantage estimators or losses of your own."""
+    gamma: Share = 1.0
+    """Discount per token."""
+    lam: Share = 1.0
+    """GAE's lambda."""
+    lam_actor: Share = inherits(".lam")
+    """Lambda of the advantages."""
+    lam_critic: Share = inherits(".lam")
+    """Lambda of the critic's targets."""
+    adaptive_lam_alpha: PositiveFloat | None = None
+    """Lambda of the advantages by response length: 1 - 1 / (alpha * length); null uses lam_actor."""
+    adv_whitening: Literal["batch", "mini_batch", "none"] = "batch"
+    """Over which tokens gae and reinforce_plus_plus normalise advantages."""
+    truncation_bootstrap: bool = False
+    """A response cut at the length limit: true continues with the critic's value, false ends with 0."""
+    norm_adv_by_std_in_grpo: bool = True
+    """GRPO: divide by the group's standard deviation (false is Dr. GRPO)."""
+    gdpo_reward_keys: list[str] | None = None
+    """gdpo: reward components."""
+    gdpo_reward_weights: list[float] | None = None
+    """gdpo: their weights."""
+    use_kl_in_reward: bool = False
+    """Subtract a KL penalty from each token's reward."""
+    kl_penalty: KLKind = "kl"
+    """KL estimator of that penalty."""
+    kl_ctrl: KLControlConfig = KLControlConfig()
+    """Weight of that penalty."""
+    use_pf_ppo: bool = False
+    """PF-PPO: resample a batch by its scores."""
+    pf_ppo: PFPPOConfig = PFPPOConfig()
+    """PF-PPO's options."""
+    filter_groups: FilterGroupsConfig = FilterGroupsConfig()
+    """DAPO's dynamic sampling."""
+    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
+    """Correction of the gap between rollout and training."""

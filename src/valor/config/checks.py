@@ -1,0 +1,112 @@
+"""Rules about several keys at once. Each finding is one line that names the keys and what to do."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel
+
+from valor.config.ppo import NEEDS_CRITIC, PPOConfig
+from valor.config.trainer import RunConfig
+
+
+def check(config: BaseModel) -> list[str]:
+    """Every contradiction in a tree whose keys are valid one by one."""
+    lines: list[str] = []
+    if isinstance(config, PPOConfig):
+        lines += [*_critic(config), *_batches(config), *_generation(config), *_losses(config), *_validation(config)]
+    trainer = getattr(config, "trainer", None)
+    if isinstance(trainer, RunConfig):
+        lines += _resume(trainer)
+    return lines
+
+
+def _critic(config: PPOConfig) -> list[str]:
+    algorithm, critic, trainer = config.algorithm, config.critic, config.trainer
+    lines = []
+    if not critic.enable:
+        if algorithm.adv_estimator in NEEDS_CRITIC:
+            lines.append(
+                f"algorithm.adv_estimator={algorithm.adv_estimator} needs a critic: set critic.enable=true, or an "
+                "estimator that does without, such as grpo or rloo"
+            )
+        if algorithm.truncation_bootstrap:
+            lines.append("algorithm.truncation_bootstrap=true needs a critic: set critic.enable=true")
+        if trainer.critic_warmup > 0:
+            lines.append(f"trainer.critic_warmup={trainer.critic_warmup} needs a critic: set critic.enable=true")
+    elif critic.freeze and trainer.critic_warmup > 0:
+        lines.append("trainer.critic_warmup trains the critic and critic.freeze=true does not: drop one of them")
+    return lines
+
+
+def _batches(config: PPOConfig) -> list[str]:
+    prompts = config.data.train_batch_size
+    actor, critic = config.actor_rollout_ref.actor.ppo_mini_batch_size, config.critic.ppo_mini_batch_size
+    sizes = {"actor_rollout_ref.actor.ppo_mini_batch_size": actor}
+    if config.critic.enable and critic != actor:
+        sizes["critic.ppo_mini_batch_size"] = critic
+    return [
+        f"{key}={size} prompts is more than data.train_batch_size={prompts} prompts: set it to {prompts} or less"
+        for key, size in sizes.items()
+        if size > prompts
+    ]
+
+
+def _generation(config: PPOConfig) -> list[str]:
+    rollout, data = config.actor_rollout_ref.rollout, config.data
+    lines = []
+    for key, value, source, length in (
+        ("prompt_length", rollout.prompt_length, "max_prompt_length", data.max_prompt_length),
+        ("response_length", rollout.response_length, "max_response_length", data.max_response_length),
+    ):
+        if value != length:
+            lines.append(
+                f"actor_rollout_ref.rollout.{key}={value} and data.{source}={length} differ: set data.{source} alone"
+            )
+    longest = data.max_prompt_length + data.max_response_length
+    if rollout.max_model_len is not None and rollout.max_model_len < longest:
+        lines.append(
+            f"actor_rollout_ref.rollout.max_model_len={rollout.max_model_len} is less than data.max_prompt_length + "
+            f"data.max_response_length = {longest}: raise it, or lower one of them"
+        )
+    trained = config.actor_rollout_ref.actor.fsdp_config.dtype
+    if rollout.name == "native" and rollout.dtype != trained:
+        lines.append(
+            f"actor_rollout_ref.rollout.dtype={rollout.dtype}, but rollout.name=native generates with the actor's own "
+            f"weights in {trained}: set actor_rollout_ref.actor.fsdp_config.dtype"
+        )
+    if rollout.val_kwargs.do_sample and rollout.val_kwargs.temperature == 0:
+        lines.append(
+            "actor_rollout_ref.rollout.val_kwargs.do_sample=true with temperature=0 is greedy: set "
+            "actor_rollout_ref.rollout.val_kwargs.temperature"
+        )
+    return lines
+
+
+def _losses(config: PPOConfig) -> list[str]:
+    lines = []
+    loss = config.actor_rollout_ref.actor.policy_loss
+    if loss.loss_mode == "dro" and loss.dro_beta is None:
+        lines.append("actor_rollout_ref.actor.policy_loss.loss_mode=dro needs policy_loss.dro_beta")
+    algorithm = config.algorithm
+    if algorithm.gdpo_reward_weights is not None:
+        keys, weights = algorithm.gdpo_reward_keys or [], algorithm.gdpo_reward_weights
+        if len(keys) != len(weights):
+            lines.append(
+                f"algorithm.gdpo_reward_keys names {len(keys)} components and algorithm.gdpo_reward_weights has "
+                f"{len(weights)} numbers: give one weight per component"
+            )
+    return lines
+
+
+def _validation(config: PPOConfig) -> list[str]:
+    if config.data.val_files is not None:
+        return []
+    needs = {"trainer.val_only": config.trainer.val_only, "trainer.keep_best": config.trainer.keep_best}
+    return [f"{key}=true needs validation prompts: set data.val_files" for key, on in needs.items() if on]
+
+
+def _resume(trainer: RunConfig) -> list[str]:
+    if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
+        return ["trainer.resume_mode=resume_path needs trainer.resume_from_path=<a checkpoint folder>"]
+    if trainer.resume_mode != "resume_path" and trainer.resume_from_path is not None:
+        return ["trainer.resume_from_path is read with trainer.resume_mode=resume_path: set that too"]
+    return []

@@ -1,0 +1,76 @@
+"""`critic`: the value model and its update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from valor.config.actor import LossAggMode, Strategy
+from valor.config.base import DType, Section, inherits
+from valor.config.engine import CheckpointConfig, FSDPConfig, OptimConfig
+from valor.config.model import CriticModelConfig
+
+
+class CriticOptimConfig(OptimConfig):
+    """The critic's optimizer: ten times the actor's learning rate."""
+
+    lr: NonNegativeFloat = 1e-5
+    """Peak learning rate."""
+
+
+class CriticFSDPConfig(FSDPConfig):
+    """The critic's sharding; its precision follows the actor's."""
+
+    model_dtype: DType = inherits("actor_rollout_ref.actor.fsdp_config.model_dtype")
+    """Precision in which parameters and optimizer state are kept; gradients are summed in float32."""
+    dtype: DType = inherits("actor_rollout_ref.actor.fsdp_config.dtype")
+    """Precision of the forward and backward pass."""
+
+
+class CriticConfig(Section):
+    """The value model's update."""
+
+    enable: bool = Field(default=True, json_schema_extra={"derived": "true with gae"})
+    """Train a critic; null leaves it to algorithm.adv_estimator."""
+    freeze: bool = False
+    """Use the critic as it was loaded: no gradients, no optimizer."""
+    strategy: Strategy = inherits("actor_rollout_ref.actor.strategy")
+    """Training engine; fsdp and fsdp2 both name the FSDP2 engine."""
+    model: CriticModelConfig = Field(default_factory=lambda: CriticModelConfig())
+    """Network."""
+    ppo_mini_batch_size: PositiveInt = inherits("actor_rollout_ref.actor.ppo_mini_batch_size")
+    """PROMPTS per optimizer step (times rollout.n samples)."""
+    ppo_micro_batch_size_per_gpu: PositiveInt | None = None
+    """Most samples in a micro-batch of one process; null leaves it to the token budget."""
+    use_dynamic_bsz: bool = inherits("actor_rollout_ref.actor.use_dynamic_bsz")
+    """true: form micro-batches by tokens alone, whatever ppo_micro_batch_size_per_gpu says."""
+    ppo_max_token_len_per_gpu: PositiveInt = 32768
+    """Most tokens (padding included) in a micro-batch of one process; one longer sample goes alone."""
+    ppo_epochs: PositiveInt = inherits("actor_rollout_ref.actor.ppo_epochs")
+    """Passes over each training batch."""
+    shuffle: bool = inherits("actor_rollout_ref.actor.shuffle")
+    """Draw mini-batches in random order."""
+    data_loader_seed: int = inherits("trainer.seed")
+    """Seed of that order."""
+    cliprange_value: PositiveFloat | None = 0.5
+    """Value clip range: new values are kept within this distance of the old ones in the loss; null never clips."""
+    loss_agg_mode: LossAggMode = inherits("actor_rollout_ref.actor.loss_agg_mode")
+    """How token losses become one number; denominators count the whole mini-batch."""
+    loss_scale_factor: PositiveFloat | None = inherits("actor_rollout_ref.actor.loss_scale_factor")
+    """seq-mean-token-sum-norm: divisor of each sequence's sum."""
+    ulysses_sequence_parallel_size: PositiveInt = 1
+    """Processes that share one sequence."""
+    optim: CriticOptimConfig = CriticOptimConfig()
+    """Optimizer."""
+    fsdp_config: CriticFSDPConfig = Field(default_factory=lambda: CriticFSDPConfig())
+    """Sharding, precision, offload."""
+    megatron_config: dict[str, Any] = Field(default_factory=dict)
+    """Options of strategy=megatron."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Parts of a checkpoint."""
+
+    @property
+    def max_rows(self) -> int | None:
+        """Upper bound on the rows of a micro-batch; None when tokens alone decide."""
+        return None if self.use_dynamic_bsz else self.ppo_micro_batch_size_per_gpu

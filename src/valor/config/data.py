@@ -1,0 +1,65 @@
+"""`data`: prompt files, lengths and batch sizes."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, PositiveInt
+
+from valor.config.base import PathList, PathStr, Section, inherits
+
+Truncation = Literal["error", "left", "right", "middle"]
+
+
+class CustomClassConfig(Section):
+    """A class of the user's own."""
+
+    path: PathStr | None = None
+    """Python file."""
+    name: str | None = None
+    """Class in it."""
+
+
+class DataConfig(Section):
+    """Prompts: where they are, how they are read, how many go into a step."""
+
+    train_files: PathList = Field(default_factory=lambda: ["~/data/gsm8k/train.parquet"])
+    """Training prompts: one parquet or jsonl file, or a list."""
+    val_files: PathList | None = None
+    """Validation prompts; null runs no validation."""
+    train_max_samples: int = -1
+    """Use only this many training prompts; -1 all."""
+    val_max_samples: int = -1
+    """Use only this many validation prompts; -1 all."""
+    tokenizer: PathStr | None = None
+    """Tokenizer for the prompts; null takes the policy's."""
+    prompt_key: str = "prompt"
+    """Column with the chat messages."""
+    reward_fn_key: str = "data_source"
+    """Column by which a grader is chosen."""
+    max_prompt_length: PositiveInt = 512
+    """Longest prompt in tokens."""
+    max_response_length: PositiveInt = 512
+    """Longest response in tokens."""
+    train_batch_size: PositiveInt = 1024
+    """PROMPTS per training step."""
+    gen_batch_size: PositiveInt | None = None
+    """Prompts generated at once by dynamic sampling; null takes train_batch_size."""
+    val_batch_size: PositiveInt | None = None
+    """Prompts per validation batch; null takes all at once."""
+    shuffle: bool = True
+    """Draw training prompts in random order, anew in each epoch."""
+    seed: int = inherits("trainer.seed")
+    """Seed of that order."""
+    validation_shuffle: bool = False
+    """Draw validation prompts in random order."""
+    filter_overlong_prompts: bool = False
+    """Leave out prompts longer than max_prompt_length."""
+    filter_overlong_prompts_workers: PositiveInt = 1
+    """Accepted without effect: one process measures prompts."""
+    truncation: Truncation = "error"
+    """What happens to a prompt that is too long and was not filtered: stop, or cut that part."""
+    apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Extra arguments of the tokenizer's chat template, such as enable_thinking."""
+    custom_cls: CustomClassConfig = CustomClassConfig()
+    """Dataset class of your own."""

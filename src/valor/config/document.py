@@ -1,0 +1,89 @@
+"""The text of docs/configuration.md, from the schema and the tables of aliases and unavailable features."""
+
+from __future__ import annotations
+
+import inspect
+
+from pydantic import BaseModel
+
+from valor.config.aliases import ALIASES
+from valor.config.describe import default_text, doc_text, literal_text
+from valor.config.field_types import type_text
+from valor.config.ppo import PPOConfig
+from valor.config.presets import PRESETS
+from valor.config.sft import SFTConfig
+from valor.config.tree import find_field, section_type
+from valor.config.unavailable import TABLE as UNAVAILABLE
+
+_DOC_HEAD = """\
+# Configuration keys
+
+<!-- Made from the schema in src/valor/config: python -m valor.config > docs/configuration.md -->
+
+`valor ppo key=value ...` and `valor sft key=value ...` set these keys; `valor config keys [PREFIX]` prints them. The
+grammar is Hydra's: numbers, `true`/`false`, `null`, `[lists]`, `{dicts}`, `'quoted text'`; a plain `+` or `++` before a
+key is allowed and changes nothing; `~key` goes back to the default; `-m key=1,2,3` runs each value in turn.
+`--config-name NAME` starts from a named configuration or, with `--config-path DIR`, from `DIR/NAME.yaml`, which may
+begin with `defaults: [ppo_trainer, _self_]`. `--dry-run` prints the plan of the run and stops.
+
+A default written as `= key` is inherited: null takes the value of that key. Sizes are counted in prompts, samples
+(prompts times `actor_rollout_ref.rollout.n`) or tokens, as each key says.
+"""
+
+
+def render_docs() -> str:
+    """The text of docs/configuration.md."""
+    parts = [_DOC_HEAD, _preset_docs()]
+    for title, root in (("PPO and its relatives (`valor ppo`)", PPOConfig), ("Supervised (`valor sft`)", SFTConfig)):
+        parts.append(f"## {title}\n")
+        parts += [_section_docs(root, prefix, section) for prefix, section in _sections(root)]
+    parts += [_unavailable_docs(), _alias_docs()]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _preset_docs() -> str:
+    lines = ["## Named configurations\n", "`ppo_trainer` and `sft_trainer` hold the defaults.\n"]
+    for name, (_, flat) in PRESETS.items():
+        settings = ", ".join(f"`{key}={literal_text(value)}`" for key, value in flat.items())
+        lines.append(f"- `{name}`: {settings}")
+    return "\n".join(lines) + "\n"
+
+
+def _sections(root: type[BaseModel], prefix: str = "") -> list[tuple[str, type[BaseModel]]]:
+    """Every section that has plain keys of its own, outer ones first."""
+    found: list[tuple[str, type[BaseModel]]] = []
+    for name in root.model_fields:
+        section = section_type(root, name)
+        if section is not None:
+            found += [(f"{prefix}{name}", section), *_sections(section, f"{prefix}{name}.")]
+    return [item for item in found if any(section_type(item[1], name) is None for name in item[1].model_fields)]
+
+
+def _section_docs(root: type[BaseModel], prefix: str, section: type[BaseModel]) -> str:
+    found = find_field(root, prefix)
+    assert found is not None
+    lines = [f"### `{prefix}`\n", inspect.getdoc(section) or "", "", "| key | type | default | |", "|---|---|---|---|"]
+    for name in section.model_fields:
+        if section_type(section, name) is None:
+            cells = (type_text(section, name), f"`{default_text(section, name, f'{prefix}.{name}')}`")
+            doc = doc_text(section, name).replace("|", "\\|")
+            lines.append(f"| `{name}` | {cells[0]} | {cells[1]} | {doc} |")
+    return "\n".join(lines) + "\n"
+
+
+def _unavailable_docs() -> str:
+    lines = ["## Not available in this version\n", "| key | what it asks for | instead |", "|---|---|---|"]
+    lines += [f"| `{entry.pattern}` | {entry.what} | {entry.instead} |" for entry in UNAVAILABLE]
+    return "\n".join(lines) + "\n"
+
+
+def _alias_docs() -> str:
+    lines = ["## Other spellings from verl\n", "`*` stands for any rest of a key.\n", "| key | |", "|---|---|"]
+    for alias in ALIASES:
+        if alias.target is not None:
+            what = f"read as `{alias.target}`" + (f"; {alias.reason}" if alias.reason else "")
+        else:
+            what = f"{'refused' if alias.refused else 'no effect'}: {alias.reason}"
+        only = f" with {' or '.join(f'`{value}`' for value in alias.only)}" if alias.only else ""
+        lines.append(f"| `{alias.pattern}`{only} | {what} |")
+    return "\n".join(lines) + "\n"

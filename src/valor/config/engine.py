@@ -1,0 +1,70 @@
+"""Sections shared by every role that trains: sharding and precision, optimizer, checkpoint contents."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+
+from valor.config.base import CountOrOff, DType, Section, Share, inherits
+
+CheckpointPart = Literal["model", "optimizer", "extra", "hf_model"]
+
+
+class FSDPConfig(Section):
+    """How a model is sharded, in which precision it computes, and what is moved to the host between phases."""
+
+    param_offload: bool = False
+    """Keep parameters in host memory while the role is idle."""
+    optimizer_offload: bool = False
+    """Keep optimizer state in host memory while the role is idle."""
+    offload_policy: bool = False
+    """Parameters, gradients and optimizer state live in host memory also while computing (CUDA)."""
+    reshard_after_forward: bool = True
+    """Free the gathered parameters of a layer after its forward (less memory, one more gather in backward)."""
+    fsdp_size: int = -1
+    """Processes per shard group; the groups hold copies of each other. -1 shards over all processes."""
+    forward_prefetch: bool = False
+    """Gather the next layer's parameters while the present one computes."""
+    model_dtype: DType = "float32"
+    """Precision in which parameters and optimizer state are kept; gradients are summed in float32."""
+    dtype: DType = "bfloat16"
+    """Precision of the forward and backward pass."""
+
+
+class OptimConfig(Section):
+    """Optimizer, gradient clipping and learning-rate schedule; one scheduler step per training step."""
+
+    optimizer: Literal["AdamW"] = "AdamW"
+    """Optimizer (torch.optim's, fused)."""
+    lr: NonNegativeFloat = 1e-6
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of the first and second moment."""
+    eps: PositiveFloat = 1e-8
+    """Denominator offset."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Decoupled weight decay."""
+    clip_grad: PositiveFloat | None = 1.0
+    """Largest global gradient norm; larger gradients are scaled down to it. null never scales."""
+    lr_warmup_steps: CountOrOff = -1
+    """Linear warm-up steps (the last one has the full rate); -1 takes lr_warmup_steps_ratio of the run."""
+    lr_warmup_steps_ratio: Share = 0.0
+    """Warm-up as a share of all training steps, used when lr_warmup_steps is -1."""
+    lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
+    """Learning rate after warm-up."""
+    min_lr_ratio: Share = 0.0
+    """Floor of the cosine and linear schedules as a share of lr."""
+    num_cycles: PositiveFloat = 0.5
+    """Cosine periods over the run; 0.5 falls once from lr to the floor."""
+
+
+class CheckpointConfig(Section):
+    """What a role writes into a checkpoint and reads back."""
+
+    save_contents: list[CheckpointPart] = Field(default_factory=lambda: ["model", "optimizer", "extra"])
+    """Parts to write; hf_model adds a plain Hugging Face directory to every checkpoint."""
+    load_contents: list[CheckpointPart] = inherits(".save_contents")
+    """Parts to read on resume."""
+    async_save: bool = False
+    """Write checkpoints in the background."""

@@ -1,0 +1,75 @@
+"""A field's type in words: `integer > 0`, `one of a, b or null`."""
+
+from __future__ import annotations
+
+import types
+from os.path import expanduser
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+from pydantic import AfterValidator, BaseModel
+
+from valor.config.base import BARE_ITEM
+
+_WORDS = {int: "integer", float: "number", bool: "true/false", str: "text", dict: "dict", type(None): "null"}
+
+
+def type_text(section: type[BaseModel], name: str) -> str:
+    """What field `name` of `section` takes."""
+    field = section.model_fields[name]
+    return _text(field.annotation, field.metadata)
+
+
+def _text(annotation: Any, metadata: list[Any] | tuple[Any, ...] = ()) -> str:
+    if get_origin(annotation) is Annotated:
+        inner, *more = get_args(annotation)
+        return _text(inner, [*metadata, *more])
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return ("one of " if len(arguments) > 1 else "") + ", ".join(str(option) for option in arguments)
+    if origin in (Union, types.UnionType):
+        parts = [_text(part, () if part is type(None) else metadata) for part in arguments]
+        return " or ".join(parts)
+    if origin is list:
+        if any(item is BARE_ITEM for item in metadata):
+            return f"{_text(arguments[0])} or a list of them"
+        return f"list of {_plural(_text(arguments[0]))}"
+    if origin is tuple:
+        return f"list of {len(arguments)} {_plural(_text(arguments[0]))}"
+    if origin is dict:
+        return "dict"
+    if any(isinstance(item, AfterValidator) and item.func is expanduser for item in metadata):
+        return "path"
+    return _WORDS.get(annotation, "value") + _bounds(metadata)
+
+
+def _bounds(metadata: list[Any] | tuple[Any, ...]) -> str:
+    flat: list[Any] = []
+    for item in metadata:
+        flat += getattr(item, "metadata", [item])
+    if _range(flat) == {"ge": 0, "le": 1}:
+        return " from 0 to 1"
+    low = next((f"{'>' if isinstance(m, annotated_types.Gt) else '>='} {_bound(m)}" for m in flat if _is_low(m)), "")
+    high = next((f"{'<' if isinstance(m, annotated_types.Lt) else '<='} {_bound(m)}" for m in flat if _is_high(m)), "")
+    return (f" {low}" if low else "") + (f"{' and' if low else ''} {high}" if high else "")
+
+
+def _range(items: list[Any]) -> dict[str, Any]:
+    return {kind: getattr(item, kind) for item in items for kind in ("gt", "ge", "lt", "le") if hasattr(item, kind)}
+
+
+def _is_low(item: Any) -> bool:
+    return isinstance(item, annotated_types.Gt | annotated_types.Ge)
+
+
+def _is_high(item: Any) -> bool:
+    return isinstance(item, annotated_types.Lt | annotated_types.Le)
+
+
+def _bound(item: Any) -> str:
+    return str(next(getattr(item, kind) for kind in ("gt", "ge", "lt", "le") if hasattr(item, kind)))
+
+
+def _plural(text: str) -> str:
+    plurals = {"integer": "integers", "number": "numbers", "text": "texts", "path": "paths"}
+    return plurals.get(text, text.replace("one of", "any of"))

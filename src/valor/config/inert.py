@@ -1,0 +1,134 @@
+"""Settings that are legal but change nothing in this run, and why: shown in the plan, so that nobody tunes in vain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from pydantic import BaseModel
+
+from valor.config.ppo import PPOConfig
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+_SERVER_KEYS = (
+    "mode",
+    "agent.num_workers",
+    "checkpoint_engine.*",
+    "n_gpus_per_node",
+    "gpu_memory_utilization",
+    "tensor_model_parallel_size",
+    "data_parallel_size",
+    "expert_parallel_size",
+    "pipeline_model_parallel_size",
+    "max_num_batched_tokens",
+    "enforce_eager",
+    "cudagraph_capture_sizes",
+    "free_cache_engine",
+    "enable_chunked_prefill",
+    "enable_prefix_caching",
+    "scheduling_policy",
+    "load_format",
+    "layered_summon",
+    "disable_log_stats",
+    "skip_tokenizer_init",
+    "engine_kwargs.*",
+    "calculate_log_probs",
+)
+
+
+@dataclass(frozen=True)
+class Inert:
+    """Keys that match one of `patterns` have no effect when `when` holds."""
+
+    patterns: tuple[str, ...]
+    when: Callable[[PPOConfig], bool]
+    reason: str
+
+
+def _always(config: PPOConfig) -> bool:
+    return True
+
+
+TABLE: tuple[Inert, ...] = (
+    Inert(
+        tuple(f"{_ROLLOUT}.{name}" for name in _SERVER_KEYS),
+        lambda config: config.actor_rollout_ref.rollout.name == "native",
+        "no effect with rollout.name=native",
+    ),
+    Inert(
+        (f"{_ROLLOUT}.multi_turn.*",),
+        lambda config: not config.actor_rollout_ref.rollout.multi_turn.enable,
+        "no effect with multi_turn.enable=false",
+    ),
+    Inert(("*model.use_remove_padding",), _always, "no effect: rows are sorted by length, so padding is small"),
+    Inert(("*model.use_liger",), _always, "no effect: no such kernels here"),
+    Inert(("*model.use_fused_kernels",), _always, "no effect: log-probs never hold all logits at once as it is"),
+    Inert(("*model.use_shm",), _always, "no effect: weights are read from where they are"),
+    Inert(("*.use_torch_compile",), _always, "no effect: nothing here is compiled"),
+    Inert(
+        ("*fsdp_config.offload_policy",),
+        lambda config: config.trainer.device == "cpu",
+        "no effect with trainer.device=cpu",
+    ),
+    Inert(
+        ("actor_rollout_ref.model.lora_alpha", "actor_rollout_ref.model.*_modules"),
+        lambda config: config.actor_rollout_ref.model.lora_rank == 0,
+        "no effect with lora_rank=0",
+    ),
+    Inert(
+        ("critic.model.lora_alpha", "critic.model.*_modules"),
+        lambda config: config.critic.model.lora_rank == 0,
+        "no effect with lora_rank=0",
+    ),
+    Inert(
+        ("reward.sandbox_fusion.*",),
+        lambda config: config.reward.sandbox_fusion.url is None,
+        "no effect: reward.sandbox_fusion.url is not set",
+    ),
+    Inert(("data.filter_overlong_prompts_workers",), _always, "no effect: one process measures prompts"),
+    Inert(("actor_rollout_ref.ref.fsdp_config.optimizer_offload",), _always, "no effect: no optimizer"),
+    Inert(("critic.*",), lambda config: not config.critic.enable, "no effect: this run has no critic"),
+    Inert(("actor_rollout_ref.ref.*",), lambda config: not config.needs_reference, "no effect: no KL term is on"),
+    Inert(
+        ("actor_rollout_ref.actor.kl_loss_*",),
+        lambda config: not config.actor_rollout_ref.actor.use_kl_loss,
+        "no effect with use_kl_loss=false",
+    ),
+    Inert(
+        ("algorithm.kl_ctrl.*", "algorithm.kl_penalty"),
+        lambda config: not config.algorithm.use_kl_in_reward,
+        "no effect with use_kl_in_reward=false",
+    ),
+    Inert(("algorithm.pf_ppo.*",), lambda config: not config.algorithm.use_pf_ppo, "no effect with use_pf_ppo=false"),
+    Inert(
+        ("algorithm.filter_groups.*",),
+        lambda config: not config.algorithm.filter_groups.enable,
+        "no effect with filter_groups.enable=false",
+    ),
+    Inert(
+        ("trainer.test_freq", "trainer.val_before_train", "*.val_kwargs.*", "trainer.log_val_generations"),
+        lambda config: config.data.val_files is None,
+        "no effect: data.val_files is not set",
+    ),
+    Inert(
+        ("reward.reward_model.*",),
+        lambda config: not config.reward.reward_model.enable,
+        "no effect with reward_model.enable=false",
+    ),
+)
+
+
+def inert_settings(config: BaseModel, explicit_keys: Collection[str]) -> list[tuple[str, str]]:
+    """Those of `explicit_keys` that change nothing, each with the reason."""
+    if not isinstance(config, PPOConfig):
+        return []
+    return [
+        (key, entry.reason)
+        for key in sorted(explicit_keys)
+        if (entry := next((e for e in TABLE if e.when(config) and _matches(key, e)), None)) is not None
+    ]
+
+
+def _matches(key: str, entry: Inert) -> bool:
+    return any(fnmatchcase(key, pattern) for pattern in entry.patterns)

@@ -1,0 +1,115 @@
+"""`load`: from what was typed to a validated configuration, or to all mistakes at once, one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from hydra.core.override_parser.types import Override
+from pydantic import BaseModel, ValidationError
+
+from valor.config.checks import check
+from valor.config.command_line import (
+    CommandLine,
+    Job,
+    expand_sweep,
+    make_job,
+    parse_overrides,
+    read_arguments,
+    sweep_keys,
+)
+from valor.config.composition import compose_tree
+from valor.config.inheritance import fill_inherited
+from valor.config.mistakes import describe_errors
+from valor.config.ppo import PPOConfig
+from valor.config.translation import translate
+from valor.config.unavailable import unavailable_settings
+from valor.errors import UserError
+
+Root = TypeVar("Root", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class LoadedConfig(Generic[Root]):
+    """A validated tree and how it came about.
+
+    explicit_keys: keys set by an override, or by a yaml file to something other than the default.
+    notes: what to tell the user once (aliases that were read, settings without effect).
+    unavailable: what the run would stop at; empty unless `dry_run`, as otherwise `load` raises it.
+    label: what distinguishes a job of a multirun; None for a single run.
+    """
+
+    config: Root
+    explicit_keys: frozenset[str] = frozenset()
+    dry_run: bool = False
+    notes: tuple[str, ...] = ()
+    unavailable: tuple[str, ...] = ()
+    label: str | None = None
+
+
+def load(argv: Sequence[str], root: type[Root] = PPOConfig) -> LoadedConfig[Root]:
+    """The configuration of one run. UserError: every mistake in the command line, one line each."""
+    runs = load_runs(argv, root)
+    if len(runs) != 1:
+        raise UserError(f"the command line describes {len(runs)} runs, one is expected here: leave out -m")
+    return runs[0]
+
+
+def load_runs(argv: Sequence[str], root: type[Root] = PPOConfig) -> list[LoadedConfig[Root]]:
+    """The configuration of a run, or of every job of a multirun, all validated before the first one starts.
+
+    Jobs of a multirun get names and folders of their own: their swept settings are appended to
+    trainer.experiment_name (and to a trainer.default_local_dir that was given). UserError as in `load`.
+    """
+    line = read_arguments(argv)
+    overrides, mistakes = parse_overrides(line.overrides)
+    if not line.multirun:
+        return [_load(root, line, overrides, mistakes, None)]
+    keys = sweep_keys(overrides)
+    loaded: list[LoadedConfig[Root]] = []
+    lines: list[str] = []
+    for texts in expand_sweep(overrides):
+        parsed, _ = parse_overrides(texts)
+        try:
+            loaded.append(_load(root, line, parsed, mistakes, make_job(texts, keys)))
+        except UserError as error:
+            lines += str(error).splitlines()
+    if lines:
+        raise UserError("\n".join(dict.fromkeys(lines)))
+    return loaded
+
+
+def _load(
+    root: type[Root], line: CommandLine, overrides: Sequence[Override], mistakes: Sequence[str], job: Job | None
+) -> LoadedConfig[Root]:
+    mistakes = list(mistakes)
+    try:
+        composed = compose_tree(root, line, overrides, job)
+    except UserError as error:
+        raise UserError("\n".join([*mistakes, str(error)])) from error
+    translated = translate(root, composed.tree, composed.set_keys)
+    mistakes += [*composed.mistakes, *translated.mistakes]
+    config, wrong = _validated(root, translated.tree, translated.set_keys)
+    mistakes += wrong
+    if config is None or mistakes:
+        raise UserError("\n".join(mistakes))
+    unavailable = unavailable_settings(config)
+    if unavailable and not line.dry_run:
+        raise UserError("\n".join(unavailable))
+    return LoadedConfig(
+        config=config,
+        explicit_keys=frozenset(translated.set_keys),
+        dry_run=line.dry_run,
+        notes=(*composed.notes, *translated.notes),
+        unavailable=tuple(unavailable),
+        label=job.label if job else None,
+    )
+
+
+def _validated(root: type[Root], tree: dict[str, Any], set_keys: set[str]) -> tuple[Root | None, list[str]]:
+    try:
+        config = root.model_validate(fill_inherited(root, tree))
+    except ValidationError as error:
+        return None, describe_errors(root, error, set_keys)
+    return config, check(config)

@@ -1,0 +1,66 @@
+"""`actor_rollout_ref.model` and `critic.model`: which network, and how it is loaded."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat
+
+from valor.config.base import PathStr, Section, inherits
+
+DEFAULT_MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
+
+
+class BackboneConfig(Section):
+    """What policy and value models share."""
+
+    path: PathStr = DEFAULT_MODEL
+    """Hugging Face hub id or local directory."""
+    trust_remote_code: bool = False
+    """Run Python code that the model directory brings along."""
+    override_config: dict[str, Any] = Field(default_factory=dict)
+    """Attributes of the Hugging Face config to replace, such as attn_implementation."""
+    external_lib: str | None = None
+    """Python module(s) to import before loading, separated by commas (they register architectures)."""
+    enable_gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass instead of keeping them."""
+    enable_activation_offload: bool = False
+    """Move activations to host memory between forward and backward."""
+    use_remove_padding: bool = True
+    """Accepted without effect: micro-batches are sorted by length, which leaves little padding."""
+    use_liger: bool = False
+    """Accepted without effect: there are no such kernels here."""
+    use_fused_kernels: bool = False
+    """Accepted without effect: log-probs never hold all logits at once as it is."""
+    use_shm: bool = False
+    """Accepted without effect: weights are read from where they are."""
+    lora_rank: NonNegativeInt = 0
+    """Rank of LoRA adapters; 0 trains all weights."""
+    lora_alpha: PositiveFloat = 16
+    """LoRA scale: adapters are multiplied by lora_alpha / lora_rank."""
+    target_modules: str | list[str] = "all-linear"
+    """Modules that get adapters."""
+    exclude_modules: str | list[str] | None = None
+    """Modules that get none."""
+    lora_adapter_path: PathStr | None = None
+    """Adapter directory to start from."""
+
+
+class ModelConfig(BackboneConfig):
+    """The policy, which is also the reference model and, with rollout.name=native, the generator."""
+
+    tokenizer_path: PathStr | None = None
+    """Tokenizer, if it is not beside the model."""
+    custom_chat_template: str | None = None
+    """Jinja text that replaces the tokenizer's chat template."""
+
+
+class CriticModelConfig(BackboneConfig):
+    """The value model: a backbone with a token-classification head of one label."""
+
+    path: PathStr = inherits("actor_rollout_ref.model.path")
+    """Causal language model or published critic (`*ForTokenClassification`) to start from."""
+    trust_remote_code: bool = inherits("actor_rollout_ref.model.trust_remote_code")
+    """Run Python code that the model directory brings along."""
+    value_head_init: Literal["zero", "normal"] = "zero"
+    """Fresh value head: all zeros, or small normal weights. A published critic keeps its own."""

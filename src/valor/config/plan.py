@@ -1,0 +1,236 @@
+"""What a run would do, in words and numbers, from its configuration alone: the text of --dry-run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from pydantic import BaseModel
+
+from valor.config.actor import ActorConfig
+from valor.config.critic import CriticConfig
+from valor.config.inert import inert_settings
+from valor.config.ppo import PPOConfig
+from valor.config.sft import SFTConfig
+from valor.config.trainer import RunConfig, TrainerConfig
+from valor.config.unavailable import unavailable_settings
+
+
+def plan(config: BaseModel, explicit_keys: Collection[str] = (), *, num_train_prompts: int | None = None) -> str:
+    """A readable plan: roles, placement, steps, batch arithmetic in prompts, samples and tokens.
+
+    `explicit_keys` are examined for settings without effect; `num_train_prompts` (rows of the training files, when
+    the caller has read them) turns epochs into steps.
+    """
+    if isinstance(config, PPOConfig):
+        rows = _ppo_rows(config, num_train_prompts)
+    elif isinstance(config, SFTConfig):
+        rows = _sft_rows(config, num_train_prompts)
+    else:
+        raise ValueError(f"no plan for a {type(config).__name__}")
+    rows += [("note", f"{key}: {reason}") for key, reason in inert_settings(config, explicit_keys)]
+    rows += [("stops here", line) for line in unavailable_settings(config)]
+    width = max(len(title) for title, _ in rows)
+    lines, last = [], ""
+    for title, text in rows:
+        lines.append(f"{'' if title == last else title:<{width}}  {text}".rstrip())
+        last = title
+    return "\n".join(lines)
+
+
+def _ppo_rows(config: PPOConfig, num_prompts: int | None) -> list[tuple[str, str]]:
+    policy, critic = config.actor_rollout_ref, config.critic
+    loss = policy.actor.policy_loss.loss_mode
+    rows = [("run", _run(config.trainer)), ("algorithm", f"{_estimator(config)}, policy loss {loss}")]
+    rows.append(("actor", f"{policy.model.path}, {_optimizer(policy.actor)}, {_precision(policy.actor)}"))
+    rows.append(("rollout", _rollout(config)))
+    if critic.enable:
+        update = "frozen" if critic.freeze else _optimizer(critic)
+        rows.append(("critic", f"{critic.model.path}, {update}, {_precision(critic)}"))
+    else:
+        rows.append(("critic", "none"))
+    rows.append(("reference", _reference(config)))
+    rows.append(("reward", _reward(config)))
+    rows.append(("placement", _placement(config.trainer)))
+    rows += [("batch", text) for text in _batch(config)]
+    rows.append(("old log-probs", _old_log_probs(config)))
+    rows.append(("length", _length(config.trainer, config.data.train_batch_size, "prompts", num_prompts)))
+    if config.trainer.critic_warmup:
+        rows.append(("", f"the first {config.trainer.critic_warmup} steps train the critic alone"))
+    rows.append(("training data", ", ".join(config.data.train_files)))
+    rows.append(("validation", _validation(config)))
+    rows.append(("checkpoints", _checkpoints(config.trainer)))
+    rows.append(("logs", ", ".join(config.trainer.logger)))
+    return rows
+
+
+def _sft_rows(config: SFTConfig, num_samples: int | None) -> list[tuple[str, str]]:
+    data, trainer = config.data, config.trainer
+    every = f"every {trainer.test_freq} steps and " if trainer.test_freq > 0 else ""
+    return [
+        ("run", _run(trainer)),
+        ("model", f"{config.model.path}, {config.optim.optimizer} lr {config.optim.lr:g}, {config.fsdp_config.dtype}"),
+        ("placement", _processes(trainer, 1)),
+        ("batch", f"{data.train_batch_size:,} samples per update, each at most {data.max_length:,} tokens"),
+        ("", f"micro-batches of at most {data.max_token_len_per_gpu:,} tokens per process"),
+        ("length", _length(trainer, data.train_batch_size, "samples", num_samples)),
+        ("training data", ", ".join(data.train_files)),
+        ("validation", f"{every}at the end: {', '.join(data.val_files)}" if data.val_files else "none"),
+        ("checkpoints", _checkpoints(trainer)),
+        ("logs", ", ".join(trainer.logger)),
+    ]
+
+
+def _run(trainer: RunConfig) -> str:
+    return f"{trainer.project_name}/{trainer.experiment_name} in {trainer.default_local_dir}, seed {trainer.seed}"
+
+
+def _estimator(config: PPOConfig) -> str:
+    algorithm = config.algorithm
+    if not config.critic.enable:
+        return algorithm.adv_estimator
+    lam = f"lambda {algorithm.lam_actor:g}"
+    if algorithm.lam_critic != algorithm.lam_actor:
+        lam += f" (critic {algorithm.lam_critic:g})"
+    return f"{algorithm.adv_estimator}, gamma {algorithm.gamma:g}, {lam}"
+
+
+def _optimizer(role: ActorConfig | CriticConfig) -> str:
+    optim = role.optim
+    schedule = "" if optim.lr_scheduler_type == "constant" else f" {optim.lr_scheduler_type}"
+    return f"{optim.optimizer} lr {optim.lr:g}{schedule}"
+
+
+def _precision(role: ActorConfig | CriticConfig) -> str:
+    fsdp = role.fsdp_config
+    compute = f"{fsdp.dtype} over {fsdp.model_dtype} weights" if fsdp.dtype != fsdp.model_dtype else fsdp.dtype
+    moved = [n for n, on in (("weights", fsdp.param_offload), ("optimizer", fsdp.optimizer_offload)) if on]
+    return compute + (f", {' and '.join(moved)} offloaded" if moved else "")
+
+
+def _rollout(config: PPOConfig) -> str:
+    rollout = config.actor_rollout_ref.rollout
+    own = "shares the actor's weights" if rollout.name == "native" else "own weights, synced every step"
+    cut = f", top-p {rollout.top_p:g}" if rollout.top_p < 1 else ""
+    cut += f", top-k {rollout.top_k}" if rollout.top_k > 0 else ""
+    return f"{rollout.name} ({own}), temperature {rollout.temperature:g}{cut}"
+
+
+def _reference(config: PPOConfig) -> str:
+    if not config.needs_reference:
+        return "none (no KL term is on)"
+    terms = []
+    if config.algorithm.use_kl_in_reward:
+        control = config.algorithm.kl_ctrl
+        terms.append(f"{control.type} KL penalty {control.kl_coef:g} in the reward")
+    actor = config.actor_rollout_ref.actor
+    if actor.use_kl_loss:
+        terms.append(f"KL loss {actor.kl_loss_coef:g} ({actor.kl_loss_type})")
+    return f"{config.actor_rollout_ref.model.path}: {', '.join(terms)}"
+
+
+def _reward(config: PPOConfig) -> str:
+    function = config.reward.custom_reward_function
+    source = f"{function.path}:{function.name}" if function.path else f"built in, by column {config.data.reward_fn_key}"
+    return f"{source}; at most {config.reward.timeout:g} s a sample"
+
+
+def _processes(trainer: RunConfig, nodes: int) -> str:
+    where = "this machine" if nodes == 1 else f"{nodes} nodes"
+    if trainer.n_gpus_per_node is None:
+        per_node = {
+            "cpu": "one CPU process",
+            "cuda": "one process per GPU",
+            "auto": "one process per GPU, or one CPU process where there is none",
+        }[trainer.device]
+        return f"{per_node}, on {where}"
+    kind = {"cpu": "CPU process", "cuda": "GPU", "auto": "GPU"}[trainer.device]
+    total = trainer.n_gpus_per_node * nodes
+    plural = ("es" if kind.endswith("s") else "s") if trainer.n_gpus_per_node > 1 else ""
+    spread = f" on each of {nodes} nodes = {total}" if nodes > 1 else " on this machine"
+    return f"{trainer.n_gpus_per_node} {kind}{plural}{spread}"
+
+
+def _placement(trainer: TrainerConfig) -> str:
+    controller = {
+        "auto": "in this process if there is one, else under Ray",
+        "local": "in this process",
+        "ray": "under Ray",
+    }[trainer.controller]
+    return f"{_processes(trainer, trainer.nnodes)}; all roles share each process; {controller}"
+
+
+def _batch(config: PPOConfig) -> list[str]:
+    data, n = config.data, config.actor_rollout_ref.rollout.n
+    longest = data.max_prompt_length + data.max_response_length
+    samples = data.train_batch_size * n
+    lines = [
+        f"{data.train_batch_size:,} prompts x {_count(n, 'sample')} = {samples:,} samples/step, at most "
+        f"{data.max_prompt_length:,} + {data.max_response_length:,} tokens each = {samples * longest:,} tokens/step"
+    ]
+    lines.append(f"actor: {_updates(config, config.actor_rollout_ref.actor)}")
+    if config.critic.enable and not config.critic.freeze:
+        lines.append(f"critic: {_updates(config, config.critic)}")
+    return lines
+
+
+def _updates(config: PPOConfig, role: ActorConfig | CriticConfig) -> str:
+    prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    mini = role.ppo_mini_batch_size
+    count = math.ceil(prompts / mini)
+    rest = prompts % mini
+    last = f" (the last one {rest} prompts)" if rest and count > 1 else ""
+    rows = "" if role.max_rows is None else f" and {role.max_rows:,} samples"
+    return (
+        f"{mini:,}-prompt mini-batches = {mini * n:,} samples -> {_count(count, 'update')}{last} x "
+        f"{_count(role.ppo_epochs, 'epoch')}; micro-batches of at most {role.ppo_max_token_len_per_gpu:,} tokens"
+        f"{rows} per process"
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _old_log_probs(config: PPOConfig) -> str:
+    actor = config.actor_rollout_ref.actor
+    if config.algorithm.rollout_correction.bypass_mode:
+        return "the rollout's own (bypass_mode)"
+    if math.ceil(config.data.train_batch_size / actor.ppo_mini_batch_size) * actor.ppo_epochs == 1:
+        return "none needed: one update per batch, the ratio is exactly 1"
+    return "recomputed once per step"
+
+
+def _length(trainer: RunConfig, batch: int, unit: str, rows: int | None) -> str:
+    if trainer.total_training_steps is not None:
+        return _count(trainer.total_training_steps, "step")
+    epochs = _count(trainer.total_epochs, "epoch")
+    if rows is None:
+        return f"{epochs} x ({unit} in the training data / {batch:,}) steps"
+    return f"{epochs} x {rows // batch:,} steps = {_count(trainer.total_epochs * (rows // batch), 'step')}"
+
+
+def _validation(config: PPOConfig) -> str:
+    if config.data.val_files is None:
+        return "none (data.val_files is not set)"
+    trainer, sampling = config.trainer, config.actor_rollout_ref.rollout.val_kwargs
+    temperature = sampling.effective_temperature
+    how = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+    times = "alone" if trainer.val_only else ""
+    if not times:
+        before = "before the first step, " if trainer.val_before_train else ""
+        every = f"every {trainer.test_freq} steps, " if trainer.test_freq > 0 else ""
+        times = f"{before}{every}after the last"
+    responses = "response" if sampling.n == 1 else "responses"
+    return f"{times}; {sampling.n} {responses} per prompt, {how}: {', '.join(config.data.val_files)}"
+
+
+def _checkpoints(trainer: RunConfig) -> str:
+    every = f"every {trainer.save_freq} steps and " if trainer.save_freq > 0 else ""
+    kept = "all kept" if trainer.max_ckpt_to_keep is None else f"the newest {trainer.max_ckpt_to_keep} kept"
+    resume = {
+        "auto": "resumes from the newest in the run's folder",
+        "disable": "starts afresh",
+        "resume_path": f"resumes from {trainer.resume_from_path}",
+    }[trainer.resume_mode]
+    return f"{every}after the last step, {kept}; {resume}"

@@ -1,0 +1,89 @@
+"""The root of the tree that `valor ppo` reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ConfigDict, Field, PositiveInt, model_validator
+
+from valor.config.actor import ActorConfig, RefConfig
+from valor.config.algorithm import AlgorithmConfig
+from valor.config.base import Section
+from valor.config.critic import CriticConfig
+from valor.config.data import DataConfig
+from valor.config.inheritance import fill_inherited
+from valor.config.model import ModelConfig
+from valor.config.reward import RewardConfig
+from valor.config.rollout import RolloutConfig
+from valor.config.trainer import TrainerConfig
+
+NEEDS_CRITIC = frozenset({"gae"})
+"""Built-in estimators that cannot work without values."""
+
+
+class ActorRolloutRefConfig(Section):
+    """The policy in its three uses."""
+
+    model: ModelConfig = ModelConfig()
+    """Network."""
+    actor: ActorConfig = Field(default_factory=lambda: ActorConfig())
+    """Update of the policy."""
+    ref: RefConfig = Field(default_factory=lambda: RefConfig())
+    """Reference model."""
+    rollout: RolloutConfig = Field(default_factory=lambda: RolloutConfig())
+    """Generation."""
+
+
+class RayInitConfig(Section):
+    """Arguments of ray.init; any that Ray knows may be added."""
+
+    model_config = ConfigDict(extra="allow")
+
+    address: str | None = None
+    """Cluster to join; null starts one on this machine, auto joins the one that runs here."""
+    num_cpus: PositiveInt | None = None
+    """CPUs to announce when a cluster is started; null counts them."""
+
+
+class RayKwargsConfig(Section):
+    """Ray."""
+
+    ray_init: RayInitConfig = RayInitConfig()
+    """Arguments of ray.init."""
+
+
+class PPOConfig(Section):
+    """One run of PPO, GRPO or a relative of theirs."""
+
+    actor_rollout_ref: ActorRolloutRefConfig = Field(default_factory=lambda: ActorRolloutRefConfig())
+    """The policy in its three uses."""
+    critic: CriticConfig = Field(default_factory=lambda: CriticConfig())
+    """The value model."""
+    data: DataConfig = Field(default_factory=lambda: DataConfig())
+    """Prompts."""
+    reward: RewardConfig = RewardConfig()
+    """Scoring."""
+    algorithm: AlgorithmConfig = Field(default_factory=lambda: AlgorithmConfig())
+    """From rewards to advantages."""
+    trainer: TrainerConfig = Field(default_factory=lambda: TrainerConfig())
+    """Length of the run, devices, logging, checkpoints."""
+    ray_kwargs: RayKwargsConfig = RayKwargsConfig()
+    """Ray."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        tree = fill_inherited(cls, data)
+        critic = tree.setdefault("critic", {})
+        if isinstance(critic, dict) and critic.get("enable") is None:
+            algorithm = tree.get("algorithm")
+            estimator = algorithm.get("adv_estimator", "gae") if isinstance(algorithm, dict) else "gae"
+            critic["enable"] = estimator in NEEDS_CRITIC
+        return tree
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a KL term asks for the reference model's log-probs."""
+        return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward

@@ -1,0 +1,97 @@
+"""The named configurations: the defaults of a tree, and presets that differ from them in a few keys."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from pydantic import BaseModel
+
+from valor.config.base import REFERENCE, inherited_from
+from valor.config.inheritance import absolute
+from valor.config.ppo import PPOConfig
+from valor.config.sft import SFTConfig
+from valor.config.tree import nested, walk_keys
+
+DEFAULTS: dict[type[BaseModel], str] = {PPOConfig: "ppo_trainer", SFTConfig: "sft_trainer"}
+"""Name of each tree's defaults, for the `defaults:` list of a yaml file."""
+
+_GSM8K: dict[str, Any] = {
+    "data.train_files": "~/data/gsm8k/train.parquet",
+    "data.val_files": "~/data/gsm8k/test.parquet",
+    "data.train_batch_size": 256,
+    "data.filter_overlong_prompts": True,
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 64,
+    "trainer.total_epochs": 15,
+    "trainer.save_freq": 20,
+    "trainer.test_freq": 5,
+}
+
+PRESETS: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
+    "ppo_config": (
+        PPOConfig,
+        {
+            **_GSM8K,
+            "algorithm.adv_estimator": "gae",
+            "trainer.experiment_name": "ppo_gsm8k",
+        },
+    ),
+    "grpo_config": (
+        PPOConfig,
+        {
+            **_GSM8K,
+            "algorithm.adv_estimator": "grpo",
+            "actor_rollout_ref.rollout.n": 5,
+            "actor_rollout_ref.actor.use_kl_loss": True,
+            "actor_rollout_ref.actor.kl_loss_coef": 0.001,
+            "actor_rollout_ref.actor.kl_loss_type": "low_var_kl",
+            "trainer.experiment_name": "grpo_gsm8k",
+        },
+    ),
+    "sft_config": (
+        SFTConfig,
+        {
+            "data.train_files": "~/data/gsm8k_sft/train.parquet",
+            "data.val_files": "~/data/gsm8k_sft/test.parquet",
+            "optim.lr_scheduler_type": "cosine",
+            "optim.lr_warmup_steps_ratio": 0.03,
+            "trainer.experiment_name": "sft_gsm8k",
+        },
+    ),
+}
+"""Each preset: its tree, and what it sets."""
+
+
+@cache
+def default_tree(root: type[BaseModel]) -> dict[str, Any]:
+    """Every key with its default; an inheriting key is an interpolation of its source, a derived one null.
+
+    One object for all callers: read it, do not change it.
+    """
+    flat: dict[str, Any] = {}
+    for key, section, name in walk_keys(root):
+        field = section.model_fields[name]
+        source = inherited_from(section, name)
+        if source is not None:
+            flat[key] = _interpolation(source, key)
+        elif isinstance(field.json_schema_extra, dict) and "derived" in field.json_schema_extra:
+            flat[key] = None
+        else:
+            default = field.get_default(call_default_factory=True)
+            flat[key] = list(default) if isinstance(default, tuple) else default
+    return nested(flat)
+
+
+def _interpolation(source: str, key: str) -> str:
+    if "${" in source:
+        return REFERENCE.sub(lambda match: "${" + absolute(match[1], key) + "}", source)
+    return "${" + absolute(source, key) + "}"
+
+
+def config_nodes(root: type[BaseModel]) -> dict[str, dict[str, Any]]:
+    """The named configurations of one tree, as Hydra stores them."""
+    nodes = {DEFAULTS[root]: default_tree(root)}
+    for name, (tree, flat) in PRESETS.items():
+        if tree is root:
+            nodes[name] = {"defaults": [DEFAULTS[root], "_self_"], **nested(flat)}
+    return nodes

@@ -1,0 +1,162 @@
+"""`actor_rollout_ref.rollout`: how responses are generated."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from valor.config.base import CountOrOff, DType, PathStr, PositiveShare, Section, inherits
+
+
+class ValidationSamplingConfig(Section):
+    """Sampling during validation."""
+
+    n: PositiveInt = 1
+    """Responses per validation prompt (mean@n, pass@k and maj@n need more than one)."""
+    temperature: NonNegativeFloat = 0.0
+    """Softmax temperature; 0 is greedy."""
+    top_k: CountOrOff = -1
+    """Sample among the k likeliest tokens; -1 among all."""
+    top_p: PositiveShare = 1.0
+    """Sample among the likeliest tokens that together have this probability."""
+    do_sample: bool | None = None
+    """false forces greedy decoding; null samples when temperature is above 0."""
+
+    @property
+    def effective_temperature(self) -> float:
+        """The temperature that generation uses: 0 where do_sample is false."""
+        return 0.0 if self.do_sample is False else self.temperature
+
+
+class MultiTurnConfig(Section):
+    """Episodes of several turns with tools."""
+
+    enable: bool = False
+    """Let the policy call tools and go on."""
+    max_assistant_turns: PositiveInt | None = None
+    """Most policy turns."""
+    max_user_turns: PositiveInt | None = None
+    """Most tool or user turns."""
+    tool_config_path: PathStr | None = None
+    """YAML file that lists tools."""
+    function_tool_path: PathStr | None = None
+    """Python file whose functions are tools."""
+    max_parallel_calls: PositiveInt = 1
+    """Tool calls executed from one turn."""
+    max_tool_response_length: PositiveInt = 256
+    """Longest tool answer in characters."""
+    tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
+    """Which part of a longer answer is cut."""
+    format: str = "hermes"
+    """Syntax of tool calls."""
+
+
+class AgentConfig(Section):
+    """Episode runners."""
+
+    num_workers: PositiveInt = 8
+    """Runner processes."""
+    default_agent_loop: str = "single_turn_agent"
+    """Episode type of samples that name none."""
+    agent_loop_config_path: PathStr | None = None
+    """YAML file with further episode types."""
+
+
+class WeightSyncConfig(Section):
+    """How weights reach an engine that does not share the actor's."""
+
+    backend: str = "naive"
+    """Transport."""
+    update_weights_bucket_megabytes: PositiveInt = 2048
+    """Size of one transfer."""
+
+
+class RolloutConfig(Section):
+    """Generation."""
+
+    name: Literal["native", "vllm", "sglang", "trtllm"] = "native"
+    """Engine; native generates in the actor's own process with the actor's own weights."""
+    mode: Literal["sync", "async"] = "async"
+    """Request scheduling of server engines."""
+    n: PositiveInt = 1
+    """Responses (samples) per prompt."""
+    temperature: PositiveFloat = 1.0
+    """Softmax temperature; training log-probs use it too."""
+    top_k: CountOrOff = -1
+    """Sample among the k likeliest tokens; -1 among all."""
+    top_p: PositiveShare = 1.0
+    """Sample among the likeliest tokens that together have this probability."""
+    do_sample: bool = True
+    """Training rollouts are always sampled."""
+    ignore_eos: bool = False
+    """Generate up to the length limit past the end-of-sequence token."""
+    prompt_length: PositiveInt = inherits("data.max_prompt_length")
+    """Longest prompt in tokens."""
+    response_length: PositiveInt = inherits("data.max_response_length")
+    """Longest response in tokens."""
+    max_model_len: PositiveInt | None = None
+    """Longest prompt plus response in tokens; null takes their sum."""
+    dtype: DType = inherits("actor_rollout_ref.actor.fsdp_config.dtype")
+    """Precision of generation."""
+    calculate_log_probs: bool = True
+    """Keep the log-probs of the sampled tokens (the gap to training is measured with them)."""
+    log_prob_micro_batch_size_per_gpu: PositiveInt | None = None
+    """Old log-probs: most samples in a forward micro-batch of one process; null leaves it to the token budget."""
+    log_prob_use_dynamic_bsz: bool = inherits("actor_rollout_ref.actor.use_dynamic_bsz")
+    """Old log-probs: true forms micro-batches by tokens alone."""
+    log_prob_max_token_len_per_gpu: PositiveInt = inherits("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
+    """Old log-probs: most tokens (padding included) in a forward micro-batch of one process."""
+    val_kwargs: ValidationSamplingConfig = ValidationSamplingConfig()
+    """Sampling during validation."""
+    multi_turn: MultiTurnConfig = MultiTurnConfig()
+    """Episodes of several turns with tools."""
+    agent: AgentConfig = AgentConfig()
+    """Episode runners."""
+    checkpoint_engine: WeightSyncConfig = WeightSyncConfig()
+    """How weights reach an engine that does not share the actor's."""
+    nnodes: NonNegativeInt = 0
+    """Nodes reserved for generation alone; 0 shares the trainer's."""
+    n_gpus_per_node: PositiveInt | None = inherits("trainer.n_gpus_per_node")
+    """Devices per such node."""
+    gpu_memory_utilization: PositiveShare = 0.5
+    """Server engines: share of device memory for weights and KV cache."""
+    tensor_model_parallel_size: PositiveInt = 1
+    """Server engines: devices that share one replica."""
+    data_parallel_size: PositiveInt = 1
+    """Server engines: replicas inside one engine."""
+    expert_parallel_size: PositiveInt = 1
+    """Server engines: devices that share the experts."""
+    pipeline_model_parallel_size: PositiveInt = 1
+    """Server engines: pipeline stages."""
+    max_num_batched_tokens: PositiveInt = 8192
+    """Server engines: tokens per scheduler step."""
+    max_num_seqs: PositiveInt = 256
+    """Most sequences generated at once by one process."""
+    enforce_eager: bool = False
+    """Server engines: no CUDA graphs."""
+    cudagraph_capture_sizes: list[int] | None = None
+    """Server engines: batch sizes to capture."""
+    free_cache_engine: bool = True
+    """Server engines: release the KV cache while training."""
+    enable_chunked_prefill: bool = True
+    """Server engines: split long prefills."""
+    enable_prefix_caching: bool = True
+    """Server engines: reuse the KV cache of equal prefixes."""
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    """Server engines: order of requests."""
+    load_format: str = "dummy"
+    """Server engines: where initial weights come from."""
+    layered_summon: bool = False
+    """Server engines: gather weights layer by layer when syncing."""
+    disable_log_stats: bool = True
+    """Server engines: keep their own statistics quiet."""
+    skip_tokenizer_init: bool = True
+    """Server engines: token ids in and out."""
+    engine_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Options passed through to an engine, as engine_kwargs.<name>.<option>."""
+
+    @property
+    def max_rows(self) -> int | None:
+        """Upper bound on the rows of an old-log-prob micro-batch; None when tokens alone decide."""
+        return None if self.log_prob_use_dynamic_bsz else self.log_prob_micro_batch_size_per_gpu

@@ -1,0 +1,83 @@
+"""`trainer`: length of the run, devices, logging, validation, checkpoints."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from valor.config.base import BARE_ITEM, CountOrOff, PathStr, Section, inherits
+
+Logger = Literal["console", "file", "tensorboard", "wandb"]
+
+
+class RunConfig(Section):
+    """What every kind of run has: a name, a length, devices, loggers, a folder."""
+
+    project_name: str = "valor"
+    """First part of the run's name."""
+    experiment_name: str = "run"
+    """Second part of the run's name."""
+    default_local_dir: PathStr = inherits("checkpoints/${.project_name}/${.experiment_name}")
+    """Folder of the run: checkpoints, logs, report."""
+    logger: Annotated[list[Logger], BARE_ITEM] = Field(default_factory=lambda: ["console", "file"])
+    """Where metrics go; file is jsonl in the run's folder."""
+    total_epochs: PositiveInt = 30
+    """Passes over the training prompts."""
+    total_training_steps: PositiveInt | None = None
+    """Length in steps; null is total_epochs."""
+    save_freq: CountOrOff = -1
+    """Checkpoint every so many steps (and after the last); -1 or 0 after the last alone."""
+    test_freq: CountOrOff = -1
+    """Validate every so many steps (and after the last); -1 or 0 after the last alone."""
+    max_ckpt_to_keep: PositiveInt | None = None
+    """Keep the newest checkpoints; null keeps all."""
+    resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
+    """auto goes on from the newest checkpoint in default_local_dir, if there is one."""
+    resume_from_path: PathStr | None = None
+    """resume_path: the checkpoint."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes CUDA where there is any."""
+    n_gpus_per_node: PositiveInt | None = None
+    """Processes (one per device) on each node; null takes all GPUs, or one process on a CPU machine."""
+    num_threads: PositiveInt | None = None
+    """CPU threads of each process; null shares the cores out."""
+    seed: NonNegativeInt = 42
+    """Seed of everything random in the run; what is sampled depends on (seed, step, sample) alone."""
+    max_skipped_updates: PositiveInt = 5
+    """Stop after so many updates in a row with gradients that are not finite."""
+
+
+class TrainerConfig(RunConfig):
+    """The PPO run."""
+
+    nnodes: PositiveInt = 1
+    """Nodes."""
+    node_rank: NonNegativeInt | None = None
+    """This machine's number in a run started once per node."""
+    master_addr: str | None = None
+    """Address of node 0 in a run started once per node."""
+    master_port: PositiveInt | None = None
+    """Port of node 0 in a run started once per node."""
+    controller: Literal["auto", "local", "ray"] = "auto"
+    """local runs all roles in this process; ray in processes of their own; auto takes local for one CPU process."""
+    critic_warmup: NonNegativeInt = 0
+    """Steps in which only the critic is trained."""
+    val_before_train: bool = True
+    """Validate before the first step."""
+    val_only: bool = False
+    """Validate and stop."""
+    log_generations: NonNegativeInt = 4
+    """Training samples per step to keep, with each token's value and advantage."""
+    log_val_generations: NonNegativeInt = 0
+    """Validation samples to log."""
+    rollout_data_dir: PathStr | None = None
+    """Write every step's rollouts to this folder as jsonl."""
+    validation_data_dir: PathStr | None = None
+    """Write every validation's samples to this folder as jsonl."""
+    keep_best: bool = False
+    """Keep the checkpoint with the best validation score besides the newest ones."""
+    report: bool = True
+    """Write report.html into the run's folder."""
+    rollout_probs_diff_warn: PositiveFloat = 0.05
+    """Warn when rollout and training probabilities of the sampled tokens differ by more than this on average."""

@@ -1,0 +1,99 @@
+"""Sample generations with what the algorithm thought of each token: `samples/step_N.jsonl`, one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from valor.tracking.rundir import samples_file, write_atomically
+
+_PER_TOKEN = ("mask", "advantages", "values", "log_probs", "returns")
+_TORN = "\ufffd"  # what a decoder makes of a character whose last bytes are still to come
+_MAX_WINDOW = 256  # tokens; bytes that never become a character are given up after so many
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt and one response; per-token lists have one entry per token of `tokens`, None where not measured.
+
+    `tokens` joined is the response's text (see `token_strings`). `mask` is 0 on tokens that the policy did not
+    write (tool observations). ValueError if a list has another length.
+    """
+
+    prompt: str
+    tokens: list[str]
+    reward: float
+    uid: str = ""
+    data_source: str = ""
+    ground_truth: Any = None
+    finish_reason: str = ""
+    mask: list[int] | None = None
+    advantages: list[float] | None = None
+    values: list[float] | None = None
+    returns: list[float] | None = None
+    log_probs: list[float] | None = None
+    reward_info: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in _PER_TOKEN:
+            numbers = getattr(self, name)
+            if numbers is not None and len(numbers) != len(self.tokens):
+                raise ValueError(f"{name} has {len(numbers)} entries for {len(self.tokens)} tokens")
+
+
+def write_samples(
+    run_dir: Path, step: int, samples: Iterable[Sample], *, split: Literal["train", "val"] = "train"
+) -> Path:
+    """Write the sample generations of `step`, replacing those written before; returns the file.
+
+    Per-token numbers keep six significant digits; non-finite ones become null.
+    """
+    path = samples_file(run_dir, step, split)
+    write_atomically(path, "".join(json.dumps(_record(step, split, one)) + "\n" for one in samples))
+    return path
+
+
+def token_strings(ids: Sequence[int], decode: Callable[[list[int]], str]) -> list[str]:
+    """One string per token id; joined, they read as the decoded text.
+
+    A token is decoded behind the piece before it, because tokenizers drop or merge blanks at the start of a text. A
+    character spread over several tokens (an emoji, say) stands at the last of them.
+    """
+    strings: list[str] = []
+    start = boundary = 0  # the decoding window begins one piece before the last place where a character ended
+    shown = 0  # characters of the window's text that earlier tokens have
+    for end in range(1, len(ids) + 1):
+        text = decode(list(ids[start:end]))
+        torn = text.endswith(_TORN) and end < len(ids) and end - start < _MAX_WINDOW
+        whole = text.rstrip(_TORN) if torn else text
+        strings.append(whole[shown:])
+        shown = max(shown, len(whole))
+        if not torn:
+            start, boundary = boundary, end
+            shown = len(decode(list(ids[start:end])))
+    return strings
+
+
+def _record(step: int, split: str, sample: Sample) -> dict[str, Any]:
+    record = _jsonable({"step": step, "split": split, **asdict(sample)})
+    for name in _PER_TOKEN[1:]:
+        if record[name] is not None:
+            record[name] = [None if number is None else float(f"{number:.6g}") for number in record[name]]
+    return record
+
+
+def _jsonable(value: Any) -> Any:
+    """`value` in JSON types only: non-finite floats are None, unknown objects their text."""
+    if isinstance(value, dict):
+        return {str(key): _jsonable(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(one) for one in value]
+    if hasattr(value, "tolist"):  # NumPy and torch, scalars too
+        return _jsonable(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, str | int | bool) else str(value)

@@ -1,0 +1,180 @@
+"""Where a step's metrics go: console, metrics.jsonl, TensorBoard, Weights & Biases; one `Tracker` writes to all."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from valor.errors import UserError
+from valor.tracking.console_lines import ConsoleLogger
+from valor.tracking.rundir import METRICS_FILE, TENSORBOARD_DIR, rewind
+
+
+class Logger(Protocol):
+    """One destination of metrics."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What the destinations need to know of a run.
+
+    `resume_step`: the last step that the loaded checkpoint contains; None for a run that starts afresh.
+    """
+
+    run_dir: Path
+    project: str = "valor"
+    experiment: str = "run"
+    config: Mapping[str, Any] = field(default_factory=dict)
+    total_steps: int | None = None
+    resume_step: int | None = None
+
+
+class Tracker:
+    """Sends each step's metrics to every named logger, and takes back what the run folder says after `resume_step`.
+
+    Raises UserError before anything is written if a name is unknown or its package is missing.
+    Use as a context manager, or call `close()`.
+    """
+
+    def __init__(self, names: Sequence[str], run: RunInfo) -> None:
+        check_loggers(names)
+        run.run_dir.mkdir(parents=True, exist_ok=True)
+        # W&B may refuse (no login), so it comes before the run folder's records are touched.
+        self._loggers = [LOGGERS[name](run) for name in dict.fromkeys(names) if name == "wandb"]
+        rewind(run.run_dir, run.resume_step)
+        self._loggers += [LOGGERS[name](run) for name in dict.fromkeys(names) if name != "wandb"]
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write the metrics of `step` (numbers, or one-element arrays) to every logger; on return they are flushed."""
+        plain = {key: _plain_number(key, value) for key, value in metrics.items()}
+        for logger in self._loggers:
+            logger.log(step, plain)
+
+    def close(self) -> None:
+        """Close every logger."""
+        for logger in self._loggers:
+            logger.close()
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class FileLogger:
+    """Appends a JSON line per step to metrics.jsonl; a non-finite value is written as null."""
+
+    def __init__(self, run: RunInfo) -> None:
+        self._file = (run.run_dir / METRICS_FILE).open("a", encoding="utf-8")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        numbers = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+        self._file.write(json.dumps({"step": step, **numbers}, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorboardLogger:
+    """Event files under tensorboard/; on resume TensorBoard hides what an earlier process wrote after that step."""
+
+    def __init__(self, run: RunInfo) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = None if run.resume_step is None else run.resume_step + 1
+        self._writer = SummaryWriter(str(run.run_dir / TENSORBOARD_DIR), purge_step=purge)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for key, value in metrics.items():
+            self._writer.add_scalar(key, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbLogger:
+    """A Weights & Biases run, continued on resume; WANDB_MODE=offline writes under wandb/ without a network.
+
+    The x-axis is `training/global_step`, because W&B's own counter refuses to go back when a run resumes earlier.
+    """
+
+    def __init__(self, run: RunInfo) -> None:
+        wandb = importlib.import_module("wandb")  # an optional package, which a type checker need not find
+        id_file = run.run_dir / "wandb_run_id"
+        resumed = run.resume_step is not None and id_file.exists()
+        try:
+            self._run = wandb.init(
+                project=run.project,
+                name=run.experiment,
+                config=dict(run.config),
+                dir=str(run.run_dir),
+                id=id_file.read_text(encoding="utf-8").strip() if resumed else None,
+                resume="allow" if resumed else None,
+            )
+        except wandb.Error as error:
+            raise UserError(
+                f"wandb could not start ({_first_line(error)}): run `wandb login`, or set WANDB_MODE=offline"
+            ) from error
+        id_file.write_text(self._run.id + "\n", encoding="utf-8")
+        self._run.define_metric("*", step_metric="training/global_step")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({**metrics, "training/global_step": step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+LOGGERS: dict[str, Callable[[RunInfo], Logger]] = {
+    "console": lambda run: ConsoleLogger(run.total_steps),
+    "console_wide": lambda run: ConsoleLogger(run.total_steps, wide=True),
+    "file": FileLogger,
+    "tensorboard": TensorboardLogger,
+    "wandb": WandbLogger,
+}
+_NEEDS_PACKAGE = {
+    "wandb": ("wandb", "pip install 'valor-rl[wandb]'"),
+    "tensorboard": ("tensorboard", "pip install tensorboard"),
+}
+
+
+def check_loggers(names: Sequence[str]) -> None:
+    """UserError if a name in `trainer.logger` is unknown, or its package is not installed."""
+    for name in names:
+        if name not in LOGGERS:
+            near = difflib.get_close_matches(name, LOGGERS, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise UserError(f"trainer.logger: no logger is called {name!r}: {hint}there are {', '.join(LOGGERS)}")
+        package, install = _NEEDS_PACKAGE.get(name, ("json", ""))
+        spec = importlib.util.find_spec(package)
+        if spec is None or spec.origin is None:  # no origin: merely a folder of that name where the run was started
+            raise UserError(
+                f"trainer.logger: {name!r} needs a package that is not installed: {install}, or leave {name!r} out"
+            )
+
+
+def _plain_number(key: str, value: Any) -> float | int:
+    """A Python number; ValueError naming the key if `value` is not one number."""
+    if hasattr(value, "item"):  # NumPy scalars, one-element arrays and tensors
+        value = value.item()
+    if not isinstance(value, int | float):
+        raise ValueError(f"metric {key!r} is not a number: {value!r}")
+    return int(value) if isinstance(value, bool) else value
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

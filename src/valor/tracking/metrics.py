@@ -1,0 +1,125 @@
+"""The numbers of a step: how they add up over micro-batches and ranks, and how long each phase took."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+_EXTREME = re.compile(r"[_/](max|min)$")
+FIT_KEYS = ("fit/count", "fit/returns", "fit/returns_squared", "fit/errors", "fit/errors_squared")
+
+
+def reduce_metrics(metrics: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Sum of each key over the dicts; a key ending in `_max`/`/max` (`_min`/`/min`) takes the largest (smallest).
+
+    Losses and their metrics are divided by global denominators before they arrive here, hence the sum.
+    A dict without some key adds nothing to it. NaN wins over every number, so that it is never hidden.
+    """
+    reduced: dict[str, float] = {}
+    for one in metrics:
+        for key, value in one.items():
+            value = float(value)
+            if key not in reduced:
+                reduced[key] = value
+                continue
+            extreme = _EXTREME.search(key)
+            if extreme is None:
+                reduced[key] += value
+            elif math.isnan(value) or math.isnan(reduced[key]):
+                reduced[key] = math.nan
+            else:
+                reduced[key] = (max if extreme[1] == "max" else min)(reduced[key], value)
+    return reduced
+
+
+def summarize(name: str, array: Any, mask: Any = None) -> dict[str, float]:
+    """`{name/mean, name/max, name/min}` of the entries where `mask` (same shape, 0/1) is set; `{}` if there is none.
+
+    `array` is a torch tensor on any device and of any dtype, a NumPy array or a sequence.
+    """
+    chosen = _selected(array, mask)
+    if chosen.size == 0:
+        return {}
+    return {
+        f"{name}/mean": float(chosen.mean()),
+        f"{name}/max": float(chosen.max()),
+        f"{name}/min": float(chosen.min()),
+    }
+
+
+def fit_sums(values: Any, returns: Any, mask: Any) -> dict[str, float]:
+    """The five sums (`FIT_KEYS`) that explained variance needs; they add up over micro-batches and ranks.
+
+    values, returns, mask: [B, T]; entries with mask 0 do not count.
+    """
+    target = _selected(returns, mask)
+    error = target - _selected(values, mask)
+    sums = (target.size, target.sum(), (target**2).sum(), error.sum(), (error**2).sum())
+    return dict(zip(FIT_KEYS, map(float, sums), strict=True))
+
+
+def explained_variance(sums: Mapping[str, float]) -> float:
+    """1 − Var(returns − values) / Var(returns) from the summed `fit_sums`; NaN where the returns do not vary.
+
+    Population variances of all tokens together, so the result does not depend on how the batch was split.
+    (verl adds 1e-5 to the denominator, which turns constant returns into a large negative number instead of NaN.)
+    """
+    count, returns, returns_squared, errors, errors_squared = (float(sums[key]) for key in FIT_KEYS)
+    if count < 2:
+        return math.nan
+    spread = returns_squared / count - (returns / count) ** 2
+    if spread <= 1e-12 * max(returns_squared / count, 1e-30):  # what rounding leaves of a variance of zero
+        return math.nan
+    return 1.0 - (errors_squared / count - (errors / count) ** 2) / spread
+
+
+class Timer:
+    """Seconds per phase of one step: `with timer("gen"): ...`, then `timer.metrics()` gives `timing_s/gen`.
+
+    A phase entered twice adds up. Phases do not nest, except inside "step", which is the whole of a training step;
+    "testing" and "save_checkpoint" come after it.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Time the block; the seconds count also when it raises."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + self._clock() - began
+
+    def metrics(self, tokens: Mapping[str, int] | None = None) -> dict[str, float]:
+        """`timing_s/<phase>`, and `timing_per_token_ms/<phase>` for the phases whose token count is given."""
+        metrics = {f"timing_s/{phase}": seconds for phase, seconds in self.seconds.items()}
+        for phase, count in (tokens or {}).items():
+            if phase in self.seconds and count > 0:
+                metrics[f"timing_per_token_ms/{phase}"] = self.seconds[phase] * 1e3 / count
+        return metrics
+
+
+def _selected(array: Any, mask: Any) -> np.ndarray:
+    """float64 entries of `array` where `mask` is set, flat; ValueError if the shapes differ."""
+    numbers = _to_numpy(array)
+    if mask is None:
+        return numbers.reshape(-1)
+    chosen = _to_numpy(mask) > 0
+    if chosen.shape != numbers.shape:
+        raise ValueError(f"mask {chosen.shape} and array {numbers.shape} differ in shape")
+    return numbers[chosen]
+
+
+def _to_numpy(array: Any) -> np.ndarray:
+    if hasattr(array, "detach"):  # a torch tensor: it may need a gradient, be on a device, or be bfloat16
+        array = array.detach().cpu().double().numpy()
+    return np.asarray(array, dtype=np.float64)

@@ -1,0 +1,40 @@
+"""Python files of the user's own: graders, advantage estimators, losses."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import zlib
+from pathlib import Path
+from types import ModuleType
+
+from valor.errors import UserError
+
+
+def load_file(path: str, key: str) -> ModuleType:
+    """Import a Python file by its path, once a process; its folder joins the end of `sys.path` for its own imports.
+
+    UserError, naming the configuration `key` that holds the path: no such file, not Python, or it fails on import.
+    """
+    file = Path(path).expanduser().resolve()
+    name = f"valor_custom_{file.stem}_{zlib.crc32(str(file).encode())}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if not file.is_file():
+        raise UserError(f"{path}: no such file; check {key}")
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{path}: is not a Python file; {key} must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up
+    folder = str(file.parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise UserError(f"{path}: fails on import ({type(error).__name__}: {error})") from error
+    return module

@@ -1,0 +1,84 @@
+"""Null means: the value of the key that the field names."""
+
+import pytest
+
+from valor.config import ActorConfig, CheckpointConfig, CriticConfig, PPOConfig, RolloutConfig, SFTConfig
+from valor.config.base import REFERENCE, inherited_from
+from valor.config.inheritance import absolute, fill_inherited, lookup
+from valor.config.tree import find_field, walk_keys
+
+
+@pytest.mark.parametrize("root", [PPOConfig, SFTConfig])
+def test_every_source_is_a_key(root):
+    for key, section, name in walk_keys(root):
+        source = inherited_from(section, name)
+        if source is not None:
+            sources = REFERENCE.findall(source) if "${" in source else [source]
+            assert all(find_field(root, absolute(one, key)) for one in sources), f"{key} inherits from {source}"
+
+
+def test_a_chain_is_followed_to_its_end():
+    tree = {"data": {"max_response_length": 64}, "trainer": {"seed": 7}, "algorithm": {"lam": 0.9, "lam_actor": None}}
+    config = PPOConfig.model_validate(tree)
+    assert config.actor_rollout_ref.rollout.response_length == 64
+    assert (config.data.seed, config.actor_rollout_ref.actor.data_loader_seed) == (7, 7)
+    assert (config.algorithm.lam_actor, config.algorithm.lam_critic) == (0.9, 0.9)
+
+
+def test_clip_bounds_inherit_clip_ratio_and_a_given_one_stays():
+    actor = {"clip_ratio": 0.1, "clip_ratio_low": None, "clip_ratio_high": 0.28}
+    config = PPOConfig.model_validate({"actor_rollout_ref": {"actor": actor}}).actor_rollout_ref.actor
+    assert (config.clip_ratio_low, config.clip_ratio_high) == (0.1, 0.28)
+    assert ActorConfig(clip_ratio=0.3).clip_ratio_low == 0.3
+
+
+def test_the_critic_follows_the_actor():
+    actor = {"ppo_mini_batch_size": 8, "ppo_epochs": 3, "fsdp_config": {"dtype": "float32"}}
+    tree = {"actor_rollout_ref": {"model": {"path": "m"}, "actor": actor}, "critic": {"ppo_epochs": 1}}
+    config = PPOConfig.model_validate(tree)
+    critic = config.critic
+    assert (critic.model.path, critic.ppo_mini_batch_size, critic.ppo_epochs) == ("m", 8, 1)
+    assert critic.fsdp_config.dtype == config.actor_rollout_ref.ref.fsdp_config.dtype == "float32"
+    assert config.actor_rollout_ref.rollout.dtype == "float32"
+    assert (critic.optim.lr, config.actor_rollout_ref.actor.optim.lr) == (1e-5, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "critic", "enabled"),
+    [
+        ({}, {}, True),
+        ({"adv_estimator": "gae"}, {"enable": None}, True),
+        ({"adv_estimator": "grpo"}, {}, False),
+        ({"adv_estimator": "grpo"}, {"enable": True}, True),
+        ({"adv_estimator": "gae"}, {"enable": False}, False),
+    ],
+)
+def test_critic_is_enabled_by_the_estimator(algorithm, critic, enabled):
+    assert PPOConfig.model_validate({"algorithm": algorithm, "critic": critic}).critic.enable is enabled
+
+
+def test_run_folder_is_made_of_names():
+    trainer = {"project_name": "p", "experiment_name": "e"}
+    assert PPOConfig.model_validate({"trainer": trainer}).trainer.default_local_dir == "checkpoints/p/e"
+    assert SFTConfig.model_validate({"trainer": trainer}).trainer.default_local_dir == "checkpoints/p/e"
+    assert SFTConfig().trainer.default_local_dir == "checkpoints/valor/sft"
+
+
+def test_sections_alone_stand_on_the_default_tree():
+    assert CriticConfig() == PPOConfig().critic
+    assert RolloutConfig() == PPOConfig().actor_rollout_ref.rollout
+    assert CheckpointConfig(save_contents=["model"]).load_contents == ["model"]
+
+
+def test_sections_given_as_objects_are_filled_too():
+    config = PPOConfig.model_validate({"actor_rollout_ref": {"actor": ActorConfig(ppo_mini_batch_size=4)}})
+    assert config.critic.ppo_mini_batch_size == 4
+
+
+def test_filling_leaves_the_given_tree_alone():
+    tree = {"data": {"max_prompt_length": 5}}
+    filled = fill_inherited(PPOConfig, tree)
+    assert tree == {"data": {"max_prompt_length": 5}}
+    assert filled["actor_rollout_ref"]["rollout"]["prompt_length"] == 5
+    assert lookup(PPOConfig, tree, "actor_rollout_ref.rollout.prompt_length") == 5
+    assert lookup(PPOConfig, tree, "no.such.key") is None

@@ -1,0 +1,336 @@
+"""Overrides, yaml files, multirun, and mistakes: all at once, one line each."""
+
+from pathlib import Path
+
+import pytest
+
+from valor.config import PPOConfig, SFTConfig, dump_yaml, load, load_runs, load_yaml
+from valor.errors import UserError
+
+
+def mistakes(*argv: str, root=PPOConfig) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        load(argv, root)
+    return str(caught.value).splitlines()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "run.yaml").write_text(
+        "defaults: [ppo_trainer, _self_]\n"
+        "algorithm: {adv_estimator: grpo}\n"
+        "actor_rollout_ref:\n"
+        "  rollout: {n: 4}\n"
+        "  actor: {optim: {lr: 1e-6}}\n"
+        "data:\n"
+        "  train_files: ${oc.env:VALOR_TEST_DIR}/train.parquet\n"
+        "  max_prompt_length: 33\n"
+        "trainer:\n"
+        "  total_training_steps: ${actor_rollout_ref.rollout.prompt_length}\n"
+    )
+    return tmp_path
+
+
+def test_grammar():
+    config = load(
+        [
+            "data.train_files=['/a b/x.parquet', '/c.parquet']",
+            "data.val_files=~/v.parquet",
+            "actor_rollout_ref.actor.optim.lr=5e-7",
+            "+actor_rollout_ref.model.override_config.attn_implementation=eager",
+            "++critic.optim.lr=2e-5",
+            'trainer.logger=["console","tensorboard"]',
+            "trainer.experiment_name='qwen2.5 v1'",
+            "trainer.total_training_steps=null",
+            "trainer.val_before_train=False",
+            "critic={freeze: true, ppo_epochs: 2}",
+            "actor_rollout_ref.rollout.engine_kwargs.vllm.x=1",
+            "reward.custom_reward_function.path=/a=b.py",
+        ]
+    ).config
+    assert config.data.train_files == ["/a b/x.parquet", "/c.parquet"]
+    assert config.data.val_files == [str(Path("~/v.parquet").expanduser())]
+    assert config.actor_rollout_ref.actor.optim.lr == 5e-7
+    assert config.actor_rollout_ref.model.override_config == {"attn_implementation": "eager"}
+    assert config.actor_rollout_ref.rollout.engine_kwargs == {"vllm": {"x": 1}}
+    assert (config.critic.optim.lr, config.critic.freeze, config.critic.ppo_epochs) == (2e-5, True, 2)
+    assert config.trainer.logger == ["console", "tensorboard"]
+    assert config.trainer.experiment_name == "qwen2.5 v1"
+    assert config.trainer.total_training_steps is None and config.trainer.val_before_train is False
+    assert config.reward.custom_reward_function.path == "/a=b.py"
+
+
+def test_the_last_override_counts():
+    assert load(["trainer.seed=1", "trainer.seed=2"]).config.trainer.seed == 2
+
+
+def test_tilde_goes_back_to_the_default():
+    loaded = load(["--config-name", "grpo_config", "~actor_rollout_ref.rollout.n", "~data"])
+    assert loaded.config.actor_rollout_ref.rollout.n == 1
+    assert loaded.config.data == PPOConfig().data
+    assert "data.train_batch_size" not in loaded.explicit_keys
+    assert load(["algorithm.lam=0.5", "~algorithm.lam"]).config.algorithm.lam_critic == 1.0
+
+
+def test_explicit_keys_are_those_typed_or_changed():
+    loaded = load(["trainer.seed=42", "critic={freeze: false}"])
+    assert loaded.explicit_keys == {"trainer.seed", "critic.freeze"}
+
+
+def test_named_configurations():
+    ppo, grpo = load(["--config-name=ppo_config"]).config, load(["-cn", "grpo_config"]).config
+    assert ppo.critic.enable and ppo.algorithm.adv_estimator == "gae"
+    assert not grpo.critic.enable and grpo.actor_rollout_ref.rollout.n == 5 and grpo.needs_reference
+    assert load(["--config-name", "sft_config"], SFTConfig).config.optim.lr_scheduler_type == "cosine"
+    assert load(["--config-name", "ppo_trainer"]).config == load([]).config == PPOConfig()
+    assert load([], SFTConfig).config == SFTConfig()
+
+
+@pytest.mark.parametrize("option", ["--config-path", "--config-dir"])
+def test_own_yaml(folder, monkeypatch, option):
+    monkeypatch.setenv("VALOR_TEST_DIR", "/data")
+    loaded = load([option, str(folder), "--config-name", "run.yaml", "actor_rollout_ref.rollout.n=8"])
+    assert loaded.config.data.train_files == ["/data/train.parquet"]
+    assert loaded.config.actor_rollout_ref.rollout.n == 8
+    assert loaded.config.trainer.total_training_steps == 33
+    assert loaded.explicit_keys >= {"algorithm.adv_estimator", "actor_rollout_ref.rollout.n", "data.train_files"}
+    assert "trainer.seed" not in loaded.explicit_keys
+
+
+def test_yaml_without_defaults_and_config_groups(tmp_path):
+    (tmp_path / "bare.yaml").write_text("trainer: {seed: 5}\n")
+    (tmp_path / "task").mkdir()
+    (tmp_path / "task" / "sums.yaml").write_text("# @package _global_\ndata: {max_prompt_length: 77}\n")
+    config = load(["-cp", str(tmp_path), "-cn", "bare", "+task=sums"]).config
+    assert config.trainer.seed == 5 and config.actor_rollout_ref.rollout.prompt_length == 77
+
+
+def test_composition_writes_nothing(folder, monkeypatch, tmp_path_factory):
+    here = tmp_path_factory.mktemp("cwd")
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("VALOR_TEST_DIR", "/data")
+    load_runs(["-m", "--config-path", str(folder), "--config-name", "run", "trainer.seed=1,2"])
+    assert list(here.iterdir()) == [] and [p.name for p in folder.iterdir()] == ["run.yaml"]
+
+
+def test_all_mistakes_at_once_one_line_each():
+    lines = mistakes(
+        "actor_rollout_ref.actor.optim.learning_rate=1e-6",
+        "actor.optim.lr=1",
+        "trainer.total_epochs=abc",
+        "trainer.device=gpu",
+        "algorithm.lam=1.5",
+        "critic=null",
+        "trainer.logger.console=true",
+        "trainer.seed=None",
+        "actor_rollout_ref.rollout.n=true",
+        "data.train_files=[a",
+        "nonsense",
+        "~trainer.sed",
+    )
+    assert len(lines) == 12
+    text = "\n".join(lines)
+    for line in (
+        "unknown key 'actor_rollout_ref.actor.optim.learning_rate': did you mean 'actor_rollout_ref.actor.optim.lr'?",
+        "unknown key 'actor.optim.lr': did you mean 'actor_rollout_ref.actor.optim.lr'?",
+        "trainer.total_epochs: expected integer > 0, got 'abc'",
+        "trainer.device: expected one of auto, cpu, cuda, got 'gpu'",
+        "algorithm.lam: expected number from 0 to 1, got 1.5",
+        "critic: is a section, got null: set its keys (see `valor config keys critic`)",
+        "unknown key 'trainer.logger.console': 'trainer.logger' is a value, it has no keys of its own",
+        "trainer.seed: write null, not None",
+        "actor_rollout_ref.rollout.n: true/false is not a value for this key",
+        "cannot read 'data.train_files=[a': '[' and ']' do not match",
+        "cannot read 'nonsense': write key=value",
+        "unknown key 'trainer.sed': did you mean 'trainer.seed'",
+    ):
+        assert line in text
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("actor_rollout_ref.actor.optim.lrr", "actor_rollout_ref.actor.optim.lr"),
+        ("algorithm.adv_estimater", "algorithm.adv_estimator"),
+        ("trainer.n_gpu_per_node", "trainer.n_gpus_per_node"),
+        ("rollout.n", "actor_rollout_ref.rollout.n"),
+        ("train_batch_size", "data.train_batch_size"),
+        ("critic.kl_ctrl", "algorithm.kl_ctrl"),
+        ("learning_rate", "critic.optim.lr"),
+        ("actor_rollout_ref.actor.entropy_coef", "actor_rollout_ref.actor.entropy_coeff"),
+        ("actor_rollout_ref.model.chat_template", "actor_rollout_ref.model.custom_chat_template"),
+        ("acter_rollout_ref.actor.shuffle", "actor_rollout_ref.actor.shuffle"),
+    ],
+)
+def test_the_key_that_was_meant_is_named(key, meant):
+    [line] = mistakes(f"{key}=1")
+    assert line.startswith(f"unknown key '{key}': did you mean") and f"'{meant}'" in line
+
+
+def test_one_wrong_source_is_one_line():
+    assert mistakes("actor_rollout_ref.actor.ppo_epochs=x", "algorithm.lam=y") == [
+        "actor_rollout_ref.actor.ppo_epochs: expected integer > 0, got 'x'",
+        "algorithm.lam: expected number from 0 to 1, got 'y'",
+    ]
+
+
+def test_a_near_choice_is_offered():
+    [line] = mistakes("actor_rollout_ref.actor.loss_agg_mode=token_mean")
+    assert line.endswith("got 'token_mean' (did you mean token-mean?)")
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["--config-name", "nope"], "there is no configuration 'nope': built in are ppo_trainer, ppo_config, grpo_con"),
+        (["--config-name"], "--config-name needs a value"),
+        (["--dry-rum"], "unknown option '--dry-rum': there are --config-name"),
+        (["--config-path", "/no/such/folder"], "--config-path /no/such/folder: there is no such folder"),
+        (["algorithm.lam=0.9,0.95"], "algorithm.lam has several values: add -m"),
+        (["-m", "algorithm.lam=interval(0,1)"], "a multirun takes values: key=1,2,3"),
+        (["-m", "trainer.seed=1,2"], "the command line describes 2 runs"),
+        (["=3"], "cannot read '=3': the part before = must be a dotted key"),
+        (["trainer.project_name=it's"], "cannot read 'trainer.project_name=it's': quote the value"),
+        (["~trainer.seed=3"], "cannot read '~trainer.seed=3': write ~trainer.seed alone"),
+        (["actor_rollout_ref.model.path=???"], "actor_rollout_ref.model.path: has no value yet (???)"),
+    ],
+)
+def test_other_mistakes(argv, line):
+    [found] = mistakes(*argv)
+    assert found.startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("a: [1\n b: 2", "/bad.yaml, line 2: not valid yaml"),
+        ("- 1\n- 2\n", "/bad.yaml: must hold keys"),
+        ("defaults: [ppo_trainerr, _self_]\n", "/bad.yaml: In 'bad': Could not load 'ppo_trainerr'."),
+        ("data:\n  train_files: ${nope.x}\n", "data.train_files: Interpolation key 'nope.x' not found"),
+        ("trainer:\n  seed: ???\n", "trainer.seed: has no value yet (???)"),
+        ("trainer: {sede: 1}\n", "unknown key 'trainer.sede': did you mean 'trainer.seed'"),
+        ("trainer: 3\n", "trainer: is a section, got 3: set its keys"),
+    ],
+)
+def test_mistakes_in_yaml(tmp_path, text, line):
+    (tmp_path / "bad.yaml").write_text(text)
+    [found] = mistakes("--config-path", str(tmp_path), "--config-name", "bad")
+    assert found.removeprefix(str(tmp_path)).startswith(line)
+
+
+def test_missing_yaml_names_those_there_are(folder):
+    [line] = mistakes("--config-path", str(folder), "--config-name", "ran")
+    assert line.endswith(f"{folder} has run")
+
+
+def test_a_search_path_that_is_not_there_is_a_note(tmp_path):
+    text = "hydra: {searchpath: ['file://no/such/dir']}\ndefaults: [ppo_trainer, _self_]\n"
+    (tmp_path / "verl.yaml").write_text(text)
+    loaded = load(["--config-path", str(tmp_path), "--config-name", "verl", "hydra.run.dir=x"])
+    assert len(loaded.notes) == 2
+    assert any("path=no/such/dir is not available" in note for note in loaded.notes)
+    assert any(note.startswith("hydra.run.dir has no effect") for note in loaded.notes)
+
+
+def test_help_prints_the_usage(capsys):
+    with pytest.raises(SystemExit) as exit:
+        load(["--help"])
+    assert exit.value.code == 0 and "--config-name" in capsys.readouterr().out
+
+
+def test_multirun_expands_like_hydra():
+    runs = load_runs(["-m", "algorithm.lam=0.9,1.0", "trainer.seed=range(1,3)", "~trainer.save_freq", "--dry-run"])
+    got = [(run.config.algorithm.lam, run.config.trainer.seed) for run in runs]
+    assert got == [(0.9, 1), (0.9, 2), (1.0, 1), (1.0, 2)]
+    assert all(run.dry_run for run in runs)
+    assert runs[1].label == "lam=0.9-seed=2"
+    assert runs[1].config.trainer.experiment_name == "run-lam=0.9-seed=2"
+    assert len({run.config.trainer.default_local_dir for run in runs}) == 4
+
+
+def test_multirun_keeps_folders_apart():
+    swept = "actor_rollout_ref.actor.optim.lr=1e-6,2e-6"
+    runs = load_runs(["-m", swept, "critic.optim.lr=1e-5", "trainer.default_local_dir=/x"])
+    assert [run.config.trainer.default_local_dir for run in runs] == ["/x/lr=1e-06", "/x/lr=2e-06"]
+    both = load_runs(["-m", swept, "critic.optim.lr=1e-5,2e-5"])
+    assert both[0].label == "actor_rollout_ref.actor.optim.lr=1e-06-critic.optim.lr=1e-05"
+    bare = load_runs(["-m", swept, "~trainer.experiment_name"])
+    assert bare[1].config.trainer.experiment_name == "run-lr=2e-06"
+    named = load_runs(["-m", "trainer.experiment_name=a,b", "trainer.default_local_dir=/x"])
+    assert [run.config.trainer.experiment_name for run in named] == ["a", "b"]
+    assert [run.config.trainer.default_local_dir for run in named] == ["/x/experiment_name=a", "/x/experiment_name=b"]
+    [single] = load_runs(["-m", "trainer.seed=1"])
+    assert single.label is None and single.config.trainer.experiment_name == "run"
+
+
+def test_multirun_reports_every_job_before_any_starts():
+    with pytest.raises(UserError) as caught:
+        load_runs(["-m", "algorithm.lam=0.9,2,3", "foo=1"])
+    assert str(caught.value).splitlines() == [
+        "unknown key 'foo': see `valor config keys`",
+        "algorithm.lam: expected number from 0 to 1, got 2",
+        "algorithm.lam: expected number from 0 to 1, got 3",
+    ]
+
+
+def test_resolved_config_reloads_to_an_equal_object(tmp_path):
+    argv = ["-cn", "grpo_config", "actor_rollout_ref.rollout.n=3", "ray_kwargs.ray_init.include_dashboard=false"]
+    config = load([*argv, "trainer.seed=9"]).config
+    (tmp_path / "config.yaml").write_text(dump_yaml(config))
+    assert load_yaml(tmp_path / "config.yaml") == config
+    assert load(["--config-path", str(tmp_path), "--config-name", "config"]).config == config
+    (tmp_path / "sft.yaml").write_text(dump_yaml(SFTConfig()))
+    assert load_yaml(tmp_path / "sft.yaml", SFTConfig) == SFTConfig()
+
+
+def test_text_with_dollar_signs_survives_the_yaml_file(tmp_path):
+    template = "{% if x %}${y} '${{ z }}' \\n # :{% endif %}\nline"
+    config = PPOConfig.model_validate({"actor_rollout_ref": {"model": {"custom_chat_template": template}}})
+    (tmp_path / "config.yaml").write_text(dump_yaml(config))
+    assert load_yaml(tmp_path / "config.yaml") == config
+    assert load(["--config-path", str(tmp_path), "--config-name", "config"]).config == config
+
+
+def test_load_yaml_mistakes(tmp_path):
+    with pytest.raises(UserError, match="there is no such file"):
+        load_yaml(tmp_path / "no.yaml")
+    (tmp_path / "old.yaml").write_text("trainer: {sed: 1, device: gpu}\n")
+    with pytest.raises(UserError) as caught:
+        load_yaml(tmp_path / "old.yaml")
+    assert len(str(caught.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["critic.enable=false"], "algorithm.adv_estimator=gae needs a critic: "),
+        (["algorithm.adv_estimator=grpo", "trainer.critic_warmup=3"], "trainer.critic_warmup=3 needs a critic"),
+        (["algorithm.adv_estimator=grpo", "algorithm.truncation_bootstrap=true"], "algorithm.truncation_bootstrap"),
+        (["critic.freeze=true", "trainer.critic_warmup=3"], "trainer.critic_warmup trains the critic"),
+        (
+            ["data.train_batch_size=32"],
+            "actor_rollout_ref.actor.ppo_mini_batch_size=256 prompts is more than data.train_batch_size=32 prompts",
+        ),
+        (["critic.ppo_mini_batch_size=2000"], "critic.ppo_mini_batch_size=2000 prompts is more than"),
+        (["actor_rollout_ref.rollout.prompt_length=99"], "actor_rollout_ref.rollout.prompt_length=99 and data.max_p"),
+        (["actor_rollout_ref.rollout.dtype=float32"], "actor_rollout_ref.rollout.dtype=float32, but rollout.name=nat"),
+        (["actor_rollout_ref.rollout.max_model_len=1000"], "actor_rollout_ref.rollout.max_model_len=1000 is less than"),
+        (["actor_rollout_ref.rollout.val_kwargs.do_sample=true"], "actor_rollout_ref.rollout.val_kwargs.do_sample=tr"),
+        (["actor_rollout_ref.actor.policy_loss.loss_mode=dro"], "actor_rollout_ref.actor.policy_loss.loss_mode=dro n"),
+        (["algorithm.gdpo_reward_keys=[a]", "algorithm.gdpo_reward_weights=[1,2]"], "algorithm.gdpo_reward_keys nam"),
+        (["trainer.val_only=true"], "trainer.val_only=true needs validation prompts: set data.val_files"),
+        (["trainer.keep_best=true"], "trainer.keep_best=true needs validation prompts: set data.val_files"),
+        (["trainer.resume_mode=resume_path"], "trainer.resume_mode=resume_path needs trainer.resume_from_path"),
+        (["trainer.resume_from_path=x"], "trainer.resume_from_path is read with trainer.resume_mode=resume_path"),
+    ],
+)
+def test_contradictions_between_keys(argv, line):
+    [found] = mistakes(*argv)
+    assert found.startswith(line)
+
+
+def test_no_contradiction_without_a_critic_to_train():
+    config = load(
+        ["algorithm.adv_estimator=grpo", "critic.ppo_mini_batch_size=2000", "data.train_batch_size=256"]
+    ).config
+    assert not config.critic.enable

@@ -1,0 +1,220 @@
+"""Loggers: the file format, resume, TensorBoard, Weights & Biases, the console lines, and user mistakes."""
+
+import json
+import math
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from valor.errors import UserError
+from valor.tracking import loggers
+from valor.tracking.console import format_number, format_seconds
+from valor.tracking.console_lines import ConsoleLogger, summary_line, wide_table
+from valor.tracking.loggers import RunInfo, Tracker, check_loggers
+from valor.tracking.rundir import read_run_info, rewind, samples_file, write_run_info
+
+STEP = {
+    "critic/score/mean": 0.534,
+    "critic/rewards/mean": 0.52,
+    "actor/kl_loss": 0.00123,
+    "critic/vf_explained_var": 0.63,
+    "response_length/mean": 213.7,
+    "response_length/clip_ratio": 0.031,
+    "timing_s/step": 18.4,
+    "perf/throughput": 1240.2,
+}
+
+
+def records(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_file_holds_exact_numbers_flushed_per_step(tmp_path):
+    with Tracker(["file"], RunInfo(tmp_path)) as tracker:
+        tracker.log(1, {"loss": 0.1 + 0.2, "count": 3, "skipped": True, "np": np.float32(0.5), "t": torch.tensor(2.0)})
+        assert records(tmp_path) == [{"step": 1, "loss": 0.1 + 0.2, "count": 3, "skipped": 1, "np": 0.5, "t": 2.0}]
+        tracker.log(2, {"loss": math.nan, "grad_norm": math.inf, "low": -math.inf})
+    assert records(tmp_path)[1] == {"step": 2, "loss": None, "grad_norm": None, "low": None}
+
+
+@pytest.mark.parametrize("bad", ["0.5", None, [1.0, 2.0]])
+def test_a_metric_that_is_no_number_is_named(tmp_path, bad):
+    with Tracker([], RunInfo(tmp_path)) as tracker, pytest.raises(ValueError, match="'actor/pg_loss' is not a number"):
+        tracker.log(1, {"actor/pg_loss": bad})
+
+
+def test_resume_drops_later_steps_and_a_torn_line(tmp_path):
+    with Tracker(["file"], RunInfo(tmp_path)) as tracker:
+        for step in range(6):
+            tracker.log(step, {"loss": float(step)})
+            samples_file(tmp_path, step).parent.mkdir(exist_ok=True)
+            samples_file(tmp_path, step).write_text("{}\n")
+    samples_file(tmp_path, 5, "val").write_text("{}\n")
+    (tmp_path / "samples" / "notes.jsonl").write_text("the user's own\n")
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')
+    with Tracker(["file"], RunInfo(tmp_path, resume_step=3)) as tracker:
+        tracker.log(4, {"loss": 40.0})
+    assert [(one["step"], one["loss"]) for one in records(tmp_path)] == [
+        (0, 0.0),
+        (1, 1.0),
+        (2, 2.0),
+        (3, 3.0),
+        (4, 40.0),
+    ]
+    left = sorted(path.name for path in (tmp_path / "samples").iterdir())
+    assert left == ["notes.jsonl", "step_0.jsonl", "step_1.jsonl", "step_2.jsonl", "step_3.jsonl"]
+
+
+def test_a_fresh_run_sets_the_records_of_earlier_ones_aside(tmp_path):
+    for run in range(3):
+        with Tracker(["file"], RunInfo(tmp_path)) as tracker:
+            tracker.log(1, {"run": run})
+    assert records(tmp_path) == [{"step": 1, "run": 2}]
+    assert records(tmp_path / "previous" / "1") == [{"step": 1, "run": 0}]
+    assert records(tmp_path / "previous" / "2") == [{"step": 1, "run": 1}]
+
+
+def test_rewind_of_an_empty_folder_does_nothing(tmp_path):
+    rewind(tmp_path, 3)
+    rewind(tmp_path, None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_run_info_merges(tmp_path):
+    assert read_run_info(tmp_path) == {}
+    write_run_info(tmp_path, command="valor ppo", status="running")
+    write_run_info(tmp_path, status="finished")
+    assert read_run_info(tmp_path) == {"command": "valor ppo", "status": "finished"}
+
+
+def test_unknown_logger_is_named_before_anything_is_written(tmp_path):
+    with pytest.raises(UserError, match=r"no logger is called 'tensorbord': did you mean tensorboard\?"):
+        Tracker(["file", "tensorbord"], RunInfo(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("spec", [None, types.SimpleNamespace(origin=None)], ids=["absent", "a folder wandb/"])
+def test_missing_package_names_the_extra(monkeypatch, spec):
+    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: spec)
+    with pytest.raises(UserError, match=r"pip install 'valor-rl\[wandb\]'"):
+        check_loggers(["wandb"])
+
+
+def test_tensorboard_events_read_back_and_resume_purges(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with Tracker(["tensorboard"], RunInfo(tmp_path)) as tracker:
+        for step in (1, 2, 3):
+            tracker.log(step, {"actor/pg_loss": step / 10})
+    with Tracker(["tensorboard"], RunInfo(tmp_path, resume_step=1)) as tracker:
+        tracker.log(2, {"actor/pg_loss": 7.0})
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("actor/pg_loss")
+    assert [(one.step, round(one.value, 6)) for one in events] == [(1, 0.1), (2, 7.0)]
+
+
+class FakeWandb(types.ModuleType):
+    """The few calls we make of wandb; `inits` holds the arguments of init."""
+
+    class Error(Exception):
+        pass
+
+    def __init__(self, refuse: str = "") -> None:
+        super().__init__("wandb")
+        self.refuse, self.inits, self.logged = refuse, [], []
+
+    def init(self, **arguments):
+        if self.refuse:
+            raise self.Error(self.refuse)
+        self.inits.append(arguments)
+        return types.SimpleNamespace(
+            id=arguments["id"] or "abc123",
+            define_metric=lambda *args, **kwargs: None,
+            log=self.logged.append,
+            finish=lambda: None,
+        )
+
+
+def use_wandb(monkeypatch, fake):
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: types.SimpleNamespace(origin=name))
+
+
+def test_wandb_continues_the_same_run(tmp_path, monkeypatch):
+    fake = FakeWandb()
+    use_wandb(monkeypatch, fake)
+    info = {"project": "p", "experiment": "e", "config": {"a": 1}}
+    for resume_step in (None, 4, None):
+        with Tracker(["wandb"], RunInfo(tmp_path, resume_step=resume_step, **info)) as tracker:
+            tracker.log(5, {"loss": 1.0})
+    assert [(one["id"], one["resume"]) for one in fake.inits] == [(None, None), ("abc123", "allow"), (None, None)]
+    assert fake.inits[0]["project"] == "p" and fake.inits[0]["config"] == {"a": 1}
+    assert fake.logged == [{"loss": 1.0, "training/global_step": 5}] * 3
+
+
+def test_wandb_that_refuses_leaves_the_records_alone(tmp_path, monkeypatch):
+    use_wandb(monkeypatch, FakeWandb(refuse="api_key not configured (no-tty)\nmore"))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(UserError, match=r"api_key not configured \(no-tty\)\): run `wandb login`"):
+        Tracker(["file", "wandb"], RunInfo(tmp_path))
+    assert records(tmp_path) == [{"step": 1}]
+
+
+def test_summary_line():
+    assert summary_line(12, STEP, 100) == (
+        "step  12/100  reward 0.534  kl 0.0012  ev 0.63  len 214 (3% cut)  18.4 s  1,240 tok/s"
+    )
+    assert summary_line(3, {"val-core/openai/gsm8k/acc/mean@1": 0.712}) == "step 3  val 0.712"
+    two = {
+        "val-core/openai/gsm8k/acc/mean@8": 0.5,
+        "val-core/x/math/acc/mean@8": 0.25,
+        "val-core/x/math/acc/maj@8": 1.0,
+    }
+    assert summary_line(3, two).endswith("val gsm8k 0.500  val math 0.250")
+    clash = {"val-core/a/math/acc/mean@1": 0.5, "val-core/b/math/acc/mean@1": 0.25}
+    assert summary_line(3, clash).endswith("val a/math 0.500  val b/math 0.250")
+    assert "reward nan" in summary_line(1, {"critic/score/mean": math.nan})
+
+
+def test_console_prints_one_line_and_all_metrics_on_demand(capsys):
+    ConsoleLogger(100).log(12, STEP)
+    assert capsys.readouterr().out == summary_line(12, STEP, 100) + "\n"
+    ConsoleLogger(100, wide=True).log(12, STEP)
+    out = capsys.readouterr().out.splitlines()
+    assert len(out) == 1 + len(STEP)
+    assert "  actor/kl_loss               0.00123" in out
+    assert wide_table({}) == ""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.844, "0.84 s"),
+        (18.44, "18.4 s"),
+        (99.96, "1 min 40 s"),
+        (185, "3 min 05 s"),
+        (3599.6, "1 h 00 min"),
+        (7440, "2 h 04 min"),
+    ],
+)
+def test_durations(seconds, text):
+    assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (1240.4, "1,240"),
+        (12, "12"),
+        (0.53125, "0.5312"),
+        (1.23e-6, "1.2e-06"),
+        (-2.5, "-2.5"),
+        (math.nan, "nan"),
+    ],
+)
+def test_numbers(value, text):
+    assert format_number(value) == text

@@ -1,0 +1,105 @@
+"""Metric reduction, summaries, explained variance and timers, against numbers worked by hand."""
+
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from valor.tracking.metrics import FIT_KEYS, Timer, explained_variance, fit_sums, reduce_metrics, summarize
+
+
+def test_reduction_sums_except_extremes():
+    reduced = reduce_metrics(
+        [
+            {"actor/pg_loss": 0.25, "ratio_max": 1.5, "ratio_min": 0.5, "critic/values/max": 2.0},
+            {"actor/pg_loss": -1.0, "ratio_max": 1.25, "ratio_min": 0.75, "critic/values/max": 3.0},
+            {"only_here": 4.0},
+        ]
+    )
+    assert reduced == {
+        "actor/pg_loss": -0.75,
+        "ratio_max": 1.5,
+        "ratio_min": 0.5,
+        "critic/values/max": 3.0,
+        "only_here": 4.0,
+    }
+    assert reduce_metrics([]) == {}
+
+
+@pytest.mark.parametrize("order", [(math.nan, 1.0), (1.0, math.nan)])
+@pytest.mark.parametrize("key", ["loss", "ratio_max", "ratio_min"])
+def test_reduction_never_hides_nan(order, key):
+    assert math.isnan(reduce_metrics([{key: value} for value in order])[key])
+
+
+def test_a_name_that_only_contains_max_is_summed():
+    assert reduce_metrics([{"max_tokens": 1.0, "actor/climax": 1.0}] * 3) == {"max_tokens": 3.0, "actor/climax": 3.0}
+
+
+def test_summary_counts_masked_entries_only():
+    values = torch.tensor([[1.0, 2.0, 99.0], [-3.0, -99.0, 4.0]], dtype=torch.bfloat16, requires_grad=True)
+    mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]])
+    assert summarize("critic/values", values, mask) == {
+        "critic/values/mean": 1.0,
+        "critic/values/max": 4.0,
+        "critic/values/min": -3.0,
+    }
+    assert summarize("response_length", [2, 4]) == {
+        "response_length/mean": 3.0,
+        "response_length/max": 4.0,
+        "response_length/min": 2.0,
+    }
+    assert summarize("critic/values", values, torch.zeros(2, 3)) == {}
+    with pytest.raises(ValueError, match="differ in shape"):
+        summarize("critic/values", values, torch.ones(3, 2))
+
+
+def test_explained_variance_by_hand():
+    # returns 0, 0, 2, 2: variance 1. errors 0.5, -0.5, 0.5, -0.5: variance 0.25
+    sums = fit_sums(np.array([[-0.5, 0.5, 1.5, 2.5]]), np.array([[0.0, 0.0, 2.0, 2.0]]), np.ones((1, 4)))
+    assert sums == dict(zip(FIT_KEYS, (4.0, 4.0, 8.0, 0.0, 1.0), strict=True))
+    assert explained_variance(sums) == 0.75
+
+
+def test_explained_variance_does_not_depend_on_the_split():
+    rng = np.random.default_rng(7)
+    returns = rng.normal(3.0, 2.0, (6, 5))
+    values = returns + rng.normal(0.4, 0.5, (6, 5))
+    mask = (rng.random((6, 5)) < 0.7).astype(np.float32)
+    parts = [fit_sums(values[rows], returns[rows], mask[rows]) for rows in (slice(0, 1), slice(1, 4), slice(4, 6))]
+    chosen = mask > 0
+    expected = 1 - np.var((returns - values)[chosen]) / np.var(returns[chosen])
+    assert explained_variance(reduce_metrics(parts)) == pytest.approx(expected, abs=1e-12)
+
+
+def test_constant_returns_explain_nothing():
+    constant = np.full((2, 3), 0.1)
+    assert math.isnan(explained_variance(fit_sums(np.zeros((2, 3)), constant, np.ones((2, 3)))))
+    assert math.isnan(explained_variance(fit_sums(constant, constant, np.zeros((2, 3)))))
+
+
+def test_timer_adds_up_and_survives_errors():
+    now = iter([0.0, 1.5, 10.0, 10.25, 20.0, 22.0])
+    timer = Timer(clock=lambda: next(now))
+    with timer("gen"):
+        pass
+    with timer("gen"):
+        pass
+    with pytest.raises(KeyError), timer("reward"):
+        raise KeyError
+    assert timer.seconds == {"gen": 1.75, "reward": 2.0}
+    assert timer.metrics(tokens={"gen": 500, "absent": 3, "reward": 0}) == {
+        "timing_s/gen": 1.75,
+        "timing_s/reward": 2.0,
+        "timing_per_token_ms/gen": 3.5,
+    }
+
+
+def test_tracking_does_not_import_torch():
+    rooms = ["metrics", "progress", "progress_console", "console", "console_lines", "loggers", "generations", "rundir"]
+    imports = "; ".join(f"import valor.tracking.{name}" for name in rooms)
+    check = f"{imports}; import sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], timeout=60).returncode == 0
