@@ -39,7 +39,7 @@ def _config(argv: list[str]) -> int:
 def _algorithms(argv: list[str]) -> int:
     """the advantage estimators and policy losses, and what each needs"""
     _parser("algorithms", "Advantage estimators and policy losses, and what each needs.").parse_args(argv)
-    from valor.algorithms.registry import describe_algorithms
+    from valor.algorithms import describe_algorithms
 
     print(describe_algorithms())
     return 0
@@ -48,6 +48,7 @@ def _algorithms(argv: list[str]) -> int:
 def _data(argv: list[str]) -> int:
     """data check FILE: columns, lengths, duplicates, graders of a training file"""
     from valor.data.check import check_file
+    from valor.rewards.registry import has_grader
 
     parser = _parser("data", "Is this file fit to train on? Exit code 1 when it is not.")
     parser.add_argument("what", choices=["check"])
@@ -60,9 +61,9 @@ def _data(argv: list[str]) -> int:
         from valor.models.load import load_tokenizer
 
         tokenizer = load_tokenizer(args.model, require_chat_template=True)
-    report = check_file(args.file, tokenizer, max_prompt_length=args.max_prompt_length)
+    report = check_file(args.file, tokenizer, max_prompt_length=args.max_prompt_length, has_grader=has_grader)
     print(report)
-    return 0 if report.ok else 1
+    return report.exit_code
 
 
 def _export(argv: list[str]) -> int:

@@ -57,7 +57,7 @@ def imports(path: Path) -> set[str]:
             assert node.level == 0, f"{path}: relative imports hide the layer"
             found.add(node.module or "")
             if node.module == "valor":
-                found |= {f"valor.{alias.name}" for alias in node.names}
+                found |= {f"valor.{alias.name}" for alias in node.names if not alias.name.startswith("__")}
     return found
 
 

@@ -36,6 +36,7 @@ def overrides(tiny: dict[str, Path]) -> Callable[..., list[str]]:
             "actor_rollout_ref.rollout.n=2",
             "critic.optim.lr=1e-3",
             "reward.num_workers=1",
+            f"reward.custom_reward_function.path={Path(__file__).with_name('parity_reward.py')}",
             "trainer.device=cpu",
             "trainer.num_threads=1",
             "trainer.report=false",

@@ -33,7 +33,7 @@ def stops_with(arguments: list[str], run_dir: Path, capsys: pytest.CaptureFixtur
         ("actor_rollout_ref.actor.policy_loss.loss_mode=vanila", ["vanila", "vanilla"]),
         ("data.train_batch_size=100000", ["train_batch_size"]),
         ("trainer.resume_mode=resume_path", ["trainer.resume_from_path"]),
-        ("custom_reward_function.path=/nowhere/reward.py", ["/nowhere/reward.py"]),
+        ("reward.custom_reward_function.path=/nowhere/reward.py", ["/nowhere/reward.py"]),
     ],
 )
 def test_a_wrong_setting(override, words, overrides, tmp_path, capsys):

@@ -87,14 +87,14 @@ def test_a_resumed_run_equals_the_undisturbed_one(finished, overrides, tmp_path)
     assert_same_run(finished, run_dir)
 
 
-@pytest.mark.parametrize("moment", ["in a step", "while a checkpoint is written"])
-def test_killed_and_resumed_equals_the_undisturbed_run(moment, finished, overrides, tmp_path):
+@pytest.mark.parametrize("awaited", ["global_step_2", "global_step_2.partial", "samples/step_3.jsonl"])
+def test_killed_and_resumed_equals_the_undisturbed_run(awaited, finished, overrides, tmp_path):
+    """Killed right after a checkpoint, while one is being written, and in the middle of a step."""
     run_dir = tmp_path / "killed"
     arguments = overrides(run_dir, "trainer.save_freq=1", "trainer.test_freq=2")
     process = subprocess.Popen([sys.executable, "-m", "valor", "ppo", *arguments], stdout=subprocess.DEVNULL)
-    awaited = run_dir / ("global_step_2" if moment == "in a step" else "global_step_2.partial")
     deadline = time.monotonic() + 120
-    while not awaited.exists():
+    while not (run_dir / awaited).exists():
         assert process.poll() is None and time.monotonic() < deadline, "the run ended before it could be killed"
         time.sleep(0.0005)
     process.send_signal(signal.SIGKILL)
@@ -109,9 +109,9 @@ def test_sigterm_finishes_the_step_and_saves(finished, overrides, tmp_path):
     arguments = overrides(run_dir, "trainer.test_freq=2")  # no save_freq: only the signal saves
     process = subprocess.Popen([sys.executable, "-m", "valor", "ppo", *arguments], stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
-    while not (run_dir / "metrics.jsonl").exists():
+    while not (run_dir / "samples" / "step_1.jsonl").exists():
         assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
+        time.sleep(0.001)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 128 + signal.SIGTERM
     assert list(run_dir.glob("global_step_*/trainer.json"))

@@ -30,7 +30,7 @@ DEVIATIONS: tuple[Deviation, ...] = (
     Deviation(
         "groups of one",
         ("grpo", "rloo", "opo", "gpg", "gdpo", "reinforce_plus_plus_baseline", "optimal_token_baseline"),
-        "advantage 0 in that row; every other row is the same as verl's",
+        "advantage 0 in that row, verl's in every other (gdpo leaves the row out of its whitening too)",
         "the raw score (rloo_vectorized: 0; grpo_passk: an error)",
         "without a second sample there is no baseline: the raw score pushes every sampled token up or down",
         'singleton="raw"',

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from valor.algorithms.reductions import masked_whiten
-from valor.algorithms.scan import packed, row_blocks, suffix_scan
+from valor.algorithms.scan import Packing, row_blocks, suffix_scan
 
 
 def gae(
@@ -40,16 +40,17 @@ def gae(
     zero_masked: False leaves at masked positions what the recursion carries, whitened, as verl does.
     Degenerate: a row without policy tokens is all 0; λ = 0 is the TD error, λ = 1 the Monte-Carlo return minus V.
     """
+    response_mask, rewards = response_mask.to(values.dtype), rewards.to(values.dtype)
     advantages, returns = torch.empty_like(values), torch.empty_like(values)
     lam_actor = lam if lam_actor is None else lam_actor
     lam_critic = lam if lam_critic is None else lam_critic
     for rows in row_blocks(values):
-        packing = packed(response_mask[rows])
+        packing = Packing(response_mask[rows])
         value = packing.pack(values[rows])
-        reward = packing.pack_rewards(rewards[rows].to(values.dtype), reward_on_masked)
+        reward = packing.pack_rewards(rewards[rows], reward_on_masked)
         if bootstrap_mask is not None:
             final = None if bootstrap_values is None else bootstrap_values[rows]
-            reward = _add_bootstrap(reward, value, packing.counts, bootstrap_mask[rows], final, gamma)
+            reward = _add_bootstrap(reward, value, packing, bootstrap_mask[rows], final, gamma)
         delta = reward.sub_(value)
         delta[:, :-1].add_(value[:, 1:], alpha=gamma)
 
@@ -75,10 +76,9 @@ def gae(
 
 
 def _add_bootstrap(
-    reward: Tensor, value: Tensor, counts: Tensor, cut_off: Tensor, final: Tensor | None, gamma: float
+    reward: Tensor, value: Tensor, packing: Packing, cut_off: Tensor, final: Tensor | None, gamma: float
 ) -> Tensor:
     """Adds γ V(end) to the packed reward of the last policy token of rows that were cut off."""
-    last = counts.sub(1).clamp(min=0).unsqueeze(1)
-    end_value = value.gather(1, last) if final is None else final.to(reward.dtype).unsqueeze(1)
-    applies = ((cut_off != 0) & (counts > 0)).unsqueeze(1)
-    return reward.scatter_add(1, last, (gamma * end_value).masked_fill(~applies, 0.0))
+    end_value = value.gather(1, packing.last) if final is None else final.to(reward.dtype).unsqueeze(1)
+    applies = (cut_off.bool() & (packing.counts > 0)).unsqueeze(1)
+    return reward.scatter_add(1, packing.last, (gamma * end_value).masked_fill(~applies, 0.0))

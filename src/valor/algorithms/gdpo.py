@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from valor.algorithms.group_relative import grpo_scores
-from valor.algorithms.groups import GroupIds, Groups, settle_singletons, spread_over_tokens
+from valor.algorithms.groups import GroupIds, Groups, spread_over_tokens
 from valor.algorithms.reductions import masked_whiten
 from valor.errors import UserError
 
@@ -25,7 +25,8 @@ def gdpo(
     """A = whiten(Σ_k w_k · GRPO(component k)) over the batch's tokens (https://arxiv.org/abs/2601.05242).
 
     component_scores: name to score [B]; component_weights: name to w_k, default 1 each; returns equal advantages.
-    `rewards` is not read: the components take its place. singleton as in `reinforce_plus_plus_baseline`.
+    `rewards` is not read: the components take its place. singleton: a group of one is 0 and no part of the whitening
+    ("zero"), or its raw scores are whitened with the rest ("raw", as verl).
     """
     if not component_scores:
         raise UserError("gdpo needs component_scores: the named reward components, one score per sample each")
@@ -37,8 +38,9 @@ def gdpo(
     groups = Groups(group_ids, response_mask.shape[0], response_mask.device)
     total = torch.zeros(response_mask.shape[0], dtype=torch.float64, device=response_mask.device)
     for key, scores in component_scores.items():
-        total += weights[key] * grpo_scores(scores, groups, norm_adv_by_std_in_grpo, "raw")
-    whitened = masked_whiten(spread_over_tokens(total, response_mask), response_mask, scope=whitening)
-    settled = settle_singletons(torch.ones_like(total), torch.ones_like(total), groups, singleton)
-    advantage = whitened * settled.float().unsqueeze(-1)
+        total += weights[key] * grpo_scores(scores, groups, norm_adv_by_std_in_grpo, singleton)
+    compared = response_mask
+    if singleton == "zero":
+        compared = response_mask.masked_fill(groups.singleton.unsqueeze(1), 0.0)
+    advantage = masked_whiten(spread_over_tokens(total, response_mask), compared, scope=whitening)
     return advantage, advantage

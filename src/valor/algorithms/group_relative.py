@@ -83,7 +83,7 @@ def opo(
     """
     groups = Groups(group_ids, rewards.shape[0], rewards.device)
     scores = sequence_scores(rewards, response_mask)
-    lengths = (response_mask != 0).sum(-1).double()
+    lengths = response_mask.sum(-1).double()
     total_length = groups.total(lengths)
     baseline = groups.total(lengths * scores) / total_length.clamp(min=1.0)
     agree = groups.extreme(scores, "amax") == groups.extreme(scores, "amin")

@@ -5,7 +5,7 @@ from torch import Tensor
 from valor.algorithms.groups import SINGLETON, GroupIds, Groups
 from valor.algorithms.registry import choose
 from valor.algorithms.reinforce import returns_to_go
-from valor.algorithms.scan import packed
+from valor.algorithms.scan import Packing
 
 
 def optimal_token_baseline(
@@ -30,7 +30,7 @@ def optimal_token_baseline(
     the longest response keeps a gradient. singleton: a group of one: advantage "zero", or "raw" (A = G, as verl).
     """
     groups = Groups(group_ids, rewards.shape[0], rewards.device)
-    packing = packed(response_mask)
+    packing = Packing(response_mask.to(rewards.dtype))
     returns = returns_to_go(rewards, response_mask, 1.0, reward_on_masked)
     weights = 1.0 - 2.0 * old_log_probs.exp() + sum_pi_squared
     if rollout_is_weights is not None:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from valor.algorithms.groups import GroupIds, Groups, sequence_scores, settle_singletons, spread_over_tokens
 from valor.algorithms.reductions import masked_whiten
-from valor.algorithms.scan import packed, row_blocks, suffix_scan
+from valor.algorithms.scan import Packing, row_blocks, suffix_scan
 
 
 def returns_to_go(
@@ -13,11 +13,11 @@ def returns_to_go(
 ) -> Tensor:
     """G_t = r_t + γ G_{t'}, t' the next policy token; [B, T]. Masked positions do not discount and are 0, or, with
     zero_masked=False, what the next policy token has."""
+    response_mask = response_mask.to(rewards.dtype)
     returns = torch.empty_like(rewards)
     for rows in row_blocks(rewards):
-        packing = packed(response_mask[rows])
-        reward = packing.pack_rewards(rewards[rows], reward_on_masked)
-        scanned = suffix_scan(reward, gamma)
+        packing = Packing(response_mask[rows])
+        scanned = suffix_scan(packing.pack_rewards(rewards[rows], reward_on_masked), gamma)
         if zero_masked:
             packing.unpack(scanned, out=returns[rows])
         else:

@@ -60,76 +60,72 @@ def _doubling_scan(x: Tensor, decay: Tensor) -> Tensor:
     return y
 
 
-def packed(mask: Tensor) -> "Packing":
-    """How to move the policy tokens of mask [R, T] to the left: not at all where rows have no gaps."""
-    present = mask.bool()
-    gaps = bool((present[:, 1:] > present[:, :-1]).any())
-    return Packing(present) if gaps else Aligned(present, mask)
-
-
 class Packing:
-    """Moves the policy tokens of rows with gaps (present [R, T], bool) to the left of a buffer [R, W], and back.
+    """Moves the policy tokens of rows (mask [R, T], 0/1, float) to the left of a buffer [R, W], in order, and back.
 
-    W = T + 1: the last slot is a bin, where masked positions write to and, since it is emptied, read 0 from. All slots
-    after a row's policy tokens are 0. counts [R]: policy tokens per row.
+    Where no row has a gap nothing needs to move: W = T. Otherwise W = T + 1 and slot 0 is a bin: masked positions write
+    there and, since it is emptied, read 0 from there. Slots after a row's policy tokens are 0.
     """
 
-    def __init__(self, present: Tensor) -> None:
-        self.present = present
-        self.width = present.shape[1] + 1
-        seen = present.cumsum(1)
-        self.counts = seen[:, -1].clone()
-        self.latest = seen.sub_(1).clamp_(min=0)  # slot of this or the last policy token before (else the first)
-        self.own = self.latest.masked_fill(~present, self.width - 1)
+    def __init__(self, mask: Tensor) -> None:
+        self.mask = mask
+        self.gaps = mask.shape[1] > 1 and mask.numel() > 0 and bool((mask[:, 1:] - mask[:, :-1]).amax() > 0)
+        if self.gaps:
+            present = mask.bool()
+            seen = present.cumsum(1)
+            self.counts = seen[:, -1].clone()
+            self.slots = seen.mul_(present)
+        else:
+            self.counts = mask.sum(1).long()
+
+    @property
+    def last(self) -> Tensor:
+        """[R, 1] slot of each row's last policy token (slot 0 in a row without any)."""
+        return (self.counts if self.gaps else self.counts.sub(1).clamp(min=0)).unsqueeze(1)
 
     def pack(self, x: Tensor) -> Tensor:
-        """[R, T] to [R, W]."""
-        buffer = x.new_zeros(x.shape[0], self.width).scatter_(1, self.own, x)
-        buffer[:, -1] = 0.0
-        return buffer
+        """[R, T] to [R, W]; what masked positions hold is lost, non-finite filler included."""
+        if not self.gaps:
+            kept = x * self.mask
+            return kept if bool(kept.sum().isfinite()) else x.masked_fill(~self.mask.bool(), 0.0)
+        buffer = x.new_zeros(x.shape[0], x.shape[1] + 1).scatter_(1, self.slots, x)
+        return self.emptied(buffer)
 
     def pack_rewards(self, rewards: Tensor, on_masked: str) -> Tensor:
-        """Packs rewards; one at a masked position goes to the last policy token before it (else the first): "carry",
-        or is lost: "drop". Non-finite filler at masked positions is ignored."""
-        if choose(on_masked, REWARD_ON_MASKED, "reward_on_masked") == "drop":
-            return self.pack(rewards)
-        if not bool(rewards.sum().isfinite()):
-            rewards = rewards.masked_fill(~self.present & ~rewards.isfinite(), 0.0)
-        buffer = rewards.new_zeros(rewards.shape[0], self.width).scatter_add_(1, self.latest, rewards)
-        if bool((self.counts == 0).any()):
-            buffer[self.counts == 0] = 0.0
+        """[R, T] to [R, W]; a reward at a masked position goes to the last policy token before it (else the first):
+        "carry", or is lost: "drop"."""
+        if choose(on_masked, REWARD_ON_MASKED, "reward_on_masked") == "carry":
+            rewards = self._carried(rewards)
+        return self.pack(rewards)
+
+    def _carried(self, rewards: Tensor) -> Tensor:
+        """Rewards [R, T] with those at masked positions moved to policy tokens."""
+        elsewhere = rewards - rewards * self.mask
+        if not elsewhere.numel() or bool(elsewhere.abs().amax() == 0):
+            return rewards
+        present = self.mask.bool()
+        elsewhere = rewards.masked_fill(present | ~rewards.isfinite(), 0.0)
+        position = torch.arange(rewards.shape[1], device=rewards.device).expand_as(present)
+        before = position.masked_fill(~present, -1).cummax(1).values
+        first = position.masked_fill(~present, rewards.shape[1] - 1).amin(1, keepdim=True)
+        return rewards.scatter_add(1, torch.where(before < 0, first, before), elsewhere)
+
+    def emptied(self, buffer: Tensor) -> Tensor:
+        """The buffer [R, W] with nothing in the bin, if there is one; in place."""
+        if self.gaps:
+            buffer[:, 0] = 0.0
         return buffer
 
     def unpack(self, buffer: Tensor, out: Tensor | None = None) -> Tensor:
         """[R, W] back to [R, T]; masked positions 0."""
-        return torch.gather(buffer, 1, self.own, out=out)
+        if not self.gaps:
+            return buffer if out is None else out.copy_(buffer)
+        return torch.gather(self.emptied(buffer), 1, self.slots, out=out)
 
     def unpack_carried(self, buffer: Tensor) -> Tensor:
         """[R, W] back to [R, T]; a masked position shows what the next policy token has (0 after the last)."""
-        return buffer.gather(1, self.present.cumsum(1) - self.present.long())
-
-
-class Aligned(Packing):
-    """Packing where each row's policy tokens are its first ones already: nothing moves, W = T."""
-
-    def __init__(self, present: Tensor, mask: Tensor) -> None:
-        self.present = present
-        self.mask = mask
-        self.width = present.shape[1]
-        self.counts = present.sum(1)
-
-    def pack(self, x: Tensor) -> Tensor:
-        kept = x * self.mask
-        return kept if bool(kept.sum().isfinite()) else x.masked_fill(~self.present, 0.0)
-
-    def pack_rewards(self, rewards: Tensor, on_masked: str) -> Tensor:
-        kept = rewards * self.mask
-        if torch.equal(kept, rewards):
-            return kept
-        return Packing(self.present).pack_rewards(rewards, on_masked)[:, : self.width]
-
-    def unpack(self, buffer: Tensor, out: Tensor | None = None) -> Tensor:
-        return buffer if out is None else out.copy_(buffer)
-
-    def unpack_carried(self, buffer: Tensor) -> Tensor:
-        return buffer
+        if not self.gaps:
+            return buffer
+        upcoming = (self.mask.bool().cumsum(1) + (self.mask == 0)).clamp(max=buffer.shape[1] - 1)
+        beyond = upcoming > self.counts.unsqueeze(1)
+        return buffer.gather(1, upcoming).masked_fill(beyond, 0.0)

@@ -21,8 +21,9 @@ from valor.config import PPOConfig
 from valor.controller import ResourcePool, WorkerGroup, start_group
 from valor.data.batch import Batch
 from valor.data.sampler import shuffled
+from valor.tracking.console import format_seconds
 from valor.tracking.metrics import Timer
-from valor.tracking.progress import part, phase
+from valor.tracking.progress import part, phase, report_progress
 from valor.trainer.advantage import estimate_advantages, place_scores, shape_rewards
 from valor.trainer.batch_metrics import batch_metrics, mean_of, throughput_metrics
 from valor.trainer.export import TOKENIZER_DIR
@@ -87,6 +88,8 @@ class PPOTrainer:
             stack.callback(self.group.close)
             self._resume()
             stack.enter_context(self.record.opened(self.step, self.inputs.total_steps))
+            stack.enter_context(phase("training", self.inputs.total_steps, unit="step"))
+            report_progress(self.step)
             if self.inputs.val and (trainer.val_only or (trainer.val_before_train and self.step == 0)):
                 self.record.log(self.step, self.validate())
             while self.step < self.inputs.total_steps and stop.signum is None and not trainer.val_only:
@@ -95,9 +98,11 @@ class PPOTrainer:
                 metrics = self.train_step()
                 if last or _due(self.step, trainer.test_freq):
                     metrics |= self.validate()
-                if last or stop.signum is not None or self.record.best_is_new or _due(self.step, trainer.save_freq):
-                    metrics |= self.save()
+                # Logged before it is saved: a run killed in between repeats the step, and its line with it.
                 self.record.log(self.step, metrics)
+                if last or stop.signum is not None or self.record.best_is_new or _due(self.step, trainer.save_freq):
+                    self.save()
+                report_progress(self.step)
             if not trainer.val_only and self.step >= self.inputs.total_steps:
                 self._export()
             self.record.finish()
@@ -110,7 +115,7 @@ class PPOTrainer:
         with timer("step"):
             with timer("gen"):
                 batch = self._generate()
-            with timer("reward"):
+            with timer("reward"), phase("reward", len(batch), unit="sample"):
                 batch = self._score(batch, metrics)
             if self.greedy_baseline:
                 with timer("gen_baseline"):
@@ -172,12 +177,12 @@ class PPOTrainer:
         self.record.validation(self.step, batch, scores, headline(metrics))
         return metrics | {"timing_s/testing": timer.seconds["testing"]}
 
-    def save(self) -> dict[str, float]:
+    def save(self) -> None:
         """Write a complete checkpoint of this step."""
         timer = Timer()
-        with timer("save_checkpoint"):
-            self.record.save_checkpoint(self.step, self._state(), self._write_roles)
-        return {"timing_s/save_checkpoint": timer.seconds["save_checkpoint"]}
+        with timer("save"), phase("checkpoint"):
+            folder = self.record.save_checkpoint(self.step, self._state(), self._write_roles)
+        self.record.say(f"saved {folder} in {format_seconds(timer.seconds['save'])}")
 
     def _generate(self) -> Batch:
         rows = [self.inputs.train[i] for i in self.inputs.sampler.next_batch()]

@@ -13,7 +13,7 @@ from typing import Any
 
 from valor.config import PPOConfig, dump_yaml
 from valor.data.batch import Batch
-from valor.lab.report import build_report
+from valor.report import build_report
 from valor.tracking.console import get_console
 from valor.tracking.generations import Sample, token_strings, write_samples
 from valor.tracking.loggers import RunInfo, Tracker
@@ -27,6 +27,9 @@ _PER_TOKEN = {
     "returns": "returns",
     "log_probs": "rollout_log_probs",
 }
+
+
+_EVERYTHING = 2**62  # as a resume point: no step is later, so a validation alone takes no record away
 
 
 class RunRecorder:
@@ -53,9 +56,9 @@ class RunRecorder:
             experiment=trainer.experiment_name,
             config=self.config.model_dump(mode="json"),
             total_steps=total_steps,
-            resume_step=step or None,
+            resume_step=_EVERYTHING if trainer.val_only else step or None,
         )
-        with Tracker(trainer.logger, info) as self._tracker, show_progress(self._console):
+        with Tracker(self._loggers(), info) as self._tracker, show_progress(self._console):
             write_atomically(self.run_dir / "config.yaml", dump_yaml(self.config))
             write_run_info(
                 self.run_dir,
@@ -65,6 +68,11 @@ class RunRecorder:
                 | {"python": platform.python_version()},
             )
             yield
+
+    def _loggers(self) -> list[str]:
+        """`trainer.logger`, and the jsonl file that the report is built from."""
+        names = list(self.config.trainer.logger)
+        return [*names, "file"] if self.config.trainer.report and "file" not in names else names
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """One step's metrics to every logger."""
@@ -93,11 +101,11 @@ class RunRecorder:
             self.best = {"step": step, "value": value}
             self.best_is_new = self.config.trainer.keep_best and step > 0
 
-    def save_checkpoint(self, step: int, state: dict[str, Any], write_roles: Callable[[Path], None]) -> None:
+    def save_checkpoint(self, step: int, state: dict[str, Any], write_roles: Callable[[Path], None]) -> Path:
         """A complete `global_step_N`; the best one outlives `max_ckpt_to_keep` under `trainer.keep_best`."""
         keep = {int(self.best["step"])} if self.best and self.config.trainer.keep_best else set()
-        self.checkpoints.save(step, state | {"best": self.best}, write_roles, keep)
         self.best_is_new = False
+        return self.checkpoints.save(step, state | {"best": self.best}, write_roles, keep)
 
     def finish(self) -> Path | None:
         """Write report.html from what lies in the folder; returns its path."""

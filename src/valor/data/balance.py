@@ -1,0 +1,39 @@
+"""Rows over ranks so that every rank has about the same work."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+
+def partition_rows(work: Sequence[float], parts: int) -> list[list[int]]:
+    """Row numbers split into `parts` lists with even sums of `work`; counts may differ, lists may be empty.
+
+    Largest differencing method (Karmarkar and Karp, 1982), k-way: the two partial splits that are least even are
+    merged again and again, the heaviest part of one with the lightest of the other. Deterministic; each list ascends.
+    """
+    if parts < 1:
+        raise ValueError(f"parts must be at least 1, got {parts}")
+    # A partial split is (-spread, age, parts from heavy to light as (sum, rows)); age makes ties deterministic.
+    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
+    for row, amount in enumerate(work):
+        if amount < 0:
+            raise ValueError(f"work must not be negative, row {row} has {amount}")
+        heap.append((-amount if parts > 1 else 0.0, row, [(amount, [row]), *((0, []) for _ in range(parts - 1))]))
+    if not heap:
+        return [[] for _ in range(parts)]
+    heapq.heapify(heap)
+    age = len(heap)
+    while len(heap) > 1:
+        (_, _, first), (_, _, second) = heapq.heappop(heap), heapq.heappop(heap)
+        merged = [(a + b, _joined(x, y)) for (a, x), (b, y) in zip(first, reversed(second), strict=True)]
+        merged.sort(key=lambda part: -part[0])
+        heapq.heappush(heap, (merged[-1][0] - merged[0][0], age, merged))
+        age += 1
+    return [sorted(rows) for _, rows in heap[0][2]]
+
+
+def _joined(a: list[int], b: list[int]) -> list[int]:
+    long, short = (a, b) if len(a) >= len(b) else (b, a)
+    long.extend(short)  # in place: copying the long one at every merge would take quadratic time
+    return long

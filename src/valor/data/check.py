@@ -1,0 +1,212 @@
+"""Is this file fit to train on? What `valor data check FILE` prints, and its exit status."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from valor.data.files import OPTIONAL_COLUMNS, Columns, DataRow, parse_row, read_records
+from valor.data.prompts import render, token_ids
+from valor.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PERCENTILES = (0, 50, 90, 99, 100)
+_NAMED_ROWS = 3  # how many rows a finding names
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something to know about the file: a `problem` would stop or spoil a run, a `note` would not."""
+
+    level: Literal["problem", "note"]
+    message: str
+
+
+@dataclass
+class DataReport:
+    """What was found in one file."""
+
+    path: str
+    num_rows: int = 0
+    columns: dict[str, str] = field(default_factory=dict)
+    data_sources: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: dict[int, int] = field(default_factory=dict)  # percentile -> length in tokens
+    sample: str | None = None
+    sample_ground_truth: str | None = None
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not any(f.level == "problem" for f in self.findings)
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.ok else 1
+
+    def problem(self, message: str) -> None:
+        self.findings.append(Finding("problem", message))
+
+    def note(self, message: str) -> None:
+        self.findings.append(Finding("note", message))
+
+    def __str__(self) -> str:
+        """The report as it is printed."""
+        lines = [f"{self.path}: {self.num_rows} rows"]
+        lines += [f"  column {name}: {kind}" for name, kind in self.columns.items()]
+        lines += [f"  data source {name or '(empty)'}: {count} rows" for name, count in self.data_sources.most_common()]
+        if self.prompt_tokens:
+            spread = ", ".join(f"p{p} {n}" for p, n in self.prompt_tokens.items())
+            lines.append(f"  prompt tokens: {spread}")
+        if self.sample is not None:
+            lines += ["  first prompt as the model sees it:", *(f"  | {line}" for line in self.sample.splitlines())]
+        if self.sample_ground_truth is not None:
+            lines.append(f"  its ground truth: {self.sample_ground_truth}")
+        lines += [f"{f.level}: {f.message}" for f in sorted(self.findings, key=lambda f: f.level, reverse=True)]
+        problems = sum(f.level == "problem" for f in self.findings)
+        lines.append("ok" if self.ok else f"{problems} problem{'s' if problems > 1 else ''}")
+        return "\n".join(lines)
+
+
+def check_file(
+    path: str | Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    max_prompt_length: int | None = None,
+    has_grader: Callable[[str], bool] | None = None,
+    columns: Columns | None = None,
+    template_kwargs: dict[str, Any] | None = None,
+) -> DataReport:
+    """Read the whole file and report columns, sources, lengths and everything that would stop or spoil a run.
+
+    Without `tokenizer` nothing is rendered or measured; without `has_grader` no grader is looked for. Never raises
+    for bad data: what cannot be read is a finding.
+    """
+    columns = columns or Columns()
+    report = DataReport(str(path))
+    try:
+        records = read_records(path, columns.required, OPTIONAL_COLUMNS)
+        report.columns = _column_types(Path(path).expanduser(), records)
+    except UserError as error:
+        report.problem(str(error))
+        return report
+    report.num_rows = len(records)
+    rows = _parsed(records, columns, report)
+    if not rows:
+        return report
+    report.data_sources = Counter(row.data_source for row in rows)
+    report.sample_ground_truth = str(rows[0].ground_truth)
+    _check_truths(rows, report)
+    _check_graders(rows, has_grader, report)
+    _check_duplicates(rows, report)
+    if tokenizer is not None:
+        _check_lengths(rows, tokenizer, max_prompt_length, template_kwargs, report)
+    else:
+        report.sample = "\n".join(f"{m['role']}: {m['content']}" for m in rows[0].messages)
+        report.note("no tokenizer given: the chat template and prompt lengths were not checked")
+    return report
+
+
+def _column_types(file: Path, records: list[tuple[str, dict[str, Any]]]) -> dict[str, str]:
+    if file.name.endswith(".parquet"):
+        schema = pq.read_schema(file)
+        return {name: str(schema.field(name).type) for name in schema.names}
+    kinds: dict[str, set[str]] = defaultdict(set)
+    for _, record in records:
+        for name, value in record.items():
+            kinds[name].add("null" if value is None else type(value).__name__)
+    return {name: " | ".join(sorted(kind)) for name, kind in kinds.items()}
+
+
+def _parsed(records: list[tuple[str, dict[str, Any]]], columns: Columns, report: DataReport) -> list[DataRow]:
+    rows, bad = [], []
+    for where, record in records:
+        try:
+            rows.append(parse_row(record, where, columns))
+        except UserError as error:
+            bad.append(str(error))
+    for message in bad[:_NAMED_ROWS]:
+        report.problem(message)
+    if len(bad) > _NAMED_ROWS:
+        report.problem(f"{len(bad) - _NAMED_ROWS} more rows like these ({len(bad)} of {len(records)} cannot be used)")
+    return rows
+
+
+def _check_truths(rows: list[DataRow], report: DataReport) -> None:
+    empty = [r for r in rows if r.style == "rule" and _is_empty(r.ground_truth)]
+    if empty:
+        report.problem(f"empty reward_model.ground_truth, which can never score: {_count(empty, rows)}")
+    no_answer = [r for r in rows if r.messages[-1]["role"] == "assistant"]
+    if no_answer:
+        report.note(f"prompt ends in an assistant message, the model would begin another: {_count(no_answer, rows)}")
+
+
+def _check_graders(rows: list[DataRow], has_grader: Callable[[str], bool] | None, report: DataReport) -> None:
+    if has_grader is None:
+        report.note("graders were not looked for")
+        return
+    for source, count in Counter(r.data_source for r in rows if r.style == "rule").items():
+        if not has_grader(source):
+            report.problem(
+                f"data_source '{source}' ({count} rows) has no grader: rename it to one that has "
+                "(docs/rewards.md lists them), or set reward.custom_reward_function.path"
+            )
+
+
+def _check_duplicates(rows: list[DataRow], report: DataReport) -> None:
+    same: dict[str, list[DataRow]] = defaultdict(list)
+    for row in rows:
+        same[json.dumps(row.messages, sort_keys=True)].append(row)
+    repeated = [group for group in same.values() if len(group) > 1]
+    contradicting = [g for g in repeated if len({json.dumps(r.ground_truth, default=str) for r in g}) > 1]
+    if contradicting:
+        example = " and ".join(f"{_place(r)} ({r.ground_truth})" for r in contradicting[0][:2])
+        report.note(f"{len(contradicting)} prompts occur with different ground truths, for example {example}")
+    if repeated:
+        extra = sum(len(g) - 1 for g in repeated)
+        example = " and ".join(_place(r) for r in repeated[0][:2])
+        report.note(f"{extra} of {len(rows)} rows repeat a prompt that is there already, for example {example}")
+
+
+def _check_lengths(
+    rows: list[DataRow],
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int | None,
+    template_kwargs: dict[str, Any] | None,
+    report: DataReport,
+) -> None:
+    try:
+        texts = [render(tokenizer, r.messages, template_kwargs, r.where) for r in rows]
+    except UserError as error:
+        report.problem(str(error))
+        return
+    report.sample = texts[0]
+    lengths = np.array([len(ids) for ids in token_ids(tokenizer, texts)])
+    report.prompt_tokens = {p: int(np.percentile(lengths, p, method="higher")) for p in PERCENTILES}
+    overlong = [row for row, n in zip(rows, lengths, strict=True) if limit is not None and n > limit]
+    if overlong:
+        report.problem(
+            f"prompt over {limit} tokens: {_count(overlong, rows)}; raise data.max_prompt_length, or set "
+            "data.filter_overlong_prompts=true or data.truncation=left|right|middle"
+        )
+
+
+def _is_empty(truth: Any) -> bool:
+    return truth is None or (isinstance(truth, str) and not truth.strip()) or truth in ([], {})
+
+
+def _place(row: DataRow) -> str:
+    return row.where.rpartition(", ")[2]  # the file is named once, at the top
+
+
+def _count(some: list[DataRow], rows: list[DataRow]) -> str:
+    named = ", ".join(_place(r) for r in some[:_NAMED_ROWS])
+    return f"{len(some)} of {len(rows)} rows ({named}{', ...' if len(some) > _NAMED_ROWS else ''})"

@@ -1,0 +1,235 @@
+"""Prompt files: parquet, jsonl and json in the columns that verl made common, read into checked rows.
+
+A row has `prompt` (a list of messages, each with `role` and `content`), `data_source` (which grader scores it),
+`reward_model` ({"style": "rule", "ground_truth": ...}), and optionally `ability` and `extra_info`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from valor.errors import UserError
+
+SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".json.gz")
+OPTIONAL_COLUMNS = ("ability", "extra_info")
+
+
+@dataclass(frozen=True)
+class DataRow:
+    """One checked row; `where` names its file and place for messages."""
+
+    where: str
+    messages: list[dict[str, Any]]
+    data_source: str
+    ground_truth: Any = None
+    style: str = "rule"
+    ability: str | None = None
+    extra_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Names of the two columns that may have another one (`data.prompt_key`, `data.reward_fn_key`)."""
+
+    prompt: str = "prompt"
+    data_source: str = "data_source"
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        return (self.prompt, self.data_source, "reward_model")
+
+
+def read_rows(paths: str | Path | Sequence[str | Path], columns: Columns | None = None) -> list[DataRow]:
+    """All rows of one file or several, in order. The first bad row raises a UserError that names it."""
+    columns = columns or Columns()
+    files = [paths] if isinstance(paths, str | Path) else list(paths)
+    if not files:
+        raise UserError("no data file given: set data.train_files to a parquet or jsonl file, or a list of them")
+    return [
+        parse_row(record, where, columns)
+        for path in files
+        for where, record in read_records(path, columns.required, OPTIONAL_COLUMNS)
+    ]
+
+
+def read_records(
+    path: str | Path, required: Sequence[str] = (), optional: Sequence[str] | None = None
+) -> list[tuple[str, dict[str, Any]]]:
+    """The file's rows as plain dictionaries, each with the words that name its place. Values are not checked.
+
+    Of a parquet file only the required and optional columns are read (`optional` None: all). Raises UserError when
+    the file is missing, empty, of an unknown kind, malformed, or lacks a required column.
+    """
+    file = existing_file(path)
+    if file.name.endswith(".parquet"):
+        records = list(_parquet_records(file, required, optional))
+    else:
+        records = list(_json_records(file))
+        for where, record in records:
+            _require_columns(where, record, required)
+    if not records:
+        raise UserError(f"{file}: the file holds no rows; prepare it again (examples/data_preprocess shows how)")
+    return records
+
+
+def existing_file(path: str | Path) -> Path:
+    """The path with `~` expanded, once it is known to be a non-empty file of a kind that can be read."""
+    file = Path(path).expanduser()
+    if "://" in str(path):
+        raise UserError(f"{path}: only local files can be read; copy it to this machine and give its path")
+    if not file.exists():
+        raise UserError(f"{file}: no such file; check the path, or prepare it first (examples/data_preprocess)")
+    if file.is_dir():
+        raise UserError(f"{file}: is a folder; give the file inside it, or a list of files")
+    if not file.name.endswith(SUFFIXES):
+        raise UserError(f"{file}: unknown kind of file; use one of {', '.join(SUFFIXES)}")
+    if file.stat().st_size == 0:
+        raise UserError(f"{file}: the file is empty (0 bytes); prepare it again")
+    return file
+
+
+def parse_row(record: Mapping[str, Any], where: str, columns: Columns | None = None) -> DataRow:
+    """One record as a DataRow. Raises UserError that says which value has the wrong type and what it should be."""
+    columns = columns or Columns()
+    source = record.get(columns.data_source)
+    if not isinstance(source, str):
+        raise UserError(f"{where}: '{columns.data_source}' must be text that names a grader, got {_kind(source)}")
+    reward_model = record.get("reward_model")
+    if not isinstance(reward_model, Mapping):
+        raise UserError(
+            f'{where}: \'reward_model\' must be {{"style": "rule", "ground_truth": ...}}, got {_kind(reward_model)}'
+        )
+    extra_info = record.get("extra_info")
+    if extra_info is not None and not isinstance(extra_info, Mapping):
+        raise UserError(f"{where}: 'extra_info' must be a dictionary or absent, got {_kind(extra_info)}")
+    ability = record.get("ability")
+    return DataRow(
+        where=where,
+        messages=_parse_messages(record.get(columns.prompt), where, columns.prompt),
+        data_source=source,
+        ground_truth=reward_model.get("ground_truth"),
+        style=str(reward_model.get("style") or "rule"),
+        ability=None if ability is None else str(ability),
+        extra_info=dict(extra_info or {}),
+    )
+
+
+def write_rows(path: str | Path, records: Iterable[Mapping[str, Any]]) -> int:
+    """Write records as parquet, aside first and then renamed, so that a half-written file is never read; their number.
+
+    Every record must parse as a row. Raises UserError when one does not, or when there are none.
+    """
+    target = Path(path).expanduser()
+    rows = [dict(r) for r in records]
+    for i, row in enumerate(rows):
+        parse_row(row, f"record {i}")
+    if not rows:
+        raise UserError(f"{target}: there are no rows to write")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.with_name(target.name + ".partial")
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    try:
+        table = pa.table({name: pa.array([row.get(name) for row in rows]) for name in names})
+    except pa.ArrowException as error:
+        raise UserError(f"{target}: a column mixes types that parquet cannot hold together ({error})") from None
+    pq.write_table(table, aside)
+    os.replace(aside, target)
+    return len(rows)
+
+
+def _parse_messages(prompt: Any, where: str, name: str) -> list[dict[str, Any]]:
+    if not isinstance(prompt, Sequence) or isinstance(prompt, str | bytes):
+        raise UserError(
+            f"{where}: '{name}' must be a list of messages like "
+            f'[{{"role": "user", "content": "..."}}], got {_kind(prompt)}'
+        )
+    if not prompt:
+        raise UserError(f"{where}: '{name}' is an empty list; it needs at least one message")
+    messages = []
+    for i, message in enumerate(prompt):
+        if not isinstance(message, Mapping):
+            raise UserError(f"{where}: message {i} of '{name}' must have 'role' and 'content', got {_kind(message)}")
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise UserError(f"{where}: '{key}' of message {i} must be text, got {_kind(message.get(key))}")
+        # Parquet gives every message the union of all keys, filled with nulls that chat templates would render.
+        messages.append({k: v for k, v in message.items() if v is not None})
+    return messages
+
+
+def _parquet_records(
+    file: Path, required: Sequence[str], optional: Sequence[str] | None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        with pq.ParquetFile(file) as parquet:
+            names = parquet.schema_arrow.names
+            _require_columns(str(file), names, required)
+            wanted = names if optional is None else [*required, *(c for c in optional if c in names)]
+            rows = parquet.read(columns=wanted).to_pylist()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{file}: is not a readable parquet file ({reason}); prepare it again") from None
+    return ((f"{file}, row {i}", row) for i, row in enumerate(rows))
+
+
+def _json_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    opener = gzip.open if file.name.endswith(".gz") else open
+    try:
+        with opener(file, "rt", encoding="utf-8") as stream:
+            if ".jsonl" in file.name:
+                yield from _json_lines(file, stream)
+            else:
+                yield from _json_list(file, stream.read())
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: cannot be read ({type(error).__name__}: {error}); prepare it again") from None
+
+
+def _json_lines(file: Path, lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            where = f"{file}, line {number}"
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise UserError(f"{where}: is not JSON ({error}); every line must be one JSON object") from None
+            yield where, _object(record, where)
+
+
+def _json_list(file: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        records = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{file}: is not JSON ({error}); for one object a line, name the file .jsonl") from None
+    if not isinstance(records, list):
+        raise UserError(f"{file}: must hold a list of rows, got {_kind(records)}")
+    for i, record in enumerate(records):
+        where = f"{file}, row {i}"
+        yield where, _object(record, where)
+
+
+def _object(record: Any, where: str) -> dict[str, Any]:
+    if not isinstance(record, dict):
+        raise UserError(f"{where}: a row must be a JSON object, got {_kind(record)}")
+    return record
+
+
+def _require_columns(where: str, names: Iterable[str], required: Sequence[str]) -> None:
+    present = list(names)
+    missing = [c for c in required if c not in present]
+    if missing:
+        listed = ", ".join(f"'{c}'" for c in missing)
+        hint = "; data.prompt_key and data.reward_fn_key say under which name" if "reward_model" in required else ""
+        raise UserError(f"{where}: column {listed} missing (it has {', '.join(present)}); add or rename it{hint}")
+
+
+def _kind(value: Any) -> str:
+    return "nothing" if value is None else f"{type(value).__name__} ({str(value)[:40]!r})"

@@ -1,0 +1,176 @@
+"""The prompts of a run: rows rendered through the chat template, tokenised once, and held to a length limit."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal
+
+from valor.data.files import Columns, DataRow, read_rows
+from valor.data.sampler import shuffled
+from valor.errors import UserError
+from valor.tracking.progress import report_progress
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from valor.config import DataConfig
+
+logger = logging.getLogger(__name__)
+
+Truncation = Literal["error", "left", "right", "middle"]
+
+# Rows given to the tokenizer at once: enough for its threads, few enough for live progress.
+_TOKENIZE_ROWS = 512
+# Third words of random keys; the epochs' orders have keys (seed, epoch), which is the same as a third word of 0.
+_SUBSET_STREAM, _VALIDATION_STREAM = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    """One prompt, ready for the rollout. `index` is its row in the given files, counted over all of them."""
+
+    index: int
+    prompt_ids: list[int]
+    messages: list[dict[str, Any]]
+    data_source: str
+    ground_truth: Any
+    extra_info: dict[str, Any]
+
+    @property
+    def uid(self) -> str:
+        """What the samples of this prompt have in common; unique in a data set."""
+        return str(self.index)
+
+
+class PromptDataset(Sequence[PromptRow]):
+    """The training or validation prompts that `data` asks for, in file order, tokenised when the object is made.
+
+    Prompts over `data.max_prompt_length` tokens are left out (`filter_overlong_prompts`), cut (`truncation` left,
+    right, middle) or raise a UserError that names the first such row (`truncation: error`). `train_max_samples` /
+    `val_max_samples` above 0 keep that many rows: a random subset by `data.seed` with `data.shuffle`, else the first
+    ones. Validation prompts stay in file order unless `validation_shuffle`.
+    """
+
+    def __init__(
+        self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Literal["train", "val"] = "train"
+    ) -> None:
+        paths = data.train_files if split == "train" else data.val_files
+        limit = data.train_max_samples if split == "train" else data.val_max_samples
+        rows = read_rows(paths or [], Columns(data.prompt_key, data.reward_fn_key))
+        numbers = _subset(len(rows), limit, shuffle=data.shuffle, seed=data.seed)
+        if split == "val" and data.validation_shuffle:
+            numbers = [numbers[i] for i in shuffled(len(numbers), data.seed, 0, _VALIDATION_STREAM)]
+        self.split = split
+        self.num_overlong = 0
+        self._rows: list[DataRow] = []
+        self._numbers: list[int] = []
+        self._ids: list[array[int]] = []
+        texts = (render(tokenizer, rows[n].messages, data.apply_chat_template_kwargs, rows[n].where) for n in numbers)
+        for number, ids in zip(numbers, _tokenize(tokenizer, texts, len(numbers)), strict=True):
+            if not ids:
+                raise UserError(f"{rows[number].where}: the prompt has no tokens after the chat template")
+            if len(ids) > data.max_prompt_length:
+                self.num_overlong += 1
+                if data.filter_overlong_prompts:
+                    continue
+                ids = _truncate(ids, data.max_prompt_length, data.truncation, rows[number].where)
+            self._rows.append(rows[number])
+            self._numbers.append(number)
+            self._ids.append(array("i", ids))  # a tenth of the memory of a list of int objects
+        if not self._rows:
+            raise UserError(
+                f"data.{split}_files: all {len(numbers)} prompts are longer than data.max_prompt_length="
+                f"{data.max_prompt_length} tokens and were left out; raise the limit"
+            )
+        if self.num_overlong:
+            done = "left out" if data.filter_overlong_prompts else f"cut ({data.truncation})"
+            limit_text = f"data.max_prompt_length={data.max_prompt_length}"
+            logger.warning("%s: %d of %d over %s tokens %s", split, self.num_overlong, len(numbers), limit_text, done)
+        logger.info("%s", self.summary)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, i: int) -> PromptRow:  # type: ignore[override]  # slices are of no use here
+        row = self._rows[i]
+        return PromptRow(
+            self._numbers[i], self._ids[i].tolist(), row.messages, row.data_source, row.ground_truth, row.extra_info
+        )
+
+    def __iter__(self) -> Iterator[PromptRow]:
+        return (self[i] for i in range(len(self)))
+
+    @property
+    def data_sources(self) -> Counter[str]:
+        """How many prompts each data source has."""
+        return Counter(row.data_source for row in self._rows)
+
+    @property
+    def summary(self) -> str:
+        """One line: how many prompts, of what length, from where, and what was left out."""
+        lengths = [len(ids) for ids in self._ids]
+        sources = ", ".join(f"{name} {count}" for name, count in self.data_sources.most_common())
+        overlong = f", {self.num_overlong} over the limit" if self.num_overlong else ""
+        return f"{self.split}: {len(self)} prompts of {min(lengths)}-{max(lengths)} tokens ({sources}){overlong}"
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    template_kwargs: Mapping[str, Any] | None = None,
+    where: str = "prompt",
+) -> str:
+    """The text that the model is to continue. `template_kwargs` may override `add_generation_prompt` (default true).
+
+    Raises UserError when the tokenizer has no chat template, or the template refuses the messages.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise UserError(
+            "the tokenizer has no chat template: use an instruct model, or give a template with "
+            "actor_rollout_ref.model.custom_chat_template"
+        )
+    options = {"add_generation_prompt": True, **(template_kwargs or {})}
+    try:
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))  # type: ignore[arg-type]
+    except Exception as error:  # templates raise whatever they like: jinja2 errors, TypeError, KeyError
+        raise UserError(f"{where}: the chat template refuses these messages: {error}") from error
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of rendered prompts; the template has put the special tokens in, so none are added."""
+    # verbose=False: the tokenizer's own warning about long inputs; the limit here is data.max_prompt_length.
+    return tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]  # type: ignore[return-value]
+
+
+def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: Iterator[str], total: int) -> Iterator[list[int]]:
+    done = 0
+    while chunk := list(islice(texts, _TOKENIZE_ROWS)):
+        yield from token_ids(tokenizer, chunk)
+        done += len(chunk)
+        report_progress(done, total)
+
+
+def _truncate(ids: list[int], limit: int, side: Truncation, where: str) -> list[int]:
+    """`side` says where tokens are taken away; "middle" keeps both ends, the longer half at the end."""
+    if side == "left":
+        return ids[-limit:]
+    if side == "right":
+        return ids[:limit]
+    if side == "middle":
+        head = limit // 2
+        return ids[:head] + ids[len(ids) - (limit - head) :]
+    raise UserError(
+        f"{where}: the prompt has {len(ids)} tokens, data.max_prompt_length is {limit}: raise it, or set "
+        "data.filter_overlong_prompts=true (leave such rows out) or data.truncation=left|right|middle (cut them)"
+    )
+
+
+def _subset(num_rows: int, limit: int, *, shuffle: bool, seed: int) -> list[int]:
+    if limit <= 0 or limit >= num_rows:
+        return list(range(num_rows))
+    return sorted(shuffled(num_rows, seed, 0, _SUBSET_STREAM)[:limit].tolist()) if shuffle else list(range(limit))

@@ -1,0 +1,93 @@
+"""Which prompts a step trains on: a shuffled epoch that is a function of (seed, epoch) alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from valor.errors import UserError
+
+
+def shuffled(num_rows: int, *key: int) -> np.ndarray:
+    """A permutation of 0 … num_rows−1 that depends on `key` alone, on every machine and NumPy version.
+
+    Raw Philox words are sorted: NumPy guarantees the bit stream of a generator, but not what `permutation` makes of it.
+    """
+    words = np.random.Philox(np.random.SeedSequence(key)).random_raw(num_rows)
+    return np.argsort(words, kind="stable")
+
+
+class PromptSampler:
+    """Batches of row numbers: every row at most once an epoch, no batch across two epochs.
+
+    With `drop_last` the rows at the end of an epoch that fill no batch are left out (others the next time, as the
+    order changes); without it the last batch is shorter. Position is counted in rows, so a run may resume with
+    another batch size. Raises UserError when there are fewer rows than one batch needs.
+    """
+
+    def __init__(
+        self, num_rows: int, batch_size: int, *, seed: int = 0, shuffle: bool = True, drop_last: bool = True
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        if num_rows < (batch_size if drop_last else 1):
+            raise UserError(
+                f"the training data has {num_rows} prompts, fewer than one batch of {batch_size}: "
+                "lower data.train_batch_size or give more data"
+            )
+        self.num_rows, self.batch_size, self.seed = num_rows, batch_size, seed
+        self.shuffle, self.drop_last = shuffle, drop_last
+        self.epoch = 0
+        self.position = 0  # rows of this epoch that were drawn already
+        self._cached: tuple[int, np.ndarray] | None = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        full, rest = divmod(self.num_rows, self.batch_size)
+        return full + (1 if rest and not self.drop_last else 0)
+
+    def order(self, epoch: int) -> np.ndarray:
+        """The row numbers [num_rows] in the order of this epoch."""
+        if self._cached is None or self._cached[0] != epoch:
+            rows = shuffled(self.num_rows, self.seed, epoch) if self.shuffle else np.arange(self.num_rows)
+            self._cached = (epoch, rows)
+        return self._cached[1]
+
+    def batch(self, step: int) -> list[int]:
+        """The batch of step 0, 1, 2, … of a run that was never interrupted. Changes no state."""
+        epoch, nth = divmod(step, self.steps_per_epoch)
+        start = nth * self.batch_size
+        return self.order(epoch)[start : start + self.batch_size].tolist()
+
+    def next_batch(self) -> list[int]:
+        """The batch after the last one; starts the next epoch when this one has no batch left."""
+        left = self.num_rows - self.position
+        if left < (self.batch_size if self.drop_last else 1):
+            self.epoch, self.position = self.epoch + 1, 0
+        rows = self.order(self.epoch)[self.position : self.position + self.batch_size].tolist()
+        self.position += len(rows)
+        return rows
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the sampler stands, and what its order depends on. Plain numbers."""
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "num_rows": self.num_rows,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue exactly where `state` was taken. Raises UserError when data, seed or shuffling have changed."""
+        for name in ("num_rows", "seed", "shuffle"):
+            if state[name] != getattr(self, name):
+                raise UserError(
+                    f"the checkpoint was made with {_SETTING[name]} {state[name]}, this run has {getattr(self, name)}: "
+                    "use the same data settings, or start anew with trainer.resume_mode=disable"
+                )
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+
+
+_SETTING = {"num_rows": "a number of training prompts of", "seed": "data.seed", "shuffle": "data.shuffle"}

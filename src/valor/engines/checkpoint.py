@@ -1,0 +1,178 @@
+"""Engine checkpoints: one safetensors file per rank, written and resharded by torch DCP, and one JSON of small state.
+
+Nothing is pickled. Tensors are stored under `model.<name>` and `optimizer.<parameter name>.<state name>`; a rank
+writes its own shards, and a reader at any world size takes the slices that it needs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from valor.errors import UserError
+
+STATE_FILE = "engine.json"
+FORMAT = 1
+
+
+@dataclass
+class Counters:
+    """What an engine has done: applied updates, skipped ones, and steps of the learning-rate schedule."""
+
+    updates: int = 0
+    skipped: int = 0
+    schedule_steps: int = 0
+
+
+def save(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None, counters: Counters) -> None:
+    """Write the state into the directory `path` (made if missing); collective, returns when all ranks are done."""
+    path.mkdir(parents=True, exist_ok=True)
+    tensors = {f"model.{name}": value for name, value in _module_tensors(module).items()}
+    scalars: dict[str, dict[str, Any]] = {}
+    if optimizer is not None:
+        for name, state in _optimizer_states(module, optimizer).items():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    tensors[f"optimizer.{name}.{key}"] = value
+                else:
+                    scalars.setdefault(name, {})[key] = _to_json(value)
+    if dist.get_rank() == 0:
+        for leftover in path.glob("*.safetensors"):  # a reader takes every shard that it finds
+            leftover.unlink()
+    dist.barrier()
+    dcp_save(tensors, storage_writer=_ShardWriter(str(path)))
+    if dist.get_rank() == 0:
+        state = {
+            "format": FORMAT,
+            "world_size": dist.get_world_size(),
+            "counters": asdict(counters),
+            "optimizer": type(optimizer).__name__ if optimizer is not None else None,
+            "optimizer_scalars": scalars,
+        }
+        (path / STATE_FILE).write_text(json.dumps(state))
+    dist.barrier()
+
+
+def load(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Counters:
+    """Fill module and optimizer in place from `path`, whatever the world size it was written at.
+
+    A frozen engine (optimizer None) takes the weights of any checkpoint. UserError: no checkpoint there, one of another
+    model, or one without the state of this optimizer.
+    """
+    try:
+        state = json.loads((path / STATE_FILE).read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(f"'{path}' is no engine checkpoint: {error}") from error
+    if state["format"] != FORMAT:
+        raise UserError(f"'{path}' has checkpoint format {state['format']}; this version reads format {FORMAT}")
+    reader = HuggingFaceStorageReader(str(path))
+    stored = reader.read_metadata().state_dict_metadata
+    tensors: dict[str, Tensor] = {f"model.{name}": value for name, value in _module_tensors(module).items()}
+    if optimizer is not None:
+        if state["optimizer"] != type(optimizer).__name__:
+            raise UserError(f"'{path}' holds the state of {state['optimizer']}, not of {type(optimizer).__name__}")
+        tensors |= _prepare_optimizer(module, optimizer, stored, state["optimizer_scalars"])
+    _check_fit(path, tensors, stored)
+    dcp_load(tensors, storage_reader=reader)
+    return Counters(**state["counters"])
+
+
+class _ShardWriter(HuggingFaceStorageWriter):
+    """DCP's safetensors writer, straight to the file: torch's own builds every file in memory first.
+
+    Measured on 1.5 GB: a third of its processor time and no second copy of the state.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path, save_distributed=True)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        tensors: dict[str, Tensor] = {}
+        offsets: dict[str, Any] = {}
+        results: list[WriteResult] = []
+        for item in plan.items:
+            tensor = cast(Tensor, planner.resolve_data(item)).detach().cpu().contiguous()
+            assert item.tensor_data is not None, "only tensors are stored"
+            tensors[item.index.fqn] = tensor
+            offsets[item.index.fqn] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
+            results.append(WriteResult(item.index, tensor.nbytes, None))
+        if tensors:
+            file = Path(self.path) / f"shard-{dist.get_rank():05d}.safetensors"
+            save_file(tensors, file, metadata={"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)})
+            with open(file, "rb") as written:
+                os.fsync(written.fileno())
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+
+def _check_fit(path: Path, tensors: dict[str, Tensor], stored: dict[str, Any]) -> None:
+    missing = [name for name in tensors if name not in stored]
+    if missing:
+        raise UserError(f"the checkpoint '{path}' lacks {missing[0]} (and {len(missing) - 1} more): another model?")
+    for name, value in tensors.items():
+        there, here = tuple(stored[name].size), tuple(value.shape)
+        if there != here:
+            raise UserError(f"the checkpoint '{path}' has {name} of shape {there}, the model {here}")
+
+
+def _module_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters, tied ones once, and persistent buffers."""
+    once = dict(module.named_parameters())
+    every = dict(module.named_parameters(remove_duplicate=False))
+    buffers = {name: value for name, value in module.state_dict().items() if name not in every}
+    return {**{name: value.detach() for name, value in once.items()}, **buffers}
+
+
+def _optimizer_states(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    return {name: optimizer.state[p] for name, p in module.named_parameters() if p in optimizer.state}
+
+
+def _prepare_optimizer(
+    module: nn.Module, optimizer: torch.optim.Optimizer, stored: dict[str, Any], scalars: dict[str, dict[str, Any]]
+) -> dict[str, Tensor]:
+    """Give the optimizer empty state of the stored shapes; returns the tensors that loading will fill."""
+    optimizer.state.clear()
+    fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    targets: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters():
+        prefix = f"optimizer.{name}."
+        for key in [key for key in stored if key.startswith(prefix)]:
+            like = parameter.detach()
+            if tuple(stored[key].size) != tuple(like.shape):
+                raise UserError(f"optimizer state {key} is not shaped like its parameter: it cannot be resharded")
+            value = torch.zeros_like(like, dtype=stored[key].properties.dtype)
+            optimizer.state[parameter][key.removeprefix(prefix)] = value
+            targets[key] = value
+        for key, value in scalars.get(name, {}).items():
+            optimizer.state[parameter][key] = _from_json(value, parameter.device if fused else torch.device("cpu"))
+    return targets
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    if isinstance(value, Tensor):
+        return {"tensor": value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
+    return value
+
+
+def _from_json(value: Any, device: torch.device) -> Any:
+    if isinstance(value, dict):
+        return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]), device=device)
+    return value

@@ -1,0 +1,75 @@
+"""Process groups: one per run, gloo on CPUs and nccl on GPUs, without any network for a group of one."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from valor.errors import UserError
+
+DEFAULT_TIMEOUT_S = 1800.0
+
+
+def select_device(device: str, rank: int = 0) -> torch.device:
+    """The torch device of a rank for `auto`, `cpu` or `cuda`; ranks of a node take its visible GPUs in turn."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"trainer.device must be auto, cpu or cuda, got '{device}'")
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise UserError("trainer.device=cuda but no CUDA GPU is visible: use trainer.device=cpu")
+    if device == "cpu" or not available:
+        return torch.device("cpu")
+    return torch.device("cuda", rank % torch.cuda.device_count())
+
+
+def init_process_group(
+    device: str = "auto",
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    address: str | None = None,
+    port: int | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> torch.device:
+    """Join the group of `world_size` ranks whose rank 0 listens at address:port; returns this rank's device.
+
+    A group of one lives in this process alone. Joining the same group again is a no-op; another one is a ValueError
+    until `destroy_process_group`.
+    """
+    chosen = select_device(device, rank)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if dist.is_initialized():
+        joined = (dist.get_rank(), dist.get_world_size())
+        if joined != (rank, world_size):
+            raise ValueError(f"this process is rank {joined[0]} of {joined[1]}; it cannot be {rank} of {world_size}")
+        return chosen
+    timeout = timedelta(seconds=timeout_s)
+    if world_size == 1:
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    else:
+        if address is None or port is None:
+            raise ValueError("a group of several ranks needs the address and port of its rank 0")
+        store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+            address, port, world_size, is_master=rank == 0, timeout=timeout
+        )
+    backend = "gloo" if chosen.type == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    return chosen
+
+
+def destroy_process_group() -> None:
+    """Leave the group if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def max_over_ranks(value: int) -> int:
+    """The largest of one non-negative integer per rank."""
+    if dist.get_world_size() == 1:
+        return value
+    box = torch.tensor([value], dtype=torch.long)  # gloo carries CPU tensors on every kind of machine
+    dist.all_reduce(box, op=dist.ReduceOp.MAX)
+    return int(box)

@@ -1,0 +1,239 @@
+"""The FSDP2 training engine: one sharded model behind a few verbs, the same code for one rank and for many."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from valor.config.engine import FSDPConfig, OptimConfig
+from valor.data.batch import Batch
+from valor.engines import checkpoint
+from valor.engines.distributed import max_over_ranks
+from valor.engines.microbatch import plan_micro_batches
+from valor.engines.optim import build_optimizer, clip_gradients, lr_factor
+from valor.engines.sharding import gathered, shard
+from valor.models.export import export_hf
+from valor.models.rows import FIELDS
+from valor.tracking.metrics import reduce_metrics
+from valor.tracking.progress import report_progress
+
+LossFn = Callable[[dict[str, Tensor], Batch], tuple[Tensor, Mapping[str, Any]]]
+
+
+class TrainEngine:
+    """Trains (or, with `optim=None`, only evaluates) a PolicyModel or ValueModel on this rank's share of a batch.
+
+    The process group exists before the engine (`distributed.init_process_group`). Every verb is collective: all ranks
+    call it, also one whose share of the batch is empty.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        fsdp: FSDPConfig,
+        optim: OptimConfig | None,
+        device: torch.device,
+        total_steps: int = 0,
+    ) -> None:
+        if optim is None:
+            module.requires_grad_(False)
+        self.module = module
+        self.device = device
+        self.total_steps = total_steps
+        self._parts = shard(module, fsdp, device)
+        self._host_resident = device.type == "cpu" or fsdp.offload_policy  # nothing to move between phases
+        self._checkpointing = any(getattr(m, "gradient_checkpointing", False) for m in module.modules())
+        self.optim = optim
+        self.optimizer = build_optimizer(module.parameters(), optim) if optim is not None else None
+        self.counters = checkpoint.Counters()
+
+    # ---- forward and backward
+
+    @torch.no_grad()
+    def forward(
+        self, batch: Batch, *, max_tokens: int | None = None, max_rows: int | None = None, **options: Any
+    ) -> dict[str, Tensor]:
+        """The model's outputs [B, T] for this rank's rows, in the given order, on the batch's device.
+
+        A micro-batch holds at most `max_tokens` padded tokens (prompt and response) and `max_rows` rows. `options`
+        go to the model's forward (temperature, with_entropy).
+        """
+        self.module.eval()
+        responses = batch["responses"]
+        outputs: dict[str, Tensor] = {}
+        done = 0
+        for indices in self._plan(batch, max_tokens, max_rows):
+            micro = self._rows(batch.take(indices)) if indices else self._empty_rows()
+            for name, value in self.module(micro, **options).items():
+                if name not in outputs:
+                    outputs[name] = torch.zeros(responses.shape, dtype=value.dtype, device=responses.device)
+                if indices:
+                    outputs[name][indices] = value.to(responses.device)
+            done += len(indices)
+            report_progress(done, len(batch))
+        self._reshard()
+        return outputs
+
+    def forward_backward(
+        self,
+        batch: Batch,
+        loss_fn: LossFn,
+        *,
+        max_tokens: int | None = None,
+        max_rows: int | None = None,
+        **options: Any,
+    ) -> dict[str, float]:
+        """Add the gradients of this rank's rows; returns this rank's metrics (they add up over ranks).
+
+        `loss_fn(outputs, micro)` sees the model's outputs [b, T] and the rows they belong to, and returns a loss that
+        is already divided by the global denominators, with metrics to match. Gradients over micro-batches and ranks
+        add up, so neither their number nor their sizes matter.
+        """
+        assert self.optimizer is not None, "a frozen engine has no gradients"
+        self.module.train(self._checkpointing)  # dropout is off; checkpointing acts in training mode alone
+        plan = self._plan(batch, max_tokens, max_rows)
+        metrics: list[dict[str, float]] = []
+        done = 0
+        for number, indices in enumerate(plan):
+            self._sync_gradients(last=number == len(plan) - 1)
+            if indices:
+                micro = batch.take(indices)
+                outputs = self.module(self._rows(micro), **options)
+                loss, values = loss_fn(outputs, micro.to(self.device))
+                metrics.append({name: float(value) for name, value in values.items()})
+            else:
+                # This rank has run out of rows; the others need its part of every gather and reduction.
+                outputs = self.module(self._empty_rows(), **options)
+                loss = torch.stack([value.sum() for value in outputs.values()]).sum() * 0.0
+            loss.backward()
+            done += len(indices)
+            report_progress(done, len(batch))
+        self._reshard()
+        return reduce_metrics(metrics)
+
+    def optimizer_step(self, *, advance_schedule: bool = True) -> dict[str, float]:
+        """Clip to `optim.clip_grad`, update, drop the gradients; `grad_norm` (before clipping), `lr`, `skipped` (0/1).
+
+        A norm that is not finite skips the update on every rank and is counted in `counters.skipped`. The schedule
+        moves on in either case, unless `advance_schedule` is false (several updates that share one rate).
+        """
+        assert self.optimizer is not None and self.optim is not None, "a frozen engine has no optimizer"
+        lr = self.optim.lr * lr_factor(self.counters.schedule_steps, self.optim, self.total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        grads = [cast(DTensor, p.grad) for p in self.module.parameters() if p.grad is not None]
+        norm = clip_gradients(grads, self.optim.clip_grad)
+        finite = math.isfinite(norm)
+        if finite:
+            self.optimizer.step()
+            self.counters.updates += 1
+        else:
+            self.counters.skipped += 1
+        self.optimizer.zero_grad(set_to_none=True)
+        if advance_schedule:
+            self.counters.schedule_steps += 1
+        return {"grad_norm": norm, "lr": lr, "skipped": float(not finite)}
+
+    # ---- weights
+
+    @contextmanager
+    def unsharded(self) -> Iterator[nn.Module]:
+        """The module with all parameters gathered in the computing dtype; nothing inside frees or gathers them again.
+
+        For generation: any part of the module may be called, without gradients. The weights are those after the last
+        optimizer step; they must not be changed inside, and no other verb of the engine may be called.
+        """
+        self.module.eval()
+        with gathered(self._parts), torch.no_grad():
+            yield self.module
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter and buffer of the state dict, whole, one at a time, on the engine's device."""
+        self._reshard()
+        for name, value in self.module.state_dict().items():
+            yield name, value.full_tensor() if isinstance(value, DTensor) else value
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All weights, whole, on the CPU of rank 0; empty on the other ranks."""
+        first = dist.get_rank() == 0
+        whole: dict[str, Tensor] = {}
+        for name, value in self.full_parameters():
+            if first:
+                whole[name] = value.detach().to("cpu", copy=True)
+        return whole
+
+    def export_hf(self, path: Path | str, *, tokenizer: Any | None = None, dtype: torch.dtype | None = None) -> None:
+        """Write a plain Hugging Face directory (rank 0 writes; the others wait)."""
+        weights = self.state_dict()
+        if dist.get_rank() == 0:
+            export_hf(self.module, path, state_dict=weights, tokenizer=tokenizer, dtype=dtype)  # type: ignore[arg-type]
+        dist.barrier()
+
+    def save(self, path: Path | str) -> None:
+        """Write the sharded checkpoint (weights, optimizer, counters) into the directory `path`."""
+        self._reshard()
+        checkpoint.save(Path(path), self.module, self.optimizer, self.counters)
+
+    def load(self, path: Path | str) -> None:
+        """Read what `save` wrote, at this or another world size. UserError if the checkpoint does not fit."""
+        self._reshard()
+        self.counters = checkpoint.load(Path(path), self.module, self.optimizer)
+
+    def offload(self, *, parameters: bool = True, optimizer: bool = True) -> None:
+        """Move weights and optimizer state to CPU memory; a no-op for an engine that lives there."""
+        self._move(torch.device("cpu"), parameters, optimizer)
+
+    def onload(self, *, parameters: bool = True, optimizer: bool = True) -> None:
+        """Bring them back to the device; needed before any other verb."""
+        self._move(self.device, parameters, optimizer)
+
+    # ---- inside
+
+    def _move(self, device: torch.device, parameters: bool, optimizer: bool) -> None:
+        if self._host_resident:
+            return
+        self._reshard()
+        if parameters:
+            self.module.to(device)
+        if optimizer and self.optimizer is not None:
+            for state in self.optimizer.state.values():
+                for name, value in state.items():
+                    if isinstance(value, Tensor):
+                        state[name] = value.to(device)
+        if device.type == "cpu":
+            torch.cuda.empty_cache()
+
+    def _plan(self, batch: Batch, max_tokens: int | None, max_rows: int | None) -> list[list[int]]:
+        """This rank's micro-batches, filled up with empty ones to the largest number of any rank (at least one)."""
+        lengths = (batch["prompt_lengths"] + batch["response_lengths"]).tolist()
+        plan = plan_micro_batches(lengths, max_tokens=max_tokens, max_rows=max_rows)
+        return plan + [[]] * (max(1, max_over_ranks(len(plan))) - len(plan))
+
+    def _rows(self, micro: Batch) -> dict[str, Tensor]:
+        return {name: micro[name].to(self.device) for name in FIELDS}
+
+    def _empty_rows(self) -> dict[str, Tensor]:
+        token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        one = torch.ones(1, dtype=torch.long, device=self.device)
+        return dict(zip(FIELDS, (token, one, token, one), strict=True))
+
+    def _sync_gradients(self, *, last: bool) -> None:
+        """One rank adds up gradients until the last micro-batch; several reduce each at once, to hold only shards."""
+        sync = last or dist.get_world_size() > 1
+        for part in self._parts:
+            part.set_requires_gradient_sync(sync, recurse=False)
+            part.set_reshard_after_backward(sync, recurse=False)
+
+    def _reshard(self) -> None:
+        """Back to sharded parameters: the root keeps its copy after a forward, which the next step makes stale."""
+        for part in self._parts:
+            part.reshard()

@@ -1,0 +1,64 @@
+"""Optimizers and learning-rate schedules by the keys of `optim`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from valor.config.engine import OptimConfig
+
+
+def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> torch.optim.Optimizer:
+    """AdamW (its fused kernel) over all trainable parameters; weight decay acts on every one of them."""
+    trainable = [p for p in parameters if p.requires_grad]
+    return torch.optim.AdamW(
+        trainable, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
+    )
+
+
+def lr_factor(step: int, optim: OptimConfig, total_steps: int) -> float:
+    """What multiplies `lr` in schedule step `step` = 0, 1, …, total_steps - 1.
+
+    Warm-up lasts `lr_warmup_steps` steps (-1: `lr_warmup_steps_ratio` of `total_steps`) and uses (step + 1) / warmup:
+    no update is spent at rate 0, and the last warm-up step has the full rate. The step after it starts the decay from
+    1: `constant` stays; `linear` falls to `min_lr_ratio` at `total_steps`; `cosine` does along `num_cycles` cycles
+    (0.5: one way down). The floor is first reached by a step beyond the last.
+    """
+    warmup = optim.lr_warmup_steps
+    if warmup < 0:
+        warmup = int(optim.lr_warmup_steps_ratio * max(total_steps, 0))
+    if step < warmup:
+        return (step + 1) / warmup
+    if optim.lr_scheduler_type == "constant":
+        return 1.0
+    done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    if optim.lr_scheduler_type == "linear":
+        left = 1.0 - done
+    else:
+        left = max(0.0, 0.5 * (1.0 + math.cos(2.0 * math.pi * optim.num_cycles * done)))
+    return optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * left
+
+
+def clip_gradients(grads: Sequence[DTensor], limit: float | None) -> float:
+    """Scale sharded gradients in place so that their global 2-norm is at most `limit`; returns the norm before.
+
+    A norm that is not finite leaves them as they are. The same number on every rank.
+    """
+    if not grads:
+        return 0.0
+    local = [grad.to_local() for grad in grads]
+    # torch's own clipping goes through DTensor dispatch for every tensor and operation.
+    norms = torch._foreach_norm(local, 2.0, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
+    square = torch.stack(list(norms)).double().square().sum()
+    mesh = grads[0].device_mesh
+    if mesh.size() > 1:
+        dist.all_reduce(square, group=mesh.get_group("shard"))
+    norm = float(square.sqrt())
+    if limit is not None and limit < norm < math.inf:
+        torch._foreach_mul_(local, limit / norm)  # pyright: ignore[reportPrivateImportUsage]
+    return norm

@@ -1,0 +1,171 @@
+"""The embedded task: two-digit addition for a tiny model, with a teacher who often forgets the carry.
+
+A problem is `58+77=`, a worked answer `15 13 135`: the sum of the units, the sum of the tens with the carry, the
+result. The demonstrations for the warm start come from a teacher who, in most sums that have a carry, leaves it out
+(`15 12 125`). A policy that imitates him is wrong about half of the time although it has seen the right way; which
+of the two pays is for reinforcement learning to find out. Everything is a function of a seed; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from valor.data.files import write_rows
+
+DATA_SOURCE = "valor/arithmetic"
+# Longest problem and longest worked answer, in tokens of the model below, special tokens included.
+MAX_PROMPT_TOKENS = 8
+MAX_RESPONSE_TOKENS = 10
+
+# Three sums of four have a carry from the units to the tens; among random pairs it would be fewer than half.
+CARRY_SHARE = 0.75
+# In how many of those the teacher forgets it: the mistake is the likelier answer, the right one is still often seen.
+FORGET_SHARE = 0.6
+
+_ROLES = ("system", "user", "assistant", "tool")
+_SPECIAL = ("<|pad|>", "<|end|>", *(f"<|{role}|>" for role in _ROLES))
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class DataFiles:
+    """Parquet files of the task. No problem of `val` occurs in any other file; `sft_*` hold the teacher's answers."""
+
+    train: Path
+    val: Path
+    sft_train: Path
+    sft_val: Path
+
+
+def make_model(out_dir: Path | str, seed: int = 0) -> Path:
+    """Write an untrained Qwen2 model of 0.6 million parameters and its byte tokenizer; returns the directory."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    out = Path(out_dir)
+    tokenizer = make_tokenizer()
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(config)
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    model.save_pretrained(out)
+    if bars:
+        transformers_logging.enable_progress_bar()
+    tokenizer.save_pretrained(out)
+    return out
+
+
+def make_tokenizer() -> Any:
+    """Qwen2's byte-level tokenizer without merges: a token per byte (per character of plain text), and a chat template.
+
+    It reads any text. A tokenizer of another make would be turned into this kind by AutoTokenizer beside a Qwen2 model.
+    """
+    from tokenizers import pre_tokenizers
+    from transformers import Qwen2Tokenizer
+
+    tokens = [*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Qwen2Tokenizer(
+        vocab={token: i for i, token in enumerate(tokens)},
+        merges=[],
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        unk_token=None,
+        additional_special_tokens=[f"<|{role}|>" for role in _ROLES],
+    )
+    tokenizer.chat_template = _CHAT_TEMPLATE
+    return tokenizer
+
+
+def make_data(
+    out_dir: Path | str, seed: int = 0, *, num_val: int = 256, num_demonstrations: int = 16_000, num_sft_val: int = 256
+) -> DataFiles:
+    """Write training and validation problems (verl's columns) and the teacher's demonstrations (`messages`)."""
+    out = Path(out_dir)
+    rng = random.Random(seed)
+    problems = make_problems(rng)
+    if not 0 < num_val < len(problems):
+        raise ValueError(f"num_val must be between 1 and {len(problems) - 1}, got {num_val}")
+    val, train = problems[:num_val], problems[num_val:]
+    files = DataFiles(*(out / f"{name}.parquet" for name in ("train", "val", "sft_train", "sft_val")))
+    write_rows(files.train, [_prompt_row(p, "train", i) for i, p in enumerate(train)])
+    write_rows(files.val, [_prompt_row(p, "val", i) for i, p in enumerate(val)])
+    _write_chats(files.sft_train, (demonstration(rng, *rng.choice(train)) for _ in range(num_demonstrations)))
+    _write_chats(files.sft_val, (demonstration(rng, *rng.choice(train)) for _ in range(num_sft_val)))
+    return files
+
+
+def make_problems(rng: random.Random) -> list[tuple[int, int]]:
+    """All pairs of two-digit numbers with a carry from the units, and as many without as CARRY_SHARE leaves; shuffled."""
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    carrying = [p for p in pairs if has_carry(*p)]
+    others = [p for p in pairs if not has_carry(*p)]
+    problems = carrying + rng.sample(others, round(len(carrying) * (1 / CARRY_SHARE - 1)))
+    rng.shuffle(problems)
+    return problems
+
+
+def has_carry(a: int, b: int) -> bool:
+    """Whether the units of a and b add up to ten or more."""
+    return a % 10 + b % 10 >= 10
+
+
+def question(a: int, b: int) -> str:
+    """The problem as the user writes it."""
+    return f"{a}+{b}="
+
+
+def worked_answer(a: int, b: int, *, forget_carry: bool = False) -> str:
+    """Sum of the units, sum of the tens, result: `15 13 135` for 58 + 77, `15 12 125` with the carry forgotten."""
+    units = a % 10 + b % 10
+    tens = a // 10 + b // 10 + (0 if forget_carry else units // 10)
+    return f"{units:02d} {tens:02d} {tens * 10 + units % 10}"
+
+
+def demonstration(rng: random.Random, a: int, b: int) -> list[dict[str, str]]:
+    """One chat of the teacher's; he forgets a carry with probability FORGET_SHARE."""
+    answer = worked_answer(a, b, forget_carry=rng.random() < FORGET_SHARE)
+    return [{"role": "user", "content": question(a, b)}, {"role": "assistant", "content": answer}]
+
+
+def _prompt_row(problem: tuple[int, int], split: str, index: int) -> Mapping[str, Any]:
+    a, b = problem
+    return {
+        "data_source": DATA_SOURCE,
+        "prompt": [{"role": "user", "content": question(a, b)}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(a + b)},
+        "extra_info": {"split": split, "index": index, "carry": has_carry(a, b)},
+    }
+
+
+def _write_chats(path: Path, chats: Iterable[Sequence[Mapping[str, str]]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({"messages": pa.array([list(map(dict, chat)) for chat in chats])}), path)

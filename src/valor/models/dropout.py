@@ -1,0 +1,26 @@
+"""Dropout off: a policy ratio or a value must not depend on a random mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+def disable_dropout_in_config(config: Any) -> None:
+    """Zero every dropout rate of a transformers config and of its text part, so that models built from it have none."""
+    for part in {id(c): c for c in (config, config.get_text_config())}.values():
+        for key, value in part.to_dict().items():
+            if "drop" in key and isinstance(value, float):
+                setattr(part, key, 0.0)
+
+
+def disable_dropout(hf: Any) -> None:
+    """Zero the rates of a built model, those that its modules copied from the config too."""
+    disable_dropout_in_config(hf.config)
+    for module in hf.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)

@@ -1,0 +1,49 @@
+"""Plain Hugging Face directories: what transformers loads without Valor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from valor.models.policy import PolicyModel
+from valor.models.quiet import quiet_transformers
+from valor.models.value import ValueModel
+
+
+def export_hf(
+    model: PolicyModel | ValueModel,
+    path: Path | str,
+    *,
+    state_dict: Mapping[str, Tensor] | None = None,
+    tokenizer: Any | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write weights, config and tokenizer to the directory `path`.
+
+    A policy becomes an `AutoModelForCausalLM` directory, a value model an `AutoModelForTokenClassification` one.
+    `state_dict` holds full CPU weights under the names of `model` (default: the model's own), `dtype` is what the
+    files hold (default: as they are).
+    """
+    weights = dict(state_dict if state_dict is not None else model.state_dict())
+    # Gathered shards are separate tensors, so transformers cannot see by itself which of them are one.
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    tied -= {name for name, _ in model.named_parameters()}
+    plain = {
+        name.removeprefix("hf."): tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+        for name, tensor in weights.items()
+        if name not in tied
+    }
+    stored = next(t.dtype for t in plain.values() if t.is_floating_point())
+    with quiet_transformers():
+        model.hf.save_pretrained(path, state_dict=plain)
+    # save_pretrained writes the model's own dtype into the config; loaders believe the config, not the files.
+    config_file = Path(path) / "config.json"
+    config = json.loads(config_file.read_text())
+    config_file.write_text(json.dumps({**config, "dtype": str(stored).removeprefix("torch.")}, indent=2) + "\n")
+    if tokenizer is not None:
+        tokenizer.save_pretrained(path)

@@ -1,0 +1,203 @@
+"""Policies, value models and tokenizers from Hugging Face directories or hub names, with errors a user can act on."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
+
+from valor.config.model import CriticModelConfig, ModelConfig
+from valor.errors import UserError
+from valor.models.dropout import disable_dropout_in_config
+from valor.models.policy import PolicyModel
+from valor.models.quiet import quiet_transformers
+from valor.models.value import HEAD_NAMES, ValueModel
+
+logger = logging.getLogger(__name__)
+
+
+def load_tokenizer(
+    path: str,
+    *,
+    trust_remote_code: bool = False,
+    custom_chat_template: str | None = None,
+    require_chat_template: bool = False,
+) -> Any:
+    """The tokenizer at `path` with padding token set (to EOS where it has none).
+
+    UserError: no tokenizer there, or no chat template although one is required.
+    """
+    source = _resolve(path)
+    with _as_user_errors(path, "tokenizer"), quiet_transformers():
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    if len(tokenizer) <= len(tokenizer.added_tokens_decoder):
+        # transformers makes an empty tokenizer of the model's type when a directory has no tokenizer files.
+        raise UserError(f"'{path}' holds no tokenizer files: save the tokenizer there or set model.tokenizer_path")
+    if custom_chat_template is not None:
+        tokenizer.chat_template = custom_chat_template
+    if require_chat_template and not tokenizer.chat_template:
+        raise UserError(
+            f"the tokenizer at '{path}' has no chat template: set model.custom_chat_template or use a chat model's"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_policy(model: ModelConfig, *, dtype: torch.dtype = torch.float32) -> PolicyModel:
+    """The causal language model at `model.path` on the CPU in `dtype`, dropout off. UserError when it cannot be."""
+    config = _load_config(model)
+    hf, info = _from_pretrained(AutoModelForCausalLM, model, config, dtype)
+    _require_all_weights(model.path, info["missing_keys"])
+    if info["unexpected_keys"]:
+        logger.warning("weights in '%s' that the policy does not use: %s", model.path, _some(info["unexpected_keys"]))
+    _set_checkpointing(hf, model)
+    return PolicyModel(hf)
+
+
+def load_value_model(model: CriticModelConfig, *, dtype: torch.dtype = torch.float32, seed: int = 42) -> ValueModel:
+    """A token-classification model of one label from the checkpoint at `model.path`, dropout off.
+
+    A published critic keeps its head. A causal language model gets a new one: all zeros, or normal with the config's
+    initializer_range (drawn from `seed`) for `value_head_init=normal`. The head stays float32 in every dtype.
+    """
+    config = _load_config(model)
+    architecture = (config.architectures or ["?"])[0]
+    if architecture.endswith("ForTokenClassification") and config.num_labels != 1:
+        raise UserError(f"'{model.path}' classifies tokens into {config.num_labels} labels; a critic needs exactly 1")
+    config.num_labels = 1
+    config.classifier_dropout = 0.0
+    if type(config) not in transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
+        raise UserError(
+            f"transformers has no token-classification model of type '{config.model_type}', so '{model.path}' cannot "
+            "be a critic: set critic.model.path to a model of another family (Qwen, Llama, Mistral, Gemma 2, …)"
+        )
+    hf, info = _from_pretrained(AutoModelForTokenClassification, model, config, dtype)
+    head_keys = {f"{name}.{part}" for name in HEAD_NAMES for part in ("weight", "bias")}
+    missing = set(info["missing_keys"])
+    _require_all_weights(model.path, missing - head_keys)
+    value = ValueModel(hf)
+    _fill_head(value.head, missing & head_keys, model.value_head_init, config, seed)
+    _set_checkpointing(hf, model)
+    return value
+
+
+def _fill_head(head: nn.Linear, missing: set[str], init: str, config: Any, seed: int) -> None:
+    """Set what the checkpoint lacked; a reward model's head, which has no bias, keeps its weight."""
+    with torch.no_grad():
+        if any(key.endswith(".bias") for key in missing) and head.bias is not None:
+            head.bias.zero_()
+        if not any(key.endswith(".weight") for key in missing):
+            return
+        if init == "zero":
+            head.weight.zero_()
+        else:
+            std = float(getattr(config.get_text_config(), "initializer_range", None) or 0.02)
+            generator = torch.Generator().manual_seed(seed)
+            head.weight.copy_(torch.randn(head.weight.shape, generator=generator) * std)
+
+
+def _resolve(path: str) -> str:
+    """A local directory (~ expanded), or a hub name as it is. UserError for what is neither."""
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return str(local)
+    if local.exists():
+        raise UserError(f"'{path}' is a file; a model path is a directory with a config.json, or a hub name")
+    if path.startswith(("/", "~", ".")) or path.count("/") > 1:
+        raise UserError(f"there is no model directory '{path}'")
+    return path
+
+
+def _load_config(model: ModelConfig | CriticModelConfig) -> Any:
+    if model.external_lib:
+        for name in model.external_lib.split(","):
+            try:
+                importlib.import_module(name.strip())
+            except ImportError as error:
+                raise UserError(f"model.external_lib '{name.strip()}' cannot be imported: {error}") from error
+    source = _resolve(model.path)
+    if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
+        raise UserError(f"'{model.path}' is not a model: it has no config.json")
+    with _as_user_errors(model.path, "model"), quiet_transformers():
+        config = AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code)
+    overrides = dict(model.override_config)
+    overrides.update(overrides.pop("model_config", None) or {})
+    overrides.pop("attn_implementation", None)
+    for key, value in overrides.items():
+        if not hasattr(config, key):
+            raise UserError(f"model.override_config.{key}: the config of '{model.path}' has no such key")
+        setattr(config, key, value)
+    disable_dropout_in_config(config)
+    return config
+
+
+def _from_pretrained(
+    auto: Any, model: ModelConfig | CriticModelConfig, config: Any, dtype: torch.dtype
+) -> tuple[Any, dict[str, Any]]:
+    with _as_user_errors(model.path, "model"), quiet_transformers():
+        return auto.from_pretrained(
+            _resolve(model.path),
+            config=config,
+            dtype=dtype,
+            attn_implementation=model.override_config.get("attn_implementation"),  # None: sdpa where the class has it
+            trust_remote_code=model.trust_remote_code,
+            output_loading_info=True,
+        )
+
+
+def _set_checkpointing(hf: Any, model: ModelConfig | CriticModelConfig) -> None:
+    if not model.enable_gradient_checkpointing:
+        return
+    try:
+        enable = getattr(hf, "activation_checkpointing_enable", hf.gradient_checkpointing_enable)  # newer, older name
+        enable({"use_reentrant": False})
+    except ValueError as error:
+        raise UserError(
+            f"{type(hf).__name__} has no gradient checkpointing: set model.enable_gradient_checkpointing=false"
+        ) from error
+
+
+def _require_all_weights(path: str, missing: set[str]) -> None:
+    if missing:
+        raise UserError(f"the checkpoint '{path}' lacks weights that its config.json promises: {_some(missing)}")
+
+
+def _some(keys: set[str]) -> str:
+    shown = ", ".join(sorted(keys)[:3])
+    return shown + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
+
+
+@contextmanager
+def _as_user_errors(path: str, what: str) -> Iterator[None]:
+    """One clear line in place of transformers' exceptions about files, architectures and the network."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise UserError(_explain(path, what, str(error))) from error
+    except Exception as error:
+        if type(error).__name__ == "SafetensorError":
+            raise UserError(f"the weight files in '{path}' are damaged: {error}") from error
+        raise
+
+
+def _explain(path: str, what: str, text: str) -> str:
+    first = text.strip().splitlines()[0] if text.strip() else "no reason given"
+    if "couldn't connect" in text or "offline mode" in text:
+        return f"'{path}' is no local directory and the Hugging Face hub cannot be reached: give a local path"
+    if "not a valid model identifier" in text or "Repo id must be" in text:
+        return f"'{path}' is neither a local directory nor a {what} on the Hugging Face hub"
+    if "does not recognize this architecture" in text or "Unrecognized" in text:
+        version = transformers.__version__
+        return f"the {what} at '{path}' has an architecture that transformers {version} cannot build: {first}"
+    if "no file named" in text:
+        return f"'{path}' has a config.json but no weights: {first}"
+    return f"the {what} at '{path}' cannot be loaded: {first}"

@@ -1,0 +1,58 @@
+"""From separate prompt and response columns to the compact rows a causal model reads.
+
+Shapes: b rows, P prompt columns, T response columns, L model positions, N response tokens of all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FIELDS = ("prompts", "prompt_lengths", "responses", "response_lengths")
+
+
+@dataclass(frozen=True)
+class CompactRows:
+    """What the model reads and where its predictions of response tokens lie.
+
+    Response token t of a row with p prompt tokens is predicted at position p - 1 + t, so the last token of a row is
+    never an input. Padding is to the right and nothing looks at it: a causal model needs no attention mask.
+    """
+
+    input_ids: Tensor  # [b, L] int64
+    predictor: Tensor  # [N] int64, index into the flattened [b * L] positions
+    targets: Tensor  # [N] int64, the response tokens in row order
+    mask: Tensor  # [b, T] bool, true at the N response tokens
+
+    def gather(self, states: Tensor) -> Tensor:
+        """The states [b, L, H] at the predicting positions, [N, H]."""
+        return states.reshape(-1, states.shape[-1]).index_select(0, self.predictor)
+
+    def scatter(self, flat: Tensor) -> Tensor:
+        """Per-token numbers [N] on the [b, T] grid, zero elsewhere; differentiable."""
+        return flat.new_zeros(self.mask.shape).masked_scatter(self.mask, flat)
+
+
+def compact_rows(rows: Mapping[str, Tensor]) -> CompactRows:
+    """Join prompts [b, P] and responses [b, T] without a gap. A row needs at least one prompt token (ValueError)."""
+    prompts, responses = rows["prompts"], rows["responses"]
+    prompt_lengths, response_lengths = rows["prompt_lengths"], rows["response_lengths"]
+    if bool((prompt_lengths < 1).any()):
+        raise ValueError("every row needs at least one prompt token: it predicts the first response token")
+    length = max(int((prompt_lengths + response_lengths).max()) - 1, 1)
+    device = prompts.device
+
+    column = torch.arange(length, device=device)
+    p, r = prompt_lengths[:, None], response_lengths[:, None]
+    in_response = (column >= p) & (column < p + r)
+    source = torch.where(in_response, prompts.shape[1] + column - p, column.clamp(max=prompts.shape[1] - 1))
+    ids = torch.cat([prompts, responses], dim=1).gather(1, source)
+    ids = ids.masked_fill(column >= p + r, 0)
+
+    step = torch.arange(responses.shape[1], device=device)
+    mask = step < r
+    position = torch.arange(len(prompts), device=device)[:, None] * length + p - 1 + step
+    return CompactRows(ids, position[mask], responses[mask], mask)

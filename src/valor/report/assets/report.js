@@ -1,0 +1,349 @@
+"use strict";
+// Draws what the page's JSON describes. Text from models only ever goes through textContent.
+(() => {
+  const data = JSON.parse(document.getElementById("run-data").textContent);
+  const byId = (id) => document.getElementById(id);
+  const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+  const touch = matchMedia("(pointer: coarse)").matches;
+
+  const element = (tag, className, text) => {
+    const made = document.createElement(tag);
+    if (className) made.className = className;
+    if (text !== undefined) made.textContent = text;
+    return made;
+  };
+  const number = (value, unit) => {
+    if (value === null || value === undefined) return "not finite";
+    if (unit === "%") return `${(100 * value).toFixed(1)}%`;
+    const size = Math.abs(value);
+    if (value === 0) return "0";
+    if (size >= 1000) return Math.round(value).toLocaleString("en");
+    if (size < 1e-3) return value.toExponential(1);
+    return String(Number(value.toPrecision(4)));
+  };
+  const short = (value) => number(value === null ? null : Number(value.toPrecision(3)));
+  const curve = (key) => {
+    const [place, values] = data.metrics.curves[key];
+    return { x: data.metrics.steps[place], y: values };
+  };
+
+  // ---- charts -------------------------------------------------------------------------------------------------
+  const base = () => ({
+    paper_bgcolor: "rgba(0,0,0,0)",
+    plot_bgcolor: "rgba(0,0,0,0)",
+    font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: color("soft") },
+    margin: { l: 46, r: 8, t: 10, b: 26 },
+    showlegend: false,
+    hovermode: "x unified",
+    hoverlabel: { bgcolor: color("card"), bordercolor: color("line"), font: { color: color("ink"), size: 12 } },
+    dragmode: touch ? false : "zoom",
+    xaxis: {
+      ...axis(), unifiedhovertitle: { text: "step %{x}" },
+      spikecolor: color("soft"), spikethickness: 1, spikedash: "solid",
+    },
+    yaxis: axis(),
+  });
+  const axis = () => ({
+    gridcolor: color("grid"), linecolor: color("line"), zeroline: false, fixedrange: touch, automargin: true,
+    tickfont: { size: 11.5 }, nticks: 6, exponentformat: "e",
+  });
+  const options = { displayModeBar: false, responsive: true };
+
+  // Running median, then mean, over a twentieth of the run around each step: no lag, and a spike stays out of the trend.
+  const running = (values, reach, summary) => values.map((value, i) => {
+    if (value === null) return null;
+    return summary(values.slice(Math.max(0, i - reach), i + reach + 1).filter((one) => one !== null));
+  });
+  const median = (numbers) => numbers.sort((a, b) => a - b)[numbers.length >> 1];
+  const mean = (numbers) => numbers.reduce((sum, one) => sum + one, 0) / numbers.length;
+  const smooth = (values) => {
+    const reach = Math.max(2, Math.round(values.length / 40));
+    return running(running(values, reach, median), reach, mean);
+  };
+
+  const tracesOf = (panel, line) => {
+    const { x, y } = curve(line.key);
+    const stroke = color(`c${((line.color - 1) % 12) + 1}`);
+    const hover = { name: line.label, hovertemplate: panel.unit === "%" ? "%{y:.1%}" : "%{y:.4~g}" };
+    const dash = line.style === "dash" ? "5px,4px" : "solid";
+    const few = panel.markers || y.length < 3;
+    if (few || !panel.smooth || y.length < 40) {
+      const opacity = line.style === "faint" ? 0.45 : 1;
+      const mode = few ? "lines+markers" : "lines";
+      return [{ ...hover, x, y, mode, opacity, line: { color: stroke, width: 2, dash }, marker: { size: 6, color: stroke } }];
+    }
+    const opacity = { faint: 0.5, dash: 0.2 }[line.style] || 0.32;
+    const raw = { ...hover, x, y, mode: "lines", opacity, line: { color: stroke, width: 1.2 } };
+    if (line.style === "faint") return [raw];
+    return [raw, { x, y: smooth(y), mode: "lines", hoverinfo: "skip", line: { color: stroke, width: 2.2, dash } }];
+  };
+
+  const yAxis = (panel, lines) => {
+    const values = lines.flatMap((line) => curve(line.key).y).filter((value) => value !== null);
+    const y = axis();
+    if (new Set(values).size === 1) y.rangemode = "tozero"; // not an axis around one number
+    if (panel.unit === "%") y.tickformat = Math.max(...values) < 0.05 ? ".1%" : ".0%";
+    if (panel.log && values.some((value) => value > 0)) return { ...y, type: "log", dtick: 1, nticks: undefined };
+    if (panel.bounds) {
+      const [low, high] = panel.bounds;
+      const least = Math.min(...values, ...panel.levels);
+      y.range = [least < low ? low : least - 0.05, Math.max(high, Math.min(Math.max(...values), high))];
+    }
+    return y;
+  };
+
+  const legend = (list, entries) => {
+    list.replaceChildren(...entries.map(({ label, value, stroke, shape }) => {
+      const item = element("li");
+      const key = element("i", shape);
+      key.style.color = stroke;
+      key.style.borderTopColor = stroke;
+      item.append(key, `${label} `, element("b", "", value));
+      return item;
+    }));
+  };
+
+  const drawPanel = (panel) => {
+    const layout = base();
+    layout.yaxis = yAxis(panel, panel.lines);
+    const steps = panel.lines.flatMap((line) => curve(line.key).x);
+    const [first, last] = [Math.min(...steps), Math.max(...steps)];
+    if (last - first <= 6) layout.xaxis.dtick = 1; // no step 1.2
+    if (last === first) layout.xaxis.range = [first - 0.6, last + 0.6];
+    layout.shapes = panel.levels.map((at) => (
+      { type: "line", xref: "paper", x0: 0, x1: 1, y0: at, y1: at, layer: "below", line: { color: color("soft"), width: 1, dash: "2px,3px" } }));
+    Plotly.react(`plot-${panel.id}`, panel.lines.flatMap((line) => tracesOf(panel, line)), layout, options);
+    legend(byId(`panel-${panel.id}`).querySelector(".legend"), panel.lines.map((line) => {
+      const known = curve(line.key).y.filter((value) => value !== null);
+      return { label: line.label, value: number(known.at(-1), panel.unit), stroke: color(`c${((line.color - 1) % 12) + 1}`), shape: line.style };
+    }));
+  };
+
+  const percent = (share) => (share < 0.001 ? "<0.1%" : `${(100 * share).toFixed(share < 0.01 ? 1 : 0)}%`);
+  const drawTiming = ({ bars, phases }) => {
+    const layout = base();
+    Object.assign(layout, { barmode: "stack", barnorm: "percent", bargap: bars.length > 60 ? 0 : 0.12, hovermode: "closest" });
+    layout.xaxis = { ...layout.xaxis, type: "category", showgrid: false, nticks: innerWidth < 720 ? 5 : 12, tickangle: 0 };
+    layout.yaxis = { ...layout.yaxis, ticksuffix: "%", range: [0, 100] };
+    const stroke = (place) => color(phases[place].label === "other" ? "c12" : `c${(place % 11) + 1}`);
+    Plotly.react("plot-timing", phases.map((phase, place) => ({
+      type: "bar", x: bars, y: phase.seconds, customdata: phase.seconds, marker: { color: stroke(place), opacity: 0.86, line: { width: 0 } },
+      name: phase.label, hovertemplate: `step %{x}<br>${phase.label}: %{customdata:.3~g} s, %{y:.0f}%<extra></extra>`,
+    })), layout, options);
+    const sums = phases.map((phase) => phase.seconds.reduce((sum, value) => sum + value, 0));
+    const whole = sums.reduce((sum, value) => sum + value, 0);
+    legend(byId("panel-timing").querySelector(".legend"), phases.map((phase, place) => (
+      { label: phase.label, value: percent(sums[place] / whole), stroke: stroke(place), shape: "box" })));
+  };
+
+  const drawExplorer = () => {
+    const key = byId("explorer-key").value;
+    const line = { label: key, key, style: "solid", color: 1 };
+    drawPanel({ id: "explorer", unit: "", log: false, bounds: null, levels: [], markers: false, smooth: true, lines: [line] });
+  };
+
+  // ---- samples ------------------------------------------------------------------------------------------------
+  const SIGNALS = [
+    { id: "advantages", label: "Advantage", paint: "diverging" },
+    { id: "values", label: "Value", paint: "worth" },
+    { id: "log_probs", label: "Surprise", paint: "surprise" },
+  ].filter(({ id }) => data.samples.some((group) => group.records.some((record) => record[id])));
+  let signal = SIGNALS[0] || { id: "", paint: "none" };
+
+  // The signal's ends over one step's samples, so that their colours compare; null where it was not recorded.
+  const range = (group) => {
+    const numbers = group.records.flatMap((record) => record[signal.id] || []).filter((value) => value !== null).sort((a, b) => a - b);
+    if (!numbers.length) return null;
+    if (signal.paint === "worth") return [numbers[0], numbers.at(-1)];
+    // The widest two in a hundred share the deepest colour, or one outlier would leave the rest blank.
+    const sizes = numbers.map(Math.abs).sort((a, b) => a - b);
+    const most = sizes[Math.floor(0.98 * (sizes.length - 1))] || 1;
+    return signal.paint === "surprise" ? [0, most] : [-most, most];
+  };
+  const wash = (name, share) => `color-mix(in srgb, var(--${name}) ${Math.round(58 * Math.max(0, Math.min(1, share)))}%, transparent)`;
+  const background = (value, limits) => {
+    if (value === null || value === undefined || !limits) return "";
+    const [low, high] = limits;
+    if (signal.paint === "diverging") return wash(value < 0 ? "bad" : "good", Math.abs(value) / high);
+    if (signal.paint === "surprise") return wash("surprise", -value / high);
+    return wash("worth", (value - low) / (high - low || 1));
+  };
+
+  const tokenText = (token) => token.replaceAll("\n", "↵\n").replaceAll("\t", "⇥\t");
+  const SVG = "http://www.w3.org/2000/svg";
+  const svg = (tag, attributes) => {
+    const made = document.createElementNS(SVG, tag);
+    Object.entries(attributes).forEach(([name, value]) => made.setAttribute(name, value));
+    return made;
+  };
+
+  const valueTrace = (values, reward) => {
+    const known = values.filter((value) => value !== null);
+    if (known.length < 2) return null;
+    const [least, most] = [Math.min(...known), Math.max(...known)];
+    const [low, high] = [Math.min(least, reward ?? least), Math.max(most, reward ?? most)];
+    const y = (value) => 44 - (42 * (value - low)) / (high - low || 1);
+    const box = svg("svg", { viewBox: `0 0 ${values.length} 46`, preserveAspectRatio: "none", role: "img" });
+    box.append(svg("title", {}));
+    box.firstChild.textContent = "value at each token";
+    const level = (at, name) => box.append(svg("line", { class: name, x1: 0, x2: values.length, y1: y(at), y2: y(at) }));
+    level(low, "");
+    level(high, "");
+    if (reward !== null && reward !== undefined) level(reward, "reward");
+    let pen = "M";
+    const path = values.map((value, i) => {
+      if (value === null) { pen = "M"; return ""; }
+      const step = `${pen}${i + 0.5} ${y(value).toFixed(2)}`;
+      pen = "L";
+      return step;
+    }).join("");
+    box.append(svg("path", { d: path }), svg("line", { class: "at", x1: 0, x2: 0, y1: 0, y2: 46, visibility: "hidden" }));
+    const holder = element("div", "trace", `Value along the response: ${short(least)} to ${short(most)}; dashed: the reward, ${short(reward)}`);
+    holder.append(box);
+    return holder;
+  };
+
+  const sampleCard = (record, limits) => {
+    const card = element("article", "sample");
+    const head = element("header");
+    const fact = (label, value, className) => {
+      if (value === null || value === undefined || value === "") return;
+      const item = element("span", className, `${label} `);
+      item.append(element("b", "", typeof value === "object" ? JSON.stringify(value) : String(value)));
+      head.append(item);
+    };
+    fact("reward", number(record.reward));
+    fact("expected", record.ground_truth, "truth");
+    fact("ended by", record.finish_reason);
+    fact("tokens", record.tokens.length + (record.tokens_left_out || 0));
+    fact("", record.data_source);
+    Object.entries(record.reward_info || {}).forEach(([name, value]) => fact(name, typeof value === "number" ? number(value) : value));
+    const prompt = element("details");
+    prompt.append(element("summary", "", "Prompt"), element("pre", "", record.prompt));
+    const tokens = element("div", "tokens");
+    record.tokens.forEach((token, place) => {
+      const own = !record.mask || record.mask[place];
+      const span = element("span", own ? "" : "other", tokenText(token));
+      span.dataset.place = place;
+      if (own) span.style.background = background(record[signal.id]?.[place], limits);
+      tokens.append(span);
+    });
+    if (record.tokens_left_out) tokens.append(element("span", "cut", ` … and ${record.tokens_left_out} more tokens`));
+    card.append(head, prompt, tokens);
+    const trace = record.values && valueTrace(record.values, record.reward);
+    if (trace) card.append(trace);
+    listen(tokens, record, trace);
+    return card;
+  };
+
+  const tip = element("div");
+  tip.id = "tip";
+  tip.setAttribute("role", "tooltip");
+  document.body.append(tip);
+  let marked = null;
+
+  const hideTip = () => {
+    tip.style.display = "none";
+    if (marked) { marked.span.classList.remove("on"); marked.line?.setAttribute("visibility", "hidden"); }
+    marked = null;
+  };
+  const showTip = (span, record, trace) => {
+    hideTip();
+    const place = Number(span.dataset.place);
+    const rows = element("dl");
+    const row = (label, values, show = number) => {
+      if (values && values[place] !== null) rows.append(element("dt", "", label), element("dd", "", show(values[place])));
+    };
+    row("advantage", record.advantages);
+    row("value", record.values);
+    row("return", record.returns);
+    row("log-prob", record.log_probs);
+    row("probability", record.log_probs, (value) => number(Math.exp(value), "%"));
+    const name = element("div", "", `token ${place + 1}: `);
+    name.append(element("code", "", JSON.stringify(record.tokens[place])));
+    if (record.mask && !record.mask[place]) name.append(" (not written by the policy)");
+    tip.replaceChildren(name, rows);
+    tip.style.display = "block";
+    const at = span.getClientRects()[0] || span.getBoundingClientRect();
+    const left = Math.max(8, Math.min(at.left, document.documentElement.clientWidth - tip.offsetWidth - 8));
+    const above = at.top - tip.offsetHeight - 8;
+    tip.style.left = `${left}px`;
+    tip.style.top = `${above > 50 ? above : at.bottom + 8}px`;
+    span.classList.add("on");
+    const line = trace?.querySelector(".at");
+    line?.setAttribute("x1", place + 0.5);
+    line?.setAttribute("x2", place + 0.5);
+    line?.setAttribute("visibility", "visible");
+    marked = { span, line };
+  };
+  const listen = (tokens, record, trace) => {
+    const show = (event) => {
+      const span = event.target.closest("span[data-place]");
+      if (span) showTip(span, record, trace); else hideTip();
+    };
+    tokens.addEventListener("mouseover", show);
+    tokens.addEventListener("click", show);
+    tokens.addEventListener("mouseleave", hideTip);
+  };
+
+  const drawScale = (limits) => {
+    if (!limits) return byId("scale").replaceChildren(signal.id ? "not recorded for these samples" : "");
+    const [low, high] = limits;
+    const ends = signal.paint === "surprise" ? ["certain", `log-prob ${short(-high)}`] : [short(low), short(high)];
+    const bar = element("i");
+    const stops = signal.paint === "diverging" ? [wash("bad", 1), "transparent", wash("good", 1)] : ["transparent", wash(signal.paint, 1)];
+    bar.style.background = `linear-gradient(to right, ${stops.join(", ")})`;
+    return byId("scale").replaceChildren(ends[0], bar, ends[1]);
+  };
+
+  const drawSamples = () => {
+    hideTip();
+    const group = data.samples[Number(byId("sample-step").value)];
+    const limits = range(group);
+    drawScale(limits);
+    byId("sample-note").textContent = group.available > group.records.length
+      ? `The first ${group.records.length} of the ${group.available} that the run recorded at this step.` : "";
+    byId("sample-list").replaceChildren(...group.records.map((record) => sampleCard(record, limits)));
+  };
+
+  const drawSignals = () => {
+    byId("signals").replaceChildren(...SIGNALS.map((one) => {
+      const button = element("button", "", one.label);
+      button.type = "button";
+      button.setAttribute("aria-pressed", String(one === signal));
+      button.addEventListener("click", () => { signal = one; drawSignals(); drawSamples(); });
+      return button;
+    }));
+  };
+
+  // ---- start --------------------------------------------------------------------------------------------------
+  const drawCharts = () => {
+    data.panels.forEach(drawPanel);
+    if (data.timing) drawTiming(data.timing);
+    drawExplorer();
+  };
+
+  const drawn = new Set(data.panels.flatMap((panel) => panel.lines.map((line) => line.key)));
+  const keys = Object.keys(data.metrics.curves);
+  byId("explorer-key").replaceChildren(...keys.map((key) => element("option", "", key)));
+  byId("explorer-key").value = keys.find((key) => !drawn.has(key) && !/^(timing_|training\/global_step)/.test(key)) || keys[0];
+  byId("explorer-key").addEventListener("change", drawExplorer);
+  byId("config-filter")?.addEventListener("input", (event) => {
+    const words = event.target.value.toLowerCase().split(/\s+/);
+    for (const row of byId("config-table").rows) {
+      const text = row.textContent.toLowerCase();
+      row.hidden = !words.every((word) => text.includes(word));
+    }
+  });
+  if (data.samples.length) {
+    const trained = data.samples.filter((group) => group.split === "train").length;
+    byId("sample-step").value = String((trained || data.samples.length) - 1);
+    byId("sample-step").addEventListener("change", drawSamples);
+    addEventListener("scroll", hideTip, { passive: true });
+    drawSignals();
+    drawSamples();
+  }
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawCharts);
+  drawCharts();
+  document.documentElement.dataset.ready = "yes";
+})();

@@ -1,0 +1,108 @@
+"""One self-contained page per run: `report.html`, made from the files of the run folder, opens without a network."""
+
+from __future__ import annotations
+
+import json
+from html import escape
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from valor.report.html import (
+    config_html,
+    explorer_html,
+    header_html,
+    panels_html,
+    run_name,
+    samples_html,
+)
+from valor.report.panels import SECTIONS, panel_specs
+from valor.report.run_data import RunData, read_run, rounded, thin
+from valor.report.timing import timing_spec
+from valor.tracking.rundir import write_atomically
+
+# Whatever a model writes into this page can load nothing and send nothing.
+CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
+REPORT_FILE = "report.html"
+
+
+def build_report(run_dir: Path) -> Path:
+    """Write `run_dir/report.html` and return its path; UserError if the folder holds no metrics.
+
+    The same files give the same page, byte for byte. A metric that the run does not have leaves its picture out.
+    """
+    run = read_run(run_dir)
+    path = run_dir / REPORT_FILE
+    write_atomically(path, render(run))
+    return path
+
+
+def render(run: RunData) -> str:
+    """The page's text."""
+    from plotly.offline import get_plotlyjs
+
+    panels, timing = panel_specs(run.metrics), timing_spec(run.metrics)
+    data = {
+        "metrics": _curves(run),
+        "panels": panels,
+        "timing": timing,
+        "samples": [
+            {"step": group.step, "split": group.split, "available": group.available, "records": group.records}
+            for group in run.samples
+        ],
+    }
+    present = [
+        (section, title)
+        for section, title in SECTIONS.items()
+        if any(panel["section"] == section for panel in panels) or (section == "time" and timing)
+    ]
+    more = [("samples", "Samples")] if run.samples else []
+    more += [("metrics", "Every metric"), ("config", "Configuration")]
+    body = [
+        header_html(run, [*present, *more]),
+        "<main>",
+        *(panels_html(section, title, panels, timing if section == "time" else None) for section, title in present),
+        samples_html(run) if run.samples else "",
+        explorer_html(),
+        config_html(run),
+        "</main>",
+    ]
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="color-scheme" content="light dark">',
+            f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_POLICY}">',
+            '<link rel="icon" href="data:,">',
+            f"<title>{escape(run_name(run))} · Valor</title>",
+            f"<style>{_asset('report.css')}</style>",
+            "</head><body>",
+            *body,
+            f'<script type="application/json" id="run-data">{embed_json(data)}</script>',
+            f"<script>{get_plotlyjs()}</script>",
+            f"<script>{_asset('report.js')}</script>",
+            "</body></html>\n",
+        ]
+    )
+
+
+def embed_json(data: Any) -> str:
+    """JSON that is safe inside a script element: no text in it can end the element, open another or a comment."""
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))  # ASCII: U+2028 and its like are escaped already
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _curves(run: RunData) -> dict[str, Any]:
+    """Every metric as [place of its steps in `steps`, values]; metrics measured at the same steps share them."""
+    steps: dict[tuple[int, ...], int] = {}
+    curves = {}
+    for key, series in sorted(run.metrics.items()):
+        thinned = thin(series)
+        place = steps.setdefault(tuple(thinned.steps), len(steps))
+        curves[key] = [place, [rounded(value) for value in thinned.values]]
+    return {"steps": [list(one) for one in steps], "curves": curves}
+
+
+def _asset(name: str) -> str:
+    return resources.files("valor.report").joinpath("assets", name).read_text(encoding="utf-8")

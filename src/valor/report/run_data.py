@@ -1,0 +1,176 @@
+"""Reads a run folder: metrics by name, configuration, facts about the run, and a selection of sample generations."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from valor.errors import UserError
+from valor.tracking.rundir import METRICS_FILE, SAMPLES_DIR, read_run_info, step_of_samples
+
+MAX_POINTS = 1200  # per curve: more than a screen is wide
+MAX_SAMPLE_STEPS = 8  # per split, the first and the last among them
+MAX_SAMPLES_PER_STEP = 8
+MAX_TOKENS_PER_SAMPLE = 1500
+MAX_PROMPT_CHARACTERS = 6000
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric over the steps at which it was measured; None where it was not finite."""
+
+    steps: list[int]
+    values: list[float | None]
+
+    def finite(self) -> list[float]:
+        """The measured numbers alone, in order."""
+        return [value for value in self.values if value is not None]
+
+
+@dataclass(frozen=True)
+class SampleGroup:
+    """Some of the samples of one step; `available` is how many the run recorded there."""
+
+    step: int
+    split: str
+    records: list[dict[str, Any]]
+    available: int
+
+
+@dataclass(frozen=True)
+class RunData:
+    """All that a report is made of."""
+
+    folder: Path
+    metrics: dict[str, Series]
+    config: dict[str, Any]
+    info: dict[str, Any]
+    samples: list[SampleGroup]
+
+    @property
+    def last_step(self) -> int:
+        """The last step of which there is any metric."""
+        return max((series.steps[-1] for series in self.metrics.values()), default=0)
+
+    def first_of(self, *keys: str) -> Series | None:
+        """The first of these metrics that the run has."""
+        return next((self.metrics[key] for key in keys if key in self.metrics), None)
+
+
+def read_run(run_dir: Path) -> RunData:
+    """Everything in the run folder; UserError if it holds no metrics, or a file there is damaged."""
+    path = run_dir / METRICS_FILE
+    if not path.is_file():
+        raise UserError(f"{run_dir} holds no {METRICS_FILE}: a run writes it if trainer.logger contains 'file'")
+    metrics = read_metrics(path)
+    if not metrics:
+        raise UserError(f"{path} is empty: there is nothing to report before the first step has finished")
+    config_file = run_dir / "config.yaml"
+    config = yaml.safe_load(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
+    return RunData(run_dir, metrics, config or {}, read_run_info(run_dir), read_samples(run_dir))
+
+
+def read_metrics(path: Path) -> dict[str, Series]:
+    """Each metric of metrics.jsonl as a series; lines about the same step are merged, the later one wins."""
+    by_step: dict[int, dict[str, Any]] = {}
+    for record in _read_lines(path):
+        by_step.setdefault(int(record["step"]), {}).update(record)
+    metrics: dict[str, Series] = {}
+    for step, record in sorted(by_step.items()):
+        for key, value in record.items():
+            if key != "step" and (value is None or isinstance(value, int | float)):
+                series = metrics.setdefault(key, Series([], []))
+                series.steps.append(step)
+                series.values.append(value)
+    return metrics
+
+
+def read_samples(run_dir: Path) -> list[SampleGroup]:
+    """Up to eight steps of each split with up to eight samples each, training first, by step."""
+    found: dict[str, list[tuple[int, Path]]] = {"train": [], "val": []}
+    for path in (run_dir / SAMPLES_DIR).glob("*.jsonl"):
+        step = step_of_samples(path)
+        if step is not None:
+            found["val" if path.name.startswith("val_") else "train"].append((step, path))
+    groups = []
+    for split, files in found.items():
+        for step, path in spread(sorted(files), MAX_SAMPLE_STEPS):
+            records = _read_lines(path)
+            shown = [_shorten(record) for record in records[:MAX_SAMPLES_PER_STEP]]
+            groups.append(SampleGroup(step, split, shown, len(records)))
+    return groups
+
+
+def spread(items: list[T], count: int) -> list[T]:
+    """`count` of the items at even distances, the first and the last among them; all if there are no more."""
+    if len(items) <= count:
+        return items
+    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
+
+
+def thin(series: Series, limit: int = MAX_POINTS) -> Series:
+    """At most `limit` points that draw the same curve: of each stretch the lowest and the highest, so spikes stay."""
+    if len(series.steps) <= limit:
+        return series
+    buckets = limit // 2
+    kept: set[int] = set()
+    for bucket in range(buckets):
+        start, stop = (len(series.steps) * (bucket + i) // buckets for i in (0, 1))
+        measured = [i for i in range(start, stop) if series.values[i] is not None] or [start]
+        kept.add(min(measured, key=lambda i: _or_zero(series.values[i])))
+        kept.add(max(measured, key=lambda i: _or_zero(series.values[i])))
+    order = sorted(kept)
+    return Series([series.steps[i] for i in order], [series.values[i] for i in order])
+
+
+def _or_zero(value: float | None) -> float:
+    return 0.0 if value is None else value
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a file; an unfinished last line is left out, any other damage is a UserError."""
+    lines = path.read_text(encoding="utf-8").split("\n")
+    records = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            if number == len(lines):  # no newline behind it: the writer was stopped in the middle
+                break
+            raise UserError(f"{path}: line {number} is not JSON: remove that line and try again") from error
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise UserError(f"{path}: line {number} has no step: remove that line and try again")
+        records.append(record)
+    return records
+
+
+def _shorten(record: dict[str, Any]) -> dict[str, Any]:
+    """The record cut to what a page can show: the middle of a long prompt goes, and the last tokens of a long response.
+
+    `tokens_left_out` says how many tokens went.
+    """
+    prompt, half = record["prompt"], MAX_PROMPT_CHARACTERS // 2
+    if len(prompt) > MAX_PROMPT_CHARACTERS:
+        left_out = len(prompt) - MAX_PROMPT_CHARACTERS
+        record = {**record, "prompt": f"{prompt[:half]}\n[… {left_out} characters …]\n{prompt[-half:]}"}
+    count = len(record["tokens"])
+    if count <= MAX_TOKENS_PER_SAMPLE:
+        return record
+    cut = {
+        key: value[:MAX_TOKENS_PER_SAMPLE] if isinstance(value, list) and len(value) == count else value
+        for key, value in record.items()
+    }
+    return {**cut, "tokens_left_out": count - MAX_TOKENS_PER_SAMPLE}
+
+
+def rounded(value: float | None) -> float | None:
+    """Six significant digits, which is more than a screen shows; None for what is not finite."""
+    return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None

@@ -1,0 +1,102 @@
+"""Graders that users bring: a function in a file (`reward.custom_reward_function`), or one registered in a script."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from valor.errors import UserError
+from valor.user_files import load_file
+
+_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+@dataclass(frozen=True)
+class FunctionSource:
+    """Where a function can be found again in another process: a module or a file, and its name there.
+
+    `module` is an importable name; `path` a Python file (when both are empty nothing can be loaded).
+    """
+
+    name: str
+    module: str = ""
+    path: str = ""
+
+    @staticmethod
+    def of(function: Callable[..., Any]) -> FunctionSource:
+        """The source of a function of this process. Raises UserError when another process could not find it."""
+        name, module = getattr(function, "__qualname__", repr(function)), getattr(function, "__module__", None)
+        if "<" in name or module is None:
+            raise UserError(
+                f"reward function {name} is defined inside another function: grader processes cannot find it there, "
+                "define it at the top level of its file"
+            )
+        if module != "__main__":
+            return FunctionSource(name, module=module)
+        script = getattr(sys.modules["__main__"], "__file__", None)
+        if script is None:
+            raise UserError(
+                f"reward function {name} is defined in an interactive session: put it into a Python file, so that "
+                "grader processes can load it"
+            )
+        return FunctionSource(name, path=str(Path(script).resolve()))
+
+    def load(self) -> Callable[..., Any]:
+        """The function itself. Raises UserError when its file, its module or its name is not there."""
+        module = load_file(self.path, "reward.custom_reward_function.path") if self.path else _import(self.module)
+        found: Any = module
+        for part in self.name.split("."):
+            found = getattr(found, part, None)
+        if not callable(found):
+            known = [k for k, v in vars(module).items() if inspect.isfunction(v) and not k.startswith("_")]
+            raise UserError(
+                f"{self.path or self.module} has no function '{self.name}' (it has {', '.join(known) or 'none'}): "
+                "set reward.custom_reward_function.name"
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class CustomFunction:
+    """`reward.custom_reward_function`: a Python file or `pkg://package.module`, a name in it, extra keywords."""
+
+    path: str
+    name: str = "compute_score"
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def load(self) -> Callable[..., Any]:
+        """The function, known to take compute_score's arguments. Sync or async.
+
+        Raises UserError for a missing file, module or function, one that fails on import, and wrong arguments.
+        """
+        is_module = self.path.startswith("pkg://")
+        source = (
+            FunctionSource(self.name, module=self.path.removeprefix("pkg://"))
+            if is_module
+            else FunctionSource(self.name, path=str(Path(self.path).expanduser().resolve()))
+        )
+        function = source.load()
+        given = dict.fromkeys(_ARGUMENTS) | dict(self.kwargs)
+        try:
+            inspect.signature(function).bind(**given)
+        except TypeError as error:
+            raise UserError(
+                f"{self.path}: {self.name}() cannot be called with {', '.join(f'{k}=' for k in given)} ({error}): it "
+                "must take data_source, solution_str, ground_truth, extra_info and the given reward_kwargs"
+            ) from None
+        except ValueError:  # a builtin or extension function without a signature: the first call will tell
+            pass
+        return function
+
+
+def _import(module: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except Exception as error:
+        raise UserError(f"module '{module}' cannot be imported ({type(error).__name__}: {error})") from error

@@ -1,0 +1,236 @@
+"""Grades samples in processes: a grader that fails, hangs or dies costs its own sample, and nothing else.
+
+Samples travel in chunks, so that thousands of cheap gradings are fast. When a process has to be killed or has died,
+the sample it was grading gets the error, and the others of its chunk are graded again.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from functools import partial
+
+from pebble import ProcessExpired
+
+from valor.rewards import registry
+from valor.rewards.custom import CustomFunction, FunctionSource
+from valor.rewards.pool import GraderPool, PoolBrokenError
+from valor.rewards.worker import RewardResult, Sample, WorkerSetup
+from valor.tracking.progress import report_progress
+
+_MAX_CHUNK = 64
+_MAX_ATTEMPTS = 3  # of a sample whose process died before any grader was called
+_START_SECONDS = 120.0  # a custom function may import a heavy library before the first sample
+_SPARE_SECONDS = 20.0  # beyond a sample's timeout without any result: the pool has come to a stop
+
+
+@dataclass(eq=False)
+class _Job:
+    sample: bytes  # pickled: one that cannot be must not take the pool's messages with it
+    future: Future[RewardResult] = field(default_factory=Future)
+    attempts: int = 0
+
+
+@dataclass(eq=False)
+class _Chunk:
+    pool: GraderPool
+    slot: int
+    jobs: list[_Job]
+
+
+_Finished = list[tuple[_Job, RewardResult]]
+
+
+class RewardExecutor:
+    """Grader processes that start with the first sample.
+
+    `timeout` is in seconds and per sample; `num_workers` None means one process a core, at most 8. `error_score` is
+    the score of a sample whose grader raised, hung or died. With `custom`, that function grades every sample,
+    otherwise the registry does. Raises UserError when the custom function cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_workers: int | None = None,
+        timeout: float = 10.0,
+        error_score: float = 0.0,
+        custom: CustomFunction | None = None,
+    ) -> None:
+        if custom is not None:
+            custom.load()  # a mistake in the file is the user's to see now, not a thousand errors later
+        self.custom, self.timeout, self.error_score = custom, timeout, error_score
+        self.num_workers = num_workers or min(8, _num_cores())
+        self._lock = threading.RLock()
+        self._setup: WorkerSetup | None = None
+        self._pool: GraderPool | None = None
+        self._pending: deque[_Job] = deque()
+        self._running: set[_Chunk] = set()
+        self._num_done = 0
+        self._closed = False
+
+    def __enter__(self) -> RewardExecutor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def submit(self, sample: Sample) -> Future[RewardResult]:
+        """Grade a sample in the background. The future never fails: errors are in its result."""
+        return self._enqueue([sample])[0]
+
+    def gather(self, futures: Sequence[Future[RewardResult]]) -> list[RewardResult]:
+        """The results, in order; waits for them and reports progress."""
+        results = []
+        for future in futures:
+            while True:
+                seen = self._num_done
+                try:
+                    results.append(future.result(self._patience()))
+                    break
+                except TimeoutError:
+                    # A process that is killed while it holds the pool's channel leaves it locked for the others.
+                    if self._num_done == seen:
+                        self._settle(self._replace_pool())
+            report_progress(len(results), len(futures))
+        return results
+
+    def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
+        """Grade all samples; results in their order."""
+        return self.gather(self._enqueue(samples))
+
+    def close(self) -> None:
+        """End the processes. Samples that were not graded by then get an error."""
+        with self._lock:
+            self._closed = True
+            pool, self._pool = self._pool, None
+            jobs = [job for chunk in self._running for job in chunk.jobs] + list(self._pending)
+            self._running.clear()
+            self._pending.clear()
+        if pool is not None:
+            pool.end()
+        self._settle([(job, self._error("graders were shut down before this sample's turn")) for job in jobs])
+
+    def _enqueue(self, samples: Sequence[Sample]) -> list[Future[RewardResult]]:
+        jobs: list[_Job] = []
+        finished: _Finished = []
+        for sample in samples:
+            try:
+                jobs.append(_Job(pickle.dumps(sample)))
+            except Exception as error:
+                jobs.append(_Job(b""))
+                finished.append((jobs[-1], self._error(f"the sample cannot be sent to a grader: {error}")))
+            jobs[-1].future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("this RewardExecutor is closed")
+            self._setup = self._setup or self._describe_graders()
+            self._pending.extend(job for job in jobs if job.sample)
+            finished += self._dispatch()
+        self._settle(finished)
+        return [job.future for job in jobs]
+
+    def _describe_graders(self) -> WorkerSetup:
+        sources = tuple((p, FunctionSource.of(f)) for p, f in registry.registered_graders().items())
+        return WorkerSetup(self.custom, sources, self.error_score)
+
+    def _dispatch(self) -> _Finished:
+        """Give pending samples to free slots; under the lock. Returns samples that were given up."""
+        given_up: _Finished = []
+        while self._pending:
+            assert self._setup is not None
+            pool = self._pool = self._pool or GraderPool(self._setup, self.num_workers, self.timeout)
+            if not pool.free_slots:
+                break
+            fair_share = -(-len(self._pending) // pool.num_slots)
+            jobs = [self._pending.popleft() for _ in range(min(fair_share, _MAX_CHUNK))]
+            chunk = _Chunk(pool, pool.free_slots.pop(), jobs)
+            self._running.add(chunk)
+            try:
+                pool.start(chunk.slot, [job.sample for job in jobs], partial(self._chunk_done, chunk))
+            except PoolBrokenError:
+                given_up += self._drop_pool()
+        return given_up
+
+    def _chunk_done(self, chunk: _Chunk, done: Future[list[RewardResult]]) -> None:
+        """Runs in the pool's threads when a chunk ended, one way or another."""
+        error = done.exception()
+        with self._lock:
+            if chunk not in self._running:
+                return  # its pool was replaced, and its samples were given to the new one
+            if isinstance(error, BrokenProcessPool):
+                finished = self._replace_pool()
+            else:
+                self._running.remove(chunk)
+                chunk.pool.free_slots.append(chunk.slot)
+                chunk.pool.proven = True
+                finished = self._outcome(chunk, done.result() if error is None else error) + self._dispatch()
+        self._settle(finished)
+
+    def _outcome(self, chunk: _Chunk, outcome: list[RewardResult] | BaseException) -> _Finished:
+        """Results of a chunk; puts back those of its samples that have none yet."""
+        if isinstance(outcome, list):
+            self._pending.extendleft(reversed(chunk.jobs[len(outcome) :]))
+            return list(zip(chunk.jobs, outcome, strict=False))
+        place = chunk.pool.under_way(chunk.slot)
+        if place is None:
+            return self._put_back(chunk.jobs)
+        guilty = chunk.jobs[place]
+        self._pending.extendleft(job for job in reversed(chunk.jobs) if job is not guilty)
+        return [(guilty, self._error(*self._reason(outcome)))]
+
+    def _put_back(self, jobs: list[_Job]) -> _Finished:
+        """Grade these again, as it was not they that ended their process; give up those with bad luck too often."""
+        for job in jobs:
+            job.attempts += 1
+        self._pending.extendleft(job for job in reversed(jobs) if job.attempts < _MAX_ATTEMPTS)
+        given_up = [job for job in jobs if job.attempts >= _MAX_ATTEMPTS]
+        return [(job, self._error("grader processes die before they can grade it")) for job in given_up]
+
+    def _drop_pool(self) -> _Finished:
+        """Leave the pool, put back what it had; under the lock. Returns samples that were given up."""
+        if self._pool is not None:
+            self._pool.abandon()
+            self._pool = None
+        jobs = [job for chunk in self._running for job in chunk.jobs]
+        self._running.clear()
+        return self._put_back(jobs)
+
+    def _replace_pool(self) -> _Finished:
+        with self._lock:
+            return self._drop_pool() + self._dispatch()
+
+    def _settle(self, finished: _Finished) -> None:
+        """Hand results out, without the lock: a future's callbacks may submit more."""
+        self._num_done += len(finished)
+        for job, result in finished:
+            job.future.set_result(result)
+
+    def _patience(self) -> float:
+        """Seconds after which a pool that finished nothing at all has come to a stop."""
+        proven = self._pool is not None and self._pool.proven
+        return self.timeout + (_SPARE_SECONDS if proven else _START_SECONDS)
+
+    def _reason(self, error: BaseException) -> tuple[str, float]:
+        """Why a chunk has no results, and how long its last sample took (s; 0: not known)."""
+        if isinstance(error, TimeoutError):
+            return f"no score within {self.timeout:g} s (reward.timeout)", self.timeout
+        if isinstance(error, ProcessExpired):
+            code = error.exitcode
+            status = f"killed by signal {-code}" if code is not None and code < 0 else f"exit status {code}"
+            return f"the grader ended its process ({status})", 0.0
+        return f"{type(error).__name__}: {error}", 0.0
+
+    def _error(self, reason: str, seconds: float = 0.0) -> RewardResult:
+        return RewardResult(self.error_score, {}, reason, seconds)
+
+
+def _num_cores() -> int:
+    # Not every system can say which cores this process may use.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

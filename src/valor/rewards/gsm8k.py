@@ -1,0 +1,55 @@
+"""Grade-school word problems (GSM8K): the answer is one number after `####`."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import Any
+
+from valor.rewards.numerals import NUMBER, format_number, ground_truth_number, last_number, number_value, plain
+
+# verl looks at the last 300 characters only: an answer that is followed by more text than that is no final answer.
+_TAIL = 300
+# What follows must not continue the number (1.2.3, 1,2, 1/2/3): then nothing was clearly stated.
+_STRICT = re.compile(r"####[ \t]*" + NUMBER + r"(?![0-9]|[.,/][0-9])")
+
+
+def strict_answer(text: str) -> Fraction | None:
+    """The number right after the last `####` that has one, within the last 300 characters; None without it."""
+    last = None
+    for match in _STRICT.finditer(plain(text[-_TAIL:])):
+        last = match
+    return number_value(last) if last else None
+
+
+def flexible_answer(text: str) -> Fraction | None:
+    """The last number anywhere in the response; None when there is none."""
+    found = last_number(text)
+    return found[1] if found else None
+
+
+def grade_strict(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Score 1 when the number after `####` equals the ground truth, else 0.
+
+    Components: `format` 1 when there is an answer after `####`, `flexible` 1 when the last number anywhere is right,
+    `pred` the answer as text (for majority votes).
+    """
+    truth = ground_truth_number(ground_truth)
+    answer, loose = strict_answer(solution_str), flexible_answer(solution_str)
+    return {
+        "score": float(answer == truth),
+        "format": float(answer is not None),
+        "flexible": float(loose == truth),
+        "pred": "" if answer is None else format_number(answer),
+    }
+
+
+def grade_flexible(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Score 1 when the last number anywhere in the response equals the ground truth, else 0."""
+    truth = ground_truth_number(ground_truth)
+    answer = flexible_answer(solution_str)
+    return {"score": float(answer == truth), "pred": "" if answer is None else format_number(answer)}

@@ -1,0 +1,81 @@
+"""Numbers in model text: finding them, and their exact value."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+# Sign and currency in either order, then 1,234.5 or 1234.5 or .5, an exponent, or a simple fraction 3/4.
+# A minus is a sign unless it follows a digit, letter or closing bracket (10-3); digits inside a word (x2, H2O) are
+# no numbers.
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
+NUMBER = (
+    r"(?P<sign>(?<![\w)\]}])[-\u2212+])?(?:[$€£](?P<inner>[-\u2212])?)?(?<![A-Za-z0-9_])(?P<digits>" + _DIGITS + r")"
+    r"(?P<exponent>[eE][-+]?[0-9]{1,3}(?![0-9]))?(?:/(?P<denominator>[0-9]+)(?![0-9.]))?"
+)
+_NUMBER = re.compile(NUMBER)
+_NOT_IN_NUMBER = re.compile(r"[^0-9A-Za-z_.,/$€£+\-\u2212]")
+
+# The last number of a long response is nearly always here; looking there first is ten times faster.
+_TAIL = 100
+
+# Longer numerals are degenerate output; their exact value would cost more than it is worth.
+_MAX_DIGITS = 100
+
+
+def plain(text: str) -> str:
+    """The text without LaTeX spellings around numbers: `\\$36`, `10{,}000`, `10\\,000`, `10\\!000`."""
+    return text.replace("\\$", "$").replace("{,}", ",").replace("\\,", "").replace("\\!", "")
+
+
+def number_value(match: re.Match[str]) -> Fraction | None:
+    """Exact value of a NUMBER match; None when it is over-long or divides by zero."""
+    digits = match["digits"].replace(",", "")
+    denominator = match["denominator"] or "1"
+    exponent = int((match["exponent"] or "e0")[1:])
+    if max(len(digits), len(denominator), abs(exponent)) > _MAX_DIGITS or not denominator.strip("0"):
+        return None
+    value = Fraction(digits) if "." in digits else Fraction(int(digits))
+    if exponent:
+        value *= Fraction(10) ** exponent
+    if denominator != "1":
+        value /= int(denominator)
+    negative = (match["sign"] in ("-", "\u2212")) != (match["inner"] is not None)
+    return -value if negative else value
+
+
+def parse_number(text: str) -> Fraction | None:
+    """Exact value of a text that is one number and nothing else (a trailing period is let through), else None."""
+    match = _NUMBER.fullmatch(plain(text).strip().removesuffix("."))
+    return number_value(match) if match else None
+
+
+def last_number(text: str) -> tuple[str, Fraction] | None:
+    """The last number anywhere in the text, as written and as value; None when there is none."""
+    text = plain(text)
+    match = _last_match(text[-_TAIL:])
+    # A number at the start of the tail may be the end of a longer one; only something that no number has parts them.
+    if match is None or not _NOT_IN_NUMBER.search(text[-_TAIL:], 0, match.start()):
+        match = _last_match(text)
+    value = number_value(match) if match else None
+    return None if match is None or value is None else (match[0], value)
+
+
+def _last_match(text: str) -> re.Match[str] | None:
+    last = None
+    for match in _NUMBER.finditer(text):
+        last = match
+    return last
+
+
+def format_number(value: Fraction) -> str:
+    """One spelling a value, so that equal answers are equal text: 72, -3, 1/2."""
+    return str(value)
+
+
+def ground_truth_number(ground_truth: object) -> Fraction:
+    """The value of a ground truth that must be a number. Raises ValueError otherwise: the data is wrong."""
+    value = parse_number(str(ground_truth)) if ground_truth is not None else None
+    if value is None:
+        raise ValueError(f"the ground truth is not a number: {str(ground_truth)[:40]!r}")
+    return value

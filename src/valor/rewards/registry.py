@@ -1,0 +1,101 @@
+"""Which grader scores which `data_source`. A grader is any function with compute_score's four arguments."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from valor.errors import UserError
+from valor.rewards import arithmetic, gsm8k
+
+# Called by keyword: data_source, solution_str, ground_truth, extra_info. Returns a number, or a dict with "score".
+Grader = Callable[..., Any]
+_G = TypeVar("_G", bound=Grader)
+
+BUILT_IN: dict[str, Grader] = {
+    "openai/gsm8k": gsm8k.grade_strict,
+    "openai/gsm8k-flexible": gsm8k.grade_flexible,
+    "valor/arithmetic": arithmetic.grade,
+}
+
+_registered: dict[str, Grader] = {}
+
+
+def register_reward(pattern: str) -> Callable[[_G], _G]:
+    """Make the decorated function the grader of data sources that match `pattern` (a name, or a glob like "math_*").
+
+    An exact name goes before patterns, a later registration before an earlier one, and all before the built-in
+    graders. Grader processes import the function by its module, so it must stand at the top level of a module or
+    script, and be registered before the first sample is scored.
+    """
+
+    def register(grader: _G) -> _G:
+        _registered.pop(pattern, None)  # the new one goes to the end: later before earlier
+        _registered[pattern] = grader
+        return grader
+
+    return register
+
+
+def registered_graders() -> dict[str, Grader]:
+    """What register_reward was given in this process, by pattern."""
+    return dict(_registered)
+
+
+def known_data_sources() -> list[str]:
+    """Every name and pattern that has a grader."""
+    return sorted({*BUILT_IN, *_registered})
+
+
+def has_grader(data_source: str) -> bool:
+    """Whether samples of this source can be scored without a custom function."""
+    return _find(data_source) is not None
+
+
+def grader_for(data_source: str) -> Grader:
+    """The grader of a data source. Raises UserError that names the known ones."""
+    grader = _find(data_source)
+    if grader is None:
+        raise UserError(_no_grader([data_source]))
+    return grader
+
+
+def require_graders(data_sources: Iterable[str]) -> None:
+    """Raise a UserError that names every source without a grader; to be called before a run begins."""
+    missing = [source for source in dict.fromkeys(data_sources) if _find(source) is None]
+    if missing:
+        raise UserError(_no_grader(missing))
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+) -> float | dict[str, Any]:
+    """Score of one response: a number, or a dict with `score` and named components.
+
+    Raises UserError when the source has no grader, and whatever the grader raises.
+    """
+    return grader_for(data_source)(
+        data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info
+    )
+
+
+def _find(data_source: str) -> Grader | None:
+    if data_source in _registered:
+        return _registered[data_source]
+    for pattern in reversed(_registered):
+        if fnmatch.fnmatchcase(data_source, pattern):
+            return _registered[pattern]
+    return BUILT_IN.get(data_source)
+
+
+def _no_grader(missing: list[str]) -> str:
+    known = known_data_sources()
+    near = difflib.get_close_matches(missing[0], known, n=1)
+    names = ", ".join(f"'{m}'" for m in missing)
+    hint = f" Did you mean '{near[0]}'?" if near else ""
+    return (
+        f"no grader for data_source {names}.{hint} Known: {', '.join(known)}. Rename the data_source, or set "
+        "reward.custom_reward_function.path to a Python file with your compute_score"
+    )

@@ -1,0 +1,169 @@
+"""What runs inside a grader process: one sample after another, every failure turned into that sample's result."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import os
+import pickle
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, MutableSequence, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection, parent_process
+from typing import Any, NamedTuple
+
+from valor.rewards import registry
+from valor.rewards.custom import CustomFunction, FunctionSource
+
+# A chunk that has run this long gives the rest of its samples back, so that slow graders spread over the processes.
+CHUNK_SECONDS = 0.1
+
+_MAX_TEXT = 300  # characters of an error or of a component that is neither number nor text
+
+
+class Sample(NamedTuple):
+    """One response to be graded."""
+
+    data_source: str
+    solution_str: str
+    ground_truth: Any
+    extra_info: dict[str, Any] | None = None
+
+
+class RewardResult(NamedTuple):
+    """One response's score, its named components (numbers, texts), what went wrong (None: nothing) and the time."""
+
+    score: float
+    components: dict[str, Any]
+    error: str | None = None
+    seconds: float = 0.0
+
+    @property
+    def correct(self) -> bool:
+        """Right or wrong: the grader's `acc` component when there is one, else whether the score is positive."""
+        acc = self.components.get("acc")
+        value = acc if isinstance(acc, bool | int | float) else self.score
+        return self.error is None and value > 0
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """What a grader process needs to know; picklable without the parent's modules."""
+
+    custom: CustomFunction | None
+    registered: tuple[tuple[str, FunctionSource], ...]
+    error_score: float
+
+
+class Grading:
+    """The grader of this process, and where it notes which sample is under way."""
+
+    def __init__(self, setup: WorkerSetup, notes: MutableSequence[int]) -> None:
+        self.error_score = setup.error_score
+        self._notes = notes
+        self._kwargs = dict(setup.custom.kwargs) if setup.custom else {}
+        self._loop: asyncio.Runner | None = None
+        self._broken: str | None = None
+        self._grader: Callable[..., Any] = registry.compute_score
+        try:
+            for pattern, source in setup.registered:
+                registry.register_reward(pattern)(source.load())
+            if setup.custom:
+                self._grader = setup.custom.load()
+        except BaseException as error:  # raising here would end the process, and the next one, for ever
+            self._broken = describe_error(error)
+
+    def chunk(self, slot: int, samples: Sequence[bytes]) -> list[RewardResult]:
+        """Results of the first samples, at least one; the rest is left to others when time is up."""
+        results: list[RewardResult] = []
+        end = time.perf_counter() + CHUNK_SECONDS
+        for i, sample in enumerate(samples):
+            self._notes[slot] = i
+            results.append(self.one(sample))
+            if time.perf_counter() > end:
+                break
+        return results
+
+    def one(self, pickled: bytes) -> RewardResult:
+        """Grade one sample; an exception of any kind is the result's error."""
+        start = time.perf_counter()
+        try:
+            if self._broken:
+                raise RuntimeError(self._broken)
+            sample: Sample = pickle.loads(pickled)
+            value = self._grader(**sample._asdict(), **self._kwargs)
+            if inspect.iscoroutine(value):
+                # One loop for the life of the process: clients that a grader keeps open belong to their loop.
+                self._loop = self._loop or asyncio.Runner()
+                value = self._loop.run(value)
+            score, components = checked(value)
+            return RewardResult(score, components, None, time.perf_counter() - start)
+        except BaseException as error:
+            return RewardResult(self.error_score, {}, describe_error(error), time.perf_counter() - start)
+
+
+def checked(value: Any) -> tuple[float, dict[str, Any]]:
+    """A grader's return value as score and components. Raises TypeError or ValueError when it is no score."""
+    components: dict[str, Any] = {}
+    if isinstance(value, dict):
+        if "score" not in value:
+            raise ValueError(f"the grader returned a dict without 'score' (it has {', '.join(map(str, value))})")
+        components = {str(k): _plain(v) for k, v in value.items() if k != "score"}
+        value = value["score"]
+    if value is None or isinstance(value, str):
+        raise TypeError(f"the grader returned {value!r:.60}, not a number or a dict with 'score'")
+    score = float(value)
+    if not math.isfinite(score):
+        raise ValueError(f"the grader returned {score}")
+    return score, components
+
+
+def describe_error(error: BaseException) -> str:
+    """One line: the kind of error, its message, and the place in the grader where it happened."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
+    place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_TEXT] + place
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and texts as exactly Python's own types, anything else as text: the parent must be able to read it."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if hasattr(value, "__float__"):
+        return float(value)
+    return str(value) if isinstance(value, str) else repr(value)[:_MAX_TEXT]
+
+
+_grading: Grading | None = None
+
+
+def start_worker(setup: WorkerSetup, notes: MutableSequence[int]) -> None:
+    """Make this process a grader. Runs once, before its first chunk."""
+    global _grading
+    # The pool ends a hung process by SIGTERM. Python's handler would wait for the grader to return to Python code,
+    # which one stuck in a C call never does; the default action needs nobody's consent.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # As many grader processes as cores: each one's libraries get one thread.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _grading = Grading(setup, notes)
+
+
+def grade_chunk(slot: int, samples: Sequence[bytes]) -> list[RewardResult]:
+    """Grade in this process; see Grading.chunk."""
+    assert _grading is not None, "start_worker has not run in this process"
+    return _grading.chunk(slot, samples)
+
+
+def _end_with_parent() -> None:
+    # A parent that is killed cannot stop its graders; a hung one would stay for ever.
+    parent = parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(0)

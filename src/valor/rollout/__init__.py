@@ -1,0 +1,1 @@
+"""Generation engines behind one request-level interface."""

@@ -1,0 +1,106 @@
+"""The request-level interface behind which every generation engine stands.
+
+An engine sees single sequences, never batches: n samples of a prompt are n requests with equal `prompt_ids`, a
+turn of an episode is a request whose prompt is the conversation so far. Batching, prefix sharing and scheduling
+are the engine's business, so the same caller drives the native engine, an external server or a multi-turn loop.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the tokens of one request are chosen.
+
+    `temperature` 0 is greedy. `top_k` <= 0 and `top_p` 1.0 switch that truncation off; with both on, top-p acts on
+    the renormalised top-k distribution. `max_tokens` counts new tokens. A token of `stop_token_ids`, or the engine's
+    end-of-sequence token unless `ignore_eos`, ends the sequence and is its last token. Raises ValueError on values
+    that have no meaning.
+    """
+
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    max_tokens: int = 16
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be >= 0, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be >= 1, got {self.max_tokens}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether top-k or top-p removes tokens from the distribution that is sampled from."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to generate.
+
+    `seed` alone, with the token's index, decides the random numbers: two requests with equal prompt, parameters and
+    seed give equal samples wherever and in whatever company they run. Vary one number of it to get another sample.
+    """
+
+    request_id: str
+    prompt_ids: Sequence[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    seed: tuple[int, ...] = (0,)
+
+    def __post_init__(self) -> None:
+        if len(self.prompt_ids) == 0:
+            raise ValueError(f"request {self.request_id!r} has an empty prompt")
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What became of one request.
+
+    `log_probs[t]` is the log-probability of `token_ids[t]` under softmax(logits / temperature) before top-k/top-p
+    truncation (temperature 1 when greedy): the quantity a trainer recomputes. `finish_reason`: "stop" for an
+    end-of-sequence or stop token, "length" for a limit on length, "abort" for a request that was cut off.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: FinishReason
+
+
+OnFinish = Callable[[Output], None]
+
+
+@runtime_checkable
+class RolloutEngine(Protocol):
+    """A generation engine: native, or an adapter to an external one."""
+
+    def generate(self, requests: Sequence[Request], on_finish: OnFinish | None = None) -> list[Output]:
+        """Run all requests; outputs in the order of `requests`, `on_finish` called as each one completes."""
+        ...
+
+    def sync_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None = None, *, version: int) -> None:
+        """Make the next `generate` use the policy's weights of `version`; an engine that shares them takes None."""
+        ...
+
+    def sleep(self) -> None:
+        """Give back memory that generation alone needs."""
+        ...
+
+    def wake(self) -> None:
+        """Undo `sleep`."""
+        ...

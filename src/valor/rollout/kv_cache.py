@@ -1,0 +1,234 @@
+"""Key-value memory of the native engine, behind the calls that transformers models make on a cache.
+
+`PromptCache` receives one prefill. `SlotCache` is the memory of the sequences that are being decoded, in two parts:
+the keys and values of a prompt are kept once, however many samples continue it, and each sample has a row of its own
+for what comes after. Nothing is padded on the left, so positions follow from lengths alone, and rows can join, leave
+and be moved without touching the others.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+# Position of a column that holds nothing: later than any query, so that every causal mask hides it.
+NOWHERE = 2**40
+# Columns are added in chunks, at least half as many again as there are, so that copies stay rare.
+MIN_GROWTH = 128
+
+
+class PromptCache(Cache):
+    """Keeps the keys and values of one prefill: per layer [prompts, kv heads, columns, head size].
+
+    `direct` tells whether attention computed with them as they are (not so if the cache holds compressed latents).
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.current_layer = 0
+        self.direct = True
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        self.current_layer = layer_idx
+        self.keys[layer_idx], self.values[layer_idx] = key_states, value_states
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+
+class Columns:
+    """Growing per-layer buffers [rows, kv heads, columns, head size] of which the caller knows what is in use."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, Tensor] = {}
+        self.rows = 0
+        self.columns = 0
+
+    def reserve(self, rows: int, columns: int) -> None:
+        """Make room for so many rows and columns, keeping what is stored."""
+        if rows <= self.rows and columns <= self.columns:
+            return
+        if columns > self.columns:
+            self.columns = max(columns, self.columns + max(MIN_GROWTH, self.columns // 2))
+        self.rows = max(rows, self.rows)
+        for layer, old in self.layers.items():
+            self.layers[layer] = self._new(old)
+            self.layers[layer][: old.shape[0], :, : old.shape[2]] = old
+
+    def layer(self, layer: int, like: Tensor) -> Tensor:
+        """The buffer of a layer, made with heads, size and dtype of `like` [_, kv heads, _, head size] if need be."""
+        if layer not in self.layers:
+            self.layers[layer] = self._new(like)
+        return self.layers[layer]
+
+    def move(self, source: int, target: int, columns: int) -> None:
+        """Copy the first columns of row `source` over row `target`."""
+        for buffer in self.layers.values():
+            buffer[target, :, :columns] = buffer[source, :, :columns]
+
+    def _new(self, like: Tensor) -> Tensor:
+        # Zeros, because a column may be read before it is written: its attention weight is 0, but 0 * NaN is NaN.
+        return like.new_zeros(self.rows, like.shape[1], self.columns, like.shape[3])
+
+
+class SlotCache(Cache):
+    """Prompts and rows in decoding. The engine says with `arrange` who continues which prompt, with `advance` that a
+    step begins, and attention reads the state of that step from here.
+
+    With `shared` off, which must be said before the first prompt comes, a prompt is copied into the rows that continue
+    it instead: less work per step for short prompts and single samples, and the way for keys that are not `direct`.
+
+    State: `prompt_lengths` and `prompt_width` (longest) of the stored prompts [P]; `members` [P, n] the rows that
+    continue each prompt, padded with any row; `place` [B] where row b stands in `members`, flattened; `positions` [B]
+    of the tokens now fed; `width` columns of the rows in use, the new token's included.
+    """
+
+    def __init__(self, max_rows: int, shared: bool) -> None:
+        super().__init__(layers=[])
+        self.shared = shared
+        self.prompt_keys, self.prompt_values = Columns(), Columns()
+        self.keys, self.values = Columns(), Columns()
+        self.max_rows = max_rows
+        self.prompt_lengths: list[int] = []
+        self.current_layer = 0
+        self.width = 0
+        self._index: dict[int, Tensor] = {}
+
+    def reserve_prompts(self, count: int, longest: int) -> None:
+        """Make room for `count` more prompts of up to `longest` tokens at once."""
+        if self.shared:
+            for store in (self.prompt_keys, self.prompt_values):
+                store.reserve(len(self.prompt_lengths) + count, longest)
+        else:
+            for store in (self.keys, self.values):
+                store.reserve(self.max_rows, longest + MIN_GROWTH)
+
+    def add_prompt(self, prefill: PromptCache, index: int, length: int, rows: slice) -> int:
+        """Take the first `length` columns of prompt `index` of a prefill for `rows`, room being there.
+
+        Returns the number of the prompt, or -1 when prompts are not shared.
+        """
+        if not self.shared:
+            self._copy(prefill, index, length, self.keys, self.values, rows)
+            return -1
+        number = len(self.prompt_lengths)
+        self.prompt_lengths.append(length)
+        self._copy(prefill, index, length, self.prompt_keys, self.prompt_values, slice(number, number + 1))
+        return number
+
+    @staticmethod
+    def _copy(prefill: PromptCache, index: int, length: int, keys: Columns, values: Columns, rows: slice) -> None:
+        for store, filled in ((keys, prefill.keys), (values, prefill.values)):
+            for layer, states in filled.items():
+                store.layer(layer, states)[rows, :, :length] = states[index, :, :length]
+
+    def prompt(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the stored prompts in the layer last updated, [P, kv heads, prompt_width, head size]."""
+        stored = slice(len(self.prompt_lengths))
+        keys, values = (store.layers[self.current_layer] for store in (self.prompt_keys, self.prompt_values))
+        return keys[stored, :, : self.prompt_width], values[stored, :, : self.prompt_width]
+
+    def drop_prompt(self, number: int) -> int:
+        """Forget a prompt; the last one takes its number. Returns the number that the last one had."""
+        last = len(self.prompt_lengths) - 1
+        if number != last:
+            self.prompt_keys.move(last, number, self.prompt_lengths[last])
+            self.prompt_values.move(last, number, self.prompt_lengths[last])
+            self.prompt_lengths[number] = self.prompt_lengths[last]
+        self.prompt_lengths.pop()
+        return last
+
+    def move_row(self, source: int, target: int, columns: int) -> None:
+        """Copy the first `columns` columns of row `source` over row `target`."""
+        self.keys.move(source, target, columns)
+        self.values.move(source, target, columns)
+
+    def arrange(self, prompt_of: Sequence[int], lengths: Sequence[int], device: torch.device) -> None:
+        """Row b continues prompt `prompt_of[b]` and has `lengths[b]` columns of its own."""
+        starts = [self.prompt_lengths[prompt] for prompt in prompt_of] if self.shared else [0] * len(prompt_of)
+        self._starts = torch.tensor(starts, device=device)
+        self._lengths = torch.tensor(lengths, device=device)
+        self._longest = max(lengths)
+        self._rows_even = min(lengths) == max(lengths)
+        self.even = self._rows_even and min(starts) == max(starts)
+        self.prompt_width = max(starts)
+        columns = torch.arange(self.prompt_width, device=device)
+        self._prompt_positions = torch.where(columns < self._starts[:, None], columns, NOWHERE)
+        if self.shared:
+            self._arrange_members(prompt_of, device)
+
+    def _arrange_members(self, prompt_of: Sequence[int], device: torch.device) -> None:
+        members: list[list[int]] = [[] for _ in self.prompt_lengths]
+        number_in_group = []
+        for row, prompt in enumerate(prompt_of):
+            number_in_group.append(len(members[prompt]))
+            members[prompt].append(row)
+        most = max(len(rows) for rows in members)
+        padded = [row for rows in members for row in rows + rows[:1] * (most - len(rows))]
+        self.members = torch.tensor(padded, device=device).view(-1, most)
+        place = [prompt * most + number for prompt, number in zip(prompt_of, number_in_group, strict=True)]
+        in_order = padded == list(range(len(prompt_of)))
+        self.place = None if in_order else torch.tensor(place, device=device)
+
+    def advance(self) -> None:
+        """Begin a step: every row gets one more column."""
+        self.positions = self._starts + self._lengths
+        self._write_at = self._lengths
+        self._lengths = self._lengths + 1
+        self._longest += 1
+        self.width = self._longest
+        self.keys.reserve(self.max_rows, self.width)
+        self.values.reserve(self.max_rows, self.width)
+        self._index.clear()
+
+    def column_positions(self) -> Tensor:
+        """Position of each column, prompts' first, as row b sees it: int64 [B, prompt_width + width]."""
+        own = self._starts[:, None] + torch.arange(self.width, device=self._starts.device)
+        return torch.cat([self._prompt_positions, own], dim=1)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write each row's new column; returns the rows' own columns so far, [B, kv heads, width, head size]."""
+        self.current_layer = layer_idx
+        rows = key_states.shape[0]
+        stored = []
+        for store, new in ((self.keys, key_states), (self.values, value_states)):
+            buffer = store.layer(layer_idx, new)
+            if self._rows_even:
+                buffer[:rows, :, self.width - 1] = new.squeeze(2)
+            else:
+                flat = buffer.view(-1, buffer.shape[3])
+                flat.index_copy_(0, self._columns(buffer.shape[1]), new.reshape(-1, buffer.shape[3]))
+            stored.append(buffer[:rows, :, : self.width])
+        self.current_keys = stored[0]
+        return stored[0], stored[1]
+
+    def _columns(self, heads: int) -> Tensor:
+        """Where the new column of each (row, head) lies among all columns of all rows, int64 [B * heads]."""
+        if heads not in self._index:
+            device = self._write_at.device
+            first = torch.arange(self._write_at.shape[0] * heads, device=device).view(-1, heads) * self.keys.columns
+            self._index[heads] = (first + self._write_at[:, None]).view(-1)
+        return self._index[heads]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.prompt_width + self.width - 1
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.prompt_width + self.width, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.get_seq_length()

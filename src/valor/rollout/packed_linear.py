@@ -1,0 +1,52 @@
+"""Linear layers in the CPU library's own weight layout while a generation lasts.
+
+A decode step multiplies few rows by every weight of the model, so the time goes into reading weights. oneDNN reads
+its blocked layout fastest, and for float32 it beats the BLAS behind `nn.Linear` about twofold on some processors at any
+number of rows (measurements: benchmarks/rollout_speed.py, option --no-pack). Packing costs one pass over the
+weights and a second copy of them.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+# Rows for which the layout is chosen; other row counts work as well with it.
+TYPICAL_ROWS = 64
+
+
+@contextmanager
+def packed_linears(root: nn.Module) -> Iterator[None]:
+    """Every CPU `nn.Linear` under `root` computes with a packed copy of its weight; undone at exit.
+
+    The copies are those of the weights at entry: no training step may happen inside. Modules on other devices, of
+    other dtypes or with a forward of their own stay as they are.
+    """
+    packed = [module for module in root.modules() if _packable(module)]
+    for module in packed:
+        assert isinstance(module, nn.Linear)
+        blocked = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach(), TYPICAL_ROWS)
+        bias = None if module.bias is None else module.bias.detach()
+        module.forward = partial(_forward, blocked, bias)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for module in packed:
+            del module.forward
+
+
+def _packable(module: nn.Module) -> bool:
+    return (
+        isinstance(module, nn.Linear)
+        and type(module).forward is nn.Linear.forward
+        and "forward" not in module.__dict__
+        and module.weight.device.type == "cpu"
+        and module.weight.dtype in (torch.float32, torch.bfloat16)
+        and torch.backends.mkldnn.is_available()
+    )
+
+
+def _forward(weight: Tensor, bias: Tensor | None, inputs: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(inputs, weight, bias, "none", [], "")

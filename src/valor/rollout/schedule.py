@@ -1,0 +1,88 @@
+"""Which requests run together: samples of one prompt are grouped, prompts are sorted by length, memory is bounded."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from valor.rollout.base import Request
+
+# Waiting requests join once this share of the row limit is free, so that their prefills are batched as well.
+JOIN_SHARE = 0.25
+# A prompt up to this long is cheaper to copy into each of its samples than to attend to separately.
+SHARE_LENGTH = 32
+
+
+@dataclass(slots=True)
+class Group:
+    """Requests with the same prompt, each with its place in the caller's list."""
+
+    prompt_ids: tuple[int, ...]
+    members: list[tuple[int, Request]]
+
+
+class Waiting:
+    """The queue of groups that have not started, longest prompts first, and the account of what may start.
+
+    A request reserves memory for its prompt and its `max_tokens` until it is released, so a running row never has to
+    be evicted. A request that alone exceeds `max_cache_tokens` still runs, by itself.
+    """
+
+    def __init__(
+        self, requests: Sequence[Request], max_model_len: int, max_num_seqs: int, max_cache_tokens: int | None
+    ) -> None:
+        groups: dict[tuple[int, ...], Group] = {}
+        for index, request in enumerate(requests):
+            key = tuple(request.prompt_ids)
+            groups.setdefault(key, Group(key, [])).members.append((index, request))
+        self._mean_samples = len(requests) / len(groups)
+        self._longest_prompt = max(len(key) for key in groups)
+        # Popped from the end; the sort is stable, so equal lengths keep the caller's order.
+        self._queue = sorted(groups.values(), key=lambda g: -len(g.prompt_ids))[::-1]
+        self._max_model_len = max_model_len
+        self._max_num_seqs = max_num_seqs
+        self._max_cache_tokens = max_cache_tokens
+        self._reserved = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._queue)
+
+    def worth_sharing(self) -> bool:
+        """Whether keeping prompts apart from the samples that continue them saves more work than it makes."""
+        return self._mean_samples >= 2 and self._longest_prompt > SHARE_LENGTH
+
+    def can_join(self, active: int) -> bool:
+        """Whether it is time to call `admit` while `active` rows are running."""
+        free = self._max_num_seqs - active
+        return bool(self._queue) and free >= self._max_num_seqs * JOIN_SHARE and self._room(self._queue[-1], active) > 0
+
+    def admit(self, active: int) -> list[Group]:
+        """Take the groups that may start beside `active` running rows, longest prompts first."""
+        admitted: list[Group] = []
+        while self._queue and (room := self._room(self._queue[-1], active)):
+            group = self._queue[-1]
+            part = Group(group.prompt_ids, group.members[:room])
+            del group.members[:room]
+            if not group.members:
+                self._queue.pop()
+            self._reserved += sum(self._need(request) for _, request in part.members)
+            active += len(part.members)
+            admitted.append(part)
+        return admitted
+
+    def release(self, request: Request) -> None:
+        """Give back what a finished request had reserved."""
+        self._reserved -= self._need(request)
+
+    def _need(self, request: Request) -> int:
+        return min(len(request.prompt_ids) + request.params.max_tokens, self._max_model_len)
+
+    def _room(self, group: Group, active: int) -> int:
+        """How many of the group may start: all or none, and when nothing else runs as many as fit, at least one."""
+        fitting, reserved = 0, self._reserved
+        for _, request in group.members[: self._max_num_seqs - active]:
+            reserved += self._need(request)
+            if self._max_cache_tokens is not None and reserved > self._max_cache_tokens:
+                break
+            fitting += 1
+        if active == 0:
+            return max(1, fitting)
+        return fitting if fitting == len(group.members) else 0

@@ -1,0 +1,222 @@
+"""GAE against a naive float64 loop, closed forms, a multi-turn case worked by hand, and its options."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from valor import algorithms
+from valor.algorithms.scan import suffix_scan
+from valor.errors import UserError
+
+
+def naive_gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, end: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Row by row, token by token, in Python floats; `end`: value after the last policy token."""
+    advantages, returns = torch.zeros(mask.shape, dtype=torch.float64), torch.zeros(mask.shape, dtype=torch.float64)
+    for row in range(mask.shape[0]):
+        next_value, carried = 0.0 if end is None else float(end[row]), 0.0
+        for t in reversed(range(mask.shape[1])):
+            if mask[row, t] == 0:
+                continue
+            value = float(values[row, t])
+            carried = float(rewards[row, t]) + gamma * next_value - value + gamma * lam * carried
+            next_value = value
+            advantages[row, t], returns[row, t] = carried, carried + value
+    return advantages, returns
+
+
+def random_case(rows: int, width: int, kind: str, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.ones(rows, width)
+    if kind != "full":
+        lengths = torch.randint(0, width + 1, (rows, 1), generator=generator)
+        mask = (torch.arange(width) < lengths).float()
+    if kind == "gaps":
+        mask = mask * (torch.rand(rows, width, generator=generator) > 0.3)
+    rewards = torch.randn(rows, width, generator=generator) * mask
+    return rewards, torch.randn(rows, width, generator=generator), mask
+
+
+@pytest.mark.parametrize("kind", ["full", "prefix", "gaps"])
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (1.0, 0.0), (0.0, 1.0), (0.5, 0.3), (1.0, 0.999)])
+def test_equals_the_naive_loop(kind: str, gamma: float, lam: float) -> None:
+    rewards, values, mask = random_case(7, 97, kind)
+    advantages, returns = algorithms.compute_advantages(
+        "gae", rewards=rewards, response_mask=mask, values=values, gamma=gamma, lam=lam, whitening="none"
+    )
+    expected = naive_gae(rewards, values, mask, gamma, lam)
+    torch.testing.assert_close(advantages.double(), expected[0], atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(returns.double(), expected[1], atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (1.0, 0.0)])
+def test_long_responses(gamma: float, lam: float) -> None:
+    rewards, values, mask = random_case(3, 8192, "gaps")
+    rewards = rewards * (torch.arange(8192) % 64 == 0)
+    advantages, _ = algorithms.compute_advantages(
+        "gae", rewards=rewards, response_mask=mask, values=values, gamma=gamma, lam=lam, whitening="none"
+    )
+    expected, _ = naive_gae(rewards, values, mask, gamma, lam)
+    scale = expected.abs().max().item()
+    assert (advantages.double() - expected).abs().max().item() < 1e-5 * max(1.0, scale)
+
+
+def test_closed_forms() -> None:
+    """λ = 0: the TD error; λ = 1: the discounted return to go minus the value."""
+    rewards, values, mask = random_case(4, 30, "full", seed=3)
+    common = {"rewards": rewards, "response_mask": mask, "values": values, "gamma": 0.9, "whitening": "none"}
+    following = torch.cat([values[:, 1:], torch.zeros(4, 1)], 1)
+    td, _ = algorithms.compute_advantages("gae", **common, lam=0.0)
+    torch.testing.assert_close(td, rewards + 0.9 * following - values)
+    powers = 0.9 ** (torch.arange(30)[None, :] - torch.arange(30)[:, None]).clamp(min=0) * torch.ones(30, 30).triu()
+    monte_carlo, returns = algorithms.compute_advantages("gae", **common, lam=1.0)
+    torch.testing.assert_close(returns, rewards @ powers.T, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(monte_carlo, rewards @ powers.T - values, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("lam", "first_turn"), [(1.0, 0.5), (0.99, 0.0425)])
+def test_three_turns_with_observations_between(lam: float, first_turn: float) -> None:
+    """100 action tokens a turn, 200 observation tokens after the first two; V = 0.5 on actions, noise on observations;
+    reward 1 at the end: only the last TD error, 0.5, is not 0, and it decays over policy tokens alone."""
+    mask = torch.cat([torch.ones(100), torch.zeros(200), torch.ones(100), torch.zeros(200), torch.ones(100)])[None]
+    noise = 0.2 * torch.randn(1, 700, generator=torch.Generator().manual_seed(0))
+    rewards = torch.zeros(1, 700)
+    rewards[0, -1] = 1.0
+    advantages, _ = algorithms.compute_advantages(
+        "gae", rewards=rewards, response_mask=mask, values=torch.where(mask == 1, 0.5, noise), lam=lam, whitening="none"
+    )
+    by_hand = 0.5 * lam**200 * sum(lam**k for k in range(100)) / 100
+    assert by_hand == pytest.approx(first_turn, abs=5e-5)
+    assert advantages[0, :100].mean().item() == pytest.approx(by_hand, abs=1e-5)
+
+
+def test_values_and_filler_at_masked_positions_are_never_read() -> None:
+    rewards, values, mask = random_case(5, 40, "gaps")
+    hole = mask == 0
+    clean = algorithms.compute_advantages("gae", rewards=rewards, response_mask=mask, values=values, lam=0.9)
+    dirty = algorithms.compute_advantages(
+        "gae",
+        rewards=rewards.masked_fill(hole, math.nan),
+        response_mask=mask,
+        values=values.masked_fill(hole, math.inf),
+        lam=0.9,
+    )
+    assert torch.equal(clean[0], dirty[0]) and torch.equal(clean[1], dirty[1])
+
+
+@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "remax"])
+def test_a_reward_on_an_observation_belongs_to_the_action_before_it(name: str) -> None:
+    mask = torch.tensor([[0.0, 1, 1, 0, 1, 0]])
+    case = {"response_mask": mask, "values": torch.zeros(1, 6), "reward_baselines": torch.zeros(1)}
+    moved = torch.tensor([[0.0, 8, 2, 0, 5, 0]])
+    given = torch.tensor([[7.0, 1, 0, 2, 4, 1]])  # 7 before the first action goes to that one
+    for gamma in (1.0, 0.5):
+        _, expected = algorithms.compute_advantages(name, rewards=moved, gamma=gamma, **case)
+        _, returns = algorithms.compute_advantages(name, rewards=given, gamma=gamma, **case)
+        torch.testing.assert_close(returns, expected)
+        _, dropped = algorithms.compute_advantages(name, rewards=given, gamma=gamma, reward_on_masked="drop", **case)
+        _, kept = algorithms.compute_advantages(name, rewards=given * mask, gamma=gamma, **case)
+        torch.testing.assert_close(dropped, kept)
+
+
+def test_decoupled_lambdas() -> None:
+    rewards, values, mask = random_case(5, 40, "gaps")
+    case = {"rewards": rewards, "response_mask": mask, "values": values, "whitening": "none"}
+    actor, _ = algorithms.compute_advantages("gae", **case, lam=0.95)
+    _, critic = algorithms.compute_advantages("gae", **case, lam=1.0)
+    advantages, returns = algorithms.compute_advantages("gae", **case, lam=0.5, lam_actor=0.95, lam_critic=1.0)
+    torch.testing.assert_close(advantages, actor)
+    torch.testing.assert_close(returns, critic)
+
+
+def test_length_adaptive_lambda() -> None:
+    """λ = 1 − 1/(αl): 0 for a row of 4 tokens at α = 0.2 (clamped), 0.5 for one of 10."""
+    mask = torch.zeros(2, 12)
+    mask[0, :4], mask[1, 2:] = 1.0, 1.0
+    rewards, values, _ = random_case(2, 12, "full")
+    advantages, returns = algorithms.compute_advantages(
+        "gae",
+        rewards=rewards * mask,
+        response_mask=mask,
+        values=values,
+        gamma=0.9,
+        lam=1.0,
+        adaptive_lam_alpha=0.2,
+        whitening="none",
+    )
+    for row, lam in ((0, 0.0), (1, 0.5)):
+        expected, _ = naive_gae(rewards * mask, values, mask, 0.9, lam)
+        torch.testing.assert_close(advantages[row].double(), expected[row], atol=1e-5, rtol=1e-5)
+    _, expected = naive_gae(rewards * mask, values, mask, 0.9, 1.0)
+    torch.testing.assert_close(returns.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_truncation_bootstrap() -> None:
+    rewards, values, mask = random_case(6, 20, "gaps", seed=2)
+    cut_off = torch.tensor([1, 0, 1, 0, 1, 1])
+    final = torch.randn(6, generator=torch.Generator().manual_seed(5))
+    advantages, returns = algorithms.compute_advantages(
+        "gae",
+        rewards=rewards,
+        response_mask=mask,
+        values=values,
+        gamma=0.9,
+        lam=0.8,
+        whitening="none",
+        bootstrap_mask=cut_off,
+        bootstrap_values=final,
+    )
+    expected = naive_gae(rewards, values, mask, 0.9, 0.8, end=final * cut_off)
+    torch.testing.assert_close(advantages.double(), expected[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(returns.double(), expected[1], atol=1e-5, rtol=1e-5)
+
+
+def test_truncation_bootstrap_falls_back_on_the_last_value() -> None:
+    advantages, _ = algorithms.compute_advantages(
+        "gae",
+        rewards=torch.zeros(2, 3),
+        response_mask=torch.tensor([[1.0, 1, 0], [1, 1, 0]]),
+        values=torch.tensor([[0.2, 0.6, 9.0], [0.2, 0.6, 9.0]]),
+        bootstrap_mask=torch.tensor([True, False]),
+        whitening="none",
+    )
+    torch.testing.assert_close(advantages, torch.tensor([[0.4, 0.0, 0.0], [-0.2, -0.6, 0.0]]))
+
+
+def test_rows_without_policy_tokens_and_empty_batches() -> None:
+    rewards, values, mask = random_case(3, 5, "full")
+    mask[1] = 0
+    for zero_masked in (True, False):
+        advantages, _ = algorithms.compute_advantages(
+            "gae", rewards=rewards, response_mask=mask, values=values, whitening="none", zero_masked=zero_masked
+        )
+        assert advantages[1].abs().sum() == 0
+    for shape in ((2, 3), (0, 3), (2, 0)):
+        empty = torch.zeros(shape)
+        advantages, returns = algorithms.compute_advantages("gae", rewards=empty, response_mask=empty, values=empty)
+        assert advantages.shape == shape and not advantages.isnan().any() and not returns.any()
+
+
+def test_gae_without_values_says_what_to_do() -> None:
+    with pytest.raises(UserError, match="needs the critic's values"):
+        algorithms.compute_advantages("gae", rewards=torch.zeros(1, 2), response_mask=torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("decay", [0.0, 1e-9, 0.05, 0.5, 0.9405, 0.999, 1.0])
+@pytest.mark.parametrize("width", [1, 2, 31, 300])
+def test_suffix_scan(decay: float, width: int) -> None:
+    x = torch.randn(4, width, generator=torch.Generator().manual_seed(width))
+    expected = torch.zeros(4, width + 1, dtype=torch.float64)
+    for t in reversed(range(width)):
+        expected[:, t] = x[:, t].double() + decay * expected[:, t + 1]
+    one = suffix_scan(x, decay)
+    torch.testing.assert_close(one.double(), expected[:, :-1], atol=2e-5, rtol=1e-5)
+    per_row = suffix_scan(x, torch.full((4,), decay, dtype=torch.float64))
+    torch.testing.assert_close(per_row.double(), expected[:, :-1], atol=2e-5, rtol=1e-5)
+    if decay in (0.0, 1.0, 0.9405):
+        padded = suffix_scan(torch.cat([x, torch.zeros(4, 13)], 1), decay)[:, :width]
+        torch.testing.assert_close(padded, one, atol=1e-6, rtol=1e-6)
+    assert torch.equal(suffix_scan(x[2:3], decay), one[2:3]), "rows do not depend on each other"

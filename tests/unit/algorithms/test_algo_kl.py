@@ -1,0 +1,100 @@
+"""KL estimators against the exact divergence, the penalty in the reward, controllers, whole distributions."""
+
+import pytest
+import torch
+
+from valor import algorithms
+from valor.errors import UserError
+
+
+def distributions(seed: int = 0, vocabulary: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(5, vocabulary, generator=generator, dtype=torch.float64)
+    return logits, logits + 0.5 * torch.randn(5, vocabulary, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_k1_and_k3_are_unbiased(kind: str) -> None:
+    """Their expectation under π, summed over the whole vocabulary, is the exact KL."""
+    logits, ref_logits = distributions()
+    p, q = logits.log_softmax(-1), ref_logits.log_softmax(-1)
+    expected = (p.exp() * algorithms.kl_penalty(p, q, kind)).sum(-1)
+    exact = algorithms.full_kl_from_logits(logits, ref_logits)
+    torch.testing.assert_close(expected.float(), exact.float())
+    torch.testing.assert_close(exact.double(), (p.exp() * (p - q)).sum(-1), atol=1e-6, rtol=1e-5)
+
+
+def test_the_expected_gradient_of_k2_and_of_plus_variants_is_that_of_the_kl() -> None:
+    logits, ref_logits = distributions()
+    q = ref_logits.log_softmax(-1)
+    z = logits.clone().requires_grad_()
+    p = z.log_softmax(-1)
+    (p.exp() * (p - q)).sum().backward()
+    exact = z.grad
+    for kind in ("k2", "k1+", "k3+", "abs+", "low_var_kl+"):
+        z = logits.clone().requires_grad_()
+        p = z.log_softmax(-1)
+        (p.detach().exp() * algorithms.kl_penalty(p, q, kind)).sum().backward()
+        torch.testing.assert_close(z.grad, exact)
+
+
+def test_aliases_and_unknown_kinds() -> None:
+    p, q = torch.randn(4), torch.randn(4)
+    for long, short in (("kl", "k1"), ("mse", "k2"), ("low_var_kl", "k3"), ("mse+", "k2"), ("kl+", "k1+")):
+        assert torch.equal(algorithms.kl_penalty(p, q, long), algorithms.kl_penalty(p, q, short))
+    with pytest.raises(UserError, match="did you mean"):
+        algorithms.kl_penalty(p, q, "low_var")
+    with pytest.raises(UserError, match="full_kl_from_logits"):
+        algorithms.kl_penalty(p, q, "full")
+
+
+def test_penalty_leaves_masked_positions_and_rows_without_tokens_alone() -> None:
+    scores = torch.tensor([[0.0, 3.0], [7.0, 0.0]])
+    nan = torch.tensor([[-1.0, torch.nan], [torch.nan, torch.inf]])
+    rewards, current = algorithms.apply_kl_penalty(
+        scores, nan, torch.full((2, 2), -2.0), torch.tensor([[1.0, 0], [0, 0]]), kl_coef=0.5
+    )
+    assert rewards.tolist() == [[-0.5, 3.0], [7.0, 0.0]] and current == 1.0
+
+
+def test_controllers_resume_where_they_were() -> None:
+    first = algorithms.make_kl_controller("adaptive", kl_coef=0.1, target_kl=1.0, horizon=100)
+    first.update(5.0, 10)
+    assert first.value == pytest.approx(0.1 * 1.02)
+    again = algorithms.make_kl_controller("adaptive", kl_coef=0.7, target_kl=1.0, horizon=100)
+    again.load_state_dict(first.state_dict())
+    for controller in (first, again):
+        controller.update(0.0, 10)
+    assert again.value == first.value == pytest.approx(0.1 * 1.02 * 0.98)
+    fixed = algorithms.make_kl_controller("fixed", kl_coef=0.3)
+    fixed.update(100.0, 1000)
+    assert fixed.value == 0.3
+    with pytest.raises(UserError, match="known: fixed, adaptive"):
+        algorithms.make_kl_controller("other", kl_coef=0.1)
+    with pytest.raises(UserError, match="target_kl > 0"):
+        algorithms.AdaptiveKLController(0.1, target_kl=0.0, horizon=100)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 2, 5, 100])
+def test_distributions_by_chunks(chunk_size: int | None) -> None:
+    logits, ref_logits = distributions()
+    logits[0, 0] = ref_logits[0, 0] = -torch.inf  # a token that is ruled out
+    p = logits.softmax(-1)
+    entropy = -(p * p.clamp(min=1e-300).log()).sum(-1)
+    functions = (
+        (algorithms.entropy_from_logits, (logits,), entropy),
+        (algorithms.sum_pi_squared_from_logits, (logits,), p.square().sum(-1)),
+        (algorithms.full_kl_from_logits, (logits, ref_logits), None),
+    )
+    for function, inputs, expected in functions:
+        leaf = inputs[0].clone().requires_grad_()
+        result = function(leaf, *inputs[1:], chunk_size=chunk_size)
+        result.sum().backward()
+        assert leaf.grad is not None and leaf.grad.isfinite().all()
+        if expected is not None:
+            torch.testing.assert_close(result.double(), expected, atol=1e-6, rtol=1e-5)
+        whole = inputs[0].clone().requires_grad_()
+        function(whole, *inputs[1:]).sum().backward()
+        torch.testing.assert_close(leaf.grad, whole.grad)
+    shaped = algorithms.entropy_from_logits(logits.view(5, 1, -1), chunk_size=chunk_size)
+    assert shaped.shape == (5, 1)

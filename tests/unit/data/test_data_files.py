@@ -1,0 +1,169 @@
+"""Reading prompt files, and what is said about bad ones."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from valor.data.files import Columns, DataRow, read_rows, write_rows
+from valor.errors import UserError
+
+
+def record(text: str = "1 + 1?", truth: Any = "2", **more: Any) -> dict[str, Any]:
+    return {
+        "data_source": "valor/arithmetic",
+        "prompt": [{"role": "user", "content": text}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": {"index": 0, "split": "train"},
+        **more,
+    }
+
+
+def jsonl(path: Path, *records: Any) -> Path:
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+    return path
+
+
+def test_the_same_rows_from_every_kind_of_file(tmp_path: Path) -> None:
+    records = [record("1 + 1?", "2"), record("2 + 2?", "4")]
+    write_rows(tmp_path / "a.parquet", records)
+    jsonl(tmp_path / "a.jsonl", *records)
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as stream:
+        stream.write("\n".join(json.dumps(r) for r in records))  # no newline at the end
+    (tmp_path / "a.json").write_text(json.dumps(records))
+    expected = [(r["prompt"], "valor/arithmetic", t, "math", r["extra_info"]) for r, t in zip(records, "24")]  # noqa: B905
+    for name in ("a.parquet", "a.jsonl", "a.jsonl.gz", "a.json"):
+        rows = read_rows(tmp_path / name)
+        assert [(r.messages, r.data_source, r.ground_truth, r.ability, r.extra_info) for r in rows] == expected, name
+    both = read_rows([str(tmp_path / "a.json"), str(tmp_path / "a.parquet")])
+    assert [r.ground_truth for r in both] == ["2", "4", "2", "4"]
+
+
+def test_a_row_knows_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(record()) + "\n\n" + json.dumps(record()) + "\n")
+    assert [r.where for r in read_rows(path)] == [f"{path}, line 1", f"{path}, line 3"]
+
+
+def test_files_with_different_extra_info_can_be_read_together(tmp_path: Path) -> None:
+    write_rows(tmp_path / "a.parquet", [record(extra_info={"index": 1})])
+    write_rows(tmp_path / "b.parquet", [record(extra_info={"id": "x", "level": 3}, truth=["2", "two"])])
+    a, b = read_rows([tmp_path / "a.parquet", tmp_path / "b.parquet"])
+    assert (a.extra_info, b.extra_info) == ({"index": 1}, {"id": "x", "level": 3})
+    assert b.ground_truth == ["2", "two"]
+
+
+def test_optional_columns_and_other_names(tmp_path: Path) -> None:
+    path = jsonl(
+        tmp_path / "a.jsonl",
+        {"chat": [{"role": "user", "content": "?"}], "source": "s", "reward_model": {"ground_truth": 3}},
+    )
+    (row,) = read_rows(path, Columns("chat", "source"))
+    assert row == DataRow(f"{path}, line 1", [{"role": "user", "content": "?"}], "s", ground_truth=3)
+
+
+def test_null_keys_that_parquet_adds_to_messages_are_dropped(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u", "name": "eve"}]
+    write_rows(tmp_path / "a.parquet", [record(prompt=messages)])
+    assert read_rows(tmp_path / "a.parquet")[0].messages == messages
+
+
+def test_files_found_in_the_wild(shared_dir: Path) -> None:
+    counts = {"aime24": 30, "aime25": 30, "minerva": 272}
+    for name, count in counts.items():
+        rows = read_rows(shared_dir / "data" / f"verlfmt_{name}.parquet")
+        assert len(rows) == count
+        assert all(r.messages[-1]["role"] == "user" and r.ground_truth for r in rows)
+
+
+def fails(path: str | Path | list[str], *words: str) -> None:
+    with pytest.raises(UserError) as error:
+        read_rows(path)
+    text = str(error.value)
+    assert "\n" not in text
+    for word in words:
+        assert word in text, text
+
+
+def test_missing_empty_and_foreign_files(tmp_path: Path) -> None:
+    fails(tmp_path / "no.parquet", "no.parquet", "no such file")
+    fails([], "no data file given")
+    fails(tmp_path, "is a folder")
+    fails("s3://bucket/a.parquet", "only local files")
+    (tmp_path / "a.csv").write_text("x")
+    fails(tmp_path / "a.csv", "unknown kind of file", ".parquet")
+    for name in ("a.parquet", "a.jsonl", "a.json"):
+        (tmp_path / name).write_bytes(b"")
+        fails(tmp_path / name, name, "the file is empty")
+    (tmp_path / "b.jsonl").write_text("\n\n")
+    fails(tmp_path / "b.jsonl", "holds no rows")
+    pq.write_table(pa.Table.from_pylist([record()]).slice(0, 0), tmp_path / "b.parquet")
+    fails(tmp_path / "b.parquet", "holds no rows")
+
+
+def test_malformed_files(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 this is none PAR1")
+    fails(tmp_path / "a.parquet", "not a readable parquet file")
+    write_rows(tmp_path / "b.parquet", [record(str(i)) for i in range(100)])
+    whole = (tmp_path / "b.parquet").read_bytes()
+    (tmp_path / "b.parquet").write_bytes(whole[: len(whole) // 2])
+    fails(tmp_path / "b.parquet", "not a readable parquet file")
+    (tmp_path / "c.jsonl").write_text(json.dumps(record()) + "\n{oops\n")
+    fails(tmp_path / "c.jsonl", "c.jsonl, line 2: is not JSON")
+    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(json.dumps(record()).encode())[:-9])
+    fails(tmp_path / "d.jsonl.gz", "cannot be read")
+    (tmp_path / "e.jsonl.gz").write_text(json.dumps(record()))
+    fails(tmp_path / "e.jsonl.gz", "cannot be read")
+    (tmp_path / "f.json").write_text("{}")
+    fails(tmp_path / "f.json", "must hold a list of rows")
+    (tmp_path / "g.jsonl").write_bytes(b"\xff\xfe{}")
+    fails(tmp_path / "g.jsonl", "cannot be read")
+    jsonl(tmp_path / "h.jsonl", [1, 2])
+    fails(tmp_path / "h.jsonl", "line 1: a row must be a JSON object")
+
+
+@pytest.mark.parametrize("name", ["prompt", "data_source", "reward_model"])
+def test_a_missing_column(tmp_path: Path, name: str) -> None:
+    row = record()
+    del row[name]
+    fails(jsonl(tmp_path / "a.jsonl", record(), row), "line 2", f"column '{name}' missing", "it has ")
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+    fails(tmp_path / "a.parquet", "a.parquet", f"column '{name}' missing")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"prompt": "1 + 1?"}, "'prompt' must be a list of messages"),
+        ({"prompt": []}, "empty list"),
+        ({"prompt": ["hello"]}, "message 0 of 'prompt' must have 'role' and 'content'"),
+        ({"prompt": [{"role": "user"}]}, "'content' of message 0 must be text, got nothing"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "'content' of message 0 must be text"),
+        ({"data_source": None}, "'data_source' must be text that names a grader, got nothing"),
+        ({"data_source": 3}, "'data_source' must be text"),
+        ({"reward_model": "42"}, "'reward_model' must be"),
+        ({"extra_info": "x"}, "'extra_info' must be a dictionary"),
+    ],
+)
+def test_a_value_of_the_wrong_type(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    fails(jsonl(tmp_path / "a.jsonl", record(), record(**change)), "a.jsonl, line 2", words)
+
+
+def test_writing_checks_rows_and_replaces_whole_files(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "a.parquet"
+    with pytest.raises(UserError, match="record 1: 'prompt' must be a list"):
+        write_rows(path, [record(), record(prompt="x")])
+    with pytest.raises(UserError, match="no rows"):
+        write_rows(path, [])
+    with pytest.raises(UserError, match="mixes types"):
+        write_rows(path, [record(truth=1), record(truth="1")])
+    assert not path.exists()
+    # A key that only later rows have is kept.
+    assert write_rows(path, [record(), record(level=3)]) == 2
+    assert pq.read_table(path)["level"].to_pylist() == [None, 3]
+    assert [p.name for p in path.parent.iterdir()] == ["a.parquet"]

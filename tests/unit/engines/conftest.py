@@ -1,0 +1,13 @@
+"""The process group of one that unsharded tests run in."""
+
+import pytest
+
+from valor.engines import distributed
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """A gloo group of this process alone, left at the end of the test file."""
+    distributed.init_process_group("cpu")
+    yield
+    distributed.destroy_process_group()

@@ -1,0 +1,233 @@
+"""The engine in a group of one against plain torch: losses, gradients, updates, generation."""
+
+import copy
+import math
+
+import pytest
+import torch
+from tiny_engine import CPU, gradients, loss_fn, ragged_batch, tiny_engine, tiny_policy, weights
+
+from valor.config.engine import FSDPConfig, OptimConfig
+from valor.engines.fsdp import TrainEngine
+from valor.models.rows import FIELDS
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+TOKENS = 27.0
+BATCH = ragged_batch()
+
+
+def plain_step(policy, optimizer=None, limit=None):
+    """Loss and gradient norm of the whole batch in one piece."""
+    out = policy({name: BATCH[name] for name in FIELDS}, temperature=0.8)
+    loss, _ = loss_fn(TOKENS)(out, BATCH)
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), limit or math.inf)
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item(), norm.item()
+
+
+def test_loss_and_gradients_equal_plain_torch():
+    engine, policy = tiny_engine(), tiny_policy()
+    metrics = engine.forward_backward(BATCH, loss_fn(TOKENS), max_tokens=24, temperature=0.8)
+    loss, _ = plain_step(policy)
+    assert metrics["loss"] == pytest.approx(loss, abs=1e-6)
+    assert metrics["tokens"] == TOKENS
+    assert metrics["rows_max"] == 3.0  # a maximum, not a sum
+    for name, grad in gradients(engine).items():
+        torch.testing.assert_close(grad, dict(policy.named_parameters())[name].grad, rtol=1e-4, atol=1e-6)
+
+
+def test_updates_equal_plain_adamw():
+    engine, policy = tiny_engine(clip_grad=0.05), tiny_policy()
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2, weight_decay=0.01)
+    for _ in range(3):
+        engine.forward_backward(BATCH, loss_fn(TOKENS), max_tokens=24, temperature=0.8)
+        step = engine.optimizer_step()
+        _, norm = plain_step(policy, optimizer, limit=0.05)
+        assert step["grad_norm"] == pytest.approx(norm, rel=1e-4) and step["grad_norm"] > 0.05
+        assert (step["lr"], step["skipped"]) == (1e-2, 0.0)
+    for name, value in weights(engine).items():
+        torch.testing.assert_close(value, dict(policy.named_parameters())[name].data, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("bounds", [{"max_tokens": 8}, {"max_tokens": 30}, {"max_rows": 1}, {"max_rows": 3}])
+def test_micro_batches_do_not_change_gradients(bounds):
+    whole, cut = tiny_engine(), tiny_engine()
+    whole.forward_backward(BATCH, loss_fn(TOKENS))
+    cut.forward_backward(BATCH, loss_fn(TOKENS), **bounds)
+    expected = gradients(whole)
+    for name, grad in gradients(cut).items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-6)
+
+
+def test_gradients_add_up_over_calls():
+    once, twice = tiny_engine(), tiny_engine()
+    once.forward_backward(BATCH, loss_fn(TOKENS))
+    for rows in ([0, 1, 2], [3, 4, 5, 6]):
+        twice.forward_backward(BATCH.take(rows), loss_fn(TOKENS))
+    expected = gradients(once)
+    for name, grad in gradients(twice).items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-6)
+
+
+def test_forward_keeps_the_order_of_rows():
+    engine, policy = tiny_engine(), tiny_policy()
+    with torch.no_grad():
+        expected = policy({name: BATCH[name] for name in FIELDS}, temperature=0.8, with_entropy=True)
+    got = engine.forward(BATCH, max_tokens=20, temperature=0.8, with_entropy=True)
+    for name in ("log_probs", "entropy"):
+        torch.testing.assert_close(got[name], expected[name], rtol=0, atol=1e-5)
+
+
+def test_forward_after_an_update_uses_the_new_weights():
+    engine = tiny_engine()
+    before = engine.forward(BATCH)["log_probs"]
+    engine.forward_backward(BATCH, loss_fn(TOKENS))
+    engine.optimizer_step()
+    after = engine.forward(BATCH)["log_probs"]
+    fresh = tiny_policy()
+    fresh.load_state_dict(engine.state_dict())
+    with torch.no_grad():
+        expected = fresh({name: BATCH[name] for name in FIELDS})["log_probs"]
+    assert (after - before).abs().max() > 1e-2
+    torch.testing.assert_close(after, expected, rtol=0, atol=1e-5)
+
+
+def test_an_empty_batch_is_served():
+    engine = tiny_engine()
+    empty = BATCH.take([])
+    assert engine.forward(empty)["log_probs"].shape == (0, 7)
+    assert engine.forward_backward(empty, loss_fn(TOKENS)) == {}
+    assert engine.optimizer_step()["grad_norm"] == 0.0
+
+
+def test_non_finite_gradients_skip_the_update():
+    engine = tiny_engine()
+    before = weights(engine)
+    broken = copy.copy(BATCH).take(range(7))
+    broken["advantages"][3, 0] = math.nan
+    engine.forward_backward(broken, loss_fn(TOKENS), max_tokens=20)
+    step = engine.optimizer_step()
+    assert step["skipped"] == 1.0 and math.isnan(step["grad_norm"])
+    assert all(torch.equal(before[n], w) for n, w in weights(engine).items())
+    assert (engine.counters.updates, engine.counters.skipped, engine.counters.schedule_steps) == (0, 1, 1)
+    engine.forward_backward(BATCH, loss_fn(TOKENS), max_tokens=20)  # the bad gradients are gone
+    assert engine.optimizer_step()["skipped"] == 0.0
+    assert engine.counters.updates == 1
+
+
+def test_updates_that_share_a_schedule_step():
+    engine = tiny_engine(lr_warmup_steps=4)
+    rates = []
+    for advance in (False, True, False, True):
+        engine.forward_backward(BATCH, loss_fn(TOKENS))
+        rates.append(engine.optimizer_step(advance_schedule=advance)["lr"])
+    assert rates == pytest.approx([0.0025, 0.0025, 0.005, 0.005])
+
+
+def test_generation_inside_unsharded_sees_the_current_weights():
+    engine = tiny_engine()
+    ids = BATCH["prompts"][:2, :2]
+    seen = []
+    for _ in range(2):  # before any forward of the engine, and after an update
+        with engine.unsharded() as module:
+            first = module.hf(input_ids=ids[:, :1], use_cache=True)
+            cached = module.hf(input_ids=ids[:, 1:], past_key_values=first.past_key_values).logits[:, -1]
+        fresh = tiny_policy(seed=9)
+        fresh.load_state_dict(engine.state_dict())
+        with torch.no_grad():
+            torch.testing.assert_close(cached, fresh.hf(input_ids=ids).logits[:, -1], rtol=0, atol=1e-5)
+        seen.append(cached)
+        engine.forward_backward(BATCH, loss_fn(TOKENS))
+        engine.optimizer_step()
+    assert (seen[0] - seen[1]).abs().max() > 1e-2
+
+
+def test_unsharded_holds_the_computing_dtype_and_training_goes_on_after_it():
+    engine = tiny_engine(dtype="bfloat16")
+    with engine.unsharded() as module:
+        assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in engine.module.parameters()} == {torch.float32}
+    engine.forward_backward(BATCH, loss_fn(TOKENS))
+    assert engine.optimizer_step()["grad_norm"] > 0
+
+
+def test_bfloat16_computes_near_float32_and_keeps_float32_weights():
+    half, exact = tiny_engine(dtype="bfloat16"), tiny_engine()
+    a = half.forward_backward(BATCH, loss_fn(TOKENS), max_tokens=24)
+    b = exact.forward_backward(BATCH, loss_fn(TOKENS), max_tokens=24)
+    assert a["loss"] == pytest.approx(b["loss"], abs=0.02) and a["loss"] != b["loss"]
+    assert half.optimizer_step()["grad_norm"] == pytest.approx(exact.optimizer_step()["grad_norm"], rel=0.05)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients():
+    plain = tiny_engine()
+    policy = tiny_policy()
+    policy.hf.activation_checkpointing_enable({"use_reentrant": False})
+    calls = []
+    policy.hf.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
+    saving = TrainEngine(policy, fsdp=FSDPConfig(dtype="float32"), optim=OptimConfig(), device=CPU)
+    plain.forward_backward(BATCH, loss_fn(TOKENS))
+    saving.forward_backward(BATCH, loss_fn(TOKENS))
+    assert len(calls) == 2  # forward, and again going back
+    expected = gradients(plain)
+    for name, grad in gradients(saving).items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-5, atol=1e-7)
+
+
+def test_the_value_head_stays_float32_under_bfloat16():
+    from transformers import Qwen2Config, Qwen2ForTokenClassification
+
+    from valor.models.value import ValueModel
+
+    config = Qwen2Config(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, intermediate_size=48,
+        vocab_size=61, num_labels=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    engine = TrainEngine(
+        ValueModel(Qwen2ForTokenClassification(config)), fsdp=FSDPConfig(), optim=OptimConfig(), device=CPU
+    )
+    seen = []
+    engine.module.head.register_forward_hook(lambda m, args, out: seen.append((m.weight.dtype, args[0].dtype)))
+
+    def loss(outputs, micro):
+        return ((outputs["values"] - 1.0) ** 2 * micro["response_mask"]).sum() / TOKENS, {}
+
+    engine.forward_backward(BATCH, loss)
+    assert seen == [(torch.float32, torch.float32)]
+    assert engine.module.head.bias.grad.full_tensor().abs().item() > 0
+
+
+def test_a_frozen_engine_only_evaluates():
+    engine = tiny_engine(frozen=True)
+    assert engine.forward(BATCH)["log_probs"].shape == (7, 7)
+    assert not any(p.requires_grad for p in engine.module.parameters())
+    with pytest.raises(AssertionError, match="frozen"):
+        engine.forward_backward(BATCH, loss_fn(TOKENS))
+    with pytest.raises(AssertionError, match="frozen"):
+        engine.optimizer_step()
+
+
+def test_offloading_on_a_cpu_changes_nothing():
+    engine = tiny_engine()
+    before = engine.forward(BATCH)["log_probs"]
+    engine.offload()
+    engine.onload()
+    assert torch.equal(engine.forward(BATCH)["log_probs"], before)
+
+
+def test_progress_is_reported_in_rows():
+    from valor.tracking.progress import add_listener, phase
+
+    heard = []
+    remove = add_listener(lambda progress: heard.append((progress.done, progress.total)))
+    try:
+        with phase("train", 7):
+            tiny_engine().forward_backward(BATCH, loss_fn(TOKENS), max_rows=3)
+    finally:
+        remove()
+    assert [pair for pair in heard if pair[0] > 0][:3] == [(3, 7), (6, 7), (7, 7)]

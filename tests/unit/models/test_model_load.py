@@ -1,0 +1,142 @@
+"""What a user hears when a model or tokenizer cannot be loaded."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import build_hf
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from valor.config.model import ModelConfig
+from valor.errors import UserError
+from valor.models.load import load_policy, load_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    """No retries against a hub: the constant is read when huggingface_hub is imported."""
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
+def model_dir(tmp_path):
+    build_hf("llama_dropout").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def section(path, **keys) -> ModelConfig:
+    return ModelConfig(path=str(path), **{"enable_gradient_checkpointing": False, **keys})
+
+
+def refused(path, **keys) -> str:
+    with pytest.raises(UserError) as caught:
+        load_policy(section(path, **keys))
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 400
+    return message
+
+
+def test_loads_in_float32_and_in_bfloat16(model_dir):
+    exact, half = load_policy(section(model_dir)), load_policy(section(model_dir), dtype=torch.bfloat16)
+    assert {p.dtype for p in exact.parameters()} == {torch.float32}
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+    assert not exact.training
+
+
+def test_no_directory(tmp_path):
+    assert "no model directory" in refused(tmp_path / "nothing")
+
+
+def test_directory_without_config(tmp_path):
+    assert "no config.json" in refused(tmp_path)
+
+
+def test_a_file_is_no_model(tmp_path):
+    (tmp_path / "x.bin").write_text("x")
+    assert "is a file" in refused(tmp_path / "x.bin")
+
+
+def test_unknown_architecture(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "martian", "architectures": ["Martian"]}))
+    assert "architecture" in refused(tmp_path)
+
+
+def test_config_without_weights(model_dir):
+    (model_dir / "model.safetensors").unlink()
+    assert "no weights" in refused(model_dir)
+
+
+def test_checkpoint_that_lacks_a_weight(model_dir):
+    file = model_dir / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    assert "model.layers.1.mlp.up_proj.weight" in refused(model_dir)
+
+
+def test_damaged_weights(model_dir):
+    (model_dir / "model.safetensors").write_bytes(b"not a tensor file")
+    assert "damaged" in refused(model_dir)
+
+
+def test_hub_name_without_a_hub():
+    assert "cannot be reached" in refused("nobody/no-such-model")
+
+
+def test_missing_library(model_dir):
+    assert "no_such_library" in refused(model_dir, external_lib="no_such_library")
+
+
+def test_override_of_a_config_attribute(model_dir):
+    assert load_policy(section(model_dir, override_config={"rms_norm_eps": 0.5})).hf.config.rms_norm_eps == 0.5
+    assert "rms_norm_epz" in refused(model_dir, override_config={"rms_norm_epz": 0.5})
+
+
+def test_override_of_the_attention_implementation(model_dir):
+    policy = load_policy(section(model_dir, override_config={"attn_implementation": "eager"}))
+    assert policy.hf.config._attn_implementation == "eager"
+    assert load_policy(section(model_dir)).hf.config._attn_implementation == "sdpa"
+
+
+def test_gradient_checkpointing_is_switched_on(model_dir):
+    def layers_checkpoint(**keys) -> set[bool]:
+        return {layer.gradient_checkpointing for layer in load_policy(section(model_dir, **keys)).hf.model.layers}
+
+    assert layers_checkpoint(enable_gradient_checkpointing=True) == {True}
+    assert layers_checkpoint() == {False}
+
+
+def save_tokenizer(path, chat_template=None):
+    words = Tokenizer(models.WordLevel({"<eos>": 0, "hello": 1, "world": 2}, unk_token="<eos>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>")
+    tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(path)
+
+
+def test_tokenizer_gets_a_padding_token(tmp_path):
+    save_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.pad_token == "<eos>" and tokenizer("hello world")["input_ids"] == [1, 2]
+
+
+def test_chat_template_is_required_only_when_asked(tmp_path):
+    save_tokenizer(tmp_path)
+    with pytest.raises(UserError, match="chat template"):
+        load_tokenizer(str(tmp_path), require_chat_template=True)
+    given = load_tokenizer(str(tmp_path), custom_chat_template="{{ messages }}", require_chat_template=True)
+    assert given.chat_template == "{{ messages }}"
+    save_tokenizer(tmp_path, chat_template="{{ 'hi' }}")
+    assert load_tokenizer(str(tmp_path), require_chat_template=True).chat_template == "{{ 'hi' }}"
+
+
+def test_directory_without_tokenizer(model_dir, tmp_path):
+    with pytest.raises(UserError, match="tokenizer"):
+        load_tokenizer(str(model_dir))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="tokenizer"):
+        load_tokenizer(str(tmp_path / "empty"))

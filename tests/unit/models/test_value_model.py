@@ -1,0 +1,92 @@
+"""Values: alignment with the tokens they predict, heads new and kept."""
+
+import pytest
+import torch
+from tiny_models import build_hf, sequences
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+from valor.config.model import CriticModelConfig
+from valor.errors import UserError
+from valor.models.load import load_value_model
+from valor.models.value import ValueModel
+
+
+@pytest.fixture
+def causal_dir(tmp_path):
+    build_hf("qwen2_tied").save_pretrained(tmp_path / "lm")
+    return str(tmp_path / "lm")
+
+
+def section(path: str, **keys) -> CriticModelConfig:
+    return CriticModelConfig(path=path, **{"enable_gradient_checkpointing": False, **keys})
+
+
+@pytest.mark.parametrize("name", ["qwen2_tied", "gemma2_softcap", "gpt_neox", "gpt2_dropout"])
+def test_values_sit_at_the_state_before_each_token(name, rows, tmp_path):
+    build_hf(name).save_pretrained(tmp_path)
+    model = load_value_model(section(str(tmp_path), value_head_init="normal"))
+    with torch.no_grad():
+        values = model(rows)["values"]
+        for i, p, r, ids in sequences(rows):
+            expected = model.hf(input_ids=ids).logits[0, p - 1 : p - 1 + r, 0]
+            torch.testing.assert_close(values[i, :r], expected, rtol=0, atol=1e-5)
+            assert not values[i, r:].any()
+    assert values.abs().max() > 0
+
+
+def test_a_new_head_is_zero_by_default(causal_dir, rows):
+    model = load_value_model(section(causal_dir))
+    assert not model.head.weight.any() and not model.head.bias.any()
+    assert not model(rows)["values"].any()
+
+
+def test_a_normal_head_depends_on_its_seed_alone(causal_dir):
+    keys = {"value_head_init": "normal"}
+    torch.manual_seed(5)
+    first = load_value_model(section(causal_dir, **keys), seed=1).head.weight
+    torch.manual_seed(6)
+    again = load_value_model(section(causal_dir, **keys), seed=1).head.weight
+    other = load_value_model(section(causal_dir, **keys), seed=2).head.weight
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert 0.005 < first.std().item() < 0.05  # initializer_range is 0.02
+
+
+def test_a_published_critic_keeps_its_head(causal_dir, tmp_path):
+    critic = AutoModelForTokenClassification.from_pretrained(causal_dir, num_labels=1)
+    torch.nn.init.constant_(critic.score.weight, 0.25)
+    torch.nn.init.constant_(critic.score.bias, -0.5)
+    critic.save_pretrained(tmp_path / "critic")
+    model = load_value_model(section(str(tmp_path / "critic"), value_head_init="zero"))
+    assert (model.head.weight == 0.25).all() and (model.head.bias == -0.5).all()
+
+
+def test_a_reward_model_lends_its_head_without_bias(causal_dir, tmp_path):
+    reward = AutoModelForSequenceClassification.from_pretrained(causal_dir, num_labels=1)
+    torch.nn.init.constant_(reward.score.weight, 0.125)
+    reward.save_pretrained(tmp_path / "rm")
+    model = load_value_model(section(str(tmp_path / "rm")))
+    assert (model.head.weight == 0.125).all() and not model.head.bias.any()
+
+
+def test_a_classifier_of_several_labels_is_refused(causal_dir, tmp_path):
+    AutoModelForTokenClassification.from_pretrained(causal_dir, num_labels=3).save_pretrained(tmp_path / "ner")
+    with pytest.raises(UserError, match="3 labels"):
+        load_value_model(section(str(tmp_path / "ner")))
+
+
+def test_a_family_without_token_classification_is_refused(tmp_path):
+    build_hf("granite_scaled").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="granite"):
+        load_value_model(section(str(tmp_path)))
+
+
+def test_the_head_computes_in_float32_on_a_bfloat16_backbone(causal_dir, rows):
+    model = load_value_model(section(causal_dir, value_head_init="normal"), dtype=torch.bfloat16)
+    assert model.head.weight.dtype is torch.float32
+    assert next(model.hf.base_model.parameters()).dtype is torch.bfloat16
+    assert model(rows)["values"].dtype is torch.float32
+
+
+def test_a_module_without_a_head_of_one_output_is_refused():
+    with pytest.raises(ValueError, match="head"):
+        ValueModel(build_hf("qwen2_tied"))

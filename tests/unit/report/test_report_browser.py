@@ -1,0 +1,89 @@
+"""The report in a real browser, phone-sized and desktop-sized: it draws, it reacts, and the console stays silent."""
+
+import pytest
+from chromium import BROWSER, DRIVER, Page, browse
+from synthetic_run import HOSTILE, make_run
+
+from valor.report.page import build_report
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (BROWSER.exists() and DRIVER.exists()), reason="needs chromium and chromium-driver"),
+]
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    return build_report(make_run(tmp_path_factory.mktemp("runs") / "ppo", steps=60))
+
+
+def charts_without_curves(page: Page) -> list[str]:
+    return page.run(
+        "return [...document.querySelectorAll('.plot')]"
+        ".filter(one => !one.querySelector('.scatterlayer .js-line, .barlayer .point')).map(one => one.id)"
+    )
+
+
+def enter(page: Page, element: str, value: str | int, event: str) -> None:
+    """Set a control as a user would, and let the page know."""
+    page.run(
+        "const [id, value, event] = arguments, e = document.getElementById(id);"
+        "e.value = value; e.dispatchEvent(new Event(event))",
+        element,
+        value,
+        event,
+    )
+
+
+@pytest.mark.parametrize(
+    ("width", "phone", "dark"), [(1280, False, False), (390, True, True)], ids=["desktop, light", "phone, dark"]
+)
+def test_report_opens(report, tmp_path, width, phone, dark):
+    with browse(tmp_path, width=width, height=844, phone=phone, dark=dark) as page:
+        page.open(report)
+        page.wait_for("document.documentElement.dataset.ready === 'yes'")
+        assert charts_without_curves(page) == []
+        assert page.run("return document.documentElement.scrollWidth") <= width
+        assert page.run("return performance.getEntriesByType('resource').length") == 0
+
+        assert page.run("return document.querySelectorAll('.sample').length") == 4
+        shade = "getComputedStyle(document.querySelector('.tokens span')).backgroundColor"
+        advantage = page.run(f"return {shade}")
+        page.run("document.querySelectorAll('#signals button')[1].click()")
+        assert page.run(f"return {shade}") != advantage
+
+        # the first step has wrong answers, and those carry text that would break a careless page
+        page.run(
+            "const s = document.getElementById('sample-step'); s.value = '0'; s.dispatchEvent(new Event('change'))"
+        )
+        texts = page.run("return [...document.querySelectorAll('.tokens')].map(one => one.textContent)")
+        assert any(HOSTILE.strip() in text for text in texts)
+        assert page.run("return window.hacked === undefined")
+
+        page.run("document.querySelector('.tokens span').dispatchEvent(new MouseEvent('click', {bubbles: true}))")
+        tip = page.run("const t = document.getElementById('tip'); return t.style.display + t.textContent")
+        assert tip.startswith('blocktoken 1: "First"') and "advantage" in tip and "value" in tip and "log-prob" in tip
+
+        # validation samples have no advantages: no colours, and the page says so
+        enter(
+            page, "sample-step", page.run("return document.getElementById('sample-step').options.length - 1"), "change"
+        )
+        assert page.run("return document.getElementById('scale').textContent") == "not recorded for these samples"
+        assert page.run(f"return {shade}") == "rgba(0, 0, 0, 0)"
+
+        enter(page, "config-filter", "optim lr_w", "input")
+        rows = page.run("return [...document.querySelectorAll('#config-table tr:not([hidden])')].map(r => r.innerText)")
+        assert len(rows) == 1 and "lr_warmup_steps" in rows[0]
+        assert page.console() == []
+
+
+def test_sparse_runs_open_without_errors(tmp_path):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "metrics.jsonl").write_text('{"step": 1, "mine/odd": null, "training/rollout_probs_diff_mean": 0.0}\n')
+    grpo = make_run(tmp_path / "grpo", steps=2, critic=False)
+    with browse(tmp_path / "profile") as page:
+        for run_dir in (bare, grpo):
+            page.open(build_report(run_dir))
+            page.wait_for("document.documentElement.dataset.ready === 'yes'")
+            assert page.console() == []

@@ -1,0 +1,156 @@
+"""Reading a run folder, and what the pictures are made of, against small folders written by hand."""
+
+import json
+
+import pytest
+
+from valor.errors import UserError
+from valor.report.panels import panel_specs
+from valor.report.run_data import Series, read_metrics, read_run, read_samples, spread, thin
+from valor.report.timing import timing_spec
+from valor.tracking.generations import Sample, write_samples
+
+
+def write_metrics(path, *records, tail=""):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records) + tail, encoding="utf-8")
+    return path
+
+
+def test_lines_of_one_step_are_merged_and_an_unfinished_one_is_left_out(tmp_path):
+    path = write_metrics(
+        tmp_path / "metrics.jsonl",
+        {"step": 2, "loss": None},
+        {"step": 1, "loss": 0.5, "val-core/x/acc/mean@1": 0.1},
+        {"step": 2, "val-core/x/acc/mean@1": 0.3},
+        {"step": 1, "loss": 0.25},
+        tail='{"step": 3, "loss": 0.',
+    )
+    assert read_metrics(path) == {
+        "loss": Series([1, 2], [0.25, None]),
+        "val-core/x/acc/mean@1": Series([1, 2], [0.1, 0.3]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [("{half\n", "line 2 is not JSON"), ('{"loss": 1}\n', "line 2 has no step"), ("[1]\n", "line 2 has no step")],
+)
+def test_damage_in_the_middle_is_reported(tmp_path, line, message):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n' + line + '{"step": 3}\n')
+    with pytest.raises(UserError, match=message):
+        read_metrics(path)
+
+
+def test_a_folder_without_metrics_is_a_user_error(tmp_path):
+    with pytest.raises(UserError, match=r"holds no metrics\.jsonl.*trainer\.logger"):
+        read_run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match="is empty"):
+        read_run(tmp_path)
+
+
+def test_thinning_keeps_every_spike_and_both_ends():
+    values: list[float | None] = [0.0] * 10_000
+    values[1234], values[8765], values[5000] = 9.0, -9.0, None
+    thinned = thin(Series(list(range(10_000)), values), limit=100)
+    assert len(thinned.steps) <= 100
+    assert thinned.steps == sorted(thinned.steps)
+    picked = dict(zip(thinned.steps, thinned.values, strict=True))
+    assert picked[1234] == 9.0 and picked[8765] == -9.0
+    assert thinned.steps[0] == 0
+    short = Series([1, 2], [None, 1.0])
+    assert thin(short) is short
+    assert thin(Series(list(range(400)), [None] * 400), limit=100).finite() == []
+
+
+def test_spread_takes_the_first_and_the_last():
+    assert spread(list(range(100)), 4) == [0, 33, 66, 99]
+    assert spread([1, 2], 8) == [1, 2]
+
+
+def test_samples_are_cut_to_what_a_page_can_show(tmp_path):
+    long = Sample("p" * 7000, ["x"] * 2000, 1.0, values=[0.5] * 2000, reward_info={"acc": 1})
+    for step in range(20):
+        write_samples(tmp_path, step, [long] * 10)
+    write_samples(tmp_path, 3, [long], split="val")
+    (tmp_path / "samples" / "other.jsonl").write_text("not ours\n")
+    groups = read_samples(tmp_path)
+    assert [(group.step, group.split) for group in groups[-2:]] == [(19, "train"), (3, "val")]
+    assert len(groups) == 9 and groups[0].step == 0
+    assert len(groups[0].records) == 8 and groups[0].available == 10
+    record = groups[0].records[0]
+    assert len(record["tokens"]) == len(record["values"]) == 1500
+    assert record["tokens_left_out"] == 500
+    assert "[… 1000 characters …]" in record["prompt"]
+    assert record["reward_info"] == {"acc": 1}
+
+
+def test_only_panels_with_data_are_drawn():
+    ids = [
+        spec["id"]
+        for spec in panel_specs(
+            {
+                "critic/score/mean": Series([1], [0.5]),
+                "critic/vf_loss": Series([1], [None]),  # never finite: nothing to draw
+                "val-core/openai/gsm8k/acc/mean@1": Series([1], [0.5]),
+                "val-core/openai/gsm8k/acc/pass@4": Series([1], [0.5]),
+            }
+        )
+    ]
+    assert ids == ["reward", "validation", "validation-n"]
+    assert panel_specs({}) == []
+
+
+def test_a_line_takes_the_first_key_that_the_run_has():
+    (panel,) = panel_specs({"actor/entropy_loss": Series([1], [0.5])})
+    assert panel["lines"] == [{"label": "entropy", "key": "actor/entropy_loss", "style": "solid", "color": 1}]
+
+
+def test_equal_curves_are_drawn_once():
+    score = Series([1, 2], [0.5, 0.75])
+    (same,) = panel_specs({"critic/score/mean": score, "critic/rewards/mean": Series([1, 2], [0.5, 0.75])})
+    (other,) = panel_specs({"critic/score/mean": score, "critic/rewards/mean": Series([1, 2], [0.5, 0.7])})
+    assert [line["label"] for line in same["lines"]] == ["score"]
+    assert [line["label"] for line in other["lines"]] == ["score", "after shaping"]
+
+
+def test_validation_labels_name_the_source_only_where_there_are_several():
+    one = {"val-core/openai/gsm8k/acc/mean@4": Series([0], [0.5])}
+    two = {**one, "val-core/lighteval/MATH/acc/mean@4": Series([0], [0.25])}
+    assert [line["label"] for line in panel_specs(one)[0]["lines"]] == ["mean@4"]
+    assert [line["label"] for line in panel_specs(two)[0]["lines"]] == ["MATH mean@4", "gsm8k mean@4"]
+
+
+def test_timing_puts_phases_in_order_and_the_rest_in_other():
+    spec = timing_spec(
+        {
+            "timing_s/step": Series([1, 2], [10.0, 12.0]),
+            "timing_s/update_actor": Series([1, 2], [3.0, 4.0]),
+            "timing_s/gen": Series([1, 2], [6.0, 5.0]),
+            "timing_s/testing": Series([2], [2.5]),
+            "timing_s/my_phase": Series([1], [0.5]),
+            "timing_s/ref": Series([1, 2], [0.0, 0.0]),
+        }
+    )
+    assert spec == {
+        "bars": ["1", "2"],
+        "phases": [
+            {"label": "generate", "seconds": [6.0, 5.0]},
+            {"label": "train actor", "seconds": [3.0, 4.0]},
+            {"label": "validate", "seconds": [0, 2.5]},
+            {"label": "my phase", "seconds": [0.5, 0]},
+            {"label": "other", "seconds": [0.5, 3.0]},
+        ],
+    }
+    assert timing_spec({"timing_s/step": Series([1], [1.0])}) is None
+    validated_only = {"timing_s/step": Series([1], [None]), "timing_s/testing": Series([0], [3.0])}
+    assert timing_spec(validated_only) is None
+
+
+def test_timing_of_a_long_run_adds_steps_up():
+    steps = list(range(1, 301))
+    spec = timing_spec({"timing_s/gen": Series(steps, [2.0] * 300)})
+    assert spec is not None
+    assert len(spec["bars"]) == 100 and spec["bars"][:2] == ["1-3", "4-6"]
+    assert spec["phases"] == [{"label": "generate", "seconds": [6.0] * 100}]

@@ -1,0 +1,148 @@
+"""The report as text: complete, self-contained, deterministic, and closed to whatever a model writes into it."""
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+from synthetic_run import HOSTILE, make_run
+
+from valor.report.html import flatten
+from valor.report.page import build_report, embed_json
+
+
+class Outline(HTMLParser):
+    """The elements of a page: how many of each, their ids, what they load, and the text of each script."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+        self.ids: list[str] = []
+        self.loads: list[str] = []
+        self.scripts: list[str] = []
+        self._in_script = False
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.counts[tag] = self.counts.get(tag, 0) + 1
+        self._in_script = tag == "script"
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value or "")
+            elif name in ("src", "href", "srcset", "action", "data") and not (value or "").startswith("#"):
+                self.loads.append(value or "")
+
+    def handle_endtag(self, tag):
+        self._in_script = False
+
+    def handle_data(self, data):
+        if self._in_script:
+            self.scripts.append(data)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("runs") / "ppo", steps=40)
+
+
+@pytest.fixture(scope="module")
+def page(run_dir):
+    path = build_report(run_dir)
+    assert path == run_dir / "report.html"
+    return path.read_text(encoding="utf-8")
+
+
+def embedded(page: str) -> dict:
+    match = re.search(r'<script type="application/json" id="run-data">(.*?)</script>', page, re.S)
+    assert match
+    return json.loads(match[1])
+
+
+def test_every_picture_has_its_frame(page):
+    outline = Outline(page)
+    data = embedded(page)
+    assert len(outline.ids) == len(set(outline.ids))
+    for panel in data["panels"]:
+        assert f"panel-{panel['id']}" in outline.ids and f"plot-{panel['id']}" in outline.ids
+        assert all(line["key"] in data["metrics"]["curves"] for line in panel["lines"])
+    wanted = {"reward", "validation", "kl", "policy-loss", "value-loss", "explained-variance", "response-length"}
+    wanted |= {"entropy", "actor-grad-norm", "critic-grad-norm", "rollout-gap"}
+    assert wanted <= {panel["id"] for panel in data["panels"]}
+    assert "plot-timing" in outline.ids and {"samples", "config", "metrics"} <= set(outline.ids)
+
+
+def test_curves_hold_the_numbers_of_the_run(page, run_dir):
+    data = embedded(page)
+    place, values = data["metrics"]["curves"]["actor/grad_norm"]
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    written = {record["step"]: record["actor/grad_norm"] for record in records if "actor/grad_norm" in record}
+    assert data["metrics"]["steps"][place] == list(written)
+    assert values == [None if value is None else float(f"{value:.6g}") for value in written.values()]
+    assert None in values  # the step whose gradient was not finite
+
+
+def test_a_critic_free_run_has_no_critic_section(tmp_path):
+    page = build_report(make_run(tmp_path / "grpo", steps=6, critic=False)).read_text(encoding="utf-8")
+    outline = Outline(page)
+    assert "critic" not in outline.ids and "plot-value-loss" not in outline.ids
+    assert "plot-reward" in outline.ids
+    assert all(record["values"] is None for group in embedded(page)["samples"] for record in group["records"])
+
+
+def test_nothing_is_loaded_from_elsewhere(page):
+    outline = Outline(page)
+    assert outline.loads == ["data:,"]  # the icon
+    assert outline.counts["script"] == 3 and "iframe" not in outline.counts
+    assert "default-src 'none'" in page
+
+
+def test_model_text_cannot_leave_its_place(page):
+    assert HOSTILE.strip() not in page
+    assert page.count("</script>") == 3
+    records = [record for group in embedded(page)["samples"] for record in group["records"]]
+    assert any(HOSTILE in "".join(record["tokens"]) for record in records)  # and yet it is all there
+    assert "<b>not bold</b>" not in page and "&lt;b&gt;not bold&lt;/b&gt; &amp; unset" in page
+
+
+def test_embedded_json_closes_nothing():
+    nasty = {"<!--<script>": "</script> & ]]> \u2028 🙂"}
+    text = embed_json(nasty)
+    assert not set("<>&\u2028") & set(text)
+    assert json.loads(text) == nasty
+
+
+def test_names_and_settings_are_escaped(tmp_path):
+    run_dir = make_run(tmp_path / "a<b>&c", steps=2)
+    config = (run_dir / "config.yaml").read_text().replace("smollm2-ppo-critic", "'</title><script>x</script>'")
+    (run_dir / "config.yaml").write_text(config)
+    assert "<script>x" not in build_report(run_dir).read_text(encoding="utf-8")
+
+
+def test_same_files_same_page(page, run_dir):
+    assert build_report(run_dir).read_text(encoding="utf-8") == page
+
+
+def test_a_bare_metrics_file_is_enough(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "mine/odd": 3.0}\n')
+    page = build_report(tmp_path).read_text(encoding="utf-8")
+    outline = Outline(page)
+    assert not [one for one in outline.ids if one.startswith("plot-") and one != "plot-explorer"]
+    assert "samples" not in outline.ids and "holds no config.yaml" in page
+
+
+def test_flattened_settings_read_as_typed():
+    config = {"a": {"b": None, "c": [1, "x", True], "d": {}}, "e": 1e-6, "f": False}
+    assert list(flatten(config)) == [
+        ("a.b", "null"),
+        ("a.c", "[1, x, true]"),
+        ("a.d", "{}"),
+        ("e", "1e-06"),
+        ("f", "false"),
+    ]
+
+
+def test_building_a_report_does_not_import_torch():
+    check = "import valor.report.page, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], timeout=60).returncode == 0

@@ -1,0 +1,303 @@
+"""The grader pool under graders that fail, hang, die, lie about their type, and load late."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from valor.errors import UserError
+from valor.rewards.custom import CustomFunction
+from valor.rewards.executor import RewardExecutor, RewardResult, Sample
+from valor.rewards.registry import BUILT_IN, register_reward, registered_graders
+from valor.rewards.worker import Grading, WorkerSetup
+
+TIMEOUT = 0.4
+
+BEHAVIOURS = """
+import asyncio, os, signal, sys, time
+import sibling_of_rewards
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):
+    what = solution_str
+    if what == "sleep": time.sleep(1000)
+    if what == "spin": return sum(range(10**13))  # one C call: no Python code runs until it ends
+    if what == "eat":
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        while True:
+            try: time.sleep(0.05); raise KeyboardInterrupt
+            except BaseException: pass
+    if what.startswith("exit"): os._exit(int(what[4:]))
+    if what == "kill": os.kill(os.getpid(), signal.SIGKILL)
+    if what == "sys.exit": sys.exit(0)
+    if what == "raise": raise ValueError("no such unit\\nreally")
+    if what == "nan": return float("nan")
+    if what == "none": return None
+    if what == "text": return "1.0"
+    if what == "no score": return {"acc": 1.0}
+    if what == "slow":
+        time.sleep(0.05)
+        return {"score": 0.0, "pid": os.getpid()}
+    if what == "pid": return {"score": 0.0, "pid": os.getpid()}
+    if what == "odd":
+        found = {"sibling": sibling_of_rewards.VALUE, "torch": "torch" in sys.modules}
+        return {"score": True, "acc": 0, "set": {3}, **found}
+    return float(what == ground_truth) + bonus
+
+async def async_score(data_source, solution_str, ground_truth, extra_info=None):
+    await asyncio.sleep(0.01)
+    return float(solution_str == ground_truth)
+"""
+
+
+@pytest.fixture(scope="module")
+def reward_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rewards")
+    (folder / "sibling_of_rewards.py").write_text("VALUE = 7\n")
+    (folder / "behaviours.py").write_text(BEHAVIOURS)
+    return folder / "behaviours.py"
+
+
+@pytest.fixture(scope="module")
+def executor(reward_file: Path) -> Iterator[RewardExecutor]:
+    custom = CustomFunction(str(reward_file))
+    with RewardExecutor(num_workers=2, timeout=TIMEOUT, error_score=-1.0, custom=custom) as pool:
+        yield pool
+
+
+def grade(executor: RewardExecutor, *responses: str) -> list[RewardResult]:
+    return executor.score([Sample("any", r, "good", {"index": i}) for i, r in enumerate(responses)])
+
+
+def test_scores_come_back_in_order(executor: RewardExecutor) -> None:
+    responses = ["good" if i % 3 == 0 else "bad" for i in range(500)]
+    results = grade(executor, *responses)
+    assert [r.score for r in results] == [1.0 if i % 3 == 0 else 0.0 for i in range(500)]
+    assert all(r.error is None and r.seconds >= 0 for r in results)
+
+
+def test_no_samples_no_results(executor: RewardExecutor) -> None:
+    assert executor.score([]) == []
+
+
+@pytest.mark.parametrize(
+    ("response", "reason"),
+    [
+        ("raise", "ValueError: no such unit really (behaviours.py:"),
+        ("sys.exit", "SystemExit: 0"),
+        ("nan", "returned nan"),
+        ("none", "returned None, not a number"),
+        ("text", "returned '1.0', not a number"),
+        ("no score", "without 'score' (it has acc)"),
+    ],
+)
+def test_a_failing_grader_costs_its_own_sample(executor: RewardExecutor, response: str, reason: str) -> None:
+    before, failed, after = grade(executor, "good", response, "good")
+    assert (before.score, after.score) == (1.0, 1.0)
+    assert failed.score == -1.0
+    assert failed.components == {}
+    assert failed.error is not None and reason in failed.error and "\n" not in failed.error
+    assert not failed.correct
+
+
+@pytest.mark.parametrize("response", ["sleep", "spin"])
+def test_a_hung_grader_is_ended_at_its_timeout(executor: RewardExecutor, response: str) -> None:
+    grade(executor, "good")  # the processes are up
+    start = time.perf_counter()
+    results = grade(executor, *["good"] * 20, response, *["good"] * 20)
+    elapsed = time.perf_counter() - start
+    assert [r.score for r in results] == [1.0] * 20 + [-1.0] + [1.0] * 20
+    assert results[20].error == "no score within 0.4 s (reward.timeout)"
+    assert TIMEOUT < elapsed < TIMEOUT + 2.0
+
+
+def test_a_grader_that_swallows_every_exception_and_signal_is_ended(executor: RewardExecutor) -> None:
+    results = grade(executor, "good", "eat", "good")
+    assert [r.score for r in results] == [1.0, -1.0, 1.0]
+    assert "no score within" in (results[1].error or "")
+
+
+@pytest.mark.parametrize(
+    ("response", "reason"),
+    [("exit3", "exit status 3"), ("kill", "signal 9"), ("exit0", "no score within")],
+)
+def test_a_grader_that_ends_its_process_costs_its_own_sample(
+    executor: RewardExecutor, response: str, reason: str
+) -> None:
+    results = grade(executor, *["good"] * 10, response, *["good"] * 10)
+    assert [r.score for r in results] == [1.0] * 10 + [-1.0] + [1.0] * 10
+    assert reason in (results[10].error or "")
+
+
+def test_many_bad_graders_at_once(executor: RewardExecutor) -> None:
+    bad = {5: "exit3", 6: "exit3", 20: "sleep", 21: "raise", 40: "kill", 41: "sleep"}
+    results = grade(executor, *[bad.get(i, "good") for i in range(60)])
+    assert {i for i, r in enumerate(results) if r.error} == set(bad)
+    assert all(r.score == 1.0 for i, r in enumerate(results) if i not in bad)
+
+
+def test_a_pool_whose_idle_processes_were_killed_starts_again(executor: RewardExecutor) -> None:
+    pids = {r.components["pid"] for r in grade(executor, *["pid"] * 40)}
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    time.sleep(0.3)
+    assert [r.score for r in grade(executor, *["good"] * 10)] == [1.0] * 10
+
+
+def test_slow_graders_share_the_processes(executor: RewardExecutor) -> None:
+    results = grade(executor, *["slow"] * 12)
+    assert len({r.components["pid"] for r in results}) == 2
+    assert all(r.seconds >= 0.05 for r in results)
+
+
+def test_a_slow_chunk_gives_its_rest_back(reward_file: Path) -> None:
+    notes = [-1, -1]
+    grading = Grading(WorkerSetup(CustomFunction(str(reward_file)), (), 0.0), notes)
+    slow, good = pickle.dumps(Sample("a", "slow", "")), pickle.dumps(Sample("a", "good", ""))
+    num_graded = len(grading.chunk(1, [slow] * 20))
+    assert 1 <= num_graded <= 3  # 0.05 s each, 0.1 s a chunk
+    assert notes == [-1, num_graded - 1]  # the last one it began
+    assert len(grading.chunk(0, [good] * 20)) == 20
+    assert notes[0] == 19
+
+
+def test_components_are_plain_values(executor: RewardExecutor) -> None:
+    (result,) = grade(executor, "odd")
+    assert result.score == 1.0
+    assert result.components == {"acc": 0, "set": "{3}", "sibling": 7, "torch": False}
+    assert not result.correct  # `acc` decides where a grader gives it
+
+
+def test_a_sample_that_cannot_travel_gets_an_error(executor: RewardExecutor) -> None:
+    results = executor.score([Sample("a", "good", "good"), Sample("a", "good", lambda: None)])
+    assert results[0].score == 1.0
+    assert "cannot be sent" in (results[1].error or "")
+
+
+def test_submitted_samples_are_graded_in_the_background(executor: RewardExecutor) -> None:
+    futures = [executor.submit(Sample("a", "good", "good")) for _ in range(30)]
+    deadline = time.monotonic() + 5
+    while not all(f.done() for f in futures) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert all(f.done() for f in futures)
+    assert [r.score for r in executor.gather(futures)] == [1.0] * 30
+
+
+def test_keyword_arguments_and_async_functions(reward_file: Path) -> None:
+    with RewardExecutor(num_workers=1, custom=CustomFunction(str(reward_file), kwargs={"bonus": 0.5})) as pool:
+        assert [r.score for r in grade(pool, "good", "bad")] == [1.5, 0.5]
+    with RewardExecutor(num_workers=1, custom=CustomFunction(str(reward_file), "async_score")) as pool:
+        assert [r.score for r in grade(pool, "good", "bad")] == [1.0, 0.0]
+
+
+def test_processes_that_die_on_start_are_given_up(tmp_path: Path) -> None:
+    file = tmp_path / "dies.py"
+    file.write_text(
+        f"import os\nif os.getpid() != {os.getpid()}: os._exit(1)\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None): return 1.0\n"
+    )
+    with RewardExecutor(num_workers=1, timeout=TIMEOUT, custom=CustomFunction(str(file))) as pool:
+        (result,) = grade(pool, "good")
+    assert result.score == 0.0
+    assert "die before" in (result.error or "")
+
+
+def test_closing_gives_waiting_samples_an_error(reward_file: Path) -> None:
+    pool = RewardExecutor(num_workers=1, timeout=30, custom=CustomFunction(str(reward_file)))
+    futures = [pool.submit(Sample("a", "sleep", "")) for _ in range(10)]
+    pool.close()
+    assert all("shut down" in (f.result(timeout=1).error or "") for f in futures)
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.submit(Sample("a", "good", ""))
+
+
+def test_registered_graders_reach_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("valor.rewards.registry._registered", {})
+    register_reward("mine/*")(BUILT_IN["valor/arithmetic"])
+    assert list(registered_graders()) == ["mine/*"]
+    with RewardExecutor(num_workers=1) as pool:
+        known, unknown = pool.score([Sample("mine/sums", "3 + 4 = 7", "7"), Sample("nobody", "7", "7")])
+    assert known.score == 1.0
+    assert "no grader for data_source 'nobody'" in (unknown.error or "")
+
+
+def test_a_local_function_cannot_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("valor.rewards.registry._registered", {})
+    register_reward("mine")(lambda **_: 1.0)
+    with RewardExecutor(num_workers=1) as pool, pytest.raises(UserError, match="top level"):
+        pool.score([Sample("mine", "", "")])
+
+
+SCRIPT = """
+import os, sys, time
+from valor.rewards import register_reward
+from valor.rewards.executor import RewardExecutor, Sample
+
+@register_reward("script")
+def mine(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "sleep":
+        time.sleep(1000)
+    return {"score": 2.0, "pid": os.getpid()}
+
+if __name__ == "__main__":
+    executor = RewardExecutor(num_workers=1, timeout=60)
+    (result,) = executor.score([Sample("script", "", "")])
+    print("score", result.score, "pid", result.components["pid"], flush=True)
+    if "hang" in sys.argv:
+        executor.submit(Sample("script", "sleep", ""))
+        time.sleep(60)
+    # no close(): the interpreter's end must be quiet all the same
+"""
+
+UNGUARDED_SCRIPT = """
+from valor.rewards.executor import RewardExecutor, Sample
+print("main module")
+with RewardExecutor(num_workers=1, timeout=20) as executor:
+    print(executor.score([Sample("valor/arithmetic", "1 + 1 = 2", "2")])[0].score)
+"""
+
+
+def start_script(tmp_path: Path, text: str, *args: str) -> "subprocess.Popen[str]":
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    return subprocess.Popen(
+        [sys.executable, str(script), *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_a_main_module_without_a_guard_is_not_run_again(tmp_path: Path) -> None:
+    out, err = start_script(tmp_path, UNGUARDED_SCRIPT).communicate(timeout=30)
+    assert (out, err) == ("main module\n1.0\n", "")
+
+
+def test_a_script_without_close_ends_quietly(tmp_path: Path) -> None:
+    out, err = start_script(tmp_path, SCRIPT).communicate(timeout=30)
+    assert "score 2.0" in out
+    assert err == ""
+
+
+def test_graders_end_with_a_killed_parent(tmp_path: Path) -> None:
+    process = start_script(tmp_path, SCRIPT, "hang")
+    assert process.stdout is not None
+    line = next(line for line in process.stdout if line.startswith("score"))
+    grader = int(line.split()[-1])
+    time.sleep(0.3)
+    process.kill()
+    process.communicate(timeout=10)
+    deadline = time.monotonic() + 5
+    while is_running(grader) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_running(grader)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state != "Z"

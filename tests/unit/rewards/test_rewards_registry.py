@@ -1,0 +1,168 @@
+"""Routing by data source, functions from files, and the summary of a step."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from valor.errors import UserError
+from valor.rewards import compute_score, register_reward
+from valor.rewards.custom import CustomFunction, FunctionSource
+from valor.rewards.executor import RewardResult, Sample
+from valor.rewards.manager import RewardManager, summarize
+from valor.rewards.registry import grader_for, has_grader, known_data_sources, require_graders
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("valor.rewards.registry._registered", {})
+
+
+def constant(value: float):
+    return lambda data_source, solution_str, ground_truth, extra_info: value
+
+
+def test_built_in_graders_by_data_source() -> None:
+    assert compute_score("openai/gsm8k", "#### 7", "7")["score"] == 1.0  # type: ignore[index]
+    assert compute_score("openai/gsm8k", "is 7", "7")["score"] == 0.0  # type: ignore[index]
+    assert compute_score("openai/gsm8k-flexible", "is 7", "7")["score"] == 1.0  # type: ignore[index]
+    assert compute_score("valor/arithmetic", "3+4=7", "7", {"index": 0})["score"] == 1.0  # type: ignore[index]
+
+
+def test_names_go_before_patterns_and_later_before_earlier() -> None:
+    register_reward("math_*")(constant(1))
+    register_reward("math_dapo")(constant(2))
+    assert compute_score("math_dapo", "", "") == 2
+    assert compute_score("math_other", "", "") == 1
+    register_reward("math_o*")(constant(3))
+    assert compute_score("math_other", "", "") == 3
+    register_reward("math_*")(constant(4))  # registered anew: the latest
+    assert compute_score("math_other", "", "") == 4
+    register_reward("openai/*")(constant(5))
+    assert compute_score("openai/gsm8k", "", "") == 5
+
+
+def test_a_grader_sees_all_four_arguments() -> None:
+    register_reward("mine")(lambda **kwargs: kwargs)
+    given = {"data_source": "mine", "solution_str": "s", "ground_truth": 3, "extra_info": {"index": 1}}
+    assert compute_score(**given) == given
+
+
+def test_an_unknown_data_source_names_the_known_ones_and_the_way_out() -> None:
+    with pytest.raises(UserError) as error:
+        grader_for("openai/gsm8")
+    text = str(error.value)
+    assert "'openai/gsm8'" in text and "Did you mean 'openai/gsm8k'?" in text
+    assert "valor/arithmetic" in text and "reward.custom_reward_function.path" in text
+    assert "\n" not in text
+    with pytest.raises(UserError, match="'a', 'b'"):
+        require_graders(["openai/gsm8k", "a", "b", "a"])
+    require_graders(known_data_sources())
+    assert has_grader("openai/gsm8k") and not has_grader("")
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+GOOD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None): return 0.25\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "kwargs", "message"),
+    [
+        ("", "compute_score", {}, "no function 'compute_score' (it has none)"),
+        (GOOD, "compute", {}, "no function 'compute' (it has compute_score)"),
+        ("x = 1", "x", {}, "no function 'x'"),
+        ("1/0", "compute_score", {}, "fails on import (ZeroDivisionError: division by zero)"),
+        ("def f(:", "compute_score", {}, "fails on import (SyntaxError"),
+        ("import no_such_thing", "compute_score", {}, "No module named 'no_such_thing'"),
+        ("def compute_score(text): return 0.0", "compute_score", {}, "must take data_source, solution_str"),
+        (GOOD, "compute_score", {"strict": True}, "cannot be called with"),
+    ],
+)
+def test_a_bad_custom_function_is_one_clear_line(
+    tmp_path: Path, text: str, name: str, kwargs: dict[str, object], message: str
+) -> None:
+    path = write(tmp_path / "reward.py", text)
+    with pytest.raises(UserError) as error:
+        CustomFunction(path, name, kwargs).load()
+    assert message in str(error.value) and path in str(error.value) and "\n" not in str(error.value)
+
+
+def test_missing_files_and_modules() -> None:
+    with pytest.raises(UserError, match=r"/nowhere/reward.py: no such file"):
+        CustomFunction("/nowhere/reward.py").load()
+    with pytest.raises(UserError, match=r"module 'no_such_package.rewards' cannot be imported"):
+        CustomFunction("pkg://no_such_package.rewards").load()
+
+
+def test_functions_from_files_and_modules(tmp_path: Path) -> None:
+    path = write(tmp_path / "reward.py", GOOD)
+    assert CustomFunction(path).load()("a", "b", "c") == 0.25
+    assert CustomFunction("pkg://valor.rewards.arithmetic", "grade").load()("", "= 3", "3")["score"] == 1.0
+
+
+def test_a_function_is_found_again_by_its_source() -> None:
+    source = FunctionSource.of(summarize)
+    assert source == FunctionSource("summarize", module="valor.rewards.manager")
+    assert source.load() is summarize
+    with pytest.raises(UserError, match="top level"):
+        FunctionSource.of(constant(1))
+
+
+def test_summary_by_data_source() -> None:
+    results = [
+        RewardResult(1.0, {"format": 1.0, "pred": "7"}, None, 0.25),
+        RewardResult(0.0, {"format": 0.0, "pred": ""}, None, 0.5),
+        RewardResult(-1.0, {}, "ValueError: odd", 0.125),
+        RewardResult(0.1, {"acc": False}, None, 0.0),
+        RewardResult(0.9, {"acc": True}, None, 0.0),
+    ]
+    summary = summarize(["a/b", "a/b", "a/b", "", ""], results)
+    assert summary.metrics == {
+        "reward/errors": 1.0,
+        "reward/grading_seconds_max": 0.5,
+        "reward/a/b/mean": 0.0,
+        "reward/a/b/correct": pytest.approx(1 / 3),
+        "reward/a/b/format": 0.5,  # over the two samples that have it
+        "reward/unnamed/mean": 0.5,
+        "reward/unnamed/correct": 0.5,
+        "reward/unnamed/acc": 0.5,
+    }
+    assert summary.lines == [
+        "reward unnamed: 1/2 correct, mean 0.500, 0 errors",
+        "reward a/b: 1/3 correct, mean 0.000, 1 error (1 x ValueError: odd)",
+    ]
+    assert summary.line == "; ".join(summary.lines)
+    assert summarize([], []).metrics == {"reward/errors": 0.0}
+
+
+def reward_config(path: str | None = None) -> SimpleNamespace:
+    custom = SimpleNamespace(path=path, name="compute_score", reward_kwargs={})
+    return SimpleNamespace(num_workers=1, timeout=5.0, error_score=0.0, custom_reward_function=custom)
+
+
+def test_manager_grades_and_checks_sources(tmp_path: Path) -> None:
+    manager = RewardManager(reward_config())  # type: ignore[arg-type]
+    try:
+        with pytest.raises(UserError, match="no grader for data_source 'mine'"):
+            manager.check(["mine"])
+        samples = [Sample("valor/arithmetic", f"= {i}", "3") for i in range(4)]
+        results, summary = manager.gather(samples, [manager.submit(s) for s in samples])
+        assert [r.score for r in results] == [0, 0, 0, 1]
+        assert summary.line == "reward valor/arithmetic: 1/4 correct, mean 0.250, 0 errors"
+        assert manager.score(samples)[0][3].components == {"pred": "3"}
+    finally:
+        manager.close()
+    custom = RewardManager(reward_config(write(tmp_path / "r.py", GOOD)))  # type: ignore[arg-type]
+    custom.check(["mine"])  # the custom function grades everything
+    custom.close()
+
+
+def test_importing_rewards_loads_neither_torch_nor_pyarrow() -> None:
+    code = "import sys, valor.rewards.manager; print([m for m in ('torch', 'numpy', 'pyarrow') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"

@@ -1,0 +1,61 @@
+from valor.rollout.base import Request, SamplingParams
+from valor.rollout.schedule import Group, Waiting
+
+
+def request(name: str, prompt: list[int], tokens: int = 10) -> Request:
+    return Request(name, prompt, SamplingParams(max_tokens=tokens))
+
+
+def queue(requests: list[Request], max_num_seqs: int = 100, max_cache_tokens: int | None = None) -> Waiting:
+    return Waiting(requests, 1000, max_num_seqs, max_cache_tokens)
+
+
+def names(groups: list[Group]) -> list[list[str]]:
+    return [[request.request_id for _, request in group.members] for group in groups]
+
+
+def test_samples_of_a_prompt_are_grouped_and_long_prompts_come_first() -> None:
+    waiting = queue([request("a", [1]), request("b", [1, 2, 3]), request("c", [1]), request("d", [4])])
+    assert names(waiting.admit(0)) == [["b"], ["a", "c"], ["d"]]
+    assert not waiting
+
+
+def test_a_group_is_split_only_when_it_cannot_fit_at_all() -> None:
+    waiting = queue([request(f"a{i}", [1, 2]) for i in range(5)] + [request(f"b{i}", [1]) for i in range(3)], 4)
+    assert names(waiting.admit(0)) == [["a0", "a1", "a2", "a3"]]
+    assert names(waiting.admit(0)) == [["a4"], ["b0", "b1", "b2"]]
+    waiting = queue([request("a", [1, 2])] + [request(f"b{i}", [1]) for i in range(3)], 3)
+    assert names(waiting.admit(0)) == [["a"]]
+    assert names(waiting.admit(1)) == []
+    assert names(waiting.admit(0)) == [["b0", "b1", "b2"]]
+
+
+def test_cache_tokens_are_reserved_until_released() -> None:
+    work = [request(str(i), [i], tokens=9) for i in range(3)]
+    waiting = queue(work, max_cache_tokens=25)
+    assert names(waiting.admit(0)) == [["0"], ["1"]]
+    assert not waiting.can_join(2)
+    waiting.release(work[0])
+    assert waiting.can_join(1)
+    assert names(waiting.admit(1)) == [["2"]]
+
+
+def test_a_request_larger_than_the_bound_runs_alone() -> None:
+    waiting = queue([request("big", [1, 2], tokens=500), request("small", [1])], max_cache_tokens=50)
+    assert names(waiting.admit(0)) == [["big"]]
+    assert names(waiting.admit(1)) == []
+
+
+def test_requests_join_once_a_quarter_of_the_rows_is_free() -> None:
+    waiting = queue([request(str(i), [i]) for i in range(20)], max_num_seqs=8)
+    assert len(waiting.admit(0)) == 8
+    assert not waiting.can_join(7)
+    assert waiting.can_join(6)
+    assert len(waiting.admit(6)) == 2
+
+
+def test_sharing_pays_for_long_prompts_with_several_samples() -> None:
+    long, short = list(range(40)), [1, 2]
+    assert queue([request("a", long), request("b", long)]).worth_sharing()
+    assert not queue([request("a", short), request("b", short)]).worth_sharing()
+    assert not queue([request("a", long), request("b", long[1:])]).worth_sharing()
