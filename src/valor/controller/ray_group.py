@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from typing import Any
@@ -21,8 +22,7 @@ _POLL_SECONDS = 0.5
 _PLACEMENT_SECONDS = 120.0
 
 
-@ray.remote(concurrency_groups={"watch": 1})
-class _HostActor:
+class _RayHost:
     """A WorkerHost in a Ray process; progress is asked for on a second thread while a call runs."""
 
     def __init__(self, rank: int, pool: ResourcePool) -> None:
@@ -70,8 +70,9 @@ class RayGroup(WorkerGroup):
             raise UserError(
                 f"Ray could not place {pool} within {_PLACEMENT_SECONDS:.0f} s: it has {ray.available_resources()}"
             )
+        actor_class: Any = ray.remote(concurrency_groups={"watch": 1})(_RayHost)  # type: ignore[call-overload]
         self._actors = [
-            _HostActor.options(
+            actor_class.options(
                 num_cpus=cpus,
                 num_gpus=1 if pool.device == "cuda" else 0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
@@ -125,6 +126,6 @@ def _start_ray(pool: ResourcePool, ray_init: dict[str, Any]) -> None:
         settings.setdefault("include_dashboard", False)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
-        ray.init(log_to_driver=False, logging_level="ERROR", **settings)
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, **settings)
     except ConnectionError as error:
         raise UserError(f"no Ray cluster at ray_kwargs.ray_init.address={settings.get('address')}: {error}") from None

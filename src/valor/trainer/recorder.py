@@ -71,7 +71,7 @@ class RunRecorder:
 
     def _loggers(self) -> list[str]:
         """`trainer.logger`, and the jsonl file that the report is built from."""
-        names = list(self.config.trainer.logger)
+        names: list[str] = [*self.config.trainer.logger]
         return [*names, "file"] if self.config.trainer.report and "file" not in names else names
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
