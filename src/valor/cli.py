@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -56,6 +58,8 @@ def _data(argv: list[str]) -> int:
     parser.add_argument("--model", help="model or tokenizer path: renders a sample and measures prompts in tokens")
     parser.add_argument("--max-prompt-length", type=int, default=512, metavar="TOKENS")
     args = parser.parse_args(argv)
+    if not args.file.exists():
+        raise UserError(f"{args.file}: no such file; examples/data_preprocess shows how to make one")
     tokenizer = None
     if args.model:
         from valor.models.load import load_tokenizer
@@ -127,6 +131,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 def _usage() -> str:
