@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
-from valor.algorithms.reductions import masked_whiten
+from valor.algorithms.reductions import WHITENING_SCOPES, Moments, masked_whiten
+from valor.algorithms.registry import choose
 from valor.algorithms.scan import Packing, row_blocks, suffix_scan
+from valor.errors import UserError
 
 
 def gae(
@@ -42,8 +44,11 @@ def gae(
     """
     response_mask, rewards = response_mask.to(values.dtype), rewards.to(values.dtype)
     advantages, returns = torch.empty_like(values), torch.empty_like(values)
+    if adaptive_lam_alpha is not None and adaptive_lam_alpha <= 0:
+        raise UserError(f"adaptive_lam_alpha must be positive, got {adaptive_lam_alpha}")
     lam_actor = lam if lam_actor is None else lam_actor
     lam_critic = lam if lam_critic is None else lam_critic
+    moments = Moments()
     for rows in row_blocks(values):
         packing = Packing(response_mask[rows])
         value = packing.pack(values[rows])
@@ -59,6 +64,7 @@ def gae(
         else:
             lengths = packing.counts.clamp(min=1).double()
             advantage = suffix_scan(delta, gamma * (1.0 - 1.0 / (adaptive_lam_alpha * lengths)).clamp(min=0.0))
+        moments = moments.merge(Moments.of(packing.emptied(advantage), packing.counts.sum().item()))
         if adaptive_lam_alpha is None and lam_critic == lam_actor:
             target = advantage
         else:
@@ -66,12 +72,12 @@ def gae(
 
         if zero_masked:
             packing.unpack(advantage, out=advantages[rows])
-            packing.unpack(target + value, out=returns[rows])
+            packing.unpack(target.add_(value), out=returns[rows])
         else:
             advantages[rows] = packing.unpack_carried(advantage)
             returns[rows] = packing.unpack_carried(target) + values[rows]
-    if whitening != "none":
-        masked_whiten(advantages, response_mask, scope=whitening, zero_masked=zero_masked, out=advantages)
+    if choose(whitening, WHITENING_SCOPES, "whitening") == "batch":
+        masked_whiten(advantages, response_mask, zero_masked=zero_masked, moments=moments, out=advantages)
     return advantages, returns
 
 

@@ -39,8 +39,9 @@ def gdpo(
     total = torch.zeros(response_mask.shape[0], dtype=torch.float64, device=response_mask.device)
     for key, scores in component_scores.items():
         total += weights[key] * grpo_scores(scores, groups, norm_adv_by_std_in_grpo, singleton)
+    advantage = spread_over_tokens(total, response_mask)
     compared = response_mask
-    if singleton == "zero":
+    if singleton == "zero" and bool(groups.singleton.any()):
         compared = response_mask.masked_fill(groups.singleton.unsqueeze(1), 0.0)
-    advantage = masked_whiten(spread_over_tokens(total, response_mask), compared, scope=whitening)
+    masked_whiten(advantage, compared, scope=whitening, out=advantage)
     return advantage, advantage

@@ -84,10 +84,10 @@ def opo(
     groups = Groups(group_ids, rewards.shape[0], rewards.device)
     scores = sequence_scores(rewards, response_mask)
     lengths = response_mask.sum(-1).double()
-    total_length = groups.total(lengths)
-    baseline = groups.total(lengths * scores) / total_length.clamp(min=1.0)
-    agree = groups.extreme(scores, "amax") == groups.extreme(scores, "amin")
-    centred = torch.where(agree, 0.0, scores.double() - groups.spread(baseline))
+    centred = scores.double() - groups.mean(scores)
+    # The baseline relative to the mean: exactly 0 for scores that agree.
+    shift = groups.spread(groups.total(lengths * centred) / groups.total(lengths).clamp(min=1.0))
+    centred = centred - shift
     advantage = spread_over_tokens(settle_singletons(centred, scores, groups, singleton), response_mask)
     return advantage, advantage
 

@@ -27,7 +27,7 @@ def group_index(group_ids: GroupIds | None, size: int, device: torch.device | No
         to_list = getattr(group_ids, "tolist", None)  # a numpy array's elements compare and hash best as Python's
         ids = to_list() if to_list else list(group_ids)
         position = {key: place for place, key in enumerate(dict.fromkeys(ids))}
-        index = torch.tensor([position[key] for key in ids], dtype=torch.int64)
+        index = torch.tensor(list(map(position.__getitem__, ids)), dtype=torch.int64)
     if index.shape != (size,):
         raise UserError(f"group_ids must hold one id per sample: {size} samples, ids of shape {tuple(index.shape)}")
     return index.to(device)

@@ -95,8 +95,8 @@ class FixedKLController:
 class AdaptiveKLController(FixedKLController):
     """β ← β · (1 + clip(KL/target − 1, ±0.2) · n_steps / horizon) (https://arxiv.org/abs/1909.08593, section 2.2)."""
 
-    def __init__(self, kl_coef: float, target_kl: float, horizon: float) -> None:
-        super().__init__(kl_coef)
+    def __init__(self, init_kl_coef: float, target_kl: float, horizon: float) -> None:
+        super().__init__(init_kl_coef)
         if target_kl <= 0 or horizon <= 0:
             raise UserError("the adaptive KL controller needs target_kl > 0 and horizon > 0")
         self.target_kl = target_kl

@@ -30,24 +30,24 @@ def optimal_token_baseline(
     the longest response keeps a gradient. singleton: a group of one: advantage "zero", or "raw" (A = G, as verl).
     """
     groups = Groups(group_ids, rewards.shape[0], rewards.device)
-    packing = Packing(response_mask.to(rewards.dtype))
-    returns = returns_to_go(rewards, response_mask, 1.0, reward_on_masked)
-    weights = 1.0 - 2.0 * old_log_probs.exp() + sum_pi_squared
+    mask = response_mask.to(rewards.dtype)
+    returns = returns_to_go(rewards, mask, 1.0, reward_on_masked)
+    weights = old_log_probs.exp().mul_(-2.0).add_(1.0).add_(sum_pi_squared)
     if rollout_is_weights is not None:
-        weights = weights * rollout_is_weights.square()
-    weights = weights.masked_fill(response_mask == 0, 0.0)
-    mask = (response_mask != 0).to(returns.dtype)
-    gain, weight, present = (packing.pack(x) if compact else x for x in (returns, weights, mask))
+        weights.mul_(rollout_is_weights).mul_(rollout_is_weights)
+    weights.masked_fill_(~mask.bool(), 0.0)
+    packing = Packing(mask) if compact else None
+    gain, weight, present = (x if packing is None else packing.pack(x) for x in (returns, weights, mask))
 
-    energy = weight.cumsum(1) * present
+    energy = weight.cumsum(1).mul_(present)
     baseline = _per_group(gain * energy, groups) / (_per_group(energy, groups) + 1e-8)
-    alone = _per_group(present, groups) <= 1
-    advantage = (gain - baseline.masked_fill(alone, 0.0)) * present
-    if choose(singleton, SINGLETON, "singleton") == "zero":
-        advantage = advantage.masked_fill(groups.singleton.unsqueeze(1), 0.0)
-    return (packing.unpack(advantage) if compact else advantage), returns
+    baseline.masked_fill_(_per_group(present, groups) <= 1, 0.0)  # a step that only one sample reaches
+    advantage = (gain - baseline.index_select(0, groups.index)).mul_(present)
+    if choose(singleton, SINGLETON, "singleton") == "zero" and bool(groups.singleton.any()):
+        advantage.masked_fill_(groups.singleton.unsqueeze(1), 0.0)
+    return (advantage if packing is None else packing.unpack(advantage)), returns
 
 
 def _per_group(x: Tensor, groups: Groups) -> Tensor:
-    """[B, T] sums over the sample's group, position by position."""
-    return x.new_zeros(groups.number, x.shape[1]).index_add_(0, groups.index, x)[groups.index]
+    """[G, T] sums over the samples of each group, position by position."""
+    return x.new_zeros(groups.number, x.shape[1]).index_add_(0, groups.index, x)

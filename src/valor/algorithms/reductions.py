@@ -64,6 +64,14 @@ class Moments:
     squares: float = 0.0
     clean: bool = True
 
+    @staticmethod
+    def of(kept: Tensor, count: float, clean: bool = True) -> "Moments":
+        """Those of `count` numbers, from a tensor that holds them and otherwise 0s."""
+        total = kept.sum(dtype=torch.float64).item()
+        # In float64 the squares of float32 numbers are exact: subtracting the mean afterwards costs nothing.
+        squares = torch.linalg.vector_norm(kept, dtype=torch.float64).item() ** 2 - total * total / max(count, 1.0)
+        return Moments(count, total / max(count, 1.0), max(squares, 0.0), clean)
+
     def merge(self, other: "Moments") -> "Moments":
         """Those of both parts together (Chan et al. 1983, https://doi.org/10.2307/2683386)."""
         count, gap = self.count + other.count, other.mean - self.mean
@@ -81,15 +89,10 @@ def masked_moments(x: Tensor, mask: Tensor) -> Moments:
     x, mask = _as_rows(x), _as_rows(mask)
     for rows in row_blocks(x):
         kept = x[rows] * mask[rows]
-        total = kept.sum(dtype=torch.float64).item()
-        clean = math.isfinite(total)
+        clean = bool(kept.sum().isfinite())
         if not clean:
             kept = keep_masked(x[rows], mask[rows])
-            total = kept.sum(dtype=torch.float64).item()
-        count = mask[rows].sum(dtype=torch.float64).item()
-        # In float64 the squares of float32 numbers are exact: subtracting the mean afterwards costs nothing.
-        squares = torch.linalg.vector_norm(kept, dtype=torch.float64).item() ** 2 - total * total / max(count, 1.0)
-        moments = moments.merge(Moments(count, total / max(count, 1.0), max(squares, 0.0), clean))
+        moments = moments.merge(Moments.of(kept, mask[rows].sum(dtype=torch.float64).item(), clean))
     return moments
 
 
@@ -102,6 +105,7 @@ def masked_whiten(
     zero_masked: bool = True,
     scope: str = "batch",
     eps: float = 1e-8,
+    moments: Moments | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """(x − mean) / sqrt(var + eps) with the statistics of the masked-in entries of what is given.
@@ -109,14 +113,14 @@ def masked_whiten(
     scope: "batch" (all of it) or "none" (x unchanged but for `zero_masked`). To whiten by mini-batch, call it on each.
     shift_mean: False scales only and leaves the mean where it was.
     zero_masked: masked-out entries become 0; False sends them through the same affine map (verl does).
-    out: contiguous tensor to write to, x itself allowed.
+    moments: those of x under mask, where they are known. out: contiguous tensor to write to, x itself allowed.
     A single masked-in entry has no spread: it becomes 0 (verl raises). No gradient.
     """
-    if choose(scope, WHITENING_SCOPES, "whitening scope") == "none":
-        return keep_masked(x, mask) if zero_masked else x
-    moments = masked_moments(x, mask)
-    scale = (moments.squares / max(moments.count - 1.0, 1.0) + eps) ** -0.5
     out = torch.empty_like(x) if out is None else out
+    if choose(scope, WHITENING_SCOPES, "whitening scope") == "none":
+        return out.copy_(keep_masked(x, mask) if zero_masked else x)
+    moments = masked_moments(x, mask) if moments is None else moments
+    scale = (moments.squares / max(moments.count - 1.0, 1.0) + eps) ** -0.5
     flat, flat_mask, flat_out = (_as_rows(tensor) for tensor in (x, mask, out))
     for rows in row_blocks(flat):
         whitened = torch.sub(flat[rows], moments.mean, out=flat_out[rows]).mul_(scale)

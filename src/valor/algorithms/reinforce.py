@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from valor.algorithms.groups import GroupIds, Groups, sequence_scores, settle_singletons, spread_over_tokens
+from valor.algorithms.groups import SINGLETON, GroupIds, Groups, sequence_scores, spread_over_tokens
 from valor.algorithms.reductions import masked_whiten
+from valor.algorithms.registry import choose
 from valor.algorithms.scan import Packing, row_blocks, suffix_scan
 
 
@@ -16,7 +17,7 @@ def returns_to_go(
     response_mask = response_mask.to(rewards.dtype)
     returns = torch.empty_like(rewards)
     for rows in row_blocks(rewards):
-        packing = Packing(response_mask[rows])
+        packing = Packing(response_mask[rows], in_place=gamma == 1.0)
         scanned = suffix_scan(packing.pack_rewards(rewards[rows], reward_on_masked), gamma)
         if zero_masked:
             packing.unpack(scanned, out=returns[rows])
@@ -57,10 +58,12 @@ def reinforce_plus_plus_baseline(
     """
     groups = Groups(group_ids, rewards.shape[0], rewards.device)
     scores = sequence_scores(rewards, response_mask)
-    centred = settle_singletons(scores.double() - groups.mean(scores), scores, groups, "raw")
-    whitened = masked_whiten(spread_over_tokens(centred, response_mask), response_mask, scope=whitening)
-    settled = settle_singletons(torch.ones_like(centred), torch.ones_like(scores), groups, singleton)
-    advantage = whitened * settled.float().unsqueeze(-1)
+    choose(singleton, SINGLETON, "singleton")
+    centred = scores.double() - groups.mean(scores).masked_fill(groups.singleton, 0.0)
+    advantage = spread_over_tokens(centred, response_mask)
+    masked_whiten(advantage, response_mask, scope=whitening, out=advantage)
+    if singleton == "zero" and bool(groups.singleton.any()):
+        advantage.masked_fill_(groups.singleton.unsqueeze(1), 0.0)
     return advantage, advantage
 
 
@@ -78,5 +81,5 @@ def remax(
     zero_masked: False leaves the sums at masked positions, in both, as verl does. reward_on_masked as in `gae`.
     """
     returns = returns_to_go(rewards, response_mask, 1.0, reward_on_masked, zero_masked)
-    baselines = reward_baselines.to(returns.dtype).unsqueeze(-1) * response_mask.bool()
-    return returns - baselines, returns
+    baselines = reward_baselines.to(returns.dtype).unsqueeze(-1)
+    return torch.addcmul(returns, response_mask.to(returns.dtype), baselines, value=-1.0), returns

@@ -3,56 +3,85 @@
 Shapes: [R, T] is R rows of T positions; a packed row holds only its policy tokens, moved to the left, in order.
 """
 
-import math
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from valor.algorithms.registry import choose
+from valor.errors import UserError
 
 REWARD_ON_MASKED: tuple[str, ...] = ("carry", "drop")
 
 # Elements per block: temporaries of this size stay in the outer cache and their memory is reused from block to block.
-_BLOCK_ELEMENTS = 2**20
-_NEGLIGIBLE = 1e-15  # a factor that no float32 sum notices
+_BLOCK_ELEMENTS = 2**18
+_CHUNK = 16  # the fastest width for `_chunked_scan` on CPUs
 
 
 def row_blocks(x: Tensor) -> Iterator[slice]:
-    """Slices over the rows of x [B, T] of about a million elements each; one slice on an accelerator."""
+    """Slices over the rows of x [B, T] of about a quarter million elements each; one slice on an accelerator."""
     rows = max(1, _BLOCK_ELEMENTS // max(1, x.shape[1])) if x.device.type == "cpu" else max(1, x.shape[0])
     return (slice(start, min(start + rows, x.shape[0])) for start in range(0, x.shape[0], rows))
+
+
+@contextmanager
+def one_thread(device: torch.device) -> Iterator[None]:
+    """CPU work inside runs on one core: these kernels wait for memory, so that handing parts to threads gains little,
+    costs much on a busy machine, and would let sums depend on the number of threads."""
+    threads = torch.get_num_threads()
+    if device.type != "cpu" or threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def suffix_scan(x: Tensor, decay: float | Tensor) -> Tensor:
     """y_t = x_t + decay · y_{t+1} along the last dim of x [R, W], 0 after the end; decay in [0, 1], one or per row [R].
 
-    A row's result does not depend, to the bit, on the other rows, on trailing zeros or on the number of threads.
+    No division, so no over- or underflow; exact for decay 0 and 1.
     """
     if isinstance(decay, Tensor):
         return _doubling_scan(x, decay.double().unsqueeze(1))
+    if not 0.0 <= decay <= 1.0:
+        raise UserError(f"gamma and lam must be between 0 and 1: the decay per token would be {decay:g}")
+    # A matrix product in lower precision (TF32, bfloat16) would not be exact.
+    full_precision = torch.get_float32_matmul_precision() == "highest" and not torch.is_autocast_enabled("cpu")
+    if x.device.type == "cpu" and full_precision and x.numel():
+        return _chunked_scan(x, float(decay))
+    return _doubling_scan(x, torch.tensor(decay, dtype=torch.float64, device=x.device))
+
+
+def _chunked_scan(x: Tensor, decay: float) -> Tensor:
+    """Scans chunks by a product with the triangular matrix of powers, then the heads of the chunks in the same way."""
     rows, width = x.shape
-    if width == 0 or decay == 0.0:
-        return x.clone()
-    # y_t = decay^-t Σ_{s≥t} decay^s x_s, in chunks short enough for the powers, and so long that a chunk feels the one
-    # after it but not the one beyond.
-    chunk = width if decay >= 1.0 else min(width, math.ceil(math.log(_NEGLIGIBLE) / math.log(decay)))
-    backwards = functional.pad(x, (-width % chunk, 0)) if width % chunk else x
-    backwards = backwards.flip(1).view(rows, -1, chunk)
-    if decay < 1.0:
-        steps = torch.arange(chunk, device=x.device, dtype=torch.float64)
-        backwards.mul_((decay**-steps).to(x.dtype))
-        powers = (decay**steps).to(x.dtype)
-        y = backwards.cumsum_(2).mul_(powers)
-        y[:, 1:].addcmul_(y[:, :-1, -1:].clone(), powers * decay)
-    else:
-        y = backwards.cumsum_(2)
-    return y.view(rows, -1).flip(1)[:, -width:]
+    if width % _CHUNK:
+        x = functional.pad(x, (0, -width % _CHUNK))
+    triangle, to_next = _powers(decay, x.dtype)
+    y = torch.mm(x.reshape(-1, _CHUNK), triangle).view(rows, -1, _CHUNK)
+    if y.shape[1] > 1:
+        heads = _chunked_scan(y[:, 1:, 0], decay**_CHUNK)
+        y[:, :-1].addcmul_(heads.unsqueeze(-1), to_next)
+    return y.view(rows, -1)[:, :width]
+
+
+@lru_cache(maxsize=64)
+def _powers(decay: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """decay^(s-t) for s ≥ t, else 0, at [s, t], and decay^(CHUNK-t): what the next chunk's head is worth at t."""
+    base, position = torch.tensor(decay, dtype=torch.float64), torch.arange(_CHUNK)
+    gap = position[:, None] - position[None, :]
+    triangle = (base ** gap.clamp(min=0)).masked_fill(gap < 0, 0.0)
+    return triangle.to(dtype), (base ** (_CHUNK - position)).to(dtype)
 
 
 def _doubling_scan(x: Tensor, decay: Tensor) -> Tensor:
-    """The scan with a decay per row [R, 1]: after k rounds y_t sums 2^k terms (https://doi.org/10.1145/7902.7903)."""
+    """After k rounds y_t sums the first 2^k terms (https://doi.org/10.1145/7902.7903); decay: scalar or [R, 1]."""
     y, reach = x.clone(), 1
     while reach < x.shape[1]:
         summed = y[:, :-reach] + decay.to(x.dtype) * y[:, reach:]
@@ -63,18 +92,21 @@ def _doubling_scan(x: Tensor, decay: Tensor) -> Tensor:
 class Packing:
     """Moves the policy tokens of rows (mask [R, T], 0/1, float) to the left of a buffer [R, W], in order, and back.
 
-    Where no row has a gap nothing needs to move: W = T. Otherwise W = T + 1 and slot 0 is a bin: masked positions write
-    there and, since it is emptied, read 0 from there. Slots after a row's policy tokens are 0.
+    Where no row has a gap, or nothing decays (in_place), nothing needs to move: W = T. Otherwise W = T + 1, policy
+    tokens start at slot 1, and slot 0 is a bin: masked positions write there and, since it is emptied, read 0 from
+    there. Slots after a row's policy tokens are 0.
     """
 
-    def __init__(self, mask: Tensor) -> None:
+    def __init__(self, mask: Tensor, in_place: bool = False) -> None:
         self.mask = mask
-        self.gaps = mask.shape[1] > 1 and mask.numel() > 0 and bool((mask[:, 1:] - mask[:, :-1]).amax() > 0)
+        self.in_place = in_place
+        steps = mask[:, 1:] - mask[:, :-1]
+        self.gaps = not in_place and steps.numel() > 0 and bool(steps.amax() > 0)
         if self.gaps:
             present = mask.bool()
-            seen = present.cumsum(1)
-            self.counts = seen[:, -1].clone()
-            self.slots = seen.mul_(present)
+            self.seen = present.cumsum(1)
+            self.slots = self.seen * present
+            self.counts = self.seen[:, -1]
         else:
             self.counts = mask.sum(1).long()
 
@@ -94,21 +126,27 @@ class Packing:
     def pack_rewards(self, rewards: Tensor, on_masked: str) -> Tensor:
         """[R, T] to [R, W]; a reward at a masked position goes to the last policy token before it (else the first):
         "carry", or is lost: "drop"."""
-        if choose(on_masked, REWARD_ON_MASKED, "reward_on_masked") == "carry":
-            rewards = self._carried(rewards)
-        return self.pack(rewards)
+        if choose(on_masked, REWARD_ON_MASKED, "reward_on_masked") == "drop":
+            return self.pack(rewards)
+        if self.gaps:
+            return self._carry(rewards, self.seen)
+        if self.in_place and bool(self.mask[:, :1].all()) and bool(rewards.sum().isfinite()):
+            return rewards  # what a scan without decay adds on its way to a policy token is that token's anyway
+        kept = rewards * self.mask
+        if not kept.numel() or all(end.item() == 0 for end in torch.aminmax(rewards - kept)):
+            return kept
+        seen = self.mask.bool().cumsum(1)
+        carried = self._carry(rewards, seen)
+        return carried.gather(1, seen) * self.mask if self.in_place else carried[:, 1:]
 
-    def _carried(self, rewards: Tensor) -> Tensor:
-        """Rewards [R, T] with those at masked positions moved to policy tokens."""
-        elsewhere = rewards - rewards * self.mask
-        if not elsewhere.numel() or bool(elsewhere.abs().amax() == 0):
-            return rewards
-        present = self.mask.bool()
-        elsewhere = rewards.masked_fill(present | ~rewards.isfinite(), 0.0)
-        position = torch.arange(rewards.shape[1], device=rewards.device).expand_as(present)
-        before = position.masked_fill(~present, -1).cummax(1).values
-        first = position.masked_fill(~present, rewards.shape[1] - 1).amin(1, keepdim=True)
-        return rewards.scatter_add(1, torch.where(before < 0, first, before), elsewhere)
+    def _carry(self, rewards: Tensor, seen: Tensor) -> Tensor:
+        """[R, T + 1] rewards at the slot of this or the last policy token, 1 for those before the first."""
+        if not bool(rewards.sum().isfinite()):
+            rewards = rewards.masked_fill(~self.mask.bool() & ~rewards.isfinite(), 0.0)
+        buffer = rewards.new_zeros(rewards.shape[0], rewards.shape[1] + 1).scatter_add_(1, seen, rewards)
+        buffer[:, 1] += buffer[:, 0] * (self.counts > 0)
+        buffer[:, 0] = 0.0
+        return buffer
 
     def emptied(self, buffer: Tensor) -> Tensor:
         """The buffer [R, W] with nothing in the bin, if there is one; in place."""
@@ -119,13 +157,13 @@ class Packing:
     def unpack(self, buffer: Tensor, out: Tensor | None = None) -> Tensor:
         """[R, W] back to [R, T]; masked positions 0."""
         if not self.gaps:
-            return buffer if out is None else out.copy_(buffer)
+            # In place, masked positions hold what is carried over them; otherwise they hold 0 already.
+            return torch.mul(buffer, self.mask if self.in_place else 1.0, out=out)
         return torch.gather(self.emptied(buffer), 1, self.slots, out=out)
 
     def unpack_carried(self, buffer: Tensor) -> Tensor:
         """[R, W] back to [R, T]; a masked position shows what the next policy token has (0 after the last)."""
         if not self.gaps:
             return buffer
-        upcoming = (self.mask.bool().cumsum(1) + (self.mask == 0)).clamp(max=buffer.shape[1] - 1)
-        beyond = upcoming > self.counts.unsqueeze(1)
-        return buffer.gather(1, upcoming).masked_fill(beyond, 0.0)
+        upcoming = (self.seen + (self.mask == 0)).clamp(max=buffer.shape[1] - 1)
+        return buffer.gather(1, upcoming).masked_fill(upcoming > self.counts.unsqueeze(1), 0.0)

@@ -16,7 +16,7 @@ from valor.algorithms.reductions import (
     masked_var,
     token_fraction,
 )
-from valor.algorithms.registry import Capability, Entry, Registry
+from valor.algorithms.registry import Capability, Entry, Registry, choose
 from valor.errors import UserError
 
 PerToken = tuple[Tensor, Tensor, Tensor]  # loss, 1 where clipping binds, predicted value; each [B, T]
@@ -163,6 +163,15 @@ def value_loss(
         "vf_error_mean": token_fraction(predicted - common["returns"], response_mask, num_tokens),
     }
     return loss, metrics
+
+
+def predict_values(name: str, outputs: Tensor, **options: float) -> Tensor:
+    """Values [B, T] that a head trained with the loss `name` predicts: its outputs, their sigmoid (bce), or the mean of
+    their distribution over bins (hl_gauss, outputs [B, T, K])."""
+    choose(name, VALUE_LOSSES.names(), VALUE_LOSSES.kind)
+    if name == "bce":
+        return outputs.sigmoid()
+    return hl_gauss_value(outputs, **options) if name == "hl_gauss" else outputs
 
 
 def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -> Tensor:

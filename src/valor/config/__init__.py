@@ -1,7 +1,7 @@
 """The typed config tree: every key, its type, default and meaning; composition and one-line errors."""
 
 from valor.config.actor import ActorConfig, PolicyLossConfig, RefConfig
-from valor.config.algorithm import AlgorithmConfig, KLControlConfig, RolloutCorrectionConfig
+from valor.config.algorithm import AlgorithmConfig, KLControlConfig, PFPPOConfig, RolloutCorrectionConfig
 from valor.config.base import Section
 from valor.config.critic import CriticConfig
 from valor.config.data import DataConfig
@@ -32,6 +32,7 @@ __all__ = [
     "LoadedConfig",
     "ModelConfig",
     "OptimConfig",
+    "PFPPOConfig",
     "PPOConfig",
     "PolicyLossConfig",
     "RayKwargsConfig",

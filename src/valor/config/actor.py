@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from valor.config.base import DType, Section, Share, inherits
 from valor.config.engine import CheckpointConfig, FSDPConfig, OptimConfig
 
 Strategy = Literal["fsdp", "fsdp2", "megatron"]
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
-KLKind = Literal[
-    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"
+
+
+def _estimated(value: Any) -> Any:
+    if value == "full":
+        raise ValueError("the exact KL divergence needs the logits of both models: use an estimator, such as k3")
+    return value
+
+
+KLKind = Annotated[
+    Literal[
+        "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"
+    ],
+    BeforeValidator(_estimated),
 ]
 
 
@@ -33,6 +44,8 @@ class PolicyLossConfig(Section):
     """kl_cov: weight of that penalty."""
     dro_beta: PositiveFloat | None = None
     """dro: weight of the quadratic log-ratio term; required by dro."""
+    loss_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further keyword options of a loss of your own."""
 
 
 class ActorConfig(Section):
@@ -70,8 +83,8 @@ class ActorConfig(Section):
     """Policy loss and its own options."""
     loss_agg_mode: LossAggMode = "token-mean"
     """How token losses become one number; denominators count the whole mini-batch."""
-    loss_scale_factor: PositiveFloat | None = None
-    """seq-mean-token-sum-norm: divisor of each sequence's sum; null takes the response width."""
+    loss_scale_factor: PositiveFloat = inherits("data.max_response_length")
+    """seq-mean-token-sum-norm: divisor of each sequence's sum."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
     calculate_entropy: bool = False

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from valor.config.actor import KLKind
 from valor.config.base import PathStr, Section, Share, inherits
@@ -38,28 +38,28 @@ class FilterGroupsConfig(Section):
     enable: bool = False
     """Drop and redraw."""
     metric: str | None = None
-    """Reward component to compare; null takes the score."""
+    """Reward component to compare; acc is the grader's verdict, null the score."""
     max_num_gen_batches: NonNegativeInt = 0
-    """Most generation rounds per step; 0 sets no limit."""
+    """Most generation batches per step, after which the run stops; 0 sets no limit."""
 
 
 class RolloutCorrectionConfig(Section):
     """The gap between the distribution that generated the samples and the one being trained."""
 
     rollout_is: Literal["token", "sequence"] | None = None
-    """Importance weights per token or per sequence; null uses none."""
+    """Importance weights of the policy loss, per token or per sequence; null uses none."""
     rollout_is_threshold: PositiveFloat | str = 2.0
     """Upper bound of the weights, or "low_high" bounds outside of which a weight is 0."""
     rollout_is_batch_normalize: bool = False
-    """Divide the weights by their batch mean."""
+    """Divide the weights by their mean over the batch."""
     rollout_rs: str | None = None
-    """Rejection statistic, such as token_k1 or seq_mean_k3; null rejects nothing."""
+    """Statistics by which tokens or responses are left out of training, such as token_k1 or seq_mean_k3,seq_max_k2."""
     rollout_rs_threshold: float | str | None = None
-    """Bound(s) of that statistic."""
+    """Their bounds, comma-separated: "low_high" for k1 (on rollout over trained probability), else an upper bound."""
     bypass_mode: bool = False
     """Take the rollout's log-probs as the old ones instead of recomputing them."""
     loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
-    """bypass_mode: loss on the rollout's log-probs."""
+    """bypass_mode: actor.policy_loss, whose ratio then is the importance weight; or REINFORCE with rollout_is."""
 
 
 class AlgorithmConfig(Section):
@@ -80,15 +80,19 @@ class AlgorithmConfig(Section):
     adaptive_lam_alpha: PositiveFloat | None = None
     """Lambda of the advantages by response length: 1 - 1 / (alpha * length); null uses lam_actor."""
     adv_whitening: Literal["batch", "mini_batch", "none"] = "batch"
-    """Over which tokens gae and reinforce_plus_plus normalise advantages."""
+    """Over which tokens gae, reinforce_plus_plus, reinforce_plus_plus_baseline and gdpo normalise advantages."""
     truncation_bootstrap: bool = False
-    """A response cut at the length limit: true continues with the critic's value, false ends with 0."""
+    """gae, a response cut at the length limit: true continues with the value after its last token, false with 0."""
     norm_adv_by_std_in_grpo: bool = True
     """GRPO: divide by the group's standard deviation (false is Dr. GRPO)."""
+    singleton: Literal["zero", "raw"] = "zero"
+    """Advantage of a prompt's only sample in estimators that compare samples: 0, or its score as in verl."""
     gdpo_reward_keys: list[str] | None = None
-    """gdpo: reward components."""
+    """gdpo: reward components, by the names the grader reports them under."""
     gdpo_reward_weights: list[float] | None = None
-    """gdpo: their weights."""
+    """gdpo: their weights; null weighs them alike."""
+    adv_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further keyword options of the estimator, such as reward_on_masked, f_norm, or those of your own."""
     use_kl_in_reward: bool = False
     """Subtract a KL penalty from each token's reward."""
     kl_penalty: KLKind = "kl"

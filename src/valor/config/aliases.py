@@ -123,6 +123,7 @@ ALIASES: tuple[Alias, ...] = (
     *_no_effect("there is one worker implementation", "trainer.use_legacy_worker_impl"),
     *_no_effect("there is one trainer", "trainer.use_v1"),
     *_no_effect("the trainer is synchronous", "trainer.v1.trainer_mode", only=("sync",)),
+    *_no_effect("the penalty is always logged", "*.overlong_buffer_cfg.log"),
     *_no_effect("the trainer is synchronous", "algorithm.filter_groups.max_inflight_gen_batches"),
     *_no_effect("rows are always balanced over processes by tokens", "trainer.balance_batch"),
     *_no_effect("any group of processes hosts any roles", "actor_rollout_ref.hybrid_engine"),

@@ -12,7 +12,8 @@ def check(config: BaseModel) -> list[str]:
     """Every contradiction in a tree whose keys are valid one by one."""
     lines: list[str] = []
     if isinstance(config, PPOConfig):
-        lines += [*_critic(config), *_batches(config), *_generation(config), *_losses(config), *_validation(config)]
+        lines += [*_critic(config), *_batches(config), *_generation(config), *_losses(config)]
+        lines += [*_rewards(config), *_validation(config)]
     trainer = getattr(config, "trainer", None)
     if isinstance(trainer, RunConfig):
         lines += _resume(trainer)
@@ -87,6 +88,21 @@ def _losses(config: PPOConfig) -> list[str]:
     if loss.loss_mode == "dro" and loss.dro_beta is None:
         lines.append("actor_rollout_ref.actor.policy_loss.loss_mode=dro needs policy_loss.dro_beta")
     algorithm = config.algorithm
+    correction = algorithm.rollout_correction
+    if correction.rollout_rs is not None and correction.rollout_rs_threshold is None:
+        lines.append(
+            f"algorithm.rollout_correction.rollout_rs={correction.rollout_rs} needs "
+            "algorithm.rollout_correction.rollout_rs_threshold"
+        )
+    if (
+        correction.bypass_mode
+        and correction.loss_type == "reinforce"
+        and loss.loss_mode not in ("vanilla", "reinforce")
+    ):
+        lines.append(
+            f"algorithm.rollout_correction.loss_type=reinforce and actor_rollout_ref.actor.policy_loss.loss_mode="
+            f"{loss.loss_mode} are two policy losses: use loss_type=ppo_clip, or leave loss_mode at vanilla"
+        )
     if algorithm.gdpo_reward_weights is not None:
         keys, weights = algorithm.gdpo_reward_keys or [], algorithm.gdpo_reward_weights
         if len(keys) != len(weights):
@@ -94,6 +110,25 @@ def _losses(config: PPOConfig) -> list[str]:
                 f"algorithm.gdpo_reward_keys names {len(keys)} components and algorithm.gdpo_reward_weights has "
                 f"{len(weights)} numbers: give one weight per component"
             )
+    return lines
+
+
+def _rewards(config: PPOConfig) -> list[str]:
+    manager, options = config.reward.reward_manager.name, config.reward.reward_kwargs
+    buffer, longest = options.overlong_buffer_cfg, config.data.max_response_length
+    key = "reward.reward_kwargs.overlong_buffer_cfg"
+    if not buffer.enable:
+        return []
+    if manager != "dapo":
+        return [f"{key}.enable=true is read with reward.reward_manager.name=dapo, it is {manager}: set that too"]
+    lines = []
+    if options.max_resp_len != longest:
+        lines.append(
+            f"reward.reward_kwargs.max_resp_len={options.max_resp_len} and data.max_response_length={longest} differ: "
+            "set data.max_response_length alone"
+        )
+    if buffer.len > longest:
+        lines.append(f"{key}.len={buffer.len} is more than data.max_response_length={longest}: set it to less")
     return lines
 
 

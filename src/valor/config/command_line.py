@@ -77,6 +77,10 @@ def read_arguments(argv: Sequence[str]) -> CommandLine:
     return replace(line, overrides=tuple(overrides))
 
 
+# "low_high" of a threshold; as a number, 0.5_5 would be 0.55.
+_TWO_BOUNDS = re.compile(r"[\d.eE+-]+_[\d.eE+-]+")
+
+
 def parse_overrides(texts: Sequence[str]) -> tuple[list[Override], list[str]]:
     """The overrides that can be read, and one line for each that cannot."""
     parser = OverridesParser.create()
@@ -95,10 +99,12 @@ def parse_overrides(texts: Sequence[str]) -> tuple[list[Override], list[str]]:
 
 
 def _parse(parser: OverridesParser, text: str) -> Override:
+    key, equals, value = text.partition("=")
+    if key.endswith("_threshold") and _TWO_BOUNDS.fullmatch(value):
+        return parser.parse_override(f"{key}='{value}'")
     try:
         return parser.parse_override(text)
     except HydraException:
-        key, equals, value = text.partition("=")
         if not equals or not value or _STRUCTURED.search(value):
             raise
         # A value outside Hydra's grammar without any list, dict or quote in it (a ~ path, a URL) is plain text.

@@ -53,11 +53,15 @@ class CriticConfig(Section):
     """Draw mini-batches in random order."""
     data_loader_seed: int = inherits("trainer.seed")
     """Seed of that order."""
+    value_loss: str = "mse"
+    """Name of a registered value loss: mse, huber, bce (returns from 0 to 1; the head then gives the value's logit)."""
+    value_loss_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further keyword options of that loss, such as huber_delta."""
     cliprange_value: PositiveFloat | None = 0.5
     """Value clip range: new values are kept within this distance of the old ones in the loss; null never clips."""
     loss_agg_mode: LossAggMode = inherits("actor_rollout_ref.actor.loss_agg_mode")
     """How token losses become one number; denominators count the whole mini-batch."""
-    loss_scale_factor: PositiveFloat | None = inherits("actor_rollout_ref.actor.loss_scale_factor")
+    loss_scale_factor: PositiveFloat = inherits("actor_rollout_ref.actor.loss_scale_factor")
     """seq-mean-token-sum-norm: divisor of each sequence's sum."""
     ulysses_sequence_parallel_size: PositiveInt = 1
     """Processes that share one sequence."""

@@ -46,6 +46,16 @@ class Inert:
     reason: str
 
 
+# Built-in estimators that work without GAE's recursion.
+CRITIC_FREE = frozenset(
+    {
+        *("grpo", "grpo_passk", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "gpg"),
+        *("gdpo", "optimal_token_baseline"),
+    }
+)
+_CORRECTION = "algorithm.rollout_correction"
+
+
 def _always(config: PPOConfig) -> bool:
     return True
 
@@ -88,7 +98,7 @@ TABLE: tuple[Inert, ...] = (
     ),
     Inert(("data.filter_overlong_prompts_workers",), _always, "no effect: one process measures prompts"),
     Inert(("actor_rollout_ref.ref.fsdp_config.optimizer_offload",), _always, "no effect: no optimizer"),
-    Inert(("critic.*",), lambda config: not config.critic.enable, "no effect: this run has no critic"),
+    Inert(("critic.[!e]*",), lambda config: not config.critic.enable, "no effect: this run has no critic"),
     Inert(("actor_rollout_ref.ref.*",), lambda config: not config.needs_reference, "no effect: no KL term is on"),
     Inert(
         ("actor_rollout_ref.actor.kl_loss_*",),
@@ -102,9 +112,52 @@ TABLE: tuple[Inert, ...] = (
     ),
     Inert(("algorithm.pf_ppo.*",), lambda config: not config.algorithm.use_pf_ppo, "no effect with use_pf_ppo=false"),
     Inert(
-        ("algorithm.filter_groups.*",),
+        ("algorithm.filter_groups.*", "data.gen_batch_size"),
         lambda config: not config.algorithm.filter_groups.enable,
         "no effect with filter_groups.enable=false",
+    ),
+    Inert(
+        ("algorithm.lam", "algorithm.lam_actor", "algorithm.lam_critic", "algorithm.adaptive_lam_alpha"),
+        lambda config: config.algorithm.adv_estimator in CRITIC_FREE,
+        "no effect: this estimator has no lambda",
+    ),
+    Inert(
+        ("algorithm.gdpo_reward_*",),
+        lambda config: config.algorithm.adv_estimator in CRITIC_FREE - {"gdpo"} | {"gae"},
+        "no effect: adv_estimator is not gdpo",
+    ),
+    Inert(
+        (f"{_CORRECTION}.rollout_is_*",),
+        lambda config: config.algorithm.rollout_correction.rollout_is is None,
+        "no effect: rollout_is is not set",
+    ),
+    Inert(
+        (f"{_CORRECTION}.rollout_rs_threshold",),
+        lambda config: config.algorithm.rollout_correction.rollout_rs is None,
+        "no effect: rollout_rs is not set",
+    ),
+    Inert(
+        (f"{_CORRECTION}.rollout_is", f"{_CORRECTION}.rollout_is_*"),
+        lambda config: (
+            config.algorithm.rollout_correction.bypass_mode
+            and config.algorithm.rollout_correction.loss_type == "ppo_clip"
+        ),
+        "no effect with bypass_mode and ppo_clip: the ratio is the importance weight already",
+    ),
+    Inert(
+        (f"{_CORRECTION}.loss_type",),
+        lambda config: not config.algorithm.rollout_correction.bypass_mode,
+        "no effect with bypass_mode=false",
+    ),
+    Inert(
+        ("critic.cliprange_value",),
+        lambda config: config.critic.value_loss == "bce",
+        "no effect with value_loss=bce, which does not clip",
+    ),
+    Inert(
+        ("reward.reward_kwargs.*",),
+        lambda config: not config.reward.reward_kwargs.overlong_buffer_cfg.enable,
+        "no effect with overlong_buffer_cfg.enable=false",
     ),
     Inert(
         ("trainer.test_freq", "trainer.val_before_train", "*.val_kwargs.*", "trainer.log_val_generations"),

@@ -193,9 +193,18 @@ def _count(number: int, noun: str) -> str:
 
 
 def _old_log_probs(config: PPOConfig) -> str:
-    actor = config.actor_rollout_ref.actor
-    if config.algorithm.rollout_correction.bypass_mode:
-        return "the rollout's own (bypass_mode)"
+    actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
+    steps = {
+        f"{correction.rollout_is} importance weights": correction.rollout_is is not None
+        and not (correction.bypass_mode and correction.loss_type == "ppo_clip"),
+        f"rejection by {correction.rollout_rs}": correction.rollout_rs is not None,
+    }
+    corrections = " and ".join(name for name, on in steps.items() if on)
+    if correction.bypass_mode:
+        measured = f", {corrections} before each update" if corrections else ""
+        return f"the rollout's own (bypass_mode){measured}"
+    if corrections:
+        return f"recomputed once per step, {corrections}"
     if math.ceil(config.data.train_batch_size / actor.ppo_mini_batch_size) * actor.ppo_epochs == 1:
         return "none needed: one update per batch, the ratio is exactly 1"
     return "recomputed once per step"

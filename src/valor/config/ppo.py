@@ -61,7 +61,7 @@ class PPOConfig(Section):
     """The value model."""
     data: DataConfig = Field(default_factory=lambda: DataConfig())
     """Prompts."""
-    reward: RewardConfig = RewardConfig()
+    reward: RewardConfig = Field(default_factory=lambda: RewardConfig())
     """Scoring."""
     algorithm: AlgorithmConfig = Field(default_factory=lambda: AlgorithmConfig())
     """From rewards to advantages."""
@@ -82,6 +82,14 @@ class PPOConfig(Section):
             estimator = algorithm.get("adv_estimator", "gae") if isinstance(algorithm, dict) else "gae"
             critic["enable"] = estimator in NEEDS_CRITIC
         return tree
+
+    @property
+    def policy_loss(self) -> str:
+        """Name of the policy loss: `policy_loss.loss_mode`, or what `rollout_correction` puts in its place."""
+        correction = self.algorithm.rollout_correction
+        if correction.bypass_mode and correction.loss_type == "reinforce":
+            return "reinforce"
+        return self.actor_rollout_ref.actor.policy_loss.loss_mode
 
     @property
     def needs_reference(self) -> bool:

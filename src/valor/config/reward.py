@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from valor.config.base import PathStr, Section
+from valor.config.base import PathStr, Section, inherits
 
 
 class CustomRewardFunctionConfig(Section):
@@ -35,7 +35,7 @@ class RewardManagerConfig(Section):
     source: Literal["register", "importlib"] = "register"
     """A built-in manager, or a class of your own."""
     name: str = "naive"
-    """Built-in manager."""
+    """Built-in manager: naive, or dapo, which penalises length."""
     module: RewardManagerModuleConfig = RewardManagerModuleConfig()
     """A manager of your own."""
 
@@ -68,6 +68,26 @@ class SandboxFusionConfig(Section):
     """Memory of one execution."""
 
 
+class OverlongBufferConfig(Section):
+    """DAPO's soft penalty for length."""
+
+    enable: bool = False
+    """Penalise training responses that end within the buffer or at the limit (needs reward_manager.name=dapo)."""
+    len: PositiveInt = 4096
+    """Tokens before the limit from which the penalty grows, from 0 to penalty_factor."""
+    penalty_factor: PositiveFloat = 1.0
+    """Penalty at the limit."""
+
+
+class RewardKwargsConfig(Section):
+    """Options of reward managers."""
+
+    overlong_buffer_cfg: OverlongBufferConfig = OverlongBufferConfig()
+    """dapo: penalty for length."""
+    max_resp_len: PositiveInt = inherits("data.max_response_length")
+    """dapo: the limit."""
+
+
 class RewardConfig(Section):
     """Scoring."""
 
@@ -81,7 +101,7 @@ class RewardConfig(Section):
     """A grader of your own."""
     reward_manager: RewardManagerConfig = RewardManagerConfig()
     """Who calls the graders."""
-    reward_kwargs: dict[str, Any] = Field(default_factory=dict)
+    reward_kwargs: RewardKwargsConfig = Field(default_factory=lambda: RewardKwargsConfig())
     """Options of the reward manager."""
     reward_model: RewardModelConfig = RewardModelConfig()
     """A learned reward model."""

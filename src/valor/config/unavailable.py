@@ -54,9 +54,8 @@ NODES = "starting one command per node", "start Ray on the nodes and set ray_kwa
 POOL = "a pool of its own for generation", "leave rollout.nnodes at 0"
 LORA = "LoRA", "leave lora_rank at 0"
 TOOLS = "multi-turn generation with tools", "leave multi_turn.enable at false"
-MANAGER = "this reward manager", "use naive"
+MANAGER = "this reward manager", "use naive or dapo"
 REWARD_MODEL = "a learned reward model", "score by rule or by reward.custom_reward_function"
-CORRECTION = "rollout correction by weights or rejection", "use algorithm.rollout_correction.bypass_mode or none"
 
 TABLE: tuple[Unavailable, ...] = (
     Unavailable("*.rollout.name", _among("vllm"), "the vLLM engine", "use rollout.name=native"),
@@ -78,16 +77,10 @@ TABLE: tuple[Unavailable, ...] = (
     Unavailable("*model.enable_activation_offload", _is_set, "activation offload", "use gradient checkpointing"),
     Unavailable("reward.reward_model.enable", _is_set, *REWARD_MODEL),
     Unavailable("reward.reward_manager.source", _among("importlib"), *MANAGER),
-    Unavailable("reward.reward_manager.name", _other_than("naive"), *MANAGER),
+    Unavailable("reward.reward_manager.name", _other_than("naive", "dapo"), *MANAGER),
     Unavailable("reward.sandbox_fusion.url", _is_set, "the SandboxFusion client", "leave the url at null"),
     Unavailable("data.custom_cls.path", _is_set, "a dataset class of your own", "prepare a parquet or jsonl file"),
-    Unavailable("data.gen_batch_size", _is_set, "a generation batch of its own", "leave data.gen_batch_size at null"),
-    Unavailable("algorithm.filter_groups.enable", _is_set, "dynamic sampling", "leave it at false"),
-    Unavailable("algorithm.use_pf_ppo", _is_set, "PF-PPO", "leave it at false"),
-    Unavailable("algorithm.gdpo_reward_*", _is_set, "GDPO on reward components", "use another estimator"),
-    Unavailable("algorithm.rollout_correction.rollout_is", _is_set, *CORRECTION),
-    Unavailable("algorithm.rollout_correction.rollout_rs", _is_set, *CORRECTION),
-    Unavailable("algorithm.rollout_correction.loss_type", _among("reinforce"), *CORRECTION),
+    Unavailable("critic.value_loss", _among("hl_gauss"), "a critic with several outputs", "use mse, huber or bce"),
     Unavailable("trainer.node_rank", lambda value: value is not None, *NODES),
     Unavailable("trainer.master_addr", _is_set, *NODES),
     Unavailable("trainer.master_port", _is_set, *NODES),

@@ -97,7 +97,7 @@ def make_tokenizer() -> Any:
         merges=[],
         pad_token="<|pad|>",
         eos_token="<|end|>",
-        unk_token=None,
+        unk_token=None,  # type: ignore[arg-type]  # every byte is a token, nothing is unknown
         additional_special_tokens=[f"<|{role}|>" for role in _ROLES],
     )
     tokenizer.chat_template = _CHAT_TEMPLATE
@@ -123,7 +123,7 @@ def make_data(
 
 
 def make_problems(rng: random.Random) -> list[tuple[int, int]]:
-    """All pairs of two-digit numbers with a carry from the units, and as many without as CARRY_SHARE leaves; shuffled."""
+    """All pairs of two-digit numbers with a carry from the units, and others as far as CARRY_SHARE allows; shuffled."""
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     carrying = [p for p in pairs if has_carry(*p)]
     others = [p for p in pairs if not has_carry(*p)]

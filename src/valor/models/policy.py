@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from valor.models.dropout import disable_dropout
 from valor.models.rows import compact_rows
-from valor.models.token_log_probs import LogitMap, log_probs_from_logits, token_log_probs
+from valor.models.token_log_probs import LogitMap, log_probs_from_logits, sum_pi_squared, token_log_probs
 
 logger = logging.getLogger(__name__)
 
@@ -31,24 +31,34 @@ class PolicyModel(nn.Module):
         self.logit_map = find_logit_map(hf)
 
     def forward(
-        self, rows: Mapping[str, Tensor], *, temperature: float = 1.0, with_entropy: bool = False
+        self,
+        rows: Mapping[str, Tensor],
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        with_sum_pi_squared: bool = False,
     ) -> dict[str, Tensor]:
-        """Float32 `log_probs` [b, T] of the responses under softmax(logits / temperature), and `entropy` if asked.
+        """Float32 `log_probs` [b, T] of the responses under softmax(logits / temperature); if asked, its `entropy` and
+        `sum_pi_squared` (Σ_v π(v)², without gradient).
 
         `rows` has prompts [b, P], prompt_lengths [b], responses [b, T], response_lengths [b], right-padded. Positions
         beyond a response's length are 0.
         """
         compact = compact_rows(rows)
+        squares: Tensor | None = None
         if self.logit_map is None:
             logits = compact.gather(self.hf(input_ids=compact.input_ids, use_cache=False).logits)
             log_probs, entropy = log_probs_from_logits(
                 logits, compact.targets, temperature=temperature, with_entropy=with_entropy
             )
+            if with_sum_pi_squared:
+                squares = (logits.detach().float() / temperature).softmax(-1).square().sum(-1)
         else:
             states = self.hf.base_model(input_ids=compact.input_ids, use_cache=False).last_hidden_state
+            states = compact.gather(states)
             head = self.hf.get_output_embeddings()
             log_probs, entropy = token_log_probs(
-                compact.gather(states),
+                states,
                 head.weight,
                 head.bias,
                 compact.targets,
@@ -56,9 +66,15 @@ class PolicyModel(nn.Module):
                 logit_map=self.logit_map,
                 with_entropy=with_entropy,
             )
+            if with_sum_pi_squared:
+                squares = sum_pi_squared(
+                    states, head.weight, head.bias, temperature=temperature, logit_map=self.logit_map
+                )
         out = {"log_probs": compact.scatter(log_probs)}
         if entropy is not None:
             out["entropy"] = compact.scatter(entropy)
+        if squares is not None:
+            out["sum_pi_squared"] = compact.scatter(squares)
         return out
 
 

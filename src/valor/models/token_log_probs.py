@@ -65,6 +65,25 @@ def log_probs_from_logits(
     return log_p.gather(-1, targets[:, None]).squeeze(-1), entropy
 
 
+@torch.no_grad()
+def sum_pi_squared(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    temperature: float = 1.0,
+    logit_map: LogitMap | None = None,
+) -> Tensor:
+    """Σ_v π(v)² [N] of π = softmax(logits / temperature), float32, without gradient; inputs as in `token_log_probs`."""
+    out = hidden.new_empty(len(hidden), dtype=torch.float32)
+    rows = _rows_per(_SOFTMAX_ELEMENTS, hidden, len(weight))
+    for start in range(0, len(hidden), rows):
+        product = _head(hidden[start : start + rows], weight, bias)
+        log_p = _log_softmax(product, temperature, logit_map or LogitMap())
+        out[start : start + rows] = log_p.mul_(2.0).exp_().sum(1)
+    return out
+
+
 class _TokenLogProbs(torch.autograd.Function):
     """Saves the head's product when it is small, else only its log-normalizers, and recomputes it going back."""
 

@@ -149,10 +149,10 @@ class NativeEngine:
             width = max(len(group.prompt_ids) for group in batch) - 1
             prefill = PromptCache()
             if width:
-                # Padding on the right: causal attention keeps it from touching what comes before.
-                padded = [list(g.prompt_ids[:-1]) + [0] * (width + 1 - len(g.prompt_ids)) for g in batch]
-                ids = torch.tensor(padded, device=device)
-                inputs = {"input_ids": ids, "position_ids": torch.arange(width, device=device)[None]}
+                # Padding (any token) on the right: causal attention keeps it from touching what comes before.
+                padded = [[*g.prompt_ids[:-1], *g.prompt_ids[-1:] * width][:width] for g in batch]
+                inputs = {"input_ids": torch.tensor(padded, device=device)}
+                inputs |= {"position_ids": torch.arange(width, device=device)[None]}
                 with serving(prefill):
                     self._hf(**inputs, past_key_values=prefill, use_cache=True, logits_to_keep=1)
             if not rows:

@@ -6,14 +6,22 @@ workers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from valor import algorithms
-from valor.config import AlgorithmConfig
+from valor.config import AlgorithmConfig, PFPPOConfig
 from valor.data.batch import Batch
+from valor.errors import UserError
+from valor.workers.randomness import keyed_generator
+
+# What an estimator may name beyond the common inputs, where the run has it.
+_OFFERED_COLUMNS = ("old_log_probs", "sum_pi_squared", "rollout_is_weights")
+FROM_THE_RUN = (*_OFFERED_COLUMNS, "component_scores", "bootstrap_mask", "bootstrap_values")
+_RESAMPLING_STREAM = 1  # last word of the random key
 
 
 def place_scores(batch: Batch, scores: list[float]) -> Tensor:
@@ -44,17 +52,21 @@ def shape_rewards(
     return rewards, {"actor/reward_kl_penalty": float(current_kl), "actor/reward_kl_penalty_coeff": beta}
 
 
-def estimate_advantages(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """Advantages and returns [B, T] by `algorithm.adv_estimator`."""
+def estimate_advantages(batch: Batch, config: AlgorithmConfig, error_score: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Advantages and returns [B, T] by `algorithm.adv_estimator`.
+
+    The estimator gets those of the batch's columns and of the section's settings that it names.
+    """
     tensors = batch.tensors
-    cut_off = torch.tensor([r == "length" for r in batch.objects["finish_reason"]])
-    offered: dict[str, Any] = {
-        **config.model_dump(include={"lam_actor", "lam_critic", "adaptive_lam_alpha"}),
-        "norm_adv_by_std_in_grpo": config.norm_adv_by_std_in_grpo,
-        "whitening": "batch" if config.adv_whitening == "batch" else "none",
-    }
+    offered: dict[str, Any] = {name: tensors[name] for name in _OFFERED_COLUMNS if name in tensors}
+    offered |= offered_settings(config)
     if config.truncation_bootstrap:
-        offered |= {"bootstrap_mask": cut_off}
+        cut_off = torch.tensor([r == "length" for r in batch.objects["finish_reason"]])
+        offered |= {"bootstrap_mask": cut_off, "bootstrap_values": tensors["bootstrap_values"]}
+    if config.gdpo_reward_keys:
+        offered["component_scores"] = component_scores(
+            batch.objects["reward_info"], config.gdpo_reward_keys, error_score
+        )
     accepted = algorithms.advantage_options(config.adv_estimator)
     return algorithms.compute_advantages(
         config.adv_estimator,
@@ -66,4 +78,57 @@ def estimate_advantages(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, 
         gamma=config.gamma,
         lam=config.lam,
         **{k: v for k, v in offered.items() if k in accepted},
+        **config.adv_kwargs,
     )
+
+
+def offered_settings(config: AlgorithmConfig) -> dict[str, Any]:
+    """The section's settings under the names that estimators give them."""
+    keys, weights = config.gdpo_reward_keys, config.gdpo_reward_weights
+    return {
+        **config.model_dump(
+            include={"lam_actor", "lam_critic", "adaptive_lam_alpha", "norm_adv_by_std_in_grpo", "singleton"}
+        ),
+        "whitening": "batch" if config.adv_whitening == "batch" else "none",
+        "component_weights": dict(zip(keys, weights, strict=True)) if keys and weights else None,
+    }
+
+
+def component_scores(
+    reward_info: Sequence[Mapping[str, Any]], keys: Sequence[str], error_score: float
+) -> dict[str, Tensor]:
+    """Each named reward component of all samples, [B]. A sample whose grader failed has `error_score` in each.
+
+    UserError: the graders report no such component, or it is no number.
+    """
+    out: dict[str, Tensor] = {}
+    for key in keys:
+        values = [info.get(key, None if info else error_score) for info in reward_info]
+        reported = any(key in info for info in reward_info)
+        if not reported or not all(isinstance(v, bool | int | float) for v in values):
+            known = ", ".join(sorted({name for info in reward_info for name in info})) or "none"
+            raise UserError(
+                f"algorithm.gdpo_reward_keys: '{key}' is not a number that every sample's grader reports (components "
+                f"are {known}): let the grader return it beside score"
+            )
+        out[key] = torch.tensor(values, dtype=torch.float32)
+    return out
+
+
+def resample(batch: Batch, config: PFPPOConfig, *key: int) -> tuple[Batch, dict[str, float]]:
+    """PF-PPO: as many rows as before, drawn with replacement by their scores; all columns follow.
+
+    `key` (run seed, step) decides the draw.
+    """
+    scores = batch["token_level_scores"].sum(-1)
+    chosen = algorithms.pf_ppo_resample(
+        scores,
+        reweight_method=config.reweight_method,
+        weight_pow=config.weight_pow,
+        generator=keyed_generator(*key, _RESAMPLING_STREAM),
+    )
+    drawn = batch.take(chosen)
+    return drawn, {
+        "training/pf_ppo/distinct_ratio": len(chosen.unique()) / len(batch),
+        "training/pf_ppo/score_after": float(drawn["token_level_scores"].sum(-1).mean()),
+    }

@@ -43,10 +43,10 @@ def throughput_metrics(batch: Batch, timer: Timer, world_size: int) -> dict[str,
 
 
 def mean_of(parts: list[dict[str, float]]) -> dict[str, float]:
-    """Metrics of several optimizer steps as one: the mean; the extreme for keys ending in _max and _min."""
+    """Metrics of several optimizer steps as one: the mean over those that have it; the extreme for _max and _min."""
     out: dict[str, Any] = {}
-    for key in parts[0] if parts else ():
-        values = torch.tensor([p[key] for p in parts], dtype=torch.float64)
+    for key in dict.fromkeys(key for part in parts for key in part):
+        values = torch.tensor([p[key] for p in parts if key in p], dtype=torch.float64)
         reduce = torch.max if key.endswith("_max") else torch.min if key.endswith("_min") else torch.mean
         out[key] = float(reduce(values))
     return out

@@ -56,7 +56,7 @@ class DemonstrationDataset(Sequence[Demonstration]):
             subset = shuffled(len(records), seed, 0, _SUBSET_STREAM)[:limit] if data.shuffle else range(limit)
             records = [records[i] for i in sorted(int(i) for i in subset)]
         chats = [(where, _chat(record, where, data)) for where, record in records]
-        texts = ((where, _pieces(tokenizer, chat, where, data.apply_chat_template_kwargs)) for where, chat in chats)
+        texts = (_pieces(tokenizer, chat, where, data.apply_chat_template_kwargs) for where, chat in chats)
         self._rows: list[Demonstration] = []
         for (where, _), pieces in zip(chats, _tokenize(tokenizer, texts, len(chats)), strict=True):
             row = _cut(_join(pieces, tokenizer.eos_token_id), data.max_length, data.truncation, where)
@@ -140,11 +140,9 @@ def _pieces(
     return pieces
 
 
-def _tokenize(
-    tokenizer: Any, texts: Iterator[tuple[str, list[Piece]]], total: int
-) -> Iterator[list[tuple[list[int], bool]]]:
+def _tokenize(tokenizer: Any, texts: Iterator[list[Piece]], total: int) -> Iterator[list[tuple[list[int], bool]]]:
     done = 0
-    while chunk := [pieces for _, pieces in islice(texts, _TOKENIZE_ROWS)]:
+    while chunk := list(islice(texts, _TOKENIZE_ROWS)):
         ids = iter(token_ids(tokenizer, [text for pieces in chunk for text, _ in pieces]))
         for pieces in chunk:
             yield [(next(ids), own) for _, own in pieces]
@@ -157,7 +155,7 @@ def _join(pieces: Sequence[tuple[Sequence[int], bool]], eos_token_id: int | None
     tokens, counts = array("i"), array("b")
     for ids, own in pieces:
         end = len(ids)
-        if own and eos_token_id in ids:
+        if own and eos_token_id is not None and eos_token_id in ids:
             end -= list(reversed(ids)).index(eos_token_id)
         tokens.extend(ids)
         counts.extend([int(own)] * end + [0] * (len(ids) - end))
@@ -180,4 +178,5 @@ def _cut(row: Demonstration, limit: int, truncation: str, where: str) -> Demonst
         kept.pop()
     if not any(row.counts[i] for i in kept[prompt:]):
         return None
-    return Demonstration(array("i", [row.tokens[i] for i in kept]), array("b", [row.counts[i] for i in kept]), prompt)
+    counts = [0] * prompt + [row.counts[i] for i in kept[prompt:]]
+    return Demonstration(array("i", [row.tokens[i] for i in kept]), array("b", counts), prompt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -12,8 +13,9 @@ from valor.errors import UserError
 def main(argv: Sequence[str] | None = None) -> int:
     """Run (each job of) the command line. Exit code 0; 1: the run ended itself; 2: a mistake in what was asked for."""
     try:
-        for loaded in load_runs(list(sys.argv[1:] if argv is None else argv), PPOConfig):
-            code = run(loaded)
+        arguments = list(sys.argv[1:] if argv is None else argv)
+        for loaded in load_runs(arguments, PPOConfig):
+            code = run(loaded, command=shlex.join(["valor", "ppo", *arguments]))
             if code:
                 return code
         return 0
@@ -22,8 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def run(loaded: LoadedConfig[PPOConfig]) -> int:
-    """One run. Torch and the models are imported only when the configuration has turned out to be valid."""
+def run(loaded: LoadedConfig[PPOConfig], command: str) -> int:
+    """One run, recorded as what `command` asked for. Torch and the models are imported only when the configuration has turned out to be valid."""
     for note in loaded.notes:
         print(f"note: {note}", file=sys.stderr)
     if loaded.dry_run:
@@ -38,7 +40,7 @@ def run(loaded: LoadedConfig[PPOConfig]) -> int:
 
     check_algorithms(loaded.config)
     pool, controller = resolve_pool(loaded.config.trainer)
-    trainer = PPOTrainer(loaded.config, RunInputs(loaded.config), pool, controller)
+    trainer = PPOTrainer(loaded.config, RunInputs(loaded.config), pool, controller, command)
     try:
         return trainer.fit()
     except TrainingStopped as reason:

@@ -31,8 +31,8 @@ def run(loaded: LoadedConfig[SFTConfig]) -> int:
         return 0
     for key, reason in inert_settings(loaded.config, loaded.explicit_keys):
         print(f"note: {key}: {reason}", file=sys.stderr)
-    from valor.trainer.ppo import TrainingStopped
     from valor.trainer.sft import SFTTrainer
+    from valor.trainer.stopped import TrainingStopped
 
     try:
         return SFTTrainer(loaded.config).fit()

@@ -6,39 +6,34 @@ gains columns as it passes through them; `train_step` reads in the order in whic
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from valor import algorithms
 from valor.config import PPOConfig
 from valor.controller import ResourcePool, WorkerGroup, start_group
 from valor.data.batch import Batch
-from valor.data.sampler import shuffled
 from valor.tracking.console import format_seconds
 from valor.tracking.metrics import Timer
-from valor.tracking.progress import part, phase, report_progress
-from valor.trainer.advantage import estimate_advantages, place_scores, shape_rewards
-from valor.trainer.batch_metrics import batch_metrics, mean_of, throughput_metrics
+from valor.tracking.progress import phase, report_progress
+from valor.trainer.advantage import estimate_advantages, resample, shape_rewards
+from valor.trainer.batch_metrics import batch_metrics, throughput_metrics
 from valor.trainer.export import TOKENIZER_DIR
+from valor.trainer.generation import Generation
 from valor.trainer.inputs import RunInputs
-from valor.trainer.prompts import PROMPT_OBJECTS, prompt_batch, training_params, validation_params
+from valor.trainer.old_log_probs import OldLogProbs, corrected, needs_sum_pi_squared
 from valor.trainer.recorder import RunRecorder
 from valor.trainer.roles import role_specs
 from valor.trainer.signals import StopRequest
+from valor.trainer.stopped import TrainingStopped
+from valor.trainer.updates import Updates
 from valor.trainer.validation import headline, validation_metrics
 from valor.workers.actor import mismatch_sums
-from valor.workers.model_role import ROW_FIELDS
 
-
-class TrainingStopped(RuntimeError):
-    """The run ended itself: its message is the reason (too many non-finite gradients in a row)."""
+__all__ = ["PPOTrainer", "TrainingStopped"]
 
 
 class PPOTrainer:
@@ -48,30 +43,27 @@ class PPOTrainer:
         config: the validated tree.
         inputs: tokenizer, data and graders, already checked, so that bad input stops before anything starts.
         pool, controller: where the roles run.
+        command: what was typed, for the record.
     """
 
     group: WorkerGroup
+    generation: Generation
+    updates: Updates
 
-    def __init__(self, config: PPOConfig, inputs: RunInputs, pool: ResourcePool, controller: str) -> None:
+    def __init__(self, config: PPOConfig, inputs: RunInputs, pool: ResourcePool, controller: str, command: str) -> None:
         self.config = config
         self.inputs = inputs
         self.pool, self.controller = pool, controller
-        self.record = RunRecorder(config, inputs.tokenizer)
+        self.record = RunRecorder(config, inputs.tokenizer, command)
         self.step = 0
-        self.skipped_in_a_row = 0
         self.kl_controller = None
         if config.algorithm.use_kl_in_reward:
             control = config.algorithm.kl_ctrl
             self.kl_controller = algorithms.make_kl_controller(
                 control.type, kl_coef=control.kl_coef, target_kl=control.target_kl, horizon=control.horizon
             )
-        actor = config.actor_rollout_ref.actor
-        mini_batches = math.ceil(config.data.train_batch_size / actor.ppo_mini_batch_size)
         self.greedy_baseline = algorithms.ADVANTAGES[config.algorithm.adv_estimator].capability.needs_greedy_baseline
-        # A batch that gets one update is on-policy: its old log-probs are the current ones, no pass is spent on them.
-        self.bypass = config.algorithm.rollout_correction.bypass_mode
-        self.on_policy = mini_batches * actor.ppo_epochs == 1 and not self.bypass
-        self.recompute_log_probs = not self.bypass and (not self.on_policy or config.algorithm.use_kl_in_reward)
+        self.old = OldLogProbs.of(config)
 
     def fit(self) -> int:
         """Run to the last step. Returns 0, or 128 + n when signal n asked to stop (progress is saved)."""
@@ -86,6 +78,8 @@ class PPOTrainer:
                 ray_init=self.config.ray_kwargs.ray_init.model_dump(),
             )
             stack.callback(self.group.close)
+            self.generation = Generation(self.config, self.inputs, self.group, self.record.say)
+            self.updates = Updates(self.config, self.group, self.record.say)
             self._resume()
             stack.enter_context(self.record.opened(self.step, self.inputs.total_steps))
             stack.enter_context(phase("training", self.inputs.total_steps, unit="step"))
@@ -110,41 +104,40 @@ class PPOTrainer:
 
     def train_step(self) -> dict[str, float]:
         """One batch of prompts through all phases; returns the step's metrics."""
-        timer = Timer()
-        metrics: dict[str, float] = {}
+        algorithm, timer = self.config.algorithm, Timer()
         with timer("step"):
-            with timer("gen"):
-                batch = self._generate()
-            with timer("reward"), phase("reward", len(batch), unit="sample"):
-                batch = self._score(batch, metrics)
+            batch, metrics = self.generation.training_batch(self.step, timer)
             if self.greedy_baseline:
                 with timer("gen_baseline"):
-                    batch["reward_baselines"] = self._greedy_rewards(batch)
-            if self.bypass:
+                    batch["reward_baselines"] = self.generation.greedy_rewards(batch)
+            if self.old.bypass:
                 batch["old_log_probs"] = batch["rollout_log_probs"]
-            elif self.recompute_log_probs:
+            elif self.old.recompute:
                 with timer("old_log_prob"), phase("old log-probs", len(batch), unit="sample"):
-                    batch = batch.union(self.group["actor"].compute_log_probs(batch))
-                    on = batch["response_mask"]
-                    metrics["actor/entropy"] = float((batch["entropy"] * on).sum() / on.sum())
-                    gap = mismatch_sums(batch["old_log_probs"], batch["rollout_log_probs"], on, float(on.sum()))
-                    metrics |= {k: v.item() for k, v in gap.items()}
+                    batch = self._with_old_log_probs(batch, metrics)
             if "ref" in self.group:
                 with timer("ref"), phase("reference log-probs", len(batch), unit="sample"):
                     batch = batch.union(self.group["ref"].compute_log_probs(batch))
             if "critic" in self.group:
                 with timer("values"), phase("values", len(batch), unit="sample"):
-                    batch = batch.union(self.group["critic"].compute_values(batch))
+                    values = self.group["critic"].compute_values(batch, with_end=algorithm.truncation_bootstrap)
+                    batch = batch.union(values)
             with timer("adv"):
-                batch["token_level_rewards"], kl = shape_rewards(batch, self.config.algorithm, self.kl_controller)
-                batch["advantages"], batch["returns"] = estimate_advantages(batch, self.config.algorithm)
+                batch["token_level_rewards"], kl = shape_rewards(batch, algorithm, self.kl_controller)
+                batch["advantages"], batch["returns"] = estimate_advantages(
+                    batch, algorithm, error_score=self.config.reward.error_score
+                )
                 metrics |= kl | batch_metrics(batch)
+            trained = batch
+            if algorithm.use_pf_ppo:
+                trained, drawn = resample(batch, algorithm.pf_ppo, self.config.trainer.seed, self.step)
+                metrics |= drawn
             if "critic" in self.group and not self.config.critic.freeze:
                 with timer("update_critic"):
-                    metrics |= self._update("critic", batch)
+                    metrics |= self.updates.run("critic", trained, self.step)
             if self.step > self.config.trainer.critic_warmup:
                 with timer("update_actor"):
-                    metrics |= self._update("actor", batch)
+                    metrics |= self.updates.run("actor", trained, self.step)
         self._watch_mismatch(metrics)
         self.record.samples(self.step, batch)
         metrics |= throughput_metrics(batch, timer, self.pool.world_size)
@@ -154,18 +147,9 @@ class PPOTrainer:
         """Generate and score the validation set, if there is one: `val-core/*` metrics; remembers the best step."""
         if self.inputs.val is None:
             return {}
-        rollout = self.config.actor_rollout_ref.rollout
         timer = Timer()
-        parts: list[Batch] = []
         with timer("testing"):
-            for rows in self.inputs.validation_chunks():
-                prompts = prompt_batch(
-                    rows, samples_per_prompt=rollout.val_kwargs.n, seed=self.config.trainer.seed, step=None
-                )
-                with phase("validation", len(prompts), unit="sample"):
-                    parts.append(self._respond(prompts, validation_params(rollout)))
-            batch = Batch.concat(parts)
-            results, _ = self.inputs.score(batch)
+            batch, results = self.generation.validation_batch()
         scores = [r.score for r in results]
         metrics = validation_metrics(
             batch.objects["uid"],
@@ -184,104 +168,20 @@ class PPOTrainer:
             folder = self.record.save_checkpoint(self.step, self._state(), self._write_roles)
         self.record.say(f"saved {folder} in {format_seconds(timer.seconds['save'])}")
 
-    def _generate(self) -> Batch:
-        rows = [self.inputs.train[i] for i in self.inputs.sampler.next_batch()]
-        rollout = self.config.actor_rollout_ref.rollout
-        prompts = prompt_batch(rows, samples_per_prompt=rollout.n, seed=self.config.trainer.seed, step=self.step)
-        with phase("rollout", len(prompts), unit="sample"):
-            batch = self._respond(prompts, training_params(rollout))
-        batch.meta |= {"temperature": rollout.temperature, "global_step": self.step}
-        return batch
-
-    def _respond(self, prompts: Batch, params: Any) -> Batch:
-        columns = prompts.select(("prompts", "prompt_lengths", "sample_key", "uid"))
-        batch = prompts.union(self.group["rollout"].generate(columns, params))
-        return self.inputs.with_text(batch)
-
-    def _score(self, batch: Batch, metrics: dict[str, float]) -> Batch:
-        results, summary = self.inputs.score(batch)
-        metrics |= summary.metrics
-        self.record.say(summary.line)
-        batch.objects["reward_info"] = [r.components for r in results]
-        batch["token_level_scores"] = place_scores(batch, [r.score for r in results])
-        return batch
-
-    def _greedy_rewards(self, batch: Batch) -> Tensor:
-        """Score [B] of the greedy response to each row's prompt (ReMax's baseline), one response a prompt."""
-        n = self.config.actor_rollout_ref.rollout.n
-        prompts = batch.select(("prompts", "prompt_lengths", "sample_key", *PROMPT_OBJECTS))
-        params = replace(training_params(self.config.actor_rollout_ref.rollout), temperature=0.0)
-        with phase("greedy baseline", len(batch) // n, unit="sample"):
-            greedy = self._respond(prompts.take(range(0, len(batch), n)), params)
-        results, _ = self.inputs.score(greedy)
-        return torch.tensor([r.score for r in results]).repeat_interleave(n)
-
-    def _update(self, role: str, batch: Batch) -> dict[str, float]:
-        """All epochs and mini-batches of one role, one optimizer step each; counts skipped steps in a row."""
-        parts: list[dict[str, float]] = []
-        mini_batches = list(self._mini_batches(role, batch))
-        with phase(f"train {role}", len(mini_batches), unit="mini-batch"):
-            for done, mini_batch in enumerate(mini_batches):
-                with part(done, len(mini_batches)):
-                    metrics = self.group[role].update(mini_batch)
-                self._watch_skips(role, metrics)
-                parts.append(metrics)
-        return {k if "/" in k else f"{role}/{k}": v for k, v in mean_of(parts).items()}
-
-    def _mini_batches(self, role: str, batch: Batch) -> Iterator[Batch]:
-        """Rows of each optimizer step, with the global counts its loss divides by."""
-        settings = self.config.critic if role == "critic" else self.config.actor_rollout_ref.actor
-        rows_per_step = settings.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
-        columns = [*ROW_FIELDS, "response_mask", *self._columns(role)]
-        updates = settings.ppo_epochs * math.ceil(len(batch) / rows_per_step)
-        for epoch in range(settings.ppo_epochs):
-            order = list(range(len(batch)))
-            if settings.shuffle:
-                order = shuffled(len(batch), settings.data_loader_seed, self.step, epoch).tolist()
-            for start in range(0, len(batch), rows_per_step):
-                updates -= 1
-                first = epoch == 0 and start == 0
-                # Before the first update the weights are still those that sampled: the gap can be measured for free.
-                measure = role == "actor" and first and not self.recompute_log_probs
-                names = [*columns, "rollout_log_probs"] if measure else columns
-                mini_batch = batch.select(dict.fromkeys(names)).take(order[start : start + rows_per_step])
-                if role == "actor" and self.config.algorithm.adv_whitening == "mini_batch":
-                    mini_batch["advantages"] = algorithms.masked_whiten(
-                        mini_batch["advantages"], mini_batch["response_mask"]
-                    )
-                mask = mini_batch["response_mask"]
-                mini_batch.meta |= {
-                    "num_tokens": float(mask.sum()),
-                    "num_sequences": float(mask.any(-1).sum()),
-                    "last_of_step": updates == 0,
-                }
-                yield mini_batch
-
-    def _columns(self, role: str) -> list[str]:
-        if role == "critic":
-            return ["values", "returns"]
-        names = ["advantages"]
-        if not self.on_policy:
-            names.append("old_log_probs")
-        if self.config.actor_rollout_ref.actor.use_kl_loss:
-            names.append("ref_log_probs")
-        return names
-
-    def _watch_skips(self, role: str, metrics: dict[str, float]) -> None:
-        """Stop the run after `trainer.max_skipped_updates` optimizer steps in a row had non-finite gradients."""
-        if not metrics["skipped"]:
-            self.skipped_in_a_row = 0
-            return
-        self.skipped_in_a_row += 1
-        limit = self.config.trainer.max_skipped_updates
-        self.record.say(
-            f"step {self.step}: non-finite gradient in the {role}, update skipped ({self.skipped_in_a_row} in a row)"
+    def _with_old_log_probs(self, batch: Batch, metrics: dict[str, float]) -> Batch:
+        """The actor's log-probs before the update, their distance from the rollout's, and the correction for it."""
+        batch = batch.union(
+            self.group["actor"].compute_log_probs(batch, with_sum_pi_squared=needs_sum_pi_squared(self.config))
         )
-        if self.skipped_in_a_row >= limit:
-            raise TrainingStopped(
-                f"{self.skipped_in_a_row} updates in a row had non-finite gradients ({role}, step {self.step}): "
-                "lower the learning rate, check the rewards for NaN, or resume from the last checkpoint"
-            )
+        on = batch["response_mask"]
+        count = max(float(on.sum()), 1.0)
+        metrics["actor/entropy"] = float((batch["entropy"] * on).sum() / count)
+        gap = mismatch_sums(batch["old_log_probs"], batch["rollout_log_probs"], on, count)
+        metrics |= {k: v.item() for k, v in gap.items()}
+        if self.old.correct_batch:
+            batch, found = corrected(batch, batch["old_log_probs"], self.config.algorithm.rollout_correction)
+            metrics |= found
+        return batch
 
     def _watch_mismatch(self, metrics: dict[str, float]) -> None:
         """Say so when the rollout engine and the training forward have come apart."""
@@ -298,7 +198,7 @@ class PPOTrainer:
             "step": self.step,
             "sampler": self.inputs.sampler.state_dict(),
             "kl_controller": self.kl_controller.state_dict() if self.kl_controller else None,
-            "skipped_in_a_row": self.skipped_in_a_row,
+            "skipped_in_a_row": self.updates.skipped_in_a_row,
             "torch_rng": torch.get_rng_state().numpy().tobytes().hex(),
         }
 
@@ -322,7 +222,7 @@ class PPOTrainer:
         self.inputs.sampler.load_state_dict(state["sampler"])
         if self.kl_controller and state["kl_controller"]:
             self.kl_controller.load_state_dict(state["kl_controller"])
-        self.skipped_in_a_row = state["skipped_in_a_row"]
+        self.updates.skipped_in_a_row = state["skipped_in_a_row"]
         self.record.best = state["best"]
         torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch_rng"]), dtype=torch.uint8))
         self.record.say(f"resumed from {folder} after step {self.step}")

@@ -17,16 +17,19 @@ PROMPT_OBJECTS = ("uid", "data_source", "ground_truth", "extra_info", "messages"
 _VALIDATION_KEY = -1
 
 
-def prompt_batch(rows: Sequence[PromptRow], *, samples_per_prompt: int, seed: int, step: int | None) -> Batch:
+def prompt_batch(
+    rows: Sequence[PromptRow], *, samples_per_prompt: int, seed: int, step: int | None, first: int = 0
+) -> Batch:
     """B = len(rows) · samples_per_prompt rows, the samples of a prompt next to each other.
 
     `sample_key` [B, 3] = (seed, step, sample number) decides each sample's random numbers; `step` None = validation.
+    `first`: how many prompts of this step came before these.
     """
     prompts, lengths = pad_rows([r.prompt_ids for r in rows], torch.long)
     batch = Batch(
         {"prompts": prompts, "prompt_lengths": lengths},
         {
-            "uid": [f"{i}:{r.uid}" for i, r in enumerate(rows)],
+            "uid": [f"{i}:{r.uid}" for i, r in enumerate(rows, first)],
             "data_source": [r.data_source for r in rows],
             "ground_truth": [r.ground_truth for r in rows],
             "extra_info": [r.extra_info for r in rows],
@@ -35,7 +38,7 @@ def prompt_batch(rows: Sequence[PromptRow], *, samples_per_prompt: int, seed: in
     ).repeat(samples_per_prompt)
     key = torch.empty(len(batch), 3, dtype=torch.long)
     key[:, 0], key[:, 1] = seed, _VALIDATION_KEY if step is None else step
-    key[:, 2] = torch.arange(len(batch))
+    key[:, 2] = torch.arange(len(batch)) + first * samples_per_prompt
     batch["sample_key"] = key
     return batch
 

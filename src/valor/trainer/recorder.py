@@ -35,7 +35,7 @@ _EVERYTHING = 2**62  # as a resume point: no step is later, so a validation alon
 class RunRecorder:
     """The run folder `trainer.default_local_dir`; nothing is written before `opened`."""
 
-    def __init__(self, config: PPOConfig, tokenizer: Any) -> None:
+    def __init__(self, config: PPOConfig, tokenizer: Any, command: str) -> None:
         trainer = config.trainer
         self.config = config
         self.run_dir = Path(trainer.default_local_dir).expanduser()
@@ -43,6 +43,7 @@ class RunRecorder:
         self.best: dict[str, float] | None = None  # {"step", "value"} of the best validation so far
         self.best_is_new = False
         self._tokenizer = tokenizer
+        self._command = command
         self._tracker: Tracker | None = None
         self._console = get_console()
 

@@ -16,7 +16,13 @@ def role_specs(config: PPOConfig, *, total_steps: int, eos_token_ids: list[int])
     specs = {
         "actor": RoleSpec(
             ActorWorker,
-            {"config": shared, "total_steps": total_steps, "custom_path": config.algorithm.custom_path},
+            {
+                "config": shared,
+                "loss_mode": config.policy_loss,
+                "total_steps": total_steps,
+                "custom_path": config.algorithm.custom_path,
+                "seed": config.trainer.seed,
+            },
         ),
         "rollout": RoleSpec(RolloutWorker, {"config": shared.rollout, "eos_token_ids": eos_token_ids}),
     }
@@ -24,6 +30,12 @@ def role_specs(config: PPOConfig, *, total_steps: int, eos_token_ids: list[int])
         specs["ref"] = RoleSpec(ReferenceWorker, {"config": shared})
     if config.critic.enable:
         specs["critic"] = RoleSpec(
-            CriticWorker, {"config": config.critic, "total_steps": total_steps, "seed": config.trainer.seed}
+            CriticWorker,
+            {
+                "config": config.critic,
+                "total_steps": total_steps,
+                "custom_path": config.algorithm.custom_path,
+                "seed": config.trainer.seed,
+            },
         )
     return specs

@@ -32,8 +32,8 @@ from valor.tracking.rundir import write_atomically, write_run_info
 from valor.trainer.checkpoints import CheckpointStore
 from valor.trainer.demonstrations import DemonstrationDataset
 from valor.trainer.export import TOKENIZER_DIR
-from valor.trainer.ppo import TrainingStopped
 from valor.trainer.signals import StopRequest
+from valor.trainer.stopped import TrainingStopped
 from valor.workers.dispatch import dispatch
 from valor.workers.host import RoleSpec, WorkerContext
 from valor.workers.model_role import ModelRole
@@ -52,7 +52,7 @@ class ImitatingPolicy(PolicyModel):
         self.hf, self.logit_map = policy.hf, policy.logit_map
 
     def forward(self, rows: Mapping[str, Tensor], *, with_hits: bool = False, **options: Any) -> dict[str, Tensor]:
-        """As PolicyModel; `with_hits` (without gradients) adds `hits` [b, T]: 1 where the token is the likeliest one."""
+        """As PolicyModel; `with_hits` (no gradients) adds `hits` [b, T]: 1 where the token is the likeliest one."""
         if not with_hits:
             return super().forward(rows, **options)
         compact = compact_rows(rows)
@@ -61,7 +61,8 @@ class ImitatingPolicy(PolicyModel):
             blocks = [(logits, compact.targets)]
         else:
             states = compact.gather(self.hf.base_model(input_ids=compact.input_ids, use_cache=False).last_hidden_state)
-            head, size = self.hf.get_output_embeddings(), max(1, _BLOCK_ELEMENTS // self.hf.config.vocab_size)
+            head = self.hf.get_output_embeddings()
+            size = max(1, _BLOCK_ELEMENTS // len(head.weight))
             pairs = zip(states.split(size), compact.targets.split(size), strict=True)
             blocks = ((self.logit_map.apply_(head(s).float()), t) for s, t in pairs)
         found = [(log_probs_from_logits(logits, t)[0], (logits.argmax(-1) == t).float()) for logits, t in blocks]
@@ -241,8 +242,8 @@ class SFTTrainer:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if metrics["skipped"] else 0
         if self.skipped_in_a_row >= self.config.trainer.max_skipped_updates:
             raise TrainingStopped(
-                f"{self.skipped_in_a_row} updates in a row had non-finite gradients (last: step {self.step + 1}): lower "
-                "optim.lr, or resume from the last checkpoint"
+                f"{self.skipped_in_a_row} updates in a row had non-finite gradients (last: step {self.step + 1}): "
+                "lower optim.lr, or resume from the last checkpoint"
             )
 
     def _state(self) -> dict[str, Any]:

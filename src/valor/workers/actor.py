@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from valor import algorithms
@@ -15,21 +16,32 @@ from valor.models.load import load_policy
 from valor.workers.dispatch import dispatch
 from valor.workers.host import WorkerContext
 from valor.workers.model_role import ROW_FIELDS, ModelRole
+from valor.workers.randomness import keyed_generator
 from valor.workers.reduction import sum_over_ranks
 
 
 class ActorWorker(ModelRole):
     """One rank of the actor.
 
-    `total_steps` is the run's number of training steps (the learning-rate schedule's length); `custom_path` a file
-    that registers policy losses.
+    `loss_mode` names the policy loss; `total_steps` is the run's number of training steps (the learning-rate
+    schedule's length); `custom_path` a file that registers policy losses; `seed` the run's.
     """
 
     def __init__(
-        self, context: WorkerContext, *, config: ActorRolloutRefConfig, total_steps: int, custom_path: str | None
+        self,
+        context: WorkerContext,
+        *,
+        config: ActorRolloutRefConfig,
+        loss_mode: str,
+        total_steps: int,
+        custom_path: str | None,
+        seed: int,
     ) -> None:
         load_custom(custom_path)
         self.config = config.actor
+        self.loss_mode = loss_mode
+        self.seed = seed
+        self._generator = keyed_generator(seed)  # of losses that draw; a new one for each update
         self._log_prob_limits = {
             "max_tokens": config.rollout.log_prob_max_token_len_per_gpu,
             "max_rows": config.rollout.max_rows,
@@ -45,31 +57,34 @@ class ActorWorker(ModelRole):
         )
 
     @dispatch("dp")
-    def compute_log_probs(self, batch: Batch) -> Batch:
-        """`old_log_probs` and `entropy` [B, T] of the batch's responses under the present weights."""
+    def compute_log_probs(self, batch: Batch, *, with_entropy: bool = True, with_sum_pi_squared: bool = False) -> Batch:
+        """`old_log_probs` [B, T] of the batch's responses under the present weights, with `entropy`, `sum_pi_squared`
+        (Σ_v π(v)² of each position) if asked."""
         with self.on_device() as engine:
             out = engine.forward(
                 batch.select(ROW_FIELDS),
                 **self._log_prob_limits,
                 temperature=batch.meta["temperature"],
-                with_entropy=True,
+                with_entropy=with_entropy,
+                with_sum_pi_squared=with_sum_pi_squared,
             )
-        return Batch({"old_log_probs": out["log_probs"], "entropy": out["entropy"]})
+        return Batch({"old_log_probs": out.pop("log_probs"), **out})
 
     @dispatch("dp")
     def update(self, mini_batch: Batch) -> dict[str, float]:
         """One optimizer step on the rows of a mini-batch; metrics are of the whole mini-batch, over all ranks."""
-        config = self.config
+        config, meta = self.config, mini_batch.meta
+        self._generator = keyed_generator(self.seed, meta["global_step"], meta["update"], self._rank)
         with self.on_device(optimizer=True) as engine:
             metrics = engine.forward_backward(
                 mini_batch,
                 self._loss,
                 max_tokens=config.ppo_max_token_len_per_gpu,
                 max_rows=config.max_rows,
-                temperature=mini_batch.meta["temperature"],
+                temperature=meta["temperature"],
                 with_entropy=config.entropy_coeff != 0 or config.calculate_entropy,
             )
-            step = engine.optimizer_step(advance_schedule=mini_batch.meta["last_of_step"])
+            step = engine.optimizer_step(advance_schedule=meta["last_of_step"])
         return sum_over_ranks(metrics) | step
 
     def _loss(self, outputs: dict[str, Tensor], rows: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -78,13 +93,13 @@ class ActorWorker(ModelRole):
         log_probs, mask = outputs["log_probs"], rows["response_mask"]
         counts = {"num_tokens": rows.meta["num_tokens"], "num_sequences": rows.meta["num_sequences"]}
         pg_loss, metrics = algorithms.policy_loss(
-            config.policy_loss.loss_mode,
+            self.loss_mode,
             log_probs=log_probs,
             old_log_probs=rows.tensors.get("old_log_probs"),
             advantages=rows["advantages"],
             response_mask=mask,
             rollout_is_weights=rows.tensors.get("rollout_is_weights"),
-            **policy_loss_options(config),
+            **policy_loss_options(config, self.loss_mode, self._generator),
             **counts,
         )
         metrics = {**metrics, "pg_loss": pg_loss.detach()}
@@ -121,13 +136,15 @@ def mismatch_sums(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, nu
     }
 
 
-def policy_loss_options(config: ActorConfig) -> dict[str, Any]:
-    """The settings under `actor` for the chosen policy loss: what all share, and of the rest what it takes."""
+def policy_loss_options(
+    config: ActorConfig, loss_mode: str, generator: torch.Generator | None = None
+) -> dict[str, Any]:
+    """The settings under `actor` for a policy loss: what all share, and of the rest what it takes."""
     shared = {
         name: getattr(config, name)
         for name in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "loss_agg_mode", "loss_scale_factor")
     }
-    own = config.policy_loss.model_dump(exclude={"loss_mode"})
-    own |= {"tau_pos": config.tau_pos, "tau_neg": config.tau_neg}
-    accepted = algorithms.policy_loss_options(config.policy_loss.loss_mode)
-    return shared | {k: v for k, v in own.items() if k in accepted}
+    own = config.policy_loss.model_dump(exclude={"loss_mode", "loss_kwargs"})
+    own |= {"tau_pos": config.tau_pos, "tau_neg": config.tau_neg, "generator": generator}
+    accepted = algorithms.policy_loss_options(loss_mode)
+    return shared | {k: v for k, v in own.items() if k in accepted} | config.policy_loss.loss_kwargs

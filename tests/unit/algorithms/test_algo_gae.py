@@ -205,9 +205,23 @@ def test_gae_without_values_says_what_to_do() -> None:
         algorithms.compute_advantages("gae", rewards=torch.zeros(1, 2), response_mask=torch.ones(1, 2))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gamma": 1.1}, "between 0 and 1"),
+        ({"lam": -0.5}, "between 0 and 1"),
+        ({"adaptive_lam_alpha": 0.0}, "positive"),
+    ],
+)
+def test_discounts_are_checked(options: dict, message: str) -> None:
+    rewards, values, mask = random_case(2, 5, "full")
+    with pytest.raises(UserError, match=message):
+        algorithms.compute_advantages("gae", rewards=rewards, response_mask=mask, values=values, **options)
+
+
 @pytest.mark.parametrize("decay", [0.0, 1e-9, 0.05, 0.5, 0.9405, 0.999, 1.0])
 @pytest.mark.parametrize("width", [1, 2, 31, 300])
-def test_suffix_scan(decay: float, width: int) -> None:
+def test_suffix_scan(decay: float, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(4, width, generator=torch.Generator().manual_seed(width))
     expected = torch.zeros(4, width + 1, dtype=torch.float64)
     for t in reversed(range(width)):
@@ -219,4 +233,25 @@ def test_suffix_scan(decay: float, width: int) -> None:
     if decay in (0.0, 1.0, 0.9405):
         padded = suffix_scan(torch.cat([x, torch.zeros(4, 13)], 1), decay)[:, :width]
         torch.testing.assert_close(padded, one, atol=1e-6, rtol=1e-6)
-    assert torch.equal(suffix_scan(x[2:3], decay), one[2:3]), "rows do not depend on each other"
+    torch.testing.assert_close(suffix_scan(x[2:3], decay), one[2:3], atol=1e-5, rtol=1e-5)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    doubled = suffix_scan(x, decay)  # without matrix products
+    torch.testing.assert_close(doubled.double(), expected[:, :-1], atol=2e-5, rtol=1e-5)
+
+
+def test_advantages_do_not_depend_on_the_number_of_threads_or_on_fast_matrix_products() -> None:
+    rewards, values, mask = random_case(64, 1024, "gaps")
+    case = {"rewards": rewards, "response_mask": mask, "values": values, "gamma": 0.99, "lam": 0.95}
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            results.append(algorithms.compute_advantages("gae", **case)[0])
+            assert torch.get_num_threads() == number
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        autocast, _ = algorithms.compute_advantages("gae", **case)
+    torch.testing.assert_close(autocast, results[0], atol=1e-5, rtol=1e-5)

@@ -234,3 +234,15 @@ def test_mistakes_are_named(name: str, options: dict, message: str) -> None:
 def test_shapes_are_checked() -> None:
     with pytest.raises(ValueError, match="must have one shape"):
         algorithms.policy_loss("ppo", **{**case(), "advantages": torch.zeros(2, 2)})
+
+
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl", "ppo"])
+def test_no_dual_clip(name: str) -> None:
+    """clip_ratio_c=None is the limit of a large one."""
+    inputs = case()
+    options = {"clip_ratio_low": 10.0, "clip_ratio_high": 10.0}
+    inputs["log_probs"] = inputs["old_log_probs"] + 2.0
+    none = algorithms.policy_loss(name, **inputs, **options, clip_ratio_c=None)[0]
+    large = algorithms.policy_loss(name, **inputs, **options, clip_ratio_c=1e6)[0]
+    small = algorithms.policy_loss(name, **inputs, **options, clip_ratio_c=1.1)[0]
+    assert none == large and none != small

@@ -15,7 +15,7 @@ LOSSES = ("ppo", "gspo", "geo_mean", "cispo", "sapo", "dro", "gpg", "reinforce",
 # Estimators whose advantages are a multiple of the rewards, with every other input scaled alike; for the others only
 # the direction is the same.
 LINEAR = {"rloo", "opo", "gpg", "remax", "optimal_token_baseline"}
-quick = settings(max_examples=25, deadline=None)
+quick = settings(max_examples=25, deadline=None, derandomize=True)
 seeds = st.integers(0, 10_000)
 
 
@@ -119,7 +119,9 @@ def test_scaling_the_rewards(name: str, seed: int, scale: float) -> None:
         scaled_options["component_scores"] = {k: v * scale for k, v in options["component_scores"].items()}  # type: ignore[attr-defined]
     advantages, returns = estimate(name, inputs, options)
     ours, our_returns = estimate(name, scaled, scaled_options)
-    torch.testing.assert_close(ours, advantages * scale if name in LINEAR else advantages, atol=1e-3, rtol=1e-3)
+    linear = name in LINEAR
+    tolerance = 1e-4 * max(1.0, scale) if linear else 1e-2  # two scores that nearly agree: 1e-6 beside their std shows
+    torch.testing.assert_close(ours, advantages * scale if linear else advantages, atol=tolerance, rtol=tolerance)
     if name in ("gae", "reinforce_plus_plus", "remax", "optimal_token_baseline"):
         torch.testing.assert_close(our_returns, returns * scale, atol=1e-4, rtol=1e-4)
 

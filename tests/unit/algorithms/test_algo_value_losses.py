@@ -119,3 +119,14 @@ def test_explained_variance() -> None:
     assert algorithms.explained_variance(torch.ones(1, 4), returns, mask).item() == pytest.approx(0.0)
     assert algorithms.explained_variance(-returns, returns, mask).item() == pytest.approx(-3.0)
     assert algorithms.explained_variance(returns, torch.ones(1, 4), mask).item() == 0.0
+
+
+def test_what_a_head_predicts() -> None:
+    raw = torch.tensor([[0.0, 2.0]])
+    assert torch.equal(algorithms.predict_values("mse", raw), raw)
+    assert algorithms.predict_values("bce", raw)[0, 0].item() == 0.5
+    bins = torch.tensor([[[0.0, 50.0], [50.0, 0.0], [1.0, 1.0]]])
+    predicted = algorithms.predict_values("hl_gauss", bins, value_min=-1.0, value_max=1.0)
+    torch.testing.assert_close(predicted, torch.tensor([[0.5, -0.5, 0.0]]))
+    with pytest.raises(UserError, match="did you mean bce"):
+        algorithms.predict_values("bbce", raw)

@@ -41,7 +41,11 @@ A, M, R = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_r
         ("reward_model.num_workers=3", "reward.num_workers", 3),
         ("reward_model.reward_manager=naive", "reward.reward_manager.name", "naive"),
         ("reward.reward_manager=naive", "reward.reward_manager.name", "naive"),
-        ("+reward_model.reward_kwargs.buffer.len=9", "reward.reward_kwargs", {"buffer": {"len": 9}}),
+        (
+            "+reward_model.reward_kwargs.overlong_buffer_cfg.len=9",
+            "reward.reward_kwargs.overlong_buffer_cfg.len",
+            9,
+        ),
         ("reward_model.path=rm", "reward.reward_model.model_path", "rm"),
         ("reward_model.model.path=rm", "reward.reward_model.model_path", "rm"),
     ],

@@ -318,6 +318,27 @@ def test_load_yaml_mistakes(tmp_path):
         (["actor_rollout_ref.rollout.val_kwargs.do_sample=true"], "actor_rollout_ref.rollout.val_kwargs.do_sample=tr"),
         (["actor_rollout_ref.actor.policy_loss.loss_mode=dro"], "actor_rollout_ref.actor.policy_loss.loss_mode=dro n"),
         (["algorithm.gdpo_reward_keys=[a]", "algorithm.gdpo_reward_weights=[1,2]"], "algorithm.gdpo_reward_keys nam"),
+        (
+            ["algorithm.rollout_correction.rollout_rs=token_k1"],
+            "algorithm.rollout_correction.rollout_rs=token_k1 needs algorithm.rollout_correction.rollout_rs_threshold",
+        ),
+        (
+            [
+                "algorithm.rollout_correction.bypass_mode=true",
+                "algorithm.rollout_correction.loss_type=reinforce",
+                "actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
+            ],
+            "algorithm.rollout_correction.loss_type=reinforce and actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
+        ),
+        (
+            ["reward.reward_kwargs.overlong_buffer_cfg.enable=true"],
+            "reward.reward_kwargs.overlong_buffer_cfg.enable=true is read with reward.reward_manager.name=dapo",
+        ),
+        (
+            ["reward.reward_kwargs.overlong_buffer_cfg.enable=true", "reward.reward_manager.name=dapo"],
+            "reward.reward_kwargs.overlong_buffer_cfg.len=4096 is more than data.max_response_length=512",
+        ),
+        (["actor_rollout_ref.actor.kl_loss_type=full"], "actor_rollout_ref.actor.kl_loss_type: the exact KL"),
         (["trainer.val_only=true"], "trainer.val_only=true needs validation prompts: set data.val_files"),
         (["trainer.keep_best=true"], "trainer.keep_best=true needs validation prompts: set data.val_files"),
         (["trainer.resume_mode=resume_path"], "trainer.resume_mode=resume_path needs trainer.resume_from_path"),
@@ -334,3 +355,9 @@ def test_no_contradiction_without_a_critic_to_train():
         ["algorithm.adv_estimator=grpo", "critic.ppo_mini_batch_size=2000", "data.train_batch_size=256"]
     ).config
     assert not config.critic.enable
+
+
+@pytest.mark.parametrize("bounds", ["0.5_2.0", "0.5_5", "1_5"])
+def test_two_bounds_of_a_threshold_are_not_a_number(bounds):
+    config = load([f"algorithm.rollout_correction.rollout_is_threshold={bounds}"]).config
+    assert config.algorithm.rollout_correction.rollout_is_threshold == bounds

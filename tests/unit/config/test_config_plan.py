@@ -42,6 +42,16 @@ def test_one_update_needs_no_old_log_probs():
     assert row(plan(load(argv).config), "old log-probs") == "the rollout's own (bypass_mode)"
 
 
+def test_rollout_correction_recomputes_and_says_so():
+    head = "algorithm.rollout_correction"
+    argv = ["data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=64"]
+    argv += [f"{head}.rollout_is=token", f"{head}.rollout_rs=seq_mean_k3", f"{head}.rollout_rs_threshold=0.1"]
+    said = row(plan(load(argv).config), "old log-probs")
+    assert said == "recomputed once per step, token importance weights and rejection by seq_mean_k3"
+    bypass = row(plan(load([*argv, f"{head}.bypass_mode=true"]).config), "old log-probs")
+    assert bypass == "the rollout's own (bypass_mode), rejection by seq_mean_k3 before each update"
+
+
 def test_roles():
     gae = plan(load(["critic.model.path=small", "algorithm.lam_critic=0.9", "trainer.critic_warmup=5"]).config)
     assert row(gae, "critic").startswith("small, AdamW lr 1e-05")
@@ -112,15 +122,12 @@ def test_a_default_run_asks_for_nothing_unavailable():
         "critic.model.lora_rank=8",
         "actor_rollout_ref.actor.checkpoint.save_contents=[model]",
         "critic.checkpoint.load_contents=[model,optimizer]",
-        "algorithm.gdpo_reward_keys=[a,b]",
         "critic.checkpoint.async_save=true",
         "reward.reward_model.enable=true",
-        "reward.reward_manager.name=dapo",
+        "reward.reward_manager.name=prime",
+        "critic.value_loss=hl_gauss",
         "reward.sandbox_fusion.url=http://x",
         "data.custom_cls.path=x.py",
-        "algorithm.filter_groups.enable=true",
-        "algorithm.use_pf_ppo=true",
-        "algorithm.rollout_correction.rollout_is=token",
         "trainer.node_rank=0",
     ],
 )

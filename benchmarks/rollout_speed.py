@@ -1,0 +1,157 @@
+#!/usr/bin/env python3
+"""Tokens per second of the native rollout engine and of `transformers.generate`, side by side in one process.
+
+    python benchmarks/rollout_speed.py                     # tiny random Qwen2, 64 samples x 64 tokens
+    python benchmarks/rollout_speed.py --model DIR --data gsm8k_test.jsonl --prompts 8 --n 4 --max-new 128 \\
+        --dtype bfloat16
+
+The two are interleaved round by round and the medians of their times are printed. End-of-sequence is ignored, so that
+lengths are known: "equal" gives all samples --max-new tokens, "uneven" between an eighth and all of it (useful tokens
+are counted; `generate` has to run to the longest). The native engine also returns log-probabilities, `generate`
+does not. On a machine that is busy with other work, compare processor seconds with --threads 1.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from valor.rollout.base import Request, SamplingParams
+from valor.rollout.native import NativeEngine
+
+Prompts = list[list[int]]
+
+
+def tiny_model(count: int) -> tuple[PreTrainedModel, Prompts]:
+    """A random Qwen2 of 0.8M parameters and short prompts of uneven length."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=21,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+    )
+    rng = random.Random(0)
+    return Qwen2ForCausalLM(config), [[rng.randrange(3, 21) for _ in range(rng.randint(4, 6))] for _ in range(count)]
+
+
+def pretrained(directory: str, data: Path, count: int, dtype: torch.dtype) -> tuple[PreTrainedModel, Prompts]:
+    """A model from disk and the first `count` questions of a jsonl file, through its chat template."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    questions = [json.loads(line)["question"] for line in data.read_text().splitlines()[:count]]
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    encoded = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True) for chat in chats]
+    return model, [tokens["input_ids"] for tokens in encoded]
+
+
+def run_native(engine: NativeEngine, prompts: Prompts, lengths: list[int], round_number: int) -> None:
+    n = len(lengths) // len(prompts)
+    requests = [
+        Request(str(i), prompts[i // n], SamplingParams(max_tokens=length, ignore_eos=True), (round_number, i))
+        for i, length in enumerate(lengths)
+    ]
+    outputs = engine.generate(requests)
+    assert [len(output.token_ids) for output in outputs] == lengths
+
+
+def run_generate(model: PreTrainedModel, prompts: Prompts, lengths: list[int], round_number: int) -> None:
+    longest, n = max(len(p) for p in prompts), len(lengths) // len(prompts)
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    torch.manual_seed(round_number)
+    out = model.generate(  # pyright: ignore[reportCallIssue]
+        ids.repeat_interleave(n, 0),
+        attention_mask=mask.repeat_interleave(n, 0),
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=max(lengths),
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    assert out.shape[1] == longest + max(lengths)
+
+
+def compare(systems: dict[str, Callable[[int], None]], rounds: int, tokens: int) -> dict[str, float]:
+    """Median wall and processor seconds of each system over interleaved rounds, after one that is not counted."""
+    wall: dict[str, list[float]] = {name: [] for name in systems}
+    processor: dict[str, list[float]] = {name: [] for name in systems}
+    for number in range(rounds + 1):
+        for name, work in systems.items():
+            start, start_processor = time.perf_counter(), time.process_time()
+            work(number)
+            wall[name].append(time.perf_counter() - start)
+            processor[name].append(time.process_time() - start_processor)
+    figures = {}
+    for name in systems:
+        seconds, used = statistics.median(wall[name][1:]), statistics.median(processor[name][1:])
+        figures[f"{name}_seconds"] = round(seconds, 3)
+        figures[f"{name}_tokens_per_second"] = round(tokens / seconds, 1)
+        figures[f"{name}_tokens_per_processor_second"] = round(tokens / used, 1)
+    return figures
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny", help="'tiny' or a Hugging Face directory")
+    parser.add_argument("--data", type=Path, help="jsonl file with a 'question' per line (with --model DIR)")
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--n", type=int, default=4, help="samples per prompt")
+    parser.add_argument("--max-new", type=int, default=64)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--lengths", choices=["equal", "uneven", "both"], default="both")
+    parser.add_argument("--native-only", action="store_true")
+    parser.add_argument("--no-pack", action="store_true", help="leave the weights in their ordinary layout")
+    args = parser.parse_args()
+    if args.model != "tiny" and args.data is None:
+        parser.error("--model DIR needs --data FILE")
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    torch.set_num_threads(args.threads)
+    dtype = getattr(torch, args.dtype)
+    if args.model == "tiny":
+        model, prompts = tiny_model(args.prompts)
+        model = model.to(dtype)
+    else:
+        model, prompts = pretrained(args.model, args.data, args.prompts, dtype)
+    model.eval()
+    engine = NativeEngine(model, eos_token_ids=[], pack_weights=not args.no_pack)
+    rng = random.Random(0)
+    samples = args.prompts * args.n
+    workloads = {
+        "equal": [args.max_new] * samples,
+        "uneven": [rng.randint(max(1, args.max_new // 8), args.max_new) for _ in range(samples)],
+    }
+    for name, lengths in workloads.items():
+        if args.lengths not in (name, "both"):
+            continue
+        # Defaults bind this workload's lengths.
+        systems: dict[str, Callable[[int], None]] = {
+            "native": lambda number, lengths=lengths: run_native(engine, prompts, lengths, number)
+        }
+        if not args.native_only:
+            systems["generate"] = lambda number, lengths=lengths: run_generate(model, prompts, lengths, number)
+        result: dict[str, object] = {"lengths": name, "model": args.model, "dtype": args.dtype}
+        result |= {"threads": args.threads, "samples": samples, "tokens": sum(lengths)}
+        print(json.dumps(result | compare(systems, args.rounds, sum(lengths))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

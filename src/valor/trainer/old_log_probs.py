@@ -1,0 +1,82 @@
+"""Where a run's old log-probs come from, and the correction for samples drawn by another distribution.
+
+Decoupled: π_old is recomputed before the first update, and the batch is corrected once for π_old / π_rollout.
+Bypass: π_rollout itself is the old policy. What is corrected then is π_θ / π_rollout, which moves with every update:
+each mini-batch is measured right before its update, so that the counts the loss divides by are those of the rejection
+mask that it uses.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from valor import algorithms
+from valor.config import PPOConfig, RolloutCorrectionConfig
+from valor.data.batch import Batch
+
+WEIGHTS = "rollout_is_weights"
+
+
+@dataclass(frozen=True)
+class OldLogProbs:
+    """What a configuration asks for.
+
+    bypass: the rollout's own are the old ones. on_policy: a batch gets one update, so that the current log-probs,
+    detached, are the old ones. recompute: one pass over the batch before the first update. correct_batch,
+    correct_mini_batches: when the rollout correction acts.
+    """
+
+    bypass: bool
+    on_policy: bool
+    recompute: bool
+    correct_batch: bool
+    correct_mini_batches: bool
+
+    @staticmethod
+    def of(config: PPOConfig) -> OldLogProbs:
+        correction, actor = config.algorithm.rollout_correction, config.actor_rollout_ref.actor
+        bypass = correction.bypass_mode
+        updates = math.ceil(config.data.train_batch_size / actor.ppo_mini_batch_size) * actor.ppo_epochs
+        weighs = correction.rollout_is is not None
+        rejects = correction.rollout_rs is not None
+        needed = config.algorithm.use_kl_in_reward or weighs or rejects or needs_sum_pi_squared(config)
+        return OldLogProbs(
+            bypass=bypass,
+            on_policy=updates == 1 and not bypass,
+            recompute=not bypass and (updates > 1 or needed),
+            correct_batch=not bypass and (weighs or rejects),
+            # With ppo_clip the ratio to the rollout's log-probs is the importance weight already.
+            correct_mini_batches=bypass and (rejects or (weighs and correction.loss_type == "reinforce")),
+        )
+
+
+def needs_sum_pi_squared(config: PPOConfig) -> bool:
+    """Whether the estimator asks the actor for Σ_v π(v)² of each position."""
+    return algorithms.ADVANTAGES[config.algorithm.adv_estimator].capability.needs_sum_pi_squared
+
+
+def corrected(batch: Batch, log_probs: Tensor, config: RolloutCorrectionConfig) -> tuple[Batch, dict[str, float]]:
+    """The batch with `rollout_is_weights` [B, T] (if asked for) and without rejected tokens in `response_mask`.
+
+    `log_probs` [B, T] are the training model's. Metrics: `rollout_corr/*`.
+    """
+    rollout, mask = batch["rollout_log_probs"], batch["response_mask"]
+    weighs = config.rollout_is is not None and not (config.bypass_mode and config.loss_type == "ppo_clip")
+    found = algorithms.rollout_correction(
+        log_probs=log_probs,
+        rollout_log_probs=rollout,
+        response_mask=mask,
+        rollout_is=config.rollout_is if weighs else None,
+        rollout_is_threshold=config.rollout_is_threshold,
+        rollout_is_batch_normalize=config.rollout_is_batch_normalize,
+        rollout_rs=config.rollout_rs,
+        rollout_rs_threshold=config.rollout_rs_threshold,
+    )
+    columns = {"response_mask": found.response_mask}
+    if found.weights is not None:
+        columns[WEIGHTS] = found.weights
+    metrics = algorithms.off_policy_metrics(log_probs, rollout, mask) | found.metrics
+    return batch.union(Batch(columns)), {f"rollout_corr/{name}": value for name, value in metrics.items()}

@@ -1,0 +1,115 @@
+"""Mini-batches of a step, one optimizer step each, with the global counts that their losses divide by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from valor import algorithms
+from valor.config import PPOConfig
+from valor.controller import WorkerGroup
+from valor.data.batch import Batch
+from valor.data.sampler import shuffled
+from valor.tracking.progress import part, phase
+from valor.trainer.batch_metrics import mean_of
+from valor.trainer.old_log_probs import WEIGHTS, OldLogProbs, corrected
+from valor.trainer.stopped import TrainingStopped
+from valor.workers.model_role import ROW_FIELDS
+
+
+class Updates:
+    """Updates critic and actor on a batch that has its advantages.
+
+    `skipped_in_a_row` counts optimizer steps without effect (non-finite gradients); it is part of a checkpoint.
+    """
+
+    def __init__(self, config: PPOConfig, group: WorkerGroup, say: Callable[[str], None]) -> None:
+        self.config, self.group, self._say = config, group, say
+        self.old = OldLogProbs.of(config)
+        self.skipped_in_a_row = 0
+        estimator = config.algorithm.adv_estimator
+        whitens = "whitening" in algorithms.advantage_options(estimator)
+        self._whiten = whitens and config.algorithm.adv_whitening == "mini_batch"
+
+    def run(self, role: str, batch: Batch, step: int) -> dict[str, float]:
+        """All epochs and mini-batches of one role. Metrics are means over the updates.
+
+        Raises TrainingStopped after `trainer.max_skipped_updates` updates in a row with non-finite gradients.
+        """
+        parts: list[dict[str, float]] = []
+        mini_batches = list(self.mini_batches(role, batch, step))
+        with phase(f"train {role}", len(mini_batches), unit="mini-batch"):
+            for done, mini_batch in enumerate(mini_batches):
+                with part(done, len(mini_batches)):
+                    metrics: dict[str, float] = {}
+                    if role == "actor" and self.old.correct_mini_batches:
+                        mini_batch, metrics = self._corrected(mini_batch)
+                    metrics |= self.group[role].update(mini_batch)
+                self._watch_skips(role, metrics, step)
+                parts.append(metrics)
+        return {k if "/" in k else f"{role}/{k}": v for k, v in mean_of(parts).items()}
+
+    def mini_batches(self, role: str, batch: Batch, step: int) -> Iterator[Batch]:
+        """Rows of each optimizer step, in order, with the columns that the role reads."""
+        settings = self.config.critic if role == "critic" else self.config.actor_rollout_ref.actor
+        rows_per_step = settings.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
+        count = settings.ppo_epochs * math.ceil(len(batch) / rows_per_step)
+        number = 0
+        for epoch in range(settings.ppo_epochs):
+            order = list(range(len(batch)))
+            if settings.shuffle:
+                order = shuffled(len(batch), settings.data_loader_seed, step, epoch).tolist()
+            for start in range(0, len(batch), rows_per_step):
+                columns = self._columns(role, batch, first=number == 0)
+                rows = batch.select(columns).take(order[start : start + rows_per_step])
+                if role == "actor" and self._whiten:
+                    rows["advantages"] = algorithms.masked_whiten(rows["advantages"], rows["response_mask"])
+                number += 1
+                rows.meta |= {"update": number, "last_of_step": number == count}
+                yield counted(rows)
+
+    def _columns(self, role: str, batch: Batch, *, first: bool) -> list[str]:
+        shared = [*ROW_FIELDS, "response_mask"]
+        if role == "critic":
+            return [*shared, "values", "returns"]
+        names = [*shared, "advantages"]
+        if not self.old.on_policy:
+            names.append("old_log_probs")
+        if self.config.actor_rollout_ref.actor.use_kl_loss:
+            names.append("ref_log_probs")
+        if WEIGHTS in batch:
+            names.append(WEIGHTS)
+        # Before the first update the weights are still those that sampled: the gap can be measured for free.
+        if self.old.correct_mini_batches or (first and not self.old.recompute):
+            names.append("rollout_log_probs")
+        return names
+
+    def _corrected(self, mini_batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """Bypass mode: weights and rejection by the present policy's log-probs (one forward pass)."""
+        present = self.group["actor"].compute_log_probs(mini_batch, with_entropy=False)["old_log_probs"]
+        mini_batch, metrics = corrected(mini_batch, present, self.config.algorithm.rollout_correction)
+        if mini_batch.meta["update"] > 1:  # from here on the distance is the training's own, not the engine's
+            del mini_batch.tensors["rollout_log_probs"]
+        return counted(mini_batch), metrics
+
+    def _watch_skips(self, role: str, metrics: dict[str, float], step: int) -> None:
+        if not metrics["skipped"]:
+            self.skipped_in_a_row = 0
+            return
+        self.skipped_in_a_row += 1
+        self._say(f"step {step}: non-finite gradient in the {role}, update skipped ({self.skipped_in_a_row} in a row)")
+        if self.skipped_in_a_row >= self.config.trainer.max_skipped_updates:
+            raise TrainingStopped(
+                f"{self.skipped_in_a_row} updates in a row had non-finite gradients ({role}, step {step}): "
+                "lower the learning rate, check the rewards for NaN, or resume from the last checkpoint"
+            )
+
+
+def counted(mini_batch: Batch) -> Batch:
+    """The mini-batch with the global counts of its mask; at least 1, so that a loss over nothing is 0."""
+    mask = mini_batch["response_mask"]
+    mini_batch.meta |= {
+        "num_tokens": max(float(mask.sum()), 1.0),
+        "num_sequences": max(float(mask.any(-1).sum()), 1.0),
+    }
+    return mini_batch

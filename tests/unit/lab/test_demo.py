@@ -1,0 +1,51 @@
+"""The demonstration: its command lines are valid, its numbers are read from the right places, and it learns."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from valor.config import PPOConfig, SFTConfig, load
+from valor.lab import arithmetic, demo
+
+FILES = arithmetic.DataFiles(*(Path(f"{name}.parquet") for name in ("train", "val", "sft_train", "sft_val")))
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_both_algorithms_get_the_same_samples_per_step_and_per_update(algorithm):
+    config = load(demo.ppo_overrides(Path("model"), FILES, Path("run"), algorithm, seed=5), PPOConfig).config
+    n = config.actor_rollout_ref.rollout.n
+    assert config.data.train_batch_size * n == 256
+    assert config.actor_rollout_ref.actor.ppo_mini_batch_size * n == 64
+    assert config.critic.enable == (algorithm == "ppo")
+    assert config.trainer.seed == config.data.seed == 5
+    assert config.actor_rollout_ref.rollout.val_kwargs.temperature == 0
+
+
+def test_the_warm_start_is_a_valid_sft_command_line():
+    config = load(demo.sft_overrides(Path("model"), FILES, Path("run"), seed=5), SFTConfig).config
+    assert config.data.train_files == ["sft_train.parquet"]
+    assert (config.trainer.seed, config.trainer.default_local_dir) == (5, "run")
+
+
+def test_accuracy_is_that_of_the_first_and_the_last_validation(tmp_path):
+    key = "val-core/valor/arithmetic/reward/mean@1"
+    rows = [
+        {"step": 0, key: 0.25},
+        {"step": 1, "critic/score/mean": 0.5},
+        {"step": 2, "critic/score/mean": 0.75, key: 0.875},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert demo.read_accuracy(tmp_path) == (demo.Accuracy(0.25, 0.5), demo.Accuracy(0.875, 0.75))
+
+
+@pytest.mark.slow
+def test_ppo_lifts_accuracy_on_unseen_problems_over_nine_tenths(tmp_path, capsys):
+    assert demo.main(["--out", str(tmp_path), "trainer.total_training_steps=30"]) == 0
+    before, after = demo.read_accuracy(tmp_path / "ppo")
+    assert before.validation < 0.6 < 0.9 < after.validation
+    assert before.sampled < 0.6 < 0.8 < after.sampled
+    printed = capsys.readouterr().out
+    for name in ("huggingface/actor", "huggingface/critic", "report.html", "metrics.jsonl"):
+        assert (tmp_path / "ppo" / name).exists()
+        assert str(tmp_path / "ppo" / name) in printed

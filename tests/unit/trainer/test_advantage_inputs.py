@@ -1,0 +1,208 @@
+"""What the run hands to estimators and losses: bootstrap values, components, corrections, drawn samples, counts."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from valor.config import AlgorithmConfig, PFPPOConfig, PPOConfig, RewardConfig, RolloutCorrectionConfig, load
+from valor.data.batch import Batch
+from valor.errors import UserError
+from valor.rewards.executor import RewardResult
+from valor.trainer.advantage import component_scores, estimate_advantages, place_scores, resample
+from valor.trainer.inputs import with_overlong_penalty
+from valor.trainer.old_log_probs import OldLogProbs, corrected
+from valor.trainer.updates import Updates, counted
+
+
+def two_rows(**columns) -> Batch:
+    """Two responses of one prompt: three policy tokens, and two of which the second is no policy token's."""
+    mask = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
+    tensors = {
+        "response_mask": mask,
+        "response_lengths": torch.tensor([3, 2]),
+        "token_level_rewards": torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]]),
+        "values": torch.tensor([[0.1, 0.2, 0.4], [0.5, 0.9, 0.0]]),
+        **columns,
+    }
+    return Batch(tensors, {"uid": ["a", "a"], "finish_reason": ["stop", "length"], "reward_info": [{}, {}]})
+
+
+def test_scores_lie_on_the_last_token_of_each_response():
+    batch = two_rows()
+    assert place_scores(batch, [2.0, 3.0]).tolist() == [[0, 0, 2], [0, 3, 0]]
+
+
+def test_a_cut_off_response_goes_on_with_the_value_after_its_last_token():
+    batch = two_rows(bootstrap_values=torch.tensor([9.0, 0.7]))
+    config = AlgorithmConfig(truncation_bootstrap=True, adv_whitening="none")
+    advantages, returns = estimate_advantages(batch, config)
+    assert torch.allclose(returns, torch.tensor([[1.0, 1.0, 1.0], [0.7, 0.0, 0.0]]))  # "stop": the 9 is not read
+    assert torch.allclose(advantages, torch.tensor([[0.9, 0.8, 0.6], [0.2, 0.0, 0.0]]))
+    _, ended = estimate_advantages(batch, AlgorithmConfig(adv_whitening="none"))
+    assert ended[1].tolist() == [0, 0, 0]
+
+
+def test_both_lambdas_reach_gae():
+    config = AlgorithmConfig(lam_actor=0.0, lam_critic=1.0, adv_whitening="none")
+    advantages, returns = estimate_advantages(two_rows(), config)
+    assert torch.allclose(advantages[0], torch.tensor([0.1, 0.2, 0.6]))  # one step: V' - V, and 1 - V at the end
+    assert torch.allclose(returns[0], torch.ones(3))
+
+
+def test_length_adaptive_lambda_reaches_gae():
+    config = AlgorithmConfig(adaptive_lam_alpha=1.0, adv_whitening="none")
+    advantages, _ = estimate_advantages(two_rows(), config)
+    lam = 1 - 1 / 3
+    expected = [0.1 + lam * (0.2 + lam * 0.6), 0.2 + lam * 0.6, 0.6]
+    assert torch.allclose(advantages[0], torch.tensor(expected))
+
+
+@pytest.mark.parametrize(("singleton", "expected"), [("zero", 0.0), ("raw", 1.0)])
+def test_a_prompts_only_sample(singleton, expected):
+    config = AlgorithmConfig(adv_estimator="rloo", singleton=singleton)
+    advantages, _ = estimate_advantages(two_rows().take([0]), config)
+    assert advantages.tolist() == [[expected] * 3]
+
+
+def test_weights_and_confidence_reach_the_optimal_token_baseline():
+    columns = {
+        "old_log_probs": torch.full((2, 3), 0.5).log(),
+        "sum_pi_squared": torch.full((2, 3), 0.5),
+        "rollout_is_weights": torch.tensor([[2.0, 1.0, 1.0], [1.0, 0.0, 0.0]]),
+    }
+    config = AlgorithmConfig(adv_estimator="optimal_token_baseline")
+    advantages, _ = estimate_advantages(two_rows(**columns), config)
+    # w = 1 - 2·0.5 + 0.5 = 0.5, times 4 in the first row: baseline at t = 0 is (1·2 + 0·0.5) / 2.5.
+    assert advantages[:, 0].tolist() == pytest.approx([0.2, -0.8])
+
+
+def test_gdpo_gets_its_components():
+    batch = two_rows()
+    batch.objects["reward_info"] = [{"format": 1, "length": 0.0}, {"format": False, "length": 2.0}]
+    config = AlgorithmConfig(
+        adv_estimator="gdpo",
+        gdpo_reward_keys=["format", "length"],
+        gdpo_reward_weights=[3.0, 1.0],
+        adv_whitening="none",
+        norm_adv_by_std_in_grpo=False,
+    )
+    advantages, _ = estimate_advantages(batch, config)
+    assert advantages[:, 0].tolist() == pytest.approx([3 * 0.5 - 1.0, -3 * 0.5 + 1.0])
+
+
+def test_components_of_a_failed_grader_and_of_none():
+    assert component_scores([{"a": 1}, {}], ["a"], -1.0)["a"].tolist() == [1.0, -1.0]
+    for info in ([{"a": 1}, {"b": 1}], [{}, {}], [{"a": "yes"}, {"a": 1}]):
+        with pytest.raises(UserError, match="gdpo_reward_keys: 'a'"):
+            component_scores(info, ["a"], 0.0)
+
+
+def test_resampling_is_a_function_of_its_key_and_moves_whole_rows():
+    scores = torch.arange(16.0)
+    batch = Batch({"token_level_scores": scores[:, None], "same": scores}, {"uid": [str(i) for i in range(16)]})
+    config = PFPPOConfig(reweight_method="pow", weight_pow=2.0)
+    drawn, metrics = resample(batch, config, 42, 1)
+    again, _ = resample(batch, config, 42, 1)
+    other, _ = resample(batch, config, 42, 2)
+    assert drawn["same"].tolist() == again["same"].tolist() != other["same"].tolist()
+    assert drawn.objects["uid"] == [str(int(x)) for x in drawn["same"]] and len(drawn) == 16
+    assert torch.equal(drawn["token_level_scores"][:, 0], drawn["same"])
+    assert metrics["training/pf_ppo/distinct_ratio"] == len(set(drawn.objects["uid"])) / 16
+
+
+def test_a_rejected_token_leaves_the_mask_and_the_counts():
+    log_probs = torch.tensor([[-0.5, -2.6, -0.4], [-0.9, -0.8, -3.0]])
+    rollout = torch.tensor([[-1.0, -2.0, -0.5], [-0.7, -1.2, -3.0]])
+    mask = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
+    batch = Batch({"response_mask": mask, "rollout_log_probs": rollout})
+    config = RolloutCorrectionConfig(rollout_is="token", rollout_rs="token_k1", rollout_rs_threshold="0.8_1.5")
+    found, metrics = corrected(batch, log_probs, config)
+    assert found["response_mask"].tolist() == [[0, 0, 1], [1, 0, 0]]
+    weights = torch.tensor([[1.64872, 0.54881, 1.10517], [0.81873, 1.49182, 0.0]])
+    assert torch.allclose(found["rollout_is_weights"], weights, atol=1e-5)
+    assert counted(found).meta == {"num_tokens": 2.0, "num_sequences": 2.0}
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(0.6)
+    assert metrics["rollout_corr/kl"] == pytest.approx(-0.04, abs=1e-6)
+    nothing = counted(Batch({"response_mask": torch.zeros(2, 3)}))
+    assert nothing.meta == {"num_tokens": 1.0, "num_sequences": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ([], OldLogProbs(False, True, False, False, False)),
+        (["ppo_epochs"], OldLogProbs(False, False, True, False, False)),
+        (["rollout_is=token"], OldLogProbs(False, True, True, True, False)),
+        (["bypass_mode=true"], OldLogProbs(True, False, False, False, False)),
+        (["bypass_mode=true", "rollout_is=token"], OldLogProbs(True, False, False, False, False)),
+        (["bypass_mode=true", "rollout_is=token", "loss_type=reinforce"], OldLogProbs(True, False, False, False, True)),
+        (
+            ["bypass_mode=true", "rollout_rs=token_k3", "rollout_rs_threshold=1"],
+            OldLogProbs(True, False, False, False, True),
+        ),
+    ],
+)
+def test_when_log_probs_are_computed_and_corrected(settings, expected):
+    overrides = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
+    for setting in settings:
+        several = setting == "ppo_epochs"
+        overrides.append(
+            "actor_rollout_ref.actor.ppo_epochs=2" if several else f"algorithm.rollout_correction.{setting}"
+        )
+    assert OldLogProbs.of(load(overrides).config) == expected
+
+
+def mini_batches_of(batch: Batch, *overrides: str) -> list[Batch]:
+    config: PPOConfig = load(
+        ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2", *overrides]
+    ).config
+    group = SimpleNamespace()  # mini-batches are formed without any role
+    return list(Updates(config, group, print).mini_batches("actor", batch, 1))  # type: ignore[arg-type]
+
+
+def four_rows() -> Batch:
+    zeros = torch.zeros(4, 2)
+    names = ("old_log_probs", "rollout_log_probs", "rollout_is_weights")
+    return Batch(
+        {
+            **{name: torch.ones(4, dtype=torch.long) for name in ("prompt_lengths", "response_lengths")},
+            **{name: zeros.long() for name in ("prompts", "responses")},
+            **dict.fromkeys(names, zeros),
+            "response_mask": torch.tensor([[1.0, 1.0], [1.0, 0.0], [0.0, 0.0], [1.0, 0.0]]),
+            "advantages": torch.tensor([[1.0, 2.0], [6.0, 0.0], [0.0, 0.0], [5.0, 0.0]]),
+        }
+    )
+
+
+def test_mini_batches_count_the_mask_that_is_left_and_keep_the_weights():
+    first, second = mini_batches_of(four_rows())
+    assert (first.meta["num_tokens"], first.meta["num_sequences"]) == (3.0, 2.0)
+    assert (second.meta["num_tokens"], second.meta["num_sequences"]) == (1.0, 1.0)
+    assert [b.meta["update"] for b in (first, second)] == [1, 2]
+    assert [b.meta["last_of_step"] for b in (first, second)] == [False, True]
+    assert "rollout_is_weights" in first and "old_log_probs" in first and "rollout_log_probs" not in first
+
+
+def test_whitening_by_mini_batch_is_for_estimators_that_whiten():
+    first, _ = mini_batches_of(four_rows(), "algorithm.adv_whitening=mini_batch")
+    mean, std = 3.0, 7**0.5
+    expected = torch.tensor([[(1 - mean) / std, (2 - mean) / std], [(6 - mean) / std, 0.0]])
+    assert torch.allclose(first["advantages"], expected)
+    own = ["algorithm.adv_whitening=mini_batch", "algorithm.adv_estimator=grpo"]
+    first, _ = mini_batches_of(four_rows(), *own)
+    assert first["advantages"].tolist() == [[1.0, 2.0], [6.0, 0.0]]
+
+
+def test_the_overlong_penalty_is_a_component_and_leaves_the_verdict():
+    buffer = {"enable": True, "len": 4, "penalty_factor": 2.0}
+    reward = RewardConfig.model_validate(
+        {"reward_manager": {"name": "dapo"}, "reward_kwargs": {"overlong_buffer_cfg": buffer, "max_resp_len": 10}}
+    )
+    results = [RewardResult(1.0, {"pred": "7"}), RewardResult(1.0, {}), RewardResult(0.0, {})]
+    out = with_overlong_penalty(results, torch.tensor([6, 7, 10]), reward)
+    assert [r.score for r in out] == [1.0, 0.5, -2.0]
+    assert [r.components["overlong_reward"] for r in out] == [0.0, -0.5, -2.0]
+    assert [r.correct for r in out] == [True, True, False] and out[0].components["pred"] == "7"
+    naive = reward.model_copy(update={"reward_manager": reward.reward_manager.model_copy(update={"name": "naive"})})
+    assert with_overlong_penalty(results, torch.tensor([6, 7, 10]), naive) == results
