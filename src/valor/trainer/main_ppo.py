@@ -25,7 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(loaded: LoadedConfig[PPOConfig], command: str) -> int:
-    """One run, recorded as what `command` asked for. Torch and the models are imported only when the configuration has turned out to be valid."""
+    """One run, recorded as what `command` asked for.
+
+    Torch and the models are imported only when the configuration has turned out to be valid.
+    """
     for note in loaded.notes:
         print(f"note: {note}", file=sys.stderr)
     if loaded.dry_run:
