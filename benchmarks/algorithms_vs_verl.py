@@ -10,12 +10,11 @@ verl does not fit into Valor's environment; make one of its own for it:
     verl-venv/bin/pip install "tensordict==0.10.*" "transformers==5.10.*" orjson codetiming dill pylatexenc wandb \
         datasets ray hydra-core packaging cachetools
     verl-venv/bin/pip install --no-deps torchdata peft torchvision accelerate psutil
-    THP_MEM_ALLOC_ENABLE=1 PYTHONPATH=src verl-venv/bin/python benchmarks/algorithms_vs_verl.py
+    PYTHONPATH=src verl-venv/bin/python benchmarks/algorithms_vs_verl.py
 
-With THP_MEM_ALLOC_ENABLE=1 PyTorch takes large tensors from huge pages, for both: at these sizes a third of Valor's time
-is otherwise the kernel handing out the pages of the two results. The two take turns; each time is the best of the
-repeats, so that other work on the machine disturbs both little and alike (on a busy one, --clock cpu). Before it is
-timed, each pair must agree to 1e-3 at policy tokens (long float32 sums differ in the last digits).
+The two take turns; each time is the best of the repeats, so that other work on the machine disturbs both little and
+alike (on a busy one, --clock cpu). Before it is timed, each pair must agree to 1e-3 at policy tokens (long float32 sums
+differ in the last digits).
 """
 
 import argparse

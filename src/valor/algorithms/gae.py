@@ -1,11 +1,10 @@
 """Generalised advantage estimation with a critic (Schulman et al. 2015, https://arxiv.org/abs/1506.02438)."""
 
-import torch
 from torch import Tensor
 
 from valor.algorithms.reductions import WHITENING_SCOPES, Moments, masked_whiten
 from valor.algorithms.registry import choose
-from valor.algorithms.scan import Packing, row_blocks, suffix_scan
+from valor.algorithms.scan import Packing, result_like, row_blocks, suffix_scan
 from valor.errors import UserError
 
 
@@ -43,7 +42,7 @@ def gae(
     Degenerate: a row without policy tokens is all 0; λ = 0 is the TD error, λ = 1 the Monte-Carlo return minus V.
     """
     response_mask, rewards = response_mask.to(values.dtype), rewards.to(values.dtype)
-    advantages, returns = torch.empty_like(values), torch.empty_like(values)
+    advantages, returns = result_like(values), result_like(values)
     if adaptive_lam_alpha is not None and adaptive_lam_alpha <= 0:
         raise UserError(f"adaptive_lam_alpha must be positive, got {adaptive_lam_alpha}")
     lam_actor = lam if lam_actor is None else lam_actor

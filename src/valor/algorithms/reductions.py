@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from valor.algorithms.registry import choose
-from valor.algorithms.scan import row_blocks
+from valor.algorithms.scan import result_like, row_blocks
 
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 LOSS_AGG_MODES: tuple[str, ...] = (
@@ -116,7 +116,7 @@ def masked_whiten(
     moments: those of x under mask, where they are known. out: contiguous tensor to write to, x itself allowed.
     A single masked-in entry has no spread: it becomes 0 (verl raises). No gradient.
     """
-    out = torch.empty_like(x) if out is None else out
+    out = result_like(x) if out is None else out
     if choose(scope, WHITENING_SCOPES, "whitening scope") == "none":
         return out.copy_(keep_masked(x, mask) if zero_masked else x)
     moments = masked_moments(x, mask) if moments is None else moments

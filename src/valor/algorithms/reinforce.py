@@ -6,7 +6,7 @@ from torch import Tensor
 from valor.algorithms.groups import SINGLETON, GroupIds, Groups, sequence_scores, spread_over_tokens
 from valor.algorithms.reductions import masked_whiten
 from valor.algorithms.registry import choose
-from valor.algorithms.scan import Packing, row_blocks, suffix_scan
+from valor.algorithms.scan import Packing, result_like, row_blocks, suffix_scan
 
 
 def returns_to_go(
@@ -15,7 +15,7 @@ def returns_to_go(
     """G_t = r_t + γ G_{t'}, t' the next policy token; [B, T]. Masked positions do not discount and are 0, or, with
     zero_masked=False, what the next policy token has."""
     response_mask = response_mask.to(rewards.dtype)
-    returns = torch.empty_like(rewards)
+    returns = result_like(rewards)
     for rows in row_blocks(rewards):
         packing = Packing(response_mask[rows], in_place=gamma == 1.0)
         scanned = suffix_scan(packing.pack_rewards(rewards[rows], reward_on_masked), gamma)
@@ -82,4 +82,5 @@ def remax(
     """
     returns = returns_to_go(rewards, response_mask, 1.0, reward_on_masked, zero_masked)
     baselines = reward_baselines.to(returns.dtype).unsqueeze(-1)
-    return torch.addcmul(returns, response_mask.to(returns.dtype), baselines, value=-1.0), returns
+    mask = response_mask.to(returns.dtype)
+    return torch.addcmul(returns, mask, baselines, value=-1.0, out=result_like(returns)), returns

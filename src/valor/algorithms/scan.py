@@ -3,8 +3,9 @@
 Shapes: [R, T] is R rows of T positions; a packed row holds only its policy tokens, moved to the left, in order.
 """
 
+import mmap
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 
 import torch
@@ -18,6 +19,7 @@ REWARD_ON_MASKED: tuple[str, ...] = ("carry", "drop")
 
 # Elements per block: temporaries of this size stay in the outer cache and their memory is reused from block to block.
 _BLOCK_ELEMENTS = 2**18
+_HUGE_BYTES = 2**24  # below, the allocator reuses memory that it has
 _CHUNK = 16  # the fastest width for `_chunked_scan` on CPUs
 
 
@@ -25,6 +27,18 @@ def row_blocks(x: Tensor) -> Iterator[slice]:
     """Slices over the rows of x [B, T] of about a quarter million elements each; one slice on an accelerator."""
     rows = max(1, _BLOCK_ELEMENTS // max(1, x.shape[1])) if x.device.type == "cpu" else max(1, x.shape[0])
     return (slice(start, min(start + rows, x.shape[0])) for start in range(0, x.shape[0], rows))
+
+
+def result_like(x: Tensor) -> Tensor:
+    """Uninitialised contiguous memory of x's shape and type; a large result on the CPU asks for huge pages, as handing
+    out small ones would take a third of the time of an estimator."""
+    size = x.numel() * x.element_size()
+    if x.device.type != "cpu" or size < _HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without huge pages: small ones do as well
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=x.dtype).view(x.shape)
 
 
 @contextmanager

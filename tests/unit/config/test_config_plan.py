@@ -166,3 +166,11 @@ def test_every_pattern_of_the_tables_matches_a_key():
 
 def test_number_of_keys_stays_readable():
     assert len(list(walk_keys(PPOConfig))) < 330
+
+
+def test_estimators_without_lambda_are_those_that_take_none():
+    from valor.algorithms import ADVANTAGES, advantage_options
+    from valor.config.inert import CRITIC_FREE
+
+    without = {n for n in ADVANTAGES.names() if ADVANTAGES[n].builtin and "lam_actor" not in advantage_options(n)}
+    assert without == CRITIC_FREE
