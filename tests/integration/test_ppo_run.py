@@ -154,6 +154,22 @@ def test_kl_in_reward_and_kl_loss_use_the_reference(overrides, tmp_path):
     assert all(row["actor/kl_loss"] >= 0 for row in rows)
 
 
+def test_gradients_that_are_never_finite_stop_the_run_with_the_reason(overrides, tmp_path, capsys):
+    run_dir = tmp_path / "nan"
+    broken = [
+        f"algorithm.custom_path={Path(__file__).with_name('broken_loss.py')}",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=broken",
+        "trainer.max_skipped_updates=3",
+        "algorithm.adv_estimator=grpo",
+    ]
+    assert main(overrides(run_dir, *broken)) == 1
+    captured = capsys.readouterr()
+    assert captured.err.strip().splitlines()[-1].startswith("stopped: 3 updates in a row had non-finite gradients")
+    assert captured.out.count("update skipped") == 3
+    rows = read_metrics(run_dir)
+    assert rows[1]["actor/skipped"] == 1.0  # two updates a step: the third one is in the second step
+
+
 def test_retention_keeps_the_newest(overrides, tmp_path):
     run_dir = tmp_path / "kept"
     assert main(overrides(run_dir, "trainer.save_freq=1", "trainer.max_ckpt_to_keep=2")) == 0

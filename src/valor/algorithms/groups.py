@@ -3,6 +3,7 @@
 float64 makes the mean of equal float32 scores exactly that score, so that a group which agrees has advantage 0.
 """
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +28,8 @@ def group_index(group_ids: GroupIds | None, size: int, device: torch.device | No
         to_list = getattr(group_ids, "tolist", None)  # a numpy array's elements compare and hash best as Python's
         ids = to_list() if to_list else list(group_ids)
         position = {key: place for place, key in enumerate(dict.fromkeys(ids))}
-        index = torch.tensor(list(map(position.__getitem__, ids)), dtype=torch.int64)
+        places = array("q", list(map(position.__getitem__, ids)))  # torch.tensor(list) takes three times as long
+        index = torch.frombuffer(places, dtype=torch.int64) if ids else torch.empty(0, dtype=torch.int64)
     if index.shape != (size,):
         raise UserError(f"group_ids must hold one id per sample: {size} samples, ids of shape {tuple(index.shape)}")
     return index.to(device)
