@@ -4,7 +4,9 @@ float64 makes the mean of equal float32 scores exactly that score, so that a gro
 """
 
 from array import array
+from collections import defaultdict
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ def group_index(group_ids: GroupIds | None, size: int, device: torch.device | No
     else:
         to_list = getattr(group_ids, "tolist", None)  # a numpy array's elements compare and hash best as Python's
         ids = to_list() if to_list else list(group_ids)
-        position = {key: place for place, key in enumerate(dict.fromkeys(ids))}
+        position: defaultdict[Any, int] = defaultdict(count().__next__)  # the next free place for a new id
         places = array("q", list(map(position.__getitem__, ids)))  # torch.tensor(list) takes three times as long
         index = torch.frombuffer(places, dtype=torch.int64) if ids else torch.empty(0, dtype=torch.int64)
     if index.shape != (size,):

@@ -1,8 +1,8 @@
 """The one thing that travels between roles: named per-sample tensors and objects, plus metadata of the whole.
 
 Shapes: B samples. Every tensor's first dimension is B; every object list has B entries. Ragged token fields are
-right-padded with zeros; `concat` widens them, `trimmed` narrows them again, so any batch size can be split over any
-number of workers and put together in any order.
+right-padded with zeros and `concat` widens them, so any batch size can be split over any number of workers and put
+together in any order.
 """
 
 from __future__ import annotations
@@ -13,10 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-
-# The fields that say how much of each row of `prompts` [B, P] and of the [B, T] fields is used.
-_PROMPT_LENGTHS = "prompt_lengths"
-_RESPONSE_LENGTHS = "response_lengths"
 
 
 class Batch:
@@ -95,22 +91,6 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         """The same batch with its tensors on `device`."""
         return Batch({k: v.to(device) for k, v in self.tensors.items()}, self.objects, self.meta)
-
-    def trimmed(self) -> Batch:
-        """Without columns of padding that no row uses, in `prompts` and in every [B, T] field."""
-        if _RESPONSE_LENGTHS not in self.tensors or not len(self):
-            return self
-        width = self.tensors["responses"].shape[1]
-        used = int(self.tensors[_RESPONSE_LENGTHS].max())
-        out: dict[str, Tensor] = {}
-        for name, value in self.tensors.items():
-            if name == "prompts":
-                out[name] = value[:, : int(self.tensors[_PROMPT_LENGTHS].max())]
-            elif value.dim() == 2 and value.shape[1] == width:
-                out[name] = value[:, :used]
-            else:
-                out[name] = value
-        return Batch(out, self.objects, self.meta)
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:

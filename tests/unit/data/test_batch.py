@@ -43,12 +43,11 @@ def test_select_names_what_is_missing():
         make([1]).select(["score", "nothing"])
 
 
-def test_concat_pads_to_the_widest_and_trimmed_narrows_again():
+def test_concat_pads_to_the_widest():
     joined = Batch.concat([make([1, 2]), make([5])])
     assert joined["responses"].shape == (3, 5)
     assert joined["responses"][0].tolist() == [0, 0, 0, 0, 0]
     assert joined["responses"][2].tolist() == [0, 1, 2, 3, 4]
-    assert joined.take([0, 1]).trimmed()["responses"].shape == (2, 2)
 
 
 def test_concat_refuses_to_lose_a_column():
@@ -72,7 +71,7 @@ def test_any_split_over_any_number_of_workers_is_undone_by_concat(lengths, world
     batch = make(lengths)
     owner = torch.randint(world_size, (len(lengths),), generator=torch.Generator().manual_seed(seed)).tolist()
     parts = [[i for i, o in enumerate(owner) if o == rank] for rank in range(world_size)]
-    shards = [s.trimmed() for s in batch.split(parts)]
+    shards = batch.split(parts)
     order = torch.argsort(torch.tensor([i for p in parts for i in p]))
     back = Batch.concat(shards).take(order)
     width = max(lengths)
