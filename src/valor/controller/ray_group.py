@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from valor.controller.group import Call, WorkerGroup
@@ -60,13 +60,25 @@ class RayGroup(WorkerGroup):
     def __init__(self, pool: ResourcePool, specs: dict[str, RoleSpec], ray_init: dict[str, Any]) -> None:
         super().__init__(pool, specs)
         self._owns_ray = not ray.is_initialized()
+        self._actors: list[Any] = []
+        self._placement: PlacementGroup | None = None
         if self._owns_ray:
             _start_ray(pool, ray_init)
-        cpus = pool.num_threads
+        try:
+            self._place()
+            address, port = self._get([self._actors[0].address.remote()])[0]
+            self._get([a.connect.remote(address, port) for a in self._actors])
+            self._get([a.build.remote(specs) for a in self._actors])
+        except BaseException:  # a model that cannot be loaded, Ctrl-C: no process and no reservation stays behind
+            self.close()
+            raise
+
+    def _place(self) -> None:
+        """Reserve the pool's resources and start a process on each bundle. UserError when they are not to be had."""
+        pool, cpus = self.pool, self.pool.num_threads
         bundle = {"CPU": float(cpus), **({"GPU": 1.0} if pool.device == "cuda" else {})}
         self._placement = placement_group([bundle] * pool.world_size, strategy="PACK")
         if not self._placement.wait(_PLACEMENT_SECONDS):
-            self.close()
             raise UserError(
                 f"Ray could not place {pool} within {_PLACEMENT_SECONDS:.0f} s: it has {ray.available_resources()}"
             )
@@ -81,9 +93,6 @@ class RayGroup(WorkerGroup):
             ).remote(rank, pool)
             for rank in range(pool.world_size)
         ]
-        address, port = self._get([self._actors[0].address.remote()])[0]
-        self._get([a.connect.remote(address, port) for a in self._actors])
-        self._get([a.build.remote(specs) for a in self._actors])
 
     def run(self, role: str, method: str, calls: list[Call]) -> list[Any]:
         # The same arguments for every rank are stored once and shared.
@@ -94,10 +103,11 @@ class RayGroup(WorkerGroup):
         return self._get([a.call.remote(role, method, *c) for a, c in zip(self._actors, calls, strict=True)])
 
     def close(self) -> None:
-        actors, self._actors = getattr(self, "_actors", []), []
+        actors, self._actors = self._actors, []
         for actor in actors:
             ray.kill(actor)
-        remove_placement_group(self._placement)
+        if self._placement is not None:
+            remove_placement_group(self._placement)
         if self._owns_ray:
             ray.shutdown()
 
