@@ -1,59 +1,64 @@
-"""`valor …`: every command in one table. Heavy imports happen inside the command that needs them."""
+"""`valor …`: every command in one table; what a command needs is imported when it is called."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from valor import __version__
 from valor.errors import UserError
 
 
-def _ppo(argv: list[str]) -> int:
-    """train with PPO, GRPO or a relative: key=value … (same as python -m valor.trainer.main_ppo)"""
-    from valor.trainer.main_ppo import main as run
+class Command(NamedTuple):
+    """`target` is "module:function" with the function taking the remaining arguments and returning the exit code."""
 
-    return run(argv)
-
-
-def _sft(argv: list[str]) -> int:
-    """supervised fine-tuning: key=value …"""
-    from valor.trainer.main_sft import main as run
-
-    return run(argv)
+    target: str
+    help: str
 
 
-def _config(argv: list[str]) -> int:
-    """config keys [PREFIX]: every key with its type, default and meaning"""
+COMMANDS: dict[str, Command] = {
+    "ppo": Command("valor.trainer.main_ppo:main", "train with PPO, GRPO or a relative: key=value …"),
+    "sft": Command("valor.trainer.main_sft:main", "supervised fine-tuning: key=value …"),
+    "demo": Command("valor.lab.demo:main", "a tiny model made, warm-started and trained by PPO with a critic here"),
+    "config keys": Command("valor.cli:config_keys", "[PREFIX]: every key with its type, default and meaning"),
+    "algorithms": Command("valor.cli:algorithms", "the advantage estimators and losses, and what each needs"),
+    "data check": Command("valor.cli:data_check", "FILE: columns, lengths, duplicates, graders of a training file"),
+    "export": Command("valor.cli:export", "CKPT OUT [--role critic]: a checkpoint as a Hugging Face directory"),
+    "report": Command("valor.cli:report", "RUN_DIR: build report.html from what a run has left so far"),
+}
+
+
+def config_keys(argv: list[str]) -> int:
+    """Print every configuration key."""
     from valor.config import describe_keys
 
-    parser = _parser("config", "Every configuration key with its type, default and meaning.")
-    parser.add_argument("what", choices=["keys"])
+    parser = _parser("config keys", "Every configuration key with its type, default and meaning.")
     parser.add_argument("prefix", nargs="?", default="", help="only keys that start with this, e.g. critic.optim")
     print(describe_keys(parser.parse_args(argv).prefix))
     return 0
 
 
-def _algorithms(argv: list[str]) -> int:
-    """the advantage estimators and policy losses, and what each needs"""
-    _parser("algorithms", "Advantage estimators and policy losses, and what each needs.").parse_args(argv)
+def algorithms(argv: list[str]) -> int:
+    """Print the registries."""
+    _parser("algorithms", "Advantage estimators and losses, and what each needs.").parse_args(argv)
     from valor.algorithms import describe_algorithms
 
     print(describe_algorithms())
     return 0
 
 
-def _data(argv: list[str]) -> int:
-    """data check FILE: columns, lengths, duplicates, graders of a training file"""
+def data_check(argv: list[str]) -> int:
+    """Exit code 1 when the file is not fit to train on."""
     from valor.data.check import check_file
     from valor.rewards.registry import has_grader
 
-    parser = _parser("data", "Is this file fit to train on? Exit code 1 when it is not.")
-    parser.add_argument("what", choices=["check"])
+    parser = _parser("data check", "Is this file fit to train on? Exit code 1 when it is not.")
     parser.add_argument("file", type=Path)
     parser.add_argument("--model", help="model or tokenizer path: renders a sample and measures prompts in tokens")
     parser.add_argument("--max-prompt-length", type=int, default=512, metavar="TOKENS")
@@ -65,13 +70,13 @@ def _data(argv: list[str]) -> int:
         from valor.models.load import load_tokenizer
 
         tokenizer = load_tokenizer(args.model, require_chat_template=True)
-    report = check_file(args.file, tokenizer, max_prompt_length=args.max_prompt_length, has_grader=has_grader)
-    print(report)
-    return report.exit_code
+    found = check_file(args.file, tokenizer, max_prompt_length=args.max_prompt_length, has_grader=has_grader)
+    print(found)
+    return found.exit_code
 
 
-def _export(argv: list[str]) -> int:
-    """export CKPT OUT [--role critic]: a checkpoint as a plain Hugging Face directory"""
+def export(argv: list[str]) -> int:
+    """Write a role of a checkpoint as a plain Hugging Face directory."""
     parser = _parser("export", "Write a role of a checkpoint as a plain Hugging Face directory.")
     parser.add_argument("checkpoint", type=Path, help="a global_step_N folder")
     parser.add_argument("out", type=Path)
@@ -84,33 +89,14 @@ def _export(argv: list[str]) -> int:
     return 0
 
 
-def _report(argv: list[str]) -> int:
-    """report RUN_DIR: build report.html from what a run has left so far"""
+def report(argv: list[str]) -> int:
+    """Build (again) the report of a run."""
     parser = _parser("report", "Build (again) the report of a run, finished or not.")
     parser.add_argument("run_dir", type=Path)
     from valor.report import build_report
 
     print(build_report(parser.parse_args(argv).run_dir))
     return 0
-
-
-def _demo(argv: list[str]) -> int:
-    """demo: make a tiny model, warm-start it, train it with PPO and a critic, look at the result"""
-    from valor.lab.demo import main as run
-
-    return run(argv)
-
-
-COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "ppo": _ppo,
-    "sft": _sft,
-    "demo": _demo,
-    "config": _config,
-    "algorithms": _algorithms,
-    "data": _data,
-    "export": _export,
-    "report": _report,
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -122,12 +108,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[0] == "--version":
         print(f"valor {__version__}")
         return 0
-    name, rest = arguments[0], arguments[1:]
+    words = 2 if " ".join(arguments[:2]) in COMMANDS else 1
+    name, rest = " ".join(arguments[:words]), arguments[words:]
     if name not in COMMANDS:
-        print(f"valor: there is no command '{name}'; there are: {', '.join(COMMANDS)}", file=sys.stderr)
+        print(_unknown(arguments), file=sys.stderr)
         return 2
+    module, _, function = COMMANDS[name].target.partition(":")
     try:
-        return COMMANDS[name](rest)
+        return getattr(importlib.import_module(module), function)(rest)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
@@ -136,9 +124,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
 
 
+def _unknown(arguments: list[str]) -> str:
+    first = arguments[0]
+    family = [name for name in COMMANDS if name.startswith(f"{first} ")]
+    if family:
+        return f"valor {first}: say which: {', '.join(f'valor {name}' for name in family)}"
+    return f"valor: there is no command '{first}'; there are: {', '.join(COMMANDS)}"
+
+
 def _usage() -> str:
     lines = ["usage: valor COMMAND …", ""]
-    lines += [f"  {name:<12}{(function.__doc__ or '').strip()}" for name, function in COMMANDS.items()]
+    lines += [f"  {name:<17}{command.help}" for name, command in COMMANDS.items()]
     return "\n".join(lines)
 
 

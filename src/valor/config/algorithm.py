@@ -93,6 +93,22 @@ class AlgorithmConfig(Section):
     """gdpo: their weights; null weighs them alike."""
     adv_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further keyword options of the estimator, such as reward_on_masked, f_norm, or those of your own."""
+    reward_source: Literal["rule_based", "critic"] = "rule_based"
+    """Where the reward comes from: the score of reward.*, or the critic's value at the last token (A = V(last) - V)."""
+    reward_binarize: bool = False
+    """Replace a response's score by 1 where it exceeds reward_threshold, else 0 (before the KL penalty)."""
+    reward_threshold: float = 0.5
+    """reward_binarize: the score to exceed."""
+    reward_mask_ratio: Share = 0.0
+    """Share of trajectories whose reward is taken away (after the KL penalty, which goes with it)."""
+    reward_mask_type: Literal["fixed_ratio", "bernoulli"] = "fixed_ratio"
+    """Exactly that share, fractions carried over the steps; or each trajectory with that probability."""
+    reward_mask_level: Literal["trajectory", "group"] = "trajectory"
+    """Draw single trajectories, or all samples of a prompt together."""
+    missing_reward: Literal["zero", "bootstrap", "exclude", "critic"] = "zero"
+    """A trajectory without reward: reward 0; V(last) through the estimator; out of the losses; A = V(last) - V."""
+    reward_mask_flip_adv_when_masked: bool = False
+    """Multiply the advantages of trajectories without reward by -1 (a cure for missing_reward=zero)."""
     use_kl_in_reward: bool = False
     """Subtract a KL penalty from each token's reward."""
     kl_penalty: KLKind = "kl"

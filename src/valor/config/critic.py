@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -35,6 +35,12 @@ class CriticConfig(Section):
     """Train a critic; null leaves it to algorithm.adv_estimator."""
     freeze: bool = False
     """Use the critic as it was loaded: no gradients, no optimizer."""
+    freeze_steps: str | None = None
+    """Steps in which the critic is not trained, such as 1-50 or 10-20,80- (open end); null trains it in every step."""
+    ensemble_size: PositiveInt = 1
+    """Critics, each with a head and an order of the mini-batches of its own."""
+    ensemble_reduce: Literal["mean", "min"] = "mean"
+    """Value of an ensemble: the mean of its critics', or the smallest."""
     strategy: Strategy = inherits("actor_rollout_ref.actor.strategy")
     """Training engine; fsdp and fsdp2 both name the FSDP2 engine."""
     model: CriticModelConfig = Field(default_factory=lambda: CriticModelConfig())
