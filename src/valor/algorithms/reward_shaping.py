@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from valor.algorithms.advantages import advantage_options, compute_advantages
-from valor.algorithms.groups import GroupIds, Groups, sequence_scores
+from valor.algorithms.groups import GroupIds, Groups
 from valor.algorithms.reductions import keep_masked, masked_whiten
 from valor.algorithms.registry import choose
 from valor.errors import UserError
@@ -39,9 +39,9 @@ def value_at_end(values: Tensor, response_mask: Tensor) -> Tensor:
     return keep_masked(values, response_mask).gather(1, last_token(response_mask).unsqueeze(1)).squeeze(1)
 
 
-def binarize(token_level_scores: Tensor, response_mask: Tensor, threshold: float) -> Tensor:
-    """[B, T] 1 at the last policy token where the outcome, the sum of the row's scores, exceeds threshold; else 0."""
-    return place_at_end((sequence_scores(token_level_scores, response_mask) > threshold).float(), response_mask)
+def binarize(scores: Tensor, threshold: float) -> Tensor:
+    """[B] float32 1 where the outcome score exceeds the threshold, else 0."""
+    return (scores > threshold).float()
 
 
 def overlong_penalty(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from valor.config.base import DType, Section, Share, inherits
 from valor.config.engine import CheckpointConfig, FSDPConfig, OptimConfig
@@ -12,18 +12,8 @@ from valor.config.engine import CheckpointConfig, FSDPConfig, OptimConfig
 Strategy = Literal["fsdp", "fsdp2", "megatron"]
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 
-
-def _estimated(value: Any) -> Any:
-    if value == "full":
-        raise ValueError("the exact KL divergence needs the logits of both models: use an estimator, such as k3")
-    return value
-
-
-KLKind = Annotated[
-    Literal[
-        "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"
-    ],
-    BeforeValidator(_estimated),
+KLKind = Literal[
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", "full"
 ]
 
 
@@ -94,7 +84,7 @@ class ActorConfig(Section):
     kl_loss_coef: float = 0.001
     """Weight of that term."""
     kl_loss_type: KLKind = "low_var_kl"
-    """KL estimator of that term."""
+    """KL estimator of that term; full is the exact divergence, by a pass of the reference beside the actor's."""
     use_torch_compile: bool = True
     """Accepted without effect: nothing is compiled."""
     ulysses_sequence_parallel_size: PositiveInt = 1
@@ -112,6 +102,11 @@ class ActorConfig(Section):
     def max_rows(self) -> int | None:
         """Upper bound on the rows of a micro-batch; None when tokens alone decide."""
         return None if self.use_dynamic_bsz else self.ppo_micro_batch_size_per_gpu
+
+    @property
+    def exact_kl_loss(self) -> bool:
+        """Whether the loss has the exact KL, which needs no log-probs of the reference."""
+        return self.use_kl_loss and self.kl_loss_type == "full"
 
 
 class RefFSDPConfig(FSDPConfig):

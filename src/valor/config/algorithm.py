@@ -112,7 +112,7 @@ class AlgorithmConfig(Section):
     use_kl_in_reward: bool = False
     """Subtract a KL penalty from each token's reward."""
     kl_penalty: KLKind = "kl"
-    """KL estimator of that penalty."""
+    """KL estimator of that penalty; full is the exact divergence, by a pass of the reference beside the actor's."""
     kl_ctrl: KLControlConfig = KLControlConfig()
     """Weight of that penalty."""
     use_pf_ppo: bool = False
@@ -123,3 +123,8 @@ class AlgorithmConfig(Section):
     """DAPO's dynamic sampling."""
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     """Correction of the gap between rollout and training."""
+
+    @property
+    def exact_kl_in_reward(self) -> bool:
+        """Whether the penalty is the exact KL, which needs no log-probs of the reference."""
+        return self.use_kl_in_reward and self.kl_penalty == "full"

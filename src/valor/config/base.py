@@ -110,5 +110,28 @@ Share = Annotated[float, Field(ge=0, le=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
 """A number above 0, at most 1."""
 
+_STEP_RANGE = re.compile(r"([1-9]\d*)(?:-([1-9]\d*)?)?")
+
+
+def step_range(text: str) -> range:
+    """`1-50`, `7` or `80-` (no end) as a range of steps. ValueError when it is not of that form."""
+    match = _STEP_RANGE.fullmatch(text)
+    first, last = (int(match[1]), int(match[2] or 2**62) if "-" in text else int(match[1])) if match else (0, 0)
+    if not first or last < first:
+        raise ValueError(f"'{text}' is no range of steps: write 1-50, 7, or 80- (to the end)")
+    return range(first, last + 1)
+
+
+def _check_step_range(text: str) -> str:
+    step_range(text)
+    return text
+
+
+StepRange = Annotated[str, AfterValidator(_check_step_range)]
+"""Steps, counted from 1: `1-50`, `7`, `80-`."""
+
+StepRanges = Annotated[list[StepRange], BARE_ITEM]
+"""One range of steps or a list of them."""
+
 CountOrOff = Annotated[int, Field(ge=-1)]
 """A count; -1 switches it off."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 from pydantic import BaseModel
 
 from valor.config.ppo import NEEDS_CRITIC, PPOConfig
+from valor.config.reward import RewardModelConfig
 from valor.config.trainer import RunConfig
 
 
@@ -12,8 +15,8 @@ def check(config: BaseModel) -> list[str]:
     """Every contradiction in a tree whose keys are valid one by one."""
     lines: list[str] = []
     if isinstance(config, PPOConfig):
-        lines += [*_critic(config), *_batches(config), *_generation(config), *_losses(config)]
-        lines += [*_rewards(config), *_validation(config)]
+        lines += [*_critic(config), *_value_lab(config), *_batches(config), *_generation(config), *_losses(config)]
+        lines += [*_rewards(config), *_reward_model(config.reward.reward_model), *_validation(config)]
     trainer = getattr(config, "trainer", None)
     if isinstance(trainer, RunConfig):
         lines += _resume(trainer)
@@ -33,8 +36,57 @@ def _critic(config: PPOConfig) -> list[str]:
             lines.append("algorithm.truncation_bootstrap=true needs a critic: set critic.enable=true")
         if trainer.critic_warmup > 0:
             lines.append(f"trainer.critic_warmup={trainer.critic_warmup} needs a critic: set critic.enable=true")
-    elif critic.freeze and trainer.critic_warmup > 0:
+        return lines
+    if critic.freeze and trainer.critic_warmup > 0:
         lines.append("trainer.critic_warmup trains the critic and critic.freeze=true does not: drop one of them")
+    if critic.freeze and critic.model.path == config.actor_rollout_ref.model.path:
+        lines.append(
+            "critic.freeze=true uses the critic as it is loaded, and critic.model.path is not set: set it to a critic "
+            "that has been trained (valor critic pretrain, or huggingface/critic in the folder of a run)"
+        )
+    if critic.ensemble_size > 1 and (critic.freeze or critic.model.value_head_init == "zero"):
+        lines.append(
+            f"critic.ensemble_size={critic.ensemble_size}: the critics would all be the same, set "
+            + ("critic.freeze=false" if critic.freeze else "critic.model.value_head_init=normal")
+        )
+    return lines
+
+
+def _value_lab(config: PPOConfig) -> list[str]:
+    algorithm, with_critic = config.algorithm, config.critic.enable
+    lines = []
+    if algorithm.reward_source == "critic":
+        if not with_critic:
+            lines.append("algorithm.reward_source=critic needs a critic: set critic.enable=true")
+        if algorithm.reward_mask_ratio > 0:
+            lines.append(
+                "algorithm.reward_source=critic replaces every reward and algorithm.reward_mask_ratio takes some away: "
+                "for a part of them use reward_source=rule_based with missing_reward=critic"
+            )
+        if algorithm.adv_estimator in NEEDS_CRITIC:  # A = V(last) - V has no place for these
+            if algorithm.use_kl_in_reward:
+                lines.append(
+                    "algorithm.reward_source=critic leaves no reward to subtract algorithm.use_kl_in_reward from: use "
+                    "actor_rollout_ref.actor.use_kl_loss=true"
+                )
+            if algorithm.truncation_bootstrap:
+                lines.append("algorithm.truncation_bootstrap=true is for rewards by rule: drop it")
+    masked = algorithm.reward_mask_ratio > 0
+    if masked and algorithm.missing_reward in ("bootstrap", "critic") and not with_critic:
+        lines.append(
+            f"algorithm.missing_reward={algorithm.missing_reward} needs a critic: set critic.enable=true, or "
+            "missing_reward to zero or exclude"
+        )
+    if masked and algorithm.reward_mask_flip_adv_when_masked and algorithm.adv_whitening == "mini_batch":
+        lines.append(
+            "algorithm.reward_mask_flip_adv_when_masked=true acts after whitening: set algorithm.adv_whitening to "
+            "batch or none"
+        )
+    if algorithm.adv_estimator == "gdpo" and (masked or algorithm.reward_binarize):
+        lines.append(
+            "algorithm.adv_estimator=gdpo reads reward components, which algorithm.reward_mask_ratio and "
+            "algorithm.reward_binarize do not touch: drop them or take another estimator"
+        )
     return lines
 
 
@@ -103,6 +155,11 @@ def _losses(config: PPOConfig) -> list[str]:
             f"algorithm.rollout_correction.loss_type=reinforce and actor_rollout_ref.actor.policy_loss.loss_mode="
             f"{loss.loss_mode} are two policy losses: use loss_type=ppo_clip, or leave loss_mode at vanilla"
         )
+    if correction.bypass_mode and algorithm.exact_kl_in_reward:
+        lines.append(
+            "algorithm.kl_penalty=full needs a pass of the actor over each batch, which algorithm.rollout_correction."
+            "bypass_mode leaves out: set bypass_mode=false, or an estimator such as kl"
+        )
     if algorithm.gdpo_reward_weights is not None:
         keys, weights = algorithm.gdpo_reward_keys or [], algorithm.gdpo_reward_weights
         if len(keys) != len(weights):
@@ -129,6 +186,34 @@ def _rewards(config: PPOConfig) -> list[str]:
         )
     if buffer.len > longest:
         lines.append(f"{key}.len={buffer.len} is more than data.max_response_length={longest}: set it to less")
+    return lines
+
+
+def _reward_model(model: RewardModelConfig) -> list[str]:
+    if not model.enable:
+        return []
+    key = "reward.reward_model"
+    lines = []
+    if (model.model_path is None) == (model.judge.url is None):
+        found = "has neither" if model.model_path is None else "has both"
+        lines.append(f"{key}.enable=true {found} {key}.model_path and {key}.judge.url: set one of them")
+    if model.weight == 0:
+        lines.append(f"{key}.weight=0 leaves the reward model without effect: set {key}.enable=false")
+    if model.judge.url is not None:
+        judge = model.judge
+        if judge.model is None:
+            lines.append(f"{key}.judge.url needs {key}.judge.model: the model's name on that server")
+        try:
+            groups = re.compile(judge.score_regex).groups
+        except re.error as error:
+            lines.append(f"{key}.judge.score_regex is no regular expression: {error}")
+        else:
+            if groups < 1:
+                lines.append(f"{key}.judge.score_regex needs a group, (...), around the number")
+        if judge.prompt_template is not None and "{response}" not in judge.prompt_template:
+            lines.append(f"{key}.judge.prompt_template has no {{response}} in it: the judge would not see it")
+        if judge.score_range[0] >= judge.score_range[1]:
+            lines.append(f"{key}.judge.score_range must be [low, high] with low below high")
     return lines
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from valor.config.actor import LossAggMode, Strategy
-from valor.config.base import DType, Section, inherits
+from valor.config.base import DType, Section, StepRanges, inherits, step_range
 from valor.config.engine import CheckpointConfig, FSDPConfig, OptimConfig
 from valor.config.model import CriticModelConfig
 
@@ -35,8 +35,8 @@ class CriticConfig(Section):
     """Train a critic; null leaves it to algorithm.adv_estimator."""
     freeze: bool = False
     """Use the critic as it was loaded: no gradients, no optimizer."""
-    freeze_steps: str | None = None
-    """Steps in which the critic is not trained, such as 1-50 or 10-20,80- (open end); null trains it in every step."""
+    freeze_steps: StepRanges = Field(default_factory=list)
+    """Steps in which the critic is not trained, such as 1-50 or [10-20,80-] (the second without an end)."""
     ensemble_size: PositiveInt = 1
     """Critics, each with a head and an order of the mini-batches of its own."""
     ensemble_reduce: Literal["mean", "min"] = "mean"
@@ -84,3 +84,7 @@ class CriticConfig(Section):
     def max_rows(self) -> int | None:
         """Upper bound on the rows of a micro-batch; None when tokens alone decide."""
         return None if self.use_dynamic_bsz else self.ppo_micro_batch_size_per_gpu
+
+    def frozen_at(self, step: int) -> bool:
+        """Whether the critic is left alone in this step."""
+        return self.freeze or any(step in step_range(steps) for steps in self.freeze_steps)

@@ -36,6 +36,17 @@ _SERVER_KEYS = (
     "calculate_log_probs",
 )
 
+_MODEL_KEYS = (
+    "tokenizer_path",
+    "custom_chat_template",
+    "trust_remote_code",
+    "label",
+    "max_length",
+    "micro_batch_size_per_gpu",
+    "max_token_len_per_gpu",
+    "fsdp_config.*",
+)
+
 
 @dataclass(frozen=True)
 class Inert:
@@ -101,6 +112,11 @@ TABLE: tuple[Inert, ...] = (
     Inert(("critic.[!e]*",), lambda config: not config.critic.enable, "no effect: this run has no critic"),
     Inert(("actor_rollout_ref.ref.*",), lambda config: not config.needs_reference, "no effect: no KL term is on"),
     Inert(
+        ("actor_rollout_ref.ref.log_prob_*",),
+        lambda config: not config.needs_ref_log_probs,
+        "no effect with the exact KL: the reference takes the actor's micro-batches",
+    ),
+    Inert(
         ("actor_rollout_ref.actor.kl_loss_*",),
         lambda config: not config.actor_rollout_ref.actor.use_kl_loss,
         "no effect with use_kl_loss=false",
@@ -120,6 +136,42 @@ TABLE: tuple[Inert, ...] = (
         ("algorithm.lam", "algorithm.lam_actor", "algorithm.lam_critic", "algorithm.adaptive_lam_alpha"),
         lambda config: config.algorithm.adv_estimator in CRITIC_FREE,
         "no effect: this estimator has no lambda",
+    ),
+    Inert(
+        ("algorithm.lam", "algorithm.lam_actor", "algorithm.lam_critic", "algorithm.adaptive_lam_alpha"),
+        lambda config: config.algorithm.reward_source == "critic",
+        "no effect with reward_source=critic: the advantage is V(last) - V",
+    ),
+    Inert(
+        ("algorithm.reward_binarize", "algorithm.reward_threshold"),
+        lambda config: config.algorithm.reward_source == "critic",
+        "no effect on training with reward_source=critic",
+    ),
+    Inert(
+        ("algorithm.reward_threshold",),
+        lambda config: not config.algorithm.reward_binarize,
+        "no effect with reward_binarize=false",
+    ),
+    Inert(
+        ("algorithm.reward_mask_[!r]*", "algorithm.missing_reward"),
+        lambda config: config.algorithm.reward_mask_ratio == 0,
+        "no effect with reward_mask_ratio=0",
+    ),
+    Inert(
+        ("algorithm.reward_mask_flip_adv_when_masked",),
+        lambda config: config.algorithm.missing_reward == "exclude",
+        "no effect with missing_reward=exclude",
+    ),
+    Inert(("critic.freeze_steps",), lambda config: config.critic.freeze, "no effect with freeze=true"),
+    Inert(
+        ("critic.ensemble_reduce",),
+        lambda config: config.critic.ensemble_size == 1,
+        "no effect with ensemble_size=1",
+    ),
+    Inert(
+        ("critic.optim.*", "critic.value_loss*", "critic.cliprange_value", "critic.ppo_mini*", "critic.ppo_epochs"),
+        lambda config: config.critic.freeze,
+        "no effect with freeze=true",
     ),
     Inert(
         ("algorithm.gdpo_reward_*",),
@@ -151,8 +203,8 @@ TABLE: tuple[Inert, ...] = (
     ),
     Inert(
         ("critic.cliprange_value",),
-        lambda config: config.critic.value_loss == "bce",
-        "no effect with value_loss=bce, which does not clip",
+        lambda config: config.critic.value_loss in ("bce", "hl_gauss"),
+        "no effect with value_loss=bce and hl_gauss, which do not clip",
     ),
     Inert(
         ("reward.reward_kwargs.*",),
@@ -168,6 +220,28 @@ TABLE: tuple[Inert, ...] = (
         ("reward.reward_model.*",),
         lambda config: not config.reward.reward_model.enable,
         "no effect with reward_model.enable=false",
+    ),
+    Inert(
+        ("reward.reward_model.judge.*",),
+        lambda config: config.reward.reward_model.judge.url is None,
+        "no effect: reward_model.judge.url is not set",
+    ),
+    Inert(
+        tuple(f"reward.reward_model.{name}" for name in _MODEL_KEYS),
+        lambda config: config.reward.reward_model.judge.url is not None,
+        "no effect with judge.url: the judge has its own server",
+    ),
+    Inert(("reward.reward_model.rollout.*",), _always, "no effect: it runs in the training processes"),
+    Inert(("reward.reward_model.fsdp_config.optimizer_offload",), _always, "no effect: no optimizer"),
+    Inert(
+        ("reward.reward_model.n_gpus_per_node", "reward.reward_model.nnodes"),
+        lambda config: not config.reward.reward_model.enable_resource_pool,
+        "no effect with enable_resource_pool=false",
+    ),
+    Inert(
+        ("reward.custom_reward_function.*", "reward.num_workers", "reward.timeout"),
+        lambda config: config.reward.reward_model.replaces_rule and config.data.val_files is None,
+        "no effect: the reward model scores every sample (reward_model.rule_weight=0)",
     ),
 )
 

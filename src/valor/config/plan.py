@@ -8,6 +8,7 @@ from collections.abc import Collection
 from pydantic import BaseModel
 
 from valor.config.actor import ActorConfig
+from valor.config.algorithm import AlgorithmConfig
 from valor.config.critic import CriticConfig
 from valor.config.inert import inert_settings
 from valor.config.ppo import PPOConfig
@@ -46,6 +47,10 @@ def _ppo_rows(config: PPOConfig, num_prompts: int | None) -> list[tuple[str, str
     rows.append(("rollout", _rollout(config)))
     if critic.enable:
         update = "frozen" if critic.freeze else _optimizer(critic)
+        update += (
+            f", frozen in steps {', '.join(critic.freeze_steps)}" if critic.freeze_steps and not critic.freeze else ""
+        )
+        update += f", {critic.ensemble_reduce} of {critic.ensemble_size}" if critic.ensemble_size > 1 else ""
         rows.append(("critic", f"{critic.model.path}, {update}, {_precision(critic)}"))
     else:
         rows.append(("critic", "none"))
@@ -132,7 +137,29 @@ def _reference(config: PPOConfig) -> str:
 def _reward(config: PPOConfig) -> str:
     function = config.reward.custom_reward_function
     source = f"{function.path}:{function.name}" if function.path else f"built in, by column {config.data.reward_fn_key}"
-    return f"{source}; at most {config.reward.timeout:g} s a sample"
+    parts = [source, f"at most {config.reward.timeout:g} s a sample"]
+    model = config.reward.reward_model
+    if model.enable:
+        name = f"judge {model.judge.model} at {model.judge.url}" if model.judge.url else f"reward model {model.model_path}"
+        rule = "in the rule's place" if model.replaces_rule else f"+ {model.rule_weight:g} x rule"
+        parts = [f"{model.weight:g} x {name} {rule}", *([] if model.replaces_rule else parts)]
+    return "; ".join([*parts, *_shaping(config.algorithm)])
+
+
+def _shaping(algorithm: AlgorithmConfig) -> list[str]:
+    if algorithm.reward_source == "critic":
+        return ["training takes the critic's value in its place"]
+    parts = []
+    if algorithm.reward_binarize:
+        parts.append(f"1 above {algorithm.reward_threshold:g}, else 0")
+    if algorithm.reward_mask_ratio > 0:
+        flip = ", advantages flipped" if algorithm.reward_mask_flip_adv_when_masked else ""
+        what = {"trajectory": "trajectories", "group": "prompts"}[algorithm.reward_mask_level]
+        parts.append(
+            f"taken from {algorithm.reward_mask_ratio:.0%} of the {what} ({algorithm.reward_mask_type}), "
+            f"missing_reward {algorithm.missing_reward}{flip}"
+        )
+    return parts
 
 
 def _processes(trainer: RunConfig, nodes: int) -> str:

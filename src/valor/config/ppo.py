@@ -92,6 +92,18 @@ class PPOConfig(Section):
         return self.actor_rollout_ref.actor.policy_loss.loss_mode
 
     @property
+    def kl_kinds(self) -> set[str]:
+        """The kinds of the KL terms that are on."""
+        actor, algorithm = self.actor_rollout_ref.actor, self.algorithm
+        terms = ((actor.use_kl_loss, actor.kl_loss_type), (algorithm.use_kl_in_reward, algorithm.kl_penalty))
+        return {kind for on, kind in terms if on}
+
+    @property
     def needs_reference(self) -> bool:
-        """Whether a KL term asks for the reference model's log-probs."""
-        return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+        """Whether a KL term asks for the reference model."""
+        return bool(self.kl_kinds)
+
+    @property
+    def needs_ref_log_probs(self) -> bool:
+        """Whether a KL term is estimated from the reference's log-probs of what was sampled."""
+        return bool(self.kl_kinds - {"full"})

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from valor.config.base import PathStr, Section, inherits
+from valor.config.engine import FSDPConfig
 
 
 class CustomRewardFunctionConfig(Section):
@@ -40,13 +41,60 @@ class RewardManagerConfig(Section):
     """A manager of your own."""
 
 
+class JudgeConfig(Section):
+    """A language model behind an OpenAI-compatible server that is asked what a response is worth."""
+
+    url: str | None = None
+    """Address up to the version, such as http://localhost:8000/v1; null asks no judge."""
+    model: str | None = None
+    """The model's name on that server."""
+    prompt_template: str | None = None
+    """What is asked, with {prompt}, {response} and {ground_truth} in it; null asks for a score from 0 to 10."""
+    score_regex: str = r"(?i)\bscore\W{0,5}(-?\d+(?:\.\d+)?)"
+    """Its first group in the last match in the reply is the score; no match is a failure."""
+    score_range: tuple[float, float] = (0.0, 10.0)
+    """Scores outside are failures."""
+    request: dict[str, Any] = Field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 512})
+    """Further fields of the chat completion request."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """Environment variable that holds the key, if the server wants one."""
+    concurrency: PositiveInt = 32
+    """Requests in flight."""
+    timeout: PositiveFloat = 60.0
+    """Seconds that one request may take."""
+    retries: NonNegativeInt = 3
+    """Further attempts after a refused or broken request, with growing pauses."""
+
+
 class RewardModelConfig(Section):
-    """A learned reward model."""
+    """A learned reward model, or a judge; it replaces the rule (in training) unless rule_weight says otherwise."""
 
     enable: bool = False
     """Score with a reward model."""
     model_path: PathStr | None = None
-    """Hugging Face hub id or directory of a sequence classifier."""
+    """Hugging Face hub id or directory of a sequence classifier of one label, or of a published critic."""
+    tokenizer_path: PathStr | None = inherits(".model_path")
+    """Its tokenizer, if that is not beside the model."""
+    custom_chat_template: str | None = None
+    """Jinja text that replaces its tokenizer's chat template."""
+    trust_remote_code: bool = False
+    """Run Python code that the model directory brings along."""
+    label: int | None = None
+    """Of a classifier of several labels: the one whose log-odds are the score."""
+    weight: float = 1.0
+    """Weight of the model's score in the reward."""
+    rule_weight: float = 0.0
+    """Weight of the rule's score in the reward; 0 grades no training sample by rule."""
+    max_length: PositiveInt | None = None
+    """Most tokens of a text, the beginning of longer ones is cut; null takes what model and tokenizer name."""
+    micro_batch_size_per_gpu: PositiveInt | None = None
+    """Most texts in a forward micro-batch of one process; null leaves it to the token budget."""
+    max_token_len_per_gpu: PositiveInt = 16384
+    """Most tokens (padding included) in a forward micro-batch of one process."""
+    fsdp_config: FSDPConfig = FSDPConfig()
+    """Sharding, precision, offload."""
+    judge: JudgeConfig = JudgeConfig()
+    """A judge behind a server in place of a model here."""
     enable_resource_pool: bool = False
     """Give it devices of its own."""
     n_gpus_per_node: PositiveInt | None = None
@@ -54,7 +102,17 @@ class RewardModelConfig(Section):
     nnodes: NonNegativeInt = 0
     """Nodes of that pool."""
     rollout: dict[str, Any] = Field(default_factory=dict)
-    """Options of the engine that serves it."""
+    """Accepted without effect: options of the server in which verl runs it."""
+
+    @property
+    def is_role(self) -> bool:
+        """Whether the run hosts a model (a judge has a server of its own)."""
+        return self.enable and self.judge.url is None
+
+    @property
+    def replaces_rule(self) -> bool:
+        """Whether training samples are scored without a grader."""
+        return self.enable and self.rule_weight == 0
 
 
 class SandboxFusionConfig(Section):

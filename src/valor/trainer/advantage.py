@@ -24,32 +24,13 @@ FROM_THE_RUN = (*_OFFERED_COLUMNS, "component_scores", "bootstrap_mask", "bootst
 _RESAMPLING_STREAM = 1  # last word of the random key
 
 
-def place_scores(batch: Batch, scores: list[float]) -> Tensor:
+def place_scores(batch: Batch, scores: Tensor) -> Tensor:
     """Outcome scores [B] as token-level scores [B, T]: each on the last token of its response."""
     out = torch.zeros_like(batch["response_mask"])
     last = batch["response_lengths"] - 1
     rows = torch.nonzero(last >= 0).squeeze(1)
-    out[rows, last[rows]] = torch.tensor(scores, dtype=out.dtype)[rows]
+    out[rows, last[rows]] = scores.to(out.dtype)[rows]
     return out
-
-
-def shape_rewards(
-    batch: Batch, config: AlgorithmConfig, kl_controller: algorithms.KLController | None
-) -> tuple[Tensor, dict[str, float]]:
-    """Token-level rewards [B, T] = scores − β · KL(old ‖ ref) when `use_kl_in_reward`, else the scores."""
-    if kl_controller is None:
-        return batch["token_level_scores"], {}
-    beta = kl_controller.value
-    rewards, current_kl = algorithms.apply_kl_penalty(
-        batch["token_level_scores"],
-        batch["old_log_probs"],
-        batch["ref_log_probs"],
-        batch["response_mask"],
-        kl_coef=beta,
-        kind=config.kl_penalty,
-    )
-    kl_controller.update(float(current_kl), n_steps=len(batch))
-    return rewards, {"actor/reward_kl_penalty": float(current_kl), "actor/reward_kl_penalty_coeff": beta}
 
 
 def estimate_advantages(batch: Batch, config: AlgorithmConfig, error_score: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -68,18 +49,43 @@ def estimate_advantages(batch: Batch, config: AlgorithmConfig, error_score: floa
             batch.objects["reward_info"], config.gdpo_reward_keys, error_score
         )
     accepted = algorithms.advantage_options(config.adv_estimator)
-    return algorithms.compute_advantages(
-        config.adv_estimator,
-        rewards=tensors["token_level_rewards"],
-        response_mask=tensors["response_mask"],
-        values=tensors.get("values"),
-        group_ids=batch.objects["uid"],
-        reward_baselines=tensors.get("reward_baselines"),
-        gamma=config.gamma,
-        lam=config.lam,
+    common: dict[str, Any] = {
+        "rewards": tensors["token_level_rewards"],
+        "response_mask": tensors["response_mask"],
+        "values": tensors.get("values"),
+        "group_ids": batch.objects["uid"],
+        "reward_baselines": tensors.get("reward_baselines"),
+        "gamma": config.gamma,
+        "lam": config.lam,
         **{k: v for k, v in offered.items() if k in accepted},
         **config.adv_kwargs,
+    }
+    if from_critic(config):
+        return algorithms.critic_advantages(common["values"], common["response_mask"], whitening=offered["whitening"])
+    if "reward_missing" not in batch:
+        return algorithms.compute_advantages(config.adv_estimator, **common)
+    advantages, returns, _ = algorithms.advantages_with_missing_rewards(
+        config.adv_estimator,
+        missing=tensors["reward_missing"],
+        missing_reward=config.missing_reward,
+        flip=config.reward_mask_flip_adv_when_masked,
+        **{**common, "whitening": offered["whitening"]},
     )
+    return advantages, returns
+
+
+def from_critic(config: AlgorithmConfig) -> bool:
+    """Whether V(last) - V is the advantage: the critic's value is the reward, and the estimator would compare it with
+    the critic's values again. Estimators that do without a critic take the value as they take any score."""
+    estimator = algorithms.ADVANTAGES[config.adv_estimator]
+    return config.reward_source == "critic" and estimator.capability.needs_critic
+
+
+def to_train_on(batch: Batch, config: AlgorithmConfig) -> Batch:
+    """The rows that critic and actor are trained on: all, but for those that `missing_reward=exclude` leaves out."""
+    if "reward_missing" not in batch or config.missing_reward != "exclude":
+        return batch
+    return batch.take(torch.nonzero(~batch["reward_missing"]).squeeze(1))
 
 
 def offered_settings(config: AlgorithmConfig) -> dict[str, Any]:

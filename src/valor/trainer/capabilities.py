@@ -14,6 +14,7 @@ from valor.config import PPOConfig
 from valor.errors import UserError
 from valor.trainer.advantage import FROM_THE_RUN, offered_settings
 from valor.workers.actor import policy_loss_options
+from valor.workers.critic import value_head
 
 
 def check_algorithms(config: PPOConfig) -> None:
@@ -95,8 +96,8 @@ def _check_value_loss(config: PPOConfig) -> None:
     entry = VALUE_LOSSES[name]
     _check_options(entry, "critic.value_loss_kwargs", given, algorithms.value_loss_options(name))
     if entry.builtin:
-        one = torch.ones(1, 1)
-        algorithms.value_loss(name, values=one, old_values=one, returns=one, response_mask=one, **given)
+        one, outputs = torch.ones(1, 1), torch.ones(1, 1, value_head(config.critic).size).squeeze(-1)
+        algorithms.value_loss(name, values=outputs, old_values=one, returns=one, response_mask=one, **given)
 
 
 def _check_correction(config: PPOConfig) -> None:

@@ -78,8 +78,7 @@ class Generation:
         params = replace(training_params(self.rollout), temperature=0.0)
         with phase("greedy baseline", len(batch) // n, unit="sample"):
             greedy = self._respond(prompts.take(range(0, len(batch), n)), params)
-        results = self.inputs.score(greedy)
-        return torch.tensor([r.score for r in results]).repeat_interleave(n)
+        return self._outcomes(self.inputs.score(greedy)).repeat_interleave(n)
 
     def validation_batch(self) -> tuple[Batch, list[RewardResult]]:
         """Responses to the whole validation set and their grades (without penalties for length)."""
@@ -105,8 +104,14 @@ class Generation:
         with timer("reward"), phase("reward", len(batch), unit="sample"):
             results = self.inputs.score(batch)
         batch.objects["reward_info"] = [r.components for r in results]
-        batch["token_level_scores"] = place_scores(batch, [r.score for r in results])
+        batch["token_level_scores"] = place_scores(batch, self._outcomes(results))
         return batch, results
+
+    def _outcomes(self, results: list[RewardResult]) -> Tensor:
+        """Scores [B] as the algorithm takes them: 0 or 1 under `reward_binarize`."""
+        scores = torch.tensor([r.score for r in results])
+        algorithm = self.config.algorithm
+        return algorithms.binarize(scores, algorithm.reward_threshold) if algorithm.reward_binarize else scores
 
     def _respond(self, prompts: Batch, params: SamplingParams) -> Batch:
         columns = prompts.select(("prompts", "prompt_lengths", "sample_key", "uid"))
@@ -121,11 +126,11 @@ class Generation:
 
     def _metric(self, results: list[RewardResult]) -> Tensor:
         name = self.config.algorithm.filter_groups.metric
+        if name is None or name in _SCORE_NAMES:
+            return self._outcomes(results)
         values: list[float] = []
         for result in results:
-            if name is None or name in _SCORE_NAMES:
-                values.append(result.score)
-            elif name in result.components:
+            if name in result.components:
                 values.append(float(result.components[name]))
             elif name == "acc":
                 values.append(float(result.correct))

@@ -19,14 +19,16 @@ from valor.data.batch import Batch
 from valor.tracking.console import format_seconds
 from valor.tracking.metrics import Timer
 from valor.tracking.progress import phase, report_progress
-from valor.trainer.advantage import estimate_advantages, resample, shape_rewards
+from valor.trainer.advantage import estimate_advantages, resample, to_train_on
 from valor.trainer.batch_metrics import batch_metrics, throughput_metrics
+from valor.trainer.critics import Critics, critic_names
 from valor.trainer.export import TOKENIZER_DIR
 from valor.trainer.generation import Generation
 from valor.trainer.inputs import RunInputs
 from valor.trainer.old_log_probs import OldLogProbs, corrected, needs_sum_pi_squared
 from valor.trainer.recorder import RunRecorder
 from valor.trainer.roles import role_specs
+from valor.trainer.shaping import RewardShaping
 from valor.trainer.signals import StopRequest
 from valor.trainer.stopped import TrainingStopped
 from valor.trainer.updates import Updates
@@ -49,6 +51,7 @@ class PPOTrainer:
     group: WorkerGroup
     generation: Generation
     updates: Updates
+    critics: Critics
 
     def __init__(self, config: PPOConfig, inputs: RunInputs, pool: ResourcePool, controller: str, command: str) -> None:
         self.config = config
@@ -56,12 +59,8 @@ class PPOTrainer:
         self.pool, self.controller = pool, controller
         self.record = RunRecorder(config, inputs.tokenizer, command)
         self.step = 0
-        self.kl_controller = None
-        if config.algorithm.use_kl_in_reward:
-            control = config.algorithm.kl_ctrl
-            self.kl_controller = algorithms.make_kl_controller(
-                control.type, kl_coef=control.kl_coef, target_kl=control.target_kl, horizon=control.horizon
-            )
+        self.shaping = RewardShaping(config.algorithm, config.trainer.seed)
+        self.trained_roles = ["actor", *critic_names(config)]
         self.greedy_baseline = algorithms.ADVANTAGES[config.algorithm.adv_estimator].capability.needs_greedy_baseline
         self.old = OldLogProbs.of(config)
 
@@ -80,6 +79,7 @@ class PPOTrainer:
             stack.callback(self.group.close)
             self.generation = Generation(self.config, self.inputs, self.group, self.record.say)
             self.updates = Updates(self.config, self.group, self.record.say)
+            self.critics = Critics(self.config, self.group, self.updates)
             self._resume()
             stack.enter_context(self.record.opened(self.step, self.inputs.total_steps))
             stack.enter_context(phase("training", self.inputs.total_steps, unit="step"))
@@ -115,26 +115,26 @@ class PPOTrainer:
             elif self.old.recompute:
                 with timer("old_log_prob"), phase("old log-probs", len(batch), unit="sample"):
                     batch = self._with_old_log_probs(batch, metrics)
-            if "ref" in self.group:
+            if self.config.needs_ref_log_probs:
                 with timer("ref"), phase("reference log-probs", len(batch), unit="sample"):
                     batch = batch.union(self.group["ref"].compute_log_probs(batch))
-            if "critic" in self.group:
+            if self.critics.names:
                 with timer("values"), phase("values", len(batch), unit="sample"):
-                    values = self.group["critic"].compute_values(batch, with_end=algorithm.truncation_bootstrap)
-                    batch = batch.union(values)
+                    values, found = self.critics.evaluate(batch, with_end=algorithm.truncation_bootstrap)
+                    batch, metrics = batch.union(values), metrics | found
             with timer("adv"):
-                batch["token_level_rewards"], kl = shape_rewards(batch, algorithm, self.kl_controller)
+                metrics |= self.shaping.shape(batch, self.step)
                 batch["advantages"], batch["returns"] = estimate_advantages(
                     batch, algorithm, error_score=self.config.reward.error_score
                 )
-                metrics |= kl | batch_metrics(batch)
-            trained = batch
+                metrics |= batch_metrics(batch)
+            trained = to_train_on(batch, algorithm)
             if algorithm.use_pf_ppo:
-                trained, drawn = resample(batch, algorithm.pf_ppo, self.config.trainer.seed, self.step)
+                trained, drawn = resample(trained, algorithm.pf_ppo, self.config.trainer.seed, self.step)
                 metrics |= drawn
-            if "critic" in self.group and not self.config.critic.freeze:
+            if self.critics.names:
                 with timer("update_critic"):
-                    metrics |= self.updates.run("critic", trained, self.step)
+                    metrics |= self.critics.train(trained, self.step)
             if self.step > self.config.trainer.critic_warmup:
                 with timer("update_actor"):
                     metrics |= self.updates.run("actor", trained, self.step)
@@ -171,7 +171,11 @@ class PPOTrainer:
     def _with_old_log_probs(self, batch: Batch, metrics: dict[str, float]) -> Batch:
         """The actor's log-probs before the update, their distance from the rollout's, and the correction for it."""
         batch = batch.union(
-            self.group["actor"].compute_log_probs(batch, with_sum_pi_squared=needs_sum_pi_squared(self.config))
+            self.group["actor"].compute_log_probs(
+                batch,
+                with_sum_pi_squared=needs_sum_pi_squared(self.config),
+                with_full_kl=self.config.algorithm.exact_kl_in_reward,
+            )
         )
         on = batch["response_mask"]
         count = max(float(on.sum()), 1.0)
@@ -197,15 +201,14 @@ class PPOTrainer:
         return {
             "step": self.step,
             "sampler": self.inputs.sampler.state_dict(),
-            "kl_controller": self.kl_controller.state_dict() if self.kl_controller else None,
+            "shaping": self.shaping.state_dict(),
             "skipped_in_a_row": self.updates.skipped_in_a_row,
             "torch_rng": torch.get_rng_state().numpy().tobytes().hex(),
         }
 
     def _write_roles(self, folder: Path) -> None:
-        for role in ("actor", "critic"):
-            if role in self.group:
-                self.group[role].save(folder / role)
+        for role in self.trained_roles:
+            self.group[role].save(folder / role)
         self.inputs.tokenizer.save_pretrained(folder / TOKENIZER_DIR)
 
     def _resume(self) -> None:
@@ -215,13 +218,11 @@ class PPOTrainer:
         if folder is None:
             return
         state = store.load_state(folder)
-        for role in ("actor", "critic"):
-            if role in self.group:
-                self.group[role].load(folder / role)
+        for role in self.trained_roles:
+            self.group[role].load(folder / role)
         self.step = state["step"]
         self.inputs.sampler.load_state_dict(state["sampler"])
-        if self.kl_controller and state["kl_controller"]:
-            self.kl_controller.load_state_dict(state["kl_controller"])
+        self.shaping.load_state_dict(state["shaping"])
         self.updates.skipped_in_a_row = state["skipped_in_a_row"]
         self.record.best = state["best"]
         torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch_rng"]), dtype=torch.uint8))
@@ -229,12 +230,11 @@ class PPOTrainer:
 
     def _export(self) -> None:
         """The trained models as plain Hugging Face directories."""
-        for role in ("actor", "critic"):
-            if role in self.group:
-                folder = self.record.run_dir / "huggingface" / role
-                self.group[role].export(folder)
-                self.inputs.tokenizer.save_pretrained(folder)
-                self.record.say(f"{role} saved as a Hugging Face model: {folder}")
+        for role in self.trained_roles:
+            folder = self.record.run_dir / "huggingface" / role
+            self.group[role].export(folder)
+            self.inputs.tokenizer.save_pretrained(folder)
+            self.record.say(f"{role} saved as a Hugging Face model: {folder}")
 
 
 def _due(step: int, every: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from valor.config import PPOConfig
+from valor.trainer.critics import critic_names
 from valor.workers.actor import ActorWorker
 from valor.workers.critic import CriticWorker
 from valor.workers.host import RoleSpec
@@ -28,14 +29,14 @@ def role_specs(config: PPOConfig, *, total_steps: int, eos_token_ids: list[int])
     }
     if config.needs_reference:
         specs["ref"] = RoleSpec(ReferenceWorker, {"config": shared})
-    if config.critic.enable:
-        specs["critic"] = RoleSpec(
+    for member, name in enumerate(critic_names(config)):
+        specs[name] = RoleSpec(
             CriticWorker,
             {
                 "config": config.critic,
                 "total_steps": total_steps,
                 "custom_path": config.algorithm.custom_path,
-                "seed": config.trainer.seed,
+                "seed": config.trainer.seed + member,
             },
         )
     return specs

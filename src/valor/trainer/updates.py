@@ -31,25 +31,28 @@ class Updates:
         whitens = "whitening" in algorithms.advantage_options(estimator)
         self._whiten = whitens and config.algorithm.adv_whitening == "mini_batch"
 
-    def run(self, role: str, batch: Batch, step: int) -> dict[str, float]:
-        """All epochs and mini-batches of one role. Metrics are means over the updates.
+    def run(self, role: str, batch: Batch, step: int, *, member: int = 0) -> dict[str, float]:
+        """All epochs and mini-batches of a role, or of one `member` of an ensemble, in an order of its own.
+
+        Metrics are means over the updates.
 
         Raises TrainingStopped after `trainer.max_skipped_updates` updates in a row with non-finite gradients.
         """
         parts: list[dict[str, float]] = []
-        mini_batches = list(self.mini_batches(role, batch, step))
+        mini_batches = list(self.mini_batches(role, batch, step, member))
+        worker = self.group[role if member == 0 else f"{role}_{member + 1}"]
         with phase(f"train {role}", len(mini_batches), unit="mini-batch"):
             for done, mini_batch in enumerate(mini_batches):
                 with part(done, len(mini_batches)):
                     metrics: dict[str, float] = {}
                     if role == "actor" and self.old.correct_mini_batches:
                         mini_batch, metrics = self._corrected(mini_batch)
-                    metrics |= self.group[role].update(mini_batch)
+                    metrics |= worker.update(mini_batch)
                 self._watch_skips(role, metrics, step)
                 parts.append(metrics)
         return {k if "/" in k else f"{role}/{k}": v for k, v in mean_of(parts).items()}
 
-    def mini_batches(self, role: str, batch: Batch, step: int) -> Iterator[Batch]:
+    def mini_batches(self, role: str, batch: Batch, step: int, member: int = 0) -> Iterator[Batch]:
         """Rows of each optimizer step, in order, with the columns that the role reads."""
         settings = self.config.critic if role == "critic" else self.config.actor_rollout_ref.actor
         rows_per_step = settings.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
@@ -58,7 +61,7 @@ class Updates:
         for epoch in range(settings.ppo_epochs):
             order = list(range(len(batch)))
             if settings.shuffle:
-                order = shuffled(len(batch), settings.data_loader_seed, step, epoch).tolist()
+                order = shuffled(len(batch), settings.data_loader_seed + member, step, epoch).tolist()
             for start in range(0, len(batch), rows_per_step):
                 columns = self._columns(role, batch, first=number == 0)
                 rows = batch.select(columns).take(order[start : start + rows_per_step])
@@ -75,7 +78,8 @@ class Updates:
         names = [*shared, "advantages"]
         if not self.old.on_policy:
             names.append("old_log_probs")
-        if self.config.actor_rollout_ref.actor.use_kl_loss:
+        actor = self.config.actor_rollout_ref.actor
+        if actor.use_kl_loss and not actor.exact_kl_loss:
             names.append("ref_log_probs")
         if WEIGHTS in batch:
             names.append(WEIGHTS)

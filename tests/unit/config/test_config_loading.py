@@ -43,7 +43,7 @@ def test_grammar():
             "trainer.experiment_name='qwen2.5 v1'",
             "trainer.total_training_steps=null",
             "trainer.val_before_train=False",
-            "critic={freeze: true, ppo_epochs: 2}",
+            "critic={freeze_steps: 1-3, ppo_epochs: 2}",
             "actor_rollout_ref.rollout.engine_kwargs.vllm.x=1",
             "reward.custom_reward_function.path=/a=b.py",
         ]
@@ -53,7 +53,7 @@ def test_grammar():
     assert config.actor_rollout_ref.actor.optim.lr == 5e-7
     assert config.actor_rollout_ref.model.override_config == {"attn_implementation": "eager"}
     assert config.actor_rollout_ref.rollout.engine_kwargs == {"vllm": {"x": 1}}
-    assert (config.critic.optim.lr, config.critic.freeze, config.critic.ppo_epochs) == (2e-5, True, 2)
+    assert (config.critic.optim.lr, config.critic.freeze_steps, config.critic.ppo_epochs) == (2e-5, ["1-3"], 2)
     assert config.trainer.logger == ["console", "tensorboard"]
     assert config.trainer.experiment_name == "qwen2.5 v1"
     assert config.trainer.total_training_steps is None and config.trainer.val_before_train is False
@@ -197,7 +197,7 @@ def test_a_near_choice_is_offered():
 )
 def test_other_mistakes(argv, line):
     [found] = mistakes(*argv)
-    assert found.startswith(line)
+    assert line in found
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,31 @@ def test_load_yaml_mistakes(tmp_path):
         (["critic.enable=false"], "algorithm.adv_estimator=gae needs a critic: "),
         (["algorithm.adv_estimator=grpo", "trainer.critic_warmup=3"], "trainer.critic_warmup=3 needs a critic"),
         (["algorithm.adv_estimator=grpo", "algorithm.truncation_bootstrap=true"], "algorithm.truncation_bootstrap"),
-        (["critic.freeze=true", "trainer.critic_warmup=3"], "trainer.critic_warmup trains the critic"),
+        (["critic.freeze=true", "critic.model.path=x", "trainer.critic_warmup=3"], "critic_warmup trains the critic"),
+        (["critic.freeze=true"], "critic.model.path is not set"),
+        (["critic.freeze_steps=5-2"], "no range of steps"),
+        (["critic.ensemble_size=2"], "critic.model.value_head_init=normal"),
+        (["algorithm.reward_mask_ratio=1.2"], "algorithm.reward_mask_ratio"),
+        (["algorithm.reward_source=critic", "algorithm.adv_estimator=grpo"], "reward_source=critic needs a critic"),
+        (["algorithm.reward_source=critic", "algorithm.reward_mask_ratio=0.5"], "missing_reward=critic"),
+        (["algorithm.reward_source=critic", "algorithm.use_kl_in_reward=true"], "use_kl_loss"),
+        (["algorithm.reward_source=critic", "algorithm.truncation_bootstrap=true"], "rewards by rule"),
+        (
+            [
+                "algorithm.reward_mask_ratio=0.5",
+                "algorithm.missing_reward=bootstrap",
+                "algorithm.adv_estimator=rloo",
+            ],
+            "missing_reward=bootstrap needs a critic",
+        ),
+        (
+            [
+                "algorithm.reward_mask_ratio=0.5",
+                "algorithm.reward_mask_flip_adv_when_masked=true",
+                "algorithm.adv_whitening=mini_batch",
+            ],
+            "acts after whitening",
+        ),
         (
             ["data.train_batch_size=32"],
             "actor_rollout_ref.actor.ppo_mini_batch_size=256 prompts is more than data.train_batch_size=32 prompts",
@@ -347,7 +371,7 @@ def test_load_yaml_mistakes(tmp_path):
 )
 def test_contradictions_between_keys(argv, line):
     [found] = mistakes(*argv)
-    assert found.startswith(line)
+    assert line in found
 
 
 def test_no_contradiction_without_a_critic_to_train():

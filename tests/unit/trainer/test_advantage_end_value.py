@@ -13,7 +13,7 @@ from valor.workers.critic import CriticWorker
 from valor.workers.host import RoleSpec, WorkerHost
 
 
-@pytest.fixture(scope="module", params=["mse", "bce"])
+@pytest.fixture(scope="module", params=["mse", "bce", "hl_gauss"])
 def critic(request, tmp_path_factory) -> Iterator[CriticWorker]:
     model: Path = arithmetic.make_model(tmp_path_factory.mktemp("critic") / "model")
     config = CriticConfig.model_validate(
@@ -49,4 +49,4 @@ def test_it_is_the_value_of_the_state_in_which_a_further_token_would_be_chosen(c
     assert torch.allclose(with_end["bootstrap_values"], torch.stack([values[0, 3], values[1, 1]]), atol=1e-6)
     assert (with_end["bootstrap_values"] - plain["values"][:, 0]).abs().min() > 1e-4
     inside = values[values != 0]
-    assert ((inside > 0) & (inside < 1)).all() == (critic.config.value_loss == "bce")
+    assert ((inside > 0) & (inside < 1)).all() == (critic.config.value_loss != "mse")

@@ -30,7 +30,7 @@ def two_rows(**columns) -> Batch:
 
 def test_scores_lie_on_the_last_token_of_each_response():
     batch = two_rows()
-    assert place_scores(batch, [2.0, 3.0]).tolist() == [[0, 0, 2], [0, 3, 0]]
+    assert place_scores(batch, torch.tensor([2.0, 3.0])).tolist() == [[0, 0, 2], [0, 3, 0]]
 
 
 def test_a_cut_off_response_goes_on_with_the_value_after_its_last_token():

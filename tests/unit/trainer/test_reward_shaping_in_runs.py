@@ -1,0 +1,133 @@
+"""Binarized, penalised, missing and replaced rewards as a run forms them; numbers by hand."""
+
+import pytest
+import torch
+
+from valor.config import AlgorithmConfig, CriticConfig, KLControlConfig
+from valor.data.batch import Batch
+from valor.trainer.advantage import estimate_advantages, to_train_on
+from valor.trainer.shaping import RewardShaping
+
+MASK = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
+VALUES = torch.tensor([[0.2, 0.4, 0.6], [0.3, 0.7, 0.0]])
+
+
+def batch_of(scores: list[float], rows: int = 2) -> Batch:
+    """Two responses of three and two tokens, repeated to `rows` rows."""
+    repeat = rows // 2
+    placed = torch.tensor([[0.0, 0.0, scores[0]], [0.0, scores[1], 0.0]])
+    return Batch(
+        {
+            "response_mask": MASK.repeat(repeat, 1),
+            "values": VALUES.repeat(repeat, 1),
+            "token_level_scores": placed.repeat(repeat, 1),
+            "old_log_probs": torch.full((rows, 3), -1.0),
+            "ref_log_probs": torch.full((rows, 3), -1.5),
+        },
+        {"uid": [str(i // 2) for i in range(rows)], "finish_reason": ["stop"] * rows},
+    )
+
+
+def shaped(batch: Batch, step: int = 1, **settings) -> tuple[Batch, AlgorithmConfig, dict[str, float]]:
+    config = AlgorithmConfig(adv_whitening="none", **settings)
+    metrics = RewardShaping(config, seed=0).shape(batch, step)
+    return batch, config, metrics
+
+
+def test_the_kl_penalty_comes_after_the_score_and_the_mask_takes_both() -> None:
+    """KL estimate k1 = 0.5 a token, weight 0.1: every policy token pays 0.05; a masked trajectory has nothing left."""
+    kl = {"use_kl_in_reward": True, "kl_ctrl": KLControlConfig(kl_coef=0.1)}
+    batch, _, metrics = shaped(batch_of([1.0, 0.0]), **kl)
+    expected = torch.tensor([[-0.05, -0.05, 0.95], [-0.05, -0.05, 0.0]])
+    torch.testing.assert_close(batch["token_level_rewards"], expected)
+    assert metrics == {"actor/reward_kl_penalty": 0.5, "actor/reward_kl_penalty_coeff": 0.1}
+    batch, _, metrics = shaped(batch_of([1.0, 0.0]), **kl, reward_mask_ratio=0.5)
+    lost = batch["reward_missing"]
+    assert lost.sum() == 1 and metrics["reward/missing_ratio"] == 0.5
+    torch.testing.assert_close(batch["token_level_rewards"], expected * (~lost).float()[:, None])
+
+
+def test_the_critic_as_reward_source() -> None:
+    """A = V(last) − V_t and returns V(last); the reward that is logged is V(last) at the last token."""
+    batch, config, _ = shaped(batch_of([1.0, 0.0]), reward_source="critic", lam=0.5)
+    torch.testing.assert_close(batch["token_level_rewards"], torch.tensor([[0, 0, 0.6], [0, 0.7, 0]]))
+    advantages, returns = estimate_advantages(batch, config)
+    torch.testing.assert_close(advantages, torch.tensor([[0.4, 0.2, 0.0], [0.4, 0.0, 0.0]]))
+    torch.testing.assert_close(returns, torch.tensor([[0.6, 0.6, 0.6], [0.7, 0.7, 0.0]]))
+    whitened, _ = estimate_advantages(batch, config.model_copy(update={"adv_whitening": "batch"}))
+    on = whitened[MASK.bool()]
+    assert abs(on.mean()) < 1e-6 and on.std() == pytest.approx(1.0, abs=1e-4)
+
+
+def test_an_estimator_without_a_critic_takes_the_value_as_a_score() -> None:
+    batch, config, _ = shaped(batch_of([1.0, 0.0]), reward_source="critic", adv_estimator="rloo")
+    advantages, _ = estimate_advantages(batch, config)
+    torch.testing.assert_close(advantages, torch.tensor([[-0.1, -0.1, -0.1], [0.1, 0.1, 0.0]]))
+
+
+@pytest.mark.parametrize(
+    ("policy", "flip", "first", "second"),
+    [
+        ("zero", False, [-0.2, -0.4, -0.6], [-0.3, -0.7, 0.0]),
+        ("zero", True, [0.2, 0.4, 0.6], [0.3, 0.7, 0.0]),
+        ("bootstrap", False, [0.4, 0.2, 0.0], [0.4, 0.0, 0.0]),
+        ("critic", False, [0.4, 0.2, 0.0], [0.4, 0.0, 0.0]),
+    ],
+)
+def test_what_a_missing_reward_means(policy, flip, first, second) -> None:
+    batch, config, _ = shaped(
+        batch_of([1.0, 1.0]), reward_mask_ratio=1.0, missing_reward=policy, reward_mask_flip_adv_when_masked=flip
+    )
+    advantages, _ = estimate_advantages(batch, config)
+    torch.testing.assert_close(advantages, torch.tensor([first, second]))
+    assert len(to_train_on(batch, config)) == 2
+
+
+def test_bootstrap_decays_with_lambda_and_critic_does_not() -> None:
+    masked = {"reward_mask_ratio": 1.0, "lam": 0.5}
+    batch, config, _ = shaped(batch_of([1.0, 1.0]), missing_reward="bootstrap", **masked)
+    torch.testing.assert_close(estimate_advantages(batch, config)[0][0], torch.tensor([0.3, 0.2, 0.0]))
+    batch, config, _ = shaped(batch_of([1.0, 1.0]), missing_reward="critic", **masked)
+    torch.testing.assert_close(estimate_advantages(batch, config)[0][0], torch.tensor([0.4, 0.2, 0.0]))
+
+
+def test_excluded_trajectories_are_not_trained_on() -> None:
+    batch, config, _ = shaped(batch_of([1.0, 1.0], rows=8), reward_mask_ratio=0.25, missing_reward="exclude")
+    batch["advantages"], batch["returns"] = estimate_advantages(batch, config)
+    kept = to_train_on(batch, config)
+    assert len(kept) == 6 and not kept["reward_missing"].any()
+    assert not batch["advantages"][batch["reward_missing"]].any()
+    batch, config, _ = shaped(batch_of([1.0, 1.0]), reward_mask_ratio=1.0, missing_reward="exclude")
+    assert len(to_train_on(batch, config)) == 0
+
+
+def test_a_fixed_ratio_is_kept_over_steps_and_over_a_resume() -> None:
+    """A tenth of four trajectories: two in five steps, whenever the run was interrupted."""
+    config = AlgorithmConfig(reward_mask_ratio=0.1)
+    whole, first = RewardShaping(config, seed=3), RewardShaping(config, seed=3)
+
+    def draw(shaping: RewardShaping, step: int) -> list[bool]:
+        batch = batch_of([1.0, 1.0], rows=4)
+        shaping.shape(batch, step)
+        return batch["reward_missing"].tolist()
+
+    drawn = [draw(whole, step) for step in range(1, 11)]
+    assert sum(map(sum, drawn)) == 4
+    again = [draw(first, step) for step in range(1, 6)]
+    resumed = RewardShaping(config, seed=3)
+    resumed.load_state_dict(first.state_dict())
+    assert again + [draw(resumed, step) for step in range(6, 11)] == drawn
+    other = RewardShaping(config, seed=4)
+    assert [draw(other, step) for step in range(1, 11)] != drawn
+
+
+def test_all_samples_of_a_prompt_lose_their_reward_together() -> None:
+    batch, _, _ = shaped(batch_of([1.0, 1.0], rows=8), reward_mask_ratio=0.5, reward_mask_level="group")
+    lost = batch["reward_missing"].view(4, 2)
+    assert lost.sum() == 4 and (lost[:, 0] == lost[:, 1]).all()
+
+
+def test_frozen_steps() -> None:
+    critic = CriticConfig(freeze_steps=["1-3", "5", "8-"])
+    assert [step for step in range(1, 11) if not critic.frozen_at(step)] == [4, 6, 7]
+    assert not CriticConfig().frozen_at(1) and CriticConfig(freeze=True).frozen_at(1)
