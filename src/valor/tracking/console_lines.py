@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 
 from valor.tracking.console import format_number, format_seconds, get_console
+from valor.tracking.histogram import Histogram
 
 # label, keys in order of preference, number format; the line shows those that the step has
 _COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -25,8 +26,8 @@ class ConsoleLogger:
     def __init__(self, total_steps: int | None = None, *, wide: bool = False) -> None:
         self._total_steps, self._wide = total_steps, wide
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the step; above the progress bars while they are shown."""
+    def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
+        """Print the step without its histograms; above the progress bars while they are shown."""
         get_console().print(summary_line(step, metrics, self._total_steps), markup=False)
         if self._wide:
             get_console().print(wide_table(metrics), markup=False)

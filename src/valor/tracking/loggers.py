@@ -14,13 +14,14 @@ from typing import Any, Protocol
 
 from valor.errors import UserError
 from valor.tracking.console_lines import ConsoleLogger
+from valor.tracking.histogram import Histogram
 from valor.tracking.rundir import METRICS_FILE, TENSORBOARD_DIR, rewind
 
 
 class Logger(Protocol):
     """One destination of metrics."""
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -56,10 +57,11 @@ class Tracker:
         self._loggers += [LOGGERS[name](run) for name in dict.fromkeys(names) if name != "wandb"]
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write the metrics of `step` (numbers, or one-element arrays) to every logger; on return they are flushed."""
-        plain = {key: _plain_number(key, value) for key, value in metrics.items()}
+        """Write the metrics of `step` (numbers, one-element arrays or histograms); on return they are flushed."""
+        histograms = {key: value for key, value in metrics.items() if isinstance(value, Histogram)}
+        plain = {key: _plain_number(key, value) for key, value in metrics.items() if key not in histograms}
         for logger in self._loggers:
-            logger.log(step, plain)
+            logger.log(step, plain, histograms)
 
     def close(self) -> None:
         """Close every logger."""
@@ -74,14 +76,15 @@ class Tracker:
 
 
 class FileLogger:
-    """Appends a JSON line per step to metrics.jsonl; a non-finite value is written as null."""
+    """Appends a JSON line per step to metrics.jsonl; a non-finite value becomes null, a histogram an object."""
 
     def __init__(self, run: RunInfo) -> None:
         self._file = (run.run_dir / METRICS_FILE).open("a", encoding="utf-8")
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        numbers = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, **numbers}, allow_nan=False) + "\n")
+    def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
+        record: dict[str, Any] = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+        record |= {key: {"low": one.low, "high": one.high, "counts": one.counts} for key, one in histograms.items()}
+        self._file.write(json.dumps({"step": step, **record}, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -97,9 +100,21 @@ class TensorboardLogger:
         purge = None if run.resume_step is None else run.resume_step + 1
         self._writer = SummaryWriter(str(run.run_dir / TENSORBOARD_DIR), purge_step=purge)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
         for key, value in metrics.items():
             self._writer.add_scalar(key, value, step)
+        for key, one in histograms.items():
+            self._writer.add_histogram_raw(
+                key,
+                min=one.low,
+                max=one.high,
+                num=sum(one.counts),
+                sum=one.total,
+                sum_squares=one.total_squared,
+                bucket_limits=one.edges[1:].tolist(),
+                bucket_counts=one.counts,
+                global_step=step,
+            )
         self._writer.flush()
 
     def close(self) -> None:
@@ -130,10 +145,12 @@ class WandbLogger:
                 f"wandb could not start ({_first_line(error)}): run `wandb login`, or set WANDB_MODE=offline"
             ) from error
         id_file.write_text(self._run.id + "\n", encoding="utf-8")
+        self._histogram = wandb.Histogram
         self._run.define_metric("*", step_metric="training/global_step")
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log({**metrics, "training/global_step": step})
+    def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
+        shown = {key: self._histogram(np_histogram=(one.counts, one.edges.tolist())) for key, one in histograms.items()}
+        self._run.log({**metrics, **shown, "training/global_step": step})
 
     def close(self) -> None:
         self._run.finish()

@@ -22,6 +22,7 @@ from valor.tracking.progress import phase, report_progress
 from valor.trainer.advantage import estimate_advantages, resample, to_train_on
 from valor.trainer.batch_metrics import batch_metrics, throughput_metrics
 from valor.trainer.critics import Critics, critic_names
+from valor.trainer.diagnostics import diagnostics
 from valor.trainer.export import TOKENIZER_DIR
 from valor.trainer.generation import Generation
 from valor.trainer.inputs import RunInputs
@@ -72,7 +73,12 @@ class PPOTrainer:
             stack.callback(self.inputs.close)
             self.group = start_group(
                 self.pool,
-                role_specs(self.config, total_steps=self.inputs.total_steps, eos_token_ids=self.inputs.eos_token_ids),
+                role_specs(
+                    self.config,
+                    total_steps=self.inputs.total_steps,
+                    eos_token_ids=self.inputs.eos_token_ids,
+                    separator_id=self.inputs.separator_id,
+                ),
                 controller=self.controller,
                 ray_init=self.config.ray_kwargs.ray_init.model_dump(),
             )
@@ -102,9 +108,10 @@ class PPOTrainer:
             self.record.finish()
             return 0 if stop.signum is None else 128 + stop.signum
 
-    def train_step(self) -> dict[str, float]:
-        """One batch of prompts through all phases; returns the step's metrics."""
+    def train_step(self) -> dict[str, Any]:
+        """One batch of prompts through all phases; returns the step's metrics and histograms."""
         algorithm, timer = self.config.algorithm, Timer()
+        metrics: dict[str, Any]
         with timer("step"):
             batch, metrics = self.generation.training_batch(self.step, timer)
             if self.greedy_baseline:
@@ -127,7 +134,7 @@ class PPOTrainer:
                 batch["advantages"], batch["returns"] = estimate_advantages(
                     batch, algorithm, error_score=self.config.reward.error_score
                 )
-                metrics |= batch_metrics(batch)
+                metrics |= batch_metrics(batch) | diagnostics(batch, self.config)
             trained = to_train_on(batch, algorithm)
             if algorithm.use_pf_ppo:
                 trained, drawn = resample(trained, algorithm.pf_ppo, self.config.trainer.seed, self.step)
@@ -187,7 +194,7 @@ class PPOTrainer:
             metrics |= found
         return batch
 
-    def _watch_mismatch(self, metrics: dict[str, float]) -> None:
+    def _watch_mismatch(self, metrics: dict[str, Any]) -> None:
         """Say so when the rollout engine and the training forward have come apart."""
         gap, limit = metrics.get("training/rollout_probs_diff_mean"), self.config.trainer.rollout_probs_diff_warn
         if gap is not None and gap > limit:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -75,8 +75,8 @@ class RunRecorder:
         names: list[str] = [*self.config.trainer.logger]
         return [*names, "file"] if self.config.trainer.report and "file" not in names else names
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """One step's metrics to every logger."""
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """One step's metrics and histograms to every logger."""
         assert self._tracker is not None, "log() outside opened()"
         self._tracker.log(step, metrics)
 

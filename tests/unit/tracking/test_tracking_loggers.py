@@ -13,9 +13,11 @@ from valor.errors import UserError
 from valor.tracking import loggers
 from valor.tracking.console import format_number, format_seconds
 from valor.tracking.console_lines import ConsoleLogger, summary_line, wide_table
+from valor.tracking.histogram import Histogram, histogram
 from valor.tracking.loggers import RunInfo, Tracker, check_loggers
 from valor.tracking.rundir import read_run_info, rewind, samples_file, write_run_info
 
+SPREAD = Histogram(low=0.0, high=1.0, counts=[1, 2], total=1.75, total_squared=1.5625)
 STEP = {
     "critic/score/mean": 0.534,
     "critic/rewards/mean": 0.52,
@@ -109,11 +111,29 @@ def test_tensorboard_events_read_back_and_resume_purges(tmp_path):
 
     with Tracker(["tensorboard"], RunInfo(tmp_path)) as tracker:
         for step in (1, 2, 3):
-            tracker.log(step, {"actor/pg_loss": step / 10})
+            tracker.log(step, {"actor/pg_loss": step / 10, "critic/values/histogram": SPREAD})
     with Tracker(["tensorboard"], RunInfo(tmp_path, resume_step=1)) as tracker:
         tracker.log(2, {"actor/pg_loss": 7.0})
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("actor/pg_loss")
-    assert [(one.step, round(one.value, 6)) for one in events] == [(1, 0.1), (2, 7.0)]
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"histograms": 0}).Reload()
+    assert [(one.step, round(one.value, 6)) for one in events.Scalars("actor/pg_loss")] == [(1, 0.1), (2, 7.0)]
+    [spread] = [one.histogram_value for one in events.Histograms("critic/values/histogram")]
+    assert (spread.bucket_limit, spread.bucket, spread.num, spread.sum) == ([0.5, 1.0], [1.0, 2.0], 3, 1.75)
+
+
+def test_a_histogram_counts_what_the_mask_lets_through():
+    array, mask = np.array([[0.0, 0.75, 1.0], [9.0, np.nan, 1.0]]), np.array([[1, 1, 1], [0, 1, 0]])
+    assert histogram(array, mask, bins=2) == SPREAD
+    assert histogram(torch.tensor(array), torch.tensor(mask), bins=2) == SPREAD
+    assert histogram(array, mask * 0) is None
+    assert sum(histogram(np.full(5, 0.25), np.ones(5)).counts) == 5
+
+
+def test_the_file_keeps_histograms_as_objects(tmp_path):
+    with Tracker(["file"], RunInfo(tmp_path)) as tracker:
+        tracker.log(1, {"loss": 1.0, "critic/values/histogram": SPREAD})
+    [line] = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    spread = {"low": 0.0, "high": 1.0, "counts": [1, 2]}
+    assert json.loads(line) == {"step": 1, "loss": 1.0, "critic/values/histogram": spread}
 
 
 class FakeWandb(types.ModuleType):
@@ -125,6 +145,7 @@ class FakeWandb(types.ModuleType):
     def __init__(self, refuse: str = "") -> None:
         super().__init__("wandb")
         self.refuse, self.inits, self.logged = refuse, [], []
+        self.Histogram = lambda np_histogram: ("histogram", np_histogram)
 
     def init(self, **arguments):
         if self.refuse:
@@ -149,10 +170,11 @@ def test_wandb_continues_the_same_run(tmp_path, monkeypatch):
     info = {"project": "p", "experiment": "e", "config": {"a": 1}}
     for resume_step in (None, 4, None):
         with Tracker(["wandb"], RunInfo(tmp_path, resume_step=resume_step, **info)) as tracker:
-            tracker.log(5, {"loss": 1.0})
+            tracker.log(5, {"loss": 1.0, "spread": SPREAD})
     assert [(one["id"], one["resume"]) for one in fake.inits] == [(None, None), ("abc123", "allow"), (None, None)]
     assert fake.inits[0]["project"] == "p" and fake.inits[0]["config"] == {"a": 1}
-    assert fake.logged == [{"loss": 1.0, "training/global_step": 5}] * 3
+    spread = ("histogram", ([1, 2], [0.0, 0.5, 1.0]))
+    assert fake.logged == [{"loss": 1.0, "spread": spread, "training/global_step": 5}] * 3
 
 
 def test_wandb_that_refuses_leaves_the_records_alone(tmp_path, monkeypatch):
@@ -180,9 +202,9 @@ def test_summary_line():
 
 
 def test_console_prints_one_line_and_all_metrics_on_demand(capsys):
-    ConsoleLogger(100).log(12, STEP)
+    ConsoleLogger(100).log(12, STEP, {})
     assert capsys.readouterr().out == summary_line(12, STEP, 100) + "\n"
-    ConsoleLogger(100, wide=True).log(12, STEP)
+    ConsoleLogger(100, wide=True).log(12, STEP, {})
     out = capsys.readouterr().out.splitlines()
     assert len(out) == 1 + len(STEP)
     assert "  actor/kl_loss               0.00123" in out

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from valor.config import AlgorithmConfig, CriticConfig, KLControlConfig
+from valor import algorithms
+from valor.config import AlgorithmConfig, CriticConfig, KLControlConfig, PPOConfig
 from valor.data.batch import Batch
 from valor.trainer.advantage import estimate_advantages, to_train_on
+from valor.trainer.diagnostics import diagnostics
 from valor.trainer.shaping import RewardShaping
 
 MASK = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
@@ -83,6 +85,46 @@ def test_what_a_missing_reward_means(policy, flip, first, second) -> None:
     assert len(to_train_on(batch, config)) == 2
 
 
+@pytest.mark.parametrize(
+    ("policy", "flip", "first_token", "last_token"),
+    [
+        ("zero", False, "down", "down"),
+        ("zero", True, "up", "up"),
+        ("bootstrap", False, "up", "none"),
+        ("critic", False, "up", "none"),
+        ("exclude", False, "none", "none"),
+    ],
+)
+def test_where_the_gradient_pushes_a_trajectory_without_reward(policy, flip, first_token, last_token) -> None:
+    """A right answer whose reward is missing, with a critic that grows surer of it (0.2, 0.4, 0.6): `zero` makes its
+    tokens less probable, the last one most of all; the flip turns that around; with `bootstrap` and `critic` the token
+    that raised the value gains."""
+    batch, config, _ = shaped(
+        batch_of([1.0, 1.0]), reward_mask_ratio=1.0, missing_reward=policy, reward_mask_flip_adv_when_masked=flip
+    )
+    batch["advantages"], _ = estimate_advantages(batch, config)
+    log_probs = torch.full((2, 3), -1.0, requires_grad=True)
+    rows = to_train_on(batch, config)
+    loss, _ = algorithms.policy_loss(
+        "ppo",
+        log_probs=log_probs[: len(rows)],
+        old_log_probs=log_probs[: len(rows)].detach(),
+        advantages=rows["advantages"],
+        response_mask=rows["response_mask"],
+        num_tokens=5.0,
+    )
+    loss.backward()
+    assert log_probs.grad is not None
+    push = -log_probs.grad[0]
+    assert [_word(push[0]), _word(push[2])] == [first_token, last_token]
+    if policy == "zero":
+        assert push[2].abs() > push[0].abs()  # the surer the critic, the harder the push
+
+
+def _word(push: torch.Tensor) -> str:
+    return "none" if abs(push) < 1e-7 else "up" if push > 0 else "down"
+
+
 def test_bootstrap_decays_with_lambda_and_critic_does_not() -> None:
     masked = {"reward_mask_ratio": 1.0, "lam": 0.5}
     batch, config, _ = shaped(batch_of([1.0, 1.0]), missing_reward="bootstrap", **masked)
@@ -131,3 +173,16 @@ def test_frozen_steps() -> None:
     critic = CriticConfig(freeze_steps=["1-3", "5", "8-"])
     assert [step for step in range(1, 11) if not critic.frozen_at(step)] == [4, 6, 7]
     assert not CriticConfig().frozen_at(1) and CriticConfig(freeze=True).frozen_at(1)
+
+
+def test_value_errors_by_position_and_spreads() -> None:
+    """Errors 0.1 … 0.5 over five tokens: one a fifth; the row of two has parts one and three."""
+    mask = torch.tensor([[1.0, 1, 1, 1, 1], [1, 0, 1, 0, 0]])
+    values = torch.tensor([[0.1, 0.2, 0.3, 0.4, 0.5], [0.3, 9.0, 0.1, 9.0, 9.0]])
+    batch = Batch({"response_mask": mask, "values": values, "returns": torch.zeros(2, 5), "advantages": values})
+    found = diagnostics(batch, PPOConfig.model_validate({"data": {"train_files": ["x"]}}))
+    errors = [found[f"critic/vf_abs_error/fifth_{k}"] for k in range(1, 6)]
+    assert errors == pytest.approx([0.2, 0.2, 0.2, 0.4, 0.5])
+    spread = found["critic/values/histogram"]
+    assert (spread.low, spread.high, sum(spread.counts)) == (pytest.approx(0.1), 0.5, 7)
+    assert found["reward/from_critic"] == 0.0
