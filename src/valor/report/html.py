@@ -45,12 +45,12 @@ def header_html(run: RunData, sections: list[tuple[str, str]]) -> str:
 def panels_html(section: str, title: str, panels: list[dict[str, Any]], timing: dict[str, Any] | None) -> str:
     """A section's frames, one per picture; the script draws into them."""
     frames = (
-        [_frame("timing", "Where a step's time goes", "Share of each phase.", wide=True, tall=True)] if timing else []
+        [frame("timing", "Where a step's time goes", "Share of each phase.", wide=True, tall=True)] if timing else []
     )
     here = [one for one in panels if one["section"] == section]
     for place, one in enumerate(here, start=1):
         alone = place == len(here) and place % 2 == 1  # in its row of two
-        frames.append(_frame(one["id"], one["title"], one["note"], wide=alone))
+        frames.append(frame(one["id"], one["title"], one["note"], wide=alone))
     return f'<section id="{section}"><h2>{escape(title)}</h2><div class="grid">{"".join(frames)}</div></section>'
 
 
@@ -117,7 +117,8 @@ def _typed(value: Any) -> str:
     return str(value)
 
 
-def _frame(id_: str, title: str, note: str, *, wide: bool = False, tall: bool = False) -> str:
+def frame(id_: str, title: str, note: str, *, wide: bool = False, tall: bool = False) -> str:
+    """The place of one picture: heading, note, legend, and the element that the script draws into."""
     return (
         f'<figure class="panel{" wide" if wide else ""}" id="panel-{id_}"><figcaption><h3>{escape(title)}</h3>'
         f'<p>{escape(note)}</p><ul class="legend"></ul></figcaption>'
@@ -180,19 +181,19 @@ def _journey(
         return
     window = max(min(window, len(numbers) // 2), 1)
     last, first = median(numbers[-window:]), median(numbers[:window])
-    detail = f"from {_three(first)}" if len(numbers) > 1 else ""
+    detail = f"from {three(first)}" if len(numbers) > 1 else ""
     if best and max(numbers) > last:
         step = series.steps[series.values.index(max(numbers))]
-        detail += f"; best {_three(max(numbers))} at step {step}"
-    yield label, _three(last), detail
+        detail += f"; best {three(max(numbers))} at step {step}"
+    yield label, three(last), detail
 
 
-def _three(value: float) -> str:
-    """About three digits: `0.934`, `1.08`, `95.0`, `1,320`, `0.0012`."""
+def three(value: float, sign: str = "") -> str:
+    """About three digits: `0.934`, `1.08`, `95.0`, `1,320`, `0.0012`; with `sign="+"` always a sign."""
     if value != 0 and abs(value) < 0.01:
-        return f"{value:.2g}"
+        return f"{value:{sign}.2g}"
     decimals = 3 if abs(value) < 1 else 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
-    return f"{value:,.{decimals}f}"
+    return f"{value:{sign},.{decimals}f}"
 
 
 def _short_count(count: float) -> str:

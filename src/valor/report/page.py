@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from html import escape
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from valor.report.histograms import histogram_specs
 from valor.report.html import (
     config_html,
     explorer_html,
@@ -18,11 +16,10 @@ from valor.report.html import (
 )
 from valor.report.panels import SECTIONS, panel_specs
 from valor.report.run_data import RunData, read_run, rounded, thin
+from valor.report.skeleton import render_page
 from valor.report.timing import timing_spec
 from valor.tracking.rundir import write_atomically
 
-# Whatever a model writes into this page can load nothing and send nothing.
-CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
 REPORT_FILE = "report.html"
 
 
@@ -39,12 +36,12 @@ def build_report(run_dir: Path) -> Path:
 
 def render(run: RunData) -> str:
     """The page's text."""
-    from plotly.offline import get_plotlyjs
-
-    panels, timing = panel_specs(run.metrics), timing_spec(run.metrics)
+    lines, spreads = panel_specs(run.metrics), histogram_specs(run.histograms)
+    panels, timing = [*lines, *spreads], timing_spec(run.metrics)
     data = {
         "metrics": _curves(run),
-        "panels": panels,
+        "panels": lines,
+        "spreads": spreads,
         "timing": timing,
         "samples": [
             {"step": group.step, "split": group.split, "available": group.available, "records": group.records}
@@ -67,30 +64,7 @@ def render(run: RunData) -> str:
         config_html(run),
         "</main>",
     ]
-    return "\n".join(
-        [
-            "<!doctype html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            '<meta name="color-scheme" content="light dark">',
-            f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_POLICY}">',
-            '<link rel="icon" href="data:,">',
-            f"<title>{escape(run_name(run))} · Valor</title>",
-            f"<style>{_asset('report.css')}</style>",
-            "</head><body>",
-            *body,
-            f'<script type="application/json" id="run-data">{embed_json(data)}</script>',
-            f"<script>{get_plotlyjs()}</script>",
-            f"<script>{_asset('report.js')}</script>",
-            "</body></html>\n",
-        ]
-    )
-
-
-def embed_json(data: Any) -> str:
-    """JSON that is safe inside a script element: no text in it can end the element, open another or a comment."""
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))  # ASCII: U+2028 and its like are escaped already
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return render_page(run_name(run), body, data, "report")
 
 
 def _curves(run: RunData) -> dict[str, Any]:
@@ -102,7 +76,3 @@ def _curves(run: RunData) -> dict[str, Any]:
         place = steps.setdefault(tuple(thinned.steps), len(steps))
         curves[key] = [place, [rounded(value) for value in thinned.values]]
     return {"steps": [list(one) for one in steps], "curves": curves}
-
-
-def _asset(name: str) -> str:
-    return resources.files("valor.report").joinpath("assets", name).read_text(encoding="utf-8")

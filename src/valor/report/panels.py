@@ -57,6 +57,14 @@ PANELS = (
         ),
     ),
     Panel(
+        "missing",
+        "learning",
+        "Trajectories without reward",
+        "Share whose reward was taken away.",
+        (Line("missing", ("reward/missing_ratio",)),),
+        unit="%",
+    ),
+    Panel(
         "explained-variance",
         "critic",
         "Explained variance",
@@ -81,6 +89,24 @@ PANELS = (
             Line("values", ("critic/values/mean",)),
             Line("returns", ("critic/returns/mean",), "dash"),
         ),
+    ),
+    Panel(
+        "value-error",
+        "critic",
+        "Value error along the response",
+        "Mean |value - return| in each fifth. A critic that learns from the end sees the last fifth right first.",
+        (
+            Line("first fifth", ("critic/vf_abs_error/fifth_1",)),
+            Line("middle", ("critic/vf_abs_error/fifth_3",)),
+            Line("last fifth", ("critic/vf_abs_error/fifth_5",)),
+        ),
+    ),
+    Panel(
+        "ensemble",
+        "critic",
+        "Disagreement of the critics",
+        "Standard deviation over the ensemble.",
+        (Line("standard deviation", ("critic/ensemble_std",)),),
     ),
     Panel(
         "critic-grad-norm",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import yaml
 
 from valor.errors import UserError
@@ -34,6 +35,21 @@ class Series:
 
 
 @dataclass(frozen=True)
+class Spread:
+    """A histogram at one step: `counts` in equal bins between `low` and `high`."""
+
+    step: int
+    low: float
+    high: float
+    counts: list[int]
+
+    @property
+    def edges(self) -> np.ndarray:
+        """The len(counts) + 1 bin edges."""
+        return np.linspace(self.low, self.high, len(self.counts) + 1)
+
+
+@dataclass(frozen=True)
 class SampleGroup:
     """Some of the samples of one step; `available` is how many the run recorded there."""
 
@@ -52,6 +68,7 @@ class RunData:
     config: dict[str, Any]
     info: dict[str, Any]
     samples: list[SampleGroup]
+    histograms: dict[str, list[Spread]]
 
     @property
     def last_step(self) -> int:
@@ -73,22 +90,36 @@ def read_run(run_dir: Path) -> RunData:
         raise UserError(f"{path} is empty: there is nothing to report before the first step has finished")
     config_file = run_dir / "config.yaml"
     config = yaml.safe_load(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
-    return RunData(run_dir, metrics, config or {}, read_run_info(run_dir), read_samples(run_dir))
+    return RunData(run_dir, metrics, config or {}, read_run_info(run_dir), read_samples(run_dir), read_histograms(path))
 
 
 def read_metrics(path: Path) -> dict[str, Series]:
     """Each metric of metrics.jsonl as a series; lines about the same step are merged, the later one wins."""
-    by_step: dict[int, dict[str, Any]] = {}
-    for record in _read_lines(path):
-        by_step.setdefault(int(record["step"]), {}).update(record)
     metrics: dict[str, Series] = {}
-    for step, record in sorted(by_step.items()):
+    for step, record in _by_step(path):
         for key, value in record.items():
             if key != "step" and (value is None or isinstance(value, int | float)):
                 series = metrics.setdefault(key, Series([], []))
                 series.steps.append(step)
                 series.values.append(value)
     return metrics
+
+
+def read_histograms(path: Path) -> dict[str, list[Spread]]:
+    """Each histogram of metrics.jsonl, by step."""
+    found: dict[str, list[Spread]] = {}
+    for step, record in _by_step(path):
+        for key, value in record.items():
+            if isinstance(value, dict) and value.keys() == {"low", "high", "counts"}:
+                found.setdefault(key, []).append(Spread(step, **value))
+    return found
+
+
+def _by_step(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    merged: dict[int, dict[str, Any]] = {}
+    for record in _read_lines(path):
+        merged.setdefault(int(record["step"]), {}).update(record)
+    return sorted(merged.items())
 
 
 def read_samples(run_dir: Path) -> list[SampleGroup]:

@@ -3,10 +3,12 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from valor.tracking.generations import Sample, write_samples
+from valor.tracking.histogram import histogram
 from valor.tracking.loggers import RunInfo, Tracker
 from valor.tracking.rundir import write_run_info
 
@@ -71,11 +73,11 @@ def make_run(run_dir: Path, *, steps: int = 120, critic: bool = True, seed: int 
     return run_dir
 
 
-def _step_metrics(rng: np.random.Generator, step: int, steps: int, critic: bool) -> dict[str, float]:
+def _step_metrics(rng: np.random.Generator, step: int, steps: int, critic: bool) -> dict[str, Any]:
     t = step / steps
     skill = 0.52 + 0.42 / (1 + math.exp(-9 * (t - 0.4)))
     noise = rng.normal
-    metrics: dict[str, float] = {}
+    metrics: dict[str, Any] = {}
     if step % max(steps // 12, 1) == 0:
         for source, ease in (("openai/gsm8k", 0.0), ("arithmetic/two_digit", 0.08)):
             metrics[f"val-core/{source}/acc/mean@4"] = min(1.0, skill + ease + noise(0, 0.012))
@@ -119,6 +121,10 @@ def _step_metrics(rng: np.random.Generator, step: int, steps: int, critic: bool)
             "critic/values/mean": skill * (1 - math.exp(-8 * t)) + noise(0, 0.01),
             "critic/returns/mean": skill + noise(0, 0.02),
         }
+        metrics |= {f"critic/vf_abs_error/fifth_{k}": 0.45 - 0.05 * k - 0.15 * t + 0.01 * noise() for k in range(1, 6)}
+        for name, centre in (("values", skill), ("returns", skill), ("advantages", 0.0)):
+            tokens = rng.normal(centre, 0.3 - 0.15 * t, 400)
+            metrics[f"critic/{name}/histogram"] = histogram(tokens, np.ones(400))
         seconds |= {"values": 1.7, "update_critic": 5.4}
     seconds = {phase: value * (1 + 0.08 * abs(noise())) for phase, value in seconds.items()}
     metrics |= {f"timing_s/{phase}": value for phase, value in seconds.items()}

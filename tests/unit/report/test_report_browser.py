@@ -20,7 +20,8 @@ def report(tmp_path_factory):
 def charts_without_curves(page: Page) -> list[str]:
     return page.run(
         "return [...document.querySelectorAll('.plot')]"
-        ".filter(one => !one.querySelector('.scatterlayer .js-line, .barlayer .point')).map(one => one.id)"
+        ".filter(one => !one.querySelector('.scatterlayer .js-line, .barlayer .point, .heatmaplayer image'))"
+        ".map(one => one.id)"
     )
 
 

@@ -10,7 +10,8 @@ import pytest
 from synthetic_run import HOSTILE, make_run
 
 from valor.report.html import flatten
-from valor.report.page import build_report, embed_json
+from valor.report.page import build_report
+from valor.report.skeleton import embed_json
 
 
 class Outline(HTMLParser):

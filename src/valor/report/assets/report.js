@@ -1,54 +1,11 @@
-"use strict";
 // Draws what the page's JSON describes. Text from models only ever goes through textContent.
 (() => {
-  const data = JSON.parse(document.getElementById("run-data").textContent);
-  const byId = (id) => document.getElementById(id);
-  const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-  const touch = matchMedia("(pointer: coarse)").matches;
-
-  const element = (tag, className, text) => {
-    const made = document.createElement(tag);
-    if (className) made.className = className;
-    if (text !== undefined) made.textContent = text;
-    return made;
-  };
-  const number = (value, unit) => {
-    if (value === null || value === undefined) return "not finite";
-    if (unit === "%") return `${(100 * value).toFixed(1)}%`;
-    const size = Math.abs(value);
-    if (value === 0) return "0";
-    if (size >= 1000) return Math.round(value).toLocaleString("en");
-    if (size < 1e-3) return value.toExponential(1);
-    return String(Number(value.toPrecision(4)));
-  };
-  const short = (value) => number(value === null ? null : Number(value.toPrecision(3)));
   const curve = (key) => {
     const [place, values] = data.metrics.curves[key];
     return { x: data.metrics.steps[place], y: values };
   };
 
   // ---- charts -------------------------------------------------------------------------------------------------
-  const base = () => ({
-    paper_bgcolor: "rgba(0,0,0,0)",
-    plot_bgcolor: "rgba(0,0,0,0)",
-    font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: color("soft") },
-    margin: { l: 46, r: 8, t: 10, b: 26 },
-    showlegend: false,
-    hovermode: "x unified",
-    hoverlabel: { bgcolor: color("card"), bordercolor: color("line"), font: { color: color("ink"), size: 12 } },
-    dragmode: touch ? false : "zoom",
-    xaxis: {
-      ...axis(), unifiedhovertitle: { text: "step %{x}" },
-      spikecolor: color("soft"), spikethickness: 1, spikedash: "solid",
-    },
-    yaxis: axis(),
-  });
-  const axis = () => ({
-    gridcolor: color("grid"), linecolor: color("line"), zeroline: false, fixedrange: touch, automargin: true,
-    tickfont: { size: 11.5 }, nticks: 6, exponentformat: "e",
-  });
-  const options = { displayModeBar: false, responsive: true };
-
   // Running median, then mean, over a twentieth of the run around each step: no lag, and a spike stays out of the trend.
   const running = (values, reach, summary) => values.map((value, i) => {
     if (value === null) return null;
@@ -92,17 +49,6 @@
     return y;
   };
 
-  const legend = (list, entries) => {
-    list.replaceChildren(...entries.map(({ label, value, stroke, shape }) => {
-      const item = element("li");
-      const key = element("i", shape);
-      key.style.color = stroke;
-      key.style.borderTopColor = stroke;
-      item.append(key, `${label} `, element("b", "", value));
-      return item;
-    }));
-  };
-
   const drawPanel = (panel) => {
     const layout = base();
     layout.yaxis = yAxis(panel, panel.lines);
@@ -134,6 +80,21 @@
     const whole = sums.reduce((sum, value) => sum + value, 0);
     legend(byId("panel-timing").querySelector(".legend"), phases.map((phase, place) => (
       { label: phase.label, value: percent(sums[place] / whole), stroke: stroke(place), shape: "box" })));
+  };
+
+  const drawSpread = ({ id, steps, rows, shares }) => {
+    const layout = base();
+    Object.assign(layout, { hovermode: "closest" });
+    layout.xaxis = { ...layout.xaxis, showgrid: false };
+    layout.yaxis = { ...layout.yaxis, showgrid: false };
+    if (steps.length === 1) Object.assign(layout.xaxis, { range: [steps[0] - 0.6, steps[0] + 0.6], dtick: 1 });
+    // The root lets a thin tail be seen beside a peak.
+    const z = shares.map((row) => row.map(Math.sqrt));
+    Plotly.react(`plot-${id}`, [{
+      type: "heatmap", x: steps, y: rows, z, customdata: shares, zmin: 0, showscale: false,
+      colorscale: [[0, "rgba(0,0,0,0)"], [1, color("c1")]],
+      hovertemplate: "step %{x}, around %{y:.3~g}: %{customdata:.1%}<extra></extra>",
+    }], layout, options);
   };
 
   const drawExplorer = () => {
@@ -319,6 +280,7 @@
   // ---- start --------------------------------------------------------------------------------------------------
   const drawCharts = () => {
     data.panels.forEach(drawPanel);
+    data.spreads.forEach(drawSpread);
     if (data.timing) drawTiming(data.timing);
     drawExplorer();
   };

@@ -1,0 +1,84 @@
+"""How values, returns and advantages are spread over a run: shares by step, in bins common to all steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from valor.report.run_data import Spread, spread
+
+NUM_ROWS = 40
+MAX_COLUMNS = 160
+_TAIL = 0.005  # of all tokens, at either end: they are counted in the outermost bins, so that the rest is seen
+
+
+@dataclass(frozen=True)
+class _Picture:
+    id: str
+    section: str
+    title: str
+    note: str
+    key: str
+    needs: str = ""  # another metric without which it says nothing
+
+
+PICTURES = (
+    _Picture("values-spread", "critic", "Spread of the values", "Share of tokens by value.", "critic/values/histogram"),
+    _Picture(
+        "returns-spread",
+        "critic",
+        "Spread of the returns",
+        "What the critic is trained towards.",
+        "critic/returns/histogram",
+        "critic/values/histogram",
+    ),
+    _Picture(
+        "advantages-spread",
+        "policy",
+        "Spread of the advantages",
+        "Share of tokens by what the policy loss gets.",
+        "critic/advantages/histogram",
+    ),
+)
+
+
+def histogram_specs(histograms: Mapping[str, list[Spread]]) -> list[dict[str, Any]]:
+    """The pictures that the run has data for: `steps`, bin centres `rows`, and `shares` [row][step]."""
+    return [
+        {"id": one.id, "section": one.section, "title": one.title, "note": one.note, **_columns(histograms[one.key])}
+        for one in PICTURES
+        if one.key in histograms and (not one.needs or one.needs in histograms)
+    ]
+
+
+def _columns(spreads: list[Spread]) -> dict[str, Any]:
+    shown = spread(spreads, MAX_COLUMNS)
+    low, high = _ends(shown)
+    edges = np.linspace(low, high, NUM_ROWS + 1)
+    shares = np.stack([_shares(one, edges) for one in shown], axis=1)
+    return {
+        "steps": [one.step for one in shown],
+        "rows": [float(f"{row:.4g}") for row in (edges[:-1] + edges[1:]) / 2],
+        "shares": np.round(shares, 4).tolist(),
+    }
+
+
+def _ends(spreads: list[Spread]) -> tuple[float, float]:
+    """Where the run's entries begin and end, but for their tails."""
+    centres = np.concatenate([(edges[:-1] + edges[1:]) / 2 for edges in (one.edges for one in spreads)])
+    counts = np.concatenate([one.counts for one in spreads]).astype(float)
+    order = np.argsort(centres)
+    reached = np.cumsum(counts[order]) / counts.sum()
+    low, high = (float(centres[order][np.searchsorted(reached, at)]) for at in (_TAIL, 1 - _TAIL))
+    room = 0.02 * (high - low) or 0.5
+    return low - room, high + room
+
+
+def _shares(one: Spread, edges: np.ndarray) -> np.ndarray:
+    """The step's share of entries in each of the common bins; its own bins are spread evenly over what they cover."""
+    reached = np.concatenate([[0.0], np.cumsum(one.counts)]) / sum(one.counts)
+    inner = np.interp(edges[1:-1], one.edges, reached)
+    return np.diff(np.concatenate([[0.0], inner, [1.0]]))
