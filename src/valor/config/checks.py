@@ -6,6 +6,7 @@ import re
 
 from pydantic import BaseModel
 
+from valor.config.critic_runs import CriticPretrainConfig, CriticRunConfig, CriticScoreConfig
 from valor.config.ppo import NEEDS_CRITIC, PPOConfig
 from valor.config.reward import RewardModelConfig
 from valor.config.trainer import RunConfig
@@ -17,6 +18,9 @@ def check(config: BaseModel) -> list[str]:
     if isinstance(config, PPOConfig):
         lines += [*_critic(config), *_value_lab(config), *_batches(config), *_generation(config), *_losses(config)]
         lines += [*_rewards(config), *_reward_model(config.reward.reward_model), *_validation(config)]
+        lines += _pools(config)
+    if isinstance(config, CriticRunConfig):
+        lines += _critic_run(config)
     trainer = getattr(config, "trainer", None)
     if isinstance(trainer, RunConfig):
         lines += _resume(trainer)
@@ -49,6 +53,22 @@ def _critic(config: PPOConfig) -> list[str]:
             f"critic.ensemble_size={critic.ensemble_size}: the critics would all be the same, set "
             + ("critic.freeze=false" if critic.freeze else "critic.model.value_head_init=normal")
         )
+    return lines
+
+
+def _pools(config: PPOConfig) -> list[str]:
+    lines, homes = [], {}
+    present = {"critic": config.critic.enable, "ref": config.needs_reference}
+    present["reward_model"] = config.reward.reward_model.enable
+    for name, pool in config.resource_pools.items():
+        for role in pool.roles:
+            if role in homes:
+                lines.append(f"resource_pools: {role} is in {homes[role]} and in {name}: leave it in one of them")
+            if not present[role]:
+                lines.append(f"resource_pools.{name}.roles names {role}, which this run does not have: remove it")
+            homes[role] = name
+    if config.resource_pools and config.trainer.controller == "local":
+        lines.append("resource_pools are processes of their own and trainer.controller=local is one process: use ray")
     return lines
 
 
@@ -222,6 +242,19 @@ def _validation(config: PPOConfig) -> list[str]:
         return []
     needs = {"trainer.val_only": config.trainer.val_only, "trainer.keep_best": config.trainer.keep_best}
     return [f"{key}=true needs validation prompts: set data.val_files" for key, on in needs.items() if on]
+
+
+def _critic_run(config: CriticRunConfig) -> list[str]:
+    lines = []
+    if not config.critic.enable:
+        lines.append("critic.enable=false leaves nothing to do here: leave it at true")
+    if isinstance(config, CriticPretrainConfig) and (config.critic.freeze or config.critic.freeze_steps):
+        lines.append(
+            "critic.freeze and critic.freeze_steps hold the critic still, and here it is to learn: drop them"
+        )
+    if isinstance(config, CriticScoreConfig) and config.score.rollouts is None and config.data.val_files is None:
+        lines.append("a critic is scored on prompts that it has not seen: set data.val_files, or score.rollouts")
+    return lines
 
 
 def _resume(trainer: RunConfig) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Collection
-from typing import Any
+from typing import Any, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -61,7 +61,10 @@ def _line(root: type[BaseModel], key: str, details: list[ErrorDetails]) -> str:
     if detail["type"] == "value_error":
         return f"{key}: {detail['ctx']['error']}"  # type: ignore[typeddict-item]
     section, name = found
-    value = detail["input"]
+    value, location = detail["input"], ".".join(map(str, detail["loc"]))
+    if get_origin(section.model_fields[name].annotation) is dict and location != key:  # entries of a user's own naming
+        message = detail["msg"]
+        return f"{location}: {message[0].lower()}{message[1:]}, got {show(value)}"
     text = f"{key}: expected {type_text(section, name)}, got {show(value)}"
     allowed = detail.get("ctx", {}).get("expected", "")
     options = [option.strip("' ") for option in str(allowed).replace(" or ", ",").split(",")]

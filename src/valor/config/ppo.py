@@ -13,6 +13,7 @@ from valor.config.critic import CriticConfig
 from valor.config.data import DataConfig
 from valor.config.inheritance import fill_inherited
 from valor.config.model import ModelConfig
+from valor.config.pools import PoolConfig
 from valor.config.reward import RewardConfig
 from valor.config.rollout import RolloutConfig
 from valor.config.trainer import TrainerConfig
@@ -69,6 +70,8 @@ class PPOConfig(Section):
     """Length of the run, devices, logging, checkpoints."""
     ray_kwargs: RayKwargsConfig = RayKwargsConfig()
     """Ray."""
+    resource_pools: dict[str, PoolConfig] = Field(default_factory=dict)
+    """Processes of their own for some roles, by a name of yours: {values: {roles: critic, n_gpus_per_node: 2}}."""
 
     @model_validator(mode="before")
     @classmethod

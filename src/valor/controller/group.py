@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from valor.controller.placement import ResourcePool
+from valor.controller.placement import Placement, ResourcePool
 from valor.data.balance import partition_rows
 from valor.data.batch import Batch
 from valor.workers.dispatch import dispatch_of
@@ -40,6 +40,30 @@ class WorkerGroup(ABC):
         """End the processes and give their resources back."""
 
 
+class Pools:
+    """The roles of a run, in whichever pool they live. Index by role name to call a role."""
+
+    def __init__(self, placement: Placement, groups: dict[str, WorkerGroup]) -> None:
+        self.placement = placement
+        self._groups = groups
+
+    def __getitem__(self, role: str) -> RoleHandle:
+        return self._groups[self.placement.pool_of(role)][role]
+
+    def __contains__(self, role: str) -> bool:
+        return any(role in group for group in self._groups.values())
+
+    @property
+    def roles(self) -> list[str]:
+        """Every role's name."""
+        return [role for group in self._groups.values() for role in group.specs]
+
+    def close(self) -> None:
+        """End all processes; the first pool, which may have started Ray, goes last."""
+        for group in reversed(self._groups.values()):
+            group.close()
+
+
 class RoleHandle:
     """A role as the trainer calls it: methods take and return whole batches, whoever computes them."""
 
@@ -66,6 +90,10 @@ class RoleHandle:
             return results[0]
         order = torch.tensor([i for part in parts for i in part])
         return Batch.concat(results).take(torch.argsort(order))
+
+
+Roles = WorkerGroup | Pools
+"""Roles by name, in one pool or several."""
 
 
 def split_rows(batch: Batch, world_size: int, keep_together: str | None) -> list[list[int]]:

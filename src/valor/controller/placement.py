@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
-from valor.config import TrainerConfig
+from valor.config import PPOConfig, TrainerConfig
 from valor.errors import UserError
+
+MAIN = "main"
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,33 @@ class ResourcePool:
     def __str__(self) -> str:
         what = "GPU" if self.device == "cuda" else f"CPU process, {self.num_threads} threads each"
         return f"{self.world_size} x {what} on {self.num_nodes} node(s)"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a run's roles live: `pools` by name, `home` of the roles that are not in the pool MAIN."""
+
+    controller: str  # "local" or "ray"
+    pools: dict[str, ResourcePool]
+    home: dict[str, str]
+
+    @property
+    def world_size(self) -> int:
+        """Processes of all pools."""
+        return sum(pool.world_size for pool in self.pools.values())
+
+    def pool_of(self, role: str) -> str:
+        """Name of the role's pool; the members of an ensemble live together."""
+        return self.home.get("critic" if role.startswith("critic_") else role, MAIN)
+
+    def table(self, roles: Iterable[str]) -> str:
+        """Who shares what, a line a pool."""
+        roles = list(roles)
+        width = max(map(len, self.pools))
+        return "\n".join(
+            f"{name:<{width}}  {pool}: {', '.join(role for role in roles if self.pool_of(role) == name)}"
+            for name, pool in self.pools.items()
+        )
 
 
 def available_cores() -> int:
@@ -64,3 +94,14 @@ def resolve_pool(trainer: TrainerConfig) -> tuple[ResourcePool, str]:
             f"trainer.controller=local runs one process, {pool.world_size} asked: use trainer.controller=ray"
         )
     return pool, controller
+
+
+def resolve_placement(config: PPOConfig) -> Placement:
+    """The run's pools: that of `trainer.*`, and those of `resource_pools`, whose processes are on the same device."""
+    main, controller = resolve_pool(config.trainer)
+    pools, home = {MAIN: main}, {}
+    for name, asked in config.resource_pools.items():
+        threads = asked.num_threads or config.trainer.num_threads or main.num_threads
+        pools[name] = ResourcePool(asked.nnodes, asked.n_gpus_per_node, main.device, threads)
+        home |= dict.fromkeys(asked.roles, name)
+    return Placement("ray" if config.resource_pools else controller, pools, home)

@@ -130,9 +130,10 @@ class RayGroup(WorkerGroup):
 
 def _start_ray(pool: ResourcePool, ray_init: dict[str, Any]) -> None:
     settings = {k: v for k, v in ray_init.items() if v is not None}
+    least = settings.pop("min_cpus", pool.world_size * pool.num_threads)  # of all pools, where there are several
     if "address" not in settings:
         # A laptop may well run more processes than it has cores: the bundles only have to add up.
-        settings.setdefault("num_cpus", max(available_cores(), pool.world_size * pool.num_threads))
+        settings.setdefault("num_cpus", max(available_cores(), least))
         settings.setdefault("include_dashboard", False)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:

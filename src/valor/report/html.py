@@ -42,11 +42,9 @@ def header_html(run: RunData, sections: list[tuple[str, str]]) -> str:
     )
 
 
-def panels_html(section: str, title: str, panels: list[dict[str, Any]], timing: dict[str, Any] | None) -> str:
-    """A section's frames, one per picture; the script draws into them."""
-    frames = (
-        [frame("timing", "Where a step's time goes", "Share of each phase.", wide=True, tall=True)] if timing else []
-    )
+def panels_html(section: str, title: str, panels: list[dict[str, Any]], before: list[str]) -> str:
+    """A section's frames, one per picture, after those given; the script draws into them."""
+    frames = list(before)
     here = [one for one in panels if one["section"] == section]
     for place, one in enumerate(here, start=1):
         alone = place == len(here) and place % 2 == 1  # in its row of two

@@ -9,6 +9,7 @@ from valor.report.histograms import histogram_specs
 from valor.report.html import (
     config_html,
     explorer_html,
+    frame,
     header_html,
     panels_html,
     run_name,
@@ -17,7 +18,7 @@ from valor.report.html import (
 from valor.report.panels import SECTIONS, panel_specs
 from valor.report.run_data import RunData, read_run, rounded, thin
 from valor.report.skeleton import render_page
-from valor.report.timing import timing_spec
+from valor.report.timing import timeline_spec, timing_spec
 from valor.tracking.rundir import write_atomically
 
 REPORT_FILE = "report.html"
@@ -37,12 +38,13 @@ def build_report(run_dir: Path) -> Path:
 def render(run: RunData) -> str:
     """The page's text."""
     lines, spreads = panel_specs(run.metrics), histogram_specs(run.histograms)
-    panels, timing = [*lines, *spreads], timing_spec(run.metrics)
+    panels, timing, timeline = [*lines, *spreads], timing_spec(run.metrics), timeline_spec(run.metrics)
     data = {
         "metrics": _curves(run),
         "panels": lines,
         "spreads": spreads,
         "timing": timing,
+        "timeline": timeline,
         "samples": [
             {"step": group.step, "split": group.split, "available": group.available, "records": group.records}
             for group in run.samples
@@ -58,13 +60,26 @@ def render(run: RunData) -> str:
     body = [
         header_html(run, [*present, *more]),
         "<main>",
-        *(panels_html(section, title, panels, timing if section == "time" else None) for section, title in present),
+        *(panels_html(section, title, panels, _clock(section, timing, timeline)) for section, title in present),
         samples_html(run) if run.samples else "",
         explorer_html(),
         config_html(run),
         "</main>",
     ]
     return render_page(run_name(run), body, data, "report")
+
+
+def _clock(section: str, timing: Any, timeline: Any) -> list[str]:
+    """Frames of the two pictures of time, where they belong and there is something to draw."""
+    if section != "time":
+        return []
+    frames = (
+        [frame("timing", "Where a step's time goes", "Share of each phase.", wide=True, tall=True)] if timing else []
+    )
+    if timeline:
+        note = f"Step {timeline['step']}. Phases of roles in pools of their own overlap."
+        frames.append(frame("timeline", "A step on the clock", note, wide=True))
+    return frames
 
 
 def _curves(run: RunData) -> dict[str, Any]:

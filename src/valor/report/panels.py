@@ -69,9 +69,22 @@ PANELS = (
         "critic",
         "Explained variance",
         "1 is a perfect critic, 0 one that only knows the mean, and below 0 it misleads. The axis stops at -1.",
-        (Line("explained variance", ("critic/vf_explained_var",)),),
+        (
+            Line("explained variance", ("critic/vf_explained_var",)),
+            Line("prompts held out", ("critic/holdout/vf_explained_var",), color=2),
+        ),
         bounds=(-1.0, 1.05),
         levels=(0.0, 1.0),
+    ),
+    Panel(
+        "holdout-auc",
+        "critic",
+        "Right told from wrong",
+        "On the prompts held out: how often the value at the end of a right answer is above that of a wrong one.",
+        (Line("AUC", ("critic/holdout/auc",)),),
+        bounds=(0.0, 1.02),
+        levels=(0.5, 1.0),
+        markers=True,
     ),
     Panel(
         "value-loss",

@@ -82,26 +82,31 @@ def explained_variance(sums: Mapping[str, float]) -> float:
 class Timer:
     """Seconds per phase of one step: `with timer("gen"): ...`, then `timer.metrics()` gives `timing_s/gen`.
 
-    A phase entered twice adds up. Phases do not nest, except inside "step", which is the whole of a training step;
-    "testing" and "save_checkpoint" come after it.
+    A phase entered twice adds up; `began` is when it was entered first, in seconds after the timer was made. Phases do
+    not nest, except inside "step", which is the whole of a training step; those of different threads may overlap.
+    "testing" and "save_checkpoint" come after the step.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
+        self._made = clock()
         self.seconds: dict[str, float] = {}
+        self.began: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Time the block; the seconds count also when it raises."""
         began = self._clock()
+        self.began.setdefault(phase, began - self._made)
         try:
             yield
         finally:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + self._clock() - began
 
     def metrics(self, tokens: Mapping[str, int] | None = None) -> dict[str, float]:
-        """`timing_s/<phase>`, and `timing_per_token_ms/<phase>` for the phases whose token count is given."""
+        """`timing_s/<phase>`, `timing_began_s/<phase>`, and `timing_per_token_ms/<phase>` with a token count."""
         metrics = {f"timing_s/{phase}": seconds for phase, seconds in self.seconds.items()}
+        metrics |= {f"timing_began_s/{phase}": at for phase, at in self.began.items() if phase != "step"}
         for phase, count in (tokens or {}).items():
             if phase in self.seconds and count > 0:
                 metrics[f"timing_per_token_ms/{phase}"] = self.seconds[phase] * 1e3 / count

@@ -38,6 +38,7 @@ class _Open:
     unit: str
     depth: int
     total: float | None
+    thread: int = 0
     done: float = 0.0
     parts: list[tuple[int, int]] = field(default_factory=list)
 
@@ -62,7 +63,9 @@ class _Board:
             listener(progress)
 
     def innermost(self) -> _Open:
-        return self.phases[-1] if self.phases else self.unnamed
+        """The last phase that this thread has opened; for a thread that has opened none, the last of all."""
+        own = [one for one in self.phases if one.thread == threading.get_ident()] or self.phases
+        return own[-1] if own else self.unnamed
 
 
 _board = _Board()
@@ -92,7 +95,9 @@ def phase(name: str, total: float | None = None, *, unit: str = "") -> Iterator[
     them out, and the total comes with the reports.
     """
     with _board.lock:
-        opened = _Open(name, unit, len(_board.phases), total)
+        thread = threading.get_ident()
+        depth = sum(one.thread == thread for one in _board.phases)
+        opened = _Open(name, unit, depth, total, thread)
         _board.phases.append(opened)
         _board.tell(opened.snapshot("start"))
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from valor.config import PPOConfig
-from valor.controller import WorkerGroup
+from valor.controller import Roles
 from valor.data.batch import Batch
 from valor.trainer.batch_metrics import mean_of
 from valor.trainer.updates import Updates
@@ -26,7 +26,7 @@ class Critics:
     own old values.
     """
 
-    def __init__(self, config: PPOConfig, group: WorkerGroup, updates: Updates) -> None:
+    def __init__(self, config: PPOConfig, group: Roles, updates: Updates) -> None:
         self.config, self.group, self.updates = config.critic, group, updates
         self.names = critic_names(config)
 

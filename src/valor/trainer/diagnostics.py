@@ -13,8 +13,8 @@ NUM_PARTS = 5
 
 
 def diagnostics(batch: Batch, config: PPOConfig) -> dict[str, float | Histogram]:
-    """`critic/<quantity>/histogram` over policy tokens; with a critic `critic/vf_abs_error/fifth_k`, the mean |V - R| in
-    the k-th fifth of each response's policy tokens, and `reward/from_critic`, whether the reward is its value."""
+    """`critic/<quantity>/histogram` over policy tokens; with a critic also `critic/vf_abs_error/fifth_k`, mean |V - R|
+    in the k-th fifth of each response's policy tokens, and `reward/from_critic`, whether the reward is its value."""
     mask = batch["response_mask"]
     out: dict[str, float | Histogram] = {}
     for name in _SPREAD:

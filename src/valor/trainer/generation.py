@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from valor import algorithms
 from valor.config import PPOConfig
-from valor.controller import WorkerGroup
+from valor.controller import Roles
 from valor.data.batch import Batch
 from valor.data.prompts import PromptRow
 from valor.errors import UserError
@@ -22,6 +22,7 @@ from valor.tracking.progress import phase
 from valor.trainer.advantage import place_scores
 from valor.trainer.inputs import RunInputs
 from valor.trainer.prompts import PROMPT_OBJECTS, prompt_batch, training_params, validation_params
+from valor.trainer.scoring import Scoring
 from valor.trainer.stopped import TrainingStopped
 
 _SCORE_NAMES = ("score", "seq_reward", "seq_final_reward")  # verl's ways to say "the score" in filter_groups.metric
@@ -30,9 +31,10 @@ _SCORE_NAMES = ("score", "seq_reward", "seq_final_reward")  # verl's ways to say
 class Generation:
     """Draws prompts, has the rollout role answer them and the graders score the answers."""
 
-    def __init__(self, config: PPOConfig, inputs: RunInputs, group: WorkerGroup, say: Callable[[str], None]) -> None:
+    def __init__(self, config: PPOConfig, inputs: RunInputs, group: Roles, say: Callable[[str], None]) -> None:
         self.config, self.inputs, self.group, self._say = config, inputs, group, say
         self.rollout = config.actor_rollout_ref.rollout
+        self.scoring = Scoring(config.reward, inputs, group)
 
     def training_batch(self, step: int, timer: Timer) -> tuple[Batch, dict[str, float]]:
         """`data.train_batch_size` prompts with `rollout.n` scored responses each, the samples of a prompt together.
@@ -58,6 +60,8 @@ class Generation:
         summary = summarize(sources, results)
         self._say(summary.line)
         metrics = summary.metrics
+        if self.inputs.reward_texts is not None:
+            metrics["reward_model/cut_texts"] = sum(r.components.get("rm_cut", False) for r in results)
         if filtering.enable:
             drawn = len(results) // self.rollout.n
             metrics |= {
@@ -77,8 +81,8 @@ class Generation:
         prompts = batch.select(("prompts", "prompt_lengths", "sample_key", *PROMPT_OBJECTS))
         params = replace(training_params(self.rollout), temperature=0.0)
         with phase("greedy baseline", len(batch) // n, unit="sample"):
-            greedy = self._respond(prompts.take(range(0, len(batch), n)), params)
-        return self._outcomes(self.inputs.score(greedy)).repeat_interleave(n)
+            greedy = self.respond(prompts.take(range(0, len(batch), n)), params)
+        return self._outcomes(self.scoring.training(greedy)).repeat_interleave(n)
 
     def validation_batch(self) -> tuple[Batch, list[RewardResult]]:
         """Responses to the whole validation set and their grades (without penalties for length)."""
@@ -88,11 +92,18 @@ class Generation:
                 rows, samples_per_prompt=self.rollout.val_kwargs.n, seed=self.config.trainer.seed, step=None
             )
             with phase("validation", len(prompts), unit="sample"):
-                parts.append(self._respond(prompts, validation_params(self.rollout)))
+                parts.append(self.respond(prompts, validation_params(self.rollout)))
         batch = Batch.concat(parts)
         with phase("reward", len(batch), unit="sample"):
-            results = self.inputs.grade(batch)
+            results = self.scoring.validation(batch)
+        batch.objects["reward_info"] = [r.components for r in results]
         return batch, results
+
+    def responses(self, rows: Sequence[PromptRow], step: int, at_once: int) -> Batch:
+        """`rollout.n` scored responses to each of `rows`, drawn as in step `step`, `at_once` prompts at a time."""
+        starts = range(0, len(rows), at_once)
+        rounds = [self._round(list(rows[i : i + at_once]), step, first=i, timer=Timer())[0] for i in starts]
+        return Batch.concat(rounds)
 
     def _round(self, rows: list[PromptRow], step: int, *, first: int, timer: Timer) -> tuple[Batch, list[RewardResult]]:
         """Responses to `rows`, the first of which is the step's prompt number `first`, with their scores."""
@@ -100,9 +111,9 @@ class Generation:
             rows, samples_per_prompt=self.rollout.n, seed=self.config.trainer.seed, step=step, first=first
         )
         with timer("gen"), phase("rollout", len(prompts), unit="sample"):
-            batch = self._respond(prompts, training_params(self.rollout))
+            batch = self.respond(prompts, training_params(self.rollout))
         with timer("reward"), phase("reward", len(batch), unit="sample"):
-            results = self.inputs.score(batch)
+            results = self.scoring.training(batch)
         batch.objects["reward_info"] = [r.components for r in results]
         batch["token_level_scores"] = place_scores(batch, self._outcomes(results))
         return batch, results
@@ -113,7 +124,8 @@ class Generation:
         algorithm = self.config.algorithm
         return algorithms.binarize(scores, algorithm.reward_threshold) if algorithm.reward_binarize else scores
 
-    def _respond(self, prompts: Batch, params: SamplingParams) -> Batch:
+    def respond(self, prompts: Batch, params: SamplingParams) -> Batch:
+        """The prompts with one response each, as ids and as text."""
         columns = prompts.select(("prompts", "prompt_lengths", "sample_key", "uid"))
         batch = prompts.union(self.group["rollout"].generate(columns, params))
         return self.inputs.with_text(batch)

@@ -14,7 +14,7 @@ import torch
 
 from valor import algorithms
 from valor.config import PPOConfig
-from valor.controller import ResourcePool, WorkerGroup, start_group
+from valor.controller import Placement, Pools, start_pools
 from valor.data.batch import Batch
 from valor.tracking.console import format_seconds
 from valor.tracking.metrics import Timer
@@ -30,6 +30,7 @@ from valor.trainer.old_log_probs import OldLogProbs, corrected, needs_sum_pi_squ
 from valor.trainer.recorder import RunRecorder
 from valor.trainer.roles import role_specs
 from valor.trainer.shaping import RewardShaping
+from valor.trainer.side_by_side import side_by_side
 from valor.trainer.signals import StopRequest
 from valor.trainer.stopped import TrainingStopped
 from valor.trainer.updates import Updates
@@ -45,19 +46,19 @@ class PPOTrainer:
     Args:
         config: the validated tree.
         inputs: tokenizer, data and graders, already checked, so that bad input stops before anything starts.
-        pool, controller: where the roles run.
+        placement: where the roles run.
         command: what was typed, for the record.
     """
 
-    group: WorkerGroup
+    group: Pools
     generation: Generation
     updates: Updates
     critics: Critics
 
-    def __init__(self, config: PPOConfig, inputs: RunInputs, pool: ResourcePool, controller: str, command: str) -> None:
+    def __init__(self, config: PPOConfig, inputs: RunInputs, placement: Placement, command: str) -> None:
         self.config = config
         self.inputs = inputs
-        self.pool, self.controller = pool, controller
+        self.placement = placement
         self.record = RunRecorder(config, inputs.tokenizer, command)
         self.step = 0
         self.shaping = RewardShaping(config.algorithm, config.trainer.seed)
@@ -71,21 +72,17 @@ class PPOTrainer:
         with ExitStack() as stack:
             stop = stack.enter_context(StopRequest())
             stack.callback(self.inputs.close)
-            self.group = start_group(
-                self.pool,
-                role_specs(
-                    self.config,
-                    total_steps=self.inputs.total_steps,
-                    eos_token_ids=self.inputs.eos_token_ids,
-                    separator_id=self.inputs.separator_id,
-                ),
-                controller=self.controller,
-                ray_init=self.config.ray_kwargs.ray_init.model_dump(),
+            self.group = start_pools(
+                self.placement,
+                role_specs(self.config, total_steps=self.inputs.total_steps, eos_token_ids=self.inputs.eos_token_ids),
+                self.config.ray_kwargs.ray_init.model_dump(),
             )
             stack.callback(self.group.close)
             self.generation = Generation(self.config, self.inputs, self.group, self.record.say)
             self.updates = Updates(self.config, self.group, self.record.say)
             self.critics = Critics(self.config, self.group, self.updates)
+            if len(self.placement.pools) > 1:
+                self.record.say(self.placement.table(self.group.roles))
             self._resume()
             stack.enter_context(self.record.opened(self.step, self.inputs.total_steps))
             stack.enter_context(phase("training", self.inputs.total_steps, unit="step"))
@@ -117,18 +114,8 @@ class PPOTrainer:
             if self.greedy_baseline:
                 with timer("gen_baseline"):
                     batch["reward_baselines"] = self.generation.greedy_rewards(batch)
-            if self.old.bypass:
-                batch["old_log_probs"] = batch["rollout_log_probs"]
-            elif self.old.recompute:
-                with timer("old_log_prob"), phase("old log-probs", len(batch), unit="sample"):
-                    batch = self._with_old_log_probs(batch, metrics)
-            if self.config.needs_ref_log_probs:
-                with timer("ref"), phase("reference log-probs", len(batch), unit="sample"):
-                    batch = batch.union(self.group["ref"].compute_log_probs(batch))
-            if self.critics.names:
-                with timer("values"), phase("values", len(batch), unit="sample"):
-                    values, found = self.critics.evaluate(batch, with_end=algorithm.truncation_bootstrap)
-                    batch, metrics = batch.union(values), metrics | found
+            batch, found = self._evaluated(batch, timer)
+            metrics |= found
             with timer("adv"):
                 metrics |= self.shaping.shape(batch, self.step)
                 batch["advantages"], batch["returns"] = estimate_advantages(
@@ -139,15 +126,10 @@ class PPOTrainer:
             if algorithm.use_pf_ppo:
                 trained, drawn = resample(trained, algorithm.pf_ppo, self.config.trainer.seed, self.step)
                 metrics |= drawn
-            if self.critics.names:
-                with timer("update_critic"):
-                    metrics |= self.critics.train(trained, self.step)
-            if self.step > self.config.trainer.critic_warmup:
-                with timer("update_actor"):
-                    metrics |= self.updates.run("actor", trained, self.step)
+            metrics |= self._trained(trained, timer)
         self._watch_mismatch(metrics)
         self.record.samples(self.step, batch)
-        metrics |= throughput_metrics(batch, timer, self.pool.world_size)
+        metrics |= throughput_metrics(batch, timer, self.placement.world_size)
         return metrics | {"training/global_step": self.step, "training/epoch": self.inputs.sampler.epoch}
 
     def validate(self) -> dict[str, float]:
@@ -175,24 +157,64 @@ class PPOTrainer:
             folder = self.record.save_checkpoint(self.step, self._state(), self._write_roles)
         self.record.say(f"saved {folder} in {format_seconds(timer.seconds['save'])}")
 
-    def _with_old_log_probs(self, batch: Batch, metrics: dict[str, float]) -> Batch:
-        """The actor's log-probs before the update, their distance from the rollout's, and the correction for it."""
-        batch = batch.union(
-            self.group["actor"].compute_log_probs(
-                batch,
-                with_sum_pi_squared=needs_sum_pi_squared(self.config),
-                with_full_kl=self.config.algorithm.exact_kl_in_reward,
-            )
-        )
-        on = batch["response_mask"]
-        count = max(float(on.sum()), 1.0)
-        metrics["actor/entropy"] = float((batch["entropy"] * on).sum() / count)
-        gap = mismatch_sums(batch["old_log_probs"], batch["rollout_log_probs"], on, count)
-        metrics |= {k: v.item() for k, v in gap.items()}
-        if self.old.correct_batch:
-            batch, found = corrected(batch, batch["old_log_probs"], self.config.algorithm.rollout_correction)
+    def _evaluated(self, batch: Batch, timer: Timer) -> tuple[Batch, dict[str, float]]:
+        """The batch with old and reference log-probs and values, as far as the run needs them, and what they tell."""
+
+        def old_log_probs() -> tuple[Batch, dict[str, float]]:
+            with timer("old_log_prob"), phase("old log-probs", len(batch), unit="sample"):
+                return self._old_log_probs(batch)
+
+        def reference() -> tuple[Batch, dict[str, float]]:
+            with timer("ref"), phase("reference log-probs", len(batch), unit="sample"):
+                return self.group["ref"].compute_log_probs(batch), {}
+
+        def values() -> tuple[Batch, dict[str, float]]:
+            with timer("values"), phase("values", len(batch), unit="sample"):
+                return self.critics.evaluate(batch, with_end=self.config.algorithm.truncation_bootstrap)
+
+        passes = []
+        if self.old.bypass:
+            batch["old_log_probs"] = batch["rollout_log_probs"]
+        elif self.old.recompute:
+            passes.append(("actor", old_log_probs))
+        if "ref" in self.group:
+            passes.append(("ref", reference))
+        if self.critics.names:
+            passes.append(("critic", values))
+        metrics: dict[str, float] = {}
+        for columns, found in side_by_side(self.group, passes):
+            batch, metrics = batch.union(columns), metrics | found
+        return batch, metrics
+
+    def _trained(self, batch: Batch, timer: Timer) -> dict[str, float]:
+        """Update critic and actor."""
+
+        def critic() -> dict[str, float]:
+            with timer("update_critic"):
+                return self.critics.train(batch, self.step)
+
+        def actor() -> dict[str, float]:
+            with timer("update_actor"):
+                return self.updates.run("actor", batch, self.step)
+
+        roles = [("critic", critic)] if self.critics.names else []
+        roles += [("actor", actor)] if self.step > self.config.trainer.critic_warmup else []
+        metrics: dict[str, float] = {}
+        for found in side_by_side(self.group, roles):
             metrics |= found
-        return batch
+        return metrics
+
+    def _old_log_probs(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """The actor's log-probs before the update, their distance from the rollout's, and the correction for it."""
+        columns = self.group["actor"].compute_log_probs(batch, with_sum_pi_squared=needs_sum_pi_squared(self.config))
+        on, old = batch["response_mask"], columns["old_log_probs"]
+        count = max(float(on.sum()), 1.0)
+        metrics = {"actor/entropy": float((columns["entropy"] * on).sum() / count)}
+        metrics |= {k: v.item() for k, v in mismatch_sums(old, batch["rollout_log_probs"], on, count).items()}
+        if self.old.correct_batch:
+            correction, found = corrected(batch, old, self.config.algorithm.rollout_correction)
+            return columns.union(correction), metrics | found
+        return columns, metrics
 
     def _watch_mismatch(self, metrics: dict[str, Any]) -> None:
         """Say so when the rollout engine and the training forward have come apart."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from valor import algorithms
 from valor.config import PPOConfig
-from valor.controller import WorkerGroup
+from valor.controller import Roles
 from valor.data.batch import Batch
 from valor.data.sampler import shuffled
 from valor.tracking.progress import part, phase
@@ -20,13 +20,14 @@ from valor.workers.model_role import ROW_FIELDS
 class Updates:
     """Updates critic and actor on a batch that has its advantages.
 
-    `skipped_in_a_row` counts optimizer steps without effect (non-finite gradients); it is part of a checkpoint.
+    `skipped_in_a_row` counts each role's optimizer steps without effect (non-finite gradients); it is part of a
+    checkpoint.
     """
 
-    def __init__(self, config: PPOConfig, group: WorkerGroup, say: Callable[[str], None]) -> None:
+    def __init__(self, config: PPOConfig, group: Roles, say: Callable[[str], None]) -> None:
         self.config, self.group, self._say = config, group, say
         self.old = OldLogProbs.of(config)
-        self.skipped_in_a_row = 0
+        self.skipped_in_a_row: dict[str, int] = {}
         estimator = config.algorithm.adv_estimator
         whitens = "whitening" in algorithms.advantage_options(estimator)
         self._whiten = whitens and config.algorithm.adv_whitening == "mini_batch"
@@ -97,14 +98,12 @@ class Updates:
         return counted(mini_batch), metrics
 
     def _watch_skips(self, role: str, metrics: dict[str, float], step: int) -> None:
-        if not metrics["skipped"]:
-            self.skipped_in_a_row = 0
-            return
-        self.skipped_in_a_row += 1
-        self._say(f"step {step}: non-finite gradient in the {role}, update skipped ({self.skipped_in_a_row} in a row)")
-        if self.skipped_in_a_row >= self.config.trainer.max_skipped_updates:
+        skips = self.skipped_in_a_row[role] = self.skipped_in_a_row.get(role, 0) + 1 if metrics["skipped"] else 0
+        if skips:
+            self._say(f"step {step}: non-finite gradient in the {role}, update skipped ({skips} in a row)")
+        if skips >= self.config.trainer.max_skipped_updates:
             raise TrainingStopped(
-                f"{self.skipped_in_a_row} updates in a row had non-finite gradients ({role}, step {step}): "
+                f"{skips} updates in a row had non-finite gradients ({role}, step {step}): "
                 "lower the learning rate, check the rewards for NaN, or resume from the last checkpoint"
             )
 

@@ -128,6 +128,8 @@ def _step_metrics(rng: np.random.Generator, step: int, steps: int, critic: bool)
         seconds |= {"values": 1.7, "update_critic": 5.4}
     seconds = {phase: value * (1 + 0.08 * abs(noise())) for phase, value in seconds.items()}
     metrics |= {f"timing_s/{phase}": value for phase, value in seconds.items()}
+    ends = np.cumsum(list(seconds.values())).tolist()
+    metrics |= {f"timing_began_s/{phase}": end - seconds[phase] for phase, end in zip(seconds, ends, strict=True)}
     metrics["timing_s/step"] = sum(seconds.values()) + 0.6
     if step % max(steps // 12, 1) == 0:
         metrics["timing_s/testing"] = 7.5

@@ -82,7 +82,7 @@ def test_constant_returns_explain_nothing():
 
 
 def test_timer_adds_up_and_survives_errors():
-    now = iter([0.0, 1.5, 10.0, 10.25, 20.0, 22.0])
+    now = iter([-1.0, 0.0, 1.5, 10.0, 10.25, 20.0, 22.0])
     timer = Timer(clock=lambda: next(now))
     with timer("gen"):
         pass
@@ -94,6 +94,8 @@ def test_timer_adds_up_and_survives_errors():
     assert timer.metrics(tokens={"gen": 500, "absent": 3, "reward": 0}) == {
         "timing_s/gen": 1.75,
         "timing_s/reward": 2.0,
+        "timing_began_s/gen": 1.0,
+        "timing_began_s/reward": 21.0,
         "timing_per_token_ms/gen": 3.5,
     }
 

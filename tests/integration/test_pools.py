@@ -1,0 +1,86 @@
+"""Roles on processes of their own: the same numbers as on shared ones, and updates at the same time."""
+
+import pytest
+import torch
+from runs import assert_same_run, read_metrics
+
+from valor.config import load
+from valor.controller import resolve_placement
+from valor.errors import UserError
+from valor.trainer.main_ppo import main
+from valor.trainer.side_by_side import side_by_side
+
+APART = "resource_pools={values: {roles: [critic, ref]}}"
+
+
+@pytest.mark.slow
+def test_a_critic_and_a_reference_apart_change_nothing(overrides, tmp_path, capsys):
+    shared = ["actor_rollout_ref.actor.use_kl_loss=true", "trainer.controller=ray"]
+    assert main(overrides(tmp_path / "together", *shared)) == 0
+    capsys.readouterr()
+    assert main(overrides(tmp_path / "apart", *shared, APART)) == 0
+    said = capsys.readouterr().out
+    assert "main" in said and "actor, rollout" in said and "critic" in said
+    assert_same_run(tmp_path / "together", tmp_path / "apart")
+
+
+@pytest.mark.slow
+def test_their_updates_overlap(overrides, tmp_path):
+    import json
+
+    run_dir = tmp_path / "apart"
+    assert main(overrides(run_dir, APART, "actor_rollout_ref.actor.ppo_mini_batch_size=2")) == 0
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()][2:]
+    for row in rows:
+        began = {role: row[f"timing_began_s/update_{role}"] for role in ("critic", "actor")}
+        ended = {role: began[role] + row[f"timing_s/update_{role}"] for role in began}
+        assert max(began.values()) < min(ended.values())
+    assert len(read_metrics(run_dir)) == 5
+
+
+def test_placement_says_who_shares_what():
+    arguments = ["data.train_files=x", APART, "trainer.device=cpu", "trainer.num_threads=1"]
+    placement = resolve_placement(load([*arguments, "actor_rollout_ref.actor.use_kl_loss=true"]).config)
+    assert placement.controller == "ray" and placement.world_size == 2
+    assert [placement.pool_of(role) for role in ("actor", "ref", "critic", "critic_2")] == [
+        "main",
+        "values",
+        "values",
+        "values",
+    ]
+    table = placement.table(["actor", "rollout", "critic", "ref"]).splitlines()
+    assert table[0].startswith("main ") and table[0].endswith("actor, rollout")
+    assert table[1].startswith("values") and table[1].endswith("critic, ref")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["resource_pools={a: {roles: critic}, b: {roles: critic}}"], "critic is in a and in b"),
+        (["resource_pools={a: {roles: ref}}"], "ref, which this run does not have"),
+        (["resource_pools={a: {roles: critic}}", "trainer.controller=local"], "use ray"),
+        (["resource_pools={a: {roles: actor}}"], "resource_pools.a.roles.0: input should be"),
+    ],
+)
+def test_mistakes(arguments, line):
+    with pytest.raises(UserError, match=line):
+        load(["data.train_files=x", *arguments])
+
+
+def test_results_come_in_the_order_of_the_tasks():
+    class Group:
+        class placement:
+            @staticmethod
+            def pool_of(role):
+                return "main" if role == "actor" else "other"
+
+    done = []
+
+    def task(name):
+        done.append(name)
+        return torch.tensor(len(name))
+
+    tasks = [(role, lambda name=name: task(name)) for role, name in (("critic", "aaa"), ("actor", "b"), ("ref", "cc"))]
+    assert [int(r) for r in side_by_side(Group, tasks)] == [3, 1, 2]  # type: ignore[arg-type]
+    assert done.index("aaa") < done.index("cc")
+    assert side_by_side(Group, []) == []  # type: ignore[arg-type]
