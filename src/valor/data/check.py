@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import pyarrow.parquet as pq
 
-from valor.data.files import OPTIONAL_COLUMNS, Columns, DataRow, parse_row, read_records
+from valor.data.duplicates import repeats, same_text, shared_prompts
+from valor.data.files import OPTIONAL_COLUMNS, Columns, DataRow, parse_row, read_records, read_rows
 from valor.data.prompts import render, token_ids
 from valor.errors import UserError
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PERCENTILES = (0, 50, 90, 99, 100)
-_NAMED_ROWS = 3  # how many rows a finding names
+NAMED_ROWS = 3  # how many rows a finding names
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,10 @@ class DataReport:
     prompt_tokens: dict[int, int] = field(default_factory=dict)  # percentile -> length in tokens
     sample: str | None = None
     sample_ground_truth: str | None = None
+    rows: list[DataRow] = field(default_factory=list, repr=False)  # those that can be read
+    tables: list[str] = field(default_factory=list)  # further text to print before the findings
     findings: list[Finding] = field(default_factory=list)
+    unfit: set[str] = field(default_factory=set)  # places of rows that have a problem
 
     @property
     def ok(self) -> bool:
@@ -52,8 +56,10 @@ class DataReport:
     def exit_code(self) -> int:
         return 0 if self.ok else 1
 
-    def problem(self, message: str) -> None:
+    def problem(self, message: str, rows: Iterable[DataRow] = ()) -> None:
+        """A problem, and the rows that have it."""
         self.findings.append(Finding("problem", message))
+        self.unfit |= {place(row) for row in rows}
 
     def note(self, message: str) -> None:
         self.findings.append(Finding("note", message))
@@ -70,6 +76,7 @@ class DataReport:
             lines += ["  first prompt as the model sees it:", *(f"  | {line}" for line in self.sample.splitlines())]
         if self.sample_ground_truth is not None:
             lines.append(f"  its ground truth: {self.sample_ground_truth}")
+        lines += self.tables
         lines += [f"{f.level}: {f.message}" for f in sorted(self.findings, key=lambda f: f.level, reverse=True)]
         problems = sum(f.level == "problem" for f in self.findings)
         lines.append("ok" if self.ok else f"{problems} problem{'s' if problems > 1 else ''}")
@@ -82,13 +89,14 @@ def check_file(
     *,
     max_prompt_length: int | None = None,
     has_grader: Callable[[str], bool] | None = None,
+    test_path: str | Path | None = None,
     columns: Columns | None = None,
     template_kwargs: dict[str, Any] | None = None,
 ) -> DataReport:
     """Read the whole file and report columns, sources, lengths and everything that would stop or spoil a run.
 
-    Without `tokenizer` nothing is rendered or measured; without `has_grader` no grader is looked for. Never raises
-    for bad data: what cannot be read is a finding.
+    Without `tokenizer` nothing is rendered or measured; without `has_grader` no grader is looked for. Prompts that are
+    in `test_path` as well are a problem. Never raises for bad data: what cannot be read is a finding.
     """
     columns = columns or Columns()
     report = DataReport(str(path))
@@ -99,7 +107,7 @@ def check_file(
         report.problem(str(error))
         return report
     report.num_rows = len(records)
-    rows = _parsed(records, columns, report)
+    rows = report.rows = _parsed(records, columns, report)
     if not rows:
         return report
     report.data_sources = Counter(row.data_source for row in rows)
@@ -107,6 +115,8 @@ def check_file(
     _check_truths(rows, report)
     _check_graders(rows, has_grader, report)
     _check_duplicates(rows, report)
+    if test_path is not None:
+        _check_overlap(rows, test_path, columns, report)
     if tokenizer is not None:
         _check_lengths(rows, tokenizer, max_prompt_length, template_kwargs, report)
     else:
@@ -133,47 +143,65 @@ def _parsed(records: list[tuple[str, dict[str, Any]]], columns: Columns, report:
             rows.append(parse_row(record, where, columns))
         except UserError as error:
             bad.append(str(error))
-    for message in bad[:_NAMED_ROWS]:
+    for message in bad[:NAMED_ROWS]:
         report.problem(message)
-    if len(bad) > _NAMED_ROWS:
-        report.problem(f"{len(bad) - _NAMED_ROWS} more rows like these ({len(bad)} of {len(records)} cannot be used)")
+    if len(bad) > NAMED_ROWS:
+        report.problem(f"{len(bad) - NAMED_ROWS} more rows like these ({len(bad)} of {len(records)} cannot be used)")
     return rows
 
 
 def _check_truths(rows: list[DataRow], report: DataReport) -> None:
-    empty = [r for r in rows if r.style == "rule" and _is_empty(r.ground_truth)]
+    empty = [r for r in rows if r.style == "rule" and r.lacks_truth]
     if empty:
-        report.problem(f"empty reward_model.ground_truth, which can never score: {_count(empty, rows)}")
+        report.problem(f"empty reward_model.ground_truth, which can never score: {count(empty, rows)}", empty)
     no_answer = [r for r in rows if r.messages[-1]["role"] == "assistant"]
     if no_answer:
-        report.note(f"prompt ends in an assistant message, the model would begin another: {_count(no_answer, rows)}")
+        report.note(f"prompt ends in an assistant message, the model would begin another: {count(no_answer, rows)}")
 
 
 def _check_graders(rows: list[DataRow], has_grader: Callable[[str], bool] | None, report: DataReport) -> None:
     if has_grader is None:
         report.note("graders were not looked for")
         return
-    for source, count in Counter(r.data_source for r in rows if r.style == "rule").items():
+    for source in dict.fromkeys(r.data_source for r in rows if r.style == "rule"):
         if not has_grader(source):
+            some = [r for r in rows if r.data_source == source and r.style == "rule"]
             report.problem(
-                f"data_source '{source}' ({count} rows) has no grader: rename it to one that has "
-                "(docs/rewards.md lists them), or set reward.custom_reward_function.path"
+                f"data_source '{source}' ({len(some)} rows) has no grader: rename it to one that has "
+                "(valor rewards list), or set reward.custom_reward_function.path",
+                some,
             )
 
 
 def _check_duplicates(rows: list[DataRow], report: DataReport) -> None:
-    same: dict[str, list[DataRow]] = defaultdict(list)
-    for row in rows:
-        same[json.dumps(row.messages, sort_keys=True)].append(row)
-    repeated = [group for group in same.values() if len(group) > 1]
+    repeated = [[rows[i] for i in places] for places in repeats(same_text(row.messages) for row in rows)]
     contradicting = [g for g in repeated if len({json.dumps(r.ground_truth, default=str) for r in g}) > 1]
     if contradicting:
-        example = " and ".join(f"{_place(r)} ({r.ground_truth})" for r in contradicting[0][:2])
+        example = " and ".join(f"{place(r)} ({r.ground_truth})" for r in contradicting[0][:2])
         report.note(f"{len(contradicting)} prompts occur with different ground truths, for example {example}")
     if repeated:
         extra = sum(len(g) - 1 for g in repeated)
-        example = " and ".join(_place(r) for r in repeated[0][:2])
+        example = " and ".join(place(r) for r in repeated[0][:2])
         report.note(f"{extra} of {len(rows)} rows repeat a prompt that is there already, for example {example}")
+
+
+def _check_overlap(rows: list[DataRow], test_path: str | Path, columns: Columns, report: DataReport) -> None:
+    try:
+        test = read_rows(test_path, columns)
+    except UserError as error:
+        report.problem(str(error))
+        return
+    train_prompts, train_sources, test_prompts, test_sources = (
+        [getattr(r, name) for r in some] for some in (rows, test) for name in ("messages", "data_source")
+    )
+    shared = shared_prompts(train_prompts, train_sources, test_prompts, test_sources)
+    if shared:
+        examples = ", ".join(f"{place(rows[i])} = {place(test[j])}" for i, j in shared[:NAMED_ROWS])
+        report.problem(
+            f"{len(shared)} of {len(rows)} prompts are in {test_path} too ({examples}), so validation would measure "
+            "memory: leave them out (valor data prepare --drop-duplicates)",
+            [rows[i] for i, _ in shared],
+        )
 
 
 def _check_lengths(
@@ -194,19 +222,17 @@ def _check_lengths(
     overlong = [row for row, n in zip(rows, lengths, strict=True) if limit is not None and n > limit]
     if overlong:
         report.problem(
-            f"prompt over {limit} tokens: {_count(overlong, rows)}; raise data.max_prompt_length, or set "
-            "data.filter_overlong_prompts=true or data.truncation=left|right|middle"
+            f"prompt over {limit} tokens: {count(overlong, rows)}; raise data.max_prompt_length, or set "
+            "data.filter_overlong_prompts=true or data.truncation=left|right|middle",
+            overlong,
         )
 
 
-def _is_empty(truth: Any) -> bool:
-    return truth is None or (isinstance(truth, str) and not truth.strip()) or truth in ([], {})
-
-
-def _place(row: DataRow) -> str:
+def place(row: DataRow) -> str:
+    """Where the row is in its file: `row 3` of parquet and json, `line 4` of jsonl."""
     return row.where.rpartition(", ")[2]  # the file is named once, at the top
 
 
-def _count(some: list[DataRow], rows: list[DataRow]) -> str:
-    named = ", ".join(_place(r) for r in some[:_NAMED_ROWS])
-    return f"{len(some)} of {len(rows)} rows ({named}{', ...' if len(some) > _NAMED_ROWS else ''})"
+def count(some: list[DataRow], rows: list[DataRow]) -> str:
+    named = ", ".join(place(r) for r in some[:NAMED_ROWS])
+    return f"{len(some)} of {len(rows)} rows ({named}{', ...' if len(some) > NAMED_ROWS else ''})"

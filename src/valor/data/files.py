@@ -35,6 +35,22 @@ class DataRow:
     ability: str | None = None
     extra_info: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def lacks_truth(self) -> bool:
+        """There is no ground truth, or an empty one."""
+        truth = self.ground_truth
+        return truth is None or truth in ([], {}) or (isinstance(truth, str) and not truth.strip())
+
+    def record(self) -> dict[str, Any]:
+        """The row as a record of a prompt file, under the usual names."""
+        optional = {"ability": self.ability, "extra_info": self.extra_info or None}
+        return {
+            "data_source": self.data_source,
+            "prompt": self.messages,
+            "reward_model": {"style": self.style, "ground_truth": self.ground_truth},
+            **{name: value for name, value in optional.items() if value is not None},
+        }
+
 
 @dataclass(frozen=True)
 class Columns:
@@ -69,29 +85,36 @@ def read_records(
     Of a parquet file only the required and optional columns are read (`optional` None: all). Raises UserError when
     the file is missing, empty, of an unknown kind, malformed, or lacks a required column.
     """
-    file = existing_file(path)
-    if file.name.endswith(".parquet"):
-        records = list(_parquet_records(file, required, optional))
-    else:
-        records = list(_json_records(file))
-        for where, record in records:
-            _require_columns(where, record, required)
+    records = list(iter_records(path, required, optional))
     if not records:
-        raise UserError(f"{file}: the file holds no rows; prepare it again (examples/data_preprocess shows how)")
+        raise UserError(f"{path}: the file holds no rows; prepare it again (valor data prepare)")
     return records
 
 
-def existing_file(path: str | Path) -> Path:
+def iter_records(
+    path: str | Path, required: Sequence[str] = (), optional: Sequence[str] | None = None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of `read_records` one after another, for files that are much larger than what is kept of them."""
+    file = existing_file(path)
+    if file.name.endswith(".parquet"):
+        yield from _parquet_records(file, required, optional)
+    else:
+        for where, record in _json_records(file):
+            _require_columns(where, record, required)
+            yield where, record
+
+
+def existing_file(path: str | Path, kinds: Sequence[str] = SUFFIXES) -> Path:
     """The path with `~` expanded, once it is known to be a non-empty file of a kind that can be read."""
     file = Path(path).expanduser()
     if "://" in str(path):
         raise UserError(f"{path}: only local files can be read; copy it to this machine and give its path")
     if not file.exists():
-        raise UserError(f"{file}: no such file; check the path, or prepare it first (examples/data_preprocess)")
+        raise UserError(f"{file}: no such file; check the path, or prepare it first (valor data prepare)")
     if file.is_dir():
         raise UserError(f"{file}: is a folder; give the file inside it, or a list of files")
-    if not file.name.endswith(SUFFIXES):
-        raise UserError(f"{file}: unknown kind of file; use one of {', '.join(SUFFIXES)}")
+    if not file.name.endswith(tuple(kinds)):
+        raise UserError(f"{file}: unknown kind of file; use one of {', '.join(kinds)}")
     if file.stat().st_size == 0:
         raise UserError(f"{file}: the file is empty (0 bytes); prepare it again")
     return file
@@ -128,22 +151,41 @@ def write_rows(path: str | Path, records: Iterable[Mapping[str, Any]]) -> int:
 
     Every record must parse as a row. Raises UserError when one does not, or when there are none.
     """
-    target = Path(path).expanduser()
     rows = [dict(r) for r in records]
     for i, row in enumerate(rows):
         parse_row(row, f"record {i}")
+    write_parquet({Path(path): rows})
+    return len(rows)
+
+
+def write_parquet(files: Mapping[Path, Sequence[Mapping[str, Any]]]) -> None:
+    """Write records of any columns as parquet files; none appears under its name before all are written.
+
+    Raises UserError when a file would have no rows, or a column mixes types.
+    """
+    made = {(target := path.expanduser()): _table(target, rows) for path, rows in files.items()}
+    asides = {target: target.with_name(target.name + ".partial") for target in made}
+    try:
+        for target, table in made.items():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            pq.write_table(table, asides[target])
+        for target, aside in asides.items():
+            os.replace(aside, target)
+    except pa.ArrowException as error:  # an empty dictionary, for example
+        raise UserError(f"{next(iter(made))}: parquet cannot hold a column ({error})") from None
+    finally:
+        for aside in asides.values():
+            aside.unlink(missing_ok=True)
+
+
+def _table(target: Path, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     if not rows:
         raise UserError(f"{target}: there are no rows to write")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.with_name(target.name + ".partial")
     names = list(dict.fromkeys(name for row in rows for name in row))
     try:
-        table = pa.table({name: pa.array([row.get(name) for row in rows]) for name in names})
+        return pa.table({name: pa.array([row.get(name) for row in rows]) for name in names})
     except pa.ArrowException as error:
         raise UserError(f"{target}: a column mixes types that parquet cannot hold together ({error})") from None
-    pq.write_table(table, aside)
-    os.replace(aside, target)
-    return len(rows)
 
 
 def _parse_messages(prompt: Any, where: str, name: str) -> list[dict[str, Any]]:
@@ -173,12 +215,12 @@ def _parquet_records(
         with pq.ParquetFile(file) as parquet:
             names = parquet.schema_arrow.names
             _require_columns(str(file), names, required)
-            wanted = names if optional is None else [*required, *(c for c in optional if c in names)]
-            rows = parquet.read(columns=wanted).to_pylist()
+            wanted = names if optional is None else [c for c in dict.fromkeys((*required, *optional)) if c in names]
+            rows = (row for batch in parquet.iter_batches(columns=wanted) for row in batch.to_pylist())
+            yield from ((f"{file}, row {i}", row) for i, row in enumerate(rows))
     except (pa.ArrowException, OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"{file}: is not a readable parquet file ({reason}); prepare it again") from None
-    return ((f"{file}, row {i}", row) for i, row in enumerate(rows))
 
 
 def _json_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:

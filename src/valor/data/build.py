@@ -1,0 +1,236 @@
+"""From the records of a data set to the rows of its files: duplicates told, nothing written before all was read."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from valor.data.duplicates import Messages, same_text
+from valor.data.files import parse_row, write_parquet
+from valor.data.recipes.recipe import QUESTION, Example, Pair, Recipe, Record
+from valor.data.sampler import shuffled
+from valor.data.sources import Source, from_files, from_hub, local_files, told_splits
+from valor.errors import UserError
+
+Row = dict[str, Any]
+
+_HOLD_OUT_STREAM, _LIMIT_STREAM = 3, 4  # second words of random keys
+_PATIENCE = 1000  # puzzles in a row that were there already, before a generator counts as exhausted
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be made of a recipe.
+
+    `local`: files and folders instead of the hub. `splits` empty: all that it has. `limit`: rows a split, drawn by
+    `seed`; of a generator, training rows to make. `test_size`: rows of a test split that is held out of train, for data
+    that has none. `template` takes the place of the recipe's, in ready-made messages too. `form` turns pairs into RL
+    `prompts` or `sft` conversations. `options` are a generator's settings.
+    """
+
+    recipe: Recipe
+    local: Sequence[str] = ()
+    splits: Sequence[str] = ()
+    limit: int | None = None
+    test_size: int | None = None
+    seed: int = 0
+    template: str | None = None
+    form: str = "pairs"
+    drop_duplicates: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def generates(self) -> bool:
+        return self.recipe.generate is not None and not self.local
+
+
+def prepare(request: Request, out: Path) -> list[str]:
+    """Write `out`/SPLIT.parquet for every split; nothing before all was read. What was done, as lines of text."""
+    notes: list[str] = []
+    if request.generates:
+        splits = _generated(request, notes)
+    else:
+        splits = _read(request, notes)
+        splits = {split: _drawn(rows, request) for split, rows in _held_out(request, splits).items()}
+    files = {out.expanduser() / f"{split}.parquet": _finished(rows, split, request) for split, rows in splits.items()}
+    write_parquet(files)
+    return [*(f"{path}: {len(rows)} rows" for path, rows in files.items()), *notes]
+
+
+def _sources(request: Request) -> dict[str, list[Source]]:
+    recipe = request.recipe
+    splits = tuple(request.splits) or recipe.splits or told_splits(request.local)
+    if recipe.splits and (unknown := [split for split in splits if split not in recipe.splits]):
+        raise UserError(f"{recipe.name} has no {unknown[0]} split; it has {', '.join(recipe.splits)}")
+    if request.local:
+        files = local_files(recipe, splits, request.local)
+        return {split: from_files(recipe, split, files[split]) for split in splits}
+    if not recipe.hub:
+        raise UserError(f"{recipe.name} reads your own files: give them with --local PATH …")
+    return {split: from_hub(recipe, split) for split in splits}
+
+
+def _read(request: Request, notes: list[str]) -> dict[str, list[Row]]:
+    sources = _sources(request)
+    drop = request.drop_duplicates or request.recipe.one_each
+    splits: dict[str, list[Row]] = {}
+    for split in sorted(sources):  # test before train: then it is known what train must not have
+        rows = (row for source in sources[split] for row in _rows(request, split, source, notes))
+        in_test = {_identity(row) for row in splits.get("test", ())}
+        splits[split] = list(_without_duplicates(rows, split, in_test, drop, notes))
+    return {split: splits[split] for split in sources}
+
+
+def _without_duplicates(
+    rows: Iterable[Row], split: str, in_test: set[str], drop: bool, notes: list[str]
+) -> Iterable[Row]:
+    """Count prompts that occur again, and those that are in test; with `drop`, leave them out."""
+    seen: set[str] = set()
+    repeated = leaked = 0
+    for row in rows:
+        key = _identity(row)
+        repeated, leaked = repeated + (key in seen), leaked + (key in in_test)
+        if not drop or (key not in seen and key not in in_test):
+            yield row
+        seen.add(key)
+    done = "left out" if drop else "kept (--drop-duplicates leaves them out)"
+    notes += [f"{split}: {repeated} rows repeat another row's prompt, {done}"] if repeated else []
+    notes += [f"{split}: {leaked} rows have a prompt that is in test, {done}"] if leaked else []
+
+
+def _rows(request: Request, split: str, source: Source, notes: list[str]) -> Iterable[Row]:
+    recipe, left_out = request.recipe, 0
+    for where, record in source.records:
+        try:
+            row = _row(request, record, source.data_source or recipe.data_source)
+            if row is not None and not recipe.pairs:
+                parse_row(row, where)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{where}: {error}") from None
+        if row is None:
+            left_out += 1
+        else:
+            yield row
+    if left_out:
+        notes.append(f"{split}: {left_out} records without a usable answer were left out")
+
+
+def _row(request: Request, record: Record, data_source: str) -> Row | None:
+    """The row of a record. One that is in training format already keeps its prompt and ground truth."""
+    recipe = request.recipe
+    if recipe.takes_rows and isinstance(record.get("reward_model"), Mapping) and isinstance(record.get("prompt"), list):
+        given = (record.get("extra_info") or {}).items()
+        extra = {k: v for k, v in given if v is not None and k not in ("split", "index")}
+        made: Example | Pair | None = Example(record["prompt"], record["reward_model"].get("ground_truth"), extra)
+    else:
+        made = recipe.convert(record)
+    if made is None:
+        return None
+    if isinstance(made, Pair):
+        return {**made._asdict(), "prompt": _messages(request, made.prompt)}
+    return {
+        "data_source": data_source,
+        "prompt": _messages(request, made.question),
+        "ability": recipe.ability,
+        "reward_model": {"style": "rule", "ground_truth": made.ground_truth},
+        "extra_info": dict(made.extra),
+    }
+
+
+def _messages(request: Request, question: str | Messages) -> list[Row]:
+    recipe = request.recipe
+    if isinstance(question, str):
+        template = recipe.template if request.template is None else request.template
+        messages = [{"role": "user", "content": template.replace(QUESTION, question)}]
+    else:
+        messages = [{key: found for key, found in message.items() if found is not None} for message in question]
+        last = messages[-1] if messages else {}
+        if request.template is not None and last.get("role") == "user":
+            last["content"] = request.template.replace(QUESTION, str(last["content"]))
+    has_system = bool(messages) and messages[0].get("role") == "system"
+    return [{"role": "system", "content": recipe.system}, *messages] if recipe.system and not has_system else messages
+
+
+def _generated(request: Request, notes: list[str]) -> dict[str, list[Row]]:
+    """Distinct puzzles: the first ones are the test set, so that it stays the same whatever the number of others."""
+    recipe = request.recipe
+    assert recipe.generate is not None
+    sizes = {
+        "test": recipe.sizes[1] if request.test_size is None else request.test_size,
+        "train": recipe.sizes[0] if request.limit is None else request.limit,
+    }
+    signature = inspect.signature(recipe.generate)
+    try:
+        signature.bind(request.seed, **request.options)
+    except TypeError:
+        settings = ", ".join(list(signature.parameters)[1:]) or "no settings"
+        raise UserError(f"{recipe.name} takes {settings}; got --option {', '.join(request.options)}") from None
+    try:
+        rows = _distinct(request, recipe.generate(request.seed, **request.options), sum(sizes.values()))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{recipe.name}: {error}") from None
+    splits = {"train": rows[sizes["test"] :], "test": rows[: sizes["test"]]}
+    if len(rows) < sum(sizes.values()):
+        notes.append(f"there are only {len(rows)} different ones")
+    wanted = tuple(request.splits) or tuple(split for split in splits if sizes[split])
+    return {split: splits[split] for split in wanted}
+
+
+def _distinct(request: Request, records: Iterable[Record], count: int) -> list[Row]:
+    rows: dict[str, Row] = {}
+    repeats = 0
+    for record in records:
+        row = _row(request, record, request.recipe.data_source)
+        if row is not None and rows.setdefault(same_text(row["prompt"]), row) is row:
+            repeats = 0
+        else:
+            repeats += 1
+        if len(rows) >= count or repeats > _PATIENCE:
+            break
+    return list(rows.values())
+
+
+def _held_out(request: Request, splits: dict[str, list[Row]]) -> dict[str, list[Row]]:
+    if not request.test_size:
+        return splits
+    if "test" in splits or "train" not in splits:
+        raise UserError("--test-size holds rows of train out for a test split; here there is one already (use --limit)")
+    rows = splits["train"]
+    if request.test_size >= len(rows):
+        raise UserError(f"--test-size {request.test_size} leaves none of {len(rows)} rows to train on")
+    chosen = set(shuffled(len(rows), request.seed, _HOLD_OUT_STREAM)[: request.test_size].tolist())
+    return {"train": [r for i, r in enumerate(rows) if i not in chosen], "test": [rows[i] for i in sorted(chosen)]}
+
+
+def _identity(row: Row) -> str:
+    return same_text(row["prompt"]) + "\n".join((row["chosen"], row["rejected"]) if "chosen" in row else ())
+
+
+def _drawn(rows: list[Row], request: Request) -> list[Row]:
+    """`limit` rows drawn by the seed, in their order."""
+    if request.limit is None or request.limit >= len(rows):
+        return rows
+    return [rows[i] for i in sorted(shuffled(len(rows), request.seed, _LIMIT_STREAM)[: request.limit].tolist())]
+
+
+def _finished(rows: list[Row], split: str, request: Request) -> list[Row]:
+    recipe = request.recipe
+    if not recipe.pairs:
+        return [{**row, "extra_info": {"split": split, "index": i, **row["extra_info"]}} for i, row in enumerate(rows)]
+    if request.form == "sft":
+        return [{"messages": [*row["prompt"], {"role": "assistant", "content": row["chosen"]}]} for row in rows]
+    if request.form == "prompts":
+        return [
+            {
+                "data_source": recipe.data_source,
+                "prompt": row["prompt"],
+                "ability": recipe.ability,
+                "reward_model": {"style": "model", "ground_truth": row["chosen"]},
+                "extra_info": {"split": split, "index": i},
+            }
+            for i, row in enumerate(rows)
+        ]
+    return rows

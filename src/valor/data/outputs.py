@@ -1,0 +1,86 @@
+"""Sample outputs of a model, found again among the rows of a prompt file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from valor.data.duplicates import bare_questions, normal, same_text
+from valor.data.files import DataRow, read_records
+from valor.errors import UserError
+
+_RESPONSES = ("output", "outputs", "response", "responses", "completion", "tokens")
+_PROMPTS = ("prompt", "input", "question", "problem")
+_SCORES = ("score", "reward")
+
+
+class OutputRecord(NamedTuple):
+    """A response to the row with this number; its `label` (right or wrong) and score where the file has them."""
+
+    row: int
+    response: str
+    label: bool | None
+    score: float | None
+
+
+def read_outputs(path: str | Path, rows: Sequence[DataRow]) -> tuple[list[OutputRecord], int]:
+    """The outputs that belong to a row, and the number of those that belong to none.
+
+    A record has the response (`output`, `response`, `responses` as a list, …) and either the row's number (`row`, from
+    0) or its prompt (`prompt`, `input`, `question`: messages, the question, or the text that the model saw). What a run
+    has generated (`samples/step_N.jsonl`) and verl's dumps are such files. Raises UserError when no output belongs to a
+    row.
+    """
+    places = {same_text(row.messages): i for i, row in enumerate(rows)}
+    bare = bare_questions([row.messages for row in rows], [row.data_source for row in rows])
+    places = {question: i for i, question in enumerate(bare)} | places
+    known: dict[str, int | None] = {}
+    found, lost = [], 0
+    for where, record in read_records(path):
+        responses = _responses(record, where)
+        row = _row(record, where, rows, places, bare, known)
+        lost += len(responses) if row is None else 0
+        label = record.get("label")
+        score = next((record[name] for name in _SCORES if isinstance(record.get(name), int | float)), None)
+        for response in responses if row is not None else ():
+            found.append(OutputRecord(row, response, label if isinstance(label, bool) else None, score))  # type: ignore[arg-type]
+    if not found:
+        raise UserError(
+            f"{path}: none of its prompts is among the {len(rows)} rows; is it the output for another file?"
+        )
+    return found, lost
+
+
+def _responses(record: Mapping[str, Any], where: str) -> list[str]:
+    name = next((name for name in _RESPONSES if record.get(name) is not None), None)
+    if name is None:
+        raise UserError(f"{where}: has no response; its column must be named one of {', '.join(_RESPONSES)}")
+    value = record[name]
+    return (
+        ["".join(value)] if name == "tokens" else [str(v) for v in value] if isinstance(value, list) else [str(value)]
+    )
+
+
+def _row(
+    record: Mapping[str, Any],
+    where: str,
+    rows: Sequence[DataRow],
+    places: Mapping[str, int],
+    bare: Sequence[str],
+    known: dict[str, int | None],
+) -> int | None:
+    number = record.get("row")
+    if isinstance(number, int):
+        if not 0 <= number < len(rows):
+            raise UserError(f"{where}: row {number} is none of the {len(rows)} rows, counted from 0")
+        return number
+    prompt = next((record[name] for name in _PROMPTS if record.get(name)), None)
+    if prompt is None:
+        raise UserError(f"{where}: says neither its 'row' nor its prompt ({', '.join(_PROMPTS)})")
+    text = normal(prompt) if isinstance(prompt, str) else same_text(prompt)
+    if text not in known:
+        # A prompt as the model saw it has the chat template around the question.
+        inside = (i for i, question in enumerate(bare) if question in text)
+        known[text] = places[text] if text in places else max(inside, key=lambda i: len(bare[i]), default=None)
+    return known[text]

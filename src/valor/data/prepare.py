@@ -1,0 +1,177 @@
+"""`valor data prepare NAME`: a public data set, or your own, as the files that runs read."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from valor.data.build import Request, prepare
+from valor.data.recipes import RECIPES, find_recipe
+from valor.data.recipes.gym import PREFIX
+from valor.data.recipes.own import own_pairs, own_prompts
+from valor.data.recipes.recipe import QUESTION, Recipe
+from valor.errors import UserError
+
+
+def main(argv: list[str]) -> int:
+    """`valor data prepare`. Exit code 0; a mistake is a UserError."""
+    args = _parser().parse_args(argv)
+    if args.name is None:
+        print(_catalogue())
+        return 0
+    request = _request(args)
+    out = args.out or Path("~/data") / args.name.replace("/", "_")
+    lines = prepare(request, out)
+    print("\n".join(lines))
+    return 0
+
+
+def script(name: str, argv: Sequence[str] | None = None) -> int:
+    """`main` for a script of its own: a mistake is one line and exit code 2."""
+    try:
+        return main([name, *(sys.argv[1:] if argv is None else argv)])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _request(args: argparse.Namespace) -> Request:
+    recipe = _own(args) if args.name == "custom" else _known(args)
+    if args.data_source and not recipe.data_source:
+        raise UserError("--data-source names the grader of prompts; pairs have none")
+    if args.form != "pairs" and not recipe.pairs:
+        raise UserError(f"--as {args.form}: {recipe.name} holds prompts; only pairs can be turned into something else")
+    if args.template is not None and QUESTION not in args.template:
+        raise UserError(f"--template must say where the question goes: {QUESTION}")
+    request = Request(
+        recipe=replace(recipe, system=args.system or recipe.system, data_source=args.data_source or recipe.data_source),
+        local=args.local or (),
+        splits=args.split or (),
+        limit=args.limit,
+        test_size=args.test_size,
+        seed=args.seed,
+        template=args.template,
+        form=args.form,
+        drop_duplicates=args.drop_duplicates,
+        options=dict(_option(one) for one in args.option),
+    )
+    if request.options and not request.generates:
+        raise UserError(f"--option: {recipe.name} is read, not generated here")
+    return request
+
+
+def _known(args: argparse.Namespace) -> Recipe:
+    given = [flag for name, flag in _COLUMN_FLAGS.items() if getattr(args, name)]
+    if given:
+        raise UserError(
+            f"{given[0]} describes your own files: valor data prepare custom; {args.name} knows its columns"
+        )
+    return find_recipe(args.name)
+
+
+def _own(args: argparse.Namespace) -> Recipe:
+    prompt = args.prompt_column or "prompt"
+    if args.chosen_column or args.rejected_column:
+        if args.answer_column or args.ability or args.extra_columns:
+            raise UserError("give --answer-column (questions) or --chosen-column and --rejected-column (pairs)")
+        return own_pairs(
+            prompt=prompt,
+            chosen=args.chosen_column or "chosen",
+            rejected=args.rejected_column or "rejected",
+            source=args.source_column or "",
+        )
+    if args.source_column:
+        raise UserError("--source-column belongs to pairs: give --chosen-column and --rejected-column")
+    if not args.answer_column or not args.data_source:
+        raise UserError(
+            "custom: say which column holds the right answer (--answer-column) and which grader compares with it "
+            "(--data-source; valor rewards list); for pairs give --chosen-column and --rejected-column"
+        )
+    return own_prompts(
+        prompt=prompt,
+        answer=args.answer_column,
+        data_source=args.data_source,
+        ability=args.ability or "",
+        extra=tuple(args.extra_columns or ()),
+    )
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, mark, value = text.partition("=")
+    if not mark or not name:
+        raise UserError(f"--option {text}: must be KEY=VALUE")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def _catalogue() -> str:
+    lines = [f"  {name:<14}{recipe.title}" for name, recipe in RECIPES.items()]
+    lines += [f"  {PREFIX}TASK  puzzles of any reasoning-gym task (pip install 'valor-rl[reasoning]')"]
+    lines += ["  custom        your own jsonl, json, csv or parquet: --local FILE --answer-column A --data-source S"]
+    return "\n".join(["valor data prepare NAME, where NAME is one of", "", *lines])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="valor data prepare",
+        description="Make train.parquet and test.parquet of a data set. Without NAME: the list.",
+    )
+    add = parser.add_argument
+    add("name", nargs="?", metavar="NAME", help="a data set, reasoning_gym/TASK, or custom")
+    add("--out", "--local_save_dir", "--local_dir", type=Path, help="folder for the files (default ~/data/NAME)")
+    add(
+        "--local",
+        "--local_dataset_path",
+        nargs="+",
+        metavar="PATH",
+        help="files or folders to read instead of the hub; train=FILE and test=FILE say which split a file is",
+    )
+    add("--split", nargs="+", choices=("train", "test"), help="only these splits")
+    add("--limit", type=_rows, metavar="N", help="N rows a split, drawn by --seed; of a generator: training rows")
+    add("--test-size", type=_rows, metavar="N", help="rows of the test split, where the data has none of its own")
+    add("--seed", type=int, default=0, help="for everything that is drawn or generated (default 0)")
+    add("--drop-duplicates", action="store_true", help="leave out repeated prompts, and train prompts that are in test")
+    add("--data-source", help="another name, and so another grader, than the data set's own")
+    add("--template", help=f"the user's message, with {QUESTION} in it, instead of the data set's own")
+    add("--system", help="a system message before every prompt that has none")
+    add(
+        "--as",
+        dest="form",
+        choices=("pairs", "prompts", "sft"),
+        default="pairs",
+        help="what pairs become: pairs for `valor rm train`, prompts for RL, conversations for `valor sft`",
+    )
+    add("--option", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="settings of a generator")
+    own = parser.add_argument_group("custom: which column of your files is what (a dot goes into a dictionary)")
+    own.add_argument("--prompt-column", metavar="NAME", help="text or messages (default prompt)")
+    own.add_argument("--answer-column", metavar="NAME", help="the ground truth")
+    own.add_argument("--extra-columns", nargs="+", metavar="NAME", help="columns that the grader needs: extra_info")
+    own.add_argument("--ability", help="the kind of task (default custom)")
+    own.add_argument("--chosen-column", metavar="NAME", help="pairs: the better answer")
+    own.add_argument("--rejected-column", metavar="NAME", help="pairs: the worse answer")
+    own.add_argument("--source-column", metavar="NAME", help="pairs: where a pair is from")
+    return parser
+
+
+_COLUMN_FLAGS = {
+    "prompt_column": "--prompt-column",
+    "answer_column": "--answer-column",
+    "extra_columns": "--extra-columns",
+    "ability": "--ability",
+    "chosen_column": "--chosen-column",
+    "rejected_column": "--rejected-column",
+    "source_column": "--source-column",
+}
+
+
+def _rows(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a number of rows, got {text}")
+    return int(text)

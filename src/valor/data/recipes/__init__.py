@@ -1,0 +1,26 @@
+"""The data sets that `valor data prepare` knows, one declarative recipe each."""
+
+from __future__ import annotations
+
+import difflib
+
+from valor.data.recipes import code, gym, mathematics, preferences, puzzles, questions
+from valor.data.recipes.recipe import Recipe
+from valor.errors import UserError
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe for module in (mathematics, questions, code, puzzles, preferences) for recipe in module.RECIPES
+}
+
+
+def find_recipe(name: str) -> Recipe:
+    """The recipe of this name, or of a reasoning-gym task. Raises UserError that names the known ones."""
+    if name.startswith(gym.PREFIX):
+        return gym.recipe(name.removeprefix(gym.PREFIX))
+    if name not in RECIPES:
+        near = difflib.get_close_matches(name, RECIPES, n=1)
+        hint = f" Did you mean '{near[0]}'?" if near else ""
+        raise UserError(
+            f"no data set '{name}'.{hint} There are: {', '.join(RECIPES)}, {gym.PREFIX}TASK, and custom for your own"
+        )
+    return RECIPES[name]

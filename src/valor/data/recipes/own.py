@@ -1,0 +1,62 @@
+"""Your own files: which of their columns is what."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from valor.data.duplicates import Messages
+from valor.data.recipes.preferences import conversation
+from valor.data.recipes.recipe import Example, Pair, Recipe, Record, number, text, value
+
+
+def own_prompts(
+    *, prompt: str, answer: str, data_source: str, ability: str = "", extra: tuple[str, ...] = ()
+) -> Recipe:
+    """Questions with ground truths. `prompt` names text or messages, `answer` what the grader compares with.
+
+    A dot in a name goes into a dictionary: `reward_model.ground_truth`.
+    """
+
+    def convert(record: Record) -> Example:
+        return Example(
+            _text_or_messages(record, prompt),
+            _truth(value(record, answer)),
+            {name: value(record, name) for name in extra},
+        )
+
+    columns = tuple(name.partition(".")[0] for name in (prompt, answer, *extra))
+    return Recipe("custom", "your own questions", convert, data_source, ability or "custom", columns, takes_rows=False)
+
+
+def own_pairs(*, prompt: str, chosen: str, rejected: str, source: str = "") -> Recipe:
+    """Preference pairs. `source` names the column that says where a pair is from, if there is one."""
+
+    def convert(record: Record) -> Pair:
+        return Pair(
+            _text_or_messages(record, prompt),
+            text(record, chosen),
+            text(record, rejected),
+            str(value(record, source)) if source else "custom",
+        )
+
+    columns = (prompt, chosen, rejected, *([source] if source else []))
+    return Recipe("custom", "your own pairs", convert, "custom", "alignment", columns, pairs=True, takes_rows=False)
+
+
+def _text_or_messages(record: Record, name: str) -> str | Messages:
+    """Messages stay; transcripts of `\\n\\nHuman: …` become messages; other text is the user's question."""
+    found = value(record, name)
+    if isinstance(found, list):
+        return found
+    if not isinstance(found, str):
+        raise ValueError(f"'{name}' must be text or a list of messages, got {found!r:.60}")
+    return conversation(found) if found.startswith("\n\nHuman:") else found.strip()
+
+
+def _truth(found: Any) -> Any:
+    """Numbers as text, so that csv and parquet give the same; lists and texts as they are."""
+    if isinstance(found, Mapping):
+        return json.dumps(found, ensure_ascii=False)
+    return found if isinstance(found, list) else number(found)

@@ -1,0 +1,97 @@
+"""What a data set is: where its splits are, and how one of its records becomes a question with a ground truth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from valor.data.duplicates import Messages
+
+Record = Mapping[str, Any]
+
+QUESTION = "{question}"  # where a template takes the question
+BOXED = QUESTION + "\n\nThink step by step and put the final answer in \\boxed{}."
+
+
+class Hub(NamedTuple):
+    """One split on the Hugging Face hub. `data_source` where it differs from the recipe's."""
+
+    path: str
+    config: str | None = None
+    split: str = "train"
+    data_source: str | None = None
+
+
+class Example(NamedTuple):
+    """A question (text, or messages that are taken as they are), its ground truth, and more for `extra_info`."""
+
+    question: str | Messages
+    ground_truth: Any
+    extra: Mapping[str, Any] = {}
+
+
+class Pair(NamedTuple):
+    """Two answers to one prompt (text or messages), the better one first."""
+
+    prompt: str | Messages
+    chosen: str
+    rejected: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a data set is prepared.
+
+    `convert` makes an Example or a Pair of one record, or None to leave it out; a ValueError says what is wrong with
+    the record. `columns` are the ones that it reads. `generate(seed, **options)` makes records without end or as long
+    as there are any, instead of reading them from `hub`; `sizes` of train and test unless others are asked for.
+    `template` is the user's message around the question. `one_each`: the published data repeats its prompts, one of
+    each is kept. `takes_rows`: a record that is in training format already is taken as it is.
+    """
+
+    name: str
+    title: str
+    convert: Callable[[Record], Example | Pair | None]
+    data_source: str = ""
+    ability: str = ""
+    columns: tuple[str, ...] = ()
+    hub: Mapping[str, tuple[Hub, ...]] = field(default_factory=dict)
+    generate: Callable[..., Iterator[Record]] | None = None
+    sizes: tuple[int, int] = (10_000, 500)
+    template: str = QUESTION
+    system: str = ""
+    one_each: bool = False
+    pairs: bool = False
+    takes_rows: bool = True
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """The splits that the hub has: train, test or both."""
+        return tuple(self.hub)
+
+
+def value(record: Record, *names: str) -> Any:
+    """The first of these columns that is there. A dot goes into a dictionary. Raises ValueError when none is."""
+    for name in names:
+        found: Any = record
+        for part in name.split("."):
+            found = found.get(part) if isinstance(found, Mapping) else None
+        if found is not None:
+            return found
+    listed = " or ".join(f"'{name}'" for name in names)
+    raise ValueError(f"has no {listed} (it has {', '.join(map(str, record))})")
+
+
+def text(record: Record, *names: str) -> str:
+    """`value` as text without white space around it. Raises ValueError when it is something else."""
+    found = value(record, *names)
+    if not isinstance(found, str):
+        raise ValueError(f"'{names[0]}' must be text, got {found!r:.60}")
+    return found.strip()
+
+
+def number(found: Any) -> str:
+    """A number as text, 27.0 as 27. Text stays."""
+    return str(int(found)) if isinstance(found, float) and found.is_integer() else str(found).strip()

@@ -1,0 +1,144 @@
+"""A prompt and a response as the tokens that a reward model reads: its own tokenizer, its own chat template.
+
+The same function makes the texts that a reward model is trained on and those that it scores in a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from valor.data.batch import Batch, pad_rows
+from valor.data.prompts import render
+
+Messages = Sequence[Mapping[str, Any]]
+_TOO_LARGE = 1_000_000  # tokenizers without a limit name one such as 1e30
+
+
+class Encoded(NamedTuple):
+    """Token ids, and whether the beginning was cut off to fit."""
+
+    ids: list[int]
+    is_cut: bool
+
+
+def prompt_text(messages: Messages) -> str:
+    """A prompt as plain text: the content of a single message; of several, each behind its role."""
+    if len(messages) == 1:
+        return str(messages[0]["content"])
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+
+
+class RewardTexts:
+    """How one sequence classifier reads a conversation.
+
+    Through its chat template when it has one, with the response as the assistant's message. Else, when the tokenizer
+    has a separator token (encoders), prompt and response as a pair of texts; else both as one text, a blank line
+    between them. Special tokens are those of the template or those that the tokenizer adds, never both. Texts of more
+    than `max_length` tokens lose their first ones, the prompt's before the response's; special tokens stay.
+    """
+
+    def __init__(self, tokenizer: Any, max_length: int | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.max_length = max_length or 0
+        self.as_chat = bool(getattr(tokenizer, "chat_template", None))
+        self.as_pair = not self.as_chat and tokenizer.sep_token_id is not None
+
+    @property
+    def separator_id(self) -> int | None:
+        """The token behind which the second text of a pair begins, for models that are told where; else None."""
+        told = self.as_pair and "token_type_ids" in self.tokenizer.model_input_names
+        return self.tokenizer.sep_token_id if told else None
+
+    def encode(self, prompts: Sequence[Messages], responses: Sequence[str], where: str = "prompt") -> list[Encoded]:
+        """One text a response. UserError when the chat template refuses a conversation (`where` names it)."""
+        options: dict[str, Any] = {"return_special_tokens_mask": True, "verbose": False}
+        if self.as_chat:
+            chats = [
+                [*prompt, {"role": "assistant", "content": response}]
+                for prompt, response in zip(prompts, responses, strict=True)
+            ]
+            texts = [render(self.tokenizer, chat, {"add_generation_prompt": False}, where) for chat in chats]
+            out = self.tokenizer(texts, add_special_tokens=False, **options)
+        elif self.as_pair:
+            out = self.tokenizer([prompt_text(p) for p in prompts], list(responses), **options)
+        else:
+            both = zip(prompts, responses, strict=True)
+            out = self.tokenizer([f"{prompt_text(p)}\n\n{r}" for p, r in both], **options)
+        return [
+            self._fit(ids, special) for ids, special in zip(out["input_ids"], out["special_tokens_mask"], strict=True)
+        ]
+
+    def rows(self, batch: Batch) -> tuple[Batch, list[bool]]:
+        """The texts of a batch's `messages` and `response_text` as rows for the reward model, and which were cut."""
+        texts = self.encode(batch.objects["messages"], batch.objects["response_text"])
+        return text_rows([text.ids for text in texts]), [text.is_cut for text in texts]
+
+    def _fit(self, ids: list[int], special: list[int]) -> Encoded:
+        if not ids:  # an empty text of a tokenizer that adds nothing still has to have something to read
+            return Encoded([self.tokenizer.pad_token_id or 0], False)
+        over = len(ids) - self.max_length if self.max_length else 0
+        if over <= 0:
+            return Encoded(ids, False)
+        bos = self.tokenizer.bos_token_id
+        loose = [i for i, kept in enumerate(special) if not kept and not (i == 0 and ids[0] == bos)]
+        dropped = set(loose[:over])
+        return Encoded([token for i, token in enumerate(ids) if i not in dropped], True)
+
+
+class CriticTexts:
+    """How a published critic reads a conversation: the prompt up to the assistant's turn, then the response's tokens.
+
+    Where its tokenizer is that of the policy (same tokens, same template), the policy's own ids are taken; else the
+    text is rendered and tokenised again, with the end token behind a finished response. Rows of more than `max_length`
+    tokens lose the first ones of the prompt.
+    """
+
+    separator_id = None
+
+    def __init__(self, tokenizer: Any, policy_tokenizer: Any, max_length: int | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.max_length = max_length or 0
+        self.agrees = (
+            tokenizer.get_vocab() == policy_tokenizer.get_vocab()
+            and tokenizer.chat_template == policy_tokenizer.chat_template
+        )
+
+    def rows(self, batch: Batch) -> tuple[Batch, list[bool]]:
+        """Prompts and responses as rows for the critic, and which prompts were cut."""
+        prompts, responses = self._own(batch) if self.agrees else self._tokenized(batch)
+        room = [max(1, self.max_length - len(r)) if self.max_length else None for r in responses]
+        kept = [prompt[-limit:] if limit else prompt for prompt, limit in zip(prompts, room, strict=True)]
+        cut = [len(short) < len(prompt) for short, prompt in zip(kept, prompts, strict=True)]
+        return text_rows(kept, responses), cut
+
+    def _own(self, batch: Batch) -> tuple[list[list[int]], list[list[int]]]:
+        prompts, responses = (
+            [row[:length] for row, length in zip(batch[name].tolist(), batch[lengths].tolist(), strict=True)]
+            for name, lengths in (("prompts", "prompt_lengths"), ("responses", "response_lengths"))
+        )
+        return prompts, responses
+
+    def _tokenized(self, batch: Batch) -> tuple[list[list[int]], list[list[int]]]:
+        texts = [render(self.tokenizer, messages) for messages in batch.objects["messages"]]
+        prompts = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        found = self.tokenizer(batch.objects["response_text"], add_special_tokens=False, verbose=False)["input_ids"]
+        end = [self.tokenizer.eos_token_id]
+        finished = [reason == "stop" for reason in batch.objects["finish_reason"]]
+        return prompts, [ids + end if done or not ids else ids for ids, done in zip(found, finished, strict=True)]
+
+
+def text_rows(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]] | None = None) -> Batch:
+    """Token ids as the columns that engines read: `prompts`, and `responses` (none: of no tokens)."""
+    prompts, prompt_lengths = pad_rows(first, torch.long)
+    responses, response_lengths = pad_rows(second if second is not None else [[]] * len(first), torch.long)
+    columns = {"prompts": prompts, "prompt_lengths": prompt_lengths}
+    return Batch({**columns, "responses": responses, "response_lengths": response_lengths})
+
+
+def longest_text(tokenizer: Any, positions: int | None) -> int | None:
+    """The most tokens that a tokenizer's and a model's own limits allow; None without either."""
+    limits = [n for n in (tokenizer.model_max_length, positions) if n is not None and 0 < n < _TOO_LARGE]
+    return int(min(limits)) if limits else None

@@ -1,0 +1,187 @@
+"""Do graders and ground truths fit together? A right answer must score, an empty one must not.
+
+How a right answer is written follows from the ground truth (`right_answers`). A grader whose answers look otherwise
+says so in an attribute: `grader.answer = function(ground_truth, extra_info)` returns the text, or None where a right
+answer cannot be made of a ground truth.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from valor.rewards.executor import RewardExecutor
+from valor.rewards.registry import BUILT_IN, Grader, grader_for
+from valor.rewards.worker import RewardResult, Sample
+
+WRONG = {"an empty response": "", '"I don\'t know."': "I don't know."}
+_WAYS = ("The answer is \\boxed{%s}.", "#### %s", "Answer: %s", "<answer>%s</answer>", "%s")
+_EXAMPLES, _NAMES = 3, 20  # rows of a problem that are shown, and that are named
+_SLOW = 2.0  # s
+
+
+class Row(NamedTuple):
+    """A row to be graded (its sample's response is not looked at) and the words that say where it is."""
+
+    place: str
+    sample: Sample
+
+
+@dataclass
+class Grading:
+    """What was found: a table by data source, problems that would spoil a run, and notes.
+
+    `unfit` holds the places of rows that can never score or always do.
+    """
+
+    table: list[Sequence[Any]]
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    unfit: set[str] = field(default_factory=set)
+
+    def problem(self, title: str, cases: Sequence[tuple[str, str]]) -> None:
+        """One that these rows have: each case is a row's place and the reason there."""
+        lines = [title, *(f"{place}: {reason}" for place, reason in cases[:_EXAMPLES])]
+        if len(cases) > _EXAMPLES:
+            names = ", ".join(place for place, _ in cases[:_NAMES])
+            lines.append(f"all of them: {names}{', …' if len(cases) > _NAMES else ''}")
+        self.problems.append("\n    ".join(lines))
+
+    def __str__(self) -> str:
+        """The table, its columns aligned."""
+        rows = [[str(cell) for cell in row] for row in self.table]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = (
+            "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+            for row in rows
+        )
+        return "\n".join(f"  {line}" for line in lines)
+
+
+def right_answers(sample: Sample, grader: Grader) -> list[str]:
+    """Responses of which one should be graded as right, in the order to try; none where nothing can be said.
+
+    What the grader's own `answer` says. Without it the ground truth (of several, each of the first three; of a
+    dictionary, its `target`) in a box, after `####`, after "Answer:", in answer tags and bare.
+    """
+    own = getattr(grader, "answer", None)
+    if own is not None:
+        text = own(sample.ground_truth, sample.extra_info or {})
+        return [] if text is None else [str(text)]
+    return [way.replace("%s", text) for text in _texts(sample.ground_truth) for way in _WAYS]
+
+
+def _texts(truth: Any) -> list[str]:
+    if isinstance(truth, Mapping):
+        truth = truth.get("target")
+    several = truth if isinstance(truth, list | tuple) else [truth]
+    return [str(one).strip() for one in several if one is not None and str(one).strip()][:3]
+
+
+def check_truths(rows: Sequence[Row], executor: RewardExecutor) -> Grading:
+    """Grade right answers until one of them scores, and wrong ones, for every row.
+
+    UserError when a data source has no grader, unless the executor has a custom one.
+    """
+    custom = executor.custom.load() if executor.custom else None
+    report = Grading([("data source", "rows", "right answer scores", "not checked", "wrong answer scores", "slowest")])
+    for source, members in by_source(rows).items():
+        grader = custom or grader_for(source)
+        ways = [right_answers(row.sample, grader) for row in members]
+        tries = _tries(members, ways, executor)
+        wrong = [score(executor, members, [text] * len(members)) for text in WRONG.values()]
+        seconds = [max(r.seconds for r in (*a, *b)) for a, b in zip(tries, zip(*wrong, strict=True), strict=True)]
+        right = sum(bool(tried) and tried[-1].correct for tried in tries)
+        fooled = sum(any(result.correct for result in results) for results in zip(*wrong, strict=True))
+        unchecked = sum(not tried for tried in tries)
+        report.table.append((source, len(members), right, unchecked, fooled, f"{max(seconds) * 1000:.1f} ms"))
+        if unchecked:
+            report.notes.append(
+                f"{source}: {unchecked} of {len(members)} rows do not say how a right answer is written, so whether it "
+                "scores was not checked"
+            )
+        if max(seconds) > _SLOW:
+            slowest = members[seconds.index(max(seconds))].place
+            report.notes.append(f"{source}: one grading takes up to {max(seconds):.1f} s ({slowest})")
+        _report_never(report, source, grader, members, ways, tries)
+        for name, results in zip(WRONG, wrong, strict=True):
+            _report_always(report, source, name, members, results)
+    return report
+
+
+def _tries(rows: Sequence[Row], ways: Sequence[Sequence[str]], executor: RewardExecutor) -> list[list[RewardResult]]:
+    """For every row the results of its ways, up to the first that scores or runs into the time limit."""
+    tries: list[list[RewardResult]] = [[] for _ in rows]
+    pending = [i for i, some in enumerate(ways) if some]
+    while pending:
+        texts = [ways[i][len(tries[i])] for i in pending]
+        for i, result in zip(pending, score(executor, [rows[i] for i in pending], texts), strict=True):
+            tries[i].append(result)
+        pending = [
+            i
+            for i in pending
+            if not tries[i][-1].correct and tries[i][-1].seconds < executor.timeout and len(tries[i]) < len(ways[i])
+        ]
+    return tries
+
+
+def _report_always(
+    report: Grading, source: str, name: str, rows: Sequence[Row], results: Sequence[RewardResult]
+) -> None:
+    cases = [
+        (row.place, f"score {result.score:g} for ground truth {short(row.sample.ground_truth)}")
+        for row, result in zip(rows, results, strict=True)
+        if result.correct
+    ]
+    if cases:
+        report.problem(f"{source}: {len(cases)} of {len(rows)} rows always score: {name} is graded as right", cases)
+        report.unfit |= {place for place, _ in cases}
+
+
+def _report_never(
+    report: Grading,
+    source: str,
+    grader: Grader,
+    rows: Sequence[Row],
+    ways: Sequence[Sequence[str]],
+    tries: Sequence[Sequence[RewardResult]],
+) -> None:
+    never = [i for i, tried in enumerate(tries) if tried and not tried[-1].correct]
+    if not never:
+        return
+    known = grader in BUILT_IN.values() or hasattr(grader, "answer") or any(t and t[-1].correct for t in tries)
+    if not known and all(result.error is None for i in never for result in tries[i]):
+        report.notes.append(
+            f"{source}: no ground truth scores in any of the usual ways, such as {ways[never[0]][0]!r:.60}; to have it "
+            "checked, say how a right answer is written: your_function.answer = lambda ground_truth, extra_info: ..."
+        )
+        return
+    cases = []
+    for i in never:
+        error = next((result.error for result in tries[i] if result.error), None)
+        reason = error or f"graded wrong: {short(ways[i][len(tries[i]) - 1])}"
+        cases.append((rows[i].place, f"ground truth {short(rows[i].sample.ground_truth)}: {reason}"))
+    report.problem(f"{source}: {len(never)} of {len(rows)} rows can never score", cases)
+    report.unfit |= {place for place, _ in cases}
+
+
+def score(executor: RewardExecutor, rows: Sequence[Row], responses: Sequence[str]) -> list[RewardResult]:
+    """Results of these responses to these rows."""
+    pairs = zip(rows, responses, strict=True)
+    return executor.score([row.sample._replace(solution_str=response) for row, response in pairs])
+
+
+def by_source(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of every data source, in the order in which the sources first occur."""
+    sources: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        sources[row.sample.data_source].append(row)
+    return dict(sources)
+
+
+def short(value: Any) -> str:
+    """A value for a message: in one line, its beginning if it is long."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"

@@ -1,0 +1,133 @@
+"""`valor data check` and `valor rewards check`: is this data fit to train on? Exit code 1 when it is not."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from valor.data.check import DataReport, check_file, place
+from valor.data.files import write_rows
+from valor.data.outputs import read_outputs
+from valor.data.recipes.puzzles import solve
+from valor.errors import UserError
+from valor.rewards import countdown
+from valor.rewards.check import Grading, Row, check_truths
+from valor.rewards.check_outputs import Output, check_outputs
+from valor.rewards.custom import CustomFunction
+from valor.rewards.executor import RewardExecutor
+from valor.rewards.registry import grader_for, has_grader
+from valor.rewards.worker import Sample
+
+_MOST_NUMBERS = 4  # of a puzzle that is solved here: five take a quarter of a second
+
+
+def data_check(argv: list[str]) -> int:
+    """Columns, lengths, duplicates: nothing is graded."""
+    parser = _parser("data check", "Can this file be trained on? Columns, lengths, duplicates; exit code 1 if not.")
+    report = _checked(parser.parse_args(argv), any_grader=False)
+    print(report)
+    return report.exit_code
+
+
+def rewards_check(argv: list[str]) -> int:
+    """All of `data check`, then the graders: ground truths against themselves, and sample outputs."""
+    parser = _parser(
+        "rewards check",
+        "All that `valor data check` finds, and whether the graders work on this data: right answers, made of the "
+        "ground truths, must score and empty ones must not. Exit code 1 when training should not start.",
+    )
+    parser.add_argument("--outputs", type=Path, metavar="FILE", help="sample outputs to grade as well (docs/data.md)")
+    parser.add_argument("--custom", metavar="PATH", help="your own grader: the file of custom_reward_function.path")
+    parser.add_argument("--custom-name", default="compute_score", metavar="NAME", help="its function")
+    parser.add_argument("--limit", type=int, metavar="N", help="grade only N rows, evenly spread over the file")
+    parser.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="for one grading (default 10)")
+    parser.add_argument("--num-workers", type=int, metavar="N", help="grader processes (default one a core)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the rows without a problem as parquet")
+    args = parser.parse_args(argv)
+    custom = CustomFunction(args.custom, args.custom_name) if args.custom else None
+    report = _checked(args, any_grader=custom is not None)
+    if report.rows:
+        with RewardExecutor(num_workers=args.num_workers, timeout=args.timeout, custom=custom) as executor:
+            _grade(report, executor, args.limit, args.outputs)
+    print(report)
+    if args.out is not None:
+        fit = [row.record() for row in report.rows if place(row) not in report.unfit]
+        print(f"{args.out}: {write_rows(args.out, fit)} of {report.num_rows} rows")
+    return report.exit_code
+
+
+def _checked(args: argparse.Namespace, *, any_grader: bool) -> DataReport:
+    for file in (args.file, args.test):
+        if file is not None and not file.exists():
+            raise UserError(f"{file}: no such file; valor data prepare makes one")
+    if args.max_prompt_length and not args.model:
+        raise UserError("--max-prompt-length counts tokens: say whose with --model")
+    tokenizer = None
+    if args.model:
+        from valor.models.load import load_tokenizer
+
+        tokenizer = load_tokenizer(args.model, require_chat_template=True)
+    return check_file(
+        args.file,
+        tokenizer,
+        max_prompt_length=args.max_prompt_length or 512,
+        has_grader=(lambda _: True) if any_grader else has_grader,
+        test_path=args.test,
+    )
+
+
+def _grade(report: DataReport, executor: RewardExecutor, limit: int | None, outputs: Path | None) -> None:
+    """Add to the report what graders make of the rows; those without grader or ground truth are in it already."""
+    samples = [Sample(row.data_source, "", row.ground_truth, row.extra_info) for row in report.rows]
+    rows = [Row(place(row), sample) for row, sample in zip(report.rows, samples, strict=True)]
+    gradable = [
+        data.style == "rule" and not data.lacks_truth and (executor.custom is not None or has_grader(data.data_source))
+        for data in report.rows
+    ]
+    chosen = [row for row, fit in zip(rows, gradable, strict=True) if fit]
+    if limit is not None and limit < len(chosen):
+        chosen = [chosen[i * len(chosen) // limit] for i in range(limit)]
+    if chosen:
+        if executor.custom is None:
+            chosen = [row._replace(sample=_solved(row.sample)) for row in chosen]
+        _add(report, "ground truths graded against themselves:", check_truths(chosen, executor))
+    if outputs is not None:
+        found, lost = read_outputs(outputs, report.rows)
+        if lost:
+            report.note(f"{outputs}: {lost} outputs belong to no row and were not graded")
+        graded = [Output(rows[o.row], o.response, o.label, o.score) for o in found if gradable[o.row]]
+        if graded:
+            _add(report, f"outputs of {outputs}:", check_outputs(graded, executor))
+
+
+def _solved(sample: Sample) -> Sample:
+    """A puzzle that comes without a solution gets one, so that it can be checked; what has none can never score."""
+    extra = sample.extra_info or {}
+    if grader_for(sample.data_source) is not countdown.grade or "solution" in extra:
+        return sample
+    try:
+        target, numbers = countdown.puzzle(sample.ground_truth, extra)
+    except ValueError:
+        return sample  # the grader will say so
+    if len(numbers) > _MOST_NUMBERS:
+        return sample
+    solution = solve(numbers, target) or f"no expression of {', '.join(map(str, numbers))} makes {target}"
+    return sample._replace(extra_info={**extra, "solution": solution})
+
+
+def _add(report: DataReport, title: str, grading: Grading) -> None:
+    report.tables.append(f"{title}\n{grading}")
+    report.unfit |= grading.unfit
+    for problem in grading.problems:
+        report.problem(problem)
+    for note in grading.notes:
+        report.note(note)
+
+
+def _parser(command: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"valor {command}", description=description)
+    parser.add_argument("file", type=Path, metavar="FILE", help="a training file")
+    parser.add_argument("--test", type=Path, metavar="FILE", help="a validation file: its prompts must not be in FILE")
+    parser.add_argument("--model", metavar="PATH", help="a model or tokenizer: renders and measures the prompts")
+    parser.add_argument("--max-prompt-length", type=int, metavar="TOKENS", help="with --model (default 512)")
+    return parser
