@@ -25,11 +25,22 @@ class Command(NamedTuple):
 COMMANDS: dict[str, Command] = {
     "ppo": Command("valor.trainer.main_ppo:main", "train with PPO, GRPO or a relative: key=value …"),
     "sft": Command("valor.trainer.main_sft:main", "supervised fine-tuning: key=value …"),
+    "rm train": Command("valor.trainer.main_rm:main", "a reward model from preference pairs: key=value …"),
     "demo": Command("valor.lab.demo:main", "a tiny model made, warm-started and trained by PPO with a critic here"),
+    "critic pretrain": Command("valor.trainer.main_critic:main", "fit a critic to rollouts: key=value …"),
+    "critic score": Command("valor.lab.critic_score:main", "the scorecard of a critic: key=value … [--mc K]"),
+    "critic publish": Command("valor.lab.publish:main", "CKPT_OR_HF_DIR OUT: a critic as a model with its card"),
+    "lab sweep": Command("valor.lab.sweep:main", "FILE.yaml: arms x seeds of a command, with intervals and tests"),
+    "lab two-stage": Command("valor.lab.two_stage:main", "PPO, then its critic under masked rewards, with controls"),
     "config keys": Command("valor.cli:config_keys", "[PREFIX]: every key with its type, default and meaning"),
     "algorithms": Command("valor.cli:algorithms", "the advantage estimators and losses, and what each needs"),
-    "data check": Command("valor.cli:data_check", "FILE: columns, lengths, duplicates, graders of a training file"),
+    "data prepare": Command("valor.data.prepare:main", "[NAME]: a public data set, or your own, as files to train on"),
+    "data check": Command("valor.trainer.data_checks:data_check", "FILE: columns, lengths, duplicates, graders"),
+    "rewards list": Command("valor.rewards.listing:main", "which grader scores which data_source, and its components"),
+    "rewards check": Command("valor.trainer.data_checks:rewards_check", "FILE: that, and do its graders work on it?"),
+    "rewards sandbox": Command("valor.rewards.sandbox.levels:main", "how this machine encloses code of models"),
     "export": Command("valor.cli:export", "CKPT OUT [--role critic]: a checkpoint as a Hugging Face directory"),
+    "cluster": Command("valor.controller.cluster:main", "[--address HOST:PORT]: the nodes that Ray sees"),
     "report": Command("valor.cli:report", "RUN_DIR: build report.html from what a run has left so far"),
 }
 
@@ -53,34 +64,12 @@ def algorithms(argv: list[str]) -> int:
     return 0
 
 
-def data_check(argv: list[str]) -> int:
-    """Exit code 1 when the file is not fit to train on."""
-    from valor.data.check import check_file
-    from valor.rewards.registry import has_grader
-
-    parser = _parser("data check", "Is this file fit to train on? Exit code 1 when it is not.")
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--model", help="model or tokenizer path: renders a sample and measures prompts in tokens")
-    parser.add_argument("--max-prompt-length", type=int, default=512, metavar="TOKENS")
-    args = parser.parse_args(argv)
-    if not args.file.exists():
-        raise UserError(f"{args.file}: no such file; examples/data_preprocess shows how to make one")
-    tokenizer = None
-    if args.model:
-        from valor.models.load import load_tokenizer
-
-        tokenizer = load_tokenizer(args.model, require_chat_template=True)
-    found = check_file(args.file, tokenizer, max_prompt_length=args.max_prompt_length, has_grader=has_grader)
-    print(found)
-    return found.exit_code
-
-
 def export(argv: list[str]) -> int:
     """Write a role of a checkpoint as a plain Hugging Face directory."""
     parser = _parser("export", "Write a role of a checkpoint as a plain Hugging Face directory.")
     parser.add_argument("checkpoint", type=Path, help="a global_step_N folder")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--role", choices=["actor", "critic"], default="actor")
+    parser.add_argument("--role", default="actor", help="actor (default), critic, critic_2, … or reward_model")
     args = parser.parse_args(argv)
     from valor.trainer.export import export_checkpoint
 

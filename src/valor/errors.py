@@ -1,5 +1,9 @@
-"""The errors a user can cause. The command line prints their text as one line and exits with code 2."""
+"""How a command ends early: its text is printed as one line."""
 
 
 class UserError(Exception):
-    """A mistake in what was asked for: its message is one clear line that says what to do about it."""
+    """A mistake in what was asked for: its message is one clear line that says what to do about it. Exit code 2."""
+
+
+class TrainingStopped(RuntimeError):
+    """The run cannot go on in a sensible way: the message is the reason and what to do. Exit code 1."""

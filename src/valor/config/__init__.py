@@ -4,6 +4,7 @@ from valor.config.actor import ActorConfig, PolicyLossConfig, RefConfig
 from valor.config.algorithm import AlgorithmConfig, KLControlConfig, PFPPOConfig, RolloutCorrectionConfig
 from valor.config.base import Section
 from valor.config.critic import CriticConfig
+from valor.config.critic_runs import CriticPretrainConfig, CriticScoreConfig
 from valor.config.data import DataConfig
 from valor.config.describe import describe_keys
 from valor.config.engine import CheckpointConfig, FSDPConfig, OptimConfig
@@ -12,9 +13,11 @@ from valor.config.loading import LoadedConfig, load, load_runs
 from valor.config.model import CriticModelConfig, ModelConfig
 from valor.config.plan import plan
 from valor.config.ppo import ActorRolloutRefConfig, PPOConfig, RayKwargsConfig
-from valor.config.reward import RewardConfig
+from valor.config.reward import RewardConfig, RewardModelConfig
+from valor.config.rm import RMConfig, RMDataConfig, RMLossConfig
 from valor.config.rollout import RolloutConfig, ValidationSamplingConfig
 from valor.config.sft import SFTConfig, SFTDataConfig, SFTTrainerConfig
+from valor.config.supervised import SupervisedConfig, SupervisedDataConfig
 from valor.config.trainer import RunConfig, TrainerConfig
 from valor.config.unavailable import unavailable_settings
 from valor.config.yaml_files import dump_yaml, load_yaml
@@ -26,6 +29,8 @@ __all__ = [
     "CheckpointConfig",
     "CriticConfig",
     "CriticModelConfig",
+    "CriticPretrainConfig",
+    "CriticScoreConfig",
     "DataConfig",
     "FSDPConfig",
     "KLControlConfig",
@@ -35,9 +40,13 @@ __all__ = [
     "PFPPOConfig",
     "PPOConfig",
     "PolicyLossConfig",
+    "RMConfig",
+    "RMDataConfig",
+    "RMLossConfig",
     "RayKwargsConfig",
     "RefConfig",
     "RewardConfig",
+    "RewardModelConfig",
     "RolloutConfig",
     "RolloutCorrectionConfig",
     "RunConfig",
@@ -45,6 +54,8 @@ __all__ = [
     "SFTDataConfig",
     "SFTTrainerConfig",
     "Section",
+    "SupervisedConfig",
+    "SupervisedDataConfig",
     "TrainerConfig",
     "ValidationSamplingConfig",
     "describe_keys",

@@ -12,9 +12,10 @@ from valor.config.engine import CheckpointConfig, FSDPConfig, OptimConfig
 Strategy = Literal["fsdp", "fsdp2", "megatron"]
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 
-KLKind = Literal[
-    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", "full"
+KLEstimator = Literal[
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"
 ]
+KLKind = Literal[KLEstimator, "full"]
 
 
 class PolicyLossConfig(Section):

@@ -59,15 +59,36 @@ def _critic(config: PPOConfig) -> list[str]:
 def _pools(config: PPOConfig) -> list[str]:
     lines, homes = [], {}
     present = {"critic": config.critic.enable, "ref": config.needs_reference}
-    present["reward_model"] = config.reward.reward_model.enable
-    for name, pool in config.resource_pools.items():
+    present["reward_model"] = config.reward.reward_model.is_role
+    for name, pool in config.pools.items():
         for role in pool.roles:
             if role in homes:
                 lines.append(f"resource_pools: {role} is in {homes[role]} and in {name}: leave it in one of them")
             if not present[role]:
                 lines.append(f"resource_pools.{name}.roles names {role}, which this run does not have: remove it")
+            if role == "ref" and "full" in config.kl_kinds:
+                lines.append(
+                    "the exact KL (kl_loss_type, kl_penalty=full) is computed beside the actor: take ref out of "
+                    f"resource_pools.{name}.roles, or take an estimator such as k3"
+                )
             homes[role] = name
-    if config.resource_pools and config.trainer.controller == "local":
+    trainer = config.trainer
+    if trainer.node_rank is not None:
+        if trainer.master_addr is None:
+            lines.append(
+                "trainer.node_rank is for a run started once per node: set trainer.master_addr, the address of node 0"
+            )
+        if trainer.node_rank >= trainer.nnodes:
+            lines.append(
+                f"trainer.node_rank={trainer.node_rank} counts from 0 to trainer.nnodes - 1 = {trainer.nnodes - 1}"
+            )
+        if config.ray_kwargs.ray_init.address is not None:
+            lines.append(
+                "trainer.node_rank starts Ray itself and ray_kwargs.ray_init.address joins a cluster: drop one"
+            )
+    elif trainer.master_addr is not None or trainer.master_port is not None:
+        lines.append("trainer.master_addr is for a run started once per node: set trainer.node_rank on each")
+    if config.pools and config.trainer.controller == "local":
         lines.append("resource_pools are processes of their own and trainer.controller=local is one process: use ray")
     return lines
 
@@ -249,11 +270,12 @@ def _critic_run(config: CriticRunConfig) -> list[str]:
     if not config.critic.enable:
         lines.append("critic.enable=false leaves nothing to do here: leave it at true")
     if isinstance(config, CriticPretrainConfig) and (config.critic.freeze or config.critic.freeze_steps):
-        lines.append(
-            "critic.freeze and critic.freeze_steps hold the critic still, and here it is to learn: drop them"
-        )
-    if isinstance(config, CriticScoreConfig) and config.score.rollouts is None and config.data.val_files is None:
-        lines.append("a critic is scored on prompts that it has not seen: set data.val_files, or score.rollouts")
+        lines.append("critic.freeze and critic.freeze_steps hold the critic still, and here it is to learn: drop them")
+    if isinstance(config, CriticScoreConfig):
+        if config.score.rollouts is None and config.data.val_files is None:
+            lines.append("a critic is scored on prompts that it has not seen: set data.val_files, or score.rollouts")
+        if config.score.rollouts is not None and config.score.mc:
+            lines.append("score.mc branches off answers of the policy itself: set data.val_files, not score.rollouts")
     return lines
 
 

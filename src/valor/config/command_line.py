@@ -15,7 +15,7 @@ from hydra.errors import HydraException
 from valor.errors import UserError
 
 USAGE = """\
-usage: valor ppo|sft [options] key=value ...
+usage: valor ppo|sft|rm train [options] key=value ...
 
   key=value, +key=value, ++key=value   set a key: numbers, true/false, null, text, [lists], {dicts}
   ~key                                 back to the default

@@ -60,9 +60,9 @@ class CriticConfig(Section):
     data_loader_seed: int = inherits("trainer.seed")
     """Seed of that order."""
     value_loss: str = "mse"
-    """Name of a registered value loss: mse, huber, bce (returns from 0 to 1; the head then gives the value's logit)."""
+    """Name of a registered value loss: mse, huber, bce (returns from 0 to 1), hl_gauss (bins of values)."""
     value_loss_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further keyword options of that loss, such as huber_delta."""
+    """Further options of that loss: huber_delta; hl_gauss: num_bins (51), value_min (0), value_max (1), sigma_bins."""
     cliprange_value: PositiveFloat | None = 0.5
     """Value clip range: new values are kept within this distance of the old ones in the loss; null never clips."""
     loss_agg_mode: LossAggMode = inherits("actor_rollout_ref.actor.loss_agg_mode")

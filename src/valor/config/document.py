@@ -7,10 +7,12 @@ import inspect
 from pydantic import BaseModel
 
 from valor.config.aliases import ALIASES
+from valor.config.critic_runs import CriticPretrainConfig, CriticScoreConfig, PretrainConfig, ScoreConfig
 from valor.config.describe import default_text, doc_text, literal_text
 from valor.config.field_types import type_text
 from valor.config.ppo import PPOConfig
 from valor.config.presets import PRESETS
+from valor.config.rm import RMConfig
 from valor.config.sft import SFTConfig
 from valor.config.tree import find_field, section_type
 from valor.config.unavailable import TABLE as UNAVAILABLE
@@ -20,8 +22,8 @@ _DOC_HEAD = """\
 
 <!-- Made from the schema in src/valor/config: python -m valor.config > docs/configuration.md -->
 
-`valor ppo key=value ...` and `valor sft key=value ...` set these keys; `valor config keys [PREFIX]` prints them. The
-grammar is Hydra's: numbers, `true`/`false`, `null`, `[lists]`, `{dicts}`, `'quoted text'`; a plain `+` or `++` before a
+`valor ppo key=value ...`, `valor sft key=value ...` and `valor rm train key=value ...` set these keys; `valor config keys
+[PREFIX]` prints those of the first. The grammar is Hydra's: numbers, `true`/`false`, `null`, `[lists]`, `{dicts}`, `'quoted text'`; a plain `+` or `++` before a
 key is allowed and changes nothing; `~key` goes back to the default; `-m key=1,2,3` runs each value in turn.
 `--config-name NAME` starts from a named configuration or, with `--config-path DIR`, from `DIR/NAME.yaml`, which may
 begin with `defaults: [ppo_trainer, _self_]`. `--dry-run` prints the plan of the run and stops.
@@ -34,15 +36,24 @@ A default written as `= key` is inherited: null takes the value of that key. Siz
 def render_docs() -> str:
     """The text of docs/configuration.md."""
     parts = [_DOC_HEAD, _preset_docs()]
-    for title, root in (("PPO and its relatives (`valor ppo`)", PPOConfig), ("Supervised (`valor sft`)", SFTConfig)):
+    trees = {
+        "PPO and its relatives (`valor ppo`)": PPOConfig,
+        "Supervised (`valor sft`)": SFTConfig,
+        "Reward models (`valor rm train`)": RMConfig,
+    }
+    for title, root in trees.items():
         parts.append(f"## {title}\n")
         parts += [_section_docs(root, prefix, section) for prefix, section in _sections(root)]
+    parts.append("## Critics alone (`valor critic pretrain`, `valor critic score`)\n")
+    parts.append("The keys of `valor ppo` (`trainer.total_epochs` is 4 in pre-training), and a section each.\n")
+    parts.append(_section_docs(CriticPretrainConfig, "pretrain", PretrainConfig))
+    parts.append(_section_docs(CriticScoreConfig, "score", ScoreConfig))
     parts += [_unavailable_docs(), _alias_docs()]
     return "\n".join(parts).rstrip() + "\n"
 
 
 def _preset_docs() -> str:
-    lines = ["## Named configurations\n", "`ppo_trainer` and `sft_trainer` hold the defaults.\n"]
+    lines = ["## Named configurations\n", "`ppo_trainer`, `sft_trainer` and `rm_trainer` hold the defaults.\n"]
     for name, (_, flat) in PRESETS.items():
         settings = ", ".join(f"`{key}={literal_text(value)}`" for key, value in flat.items())
         lines.append(f"- `{name}`: {settings}")

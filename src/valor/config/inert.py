@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 from pydantic import BaseModel
 
+from valor.config.critic_runs import CriticPretrainConfig, CriticRunConfig, CriticScoreConfig
 from valor.config.ppo import PPOConfig
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -71,7 +72,53 @@ def _always(config: PPOConfig) -> bool:
     return True
 
 
+def _never_updates_policy(config: PPOConfig) -> bool:
+    return isinstance(config, CriticRunConfig)
+
+
+def _learns_from_files(config: PPOConfig) -> bool:
+    return isinstance(config, CriticPretrainConfig) and config.pretrain.rollouts is not None
+
+
 TABLE: tuple[Inert, ...] = (
+    Inert(
+        (
+            *(
+                f"actor_rollout_ref.actor.{name}"
+                for name in ("optim.*", "policy_loss.*", "clip_*", "entropy*", "*kl_*")
+            ),
+            *("actor_rollout_ref.ref.*", f"{_ROLLOUT}.val_kwargs.*", f"{_ROLLOUT}.log_prob_*"),
+            *("algorithm.lam*", "algorithm.ad[av]*", "algorithm.norm_*", "algorithm.singleton", "algorithm.gdpo_*"),
+            *("algorithm.truncation_bootstrap", "algorithm.reward_source", "algorithm.reward_mask_*"),
+            *("algorithm.missing_reward", "algorithm.use_*", "algorithm.kl_*", "algorithm.pf_ppo.*"),
+            *("algorithm.filter_groups.*", "algorithm.rollout_correction.*", "data.gen_batch_size"),
+            *("trainer.critic_warmup", "trainer.val_*", "trainer.test_freq", "trainer.keep_best", "trainer.log_*"),
+            *("trainer.rollout_data_dir", "trainer.validation_data_dir", "trainer.rollout_probs_diff_warn"),
+        ),
+        _never_updates_policy,
+        "no effect: the policy is not trained here, and returns are outcomes (lambda 1)",
+    ),
+    Inert(
+        ("resource_pools*",),
+        _never_updates_policy,
+        "no effect: policy and critic take turns on all processes of trainer.*",
+    ),
+    Inert(
+        ("data.val_*", "data.validation_shuffle"),
+        lambda config: isinstance(config, CriticPretrainConfig),
+        "no effect: pretrain.holdout keeps prompts back",
+    ),
+    Inert(("data.train_[fm]*",), _learns_from_files, "no effect with pretrain.rollouts"),
+    Inert(
+        (
+            *("critic.optim.*", "critic.freeze*", "critic.value_loss*", "critic.cliprange_value", "critic.loss_*"),
+            *("critic.ppo_epochs", "critic.ppo_mini*", "critic.shuffle", "critic.data_loader_seed"),
+            *("data.train_*", "data.shuffle", "trainer.default_local_dir", "trainer.total_*", "trainer.save_freq"),
+            *("trainer.resume_*", "trainer.max_*", "trainer.logger", "trainer.report", "trainer.*_name"),
+        ),
+        lambda config: isinstance(config, CriticScoreConfig),
+        "no effect: nothing is trained here",
+    ),
     Inert(
         tuple(f"{_ROLLOUT}.{name}" for name in _SERVER_KEYS),
         lambda config: config.actor_rollout_ref.rollout.name == "native",
@@ -231,7 +278,7 @@ TABLE: tuple[Inert, ...] = (
         lambda config: config.reward.reward_model.judge.url is not None,
         "no effect with judge.url: the judge has its own server",
     ),
-    Inert(("reward.reward_model.rollout.*",), _always, "no effect: it runs in the training processes"),
+    Inert(("reward.reward_model.rollout*",), _always, "no effect: it runs in the training processes"),
     Inert(("reward.reward_model.fsdp_config.optimizer_offload",), _always, "no effect: no optimizer"),
     Inert(
         ("reward.reward_model.n_gpus_per_node", "reward.reward_model.nnodes"),

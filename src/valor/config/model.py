@@ -56,7 +56,7 @@ class ModelConfig(BackboneConfig):
 
 
 class CriticModelConfig(BackboneConfig):
-    """The value model: a backbone with a token-classification head of one label."""
+    """The value model: a backbone with a token-classification head."""
 
     path: PathStr = inherits("actor_rollout_ref.model.path")
     """Causal language model or published critic (`*ForTokenClassification`) to start from."""

@@ -10,9 +10,12 @@ from pydantic import BaseModel
 from valor.config.actor import ActorConfig
 from valor.config.algorithm import AlgorithmConfig
 from valor.config.critic import CriticConfig
+from valor.config.critic_runs import CriticPretrainConfig, CriticRunConfig, CriticScoreConfig
 from valor.config.inert import inert_settings
 from valor.config.ppo import PPOConfig
+from valor.config.rm import RMConfig
 from valor.config.sft import SFTConfig
+from valor.config.supervised import SupervisedConfig
 from valor.config.trainer import RunConfig, TrainerConfig
 from valor.config.unavailable import unavailable_settings
 
@@ -23,10 +26,14 @@ def plan(config: BaseModel, explicit_keys: Collection[str] = (), *, num_train_pr
     `explicit_keys` are examined for settings without effect; `num_train_prompts` (rows of the training files, when
     the caller has read them) turns epochs into steps.
     """
-    if isinstance(config, PPOConfig):
+    if isinstance(config, CriticRunConfig):
+        rows = _critic_rows(config)
+    elif isinstance(config, PPOConfig):
         rows = _ppo_rows(config, num_train_prompts)
     elif isinstance(config, SFTConfig):
-        rows = _sft_rows(config, num_train_prompts)
+        rows = _supervised_rows(config, num_train_prompts, "samples")
+    elif isinstance(config, RMConfig):
+        rows = _supervised_rows(config, num_train_prompts, "pairs")
     else:
         raise ValueError(f"no plan for a {type(config).__name__}")
     rows += [("note", f"{key}: {reason}") for key, reason in inert_settings(config, explicit_keys)]
@@ -69,18 +76,45 @@ def _ppo_rows(config: PPOConfig, num_prompts: int | None) -> list[tuple[str, str
     return rows
 
 
-def _sft_rows(config: SFTConfig, num_samples: int | None) -> list[tuple[str, str]]:
+def _critic_rows(config: CriticRunConfig) -> list[tuple[str, str]]:
+    rollouts, how, rows = None, "", [("placement", _placement(config.trainer))]
+    critic = f"{config.critic.model.path}, {_precision(config.critic)}"
+    prompts = config.data.train_files
+    if isinstance(config, CriticPretrainConfig):
+        rollouts, trainer = config.pretrain.rollouts, config.trainer
+        critic += f", {_optimizer(config.critic)}, value loss {config.critic.value_loss}"
+        how = f"; {config.pretrain.holdout:.0%} of the prompts held out"
+        updates = f"{config.critic.ppo_mini_batch_size:,} prompts per update, {config.critic.ppo_epochs} epochs of each"
+        rows += [("batch", f"{config.data.train_batch_size:,} prompts per step, {updates}")]
+        rows += [("length", _length(trainer, config.data.train_batch_size, "prompts", None))]
+        rows += [("checkpoints", _checkpoints(trainer)), ("logs", ", ".join(trainer.logger))]
+        rows.insert(0, ("run", _run(trainer)))
+    elif isinstance(config, CriticScoreConfig):
+        score, rollouts, prompts = config.score, config.score.rollouts, config.data.val_files or []
+        if score.mc:
+            branches = f"{score.mc} from each of {score.positions} positions of {score.responses} responses"
+            rows += [("branches", branches)]
+        rows += [("written to", score.out)]
+    policy = config.actor_rollout_ref
+    drawn = f"{policy.rollout.n} answers by {policy.model.path} to each prompt of {', '.join(prompts)}"
+    return [("critic", critic), ("rollouts", (", ".join(rollouts) if rollouts else drawn) + how), *rows]
+
+
+def _supervised_rows(config: SupervisedConfig, num_samples: int | None, unit: str) -> list[tuple[str, str]]:
     data, trainer = config.data, config.trainer
     every = f"every {trainer.test_freq} steps and " if trainer.test_freq > 0 else ""
+    validation = f"{every}at the end: {', '.join(data.val_files)}" if data.val_files else "none"
+    if isinstance(config, RMConfig) and not data.val_files and config.data.val_share > 0:
+        validation = f"{every}at the end: {config.data.val_share:.0%} of the prompts of each source, held out"
     return [
         ("run", _run(trainer)),
         ("model", f"{config.model.path}, {config.optim.optimizer} lr {config.optim.lr:g}, {config.fsdp_config.dtype}"),
         ("placement", _processes(trainer, 1)),
-        ("batch", f"{data.train_batch_size:,} samples per update, each at most {data.max_length:,} tokens"),
+        ("batch", f"{data.train_batch_size:,} {unit} per update, each text at most {data.max_length:,} tokens"),
         ("", f"micro-batches of at most {data.max_token_len_per_gpu:,} tokens per process"),
-        ("length", _length(trainer, data.train_batch_size, "samples", num_samples)),
+        ("length", _length(trainer, data.train_batch_size, unit, num_samples)),
         ("training data", ", ".join(data.train_files)),
-        ("validation", f"{every}at the end: {', '.join(data.val_files)}" if data.val_files else "none"),
+        ("validation", validation),
         ("checkpoints", _checkpoints(trainer)),
         ("logs", ", ".join(trainer.logger)),
     ]
@@ -140,7 +174,8 @@ def _reward(config: PPOConfig) -> str:
     parts = [source, f"at most {config.reward.timeout:g} s a sample"]
     model = config.reward.reward_model
     if model.enable:
-        name = f"judge {model.judge.model} at {model.judge.url}" if model.judge.url else f"reward model {model.model_path}"
+        judge = model.judge
+        name = f"judge {judge.model} at {judge.url}" if judge.url else f"reward model {model.model_path}"
         rule = "in the rule's place" if model.replaces_rule else f"+ {model.rule_weight:g} x rule"
         parts = [f"{model.weight:g} x {name} {rule}", *([] if model.replaces_rule else parts)]
     return "; ".join([*parts, *_shaping(config.algorithm)])

@@ -87,6 +87,16 @@ class PPOConfig(Section):
         return tree
 
     @property
+    def pools(self) -> dict[str, PoolConfig]:
+        """`resource_pools`, and the one that `reward.reward_model.enable_resource_pool` asks for in verl's way."""
+        model = self.reward.reward_model
+        if not (model.is_role and model.enable_resource_pool):
+            return self.resource_pools
+        processes = model.n_gpus_per_node or self.trainer.n_gpus_per_node or 1
+        own = PoolConfig(roles=["reward_model"], nnodes=max(model.nnodes, 1), n_gpus_per_node=processes)
+        return {**self.resource_pools, "reward_model": own}
+
+    @property
     def policy_loss(self) -> str:
         """Name of the policy loss: `policy_loss.loss_mode`, or what `rollout_correction` puts in its place."""
         correction = self.algorithm.rollout_correction

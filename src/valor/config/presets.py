@@ -8,12 +8,20 @@ from typing import Any
 from pydantic import BaseModel
 
 from valor.config.base import REFERENCE, inherited_from
+from valor.config.critic_runs import CriticPretrainConfig, CriticScoreConfig
 from valor.config.inheritance import absolute
 from valor.config.ppo import PPOConfig
+from valor.config.rm import RMConfig
 from valor.config.sft import SFTConfig
 from valor.config.tree import nested, walk_keys
 
-DEFAULTS: dict[type[BaseModel], str] = {PPOConfig: "ppo_trainer", SFTConfig: "sft_trainer"}
+DEFAULTS: dict[type[BaseModel], str] = {
+    PPOConfig: "ppo_trainer",
+    SFTConfig: "sft_trainer",
+    RMConfig: "rm_trainer",
+    CriticPretrainConfig: "critic_pretrain",
+    CriticScoreConfig: "critic_score",
+}
 """Name of each tree's defaults, for the `defaults:` list of a yaml file."""
 
 _GSM8K: dict[str, Any] = {

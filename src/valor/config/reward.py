@@ -110,6 +110,11 @@ class RewardModelConfig(Section):
         return self.enable and self.judge.url is None
 
     @property
+    def asks_judge(self) -> bool:
+        """Whether a judge behind a server gives the scores."""
+        return self.enable and self.judge.url is not None
+
+    @property
     def replaces_rule(self) -> bool:
         """Whether training samples are scored without a grader."""
         return self.enable and self.rule_weight == 0
@@ -150,9 +155,11 @@ class RewardConfig(Section):
     """Scoring."""
 
     num_workers: PositiveInt | None = None
-    """Grader processes; null takes one per core, at most 8."""
+    """Grader processes; null takes 8, however few the cores: graders mostly wait."""
     timeout: PositiveFloat = 10.0
     """Seconds that one sample may take."""
+    memory_limit_mb: PositiveInt | None = 4096
+    """Megabytes of data that one grader process may hold (Linux); null sets no limit."""
     error_score: float = 0.0
     """Score of a sample whose grader failed or ran out of time (the failure is recorded)."""
     custom_reward_function: CustomRewardFunctionConfig = CustomRewardFunctionConfig()

@@ -58,7 +58,9 @@ class TrainerConfig(RunConfig):
     master_addr: str | None = None
     """Address of node 0 in a run started once per node."""
     master_port: PositiveInt | None = None
-    """Port of node 0 in a run started once per node."""
+    """Port of node 0 in a run started once per node; null is 6379."""
+    node_timeout: PositiveFloat = 300.0
+    """Seconds to wait for the other nodes of a run started once per node."""
     controller: Literal["auto", "local", "ray"] = "auto"
     """local runs all roles in this process; ray in processes of their own; auto takes local for one CPU process."""
     critic_warmup: NonNegativeInt = 0

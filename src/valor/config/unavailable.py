@@ -50,12 +50,10 @@ def _lacks(*items: Any) -> Callable[[Any], bool]:
 RESUMABLE = "model", "optimizer", "extra"
 PARTS = "a checkpoint without model, optimizer or extra", "list all three, so that a run resumes exactly"
 MEGATRON = "the Megatron backend", "use strategy=fsdp2 and no megatron_config"
-NODES = "starting one command per node", "start Ray on the nodes and set ray_kwargs.ray_init.address=auto"
 POOL = "a pool of its own for generation", "leave rollout.nnodes at 0"
 LORA = "LoRA", "leave lora_rank at 0"
 TOOLS = "multi-turn generation with tools", "leave multi_turn.enable at false"
 MANAGER = "this reward manager", "use naive or dapo"
-REWARD_POOL = "a pool of its own for the reward model", "leave enable_resource_pool at false: it shares the processes"
 
 TABLE: tuple[Unavailable, ...] = (
     Unavailable("*.rollout.name", _among("vllm"), "the vLLM engine", "use rollout.name=native"),
@@ -75,14 +73,9 @@ TABLE: tuple[Unavailable, ...] = (
     Unavailable("*model.lora_rank", _is_set, *LORA),
     Unavailable("*model.lora_adapter_path", _is_set, *LORA),
     Unavailable("*model.enable_activation_offload", _is_set, "activation offload", "use gradient checkpointing"),
-    Unavailable("reward.reward_model.enable_resource_pool", _is_set, *REWARD_POOL),
     Unavailable("reward.reward_manager.source", _among("importlib"), *MANAGER),
     Unavailable("reward.reward_manager.name", _other_than("naive", "dapo"), *MANAGER),
-    Unavailable("reward.sandbox_fusion.url", _is_set, "the SandboxFusion client", "leave the url at null"),
     Unavailable("data.custom_cls.path", _is_set, "a dataset class of your own", "prepare a parquet or jsonl file"),
-    Unavailable("trainer.node_rank", lambda value: value is not None, *NODES),
-    Unavailable("trainer.master_addr", _is_set, *NODES),
-    Unavailable("trainer.master_port", _is_set, *NODES),
 )
 
 

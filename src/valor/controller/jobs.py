@@ -129,15 +129,17 @@ def _here() -> Iterator[tuple[Submit, Callable[[], None]]]:
 
 @contextmanager
 def _on_ray(parallel: int) -> Iterator[tuple[Submit, Callable[[], None]]]:
-    """Ray tasks that each hold one `parallel`-th of the cluster's CPUs and GPUs."""
+    """Ray tasks, each with one `parallel`-th of the CPUs and GPUs of this machine, or of the cluster at RAY_ADDRESS."""
     import ray
     from ray import cloudpickle
 
     env, owns_ray = dict(os.environ), not ray.is_initialized()
     if owns_ray:
-        ray.init(
-            log_to_driver=False, logging_level=logging.ERROR, include_dashboard=None if "RAY_ADDRESS" in env else False
-        )
+        handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+        address = env.get("RAY_ADDRESS", "local")
+        ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        for signum, handler in handlers.items():  # Ray puts its own there, which end the process at once
+            signal.signal(signum, handler)
     # By value, so that a Ray worker need not import torch to start a command.
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     shares = {kind: ray.cluster_resources().get(kind, 0.0) / parallel for kind in ("CPU", "GPU")}

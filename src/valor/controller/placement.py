@@ -100,8 +100,9 @@ def resolve_placement(config: PPOConfig) -> Placement:
     """The run's pools: that of `trainer.*`, and those of `resource_pools`, whose processes are on the same device."""
     main, controller = resolve_pool(config.trainer)
     pools, home = {MAIN: main}, {}
-    for name, asked in config.resource_pools.items():
+    for name, asked in config.pools.items():
         threads = asked.num_threads or config.trainer.num_threads or main.num_threads
         pools[name] = ResourcePool(asked.nnodes, asked.n_gpus_per_node, main.device, threads)
         home |= dict.fromkeys(asked.roles, name)
-    return Placement("ray" if config.resource_pools else controller, pools, home)
+    apart = bool(config.pools) or config.trainer.node_rank is not None
+    return Placement("ray" if apart else controller, pools, home)

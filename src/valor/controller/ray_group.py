@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -14,12 +16,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from valor.controller.group import Call, WorkerGroup
 from valor.controller.placement import ResourcePool, available_cores
-from valor.errors import UserError
+from valor.errors import TrainingStopped, UserError
 from valor.tracking.progress import Latest, Progress, add_listener, relay
 from valor.workers.host import RoleSpec, WorkerHost
 
 _POLL_SECONDS = 0.5
 _PLACEMENT_SECONDS = 120.0
+_DEATH_SECONDS = 30.0  # in which Ray notices that a node is gone
 
 
 class _RayHost:
@@ -31,10 +34,13 @@ class _RayHost:
         self._host = WorkerHost(rank, pool.world_size, pool.device, pool.num_threads)
 
     def address(self) -> tuple[str, int]:
-        """Where rank 0 will listen: this node's address and a free port."""
+        """This node's address and a free port; rank 0's are where it will listen."""
+        node = ray.util.get_node_ip_address()
+        for backend in ("GLOO", "NCCL"):  # which go by the host's name, and that often means 127.0.0.1
+            os.environ.setdefault(f"{backend}_SOCKET_IFNAME", _interface(node))
         with socket.socket() as s:
             s.bind(("", 0))
-            return ray.util.get_node_ip_address(), s.getsockname()[1]
+            return node, s.getsockname()[1]
 
     def connect(self, address: str, port: int) -> None:
         self._host.connect(address, port)
@@ -61,12 +67,15 @@ class RayGroup(WorkerGroup):
         super().__init__(pool, specs)
         self._owns_ray = not ray.is_initialized()
         self._actors: list[Any] = []
+        self._nodes: list[str] = []  # each rank's
         self._placement: PlacementGroup | None = None
         if self._owns_ray:
             _start_ray(pool, ray_init)
         try:
             self._place()
-            address, port = self._get([self._actors[0].address.remote()])[0]
+            addresses = self._get([a.address.remote() for a in self._actors])
+            self._nodes = [node for node, _ in addresses]
+            address, port = addresses[0]
             self._get([a.connect.remote(address, port) for a in self._actors])
             self._get([a.build.remote(specs) for a in self._actors])
         except BaseException:  # a model that cannot be loaded, Ctrl-C: no process and no reservation stays behind
@@ -76,23 +85,34 @@ class RayGroup(WorkerGroup):
     def _place(self) -> None:
         """Reserve the pool's resources and start a process on each bundle. UserError when they are not to be had."""
         pool, cpus = self.pool, self.pool.num_threads
-        bundle = {"CPU": float(cpus), **({"GPU": 1.0} if pool.device == "cuda" else {})}
-        self._placement = placement_group([bundle] * pool.world_size, strategy="PACK")
+        each = pool.processes_per_node  # a bundle is a node's share, so that no node gets another's processes
+        bundle = {"CPU": float(cpus * each), **({"GPU": float(each)} if pool.device == "cuda" else {})}
+        strategy = "STRICT_SPREAD" if pool.num_nodes > 1 else "PACK"
+        self._placement = placement_group([bundle] * pool.num_nodes, strategy=strategy)
         if not self._placement.wait(_PLACEMENT_SECONDS):
             raise UserError(
                 f"Ray could not place {pool} within {_PLACEMENT_SECONDS:.0f} s: it has {ray.available_resources()}"
             )
+        bundles = self._bundles()
         actor_class: Any = ray.remote(concurrency_groups={"watch": 1})(_RayHost)  # type: ignore[call-overload]
         self._actors = [
             actor_class.options(
                 num_cpus=cpus,
                 num_gpus=1 if pool.device == "cuda" else 0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    self._placement, placement_group_bundle_index=rank
+                    self._placement, placement_group_bundle_index=bundles[rank // each]
                 ),
             ).remote(rank, pool)
             for rank in range(pool.world_size)
         ]
+
+    def _bundles(self) -> list[int]:
+        """The bundles in the order of the ranks: this node's first, the others' by address."""
+        assert self._placement is not None
+        node_of: dict[int, str] = ray.util.placement_group_table(self._placement)["bundles_to_node_id"]
+        address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        here = ray.get_runtime_context().get_node_id()
+        return sorted(node_of, key=lambda i: (node_of[i] != here, address[node_of[i]], i))
 
     def run(self, role: str, method: str, calls: list[Call]) -> list[Any]:
         # The same arguments for every rank are stored once and shared.
@@ -123,15 +143,58 @@ class RayGroup(WorkerGroup):
                     relay(ray.get([a.progress.remote() for a in self._actors]))
             return ray.get(refs)
         except RayTaskError as error:
-            raise error.cause if isinstance(error.cause, UserError) else error from None
+            if isinstance(error.cause, UserError):
+                raise error.cause from None
+            if (dead := self._dead_rank(refs)) is not None:  # what the others complain of is that it does not answer
+                raise self._died(dead) from error
+            raise error from None
         except RayActorError as error:
-            raise RuntimeError(f"a worker process died: {error}") from error
+            dead = self._dead_rank(refs)
+            raise (
+                self._died(dead) if dead is not None else TrainingStopped(f"a worker process died: {error}")
+            ) from error
+
+    def _dead_rank(self, refs: list[Any]) -> int | None:
+        """The rank whose process has died, as soon as Ray knows; None if after a while none has."""
+        if len(refs) != len(self._actors):
+            return None
+        deadline = time.monotonic() + _DEATH_SECONDS
+        while time.monotonic() < deadline:
+            for rank, ref in enumerate(refs):
+                if ray.wait([ref], timeout=0)[0] and isinstance(_error_of(ref), RayActorError):
+                    return rank
+            if len(refs) == 1:
+                return None
+            time.sleep(_POLL_SECONDS)
+        return None
+
+    def _died(self, rank: int) -> TrainingStopped:
+        node = self._nodes[rank] if rank < len(self._nodes) else "its node"
+        return TrainingStopped(
+            f"the process of rank {rank} on node {node} died (the node itself, a kill, or no memory left): start the "
+            "same command again to go on from the last checkpoint, on as many nodes as are left"
+        )
+
+
+def _interface(address: str) -> str:
+    """The network interface that has this address."""
+    interfaces = psutil.net_if_addrs().items()
+    return next(name for name, addresses in interfaces if any(one.address == address for one in addresses))
+
+
+def _error_of(ref: Any) -> BaseException | None:
+    try:
+        ray.get(ref)
+    except Exception as error:
+        return error
+    return None
 
 
 def _start_ray(pool: ResourcePool, ray_init: dict[str, Any]) -> None:
     settings = {k: v for k, v in ray_init.items() if v is not None}
     least = settings.pop("min_cpus", pool.world_size * pool.num_threads)  # of all pools, where there are several
-    if "address" not in settings:
+    if "address" not in settings and "RAY_ADDRESS" not in os.environ:
+        settings["address"] = "local"  # without it Ray joins whatever cluster has left its name on this machine
         # A laptop may well run more processes than it has cores: the bundles only have to add up.
         settings.setdefault("num_cpus", max(available_cores(), least))
         settings.setdefault("include_dashboard", False)

@@ -2,53 +2,35 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 
-from valor.config import LoadedConfig, PPOConfig, inert_settings, load_runs, plan
-from valor.errors import UserError
+from valor.config import PPOConfig
+from valor.trainer.command import run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run (each job of) the command line. Exit code 0; 1: the run ended itself; 2: a mistake in what was asked for."""
-    try:
-        arguments = list(sys.argv[1:] if argv is None else argv)
-        for loaded in load_runs(arguments, PPOConfig):
-            code = run(loaded, command=shlex.join(["valor", "ppo", *arguments]))
-            if code:
-                return code
-        return 0
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+    """Run (each job of) the command line; the exit code."""
+    return run_command("ppo", argv, PPOConfig, _start)
 
 
-def run(loaded: LoadedConfig[PPOConfig], command: str) -> int:
-    """One run, recorded as what `command` asked for.
-
-    Torch and the models are imported only when the configuration has turned out to be valid.
-    """
-    for note in loaded.notes:
-        print(f"note: {note}", file=sys.stderr)
-    if loaded.dry_run:
-        print(plan(loaded.config, loaded.explicit_keys))
-        return 0
-    for key, reason in inert_settings(loaded.config, loaded.explicit_keys):
-        print(f"note: {key}: {reason}", file=sys.stderr)
-    from valor.controller import resolve_pool
+def _start(config: PPOConfig, command: str) -> int:
+    from valor.controller import resolve_placement
+    from valor.controller.nodes import node_zero, serve
     from valor.trainer.capabilities import check_algorithms
+    from valor.trainer.critic_tokenizer import check_critic_tokenizer
     from valor.trainer.inputs import RunInputs
-    from valor.trainer.ppo import PPOTrainer, TrainingStopped
+    from valor.trainer.ppo import PPOTrainer
 
-    check_algorithms(loaded.config)
-    pool, controller = resolve_pool(loaded.config.trainer)
-    trainer = PPOTrainer(loaded.config, RunInputs(loaded.config), pool, controller, command)
-    try:
-        return trainer.fit()
-    except TrainingStopped as reason:
-        print(f"stopped: {reason}", file=sys.stderr)
-        return 1
+    check_algorithms(config)
+    placement, rank = resolve_placement(config), config.trainer.node_rank
+    if rank:
+        return serve(config.trainer, placement)
+    inputs = RunInputs(config)
+    check_critic_tokenizer(config, inputs.tokenizer)
+    with nullcontext() if rank is None else node_zero(config.trainer, placement):
+        return PPOTrainer(config, inputs, placement, command).fit()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,74 @@
+"""The trees that `valor critic pretrain` and `valor critic score` read: a PPO run's, and one section more."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+
+from valor.config.base import PathList, PathStr, Section
+from valor.config.ppo import PPOConfig
+from valor.config.trainer import TrainerConfig
+
+
+class PretrainConfig(Section):
+    """What the critic learns from, and when it has learnt enough."""
+
+    rollouts: PathList | None = None
+    """Files or folders with rollouts (jsonl); null has the policy give rollout.n answers to each training prompt."""
+    holdout: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Share of the prompts that is kept back; the epoch that explains their returns best is exported."""
+    patience: PositiveInt | None = None
+    """Stop after so many epochs in a row that were no better on these; null goes on to the last epoch."""
+
+
+class PretrainTrainerConfig(TrainerConfig):
+    """The pre-training run; a step is one batch of prompts with all their rollouts."""
+
+    experiment_name: str = "critic"
+    """Second part of the run's name."""
+    total_epochs: PositiveInt = 4
+    """Passes over the rollouts."""
+
+
+class CriticRunConfig(PPOConfig):
+    """A run that is about a critic, whatever algorithm.adv_estimator says."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_critic(cls, data: Any) -> Any:
+        critic = data.get("critic") if isinstance(data, dict) else None
+        if isinstance(critic, dict | None) and (critic or {}).get("enable") is None:
+            return {**data, "critic": {**(critic or {}), "enable": True}}
+        return data
+
+
+class CriticPretrainConfig(CriticRunConfig):
+    """One run that fits a critic to the outcomes of rollouts, with the policy as it is."""
+
+    pretrain: PretrainConfig = PretrainConfig()
+    """Rollouts, held-out share, early stop."""
+    trainer: PretrainTrainerConfig = Field(default_factory=lambda: PretrainTrainerConfig())
+    """Length of the run, devices, logging, checkpoints."""
+
+
+class ScoreConfig(Section):
+    """On what a critic is judged."""
+
+    out: PathStr = "scorecard"
+    """Folder for scorecard.json, scorecard.html and the rollouts."""
+    rollouts: PathList | None = None
+    """Files or folders with rollouts (jsonl); null has the policy give rollout.n answers to each validation prompt."""
+    mc: NonNegativeInt = 0
+    """Branch rollouts from each chosen position: their mean outcome is what its value should be. 0: none."""
+    positions: Annotated[int, Field(ge=2)] = 5
+    """Positions of a response from which branches start, evenly spaced from its first token to its last."""
+    responses: PositiveInt = 64
+    """Responses that get branches."""
+
+
+class CriticScoreConfig(CriticRunConfig):
+    """One scorecard of a critic."""
+
+    score: ScoreConfig = ScoreConfig()
+    """On what the critic is judged."""

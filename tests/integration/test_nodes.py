@@ -1,0 +1,130 @@
+"""A run started once per node: it trains over both, ends with one line when a node dies, and goes on with the rest."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from runs import read_metrics, weights
+from two_nodes import Node, two_nodes
+
+from valor.controller.cluster import table
+from valor.trainer.main_ppo import main
+
+pytestmark = pytest.mark.slow
+PORT = 26379
+
+
+def form(node: Node, rank: int, *, nnodes: int = 2) -> list[str]:
+    """The arguments that say which node this is."""
+    return [
+        f"trainer.nnodes={nnodes}",
+        f"trainer.node_rank={rank}",
+        f"trainer.master_addr={node.address}",
+        f"trainer.master_port={PORT}",
+        "trainer.node_timeout=90",
+        "data.val_files=null",
+    ]
+
+
+def wait_for(path: Path, process: subprocess.Popen[bytes], log: Path, seconds: float = 240.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert process.poll() is None, log.read_text()[-2000:]
+        assert time.monotonic() < deadline, log.read_text()[-2000:]
+        time.sleep(0.05)
+
+
+def end(*processes: subprocess.Popen[bytes]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def raylet_of(process: subprocess.Popen[bytes]) -> psutil.Process:
+    """The raylet among a node's processes."""
+    return next(p for p in psutil.Process(process.pid).children(recursive=True) if p.name() == "raylet")
+
+
+def test_two_nodes_train_as_one_machine_and_leave_together(overrides, tmp_path):
+    run_dir, logs = tmp_path / "nodes", [tmp_path / "0.log", tmp_path / "1.log"]
+    with two_nodes() as (first, second):
+        arguments = overrides(run_dir, "trainer.total_training_steps=2", "trainer.n_gpus_per_node=1")
+        processes = [n.start([*arguments, *form(first, i)], logs[i]) for i, n in enumerate((first, second))]
+        try:
+            assert processes[0].wait(timeout=300) == 0, logs[0].read_text()[-2000:]
+            assert processes[1].wait(timeout=60) == 0, logs[1].read_text()[-2000:]
+        finally:
+            end(*processes)
+    assert "has joined" in logs[1].read_text() and "the run at" in logs[1].read_text()
+    alone = tmp_path / "alone"
+    assert (
+        main(overrides(alone, "trainer.total_training_steps=2", "trainer.n_gpus_per_node=2", "data.val_files=null"))
+        == 0
+    )
+    assert read_metrics(alone) == read_metrics(run_dir)
+    for name, tensor in weights(alone, "actor").items():
+        assert torch.equal(tensor, weights(run_dir, "actor")[name]), name
+
+
+def test_a_node_that_dies_ends_the_run_which_goes_on_with_what_is_left(overrides, tmp_path):
+    run_dir, logs = tmp_path / "dies", [tmp_path / "0.log", tmp_path / "1.log"]
+    arguments = overrides(run_dir, "trainer.total_training_steps=6", "trainer.save_freq=1")
+    with two_nodes() as (first, second):
+        processes = [n.start([*arguments, *form(first, i)], logs[i]) for i, n in enumerate((first, second))]
+        try:
+            wait_for(run_dir / "samples" / "step_2.jsonl", processes[0], logs[0])
+            raylet_of(processes[1]).kill()
+            died = time.monotonic()
+            assert processes[0].wait(timeout=60) == 1, logs[0].read_text()[-2000:]
+            print(f"ended {time.monotonic() - died:.1f} s after the raylet was killed")
+        finally:
+            end(*processes)
+        said = logs[0].read_text().splitlines()[-1]
+        assert said.startswith("stopped: the process of rank 1 on node") and second.address in said
+        orderly = tmp_path / "orderly"
+        shutil.copytree(run_dir, orderly)
+        rest = first.start([*arguments, *form(first, 0, nnodes=1)], tmp_path / "rest.log")
+        try:
+            assert rest.wait(timeout=300) == 0, (tmp_path / "rest.log").read_text()[-2000:]
+        finally:
+            end(rest)
+    rest_alone = ["trainer.total_training_steps=6", "trainer.save_freq=1", "data.val_files=null"]
+    assert main(overrides(orderly, *rest_alone, "trainer.controller=ray")) == 0
+    for role in ("actor", "critic"):
+        for name, tensor in weights(orderly, role).items():
+            assert torch.equal(tensor, weights(run_dir, role)[name]), name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["trainer.nnodes=2", "trainer.node_rank=1", "trainer.master_addr=127.0.0.1", "trainer.master_port=1"],
+            ["nothing answers at trainer.master_addr=127.0.0.1, port 1", "node_timeout=1 s"],
+        ),
+        (["trainer.nnodes=2", "trainer.node_rank=2", "trainer.master_addr=a"], ["trainer.node_rank=2 counts from 0"]),
+        (["trainer.nnodes=2", "trainer.node_rank=0"], ["set trainer.master_addr"]),
+        (["trainer.master_addr=a"], ["set trainer.node_rank on each"]),
+    ],
+)
+def test_mistakes(arguments, words, overrides, tmp_path, capsys):
+    assert main(overrides(tmp_path / "run", "trainer.node_timeout=1", *arguments)) == 2
+    [line] = [one for one in capsys.readouterr().err.splitlines() if not one.startswith("note:")]
+    assert all(word in line for word in words)
+
+
+def test_the_table_of_a_cluster():
+    nodes = [
+        {"NodeManagerAddress": "10.0.0.2", "Alive": False, "Resources": {}},
+        {"NodeManagerAddress": "10.0.0.1", "Alive": True, "Resources": {"CPU": 8.0, "GPU": 2.0, "memory": 2.0**33}},
+    ]
+    lines = table(nodes).splitlines()
+    assert lines[1].split() == ["10.0.0.1", "alive", "8", "2", "8.0", "GiB"]
+    assert lines[2].split()[:2] == ["10.0.0.2", "dead"] and lines[3].split()[:4] == ["1", "alive", "8", "2"]
