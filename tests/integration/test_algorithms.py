@@ -112,9 +112,10 @@ def test_dr_grpo(train):
     [
         ["value_loss=huber", "value_loss_kwargs={huber_delta:0.5}"],
         ["value_loss=bce"],
+        ["value_loss=hl_gauss", "value_loss_kwargs={num_bins:11,value_max:2.0}"],
         ["value_loss=mse", "cliprange_value=null"],
     ],
-    ids=["huber", "bce", "unclipped"],
+    ids=["huber", "bce", "hl_gauss", "unclipped"],
 )
 def test_each_value_loss(settings, train, tiny, tmp_path):
     rows = train(*[f"critic.{s}" for s in settings], "critic.optim.lr=1e-2")
@@ -126,15 +127,81 @@ def test_each_value_loss(settings, train, tiny, tmp_path):
         assert rows[0]["critic/values/min"] == rows[0]["critic/values/max"] == 0.5
         assert 0 < rows[1]["critic/values/min"] < rows[1]["critic/values/max"] < 1
         assert head["value_head_output"] == "logit"
+    elif "value_loss=hl_gauss" in settings:
+        # An untrained head gives every bin the same share: the middle; afterwards values stay within the range.
+        assert rows[0]["critic/values/min"] == pytest.approx(1.0) == rows[0]["critic/values/max"]
+        assert 0 < rows[1]["critic/values/min"] < rows[1]["critic/values/max"] < 2
+        assert rows[0]["critic/vf_loss"] <= math.log(11) + 1e-4
+        kept = ("value_head_output", "value_min", "value_max")
+        assert [head[k] for k in kept] == ["bins", 0.0, 2.0] and len(head["id2label"]) == 11
     else:
-        assert rows[0]["critic/values/max"] == 0.0 and "value_head_output" not in head
+        assert rows[0]["critic/values/max"] == 0.0 and head["value_head_output"] == "value"
 
 
-def test_a_critic_of_logits_is_not_taken_for_one_of_values(train, overrides, tmp_path, capsys):
-    train("critic.value_loss=bce")
-    critic = tmp_path / "run" / "huggingface" / "critic"
-    assert main(overrides(tmp_path / "other", f"critic.model.path={critic}")) == 2
-    assert "logit" in capsys.readouterr().err
+HL_GAUSS = ("critic.value_loss=hl_gauss", "critic.value_loss_kwargs={num_bins:11}", "critic.optim.lr=1e-2")
+
+
+def test_a_critic_of_bins_resumes_to_the_bit_and_is_a_warm_start(train, tmp_path):
+    rows = train(*HL_GAUSS, "trainer.save_freq=1", name="whole")
+    before, critic = weights(tmp_path / "whole", "critic"), tmp_path / "whole" / "huggingface" / "critic"
+    shutil.copytree(critic, tmp_path / "critic")
+    for leftover in ("global_step_2", "huggingface"):
+        shutil.move(tmp_path / "whole" / leftover, tmp_path / leftover)
+    assert train(*HL_GAUSS, "trainer.save_freq=1", name="whole") == rows
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(tmp_path / "whole", "critic").items())
+    warm = train(*HL_GAUSS, f"critic.model.path={tmp_path / 'critic'}", name="warm")
+    assert warm[0]["critic/values/min"] < warm[0]["critic/values/max"]  # not a new head
+
+
+def test_a_critic_is_not_taken_for_one_of_another_kind(train, overrides, tmp_path, capsys):
+    train(*HL_GAUSS)
+    warm = f"critic.model.path={tmp_path / 'run' / 'huggingface' / 'critic'}"
+    for other in ("mse", "bce", "hl_gauss"):
+        assert main(overrides(tmp_path / other, warm, f"critic.value_loss={other}")) == 2
+        error = capsys.readouterr().err
+        assert "gives 11 bins from 0 to 1" in error and "critic.value_loss" in error and "Traceback" not in error
+    frozen = train(warm, "critic.freeze=true", name="frozen")  # read as its config.json says
+    assert 0 < frozen[0]["critic/values/min"] < frozen[0]["critic/values/max"] < 1
+
+
+@pytest.mark.parametrize("bins", ["{num_bins:1}", "{num_bins:2.5}", "{value_min:low}", "{value_min:1.0}"])
+def test_bins_that_cannot_be(bins, overrides, tmp_path, capsys):
+    wrong = overrides(tmp_path / "run", "critic.value_loss=hl_gauss", f"critic.value_loss_kwargs={bins}")
+    assert_refused(wrong, ["hl_gauss", "value_min"], capsys)
+
+
+EXACT_KL = (
+    "algorithm.adv_estimator=grpo",
+    f"{ACTOR}.use_kl_loss=true",
+    f"{ACTOR}.kl_loss_type=full",
+    f"{ACTOR}.optim.lr=1e-2",
+    "algorithm.use_kl_in_reward=true",
+    "algorithm.kl_penalty=full",
+)
+KL_METRICS = ("actor/kl_loss", "actor/reward_kl_penalty")
+
+
+def test_the_exact_kl_in_loss_and_reward(train, tmp_path):
+    weights = (f"{ACTOR}.kl_loss_coef=0.5", "algorithm.kl_ctrl.kl_coef=0.5")
+    rows = train(*EXACT_KL, *weights, name="one")
+    assert rows[0]["actor/reward_kl_penalty"] == 0.0  # the actor still is the reference, to the bit
+    assert rows[1]["actor/reward_kl_penalty"] > 0 and all(row["actor/kl_loss"] > 0 for row in rows)
+    assert rows[1]["critic/rewards/mean"] < rows[1]["critic/score/mean"]
+    assert "timing_s/ref" not in (tmp_path / "one" / "metrics.jsonl").read_text()  # no pass of its own
+    two = train(*EXACT_KL, *weights, "trainer.n_gpus_per_node=2", name="two")
+    for name in (*KL_METRICS, "actor/grad_norm"):
+        assert [r[name] for r in two] == pytest.approx([r[name] for r in rows], abs=1e-4, rel=1e-3), name
+
+
+def test_k3_estimates_the_exact_kl(train):
+    """With weights of 0 the two runs take the same steps on the same samples."""
+    zero = (f"{ACTOR}.kl_loss_coef=0", "algorithm.kl_ctrl.kl_coef=0")
+    exact = train(*EXACT_KL, *zero, name="exact")
+    estimated = train(*EXACT_KL, *zero, f"{ACTOR}.kl_loss_type=k3", "algorithm.kl_penalty=k3", name="k3")
+    for name in KL_METRICS:
+        assert exact[1][name] == pytest.approx(estimated[1][name], rel=0.5) and exact[1][name] > 0.01
+    for name in ("critic/score/mean", "actor/pg_loss", "actor/grad_norm", "critic/rewards/mean"):
+        assert exact[1][name] == pytest.approx(estimated[1][name], abs=1e-6), name
 
 
 def test_decoupled_and_adaptive_lambda_and_bootstrap(train):

@@ -3,12 +3,14 @@
 import json
 import math
 import socket
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForTokenClassification
 
 from valor.config.engine import FSDPConfig, OptimConfig
@@ -83,6 +85,22 @@ def step(engine: TrainEngine, share: Batch) -> dict:
     return {**metrics, **engine.optimizer_step()}
 
 
+def kl_loss_fn(outputs, micro):
+    return (outputs["full_kl"] * micro["response_mask"]).sum() / 27.0, {"kl": outputs["full_kl"].detach().sum()}
+
+
+def kl_gradients(share: Batch) -> tuple[float, dict[str, torch.Tensor]]:
+    """Of the exact KL to a reference that is sharded as the policy is."""
+    engine, reference = build(), build(seed=4, frozen=True)
+    with reference.lent() as other:
+        metrics = engine.forward_backward(
+            share, kl_loss_fn, max_tokens=14, temperature=0.8, reference=partial(other, as_reference=True)
+        )
+    grads = {n: p.grad.full_tensor() for n, p in engine.module.named_parameters()}
+    assert all(p.grad is None and isinstance(p, DTensor) for p in reference.module.parameters())
+    return metrics.get("kl", 0.0), grads
+
+
 def value_step(engine: TrainEngine, share: Batch) -> dict:
     return {**engine.forward_backward(share, value_loss, max_tokens=14), **engine.optimizer_step()}
 
@@ -99,6 +117,8 @@ def run_rank(rank: int, world: int, port: int, root: str) -> None:
     engine.forward_backward(share, loss_fn, max_tokens=14, temperature=0.8)
     grads = {n: p.grad.full_tensor() for n, p in engine.module.named_parameters()}
     engine.optimizer_step()
+
+    log["kl"], kl_grads = kl_gradients(share)
 
     engine = build()
     forward = engine.forward(share, max_tokens=14, temperature=0.8, with_entropy=True)
@@ -149,6 +169,7 @@ def run_rank(rank: int, world: int, port: int, root: str) -> None:
         with torch.no_grad():
             log["generation"] = (cached - reference.hf(input_ids=ids).logits[:, -1]).abs().max().item()
         save_file(grads, out / "grads.safetensors")
+        save_file(kl_grads, out / "kl_grads.safetensors")
     again.export_hf(out / "hf")
     frozen = build(frozen=True, forward_prefetch=True, reshard_after_forward=False)
     log["frozen"] = list(frozen.forward(everything_on_one)["log_probs"].shape)
@@ -208,6 +229,14 @@ def test_gradients_add_up_to_those_of_one(root):
     got = load_file(root / "grads.safetensors")
     for name, parameter in engine.module.named_parameters():
         torch.testing.assert_close(got[name], parameter.grad.full_tensor(), rtol=1e-4, atol=1e-6)
+
+
+def test_the_exact_kl_adds_up_to_that_of_one(root, logs):
+    kl, grads = kl_gradients(whole_batch())
+    assert kl > 0.01 and logs[0]["kl"] + logs[1]["kl"] == pytest.approx(kl, rel=1e-4)
+    got = load_file(root / "kl_grads.safetensors")
+    for name, grad in grads.items():
+        torch.testing.assert_close(got[name], grad, rtol=1e-4, atol=1e-6)
 
 
 def test_steps_equal_those_of_one(logs, alone):

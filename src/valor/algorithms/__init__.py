@@ -11,6 +11,7 @@ from valor.algorithms.kl import (
     apply_kl_penalty,
     kl_penalty,
     make_kl_controller,
+    subtract_divergence,
 )
 from valor.algorithms.mismatch import off_policy_metrics, rollout_probs_diff
 from valor.algorithms.policy_losses import POLICY_LOSSES, policy_loss, policy_loss_options, register_policy_loss
@@ -117,6 +118,7 @@ __all__ = [
     "rejection_mask",
     "rollout_correction",
     "rollout_probs_diff",
+    "subtract_divergence",
     "sum_pi_squared_from_logits",
     "value_at_end",
     "value_loss",

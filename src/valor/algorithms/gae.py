@@ -1,5 +1,6 @@
 """Generalised advantage estimation with a critic (Schulman et al. 2015, https://arxiv.org/abs/1506.02438)."""
 
+import torch
 from torch import Tensor
 
 from valor.algorithms.reductions import WHITENING_SCOPES, Moments, masked_whiten
@@ -47,11 +48,19 @@ def gae(
         raise UserError(f"adaptive_lam_alpha must be positive, got {adaptive_lam_alpha}")
     lam_actor = lam if lam_actor is None else lam_actor
     lam_critic = lam if lam_critic is None else lam_critic
+    # Without decay, Σ δ is Σ r − V whatever lies between: no token needs to move.
+    undecayed = gamma == lam_actor == lam_critic == 1.0 and adaptive_lam_alpha is None
+    in_place = undecayed and bootstrap_mask is None and zero_masked
     moments = Moments()
     for rows in row_blocks(values):
-        packing = Packing(response_mask[rows])
+        packing = Packing(response_mask[rows], in_place=in_place)
         value = packing.pack(values[rows])
         reward = packing.pack_rewards(rewards[rows], reward_on_masked)
+        if in_place:
+            target = packing.unpack(suffix_scan(reward, 1.0), out=returns[rows])
+            advantage = torch.sub(target, value, out=advantages[rows])
+            moments = moments.merge(Moments.of(advantage, packing.counts.sum().item()))
+            continue
         if bootstrap_mask is not None:
             final = None if bootstrap_values is None else bootstrap_values[rows]
             reward = _add_bootstrap(reward, value, packing, bootstrap_mask[rows], final, gamma)

@@ -60,7 +60,15 @@ def apply_kl_penalty(
 
     The current KL is the mean over sequences (those with a policy token) of their mean over tokens.
     """
-    divergence = keep_masked(kl_penalty(log_probs, ref_log_probs, kind), response_mask)
+    divergence = kl_penalty(log_probs, ref_log_probs, kind)
+    return subtract_divergence(token_level_scores, divergence, response_mask, kl_coef=kl_coef)
+
+
+def subtract_divergence(
+    token_level_scores: Tensor, divergence: Tensor, response_mask: Tensor, *, kl_coef: float
+) -> tuple[Tensor, float]:
+    """`apply_kl_penalty` with a divergence [B, T] that is known, such as the exact one."""
+    divergence = keep_masked(divergence, response_mask)
     per_row = masked_mean(divergence, response_mask, dim=-1)
     current = masked_mean(per_row, (response_mask != 0).any(-1))
     return token_level_scores - kl_coef * divergence, current.item()

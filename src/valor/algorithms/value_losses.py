@@ -61,14 +61,18 @@ def hl_gauss(
     values: Tensor,
     returns: Tensor,
     *,
+    num_bins: int | None = None,
     value_min: float = 0.0,
     value_max: float = 1.0,
     sigma_bins: float = 0.75,
 ) -> PerToken:
     """Cross-entropy to a Gaussian around R spread over K bins of [value_min, value_max] (https://arxiv.org/abs/2403.03950).
 
-    values: logits [B, T, K]; sigma_bins: standard deviation in bins. Returns outside the range count as its ends.
+    values: logits [B, T, K]; num_bins: K, if it is to be checked; sigma_bins: standard deviation in bins. Returns
+    outside the range count as its ends.
     """
+    if num_bins is not None and num_bins != values.shape[-1]:
+        raise UserError(f"hl_gauss of {num_bins} bins got logits of {values.shape[-1]}")
     target = hl_gauss_target(returns, values.shape[-1], value_min, value_max, sigma_bins)
     loss = -(target * values.log_softmax(-1)).sum(-1)
     predicted = hl_gauss_value(values.detach(), value_min=value_min, value_max=value_max)

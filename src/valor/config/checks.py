@@ -215,11 +215,19 @@ def _rewards(config: PPOConfig) -> list[str]:
     manager, options = config.reward.reward_manager.name, config.reward.reward_kwargs
     buffer, longest = options.overlong_buffer_cfg, config.data.max_response_length
     key = "reward.reward_kwargs.overlong_buffer_cfg"
-    if not buffer.enable:
-        return []
-    if manager != "dapo":
-        return [f"{key}.enable=true is read with reward.reward_manager.name=dapo, it is {manager}: set that too"]
     lines = []
+    own, named = config.reward.custom_reward_function.path, f"reward.reward_manager.name={manager}"
+    if manager == "batch" and own is None:
+        lines.append(f"{named} calls a function of your own: set reward.custom_reward_function.path")
+    if manager == "remote" and config.reward.remote.url is None:
+        lines.append(f"{named} asks a server: set reward.remote.url")
+    if manager == "remote" and own is not None:
+        lines.append(f"{named} and reward.custom_reward_function.path={own} are two graders: set one of them")
+    if not buffer.enable:
+        return lines
+    if manager != "dapo":
+        lines.append(f"{key}.enable=true is read with reward.reward_manager.name=dapo, it is {manager}: set that too")
+        return lines
     if options.max_resp_len != longest:
         lines.append(
             f"reward.reward_kwargs.max_resp_len={options.max_resp_len} and data.max_response_length={longest} differ: "

@@ -286,7 +286,17 @@ TABLE: tuple[Inert, ...] = (
         "no effect with enable_resource_pool=false",
     ),
     Inert(
-        ("reward.custom_reward_function.*", "reward.num_workers", "reward.timeout"),
+        ("reward.remote.*",),
+        lambda config: config.reward.reward_manager.name != "remote",
+        "no effect: reward_manager.name is not remote",
+    ),
+    Inert(
+        ("reward.num_workers", "reward.memory_limit_mb", "reward.sandbox_fusion.*"),
+        lambda config: config.reward.reward_manager.name == "remote",
+        "no effect with reward_manager.name=remote: a server grades",
+    ),
+    Inert(
+        ("reward.custom_reward_function.*", "reward.num_workers", "reward.memory_limit_mb", "reward.timeout"),
         lambda config: config.reward.reward_model.replaces_rule and config.data.val_files is None,
         "no effect: the reward model scores every sample (reward_model.rule_weight=0)",
     ),

@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from valor.controller.group import Call, WorkerGroup
 from valor.controller.placement import ResourcePool, available_cores
 from valor.errors import TrainingStopped, UserError
+from valor.rollout.finished import Finished, Kept, hear_finished, tell_finished
 from valor.tracking.progress import Latest, Progress, add_listener, relay
 from valor.workers.host import RoleSpec, WorkerHost
 
@@ -31,6 +32,8 @@ class _RayHost:
     def __init__(self, rank: int, pool: ResourcePool) -> None:
         self._progress = Latest()
         add_listener(self._progress)
+        self._finished = Kept()
+        hear_finished(self._finished)
         self._host = WorkerHost(rank, pool.world_size, pool.device, pool.num_threads)
 
     def address(self) -> tuple[str, int]:
@@ -50,14 +53,15 @@ class _RayHost:
 
     def call(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._progress.reset()
+        self._finished.take()
         return self._host.call(role, method, *args, **kwargs)
 
     def close(self) -> None:
         self._host.close()
 
     @ray.method(concurrency_group="watch")
-    def progress(self) -> Progress | None:
-        return self._progress.get()
+    def watch(self) -> tuple[Progress | None, list[Finished]]:
+        return self._progress.get(), self._finished.take()
 
 
 class RayGroup(WorkerGroup):
@@ -140,7 +144,9 @@ class RayGroup(WorkerGroup):
                 for ref in ready:
                     ray.get(ref)  # raises at once, while the other ranks may wait for the failed one
                 if waiting:
-                    relay(ray.get([a.progress.remote() for a in self._actors]))
+                    seen = ray.get([a.watch.remote() for a in self._actors])
+                    relay([progress for progress, _ in seen])
+                    tell_finished([response for _, responses in seen for response in responses])
             return ray.get(refs)
         except RayTaskError as error:
             if isinstance(error.cause, UserError):

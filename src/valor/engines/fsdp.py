@@ -62,10 +62,10 @@ class TrainEngine:
     def forward(
         self, batch: Batch, *, max_tokens: int | None = None, max_rows: int | None = None, **options: Any
     ) -> dict[str, Tensor]:
-        """The model's outputs [B, T] for this rank's rows, in the given order, on the batch's device.
+        """The model's outputs [B, T] (or [B], or [B, T, K]) for this rank's rows, in the given order, on their device.
 
         A micro-batch holds at most `max_tokens` padded tokens (prompt and response) and `max_rows` rows. `options`
-        go to the model's forward (temperature, with_entropy).
+        go to the model's forward (temperature, with_entropy, …).
         """
         self.module.eval()
         responses = batch["responses"]
@@ -75,7 +75,8 @@ class TrainEngine:
             micro = self._rows(batch.take(indices)) if indices else self._empty_rows()
             for name, value in self.module(micro, **options).items():
                 if name not in outputs:
-                    outputs[name] = torch.zeros(responses.shape, dtype=value.dtype, device=responses.device)
+                    shape = (*responses.shape[: value.dim()], *value.shape[2:])
+                    outputs[name] = torch.zeros(shape, dtype=value.dtype, device=responses.device)
                 if indices:
                     outputs[name][indices] = value.to(responses.device)
             done += len(indices)
@@ -155,6 +156,18 @@ class TrainEngine:
         self.module.eval()
         with gathered(self._parts), torch.no_grad():
             yield self.module
+
+    @contextmanager
+    def lent(self) -> Iterator[nn.Module]:
+        """The module, to be called without gradients between the passes of another engine.
+
+        A call is collective, as any pass. What it returns, gathered parameters included, holds until the end.
+        """
+        self.module.eval()
+        try:
+            yield self.module
+        finally:
+            self._reshard()
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer of the state dict, whole, one at a time, on the engine's device."""

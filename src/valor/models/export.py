@@ -12,11 +12,12 @@ from torch import Tensor
 
 from valor.models.policy import PolicyModel
 from valor.models.quiet import quiet_transformers
+from valor.models.reward import RewardModel
 from valor.models.value import ValueModel
 
 
 def export_hf(
-    model: PolicyModel | ValueModel,
+    model: PolicyModel | ValueModel | RewardModel,
     path: Path | str,
     *,
     state_dict: Mapping[str, Tensor] | None = None,
@@ -25,7 +26,9 @@ def export_hf(
 ) -> None:
     """Write weights, config and tokenizer to the directory `path`.
 
-    A policy becomes an `AutoModelForCausalLM` directory, a value model an `AutoModelForTokenClassification` one.
+    A policy becomes an `AutoModelForCausalLM` directory, a value model an `AutoModelForTokenClassification` one, a
+    reward model an `AutoModelForSequenceClassification` one.
+
     `state_dict` holds full CPU weights under the names of `model` (default: the model's own), `dtype` is what the
     files hold (default: as they are).
     """

@@ -12,14 +12,20 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
 
-from valor.config.model import CriticModelConfig, ModelConfig
+from valor.config.model import BackboneConfig, CriticModelConfig, ModelConfig
 from valor.errors import UserError
 from valor.models.dropout import disable_dropout_in_config
 from valor.models.policy import PolicyModel
 from valor.models.quiet import quiet_transformers
-from valor.models.value import HEAD_NAMES, ValueModel
+from valor.models.value import HEAD_NAMES, ValueHead, ValueModel
 
 logger = logging.getLogger(__name__)
 
@@ -30,17 +36,18 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     custom_chat_template: str | None = None,
     require_chat_template: bool = False,
+    path_key: str = "model.tokenizer_path",
 ) -> Any:
     """The tokenizer at `path` with padding token set (to EOS where it has none).
 
-    UserError: no tokenizer there, or no chat template although one is required.
+    UserError: no tokenizer there (`path_key` is what to set), or no chat template although one is required.
     """
     source = _resolve(path)
     with _as_user_errors(path, "tokenizer"), quiet_transformers():
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     if len(tokenizer) <= len(tokenizer.added_tokens_decoder):
         # transformers makes an empty tokenizer of the model's type when a directory has no tokenizer files.
-        raise UserError(f"'{path}' holds no tokenizer files: save the tokenizer there or set model.tokenizer_path")
+        raise UserError(f"'{path}' holds no tokenizer files: save the tokenizer there or set {path_key}")
     if custom_chat_template is not None:
         tokenizer.chat_template = custom_chat_template
     if require_chat_template and not tokenizer.chat_template:
@@ -54,7 +61,7 @@ def load_tokenizer(
 
 def load_policy(model: ModelConfig, *, dtype: torch.dtype = torch.float32) -> PolicyModel:
     """The causal language model at `model.path` on the CPU in `dtype`, dropout off. UserError when it cannot be."""
-    config = _load_config(model)
+    config = load_model_config(model)
     hf, info = _from_pretrained(AutoModelForCausalLM, model, config, dtype)
     _require_all_weights(model.path, info["missing_keys"])
     if info["unexpected_keys"]:
@@ -63,17 +70,21 @@ def load_policy(model: ModelConfig, *, dtype: torch.dtype = torch.float32) -> Po
     return PolicyModel(hf)
 
 
-def load_value_model(model: CriticModelConfig, *, dtype: torch.dtype = torch.float32, seed: int = 42) -> ValueModel:
-    """A token-classification model of one label from the checkpoint at `model.path`, dropout off.
+def load_value_model(
+    model: CriticModelConfig,
+    *,
+    head: ValueHead | None = None,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 42,
+) -> ValueModel:
+    """A token-classification model from the checkpoint at `model.path`, dropout off.
 
-    A published critic keeps its head. A causal language model gets a new one: all zeros, or normal with the config's
-    initializer_range (drawn from `seed`) for `value_head_init=normal`. The head stays float32 in every dtype.
+    A published critic keeps its head, which must be the `head` asked for, if any (UserError). A causal language model
+    gets a new one: all zeros, or normal with the config's initializer_range (drawn from `seed`) for
+    `value_head_init=normal`. The head stays float32 in every dtype.
     """
-    config = _load_config(model)
-    architecture = (config.architectures or ["?"])[0]
-    if architecture.endswith("ForTokenClassification") and config.num_labels != 1:
-        raise UserError(f"'{model.path}' classifies tokens into {config.num_labels} labels; a critic needs exactly 1")
-    config.num_labels = 1
+    config = load_model_config(model)
+    _agreed_head(model.path, config, head).write(config)
     config.classifier_dropout = 0.0
     if type(config) not in transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
         raise UserError(
@@ -88,6 +99,45 @@ def load_value_model(model: CriticModelConfig, *, dtype: torch.dtype = torch.flo
     _fill_head(value.head, missing & head_keys, model.value_head_init, config, seed)
     _set_checkpointing(hf, model)
     return value
+
+
+def load_sequence_classifier(
+    model: BackboneConfig, *, dtype: torch.dtype = torch.float32, new_head_seed: int | None = None
+) -> Any:
+    """The *ForSequenceClassification model at `model.path` on the CPU in `dtype`, dropout off.
+
+    new_head_seed: give a checkpoint without a classification head one of one label, drawn from this seed as the
+    architecture does it; None: a UserError.
+    """
+    config = load_model_config(model)
+    has_head = (config.architectures or ["?"])[0].endswith("ForSequenceClassification")
+    if new_head_seed is not None:
+        if has_head and config.num_labels != 1:
+            raise UserError(f"'{model.path}' classifies into {config.num_labels} labels; a reward model has 1")
+        config.num_labels = 1
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(new_head_seed or 0)
+        hf, info = _from_pretrained(AutoModelForSequenceClassification, model, config, dtype)
+    inside = f"{hf.base_model_prefix}."
+    missing = {key for key in info["missing_keys"] if new_head_seed is None or has_head or key.startswith(inside)}
+    _require_all_weights(model.path, missing)
+    _set_checkpointing(hf, model)
+    return hf
+
+
+def _agreed_head(path: str, config: Any, wanted: ValueHead | None) -> ValueHead:
+    """The head to load. A checkpoint with a head that says nothing of itself may have any head of one output."""
+    has_head = (config.architectures or ["?"])[0].endswith(("ForTokenClassification", "ForSequenceClassification"))
+    found = ValueHead.of(config)
+    if has_head and found is None and (config.num_labels != 1 or (wanted is not None and wanted.size != 1)):
+        needed = f"outputs for {wanted}" if wanted is not None and wanted.size != 1 else "exactly 1"
+        raise UserError(f"'{path}' classifies into {config.num_labels} labels; this critic needs {needed}")
+    if has_head and None not in (found, wanted) and found != wanted:
+        raise UserError(
+            f"the head of the critic '{path}' gives {found}, and this run trains one that gives {wanted}: set "
+            "critic.value_loss and critic.value_loss_kwargs to those it was trained with"
+        )
+    return wanted or (found if has_head else None) or ValueHead()
 
 
 def _fill_head(head: nn.Linear, missing: set[str], init: str, config: Any, seed: int) -> None:
@@ -117,7 +167,8 @@ def _resolve(path: str) -> str:
     return path
 
 
-def _load_config(model: ModelConfig | CriticModelConfig) -> Any:
+def load_model_config(model: BackboneConfig) -> Any:
+    """The Hugging Face config at `model.path`, `override_config` applied, dropout 0. UserError when there is none."""
     if model.external_lib:
         for name in model.external_lib.split(","):
             try:
@@ -140,9 +191,7 @@ def _load_config(model: ModelConfig | CriticModelConfig) -> Any:
     return config
 
 
-def _from_pretrained(
-    auto: Any, model: ModelConfig | CriticModelConfig, config: Any, dtype: torch.dtype
-) -> tuple[Any, dict[str, Any]]:
+def _from_pretrained(auto: Any, model: BackboneConfig, config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
     with _as_user_errors(model.path, "model"), quiet_transformers():
         return auto.from_pretrained(
             _resolve(model.path),
@@ -154,7 +203,7 @@ def _from_pretrained(
         )
 
 
-def _set_checkpointing(hf: Any, model: ModelConfig | CriticModelConfig) -> None:
+def _set_checkpointing(hf: Any, model: BackboneConfig) -> None:
     if not model.enable_gradient_checkpointing:
         return
     try:
@@ -198,6 +247,8 @@ def _explain(path: str, what: str, text: str) -> str:
     if "does not recognize this architecture" in text or "Unrecognized" in text:
         version = transformers.__version__
         return f"the {what} at '{path}' has an architecture that transformers {version} cannot build: {first}"
+    if "instantiate the backend tokenizer" in text:
+        return f"'{path}' holds no tokenizer that can be read: save the tokenizer there, or name another directory"
     if "no file named" in text:
         return f"'{path}' has a config.json but no weights: {first}"
     return f"the {what} at '{path}' cannot be loaded: {first}"

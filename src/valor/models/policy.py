@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from valor.models.dropout import disable_dropout
-from valor.models.rows import compact_rows
-from valor.models.token_log_probs import LogitMap, log_probs_from_logits, sum_pi_squared, token_log_probs
+from valor.models.rows import CompactRows, compact_rows
+from valor.models.token_log_probs import (
+    HeadProduct,
+    LogitMap,
+    log_probs_from_logits,
+    sum_pi_squared,
+    token_log_probs,
+)
+
+# The same rows' next-token distributions by another policy, before they are computed; see `PolicyModel.forward`.
+Reference = Callable[[Mapping[str, Tensor]], HeadProduct | Tensor]
 
 logger = logging.getLogger(__name__)
 
@@ -37,45 +46,44 @@ class PolicyModel(nn.Module):
         temperature: float = 1.0,
         with_entropy: bool = False,
         with_sum_pi_squared: bool = False,
-    ) -> dict[str, Tensor]:
-        """Float32 `log_probs` [b, T] of the responses under softmax(logits / temperature); if asked, its `entropy` and
-        `sum_pi_squared` (Σ_v π(v)², without gradient).
+        reference: Reference | None = None,
+        as_reference: bool = False,
+    ) -> Any:
+        """Float32 `log_probs` [b, T] of the responses under π = softmax(logits / temperature); if asked, π's `entropy`,
+        `sum_pi_squared` (Σ_v π(v)², without gradient), and `full_kl`, the exact KL(π ‖ π_ref) to a `reference`.
 
         `rows` has prompts [b, P], prompt_lengths [b], responses [b, T], response_lengths [b], right-padded. Positions
-        beyond a response's length are 0.
+        beyond a response's length are 0. as_reference: instead, what another policy's `reference` returns.
         """
         compact = compact_rows(rows)
+        if as_reference:
+            return self._logits(compact)
+        with torch.no_grad():
+            other: Any = None if reference is None else reference(rows)
+        logits = self._logits(compact)
         squares: Tensor | None = None
-        if self.logit_map is None:
-            logits = compact.gather(self.hf(input_ids=compact.input_ids, use_cache=False).logits)
-            log_probs, entropy = log_probs_from_logits(
-                logits, compact.targets, temperature=temperature, with_entropy=with_entropy
+        if isinstance(logits, HeadProduct):
+            options: dict[str, Any] = {"temperature": temperature, "logit_map": self.logit_map}
+            found = token_log_probs(logits, compact.targets, with_entropy=with_entropy, reference=other, **options)
+            if with_sum_pi_squared:
+                squares = sum_pi_squared(logits, **options)
+        else:
+            found = log_probs_from_logits(
+                logits, compact.targets, temperature=temperature, with_entropy=with_entropy, ref_logits=other
             )
             if with_sum_pi_squared:
                 squares = (logits.detach().float() / temperature).softmax(-1).square().sum(-1)
-        else:
-            states = self.hf.base_model(input_ids=compact.input_ids, use_cache=False).last_hidden_state
-            states = compact.gather(states)
-            head = self.hf.get_output_embeddings()
-            log_probs, entropy = token_log_probs(
-                states,
-                head.weight,
-                head.bias,
-                compact.targets,
-                temperature=temperature,
-                logit_map=self.logit_map,
-                with_entropy=with_entropy,
-            )
-            if with_sum_pi_squared:
-                squares = sum_pi_squared(
-                    states, head.weight, head.bias, temperature=temperature, logit_map=self.logit_map
-                )
-        out = {"log_probs": compact.scatter(log_probs)}
-        if entropy is not None:
-            out["entropy"] = compact.scatter(entropy)
-        if squares is not None:
-            out["sum_pi_squared"] = compact.scatter(squares)
-        return out
+        columns = {**found._asdict(), "sum_pi_squared": squares}
+        return {name: compact.scatter(column) for name, column in columns.items() if column is not None}
+
+    def _logits(self, compact: CompactRows) -> HeadProduct | Tensor:
+        """At the positions that predict response tokens: how to compute the logits, or, where only the model's own
+        forward knows, the logits [N, V]."""
+        if self.logit_map is None:
+            return compact.gather(self.hf(input_ids=compact.input_ids, use_cache=False).logits)
+        states = self.hf.base_model(input_ids=compact.input_ids, use_cache=False).last_hidden_state
+        head = self.hf.get_output_embeddings()
+        return HeadProduct(compact.gather(states), head.weight, head.bias)
 
 
 def find_logit_map(hf: Any) -> LogitMap | None:

@@ -32,8 +32,9 @@ class CompactRows:
         return states.reshape(-1, states.shape[-1]).index_select(0, self.predictor)
 
     def scatter(self, flat: Tensor) -> Tensor:
-        """Per-token numbers [N] on the [b, T] grid, zero elsewhere; differentiable."""
-        return flat.new_zeros(self.mask.shape).masked_scatter(self.mask, flat)
+        """Per-token numbers [N, ...] on the [b, T, ...] grid, zero elsewhere; differentiable."""
+        mask = self.mask.view(*self.mask.shape, *[1] * (flat.dim() - 1))
+        return flat.new_zeros(*self.mask.shape, *flat.shape[1:]).masked_scatter(mask, flat)
 
 
 def compact_rows(rows: Mapping[str, Tensor]) -> CompactRows:

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of given tokens without a float32 [N, V] matrix.
+"""Log-probabilities of given tokens, entropies and exact KL divergences without a float32 [N, V] matrix.
 
 Shapes: N tokens, H hidden size, V vocabulary. The head is multiplied in the dtype of the hidden states; everything
 after it is float32, a few rows at a time.
@@ -7,10 +7,12 @@ after it is float32, a few rows at a time.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from valor.algorithms import full_kl_from_logits
 
 # Elements of one head product (kept for the backward pass when it is the only one), and of one float32 softmax block
 # (small enough on a CPU to stay in its cache). In elements, per device type.
@@ -34,58 +36,78 @@ class LogitMap:
         return x
 
 
+class HeadProduct(NamedTuple):
+    """hidden [N, H] · weight [V, H]ᵀ + bias [V], of which only some rows at a time are ever computed."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+    def rows(self, rows: slice) -> Tensor:
+        hidden, weight, bias = self.hidden[rows], self.weight, self.bias
+        return torch.mm(hidden, weight.t()) if bias is None else torch.addmm(bias, hidden, weight.t())
+
+
+class TokenNumbers(NamedTuple):
+    """Of N positions, each [N] float32: log π of the target; if asked, π's entropy and KL(π ‖ π_ref)."""
+
+    log_probs: Tensor
+    entropy: Tensor | None = None
+    full_kl: Tensor | None = None
+
+
 def token_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    product: HeadProduct,
     targets: Tensor,
     *,
     temperature: float = 1.0,
     logit_map: LogitMap | None = None,
     with_entropy: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """log softmax(logits / temperature)[targets] [N] and, if asked, the entropy [N] of that distribution, float32.
+    reference: HeadProduct | None = None,
+) -> TokenNumbers:
+    """Numbers of π = softmax(logits / temperature) at `targets` [N]; with a `reference`, the exact KL to it.
 
-    `hidden` [N, H], `weight` [V, H], `bias` [V] or None, `targets` [N]. Differentiable in hidden, weight and bias.
+    Differentiable in the product's hidden, weight and bias; the reference is a constant, under the same logit map.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
-    log_probs, entropy = _TokenLogProbs.apply(
-        hidden, weight, bias, targets, temperature, logit_map or LogitMap(), with_entropy
+    log_probs, entropy, full_kl = _TokenLogProbs.apply(
+        *product, targets, temperature, logit_map or LogitMap(), with_entropy, reference
     )
-    return log_probs, entropy if with_entropy else None
+    return TokenNumbers(log_probs, entropy if with_entropy else None, full_kl if reference else None)
 
 
 def log_probs_from_logits(
-    logits: Tensor, targets: Tensor, *, temperature: float = 1.0, with_entropy: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """The same two numbers from finished logits [N, V], by plain autograd."""
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    ref_logits: Tensor | None = None,
+) -> TokenNumbers:
+    """The same numbers from finished logits [N, V], by plain autograd."""
     log_p = torch.log_softmax(logits.float() / temperature, dim=-1)
-    entropy = -(log_p.exp() * log_p).sum(-1) if with_entropy else None
-    return log_p.gather(-1, targets[:, None]).squeeze(-1), entropy
+    return TokenNumbers(
+        log_p.gather(-1, targets[:, None]).squeeze(-1),
+        -(log_p.exp() * log_p).sum(-1) if with_entropy else None,
+        None if ref_logits is None else full_kl_from_logits(log_p, ref_logits.float() / temperature),
+    )
 
 
 @torch.no_grad()
-def sum_pi_squared(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    temperature: float = 1.0,
-    logit_map: LogitMap | None = None,
-) -> Tensor:
-    """Σ_v π(v)² [N] of π = softmax(logits / temperature), float32, without gradient; inputs as in `token_log_probs`."""
+def sum_pi_squared(product: HeadProduct, *, temperature: float = 1.0, logit_map: LogitMap | None = None) -> Tensor:
+    """Σ_v π(v)² [N] of π = softmax(logits / temperature), float32, without gradient."""
+    hidden = product.hidden
     out = hidden.new_empty(len(hidden), dtype=torch.float32)
-    rows = _rows_per(_SOFTMAX_ELEMENTS, hidden, len(weight))
+    rows = _rows_per(_SOFTMAX_ELEMENTS, hidden, len(product.weight))
     for start in range(0, len(hidden), rows):
-        product = _head(hidden[start : start + rows], weight, bias)
-        log_p = _log_softmax(product, temperature, logit_map or LogitMap())
+        log_p = _log_softmax(product.rows(slice(start, start + rows)), temperature, logit_map or LogitMap())
         out[start : start + rows] = log_p.mul_(2.0).exp_().sum(1)
     return out
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """Saves the head's product when it is small, else only its log-normalizers, and recomputes it going back."""
+    """Saves the heads' products when they are small, else recomputes them going back."""
 
     @staticmethod
     def forward(
@@ -97,7 +119,8 @@ class _TokenLogProbs(torch.autograd.Function):
         temperature: float,
         logit_map: LogitMap,
         with_entropy: bool,
-    ) -> tuple[Tensor, Tensor]:
+        reference: HeadProduct | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         n, vocab = len(hidden), len(weight)
         product_rows, block_rows = (
             _rows_per(_PRODUCT_ELEMENTS, hidden, vocab),
@@ -105,49 +128,59 @@ class _TokenLogProbs(torch.autograd.Function):
         )
         log_probs = hidden.new_empty(n, dtype=torch.float32)
         entropy = hidden.new_empty(n if with_entropy else 0, dtype=torch.float32)
+        full_kl = hidden.new_empty(n if reference else 0, dtype=torch.float32)
         product: Tensor | None = None
+        other: Tensor | None = None
         for start in range(0, n, product_rows):
-            product = _head(hidden[start : start + product_rows], weight, bias)
+            rows = slice(start, start + product_rows)
+            product = HeadProduct(hidden, weight, bias).rows(rows)
+            other = reference.rows(rows) if reference else None
             for at in range(0, len(product), block_rows):
-                rows = slice(start + at, start + at + len(product[at : at + block_rows]))
-                log_p = _log_softmax(product[at : at + block_rows], temperature, logit_map)
+                block = slice(at, at + block_rows)
+                rows = slice(start + at, start + at + len(product[block]))
+                log_p = _log_softmax(product[block], temperature, logit_map)
                 log_probs[rows] = log_p.gather(1, targets[rows, None]).squeeze(1)
                 if with_entropy:
                     entropy[rows] = -(log_p.exp().mul_(log_p)).sum(1)
-        ctx.save_for_backward(hidden, weight, bias, targets, entropy)
-        ctx.product = product if n <= product_rows else None
+                if other is not None:
+                    gap = log_p - _log_softmax(other[block], temperature, logit_map)
+                    full_kl[rows] = log_p.exp_().mul_(gap).sum(1)
+        ctx.save_for_backward(hidden, weight, bias, targets, entropy, full_kl)
+        ctx.reference = reference
+        ctx.kept = (product, other) if n <= product_rows else None
         ctx.options = (temperature, logit_map, product_rows, block_rows)
-        return log_probs, entropy
+        return log_probs, entropy, full_kl
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, entropy = ctx.saved_tensors
+        hidden, weight, bias, targets, entropy, full_kl = ctx.saved_tensors
         temperature, logit_map, product_rows, block_rows = ctx.options
-        grad_log_probs, grad_entropy = grads
+        reference: HeadProduct | None = ctx.reference
+        grad_log_probs, grad_entropy, grad_full_kl = grads
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(targets, dtype=torch.float32)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        kept, ctx.product = ctx.product, None  # overwritten below; a second backward pass recomputes it
+        kept, ctx.kept = ctx.kept, None  # overwritten below; a second backward pass recomputes it
 
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         sums: list[Tensor | None] = [None, None]
         for start in range(0, len(hidden), product_rows):
             rows = slice(start, start + product_rows)
             h = hidden[rows]
-            delta = kept if kept is not None else _head(h, weight, bias)
+            delta, other = kept or (
+                HeadProduct(hidden, weight, bias).rows(rows),
+                reference.rows(rows) if reference else None,
+            )
             for at in range(0, len(delta), block_rows):
                 block = delta[at : at + block_rows]
                 inner = slice(start + at, start + at + len(block))
+                pulls = []
+                if grad_entropy is not None and len(grad_entropy):
+                    pulls.append((None, entropy[inner], -grad_entropy[inner]))
+                if other is not None and grad_full_kl is not None:
+                    pulls.append((other[at : at + block_rows], -full_kl[inner], grad_full_kl[inner]))
                 block.copy_(
-                    _logit_gradient(
-                        block,
-                        targets[inner],
-                        grad_log_probs[inner],
-                        grad_entropy[inner] if grad_entropy is not None and len(grad_entropy) else None,
-                        entropy[inner],
-                        temperature,
-                        logit_map,
-                    )
+                    _logit_gradient(block, targets[inner], grad_log_probs[inner], pulls, temperature, logit_map)
                 )
             if grad_hidden is not None:
                 torch.mm(delta, weight, out=grad_hidden[rows])
@@ -161,15 +194,11 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_bias = None
         if need_bias:
             grad_bias = sums[1].to(bias.dtype) if sums[1] is not None else torch.zeros_like(bias)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 
 
 def _rows_per(elements: dict[str, int], like: Tensor, vocab: int) -> int:
     return max(1, elements["cpu" if like.device.type == "cpu" else "cuda"] // vocab)
-
-
-def _head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.mm(hidden, weight.t()) if bias is None else torch.addmm(bias, hidden, weight.t())
 
 
 def _log_softmax(product: Tensor, temperature: float, logit_map: LogitMap) -> Tensor:
@@ -184,22 +213,24 @@ def _logit_gradient(
     product: Tensor,
     targets: Tensor,
     grad_log_probs: Tensor,
-    grad_entropy: Tensor | None,
-    entropy: Tensor,
+    pulls: list[tuple[Tensor | None, Tensor, Tensor]],
     temperature: float,
     logit_map: LogitMap,
 ) -> Tensor:
     """d loss / d product of a block, float32.
 
-    d log p_t / d z_j = [j = t] - p_j and d entropy / d z_j = -p_j (log p_j + entropy), for z = logits / temperature.
+    d log p_t / d z_j = [j = t] - p_j, for z = logits / temperature. `pulls` are (product of q, -KL, d loss / d KL):
+    d KL(p ‖ q) / d z_j = p_j (log p_j - log q_j - KL); the entropy is -KL for log q = 0.
     """
     log_p = _log_softmax(product, temperature, logit_map)
-    if grad_entropy is None:
+    if not pulls:
         delta = log_p.exp_().mul_(-grad_log_probs[:, None])
     else:
-        p = log_p.exp()
-        weight = log_p.add_(entropy[:, None]).mul_(grad_entropy[:, None]).add_(grad_log_probs[:, None])
-        delta = p.mul_(weight).neg_()
+        delta = -grad_log_probs[:, None]
+        for other, minus_kl, grad in pulls:
+            gap = log_p if other is None else log_p - _log_softmax(other, temperature, logit_map)
+            delta = (gap + minus_kl[:, None]).mul_(grad[:, None]).add_(delta)
+        delta.mul_(log_p.exp_())
     delta.scatter_add_(1, targets[:, None], grad_log_probs[:, None].to(delta.dtype))
     if temperature != 1.0:
         delta.div_(temperature)

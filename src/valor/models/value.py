@@ -1,12 +1,14 @@
-"""The value function: a Hugging Face token-classification model of one label."""
+"""The value function: a Hugging Face token-classification model. Its labels give a value, its logit, or bins."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from valor.algorithms import hl_gauss_value
 from valor.models.dropout import disable_dropout
 from valor.models.rows import compact_rows
 
@@ -14,40 +16,84 @@ from valor.models.rows import compact_rows
 HEAD_NAMES = ("score", "classifier")
 
 
+@dataclass(frozen=True)
+class ValueHead:
+    """How a value is read from the head's `size` outputs z; an exported critic's config.json says it.
+
+    value: z itself. logit: the sigmoid of z. bins: the mean, under softmax z, of the centres of equal bins of
+    [value_min, value_max].
+    """
+
+    output: Literal["value", "logit", "bins"] = "value"
+    size: int = 1
+    value_min: float = 0.0
+    value_max: float = 1.0
+
+    @staticmethod
+    def of(config: Any) -> ValueHead | None:
+        """What a Hugging Face config says; None if it says nothing."""
+        output = getattr(config, "value_head_output", None)
+        if output != "bins":
+            return None if output is None else ValueHead(output)
+        return ValueHead(output, config.num_labels, config.value_min, config.value_max)
+
+    def write(self, config: Any) -> None:
+        """Make a Hugging Face config say it."""
+        config.num_labels = self.size
+        config.value_head_output = self.output
+        if self.output == "bins":
+            config.value_min, config.value_max = self.value_min, self.value_max
+
+    def values(self, z: Tensor) -> Tensor:
+        """Values [N] of outputs [N, size]."""
+        if self.output == "bins":
+            return hl_gauss_value(z, value_min=self.value_min, value_max=self.value_max)
+        return z.squeeze(-1).sigmoid() if self.output == "logit" else z.squeeze(-1)
+
+    def __str__(self) -> str:
+        if self.output == "bins":
+            return f"{self.size} bins from {self.value_min:g} to {self.value_max:g}"
+        return {"value": "a value", "logit": "the logit of a value"}[self.output]
+
+
 class ValueModel(nn.Module):
-    """Wraps `hf`, any *ForTokenClassification model with num_labels = 1 whose backbone is causal."""
+    """Wraps `hf`, any *ForTokenClassification model whose backbone is causal and whose labels are a `ValueHead`."""
 
     def __init__(self, hf: Any) -> None:
         super().__init__()
         disable_dropout(hf)
         self.hf = hf
+        self.reading = ValueHead.of(hf.config) or ValueHead()
         self.head.float()
         self.eval()
 
     @property
     def head(self) -> nn.Linear:
-        """The map from a hidden state to a value; it runs in float32 whatever the backbone runs in."""
+        """The map from a hidden state to the labels; it runs in float32 whatever the backbone runs in."""
         return getattr(self.hf, head_name(self.hf))
 
     def float32_modules(self) -> list[nn.Module]:
         """The parts that a mixed-precision engine must leave in float32."""
         return [self.head]
 
-    def forward(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def forward(self, rows: Mapping[str, Tensor], *, raw: bool = False) -> dict[str, Tensor]:
         """Float32 `values` [b, T]: the value of the state before response token t, 0 beyond a response's length.
 
-        `rows` as in PolicyModel.forward.
+        raw: instead `head_outputs`, which value losses train: [b, T], or [b, T, K] of a head of K outputs. `rows` as in
+        PolicyModel.forward.
         """
         compact = compact_rows(rows)
         states = self.hf.base_model(input_ids=compact.input_ids, use_cache=False).last_hidden_state
-        values = self.head(compact.gather(states).float()).squeeze(-1)
-        return {"values": compact.scatter(values.float())}
+        outputs = self.head(compact.gather(states).float()).float()
+        if raw:
+            return {"head_outputs": compact.scatter(outputs.squeeze(-1))}
+        return {"values": compact.scatter(self.reading.values(outputs))}
 
 
 def head_name(hf: Any) -> str:
     """The attribute that holds the classification head; ValueError if the class is laid out in another way."""
     for name in HEAD_NAMES:
         head = getattr(hf, name, None)
-        if isinstance(head, nn.Linear) and head.out_features == 1:
+        if isinstance(head, nn.Linear) and head.out_features == hf.config.num_labels:
             return name
-    raise ValueError(f"{type(hf).__name__} has no linear head of one output named {' or '.join(HEAD_NAMES)}")
+    raise ValueError(f"{type(hf).__name__} has no linear head named {' or '.join(HEAD_NAMES)}")

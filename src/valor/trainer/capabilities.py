@@ -22,7 +22,7 @@ def check_algorithms(config: PPOConfig) -> None:
     load_custom(config.algorithm.custom_path)
     _check_estimator(config)
     _check_policy_loss(config)
-    _check_value_loss(config)
+    check_value_loss(config)
     _check_correction(config)
 
 
@@ -89,7 +89,8 @@ def _check_policy_loss(config: PPOConfig) -> None:
         )
 
 
-def _check_value_loss(config: PPOConfig) -> None:
+def check_value_loss(config: PPOConfig) -> None:
+    """UserError: an unknown value loss or option, or options that contradict each other."""
     if not config.critic.enable:
         return
     name, given = config.critic.value_loss, config.critic.value_loss_kwargs

@@ -16,6 +16,7 @@ from valor import algorithms
 from valor.config import PPOConfig
 from valor.controller import Placement, Pools, start_pools
 from valor.data.batch import Batch
+from valor.errors import TrainingStopped
 from valor.tracking.console import format_seconds
 from valor.tracking.metrics import Timer
 from valor.tracking.progress import phase, report_progress
@@ -32,7 +33,6 @@ from valor.trainer.roles import role_specs
 from valor.trainer.shaping import RewardShaping
 from valor.trainer.side_by_side import side_by_side
 from valor.trainer.signals import StopRequest
-from valor.trainer.stopped import TrainingStopped
 from valor.trainer.updates import Updates
 from valor.trainer.validation import headline, validation_metrics
 from valor.workers.actor import mismatch_sums
@@ -177,7 +177,7 @@ class PPOTrainer:
             batch["old_log_probs"] = batch["rollout_log_probs"]
         elif self.old.recompute:
             passes.append(("actor", old_log_probs))
-        if "ref" in self.group:
+        if self.config.needs_ref_log_probs:
             passes.append(("ref", reference))
         if self.critics.names:
             passes.append(("critic", values))
@@ -206,7 +206,11 @@ class PPOTrainer:
 
     def _old_log_probs(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """The actor's log-probs before the update, their distance from the rollout's, and the correction for it."""
-        columns = self.group["actor"].compute_log_probs(batch, with_sum_pi_squared=needs_sum_pi_squared(self.config))
+        columns = self.group["actor"].compute_log_probs(
+            batch,
+            with_sum_pi_squared=needs_sum_pi_squared(self.config),
+            with_full_kl=self.config.algorithm.exact_kl_in_reward,
+        )
         on, old = batch["response_mask"], columns["old_log_probs"]
         count = max(float(on.sum()), 1.0)
         metrics = {"actor/entropy": float((columns["entropy"] * on).sum() / count)}

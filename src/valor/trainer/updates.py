@@ -10,10 +10,10 @@ from valor.config import PPOConfig
 from valor.controller import Roles
 from valor.data.batch import Batch
 from valor.data.sampler import shuffled
+from valor.errors import TrainingStopped
 from valor.tracking.progress import part, phase
 from valor.trainer.batch_metrics import mean_of
 from valor.trainer.old_log_probs import WEIGHTS, OldLogProbs, corrected
-from valor.trainer.stopped import TrainingStopped
 from valor.workers.model_role import ROW_FIELDS
 
 

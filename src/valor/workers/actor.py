@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from valor.config import ActorConfig, ActorRolloutRefConfig
 from valor.data.batch import Batch
 from valor.engines.sharding import DTYPES
 from valor.models.load import load_policy
+from valor.models.policy import Reference
 from valor.workers.dispatch import dispatch
 from valor.workers.host import WorkerContext
 from valor.workers.model_role import ROW_FIELDS, ModelRole
@@ -38,6 +40,7 @@ class ActorWorker(ModelRole):
         seed: int,
     ) -> None:
         load_custom(custom_path)
+        self._roles = context.roles
         self.config = config.actor
         self.loss_mode = loss_mode
         self.seed = seed
@@ -57,16 +60,24 @@ class ActorWorker(ModelRole):
         )
 
     @dispatch("dp")
-    def compute_log_probs(self, batch: Batch, *, with_entropy: bool = True, with_sum_pi_squared: bool = False) -> Batch:
+    def compute_log_probs(
+        self,
+        batch: Batch,
+        *,
+        with_entropy: bool = True,
+        with_sum_pi_squared: bool = False,
+        with_full_kl: bool = False,
+    ) -> Batch:
         """`old_log_probs` [B, T] of the batch's responses under the present weights, with `entropy`, `sum_pi_squared`
-        (Σ_v π(v)² of each position) if asked."""
-        with self.on_device() as engine:
+        (Σ_v π(v)² of each position), `full_kl` (the exact KL to the reference) if asked."""
+        with self.on_device() as engine, self._reference(with_full_kl) as reference:
             out = engine.forward(
                 batch.select(ROW_FIELDS),
                 **self._log_prob_limits,
                 temperature=batch.meta["temperature"],
                 with_entropy=with_entropy,
                 with_sum_pi_squared=with_sum_pi_squared,
+                reference=reference,
             )
         return Batch({"old_log_probs": out.pop("log_probs"), **out})
 
@@ -75,7 +86,7 @@ class ActorWorker(ModelRole):
         """One optimizer step on the rows of a mini-batch; metrics are of the whole mini-batch, over all ranks."""
         config, meta = self.config, mini_batch.meta
         self._generator = keyed_generator(self.seed, meta["global_step"], meta["update"], self._rank)
-        with self.on_device(optimizer=True) as engine:
+        with self.on_device(optimizer=True) as engine, self._reference(config.exact_kl_loss) as reference:
             metrics = engine.forward_backward(
                 mini_batch,
                 self._loss,
@@ -83,9 +94,14 @@ class ActorWorker(ModelRole):
                 max_rows=config.max_rows,
                 temperature=meta["temperature"],
                 with_entropy=config.entropy_coeff != 0 or config.calculate_entropy,
+                reference=reference,
             )
             step = engine.optimizer_step(advance_schedule=meta["last_of_step"])
         return sum_over_ranks(metrics) | step
+
+    def _reference(self, needed: bool) -> AbstractContextManager[Reference | None]:
+        """The reference policy of this process, for the exact KL: it lives here, so that no distribution travels."""
+        return self._roles["ref"].lent() if needed else nullcontext()
 
     def _loss(self, outputs: dict[str, Tensor], rows: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Policy loss − entropy bonus + KL loss of some rows, already divided by the mini-batch's global counts."""
@@ -111,7 +127,9 @@ class ActorWorker(ModelRole):
             loss = loss - config.entropy_coeff * entropy
             metrics["entropy"] = entropy.detach()
         if config.use_kl_loss:
-            kl = algorithms.kl_penalty(log_probs, rows["ref_log_probs"], kind=config.kl_loss_type)
+            kl = outputs.get("full_kl")
+            if kl is None:
+                kl = algorithms.kl_penalty(log_probs, rows["ref_log_probs"], kind=config.kl_loss_type)
             kl_loss = algorithms.aggregate_loss(kl, *aggregate)
             loss = loss + config.kl_loss_coef * kl_loss
             metrics["kl_loss"] = kl_loss.detach()

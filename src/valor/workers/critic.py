@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -15,15 +13,11 @@ from valor.data.batch import Batch
 from valor.engines.sharding import DTYPES
 from valor.errors import UserError
 from valor.models.load import load_value_model
-from valor.models.value import ValueModel
+from valor.models.value import ValueHead
 from valor.workers.dispatch import dispatch
 from valor.workers.host import WorkerContext
 from valor.workers.model_role import ROW_FIELDS, ModelRole
 from valor.workers.reduction import sum_over_ranks
-
-# Value losses whose head does not give the value itself: what turns its output into one, and what config.json says.
-_VALUE_OF_OUTPUT: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {"bce": (torch.sigmoid, "logit")}
-_OUTPUT_KEY = "value_head_output"
 
 
 class CriticWorker(ModelRole):
@@ -43,8 +37,9 @@ class CriticWorker(ModelRole):
     ) -> None:
         load_custom(custom_path)
         self.config = config
-        module = load_value_model(config.model, dtype=DTYPES[config.fsdp_config.model_dtype], seed=seed)
-        self._value_of = _mark_output(module, config)
+        dtype = DTYPES[config.fsdp_config.model_dtype]
+        head = None if config.freeze else value_head(config)  # a frozen one is read as it says itself
+        module = load_value_model(config.model, head=head, dtype=dtype, seed=seed)
         super().__init__(
             context,
             module,
@@ -67,7 +62,7 @@ class CriticWorker(ModelRole):
             rows["responses"] = functional.pad(rows["responses"], (0, 1))
             rows["response_lengths"] = lengths + 1
         with self.on_device() as engine:
-            values = self._value_of(engine.forward(rows, **self._limits)["values"])
+            values = engine.forward(rows, **self._limits)["values"]
         out = {"values": values[:, :width].masked_fill(torch.arange(width) >= lengths[:, None], 0.0)}
         if with_end:
             out["bootstrap_values"] = values.gather(1, lengths[:, None]).squeeze(1)
@@ -77,7 +72,7 @@ class CriticWorker(ModelRole):
     def update(self, mini_batch: Batch) -> dict[str, float]:
         """One optimizer step on the rows of a mini-batch; metrics are of the whole mini-batch, over all ranks."""
         with self.on_device(optimizer=True) as engine:
-            metrics = engine.forward_backward(mini_batch, self._loss, **self._limits)
+            metrics = engine.forward_backward(mini_batch, self._loss, **self._limits, raw=True)
             step = engine.optimizer_step(advance_schedule=mini_batch.meta["last_of_step"])
         return sum_over_ranks(metrics) | step
 
@@ -85,7 +80,7 @@ class CriticWorker(ModelRole):
         config = self.config
         loss, metrics = algorithms.value_loss(
             config.value_loss,
-            values=outputs["values"],
+            values=outputs["head_outputs"],
             old_values=rows["values"],
             returns=rows["returns"],
             response_mask=rows["response_mask"],
@@ -99,22 +94,17 @@ class CriticWorker(ModelRole):
         return loss, {**metrics, "vf_loss": loss.detach()}
 
 
-def _mark_output(module: ValueModel, config: CriticConfig) -> Callable[[Tensor], Tensor]:
-    """What turns the head's output into the value; exported models say so in their config.json.
-
-    UserError: the checkpoint's head was trained to give something else.
-    """
-    value_of, kind = _VALUE_OF_OUTPUT.get(config.value_loss, (_identity, "value"))
-    found = getattr(module.hf.config, _OUTPUT_KEY, None)
-    if found is not None and found != kind:
-        raise UserError(
-            f"the head of the critic '{config.model.path}' gives the {found} of a value, critic.value_loss="
-            f"{config.value_loss} trains one that gives the {kind}: use the value loss that it was trained with"
-        )
-    if kind != "value":
-        setattr(module.hf.config, _OUTPUT_KEY, kind)
-    return value_of
-
-
-def _identity(output: Tensor) -> Tensor:
-    return output
+def value_head(config: CriticConfig) -> ValueHead:
+    """What the head gives that `critic.value_loss` trains. UserError: bins that cannot be."""
+    if config.value_loss == "bce":
+        return ValueHead("logit")
+    if config.value_loss == "hl_gauss":
+        given = config.value_loss_kwargs
+        size, low, high = given.get("num_bins", 51), given.get("value_min", 0.0), given.get("value_max", 1.0)
+        if not (isinstance(size, int) and size > 1 and isinstance(low, int | float) and isinstance(high, int | float)):
+            raise UserError(
+                "critic.value_loss=hl_gauss: in critic.value_loss_kwargs num_bins is a whole number of at least 2, "
+                "value_min and value_max are numbers"
+            )
+        return ValueHead("bins", size, low, high)
+    return ValueHead()

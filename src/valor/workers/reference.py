@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
 from valor.config import ActorRolloutRefConfig
 from valor.data.batch import Batch
 from valor.engines.sharding import DTYPES
 from valor.models.load import load_policy
+from valor.models.policy import Reference
 from valor.workers.dispatch import dispatch
 from valor.workers.host import WorkerContext
 from valor.workers.model_role import ROW_FIELDS, ModelRole
@@ -27,3 +32,9 @@ class ReferenceWorker(ModelRole):
             rows = batch.select(ROW_FIELDS)
             out = engine.forward(rows, **self._limits, temperature=batch.meta["temperature"])
         return Batch({"ref_log_probs": out["log_probs"]})
+
+    @contextmanager
+    def lent(self) -> Iterator[Reference]:
+        """For the actor beside it, whose passes compute the exact KL: distributions of rows, by the reference."""
+        with self.on_device() as engine, engine.lent() as module:
+            yield partial(module, as_reference=True)

@@ -83,6 +83,13 @@ def test_hl_gauss_target_has_the_return_as_its_mean() -> None:
     assert edge.argmax().item() == 3
 
 
+def test_hl_gauss_checks_the_number_of_bins_it_is_told() -> None:
+    inputs = {"values": torch.zeros(1, 1, 5), "returns": torch.ones(1, 1), "response_mask": torch.ones(1, 1)}
+    assert algorithms.value_loss("hl_gauss", **inputs, num_bins=5)[0].item() == pytest.approx(math.log(5))
+    with pytest.raises(UserError, match="6 bins got logits of 5"):
+        algorithms.value_loss("hl_gauss", **inputs, num_bins=6)
+
+
 def test_parts_add_up_and_an_empty_mask_is_zero() -> None:
     inputs = case()
     mask = inputs["response_mask"]

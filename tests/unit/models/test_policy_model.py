@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from tiny_models import ARCHITECTURES, build_hf, reference_scores
+from tiny_models import ARCHITECTURES, build_hf, reference_scores, sequences
 from torch import nn
 
+from valor.algorithms import full_kl_from_logits
 from valor.models.policy import PolicyModel, find_logit_map
 
 
@@ -31,6 +32,35 @@ def test_gradients_equal_plain_autograd(name, rows):
     for n, p in policy.named_parameters():
         if p.grad is not None:
             torch.testing.assert_close(mine[n], p.grad, rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize("full_logits", [False, True])
+@pytest.mark.parametrize("name", ["qwen2_tied", "gemma2_softcap", "gpt_neox"])
+def test_the_exact_kl_equals_that_of_full_logits(name, full_logits, rows):
+    """Both policies' own logits, as transformers gives them; values, and gradients of the trained one alone."""
+    policy, other = PolicyModel(build_hf(name)), PolicyModel(build_hf(name))
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+    if full_logits:
+        policy.logit_map = other.logit_map = None
+    out = policy(rows, temperature=0.7, reference=lambda rows: other(rows, as_reference=True))
+    expected = torch.zeros_like(out["log_probs"])
+    for i, p, r, ids in sequences(rows):
+        logits, ref_logits = (m.hf(input_ids=ids).logits[0, p - 1 : p - 1 + r] / 0.7 for m in (policy, other))
+        expected[i, :r] = full_kl_from_logits(logits, ref_logits.detach())
+    assert expected.max() > 0.01
+    torch.testing.assert_close(out["full_kl"], expected, rtol=1e-4, atol=1e-5)
+    parameters = [p for p in policy.parameters() if p.requires_grad]
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0))
+    grads = [
+        torch.autograd.grad((x * weights).sum(), parameters, allow_unused=True) for x in (out["full_kl"], expected)
+    ]
+    for mine, plainly in zip(*grads, strict=True):
+        assert (mine is None) == (plainly is None)
+        if mine is not None:
+            torch.testing.assert_close(mine, plainly, rtol=1e-3, atol=2e-5)
+    assert all(p.grad is None for p in other.parameters())
 
 
 def test_without_entropy_only_log_probs_come_back(rows):

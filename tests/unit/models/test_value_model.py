@@ -7,8 +7,11 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from valor.config.model import CriticModelConfig
 from valor.errors import UserError
+from valor.models.export import export_hf
 from valor.models.load import load_value_model
-from valor.models.value import ValueModel
+from valor.models.value import ValueHead, ValueModel
+
+BINS = ValueHead("bins", 11, -1.0, 3.0)
 
 
 @pytest.fixture
@@ -68,10 +71,70 @@ def test_a_reward_model_lends_its_head_without_bias(causal_dir, tmp_path):
     assert (model.head.weight == 0.125).all() and not model.head.bias.any()
 
 
-def test_a_classifier_of_several_labels_is_refused(causal_dir, tmp_path):
+@pytest.mark.parametrize("head", [None, ValueHead("logit"), ValueHead("bins", 3)])
+def test_a_classifier_of_several_labels_is_refused(head, causal_dir, tmp_path):
     AutoModelForTokenClassification.from_pretrained(causal_dir, num_labels=3).save_pretrained(tmp_path / "ner")
     with pytest.raises(UserError, match="3 labels"):
-        load_value_model(section(str(tmp_path / "ner")))
+        load_value_model(section(str(tmp_path / "ner")), head=head)
+
+
+def test_a_reward_model_has_no_bins_to_lend(causal_dir, tmp_path):
+    AutoModelForSequenceClassification.from_pretrained(causal_dir, num_labels=1).save_pretrained(tmp_path / "rm")
+    with pytest.raises(UserError, match="1 labels; this critic needs outputs for 11 bins from -1 to 3"):
+        load_value_model(section(str(tmp_path / "rm")), head=BINS)
+
+
+def test_bins_are_read_as_the_mean_of_their_centres(causal_dir, rows):
+    model = load_value_model(section(causal_dir, value_head_init="normal"), head=BINS)
+    with torch.no_grad():
+        model.head.weight.mul_(50)
+        outputs, values = model(rows, raw=True)["head_outputs"], model(rows)["values"]
+        centres = torch.tensor([-1 + 4 / 11 * (k + 0.5) for k in range(11)])
+        for i, p, r, ids in sequences(rows):
+            logits = model.hf(input_ids=ids).logits[0, p - 1 : p - 1 + r]
+            torch.testing.assert_close(outputs[i, :r], logits, rtol=0, atol=1e-5)
+            torch.testing.assert_close(values[i, :r], logits.softmax(-1) @ centres, rtol=0, atol=1e-5)
+            assert not outputs[i, r:].any() and not values[i, r:].any()
+    assert outputs.shape == (4, 7, 11) and values[values != 0].std() > 0.1
+
+
+def test_a_new_head_of_bins_says_the_middle(causal_dir, rows):
+    values = load_value_model(section(causal_dir), head=BINS)(rows)["values"]
+    torch.testing.assert_close(values[values != 0], torch.ones(16))  # every response token of the rows
+
+
+@pytest.mark.parametrize("head", [ValueHead(), ValueHead("logit"), BINS], ids=str)
+def test_an_exported_critic_says_how_it_is_read(head, causal_dir, rows, tmp_path):
+    model = load_value_model(section(causal_dir, value_head_init="normal"), head=head)
+    export_hf(model, tmp_path / "critic")
+    again = load_value_model(section(str(tmp_path / "critic")))
+    assert again.reading == head
+    assert torch.equal(again(rows)["values"], model(rows)["values"])
+
+    plain = AutoModelForTokenClassification.from_pretrained(tmp_path / "critic")  # nothing of Valor from here on
+    config = plain.config
+    for i, p, r, ids in sequences(rows):
+        z = plain(input_ids=ids).logits[0, p - 1 : p - 1 + r]
+        if config.value_head_output == "bins":
+            width = (config.value_max - config.value_min) / config.num_labels
+            expected = z.softmax(-1) @ (config.value_min + width * (torch.arange(config.num_labels) + 0.5))
+        else:
+            expected = z[:, 0].sigmoid() if config.value_head_output == "logit" else z[:, 0]
+        torch.testing.assert_close(again(rows)["values"][i, :r], expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (ValueHead(), "gives 11 bins from -1 to 3, and this run trains one that gives a value"),
+        (ValueHead("bins", 12, -1.0, 3.0), "12 bins from -1 to 3"),
+        (ValueHead("bins", 11, -1.0, 1.0), "11 bins from -1 to 1"),
+    ],
+)
+def test_an_exported_critic_is_not_read_in_another_way(other, words, causal_dir, tmp_path):
+    export_hf(load_value_model(section(causal_dir), head=BINS), tmp_path / "critic")
+    with pytest.raises(UserError, match=words):
+        load_value_model(section(str(tmp_path / "critic")), head=other)
 
 
 def test_a_family_without_token_classification_is_refused(tmp_path):
