@@ -10,7 +10,10 @@ from valor.rewards.numerals import format_number, ground_truth_number, last_numb
 def grade(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Score 1 when the last number is an integer equal to the ground truth, else 0; `pred` is that number as text."""
+    """Score 1 when the last number is an integer equal to the ground truth, else 0.
+
+    Component: `pred` that number as text.
+    """
     truth = ground_truth_number(ground_truth)
     if truth.denominator != 1:
         raise ValueError(f"the ground truth is not an integer: {str(ground_truth)[:40]!r}")

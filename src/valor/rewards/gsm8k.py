@@ -49,7 +49,10 @@ def grade_strict(
 def grade_flexible(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Score 1 when the last number anywhere in the response equals the ground truth, else 0."""
+    """Score 1 when the last number anywhere in the response equals the ground truth, else 0.
+
+    Component: `pred` that number.
+    """
     truth = ground_truth_number(ground_truth)
     answer = flexible_answer(solution_str)
     return {"score": float(answer == truth), "pred": "" if answer is None else format_number(answer)}

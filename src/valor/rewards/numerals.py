@@ -16,6 +16,22 @@ NUMBER = (
 _NUMBER = re.compile(NUMBER)
 _NOT_IN_NUMBER = re.compile(r"[^0-9A-Za-z_.,/$€£+\-\u2212]")
 
+NUMBER_WORDS = (
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+)
+
 # The last number of a long response is nearly always here; looking there first is ten times faster.
 _TAIL = 100
 

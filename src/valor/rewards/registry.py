@@ -8,16 +8,46 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from valor.errors import UserError
-from valor.rewards import arithmetic, gsm8k
+from valor.rewards import arithmetic, choice, code, countdown, format, gsm8k, qa, reasoning_gym
+from valor.rewards.mathematics import grader as mathematics
 
 # Called by keyword: data_source, solution_str, ground_truth, extra_info. Returns a number, or a dict with "score".
 Grader = Callable[..., Any]
 _G = TypeVar("_G", bound=Grader)
 
+_MATHEMATICS = (
+    "math", "math_*", "math500", "test-math-*", "lighteval/MATH*", "DigitalLearningGmbH/MATH-lighteval",
+    "EleutherAI/hendrycks_math", "HuggingFaceH4/MATH-500", "math-ai/*", "dapo_math*", "BytedTsinghua-SIA/*", "*aime*",
+    "*AIME*", "amc*", "*AMC*", "numina*", "AI-MO/*", "minerva*", "olympiad*", "Hothan/OlympiadBench", "bigmath*",
+    "deepscaler*", "agentica-org/DeepScaleR*", "gsm8k*",
+)  # fmt: skip
+_CHOICE = ("mmlu*", "*/mmlu*", "*/MMLU*", "gpqa*", "*/gpqa*", "*hellaswag", "ai2_arc*", "*/ai2_arc", "*/openbookqa")
+_QUESTIONS = (
+    "nq", "nq_*", "*/nq_open", "triviaqa", "*/trivia_qa", "hotpotqa", "hotpot", "*/hotpot_qa", "2wiki*", "musique",
+    "popqa", "bamboogle", "squad*",
+)  # fmt: skip
+_COUNTDOWN = ("countdown*", "*/Countdown*", "game24*", "game_of_24*")
+_CODE = (
+    "codecontests*", "*/code_contests*", "apps", "*/apps", "codeforces*", "*/codeforces*", "taco*", "*/TACO*",
+    "humaneval*", "*/*humaneval*", "*/*HumanEval*", "mbpp*", "*/mbpp*", "livecodebench*", "*/*livecodebench*",
+    "*/*LiveCodeBench*",
+)  # fmt: skip
+
+# Names and globs; a name goes before globs, and of two globs that match, the first one counts.
 BUILT_IN: dict[str, Grader] = {
     "openai/gsm8k": gsm8k.grade_strict,
     "openai/gsm8k-flexible": gsm8k.grade_flexible,
     "valor/arithmetic": arithmetic.grade,
+    **dict.fromkeys(_MATHEMATICS, mathematics.grade),
+    "hiyouga/geometry3k": format.combine(
+        mathematics.grade, {"think_and_box": format.has_think_and_box}, {"acc": 0.9, "think_and_box": 0.1}
+    ),
+    **dict.fromkeys(_CHOICE, choice.grade),
+    "searchR1_*": qa.grade_exact,
+    **dict.fromkeys(_QUESTIONS, qa.grade),
+    **dict.fromkeys(_COUNTDOWN, countdown.grade),
+    **dict.fromkeys(_CODE, code.grade),
+    reasoning_gym.PREFIX + "*": reasoning_gym.grade,
 }
 
 _registered: dict[str, Grader] = {}
@@ -82,20 +112,20 @@ def compute_score(
 
 
 def _find(data_source: str) -> Grader | None:
-    if data_source in _registered:
-        return _registered[data_source]
-    for pattern in reversed(_registered):
-        if fnmatch.fnmatchcase(data_source, pattern):
-            return _registered[pattern]
-    return BUILT_IN.get(data_source)
+    for table, patterns in ((_registered, reversed(_registered)), (BUILT_IN, iter(BUILT_IN))):
+        if data_source in table:
+            return table[data_source]
+        for pattern in patterns:
+            if fnmatch.fnmatchcase(data_source, pattern):
+                return table[pattern]
+    return None
 
 
 def _no_grader(missing: list[str]) -> str:
-    known = known_data_sources()
-    near = difflib.get_close_matches(missing[0], known, n=1)
+    near = difflib.get_close_matches(missing[0], known_data_sources(), n=1)
     names = ", ".join(f"'{m}'" for m in missing)
     hint = f" Did you mean '{near[0]}'?" if near else ""
     return (
-        f"no grader for data_source {names}.{hint} Known: {', '.join(known)}. Rename the data_source, or set "
-        "reward.custom_reward_function.path to a Python file with your compute_score"
+        f"no grader for data_source {names}.{hint} `valor rewards list` shows those that have one: rename the "
+        "data_source, or set reward.custom_reward_function.path to a Python file with your compute_score"
     )

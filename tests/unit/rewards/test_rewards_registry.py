@@ -3,16 +3,18 @@
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
+from valor.cli import main
+from valor.config.reward import CustomRewardFunctionConfig, RewardConfig
 from valor.errors import UserError
 from valor.rewards import compute_score, register_reward
 from valor.rewards.custom import CustomFunction, FunctionSource
 from valor.rewards.executor import RewardResult, Sample
+from valor.rewards.listing import describe
 from valor.rewards.manager import RewardManager, summarize
-from valor.rewards.registry import grader_for, has_grader, known_data_sources, require_graders
+from valor.rewards.registry import BUILT_IN, grader_for, has_grader, known_data_sources, require_graders
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +46,31 @@ def test_names_go_before_patterns_and_later_before_earlier() -> None:
     assert compute_score("openai/gsm8k", "", "") == 5
 
 
+@pytest.mark.parametrize(
+    ("source", "response", "truth"),
+    [
+        *(
+            (source, r"so \boxed{0.5}", r"\frac12")
+            for source in (
+                "lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "math", "math_dapo",
+                "math_dapo_reasoning", "aime24", "aime_2025", "test-math-aime24", "numina_olympiads", "numina_amc_aime",
+                "math-ai/amc23", "amc23", "minerva_math", "olympiadbench", "bigmath_rl_prime", "gsm8k",
+                "hiyouga/geometry3k",
+            )
+        ),
+        *((source, "Answer: B", "B") for source in ("cais/mmlu", "mmlu", "gpqa_diamond", "Rowan/hellaswag")),
+        *((f"searchR1_{name}", "<answer>Paris</answer>", {"target": ["Paris"]}) for name in ("nq", "hotpotqa")),
+        *((source, "It is Paris.", ["Paris"]) for source in ("nq", "triviaqa", "hotpotqa", "bamboogle")),
+        *((source, "4*6+1-1", {"target": 24, "numbers": [1, 1, 4, 6]}) for source in ("countdown", "game24")),
+    ],
+)  # fmt: skip
+def test_sources_of_the_sets_that_everyone_trains_on(source: str, response: str, truth: object) -> None:
+    result = compute_score(source, response, truth)
+    assert result.get("acc", result["score"]) == 1.0  # type: ignore[union-attr, index]
+    wrong = compute_score(source, "Answer: 17 or so, <answer>17</answer>", truth)
+    assert wrong.get("acc", wrong["score"]) == 0.0  # type: ignore[union-attr, index]
+
+
 def test_a_grader_sees_all_four_arguments() -> None:
     register_reward("mine")(lambda **kwargs: kwargs)
     given = {"data_source": "mine", "solution_str": "s", "ground_truth": 3, "extra_info": {"index": 1}}
@@ -55,12 +82,42 @@ def test_an_unknown_data_source_names_the_known_ones_and_the_way_out() -> None:
         grader_for("openai/gsm8")
     text = str(error.value)
     assert "'openai/gsm8'" in text and "Did you mean 'openai/gsm8k'?" in text
-    assert "valor/arithmetic" in text and "reward.custom_reward_function.path" in text
+    assert "valor rewards list" in text and "reward.custom_reward_function.path" in text
     assert "\n" not in text
     with pytest.raises(UserError, match="'a', 'b'"):
         require_graders(["openai/gsm8k", "a", "b", "a"])
     require_graders(known_data_sources())
     assert has_grader("openai/gsm8k") and not has_grader("")
+
+
+def test_rewards_list_names_every_source_its_score_and_its_components(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rewards", "list"]) == 0
+    printed = capsys.readouterr().out
+    assert all(source in printed for source in BUILT_IN)
+    for grader in set(BUILT_IN.values()):
+        summary, names = describe(grader)
+        assert summary.startswith("Score ") and names, grader
+
+
+@pytest.mark.parametrize(
+    ("source", "response", "truth"),
+    [
+        ("openai/gsm8k", "#### 5", "5"),
+        ("openai/gsm8k-flexible", "5", "5"),
+        ("valor/arithmetic", "5", "5"),
+        ("math", "5", "5"),
+        ("mmlu", "B", "B"),
+        ("nq", "Paris", "Paris"),
+        ("searchR1_nq", "Paris", "Paris"),
+        ("game24", "4*6+1-1", "1 1 4 6"),
+    ],
+)
+def test_components_are_the_documented_ones(source: str, response: str, truth: str) -> None:
+    _, names = describe(grader_for(source))
+    for text in (response, "no"):
+        result = compute_score(source, text, truth)
+        assert isinstance(result, dict)
+        assert result.keys() - {"score"} == set(names) - {"error"}
 
 
 def write(path: Path, text: str) -> str:
@@ -125,6 +182,7 @@ def test_summary_by_data_source() -> None:
     summary = summarize(["a/b", "a/b", "a/b", "", ""], results)
     assert summary.metrics == {
         "reward/errors": 1.0,
+        "reward/errors/exception": 1.0,
         "reward/grading_seconds_max": 0.5,
         "reward/a/b/mean": 0.0,
         "reward/a/b/correct": pytest.approx(1 / 3),
@@ -141,28 +199,31 @@ def test_summary_by_data_source() -> None:
     assert summarize([], []).metrics == {"reward/errors": 0.0}
 
 
-def reward_config(path: str | None = None) -> SimpleNamespace:
-    custom = SimpleNamespace(path=path, name="compute_score", reward_kwargs={})
-    return SimpleNamespace(num_workers=1, timeout=5.0, error_score=0.0, custom_reward_function=custom)
+def reward_config(path: str | None = None) -> RewardConfig:
+    return RewardConfig(num_workers=1, timeout=5.0, custom_reward_function=CustomRewardFunctionConfig(path=path))
 
 
 def test_manager_grades_and_checks_sources(tmp_path: Path) -> None:
-    manager = RewardManager(reward_config())  # type: ignore[arg-type]
+    manager = RewardManager(reward_config())
     try:
         with pytest.raises(UserError, match="no grader for data_source 'mine'"):
             manager.check(["mine"])
         samples = [Sample("valor/arithmetic", f"= {i}", "3") for i in range(4)]
-        results, summary = manager.gather(samples, [manager.submit(s) for s in samples])
+        results, summary = manager.score(samples)
+        assert manager.gather([manager.submit(s) for s in samples]) == [
+            r._replace(seconds=pytest.approx(r.seconds, abs=5)) for r in results
+        ]
         assert [r.score for r in results] == [0, 0, 0, 1]
         assert summary.line == "reward valor/arithmetic: 1/4 correct, mean 0.250, 0 errors"
         assert manager.score(samples)[0][3].components == {"pred": "3"}
     finally:
         manager.close()
-    custom = RewardManager(reward_config(write(tmp_path / "r.py", GOOD)))  # type: ignore[arg-type]
+    custom = RewardManager(reward_config(write(tmp_path / "r.py", GOOD)))
     custom.check(["mine"])  # the custom function grades everything
     custom.close()
 
 
-def test_importing_rewards_loads_neither_torch_nor_pyarrow() -> None:
-    code = "import sys, valor.rewards.manager; print([m for m in ('torch', 'numpy', 'pyarrow') if m in sys.modules])"
+def test_importing_rewards_loads_no_heavy_library() -> None:
+    heavy = ("torch", "numpy", "pyarrow", "sympy", "reasoning_gym")
+    code = f"import sys, valor.rewards.manager; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"

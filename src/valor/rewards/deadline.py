@@ -1,0 +1,65 @@
+"""A time limit on Python code that works in every thread, where signals only reach the main one."""
+
+from __future__ import annotations
+
+import _thread
+import ctypes
+import queue
+from collections.abc import Callable
+from typing import TypeVar
+
+_T = TypeVar("_T")
+_AGAIN = 0.05  # seconds until the next try, for code that swallowed the exception
+
+
+class _Interrupt(BaseException):
+    """Raised in the running code from outside. Not an Exception: libraries catch those."""
+
+
+def run_within(seconds: float, function: Callable[..., _T], *args: object) -> _T:
+    """`function(*args)`; raises TimeoutError when it has not returned after `seconds`.
+
+    It is interrupted between two bytecodes, so a single long call into C (a power of huge integers) runs on. What it
+    was changing stays half changed: whoever keeps state across calls has to clean up after a TimeoutError.
+    """
+    # Queues, because their put and get cannot be torn apart by the interrupt.
+    done: queue.SimpleQueue[None] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[None] = queue.SimpleQueue()
+    sent: list[bool] = []
+    thread = _thread.get_ident()
+
+    def watch() -> None:
+        wait = seconds
+        while True:
+            try:
+                done.get(timeout=wait)
+                break
+            except queue.Empty:
+                sent.append(True)
+                _raise_in(thread, _Interrupt)
+                wait = _AGAIN
+        for _ in range(2):  # `finish` may be called twice
+            ended.put(None)
+
+    def finish() -> None:
+        done.put(None)
+        ended.get()
+        _raise_in(thread, None)  # one that was sent and has not struck yet
+
+    _thread.start_new_thread(watch, ())
+    try:
+        try:
+            result = function(*args)
+        finally:
+            finish()
+    except _Interrupt:
+        finish()  # it may have struck inside the first one; the watcher is not left behind
+    else:
+        if not sent:  # otherwise the function has caught the interrupt and made a result of it
+            return result
+    raise TimeoutError(f"took longer than {seconds:g} s")
+
+
+def _raise_in(thread: int, exception: type[BaseException] | None) -> None:
+    value = ctypes.py_object(exception) if exception else None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), value)

@@ -1,0 +1,85 @@
+"""Rewards for how a response is written, as functions to be added to a grader's score: format, length, repetition.
+
+All take the text (or a length) and return a number; `combine` makes a grader of a grader and some of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from valor.rewards.answers import boxed, ends_in_a_loop
+
+TextReward = Callable[[str], float]
+Grader = Callable[..., Any]
+
+_THINK_ANSWER = re.compile(
+    r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL
+)
+
+
+def has_box(text: str) -> float:
+    r"""1 when the response has a complete `\boxed{…}`, else 0."""
+    return float(boxed(text) is not None)
+
+
+def has_think_and_answer(text: str) -> float:
+    """1 when the whole response is `<think>…</think><answer>…</answer>`, each tag once, else 0 (DeepSeek-R1-Zero)."""
+    return float(_THINK_ANSWER.fullmatch(text) is not None)
+
+
+def has_think_and_box(text: str) -> float:
+    r"""1 when thoughts in `<think>` are followed by a `\boxed{…}`, else 0."""
+    before, tag, after = text.partition("</think>")
+    return float(bool(tag) and before.lstrip().startswith("<think>") and boxed(after) is not None)
+
+
+def no_loop(text: str) -> float:
+    """0 when the response ends in one piece repeated over and over, else 1."""
+    return float(not ends_in_a_loop(text))
+
+
+def overlong_penalty(length: int, max_length: int, buffer: int, factor: float = 1.0) -> float:
+    """0 up to `max_length - buffer` tokens, then falling linearly to `-factor` at `max_length` and below it beyond.
+
+    Soft overlong punishment of DAPO (https://arxiv.org/abs/2503.14476, equation 13), as verl computes it.
+    """
+    if not 0 < buffer <= max_length:
+        raise ValueError(f"the buffer ({buffer}) must be above 0 and not over max_length ({max_length})")
+    return min(-(length - (max_length - buffer)) / buffer * factor, 0.0)
+
+
+def repetition_penalty(text: str, n: int = 4) -> float:
+    """Minus the part of the text's n-word pieces that have been there before: 0 (all new) to nearly -1 (a loop).
+
+    https://arxiv.org/abs/2502.03373, appendix on the n-gram repetition penalty.
+    """
+    words = text.split()
+    count = len(words) - n + 1
+    if count <= 0:
+        return 0.0
+    return len({tuple(words[i : i + n]) for i in range(count)}) / count - 1.0
+
+
+def combine(grader: Grader, parts: Mapping[str, TextReward], weights: Mapping[str, float]) -> Grader:
+    """A grader whose score is a weighted sum of `acc` (the grader's own score) and the parts, each a component.
+
+    `weights` has an entry for `acc` and for each part. As `acc` decides what is correct, format alone never is.
+    """
+    if weights.keys() != {"acc", *parts}:
+        raise ValueError(f"weights must be given for {', '.join(['acc', *parts])}")
+
+    def graded(
+        data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        result = grader(
+            data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info
+        )
+        result = dict(result) if isinstance(result, Mapping) else {"score": result}
+        own = {"acc": result["score"], **{part: reward(solution_str) for part, reward in parts.items()}}
+        return {**result, **own, "score": sum(weights[key] * own[key] for key in own)}
+
+    terms = [f"{weight:g} x `{key}`" for key, weight in weights.items()]
+    graded.__doc__ = f"Score {' + '.join(terms)} of {grader.__module__}.\n\nComponents: {', '.join(terms)}."
+    return graded

@@ -1,0 +1,335 @@
+"""The mathematics grader on whole responses: model outputs with published labels, published answers, hostile text."""
+
+import json
+import multiprocessing
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from valor.rewards import compute_score
+from valor.rewards.answers import ends_in_a_loop, final_answers
+from valor.rewards.executor import RewardExecutor, Sample
+from valor.rewards.mathematics import symbolic
+from valor.rewards.mathematics.grader import grade
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "stated"),
+    [
+        (r"so \boxed{5}.", "5", True),
+        (r"\boxed{\frac{1}{2}} or so", r"\frac{1}{2}", True),
+        (r"first \boxed{3}, no: \boxed{5}", "5", True),  # corrected
+        (r"\boxed{3} and \boxed{5}", "3, 5", True),  # side by side
+        (r"\boxed{\boxed{5}}", r"\boxed{5}", True),
+        (r"so \fbox{5}", "5", True),
+        (r"so \boxed 5", "5", True),
+        (r"\boxed{5} hence \boxed{\frac{1}{2", "5", True),  # the last one was cut off
+        ("The answer is 72.", "72", True),
+        ("The final answer is $2.5$. I hope it is correct.", "$2.5$", True),
+        ("**Answer:** 5", "5", True),
+        ("Answer:\n\n5", "5", True),
+        ("the answer to the question is: 5", "5", True),
+        ("The answer is Rs. 500.", "500", True),
+        ("work\n#### 1,080", "1,080", True),
+        ("The answer is <<3+4=7>>7 apples.\n#### 8", "8", True),
+        ("8 answers: 3 + 4 = <<3+4=7>>7\nA: 7", "7", True),
+        (r"The answer is 7. \boxed{5}", "5", True),  # a box goes first
+        ("<think>\\boxed{1}</think>\nThe answer is 2", "2", True),
+        ("<answer>5</answer> \\boxed{6}", "5", True),
+        (r"<answer>\boxed{5}</answer>", "5", True),
+        ("We get 4.\nSo it takes 12 minutes.", "12", False),
+        ("We get\n$$x = \\frac{3}{2}$$", r"x = \frac{3}{2}", False),
+        ("Half of it.\nThat is 40% of all.", "40%", False),
+        ("The answer is 5!", "5!", True),
+        ("x^2 + 1", "x^2 + 1", False),
+    ],
+)
+def test_where_the_answer_stands(response: str, answer: str, stated: bool) -> None:
+    found = final_answers(response)
+    assert (found[0].text, found[0].stated) == (answer, stated)
+
+
+def test_an_announced_sentence_also_counts_by_its_number() -> None:
+    assert [a.text for a in final_answers("The answer is 5 apples, not 6.")] == ["5", "5 apples, not 6"]
+    assert [a.text for a in final_answers("The answer is 4 * 6 = 24 cookies")] == ["24", "4 * 6 = 24 cookies"]
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "score"),
+    [
+        (r"\boxed{\boxed{5}}", "5", 1),
+        ("The answer is 5 or 6.", "6", 0),
+        ("So the answer is $x=3$ and $x=-2$.", "3,-2", 1),
+        (r"The final answer is $\frac{3}{4}$ of the cake.", "3/4", 1),
+        ("Answer: $12", "12", 1),
+        ("The answer is 1,234.5 dollars.", "1234.5", 1),
+        ("The answer is 1 1/2 cups.", "1.5", 1),
+        ("The answer is five.", "5", 1),
+        ("The answer is: Yes, because 2 is prime.", "Yes", 1),
+        ("So the answer is ] } >.", "] } >", 1),
+        ("Answer: 3 hours and 20 minutes", "200 minutes", 1),
+        ("Answer: (A) 12", "12", 1),
+        ("Answer: (A) 12", "A", 1),
+        ("<think>The answer is 4</think>The answer is 5", "4", 0),
+        ("so f(x) = 3x + 2", "2", 0),  # a term is no answer
+        ("Final answer: 3x+2", "2", 0),
+    ],
+)
+def test_whole_responses(response: str, truth: str, score: int) -> None:
+    assert grade("math", response, truth)["score"] == score
+
+
+def test_no_answer() -> None:
+    for response in ("", "   \n ", "I do not know\nanything.", r"\boxed{}", "(" * 500, "</think>"):
+        assert not any(a.stated for a in final_answers(response))
+        assert grade("math", response, "5")["score"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "is_loop"),
+    [
+        ("52 inches - 4.25 feet = " * 20, True),
+        ("so 8, " * 14 + "so 8", True),
+        ("= 24\n" * 40 + "= 2", True),  # cut off within
+        ("The first is 1, the second is 2, the third is 3, and together they are 6. So there are 6 of them.", False),
+        ("0.3333333333333333", False),
+        ("", False),
+    ],
+)
+def test_degenerate_loops(response: str, is_loop: bool) -> None:
+    assert ends_in_a_loop(response) is is_loop
+
+
+def test_a_loop_has_no_answer_unless_it_was_announced() -> None:
+    loop = "We can rewrite this as x = 24.\n" * 30
+    assert grade("math", loop, "24")["score"] == 0.0
+    assert grade("math", "The answer is 24.\n" * 30, "24")["score"] == 1.0
+    assert grade("math", r"\boxed{24} as we see. " * 30, "24")["score"] == 1.0
+
+
+def test_components() -> None:
+    assert grade("math", r"so \boxed{0.5}", r"\frac12") == {"score": 1.0, "format": 1.0, "pred": "1/2"}
+    assert grade("math", "it takes\n12 minutes", "12") == {"score": 1.0, "format": 0.0, "pred": "12"}
+    assert grade("math", "no idea,\nreally", "12") == {"score": 0.0, "format": 0.0, "pred": ""}
+
+
+@pytest.mark.parametrize("truth", ["5", 5, 5.0, ["7", "5"], ["5\n"], r"so \boxed{5}", "3 + 2 = 5\n#### 5"])
+def test_ground_truths(truth: Any) -> None:
+    assert grade("math", r"\boxed{5}", truth)["score"] == 1.0
+    assert grade("math", r"\boxed{6}", truth)["score"] == 0.0
+
+
+@pytest.mark.parametrize("truth", ["", None, [], ["", None], "  "])
+def test_an_empty_ground_truth_is_an_error(truth: Any) -> None:
+    with pytest.raises(ValueError, match="ground truth is empty"):
+        grade("math", r"\boxed{5}", truth)
+
+
+def test_agreement_with_published_labels_of_real_outputs(shared_dir: Path) -> None:
+    lines = (shared_dir / "data" / "math_graded_outputs_sample.jsonl").read_text().splitlines()
+    agree: Counter[str] = Counter()
+    total: Counter[str] = Counter()
+    for row in map(json.loads, lines):
+        start = time.perf_counter()
+        result = grade("math", row["output"], row["gold"])
+        assert time.perf_counter() - start < 2 and "error" not in result
+        agree[row["source"]] += bool(result["score"]) == row["label"]
+        total[row["source"]] += 1
+    assert total.total() == 327
+    assert agree["gsm8k_gpt3"] == total["gsm8k_gpt3"] == 105
+    assert agree.total() / total.total() >= 0.98
+    assert agree["hardverify"] / total["hardverify"] >= 0.8
+
+
+def published_answers(folder: Path) -> list[str | list[str]]:
+    rows = [json.loads(line)["answer"] for line in (folder / "math500.jsonl").read_text().splitlines()]
+    for name in ("verlfmt_aime24", "verlfmt_aime25", "verlfmt_minerva", "bigmath_rl_prime_verlfmt_5000"):
+        models = pq.read_table(folder / f"{name}.parquet", columns=["reward_model"])["reward_model"].to_pylist()
+        rows += [model["ground_truth"] for model in models]
+    return [row for row in rows if first(row).strip()]
+
+
+def first(truth: str | list[str]) -> str:
+    return truth if isinstance(truth, str) else truth[0]
+
+
+WAYS: list[tuple[int, Callable[[str], str]]] = [  # how many of 1500 may fail: Big-Math's damaged and odd ones ("?")
+    (2, lambda text: f"So we get\n\\[\n\\boxed{{ {text} }}\n\\]\n"),
+    (
+        2,
+        lambda text: (
+            "\\boxed{" + text.replace("\\frac{", "\\dfrac{").replace("\\left(", "(").replace("\\right)", ")") + "}"
+        ),
+    ),
+    (12, lambda text: f"Thus.\n**Answer:** {text.strip()}"),
+    (9, lambda text: text),
+]
+
+
+@pytest.mark.parametrize(("allowed", "write"), WAYS)
+def test_published_answers_score_against_themselves_however_written(
+    shared_dir: Path, allowed: int, write: Callable[[str], str]
+) -> None:
+    truths = published_answers(shared_dir / "data")
+    assert len(truths) > 5800
+    # Of Big-Math's answers some are damaged: half of a brace pair, text cut off.
+    sound = [t for t in truths if first(t).count("{") == first(t).count("}") and "\n" not in first(t).strip()]
+    sample = random.Random(0).sample(sound, 1500)
+    failed = [t for t in sample if grade("math", write(first(t)), t)["score"] != 1.0]
+    assert len(failed) <= allowed, failed
+
+
+def test_published_answers_do_not_score_against_others(shared_dir: Path) -> None:
+    truths = published_answers(shared_dir / "data")[:832]  # MATH-500, AIME, Minerva
+    others = truths[:]
+    random.Random(1).shuffle(others)
+    scored = [
+        (truth, other)
+        for truth, other in zip(truths, others, strict=True)
+        if first(truth).strip() != first(other).strip() and grade("math", f"\\boxed{{{first(other)}}}", truth)["score"]
+    ]
+    assert scored == []
+
+
+HOSTILE = {
+    "digits": "9" * 100_000,
+    "digits in a box": "\\boxed{" + "9" * 100_000 + "}",
+    "parentheses": "\\boxed{" + "(" * 5000 + "1" + ")" * 5000 + "}",
+    "open parentheses": "(" * 100_000,
+    "tower": "\\boxed{9^{9^{9^9}}}",
+    "flat tower": "\\boxed{9^9^9^9}",
+    "python tower": "\\boxed{9**9**9**9}",
+    "large power": "\\boxed{7^{123456789}}",
+    "large base": "\\boxed{(10^{9})^{(10^9)}}",
+    "factorial": "\\boxed{99999999!}",
+    "factorial of a factorial": "\\boxed{((20!)!)!}",
+    "factorial to a factorial": "\\boxed{2000!^{2000!}}",
+    "binomial": "\\boxed{\\binom{10^9}{5\\cdot 10^8}}",
+    "open boxes": "\\boxed{" * 10_000,
+    "boxes": "\\boxed{5}" * 10_000,
+    "loop": "52 inches - 4.25 feet = " * 5000,
+    "announced loop": "The answer is 5. " * 8000,
+    "announcements": "answer is " * 10_000,
+    "nested fractions": "\\boxed{" + "\\frac{1}{" * 300 + "2" + "}" * 301,
+    "nested roots": "\\boxed{" + "\\sqrt{" * 400 + "2" + "}" * 401,
+    "nested functions": "\\boxed{" + "\\sin(\\cos(" * 100 + "x" + "))" * 100 + "}",
+    "sum": "\\boxed{\\sum_{n=1}^{10^{12}} \\frac{1}{n^2}}",
+    "product": "\\boxed{\\prod_{k=1}^{1000000} k}",
+    "integral": "\\boxed{\\int_0^{\\infty} e^{-x^x} \\sin(x^3) \\, dx}",
+    "limit": "\\boxed{\\lim_{x\\to\\infty} (1+1/x)^{x^{x^x}}}",
+    "expansion": "\\boxed{(x+y+z)^{300}(x-y)^{300}}",
+    "long list": "\\boxed{" + ",".join(map(str, range(2000))) + "}",
+    "matrix": "\\boxed{\\begin{pmatrix}" + "\\\\".join(["&".join("1" * 30)] * 30) + "\\end{pmatrix}}",
+    "equation": "\\boxed{x^5+y^5+z^5=x y z \\sin(x) \\cos(y)}",
+    "signs": "\\boxed{" + "\\pm 1," * 500 + "}",
+    "holes": "\\boxed{" + ", ".join(f"x\\neq {i}" for i in range(60)) + "}",
+    "unions": "\\boxed{" + "(1,2)\\cup" * 150 + "(3,4)}",
+    "chain": "\\boxed{" + "1<" * 500 + "x}",
+    "exponent": "\\boxed{1e999999999}",
+    "dollars": "$" * 100_000,
+    "unclosed formulas": "\\(" * 50_000,
+    "hashes": "####" * 30_000,
+    "symbols": "∞√²" * 20_000,
+    "spaces": " " * 100_000,
+    "braces": "\\boxed" + "{" * 100_000,
+    "thoughts": "<think>" * 10_000,
+    "tags": "<answer>" * 10_000,
+    "arithmetic": "Answer: " + "1+" * 40_000 + "1",
+}
+FORMULAS = [
+    "tower", "python tower", "large base", "factorial to a factorial", "binomial", "nested fractions",
+    "nested functions",
+    "sum", "integral", "limit", "expansion", "equation", "holes", "exponent", "open boxes", "loop",
+]  # fmt: skip
+SOURCES: dict[str, Any] = {
+    "math": "42",
+    "openai/gsm8k": "42",
+    "openai/gsm8k-flexible": "42",
+    "cais/mmlu": "B",
+    "nq": ["Paris", "City of Paris"],
+    "searchR1_nq": {"target": ["Paris"]},
+    "countdown": {"target": 24, "numbers": [1, 1, 4, 6]},
+    "hiyouga/geometry3k": "42",
+}
+TRUTHS = ["x^2+1", "1<x<2", "\\{1,2\\}", "x^2+y^2=1", "9^{9^{9^{9}}}", "\\int_0^1 x^2 dx", "\\sum_{k=1}^n k^2"]
+
+
+def test_hostile_text_costs_no_grader_two_seconds_and_raises_nothing() -> None:
+    grade("math", r"\boxed{\int_0^1 y dy}", r"\int_0^1 x dx")  # the import of computer algebra
+    calls = [(source, truth, name) for source, truth in SOURCES.items() for name in HOSTILE]
+    calls += [("math", truth, name) for truth in TRUTHS for name in FORMULAS]
+    for source, truth, name in calls:
+        start = time.perf_counter()
+        result: Any = compute_score(source, HOSTILE[name], truth)
+        if time.perf_counter() - start > 2:  # the machine may have been busy with something else
+            start = time.perf_counter()
+            compute_score(source, HOSTILE[name], truth)
+        assert time.perf_counter() - start < 2, (source, truth, name)
+        assert result.get("acc", result["score"]) == 0.0, (source, name)
+
+
+def test_a_timeout_is_an_error_and_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    def think(truth: str, answer: str) -> bool:
+        while True:
+            pass
+
+    forgotten = []
+    monkeypatch.setattr(symbolic, "_library", lambda: (think, lambda: forgotten.append(1)))
+    monkeypatch.setattr(symbolic, "SECONDS", 0.1)
+    result = grade("math", r"\boxed{\int_0^1 x dx}", r"\int_0^1 y dy")
+    assert result["score"] == 0.0 and "did not decide within 0.1 s" in result["error"]
+    assert forgotten == [1]
+
+
+def test_a_ground_truth_that_is_too_large_is_an_error_unless_the_text_is_the_same() -> None:
+    assert grade("math", r"\boxed{9^{9^{9^9}}}", "9^{9^{9^9}}")["score"] == 1.0
+    assert "too large" in grade("math", r"\boxed{(9^{9^9})^{9^8}}", "9^{9^{9^9}}")["error"]
+    assert grade("math", r"\boxed{12}", "9^{9^{9^9}}") == {"score": 0.0, "format": 1.0, "pred": "12"}
+
+
+def test_what_could_not_be_decided_is_an_error_of_the_run() -> None:
+    samples = [Sample("math", r"\boxed{12}", "12"), Sample("math", r"\boxed{(9^{9^9})^{9^8}}", "9^{9^{9^9}}")]
+    with RewardExecutor(num_workers=1, timeout=60, error_score=-1.0) as executor:
+        decided, undecided = executor.score(samples)
+    assert (decided.score, decided.error) == (1.0, None)
+    assert undecided.score == -1.0 and "too large" in (undecided.error or "")
+    assert undecided.components["format"] == 1.0
+
+
+EVERYWHERE = [
+    (r"\boxed{\frac{2}{4}}", "0.5"),
+    (r"\boxed{x=3}", "4"),
+    (r"\boxed{(2,\infty)}", "x>2"),
+    (r"\boxed{(x+1)^2}", "x^2+2x+1"),
+    (r"\boxed{\gcd(12,18)}", "6"),
+    (r"\boxed{\gcd(12,18)}", "7"),
+    (r"\boxed{9^{9^{9^9}}}", "42"),
+    ("(" * 10_000, "42"),
+]
+
+
+def verdicts(cases: list[tuple[str, str]]) -> list[float]:
+    scores = []
+    for response, truth in cases:
+        result = grade("math", response, truth)
+        for _ in range(5):  # on a loaded machine computer algebra may need more than its time, and says so
+            result = grade("math", response, truth) if "error" in result else result
+        assert "error" not in result
+        scores.append(result["score"])
+    return scores
+
+
+def test_the_same_verdict_in_main_thread_worker_thread_and_worker_process() -> None:
+    here = verdicts(EVERYWHERE)
+    assert here == [1.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(verdicts, EVERYWHERE).result(60) == here
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as processes:
+        assert processes.submit(verdicts, EVERYWHERE).result(60) == here

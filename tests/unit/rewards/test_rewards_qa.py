@@ -1,0 +1,110 @@
+"""Short answers: SQuAD's measures, Search-R1's rule, and agreement with people."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from valor.rewards.qa import aliases, f1_score, grade, grade_exact, normalize
+
+
+def test_squad_normalization_and_f1() -> None:
+    assert normalize("The  Eiffel-Tower, (Paris)!") == "eiffeltower paris"
+    assert f1_score(["a", "b"], ["b", "c"]) == 0.5
+    assert f1_score(["a"], ["b"]) == 0.0
+    assert f1_score(["x", "y", "z"], ["x", "y", "z"]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "right"),
+    [
+        ("Paris", "Paris", 1),
+        ("the paris.", "Paris", 1),
+        ("The capital is Paris, of course.", "Paris", 1),
+        ("London", "Paris", 0),
+        ("The Secret of Crickley Hall has three episodes.", "3", 1),
+        ("It has 13 episodes.", "3", 0),
+        ("36", "36.0", 1),
+        ("It was formed on December 8, 1985.", "8 December 1985", 1),
+        ("Celebrated on March 15th every year.", "15 March", 1),
+        ("1979-80", "the 1979\u201380 season", 1),
+        ("The capital of Togo is Lom\u00e9.", "Lome", 1),
+        ("It was awarded to Wilhelm R\u00f6ntgen in 1901.", "Wilhelm Conrad R\u00f6ntgen", 1),
+        ("Sir Malcolm Campbell and his son Donald Campbell", "Malcolm & Donald Campbell", 1),
+        ("Wilhelm Tell", "Wilhelm Conrad R\u00f6ntgen", 0),
+        ("John Forbes Nash Jr.", "John Nash", 1),
+        ("George Huntington", "the physician George Huntington", 1),
+        ("the Electoral College", "the U.S. Electoral College", 1),
+        ("Echidnas lay eggs too.", "Echidna (spiny anteater)", 1),
+        ("It is 12.9 kilometers long.", "12.9-kilometre", 1),
+        ("", "Paris", 0),
+        ("Yes, it is.", "yes", 1),
+        ("No. There is no yes here.", "yes", 0),
+        ("nothing", "no", 0),
+        ("the party", "art", 0),
+    ],
+)
+def test_what_people_would_accept(answer: str, truth: str, right: int) -> None:
+    assert grade("nq", answer, [truth])["score"] == right
+    assert grade("nq", f"<think>so</think> <answer>{answer}</answer>", truth)["score"] == right
+
+
+def test_only_the_answer_tag_counts_where_there_is_one() -> None:
+    result = grade("nq", "Paris or London? <answer>London</answer>", ["Paris"])
+    assert result == {"score": 0.0, "em": 0.0, "f1": 0.0, "contains": 0.0, "format": 1.0, "pred": "london"}
+    result = grade("nq", "The city of Paris", ["Paris", "City of Paris"])
+    assert (result["score"], result["em"], result["f1"], result["format"]) == (1.0, 1.0, 1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("response", "score", "format_"),
+    [
+        ("<answer>Paris</answer>", 1, 1),
+        ("<answer> the PARIS. </answer>", 1, 1),
+        ("<answer>London</answer> no: <answer>Paris</answer>", 1, 1),
+        ("<answer>It is Paris</answer>", 0, 1),
+        ("Paris", 0, 0),
+        ("<answer>Paris", 0, 0),
+    ],
+)
+def test_search_r1_wants_the_exact_answer_in_its_tag(response: str, score: int, format_: int) -> None:
+    result = grade_exact("searchR1_nq", response, {"target": ["Paris", "City of Paris"]})
+    assert (result["score"], result["format"]) == (score, format_)
+
+
+@pytest.mark.parametrize(
+    "truth",
+    [
+        "Paris",
+        ["Paris"],
+        ("x", "Paris"),
+        {"target": ["Paris"]},
+        {"target": "Paris"},
+        {"value": "Paris", "aliases": ["x"]},
+    ],
+)
+def test_ground_truths(truth: Any) -> None:
+    assert grade_exact("searchR1_nq", "<answer>Paris</answer>", truth)["score"] == 1.0
+
+
+@pytest.mark.parametrize("truth", [None, "", [], {"target": []}, {"wrong": "Paris"}])
+def test_a_ground_truth_without_an_answer_is_an_error(truth: Any) -> None:
+    with pytest.raises(ValueError, match="no answer"):
+        aliases(truth)
+
+
+def test_agreement_with_people(shared_dir: Path) -> None:
+    lines = (shared_dir / "data" / "qa_graded_outputs_sample.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    agree = dict.fromkeys(("score", "em", "contains"), 0)
+    for row in rows:
+        start = time.perf_counter()
+        result = grade(row["dataset"], row["output"], row["golds"])
+        assert time.perf_counter() - start < 2
+        for name in agree:
+            agree[name] += bool(result[name]) == row["label"]
+    assert len(rows) == 307
+    assert agree["score"] >= 0.91 * len(rows)
+    assert agree["score"] > max(agree["em"], agree["contains"]) + 15
