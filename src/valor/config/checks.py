@@ -15,12 +15,13 @@ from valor.config.trainer import RunConfig
 def check(config: BaseModel) -> list[str]:
     """Every contradiction in a tree whose keys are valid one by one."""
     lines: list[str] = []
-    if isinstance(config, PPOConfig):
-        lines += [*_critic(config), *_value_lab(config), *_batches(config), *_generation(config), *_losses(config)]
-        lines += [*_rewards(config), *_reward_model(config.reward.reward_model), *_validation(config)]
-        lines += _pools(config)
     if isinstance(config, CriticRunConfig):
         lines += _critic_run(config)
+    elif isinstance(config, PPOConfig):
+        lines += [*_critic(config), *_value_lab(config), *_batches(config), *_losses(config), *_validation(config)]
+        lines += _pools(config)
+    if isinstance(config, PPOConfig):
+        lines += [*_generation(config), *_rewards(config), *_reward_model(config.reward.reward_model)]
     trainer = getattr(config, "trainer", None)
     if isinstance(trainer, RunConfig):
         lines += _resume(trainer)
@@ -279,6 +280,8 @@ def _critic_run(config: CriticRunConfig) -> list[str]:
         lines.append("critic.enable=false leaves nothing to do here: leave it at true")
     if isinstance(config, CriticPretrainConfig) and (config.critic.freeze or config.critic.freeze_steps):
         lines.append("critic.freeze and critic.freeze_steps hold the critic still, and here it is to learn: drop them")
+    if isinstance(config, CriticPretrainConfig):
+        lines += _batches(config)
     if isinstance(config, CriticScoreConfig):
         if config.score.rollouts is None and config.data.val_files is None:
             lines.append("a critic is scored on prompts that it has not seen: set data.val_files, or score.rollouts")

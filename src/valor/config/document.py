@@ -22,11 +22,12 @@ _DOC_HEAD = """\
 
 <!-- Made from the schema in src/valor/config: python -m valor.config > docs/configuration.md -->
 
-`valor ppo key=value ...`, `valor sft key=value ...` and `valor rm train key=value ...` set these keys; `valor config keys
-[PREFIX]` prints those of the first. The grammar is Hydra's: numbers, `true`/`false`, `null`, `[lists]`, `{dicts}`, `'quoted text'`; a plain `+` or `++` before a
-key is allowed and changes nothing; `~key` goes back to the default; `-m key=1,2,3` runs each value in turn.
-`--config-name NAME` starts from a named configuration or, with `--config-path DIR`, from `DIR/NAME.yaml`, which may
-begin with `defaults: [ppo_trainer, _self_]`. `--dry-run` prints the plan of the run and stops.
+`valor ppo key=value ...`, `valor sft key=value ...`, `valor rm train key=value ...` set these keys; `valor critic
+pretrain` and `valor critic score` take the first's and a section of their own. `valor config keys [PREFIX]` lists
+them. The grammar is Hydra's: numbers, `true`/`false`, `null`, `[lists]`, `{dicts}`, `'quoted text'`; a plain `+` or
+`++` before a key is allowed and changes nothing; `~key` goes back to the default; `-m key=1,2,3` runs each value in
+turn. `--config-name NAME` starts from a named configuration or, with `--config-path DIR`, from `DIR/NAME.yaml`, which
+may begin with `defaults: [ppo_trainer, _self_]`. `--dry-run` prints the plan of the run and stops.
 
 A default written as `= key` is inherited: null takes the value of that key. Sizes are counted in prompts, samples
 (prompts times `actor_rollout_ref.rollout.n`) or tokens, as each key says.

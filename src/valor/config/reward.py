@@ -36,7 +36,8 @@ class RewardManagerConfig(Section):
     source: Literal["register", "importlib"] = "register"
     """A built-in manager, or a class of your own."""
     name: str = "naive"
-    """Built-in manager: naive, or dapo, which penalises length."""
+    """naive: a grader a sample; dapo: that, with a penalty for length; batch: custom_reward_function gets all samples
+    of a step in one call, as lists; remote: a server of your own grades."""
     module: RewardManagerModuleConfig = RewardManagerModuleConfig()
     """A manager of your own."""
 
@@ -131,6 +132,19 @@ class SandboxFusionConfig(Section):
     """Memory of one execution."""
 
 
+class RemoteGraderConfig(Section):
+    """A grader behind an HTTP address: gets the arguments of compute_score as JSON, replies with its result as JSON."""
+
+    url: str | None = None
+    """Address that takes POST requests (needs reward_manager.name=remote)."""
+    max_concurrent: PositiveInt = 32
+    """Requests in flight."""
+    requests_per_second: PositiveFloat | None = None
+    """Most requests begun in a second; null sets no limit."""
+    api_key_env: str | None = None
+    """Environment variable that holds the key, if the server wants one (sent as a bearer token)."""
+
+
 class OverlongBufferConfig(Section):
     """DAPO's soft penalty for length."""
 
@@ -170,5 +184,7 @@ class RewardConfig(Section):
     """Options of the reward manager."""
     reward_model: RewardModelConfig = RewardModelConfig()
     """A learned reward model."""
+    remote: RemoteGraderConfig = RemoteGraderConfig()
+    """A grader behind an HTTP address."""
     sandbox_fusion: SandboxFusionConfig = SandboxFusionConfig()
     """Remote sandbox for code answers."""

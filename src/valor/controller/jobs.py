@@ -20,6 +20,7 @@ _LOCK_FILE = ".lock"
 _POLL_SECONDS = 0.2
 
 Submit = Callable[["Job"], Future[int]]
+Stop = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,7 @@ def run_jobs(
     """Run every job, `parallel` at a time, the first ready one first; yields each when it has ended: None or its error.
 
     The error is the last line that the command wrote. A job that comes after a failed one is not run. `stopping` is
-    asked all the time: once it names a signal, nothing more is started, and running jobs are asked to stop by SIGTERM,
-    unless the signal was SIGINT, which a terminal sends to all of them itself.
+    asked all the time: once it names a signal, nothing more is started, and running jobs are asked to stop too.
     """
     waiting, failed = list(jobs), set[str]()
     running: dict[Future[int], Job] = {}
@@ -52,8 +52,7 @@ def run_jobs(
         while running or (waiting and not stopped):
             if not stopped and (signum := stopping()):
                 stopped = True
-                if signum != signal.SIGINT:
-                    stop()
+                stop(signum)
             unfinished = {job.name for job in [*waiting, *running.values()]}
             for job in [] if stopped else list(waiting):
                 if job.after & failed:
@@ -115,7 +114,7 @@ def run_command(
 
 
 @contextmanager
-def _here() -> Iterator[tuple[Submit, Callable[[], None]]]:
+def _here() -> Iterator[tuple[Submit, Stop]]:
     """A thread that waits for one command at a time."""
     running: list[subprocess.Popen[bytes]] = []
     with ThreadPoolExecutor(1) as thread:
@@ -124,22 +123,25 @@ def _here() -> Iterator[tuple[Submit, Callable[[], None]]]:
             where = str(job.folder), os.getcwd(), dict(os.environ)
             return thread.submit(run_command, job.command, *where, running.append)
 
-        yield submit, lambda: running[-1].terminate() if running else None
+        def stop(signum: int) -> None:
+            if running and signum != signal.SIGINT:  # that one a terminal has sent to the command as well
+                running[-1].terminate()
+
+        yield submit, stop
 
 
 @contextmanager
-def _on_ray(parallel: int) -> Iterator[tuple[Submit, Callable[[], None]]]:
+def _on_ray(parallel: int) -> Iterator[tuple[Submit, Stop]]:
     """Ray tasks, each with one `parallel`-th of the CPUs and GPUs of this machine, or of the cluster at RAY_ADDRESS."""
     import ray
     from ray import cloudpickle
 
     env, owns_ray = dict(os.environ), not ray.is_initialized()
     if owns_ray:
-        handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+        on_sigterm = signal.getsignal(signal.SIGTERM)
         address = env.get("RAY_ADDRESS", "local")
         ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-        for signum, handler in handlers.items():  # Ray puts its own there, which end the process at once
-            signal.signal(signum, handler)
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray puts its own there, which ends the process at once
     # By value, so that a Ray worker need not import torch to start a command.
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     shares = {kind: ray.cluster_resources().get(kind, 0.0) / parallel for kind in ("CPU", "GPU")}
@@ -151,7 +153,7 @@ def _on_ray(parallel: int) -> Iterator[tuple[Submit, Callable[[], None]]]:
         refs.append(task.remote(job.command, str(job.folder), os.getcwd(), env))
         return refs[-1].future()
 
-    def stop() -> None:
+    def stop(signum: int) -> None:
         for ref in refs:
             ray.cancel(ref)
 

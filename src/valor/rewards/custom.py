@@ -15,6 +15,7 @@ from valor.errors import UserError
 from valor.user_files import load_file
 
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+_BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,20 @@ class FunctionSource:
 
 @dataclass(frozen=True)
 class CustomFunction:
-    """`reward.custom_reward_function`: a Python file or `pkg://package.module`, a name in it, extra keywords."""
+    """`reward.custom_reward_function`: a Python file or `pkg://package.module`, a name in it, extra keywords.
+
+    `whole_batch`: it takes lists, one entry a sample, and returns a list of what is otherwise returned for one.
+    """
 
     path: str
     name: str = "compute_score"
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    whole_batch: bool = False
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The names under which it gets a Sample's fields, in their order."""
+        return _BATCH_ARGUMENTS if self.whole_batch else _ARGUMENTS
 
     def load(self) -> Callable[..., Any]:
         """The function, known to take compute_score's arguments. Sync or async.
@@ -82,13 +92,13 @@ class CustomFunction:
             else FunctionSource(self.name, path=str(Path(self.path).expanduser().resolve()))
         )
         function = source.load()
-        given = dict.fromkeys(_ARGUMENTS) | dict(self.kwargs)
+        given = dict.fromkeys(self.arguments) | dict(self.kwargs)
         try:
             inspect.signature(function).bind(**given)
         except TypeError as error:
             raise UserError(
                 f"{self.path}: {self.name}() cannot be called with {', '.join(f'{k}=' for k in given)} ({error}): it "
-                "must take data_source, solution_str, ground_truth, extra_info and the given reward_kwargs"
+                f"must take {', '.join(self.arguments)} and the given reward_kwargs"
             ) from None
         except ValueError:  # a builtin or extension function without a signature: the first call will tell
             pass

@@ -1,39 +1,44 @@
 """Grades samples in processes: a grader that fails, hangs or dies costs its own sample, and nothing else.
 
-Samples travel in chunks, so that thousands of cheap gradings are fast. When a process has to be killed or has died,
-the sample it was grading gets the error, and the others of its chunk are graded again.
+Samples travel in chunks, so that thousands of cheap gradings are fast; those behind a slow one go to other processes.
+When a process has to be killed or has died, the sample it was grading gets the error, and the others are graded again.
 """
 
 from __future__ import annotations
 
-import os
 import pickle
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from pebble import ProcessExpired
 
 from valor.rewards import registry
+from valor.rewards.code import CodeSettings
 from valor.rewards.custom import CustomFunction, FunctionSource
 from valor.rewards.pool import GraderPool, PoolBrokenError
-from valor.rewards.worker import RewardResult, Sample, WorkerSetup
+from valor.rewards.worker import CHUNK_SECONDS, OUT_OF_MEMORY, RewardResult, Sample, WorkerSetup
 from valor.tracking.progress import report_progress
 
+_NUM_WORKERS = 8  # however few the cores: graders wait more than they compute, and hung ones are waited for together
 _MAX_CHUNK = 64
+_LOOK_SECONDS = 0.1  # between two looks at the chunks under way
 _MAX_ATTEMPTS = 3  # of a sample whose process died before any grader was called
 _START_SECONDS = 120.0  # a custom function may import a heavy library before the first sample
+_CODE_SHARE = 0.8  # of the timeout for running code: a solution without an end is wrong, it is no error
 _SPARE_SECONDS = 20.0  # beyond a sample's timeout without any result: the pool has come to a stop
 
 
 @dataclass(eq=False)
 class _Job:
     sample: bytes  # pickled: one that cannot be must not take the pool's messages with it
-    future: Future[RewardResult] = field(default_factory=Future)
+    future: Future[Any] = field(default_factory=Future)
     attempts: int = 0
 
 
@@ -42,6 +47,8 @@ class _Chunk:
     pool: GraderPool
     slot: int
     jobs: list[_Job]
+    place: int = -1  # the job that was under way at the last looks, first seen at `since`
+    since: float = 0.0
 
 
 _Finished = list[tuple[_Job, RewardResult]]
@@ -50,9 +57,10 @@ _Finished = list[tuple[_Job, RewardResult]]
 class RewardExecutor:
     """Grader processes that start with the first sample.
 
-    `timeout` is in seconds and per sample; `num_workers` None means one process a core, at most 8. `error_score` is
-    the score of a sample whose grader raised, hung or died. With `custom`, that function grades every sample,
-    otherwise the registry does. Raises UserError when the custom function cannot be loaded.
+    `timeout` is in seconds and per sample; `num_workers` None means 8. `error_score` is the score of a sample whose
+    grader raised, hung or died, or (on Linux) found no more memory because its process holds `memory_mb` megabytes.
+    With `custom`, that function grades every sample, otherwise the registry does; `code` says where it runs code, with
+    the requests of all processes together. Raises UserError when the custom function cannot be loaded.
     """
 
     def __init__(
@@ -62,11 +70,15 @@ class RewardExecutor:
         timeout: float = 10.0,
         error_score: float = 0.0,
         custom: CustomFunction | None = None,
+        code: CodeSettings = CodeSettings(),  # noqa: B008
+        memory_mb: int | None = None,
     ) -> None:
         if custom is not None:
             custom.load()  # a mistake in the file is the user's to see now, not a thousand errors later
         self.custom, self.timeout, self.error_score = custom, timeout, error_score
-        self.num_workers = num_workers or min(8, _num_cores())
+        self.num_workers, self.memory_mb = num_workers or _NUM_WORKERS, memory_mb
+        requests = max(1, code.max_concurrent // self.num_workers)
+        self.code = replace(code, seconds=_CODE_SHARE * timeout, max_concurrent=requests)
         self._lock = threading.RLock()
         self._setup: WorkerSetup | None = None
         self._pool: GraderPool | None = None
@@ -83,27 +95,30 @@ class RewardExecutor:
 
     def submit(self, sample: Sample) -> Future[RewardResult]:
         """Grade a sample in the background. The future never fails: errors are in its result."""
-        return self._enqueue([sample])[0]
+        return self.submit_all([sample])[0]
 
     def gather(self, futures: Sequence[Future[RewardResult]]) -> list[RewardResult]:
         """The results, in order; waits for them and reports progress."""
         results = []
+        seen, since = self._num_done, time.monotonic()
         for future in futures:
             while True:
-                seen = self._num_done
                 try:
-                    results.append(future.result(self._patience()))
+                    results.append(future.result(_LOOK_SECONDS))
                     break
                 except TimeoutError:
+                    if self._num_done != seen:
+                        seen, since = self._num_done, time.monotonic()
                     # A process that is killed while it holds the pool's channel leaves it locked for the others.
-                    if self._num_done == seen:
-                        self._settle(self._replace_pool())
+                    stuck = time.monotonic() - since > self._patience()
+                    self._settle(self._replace_pool() if stuck else self._spread())
+                    since = time.monotonic() if stuck else since
             report_progress(len(results), len(futures))
         return results
 
     def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
         """Grade all samples; results in their order."""
-        return self.gather(self._enqueue(samples))
+        return self.gather(self.submit_all(samples))
 
     def close(self) -> None:
         """End the processes. Samples that were not graded by then get an error."""
@@ -117,7 +132,21 @@ class RewardExecutor:
             pool.end()
         self._settle([(job, self._error("graders were shut down before this sample's turn")) for job in jobs])
 
-    def _enqueue(self, samples: Sequence[Sample]) -> list[Future[RewardResult]]:
+    def submit_all(self, samples: Sequence[Sample]) -> list[Future[RewardResult]]:
+        """`submit` for many: a custom function of whole batches gets them in one call, within one `timeout`."""
+        if self.custom is None or not self.custom.whole_batch or not samples:
+            return self._enqueue(samples)
+        parts: list[Future[RewardResult]] = [Future() for _ in samples]
+
+        def hand_out(whole: Future[Any]) -> None:
+            result = whole.result()
+            for i, part in enumerate(parts):  # one result: an error, which is everybody's
+                part.set_result(result if isinstance(result, RewardResult) else result[i])
+
+        self._enqueue([list(samples)])[0].add_done_callback(hand_out)
+        return parts
+
+    def _enqueue(self, samples: Sequence[Sample | list[Sample]]) -> list[Future[Any]]:
         jobs: list[_Job] = []
         finished: _Finished = []
         for sample in samples:
@@ -138,7 +167,7 @@ class RewardExecutor:
 
     def _describe_graders(self) -> WorkerSetup:
         sources = tuple((p, FunctionSource.of(f)) for p, f in registry.registered_graders().items())
-        return WorkerSetup(self.custom, sources, self.error_score)
+        return WorkerSetup(self.custom, sources, self.error_score, self.code, self.memory_mb)
 
     def _dispatch(self) -> _Finished:
         """Give pending samples to free slots; under the lock. Returns samples that were given up."""
@@ -157,6 +186,21 @@ class RewardExecutor:
             except PoolBrokenError:
                 given_up += self._drop_pool()
         return given_up
+
+    def _spread(self) -> _Finished:
+        """Give samples that wait behind a slow one to other processes, so that those which hang, hang side by side."""
+        with self._lock:
+            now = time.monotonic()
+            for chunk in self._running:
+                place = chunk.pool.under_way(chunk.slot)
+                if place is None:
+                    continue
+                if place != chunk.place:
+                    chunk.place, chunk.since = place, now
+                elif now - chunk.since > 2 * CHUNK_SECONDS:  # its time is up: the process begins no further sample
+                    self._pending.extendleft(reversed(chunk.jobs[place + 1 :]))
+                    del chunk.jobs[place + 1 :]
+            return self._dispatch()
 
     def _chunk_done(self, chunk: _Chunk, done: Future[list[RewardResult]]) -> None:
         """Runs in the pool's threads when a chunk ended, one way or another."""
@@ -191,7 +235,7 @@ class RewardExecutor:
             job.attempts += 1
         self._pending.extendleft(job for job in reversed(jobs) if job.attempts < _MAX_ATTEMPTS)
         given_up = [job for job in jobs if job.attempts >= _MAX_ATTEMPTS]
-        return [(job, self._error("grader processes die before they can grade it")) for job in given_up]
+        return [(job, self._error("grader processes die before they can grade it", "crash")) for job in given_up]
 
     def _drop_pool(self) -> _Finished:
         """Leave the pool, put back what it had; under the lock. Returns samples that were given up."""
@@ -217,20 +261,17 @@ class RewardExecutor:
         proven = self._pool is not None and self._pool.proven
         return self.timeout + (_SPARE_SECONDS if proven else _START_SECONDS)
 
-    def _reason(self, error: BaseException) -> tuple[str, float]:
-        """Why a chunk has no results, and how long its last sample took (s; 0: not known)."""
+    def _reason(self, error: BaseException) -> tuple[str, str, float]:
+        """Why a chunk has no results, the kind of that, and how long its last sample took (s; 0: not known)."""
         if isinstance(error, TimeoutError):
-            return f"no score within {self.timeout:g} s (reward.timeout)", self.timeout
+            return f"no score within {self.timeout:g} s (reward.timeout)", "timeout", self.timeout
         if isinstance(error, ProcessExpired):
             code = error.exitcode
+            if code == OUT_OF_MEMORY:
+                return f"needed more than {self.memory_mb} MB (reward.memory_limit_mb)", "memory", 0.0
             status = f"killed by signal {-code}" if code is not None and code < 0 else f"exit status {code}"
-            return f"the grader ended its process ({status})", 0.0
-        return f"{type(error).__name__}: {error}", 0.0
+            return f"the grader ended its process ({status})", "crash", 0.0
+        return f"{type(error).__name__}: {error}", "exception", 0.0
 
-    def _error(self, reason: str, seconds: float = 0.0) -> RewardResult:
-        return RewardResult(self.error_score, {}, reason, seconds)
-
-
-def _num_cores() -> int:
-    # Not every system can say which cores this process may use.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    def _error(self, reason: str, kind: str = "exception", seconds: float = 0.0) -> RewardResult:
+        return RewardResult(self.error_score, {}, reason, seconds, kind)

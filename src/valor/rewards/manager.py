@@ -8,9 +8,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from valor.rewards.code import CodeSettings
 from valor.rewards.custom import CustomFunction
 from valor.rewards.executor import RewardExecutor, RewardResult, Sample
 from valor.rewards.registry import require_graders
+from valor.rewards.remote import RemoteGraders
 
 if TYPE_CHECKING:
     from valor.config import RewardConfig
@@ -33,50 +35,84 @@ class RewardManager:
     """The graders of a run, as `config.reward` asks for them. Raises UserError when a custom function is no good."""
 
     def __init__(self, config: RewardConfig) -> None:
-        custom = config.custom_reward_function
-        self.executor = RewardExecutor(
+        self._one_by_one = config.reward_manager.name != "batch"
+        self._graders: RewardExecutor | RemoteGraders
+        if config.reward_manager.name == "remote":
+            self._graders = RemoteGraders(config.remote, timeout=config.timeout, error_score=config.error_score)
+        else:
+            self._graders = self._processes(config)
+
+    def _processes(self, config: RewardConfig) -> RewardExecutor:
+        custom, server = config.custom_reward_function, config.sandbox_fusion
+        code = CodeSettings()
+        if server.url is not None:
+            code = CodeSettings(
+                sandbox_fusion=server.url, max_concurrent=server.max_concurrent, memory_mb=server.memory_limit_mb
+            )
+        function = None
+        if custom.path:
+            kwargs = dict(custom.reward_kwargs)
+            function = CustomFunction(custom.path, custom.name, kwargs, whole_batch=not self._one_by_one)
+        return RewardExecutor(
             num_workers=config.num_workers,
             timeout=config.timeout,
             error_score=config.error_score,
-            custom=CustomFunction(custom.path, custom.name, dict(custom.reward_kwargs)) if custom.path else None,
+            custom=function,
+            code=code,
+            memory_mb=config.memory_limit_mb,
         )
+
+    @property
+    def grades_everything(self) -> bool:
+        """Whether samples of any data source can be graded: by a function or a server of the user's own."""
+        return isinstance(self._graders, RemoteGraders) or self._graders.custom is not None
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether a sample can be graded before the others are there."""
+        return self._one_by_one
 
     def check(self, data_sources: Iterable[str]) -> None:
         """Before a run: raise a UserError that names the data sources nobody can grade."""
-        if self.executor.custom is None:
+        if isinstance(self._graders, RemoteGraders):
+            self._graders.check()
+        elif not self.grades_everything:
             require_graders(data_sources)
 
     def submit(self, sample: Sample) -> Future[RewardResult]:
         """Grade one finished response while others are still being generated."""
-        return self.executor.submit(sample)
+        return self.submit_all([sample])[0]
 
-    def gather(
-        self, samples: Sequence[Sample], futures: Sequence[Future[RewardResult]]
-    ) -> tuple[list[RewardResult], ScoreSummary]:
-        """Results of submitted samples, in order, and their summary."""
-        results = self.executor.gather(futures)
-        return results, summarize([s.data_source for s in samples], results)
+    def submit_all(self, samples: Sequence[Sample]) -> list[Future[RewardResult]]:
+        """Grade samples in the background. The futures never fail: errors are in their results."""
+        return self._graders.submit_all(samples)
+
+    def gather(self, futures: Sequence[Future[RewardResult]]) -> list[RewardResult]:
+        """Results of submitted samples, in order."""
+        return self._graders.gather(futures)
 
     def score(self, samples: Sequence[Sample]) -> tuple[list[RewardResult], ScoreSummary]:
         """Grade samples; results in order, and their summary."""
-        results = self.executor.score(samples)
+        results = self.gather(self.submit_all(samples))
         return results, summarize([s.data_source for s in samples], results)
 
     def close(self) -> None:
         """End the grader processes."""
-        self.executor.close()
+        self._graders.close()
 
 
 def summarize(data_sources: Sequence[str], results: Sequence[RewardResult]) -> ScoreSummary:
     """Per data source: `reward/<source>/mean`, `/correct` (fraction), and the mean of every numeric component.
 
-    A component's mean is over the samples that have it. Over all samples: `reward/errors` (number) and
-    `reward/grading_seconds_max`.
+    A component's mean is over the samples that have it. Over all samples: `reward/errors` (number),
+    `reward/errors/<kind>` for each kind that occurred, and `reward/grading_seconds_max`.
     """
     groups: dict[str, list[RewardResult]] = defaultdict(list)
     for source, result in zip(data_sources, results, strict=True):
         groups[source].append(result)
-    metrics: dict[str, float] = {"reward/errors": float(sum(r.error is not None for r in results))}
+    kinds = Counter(r.kind for r in results if r.error is not None)
+    metrics = {"reward/errors": float(kinds.total())}
+    metrics |= {f"reward/errors/{kind}": float(count) for kind, count in sorted(kinds.items())}
     if results:
         metrics["reward/grading_seconds_max"] = max(r.seconds for r in results)
     lines = []

@@ -38,6 +38,7 @@ class GraderPool:
         self.free_slots = list(range(self.num_slots))
         self.proven = False  # it has finished a chunk: its processes can start
         context: Any = _GraderContext()
+        context.set_forkserver_preload([start_worker.__module__])  # a process that takes another's place starts at once
         self._notes: MutableSequence[int] = context.RawArray("i", self.num_slots)
         self._processes = ProcessPool(
             num_workers, initializer=start_worker, initargs=(setup, self._notes), context=context

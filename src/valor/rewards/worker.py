@@ -8,19 +8,23 @@ import math
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, MutableSequence, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import connection, parent_process
 from typing import Any, NamedTuple
 
 from valor.rewards import registry
+from valor.rewards.code import CodeSettings, configure
 from valor.rewards.custom import CustomFunction, FunctionSource
 
 # A chunk that has run this long gives the rest of its samples back, so that slow graders spread over the processes.
 CHUNK_SECONDS = 0.1
+
+OUT_OF_MEMORY = 83  # exit status of a process that is so full that a fresh one has to take its place
 
 _MAX_TEXT = 300  # characters of an error or of a component that is neither number nor text
 
@@ -35,12 +39,16 @@ class Sample(NamedTuple):
 
 
 class RewardResult(NamedTuple):
-    """One response's score, its named components (numbers, texts), what went wrong (None: nothing) and the time."""
+    """One response's score, its named components (numbers, texts), what went wrong (None: nothing) and the time.
+
+    `kind` of error: "timeout", "crash" (the process ended), "memory", "undecided" (the grader said so) or "exception".
+    """
 
     score: float
     components: dict[str, Any]
     error: str | None = None
     seconds: float = 0.0
+    kind: str = "exception"
 
     @property
     def correct(self) -> bool:
@@ -57,6 +65,8 @@ class WorkerSetup:
     custom: CustomFunction | None
     registered: tuple[tuple[str, FunctionSource], ...]
     error_score: float
+    code: CodeSettings = field(default_factory=CodeSettings)
+    memory_mb: int | None = None
 
 
 class Grading:
@@ -64,8 +74,10 @@ class Grading:
 
     def __init__(self, setup: WorkerSetup, notes: MutableSequence[int]) -> None:
         self.error_score = setup.error_score
+        self._memory = (setup.memory_mb or 0) * 2**20
         self._notes = notes
         self._kwargs = dict(setup.custom.kwargs) if setup.custom else {}
+        self._names = setup.custom.arguments if setup.custom else Sample._fields
         self._loop: asyncio.Runner | None = None
         self._broken: str | None = None
         self._grader: Callable[..., Any] = registry.compute_score
@@ -79,7 +91,7 @@ class Grading:
 
     def chunk(self, slot: int, samples: Sequence[bytes]) -> list[RewardResult]:
         """Results of the first samples, at least one; the rest is left to others when time is up."""
-        results: list[RewardResult] = []
+        results: list[Any] = []
         end = time.perf_counter() + CHUNK_SECONDS
         for i, sample in enumerate(samples):
             self._notes[slot] = i
@@ -88,22 +100,42 @@ class Grading:
                 break
         return results
 
-    def one(self, pickled: bytes) -> RewardResult:
-        """Grade one sample; an exception of any kind is the result's error."""
+    def one(self, pickled: bytes) -> RewardResult | list[RewardResult]:
+        """Grade one sample (or a list of samples in one call); an exception of any kind is the result's error."""
         start = time.perf_counter()
         try:
             if self._broken:
                 raise RuntimeError(self._broken)
-            sample: Sample = pickle.loads(pickled)
-            value = self._grader(**sample._asdict(), **self._kwargs)
+            sample: Sample | list[Sample] = pickle.loads(pickled)
+            fields = map(list, zip(*sample, strict=True)) if isinstance(sample, list) else sample
+            value = self._grader(**dict(zip(self._names, fields, strict=True)), **self._kwargs)
             if inspect.iscoroutine(value):
                 # One loop for the life of the process: clients that a grader keeps open belong to their loop.
                 self._loop = self._loop or asyncio.Runner()
                 value = self._loop.run(value)
-            score, components = checked(value)
-            return RewardResult(score, components, None, time.perf_counter() - start)
+            if isinstance(sample, list):
+                if len(value) != len(sample):
+                    raise ValueError(f"the function returned {len(value)} scores for {len(sample)} samples")
+                seconds = time.perf_counter() - start
+                return [as_result(one, seconds, self.error_score) for one in value]
+            return as_result(value, time.perf_counter() - start, self.error_score)
         except BaseException as error:
-            return RewardResult(self.error_score, {}, describe_error(error), time.perf_counter() - start)
+            kind = "memory" if isinstance(error, MemoryError) else "exception"
+            failed = RewardResult(self.error_score, {}, describe_error(error), time.perf_counter() - start, kind)
+        # What the grader holds is free by now; what is left would make later samples fail.
+        if failed.kind == "memory" and self._memory and LIMITS_MEMORY and _data_bytes() > self._memory // 2:
+            os._exit(OUT_OF_MEMORY)
+        return failed
+
+
+def as_result(value: Any, seconds: float, error_score: float) -> RewardResult:
+    """What a grader returned for one sample, as result. Raises TypeError or ValueError when it is no score."""
+    score, components = checked(value)
+    error = components.get("error")
+    if isinstance(error, str) and error:  # a grader that could not decide says why
+        del components["error"]
+        return RewardResult(error_score, components, error[:_MAX_TEXT], seconds, "undecided")
+    return RewardResult(score, components, None, seconds)
 
 
 def checked(value: Any) -> tuple[float, dict[str, Any]]:
@@ -140,6 +172,8 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, str) else repr(value)[:_MAX_TEXT]
 
 
+LIMITS_MEMORY = sys.platform == "linux"  # other systems let RLIMIT_DATA be exceeded
+
 _grading: Grading | None = None
 
 
@@ -152,6 +186,9 @@ def start_worker(setup: WorkerSetup, notes: MutableSequence[int]) -> None:
     # As many grader processes as cores: each one's libraries get one thread.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    configure(setup.code)
+    if setup.memory_mb and LIMITS_MEMORY:
+        _limit_memory(setup.memory_mb * 2**20)
     _grading = Grading(setup, notes)
 
 
@@ -159,6 +196,21 @@ def grade_chunk(slot: int, samples: Sequence[bytes]) -> list[RewardResult]:
     """Grade in this process; see Grading.chunk."""
     assert _grading is not None, "start_worker has not run in this process"
     return _grading.chunk(slot, samples)
+
+
+def _limit_memory(size: int) -> None:
+    import resource  # not on every system
+
+    # Of data, not of addresses: libraries reserve many of those and use few. The hard limit stays, for programs that
+    # a grader starts under limits of their own.
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (size if hard == resource.RLIM_INFINITY else min(size, hard), hard))
+
+
+def _data_bytes() -> int:
+    """What counts against the limit, now."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[5]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _end_with_parent() -> None:

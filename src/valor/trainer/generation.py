@@ -13,7 +13,7 @@ from valor.config import PPOConfig
 from valor.controller import Roles
 from valor.data.batch import Batch
 from valor.data.prompts import PromptRow
-from valor.errors import UserError
+from valor.errors import TrainingStopped, UserError
 from valor.rewards.executor import RewardResult
 from valor.rewards.manager import summarize
 from valor.rollout.base import SamplingParams
@@ -23,7 +23,6 @@ from valor.trainer.advantage import place_scores
 from valor.trainer.inputs import RunInputs
 from valor.trainer.prompts import PROMPT_OBJECTS, prompt_batch, training_params, validation_params
 from valor.trainer.scoring import Scoring
-from valor.trainer.stopped import TrainingStopped
 
 _SCORE_NAMES = ("score", "seq_reward", "seq_final_reward")  # verl's ways to say "the score" in filter_groups.metric
 
@@ -80,9 +79,10 @@ class Generation:
         n = self.rollout.n
         prompts = batch.select(("prompts", "prompt_lengths", "sample_key", *PROMPT_OBJECTS))
         params = replace(training_params(self.rollout), temperature=0.0)
-        with phase("greedy baseline", len(batch) // n, unit="sample"):
-            greedy = self.respond(prompts.take(range(0, len(batch), n)), params)
-        return self._outcomes(self.scoring.training(greedy)).repeat_interleave(n)
+        prompts = prompts.take(range(0, len(batch), n))
+        with phase("greedy baseline", len(prompts), unit="sample"), self.scoring.ahead(prompts):
+            greedy = self.respond(prompts, params)
+        return self.scores(greedy).repeat_interleave(n)
 
     def validation_batch(self) -> tuple[Batch, list[RewardResult]]:
         """Responses to the whole validation set and their grades (without penalties for length)."""
@@ -91,7 +91,8 @@ class Generation:
             prompts = prompt_batch(
                 rows, samples_per_prompt=self.rollout.val_kwargs.n, seed=self.config.trainer.seed, step=None
             )
-            with phase("validation", len(prompts), unit="sample"):
+            ahead = self.scoring.ahead(prompts, validation=True)
+            with phase("validation", len(prompts), unit="sample"), ahead:
                 parts.append(self.respond(prompts, validation_params(self.rollout)))
         batch = Batch.concat(parts)
         with phase("reward", len(batch), unit="sample"):
@@ -110,13 +111,17 @@ class Generation:
         prompts = prompt_batch(
             rows, samples_per_prompt=self.rollout.n, seed=self.config.trainer.seed, step=step, first=first
         )
-        with timer("gen"), phase("rollout", len(prompts), unit="sample"):
+        with timer("gen"), phase("rollout", len(prompts), unit="sample"), self.scoring.ahead(prompts):
             batch = self.respond(prompts, training_params(self.rollout))
         with timer("reward"), phase("reward", len(batch), unit="sample"):
             results = self.scoring.training(batch)
         batch.objects["reward_info"] = [r.components for r in results]
         batch["token_level_scores"] = place_scores(batch, self._outcomes(results))
         return batch, results
+
+    def scores(self, batch: Batch) -> Tensor:
+        """What the responses of a batch are worth in training, [B]."""
+        return self._outcomes(self.scoring.training(batch))
 
     def _outcomes(self, results: list[RewardResult]) -> Tensor:
         """Scores [B] as the algorithm takes them: 0 or 1 under `reward_binarize`."""

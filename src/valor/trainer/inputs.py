@@ -2,48 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from valor import algorithms
-from valor.config import PPOConfig, RewardConfig
+from valor.config import PPOConfig, RewardConfig, RewardModelConfig
 from valor.data.batch import Batch
 from valor.data.prompts import PromptDataset, PromptRow
+from valor.data.reward_texts import CriticTexts, RewardTexts, longest_text
 from valor.data.sampler import PromptSampler
 from valor.models.load import load_tokenizer
-from valor.rewards.executor import RewardResult, Sample
+from valor.models.reward import reward_model_kind
+from valor.rewards.executor import RewardResult
+from valor.rewards.judge import Judge
 from valor.rewards.manager import RewardManager
+from valor.rewards.registry import has_grader
 
 
 class RunInputs:
     """Tokenizer, data sets, sampler and graders of a run."""
 
     def __init__(self, config: PPOConfig) -> None:
-        model, data = config.actor_rollout_ref.model, config.data
-        self.tokenizer = load_tokenizer(
-            data.tokenizer or model.tokenizer_path or model.path,
-            trust_remote_code=model.trust_remote_code,
-            custom_chat_template=model.custom_chat_template,
-            require_chat_template=True,
-        )
+        data = config.data
+        self.tokenizer = load_policy_tokenizer(config)
         self.train = PromptDataset(data, self.tokenizer, split="train")
         self.val = PromptDataset(data, self.tokenizer, split="val") if data.val_files else None
         dynamic = config.algorithm.filter_groups.enable
         at_once = data.gen_batch_size if dynamic and data.gen_batch_size else data.train_batch_size
         self.sampler = PromptSampler(len(self.train), at_once, seed=data.seed, shuffle=data.shuffle)
         self.rewards = RewardManager(config.reward)
-        self.rewards.check({*self.train.data_sources, *(self.val.data_sources if self.val else ())})
+        reward_model = config.reward.reward_model
+        if not reward_model.replaces_rule:  # where there is a reward model, it also validates what has no grader
+            validated = self.val.data_sources if self.val and not reward_model.enable else ()
+            self.rewards.check({*self.train.data_sources, *validated})
+        self.reward_texts = load_reward_texts(reward_model, self.tokenizer) if reward_model.is_role else None
+        if isinstance(self.reward_texts, RewardTexts):
+            self.reward_texts.encode([self.train[0].messages], ["."], where="the reward model reads a prompt")
+        self.judge = Judge(reward_model.judge, config.reward.error_score) if reward_model.asks_judge else None
+        if self.judge is not None:
+            self.judge.check()
         self._val_batch_size = data.val_batch_size
         trainer = config.trainer
         # Under dynamic sampling a step may draw more prompts than this: epochs then are a measure of the run's length.
         steps_per_epoch = max(len(self.train) // data.train_batch_size, 1)
         self.total_steps = trainer.total_training_steps or steps_per_epoch * trainer.total_epochs
-        self._reward = config.reward
 
     @property
     def eos_token_ids(self) -> list[int]:
         return [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+
+    @property
+    def separator_id(self) -> int | None:
+        """The token between the texts of a pair, for a reward model that reads pairs."""
+        return self.reward_texts.separator_id if self.reward_texts is not None else None
 
     def validation_chunks(self) -> Iterator[list[PromptRow]]:
         """The validation prompts in pieces of `data.val_batch_size` (one piece when that is null)."""
@@ -55,32 +68,48 @@ class RunInputs:
     def with_text(self, batch: Batch) -> Batch:
         """The batch with `response_text`, decoded without special tokens."""
         ids = [row[:n] for row, n in zip(batch["responses"].tolist(), batch["response_lengths"].tolist(), strict=True)]
-        batch.objects["response_text"] = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        batch.objects["response_text"] = self.decode(ids)
         return batch
 
-    def score(self, batch: Batch) -> list[RewardResult]:
-        """What a batch's responses are worth in training: the grades, and the reward manager's penalties."""
-        return with_overlong_penalty(self.grade(batch), batch["response_lengths"], self._reward)
+    def decode(self, token_ids: Sequence[list[int]]) -> list[str]:
+        """Responses as the graders read them."""
+        return self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
 
-    def grade(self, batch: Batch) -> list[RewardResult]:
-        """The graders' verdicts on a batch's responses, in row order."""
-        columns = batch.objects
-        samples = [
-            Sample(source, text, truth, extra)
-            for source, text, truth, extra in zip(
-                columns["data_source"],
-                columns["response_text"],
-                columns["ground_truth"],
-                columns["extra_info"],
-                strict=True,
-            )
-        ]
-        results, _ = self.rewards.score(samples)
-        return results
+    def has_grader(self, data_source: str) -> bool:
+        """Whether responses to prompts of this source can be graded by rule."""
+        return self.rewards.grades_everything or has_grader(data_source)
 
     def close(self) -> None:
         """End the grader processes."""
         self.rewards.close()
+
+
+def load_policy_tokenizer(config: PPOConfig) -> Any:
+    """The tokenizer of the policy, with a chat template. UserError: there is none."""
+    model = config.actor_rollout_ref.model
+    return load_tokenizer(
+        config.data.tokenizer or model.tokenizer_path or model.path,
+        trust_remote_code=model.trust_remote_code,
+        custom_chat_template=model.custom_chat_template,
+        require_chat_template=True,
+    )
+
+
+def load_reward_texts(model: RewardModelConfig, policy_tokenizer: Any) -> RewardTexts | CriticTexts:
+    """How the reward model at `model.model_path` reads conversations. UserError: it cannot be one, or no tokenizer."""
+    kind = reward_model_kind(model)
+    assert model.tokenizer_path is not None, "it inherits model_path"
+    tokenizer = load_tokenizer(
+        model.tokenizer_path,
+        trust_remote_code=model.trust_remote_code,
+        custom_chat_template=model.custom_chat_template,
+        require_chat_template=kind.is_critic,
+        path_key="reward.reward_model.tokenizer_path",
+    )
+    longest = model.max_length or longest_text(tokenizer, kind.max_length)
+    if kind.is_critic:
+        return CriticTexts(tokenizer, policy_tokenizer, longest)
+    return RewardTexts(tokenizer, longest)
 
 
 def with_overlong_penalty(

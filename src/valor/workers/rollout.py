@@ -8,7 +8,8 @@ import torch
 
 from valor.config import RolloutConfig
 from valor.data.batch import Batch, pad_rows
-from valor.rollout.base import Request, SamplingParams
+from valor.rollout.base import Output, Request, SamplingParams
+from valor.rollout.finished import Finished, tell_finished
 from valor.rollout.native import NativeEngine
 from valor.workers.dispatch import dispatch
 from valor.workers.host import WorkerContext
@@ -48,8 +49,13 @@ class RolloutWorker:
                 )
             )
         ]
+        keys = prompts["sample_key"].tolist()
+
+        def finished(output: Output) -> None:
+            tell_finished([Finished(tuple(keys[int(output.request_id)]), output.token_ids)])
+
         with self._actor.on_device():
-            outputs = self.engine.generate(requests)
+            outputs = self.engine.generate(requests, finished)
         responses, lengths = pad_rows([o.token_ids for o in outputs], torch.long)
         log_probs, _ = pad_rows([o.log_probs for o in outputs], torch.float32)
         mask = (torch.arange(responses.shape[1]) < lengths[:, None]).float()

@@ -14,14 +14,17 @@ import pytest
 from valor.errors import UserError
 from valor.rewards.custom import CustomFunction
 from valor.rewards.executor import RewardExecutor, RewardResult, Sample
+from valor.rewards.manager import summarize
 from valor.rewards.registry import BUILT_IN, register_reward, registered_graders
-from valor.rewards.worker import Grading, WorkerSetup
+from valor.rewards.worker import LIMITS_MEMORY, Grading, WorkerSetup
 
 TIMEOUT = 0.4
 
 BEHAVIOURS = """
 import asyncio, os, signal, sys, time
 import sibling_of_rewards
+
+HELD = []
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):
     what = solution_str
@@ -40,6 +43,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonu
     if what == "none": return None
     if what == "text": return "1.0"
     if what == "no score": return {"acc": 1.0}
+    if what == "grow":
+        hold = []
+        while True: hold.append(bytearray(2**24))
+    if what == "keep":
+        while True: HELD.append(bytearray(2**24))
+    if what == "some memory": bytearray(2**28)
     if what == "slow":
         time.sleep(0.05)
         return {"score": 0.0, "pid": os.getpid()}
@@ -132,6 +141,62 @@ def test_a_grader_that_ends_its_process_costs_its_own_sample(
     results = grade(executor, *["good"] * 10, response, *["good"] * 10)
     assert [r.score for r in results] == [1.0] * 10 + [-1.0] + [1.0] * 10
     assert reason in (results[10].error or "")
+
+
+@pytest.mark.skipif(not LIMITS_MEMORY, reason="this system does not limit a process's memory")
+@pytest.mark.parametrize(("response", "reason"), [("grow", "MemoryError"), ("keep", "more than 512 MB")])
+def test_a_grader_that_eats_memory_costs_its_own_sample(reward_file: Path, response: str, reason: str) -> None:
+    custom = CustomFunction(str(reward_file))
+    with RewardExecutor(num_workers=1, timeout=60, error_score=-1.0, custom=custom, memory_mb=512) as pool:
+        results = grade(pool, *["good"] * 10, response, *["good"] * 10)
+        after = grade(pool, "some memory")
+    assert [r.score for r in results] == [1.0] * 10 + [-1.0] + [1.0] * 10
+    assert reason in (results[10].error or "") and results[10].kind == "memory"
+    assert after[0].error is None  # no process is left full
+
+
+def test_hung_graders_of_one_chunk_are_waited_for_together(reward_file: Path) -> None:
+    with RewardExecutor(num_workers=6, timeout=3.0, custom=CustomFunction(str(reward_file))) as pool:
+        grade(pool, *["good"] * 40)  # the processes are up
+        start = time.perf_counter()
+        results = grade(pool, *["sleep"] * 4, *["good"] * 60)  # 6 to a chunk
+        elapsed = time.perf_counter() - start
+    assert [r.kind for r in results[:4]] == ["timeout"] * 4
+    assert [r.score for r in results[4:]] == [1.0] * 60
+    assert 3.0 < elapsed < 5.9  # one timeout, not two
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not LIMITS_MEMORY, reason="this system does not limit a process's memory")
+def test_a_batch_of_bad_graders_takes_about_one_timeout_and_far_less_than_a_loop(reward_file: Path) -> None:
+    kinds = {"sleep": ("timeout", 4), "spin": ("timeout", 1), "exit3": ("crash", 3), "grow": ("memory", 2)}
+    bad = [response for response, (_, count) in kinds.items() for _ in range(count)]
+    responses = [*["good", "slow", "slow"] * 100, *bad, *["good"] * 100]
+    timeout = 15.0
+    with RewardExecutor(timeout=timeout, custom=CustomFunction(str(reward_file)), memory_mb=128) as pool:
+        grade(pool, *["good"] * 40)  # the processes are up
+        start = time.perf_counter()
+        results = grade(pool, *responses)
+        elapsed = time.perf_counter() - start
+    for response, result in zip(responses, results, strict=True):
+        assert result.kind == kinds[response][0] if response in kinds else result.error is None, (response, result)
+    assert sum(r.score for r in results) == 200.0
+    errors = summarize(["a"] * len(results), results).metrics
+    assert [errors[f"reward/errors/{kind}"] for kind in ("timeout", "crash", "memory")] == [5.0, 3.0, 2.0]
+    loop = 200 * 0.05 + 5 * timeout  # and it would not have survived the others
+    assert timeout < elapsed < 2 * timeout
+    assert elapsed < loop / 3
+
+
+def test_failures_are_counted_by_kind(executor: RewardExecutor) -> None:
+    results = grade(executor, "good", "raise", "exit3", "nan", "sleep")
+    metrics = summarize(["a"] * 5, results).metrics
+    assert {k: v for k, v in metrics.items() if k.startswith("reward/errors")} == {
+        "reward/errors": 4.0,
+        "reward/errors/crash": 1.0,
+        "reward/errors/exception": 2.0,
+        "reward/errors/timeout": 1.0,
+    }
 
 
 def test_many_bad_graders_at_once(executor: RewardExecutor) -> None:

@@ -1,0 +1,319 @@
+"""Programs: does the code in a response pass its tests? Competition problems (stdin to stdout), functions with asserts.
+
+The tests never meet the code: outputs of programs are compared here, results of functions in a process of their own
+(see valor.rewards.sandbox). So a response cannot print, patch or find its way to a verdict.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import json
+import math
+import re
+import textwrap
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from valor.rewards.answers import after_thinking
+from valor.rewards.sandbox import Limits, Sandbox, strongest_level
+
+if TYPE_CHECKING:
+    from valor.rewards.sandbox.fusion import SandboxFusion
+
+_PYTHON = ("python", "py", "python3")
+_FENCE = re.compile(r"(`{3,}|~{3,})\s*([\w+#.-]*)")
+_NUMBER = re.compile(r"[-+]?(?:\d{1,40}\.?\d{0,40}|\.\d{1,40})(?:[eE][-+]?\d{1,2})?")
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+# What solutions of LeetCode's form take for granted.
+_PRELUDE = """\
+import bisect, collections, functools, heapq, itertools, math, operator, random, re, string
+from bisect import *
+from collections import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import ceil, comb, factorial, floor, gcd, inf, isqrt, lcm, log, log2, pi, sqrt
+from typing import *
+"""
+
+
+@dataclass(frozen=True)
+class CodeSettings:
+    """`seconds` for all tests of one response; `sandbox_fusion` is the address of a server that runs them instead of
+    this machine, with at most `max_concurrent` requests of this process at a time and `memory_mb` for each."""
+
+    seconds: float = 8.0
+    sandbox_fusion: str | None = None
+    max_concurrent: int = 8
+    memory_mb: int = 1024
+
+
+_settings = CodeSettings()
+
+
+def configure(settings: CodeSettings) -> None:
+    """Set what holds for all gradings of this process."""
+    global _settings
+    _settings = settings
+
+
+@dataclass(frozen=True)
+class ProgramTests:
+    """Inputs of a program and the outputs that are right; CPU seconds for each."""
+
+    inputs: Sequence[str]
+    outputs: Sequence[str]
+    seconds: int = 4
+
+
+@dataclass(frozen=True)
+class FunctionTests:
+    """Python texts that call functions of the response, `names` first: see payload.check. `prompt` is Python that the
+    response continues or completes, `prelude` comes before it. CPU seconds for all of them."""
+
+    tests: Sequence[str]
+    setup: Sequence[str]
+    names: Sequence[str]
+    prompt: str = ""
+    prelude: str = ""
+    seconds: int = 2
+
+
+def grade(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    *,
+    continuous: bool = False,
+) -> dict[str, Any]:
+    """Score 1 when every test passes, else 0; with `continuous`, the fraction of tests that pass.
+
+    Components: `passed` that fraction, `acc` 1 when it is 1, `format` 1 when the response has a block of code,
+    `verdict` the first failure. Raises ValueError for a ground truth that is no test, SandboxError when the sandbox
+    fails.
+    """
+    tests = read_tests(ground_truth)
+    name = tests.names[0] if isinstance(tests, FunctionTests) else ""
+    code, fenced = extract_code(solution_str, name)
+    if not code.strip():
+        passed, total, error = 0, 1, "no code"
+    elif isinstance(tests, ProgramTests):
+        passed, total, error = _run_program(code, tests)
+    else:
+        passed, total, error = _check_functions(code, fenced, tests)
+    fraction = passed / total
+    return {
+        "score": fraction if continuous else float(passed == total),
+        "acc": float(passed == total),
+        "passed": fraction,
+        "format": float(fenced),
+        "verdict": "".join(c if c.isprintable() else " " for c in error or "passed"),
+    }
+
+
+def reference(ground_truth: Any, extra_info: dict[str, Any]) -> str | None:
+    """A response that is right: the `solution` of the data, if it has one (for `valor rewards check`)."""
+    solution = extra_info.get("solution")
+    return f"```python\n{solution}\n```" if solution else None
+
+
+grade.answer = reference  # type: ignore[attr-defined]
+
+
+def extract_code(text: str, name: str = "") -> tuple[str, bool]:
+    """The code in a response, and whether it stood in a fenced block; without any, the whole text.
+
+    The last Python block counts (without one: the last block that names no language), with `name` the last that
+    defines that function. A block that is never closed ends with the text.
+    """
+    text = after_thinking(text)
+    blocks = _fenced_blocks(text)
+    blocks = [b for language, b in blocks if language in _PYTHON] or [b for language, b in blocks if not language]
+    if not blocks:
+        return text, False
+    defining = [block for block in blocks if name and _defines(block, name)]
+    return (defining or blocks)[-1], True
+
+
+def same_output(output: str, expected: str) -> bool:
+    """Equal line by line but for white space, blank lines and the spelling of numbers; a fraction may be a millionth
+    off."""
+    ours, theirs = ([line.split() for line in text.splitlines() if line.strip()] for text in (output, expected))
+    if ours == theirs:
+        return True
+    return list(map(len, ours)) == list(map(len, theirs)) and all(
+        _same_token(a, b) for line, right in zip(ours, theirs, strict=True) for a, b in zip(line, right, strict=True)
+    )
+
+
+def read_tests(ground_truth: Any) -> ProgramTests | FunctionTests:
+    """The tests in a ground truth: an object, or the same as JSON.
+
+    `inputs` and `outputs` (verl's form; with `fn_name`, of a function: each input one argument a line, as JSON, or a
+    list of arguments); a list of `input`, `output` objects (LiveCodeBench); `test`, `entry_point` and `prompt`
+    (HumanEval); `test_list` and `test_setup_code` (MBPP); or assert statements, in a list or as one text. An object
+    may have a `time_limit` too: CPU seconds of a run.
+    Raises ValueError when it is none of these.
+    """
+    given = ground_truth
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError:
+            given = [given]
+    if isinstance(given, Mapping):
+        return _tests_of_mapping(given)
+    if isinstance(given, Iterable) and not isinstance(given, str) and (tests := list(given)):
+        if all(isinstance(test, str) for test in tests):
+            return _assertions(tests)
+        cases: list[Mapping[str, Any]] = [test for test in tests if isinstance(test, Mapping)]
+        if len(cases) == len(tests) and all({"input", "output"} <= set(case) for case in cases):
+            name = (cases[0].get("metadata") or {}).get("func_name")
+            pairs = {"inputs": [case["input"] for case in cases], "outputs": [case["output"] for case in cases]}
+            return _tests_of_mapping(pairs | {"fn_name": name})
+    raise ValueError(f"the ground truth has no tests: {str(ground_truth)[:80]!r}")
+
+
+def _tests_of_mapping(given: Mapping[str, Any]) -> ProgramTests | FunctionTests:
+    found: ProgramTests | FunctionTests | None = None
+    if {"inputs", "outputs"} <= set(given) and len(given["inputs"]) == len(given["outputs"]) > 0:
+        if given.get("fn_name"):
+            found = _call_tests(given["fn_name"], given["inputs"], given["outputs"])
+        else:
+            found = ProgramTests(list(map(_as_text, given["inputs"])), list(map(_as_text, given["outputs"])))
+    elif given.get("test") and given.get("entry_point"):
+        name, prompt = given["entry_point"], given.get("prompt") or ""
+        setup = [prompt] if _is_python(prompt) else []  # its helpers, as they were given and not as they are answered
+        found = FunctionTests([f"{given['test']}\n\ncheck({name})\n"], setup, [name], prompt)
+    elif len(given.get("test_list", ())):
+        setup = [*given.get("test_imports", ()), given.get("test_setup_code") or ""]
+        found = _assertions(list(given["test_list"]), setup)
+    if found is not None and given.get("time_limit"):
+        found = replace(found, seconds=math.ceil(given["time_limit"]))
+    if found is None:
+        raise ValueError(f"the ground truth has no tests, it has {', '.join(map(str, given)) or 'nothing'}")
+    return found
+
+
+def _assertions(tests: Sequence[str], setup: Sequence[str] = ()) -> FunctionTests:
+    for test in tests:
+        if not _asserts(test):
+            raise ValueError(f"the ground truth has a test that checks nothing: {test[:80]!r}")
+    called = re.findall(r"(?<![\w.])([A-Za-z_]\w*)\s*\(", "\n".join(tests))
+    unknown = [name for name in called if not any(_defines(text, name) for text in (*setup, *tests))]
+    # Names that Python has are Python's, or `abs = lambda x: 0` would pass many tests; unless no others are called.
+    return FunctionTests(tests, setup, ([n for n in unknown if not hasattr(builtins, n)] or unknown or [""])[:1])
+
+
+def _asserts(test: str) -> bool:
+    try:
+        statements = ast.parse(test).body
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"the ground truth has a test that is not Python: {test[:80]!r} ({error})") from None
+    # Definitions alone check nothing: HumanEval's check() has to be called.
+    return any(
+        isinstance(node, ast.Call | ast.Assert)
+        for s in statements
+        if not isinstance(s, _DEFINITIONS)
+        for node in ast.walk(s)
+    )
+
+
+def _call_tests(name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> FunctionTests:
+    if not name.isidentifier():
+        raise ValueError(f"fn_name {name!r} is no name of a function")
+    calls = [
+        [json.loads(line) for line in i.splitlines() if line.strip()] if isinstance(i, str) else list(i) for i in inputs
+    ]
+    results = [json.loads(output) if isinstance(output, str) else output for output in outputs]
+    data = f"nan, inf = float('nan'), float('inf')\nCALLS = {calls!r}\nRESULTS = {results!r}"
+    # APPS wraps every result in a list of one.
+    wrapped = all(isinstance(result, list) and len(result) == 1 for result in results)
+    test = "got = {0}(*CALLS[{1}]); assert __same__(got, RESULTS[{1}])" + (
+        " or __same__(got, RESULTS[{1}][0])" * wrapped
+    )
+    return FunctionTests([test.format(name, i) for i in range(len(calls))], [data], [name], prelude=_PRELUDE)
+
+
+def _run_program(code: str, tests: ProgramTests) -> tuple[int, int, str | None]:
+    """Passed, total, and what went wrong first. After one that found no end, no further tests are run."""
+    total, passed, done, first = len(tests.inputs), 0, 0, None
+    with _executor(tests.seconds) as executor:
+        for outcome in executor.run_all(code, tests.inputs, time.monotonic() + _settings.seconds):
+            if outcome.error is None and same_output(outcome.stdout, tests.outputs[done]):
+                passed += 1
+            elif first is None:
+                first = f"test {done + 1} of {total}: {outcome.error or 'wrong output'}"
+            done += 1
+            if outcome.timed_out:
+                break
+    if done < total and first is None:
+        first = f"{done} of {total} tests took {_settings.seconds:.3g} s: raise reward.timeout"
+    return passed, total, first
+
+
+def _check_functions(code: str, fenced: bool, tests: FunctionTests) -> tuple[int, int, str | None]:
+    prompt, whole = tests.prompt, not tests.prompt or _defines(code, tests.names[0])
+    if whole:
+        codes = [f"{tests.prelude}{prompt}\n\n{code}", code]
+    else:  # the body of the function that the prompt begins
+        codes = [f"{prompt}\n{textwrap.indent(code, '    ')}"] * fenced + [f"{prompt}{code}"]
+    with _executor(tests.seconds) as executor:
+        return executor.check(codes, tests.setup, tests.tests, tests.names)
+
+
+def _executor(cpu_seconds: int) -> Sandbox | SandboxFusion:
+    limits = Limits(cpu_seconds=cpu_seconds, wall_seconds=_settings.seconds, memory_mb=_settings.memory_mb)
+    if _settings.sandbox_fusion is None:
+        return Sandbox(strongest_level(), limits)
+    from valor.rewards.sandbox.fusion import SandboxFusion  # an HTTP client that the others need not load
+
+    return SandboxFusion(_settings.sandbox_fusion, limits, _settings.max_concurrent)
+
+
+def _fenced_blocks(text: str) -> list[tuple[str, str]]:
+    """(language, code) of each fenced block, in order, without the indentation that it has as a whole."""
+    blocks: list[tuple[str, str]] = []
+    fence, language, lines = "", "", []
+    for line in text.splitlines():
+        mark = line.strip()
+        if not fence and (opening := _FENCE.match(mark)):
+            fence, language, lines = opening[1], opening[2].lower(), []
+        elif fence and mark.startswith(fence) and not mark.strip(fence[0]):
+            blocks.append((language, textwrap.dedent("\n".join(lines))))
+            fence = ""
+        elif fence:
+            lines.append(line)
+    return [*blocks, (language, textwrap.dedent("\n".join(lines)))] if fence else blocks
+
+
+def _defines(code: str, name: str) -> bool:
+    start = rf"^[ \t]*(?:(?:async[ \t]+)?def|class)[ \t]+(?:{re.escape(name)}|Solution)\b|^{re.escape(name)}[ \t]*="
+    return bool(name) and re.search(start, code, re.MULTILINE) is not None
+
+
+def _is_python(text: str) -> bool:
+    try:
+        compile(text, "prompt", "exec")
+    except (SyntaxError, ValueError):
+        return False
+    return True
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else "\n".join(map(str, value))
+
+
+def _same_token(ours: str, right: str) -> bool:
+    if ours == right:
+        return True
+    if not (_NUMBER.fullmatch(ours) and _NUMBER.fullmatch(right)):
+        return False
+    if right.lstrip("+-").isdigit():
+        return Fraction(ours) == Fraction(right)
+    return math.isclose(float(ours), float(right), rel_tol=1e-6, abs_tol=1e-6)

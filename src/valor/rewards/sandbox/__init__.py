@@ -1,0 +1,16 @@
+"""A closed place for code that a model has written."""
+
+from valor.rewards.sandbox.box import Limits, Outcome, Sandbox, SandboxError, Verdict
+from valor.rewards.sandbox.levels import LEVELS, describe_sandbox, strongest_level, try_levels
+
+__all__ = [
+    "LEVELS",
+    "Limits",
+    "Outcome",
+    "Sandbox",
+    "SandboxError",
+    "Verdict",
+    "describe_sandbox",
+    "strongest_level",
+    "try_levels",
+]

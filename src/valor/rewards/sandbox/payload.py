@@ -1,0 +1,387 @@
+"""What runs inside the walls: a program, functions that are called from outside, or the tests that call them.
+
+Tests and the code under test live in two processes. The tests' process holds the expected values and calls the other
+one over a pipe on which only plain data travels, rebuilt on arrival as Python's own types: nothing that the code under
+test returns, patches or looks up can reach a comparison. Standard library only, and few imports: every run pays them.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import sys
+import types
+
+TYPE_CHECKING = False  # the typing module costs more than all the rest of this file
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Any
+
+_MAX_MESSAGE = 1 << 26  # bytes
+_MAX_TEXT = 300  # characters of an error
+_MUTABLE = (list, dict, set)
+_COLLECTIONS = {b"l": list, b"t": tuple, b"e": set, b"z": frozenset}
+_BUILTIN_TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)}
+_OPERATIONS = {
+    "call": lambda function, args, options: function(*args, **options),
+    "get": getattr,
+    "set": setattr,
+    "list": lambda values: list(values),
+    "len": len,
+    "bool": bool,
+    "str": str,
+    "item": lambda values, key: values[key],
+}
+
+
+class RemoteError(Exception):
+    """The code under test raised something that is no built-in exception, or is gone."""
+
+
+def encode(value: Any, handles: list[Any] | None = None) -> bytes:
+    """Plain data as bytes: None, numbers, texts, bytes, collections, what subclasses any of these, and Python's types.
+
+    With `handles`, any other object is kept there and only its place is sent; without, it raises TypeError.
+    """
+    parts: list[bytes] = []
+    _encode(value, parts.append, handles)
+    return b"".join(parts)
+
+
+def _encode(value: Any, put: Callable[[bytes], None], handles: list[Any] | None) -> None:
+    # The types' own methods are called, not the object's: a subclass is sent as what it holds.
+    if value is None or value is True or value is False:
+        put(b"N" if value is None else b"T" if value else b"F")
+    elif isinstance(value, int):
+        put(b"i%s;" % int.__format__(value, "x").encode())
+    elif isinstance(value, float):
+        put(b"f%s;" % float.__repr__(value).encode())
+    elif isinstance(value, complex):
+        put(b"c%s;" % complex.__repr__(value).encode())
+    elif isinstance(value, str):
+        data = str.encode(value, "utf-8", "surrogatepass")
+        put(b"s%x;%s" % (len(data), data))
+    elif isinstance(value, bytes | bytearray):
+        put(b"b%x;%s" % (len(value), bytes(value)))
+    elif isinstance(value, dict):
+        put(b"d%x;" % dict.__len__(value))
+        for key, item in dict.items(value):
+            _encode(key, put, handles)
+            _encode(item, put, handles)
+    elif isinstance(value, type) and _BUILTIN_TYPES.get(value.__name__) is value:
+        put(b"y%x;%s" % (len(value.__name__), value.__name__.encode()))
+    elif type(value) is Remote:
+        put(b"r")
+        _encode(object.__getattribute__(value, "_target"), put, None)
+    else:
+        for tag, kind in _COLLECTIONS.items():
+            if isinstance(value, kind):
+                put(b"%s%x;" % (tag, kind.__len__(value)))
+                for item in kind.__iter__(value):
+                    _encode(item, put, handles)
+                return
+        if callable(plain := getattr(value, "tolist", None)):  # numpy
+            _encode(plain(), put, handles)
+        elif handles is None:
+            raise TypeError(f"a test cannot send a {type(value).__name__} to the code under test")
+        else:
+            handles.append(value)
+            put(b"r")
+            _encode(len(handles) - 1, put, None)
+
+
+def decode(data: bytes, resolve: Callable[[Any], Any]) -> Any:
+    """The value again; `resolve` gives the object for a name or a handle. Raises Exception for rubbish."""
+    at = 0
+
+    def upto() -> bytes:
+        nonlocal at
+        end = data.index(b";", at)
+        at, text = end + 1, data[at:end]
+        return text
+
+    def value() -> Any:
+        nonlocal at
+        tag = data[at : at + 1]
+        at += 1
+        if tag in b"NTF" and tag:
+            return {b"N": None, b"T": True, b"F": False}[tag]
+        if tag == b"r":
+            return resolve(value())
+        number = upto()
+        if tag == b"f":
+            return float(number)
+        if tag == b"c":
+            return complex(number.decode())
+        size = int(number, 16)
+        if tag == b"i":
+            return size
+        if tag in b"sby":
+            at, raw = at + size, data[at : at + size]
+            if tag == b"b":
+                return raw
+            text = raw.decode("utf-8", "surrogatepass")
+            return text if tag == b"s" else _BUILTIN_TYPES[text]
+        if tag == b"d":
+            return {value(): value() for _ in range(size)}
+        return _COLLECTIONS[tag](value() for _ in range(size))
+
+    return value()
+
+
+def write(fd: int, data: bytes) -> None:
+    """Write all of it."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def send(fd: int, message: bytes) -> None:
+    """Write a message with its length."""
+    write(fd, b"%08x" % len(message) + message)
+
+
+def receive(fd: int) -> bytes | None:
+    """The next message and not a byte more; None at the end."""
+    head = _exactly(fd, 8)
+    size = int(head, 16) if head else 0
+    if size > _MAX_MESSAGE:
+        raise RemoteError(f"a message of {size} bytes")
+    return _exactly(fd, size) if head else None
+
+
+def _exactly(fd: int, size: int) -> bytes:
+    parts = []
+    while size and (part := os.read(fd, min(size, 1 << 20))):
+        parts.append(part)
+        size -= len(part)
+    return b"" if size else b"".join(parts)
+
+
+def take_over(fd: int) -> int:
+    """Keep a standard stream for ourselves; whoever uses it from now on finds it empty (0) or writes to stderr (1)."""
+    kept = os.dup(fd)
+    if fd == 1:
+        os.dup2(2, fd)
+    else:
+        nothing, writer = os.pipe()
+        os.close(writer)
+        os.dup2(nothing, fd)
+        os.close(nothing)
+    return kept
+
+
+def run_program(codes: Sequence[str]) -> None:
+    """Be a script started from a shell: the first of `codes` that is Python at all."""
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"], sys.argv = main, ["solution.py"]
+    exec(_compiled(codes), vars(main))
+
+
+def serve(codes: Sequence[str]) -> None:
+    """Define the functions in `codes`, then answer requests on stdin with replies on stdout until stdin ends.
+
+    What the code prints goes to stderr. The first reply says whether the code could be loaded.
+    """
+    requests, replies = take_over(0), take_over(1)
+    module = sys.modules["solution"] = types.ModuleType("solution")
+    handles: list[Any] = []
+
+    def resolve(target: Any) -> Any:
+        if isinstance(target, int):
+            return handles[target]
+        names = vars(module)
+        if target not in names and "Solution" in names:  # LeetCode's form
+            return getattr(names["Solution"](), target)
+        if target not in names:
+            raise NameError(f"name '{target}' is not defined")
+        return names[target]
+
+    def load() -> bytes:
+        exec(_compiled(codes), vars(module))
+        return encode((True, None, []))
+
+    def answer(message: bytes) -> bytes:
+        operation, target, *rest = decode(message, resolve)
+        mutable = [a for a in rest[0] if isinstance(a, _MUTABLE)] if operation == "call" else []
+        before = [encode(argument, []) for argument in mutable]
+        value = _OPERATIONS[operation](target, *rest)
+        changed = [encode(a, handles) if encode(a, []) != b else b"" for a, b in zip(mutable, before, strict=True)]
+        return encode((True, value, changed), handles)
+
+    def attempt(action: Callable[[], bytes]) -> bytes:
+        try:
+            return action()
+        except BaseException as error:
+            return encode((False, type(error).__name__, str(error)[:_MAX_TEXT]))
+
+    send(replies, attempt(load))
+    while (message := receive(requests)) is not None:
+        send(replies, attempt(lambda message=message: answer(message)))
+
+
+class Wire:
+    """The tests' end of the line to the code under test: requests out, replies in. File descriptors."""
+
+    def __init__(self, requests: int, replies: int) -> None:
+        self._requests, self._replies = requests, replies
+
+    def ask(self, *request: Any) -> Any:
+        """The value that an operation has there; raises what it raised there."""
+        message = encode(request)
+        try:
+            send(self._requests, message)
+        except BrokenPipeError:
+            raise RemoteError("the code under test has ended") from None
+        value, changed = self.reply()
+        if changed:
+            arguments = [a for a in request[2] if isinstance(a, _MUTABLE)]
+            for argument, data in zip(arguments, changed, strict=True):
+                if data:  # the function wrote into what it was given
+                    argument.clear()
+                    getattr(argument, "extend" if type(argument) is list else "update")(decode(data, self._remote))
+        return value
+
+    def reply(self) -> tuple[Any, list[bytes]]:
+        """The next reply's value, and the arguments that the function changed."""
+        message = receive(self._replies)
+        if message is None:
+            raise RemoteError("the code under test has ended")
+        fine, value, rest = decode(message, self._remote)
+        if fine is True:
+            return value, rest
+        kind = getattr(builtins, value, None)
+        if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError):
+            raise kind(rest)
+        raise RemoteError(f"{value}: {rest}")
+
+    def _remote(self, target: Any) -> Remote:
+        return Remote(self, target)
+
+
+class Remote:
+    """A function or object of the code under test. Nothing else is equal to it."""
+
+    __slots__ = ("_target", "_wire")
+
+    def __init__(self, wire: Wire, target: Any) -> None:
+        object.__setattr__(self, "_wire", wire)
+        object.__setattr__(self, "_target", target)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._wire.ask("call", self, args, options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # protocols that Python tries
+            raise AttributeError(name)
+        return self._wire.ask("get", self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._wire.ask("set", self, name, value)
+
+    def __iter__(self) -> Any:
+        return iter(self._wire.ask("list", self))
+
+    def __len__(self) -> int:
+        return self._wire.ask("len", self)
+
+    def __bool__(self) -> bool:
+        return self._wire.ask("bool", self) is True
+
+    def __str__(self) -> str:
+        return self._wire.ask("str", self)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._wire.ask("item", self, key)
+
+
+class _Names(dict):
+    """The tests' names. What neither they nor Python define, and no module that they use, is the code under test's."""
+
+    def __init__(self, wire: Wire, texts: Sequence[str]) -> None:
+        super().__init__(__name__="tests", __same__=same)
+        self._wire, self._texts = wire, texts
+
+    def __missing__(self, name: str) -> Any:
+        if hasattr(builtins, name):
+            raise KeyError(name)
+        if name in sys.stdlib_module_names and any(f"{name}." in text for text in self._texts):
+            return __import__(name)  # tests may rely on an import in the code, but not on what it imports
+        return Remote(self._wire, name)
+
+
+def same(value: Any, expected: Any) -> bool:
+    """Equal as JSON is: tuples are lists, keys are texts, and floats may differ by a millionth."""
+    if isinstance(value, list | tuple) and isinstance(expected, list | tuple):
+        return len(value) == len(expected) and all(map(same, value, expected))
+    if isinstance(value, dict) and isinstance(expected, dict):
+        value, expected = ({str(key): item for key, item in d.items()} for d in (value, expected))
+        return value.keys() == expected.keys() and all(same(value[key], expected[key]) for key in value)
+    if isinstance(value, int | float) and isinstance(expected, int | float) and float in (type(value), type(expected)):
+        return value == expected or abs(value - expected) <= 1e-6 * max(1.0, abs(expected))
+    return value == expected
+
+
+def check(wire: Wire, setup: Sequence[str], tests: Sequence[str], candidates: Sequence[str]) -> bytes:
+    """How many tests pass, and what the first that does not says: an encoded (passed, text).
+
+    `setup` and `tests` are Python texts that run one after another in one namespace; a test passes when it raises
+    nothing. `candidates` are names that belong to the code under test even if the setup defines them.
+    """
+    names, passed, first = _Names(wire, [*setup, *tests]), 0, ""
+    try:
+        wire.reply()
+        for text in setup:
+            exec(_compiled([text]), names)
+    except BaseException as error:
+        return encode((0, f"{type(error).__name__}: {error}"[:_MAX_TEXT]))
+    names |= {name: Remote(wire, name) for name in candidates}
+    for text in tests:
+        try:
+            exec(_compiled([text]), names)
+            passed += 1
+        except BaseException as error:
+            first = first or f"{type(error).__name__}: {error}"[:_MAX_TEXT]
+    return encode((passed, first))
+
+
+def standalone() -> None:
+    """Both processes in one program, for a sandbox that is elsewhere: job on stdin, verdict on stdout, in hex.
+
+    The code comes first and the tests follow only when it has a process of its own, so that it never holds them. The
+    verdict is signed with a word that came with the tests.
+    """
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # not dumpable: its children cannot look into this process
+    codes = decode(bytes.fromhex((receive(0) or b"").decode()), _nothing)
+    from_tests, to_code = os.pipe()
+    from_code, to_tests = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(from_tests, 0)
+        os.dup2(to_tests, 1)
+        os.closerange(3, 256)
+        serve(codes)
+        os._exit(0)
+    os.close(from_tests)
+    os.close(to_tests)
+    word, *tests = decode(bytes.fromhex((receive(0) or b"").decode()), _nothing)
+    output = take_over(1)
+    write(output, (word + check(Wire(to_code, from_code), *tests).hex()).encode())
+    os.kill(child, 9)
+
+
+def _compiled(codes: Sequence[str]) -> types.CodeType:
+    *others, last = codes
+    for code in others:
+        try:
+            return compile(code, "solution.py", "exec", dont_inherit=True)
+        except (SyntaxError, ValueError):
+            pass
+    return compile(last, "solution.py", "exec", dont_inherit=True)
+
+
+def _nothing(target: Any) -> None:
+    raise ValueError(f"no object {target!r} here")

@@ -1,0 +1,344 @@
+"""What keeps code in: limits, namespaces, Landlock, seccomp, and Python's audit hook where the system has none of them.
+
+A process puts these around itself before it runs anything of others. A step holds or raises, and none can be undone
+from inside. Standard library only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import resource
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from typing import Any
+
+SCRATCH = "/scratch"  # the one place that can be written, in memory; only where there are mount namespaces
+DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+
+_SPARE_THREADS, _NOBODY = 64, 65534
+_LIBC = ctypes.CDLL(None, use_errno=True)
+# prctl(2)
+_PDEATHSIG, _DUMPABLE, _SECCOMP, _FILTER, _CHILD_SUBREAPER, _NO_NEW_PRIVS = 1, 4, 22, 2, 36, 38
+_CAPABILITY_VERSION = 0x20080522
+# unshare(2): mount, cgroup, uts, ipc, pid, net; and user
+_NEW_ALL, _NEWUSER = 0x20000 | 0x2000000 | 0x4000000 | 0x8000000 | 0x20000000 | 0x40000000, 0x10000000
+# mount(2), umount2(2), mount_setattr(2)
+_NOSUID, _NODEV, _NOEXEC, _RDONLY, _BIND, _REC, _PRIVATE, _DETACH = 2, 4, 8, 1, 1 << 12, 1 << 14, 1 << 18, 2
+_MOUNT_SETATTR, _RECURSIVE = 442, 0x8000
+# landlock(7)
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_READ_TREE, _READ_FILE, _READ_WRITE_FILE = 0b1101, 0b100, 0b110
+# seccomp: what libseccomp calls SCMP_ACT_ALLOW, SCMP_ACT_ERRNO, SCMP_CMP_LE, SCMP_CMP_EQ, SCMP_CMP_MASKED_EQ
+_ALLOW, _ERRNO, _LE, _EQ, _MASKED_EQ = 0x7FFF0000, 0x50000, 3, 4, 7
+_CLONE_THREAD, _F_SETLKW, _F_DUPFD_CLOEXEC, _SOCK_STREAM = 0x10000, 7, 1030, 1
+_IOCTLS = (
+    0x5401,
+    0x5413,
+    0x541B,
+    0x5421,
+    0x5450,
+    0x5451,
+)  # terminal or not, bytes there, blocking, cloexec
+_OPEN_FOR_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+
+# Anything else does not exist (ENOSYS): sockets, processes, programs, mounts, tracing, permissions, keys, what is new.
+_SYSCALLS = """
+read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 lseek _llseek close close_range dup dup2 dup3
+ftruncate ftruncate64 fsync fdatasync fadvise64 poll ppoll select pselect6 _newselect pipe pipe2 eventfd eventfd2
+epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwait2 sendto recvfrom sendmsg recvmsg shutdown
+getsockname getpeername getsockopt setsockopt fstat fstat64 stat stat64 lstat lstat64 newfstatat fstatat64 statx statfs
+fstatfs access faccessat faccessat2 readlink readlinkat getdents getdents64 getcwd chdir fchdir umask mmap mmap2 munmap
+mremap mprotect madvise mincore msync mlock munlock brk membarrier futex futex_time64 futex_waitv set_robust_list
+get_robust_list rseq set_tid_address arch_prctl set_thread_area get_thread_area gettid getpid getppid getpgrp getpgid
+getsid getuid geteuid getgid getegid getresuid getresgid getgroups exit exit_group rt_sigaction rt_sigprocmask
+rt_sigreturn sigreturn rt_sigpending rt_sigsuspend rt_sigtimedwait sigaltstack pause alarm setitimer getitimer
+timer_create timer_settime timer_gettime timer_delete timer_getoverrun timerfd_create timerfd_settime timerfd_gettime
+nanosleep clock_nanosleep clock_gettime clock_getres gettimeofday time times getrusage getrlimit ugetrlimit setrlimit
+sysinfo uname getrandom getcpu sched_yield sched_getaffinity sched_getparam sched_getscheduler sched_get_priority_max
+sched_get_priority_min getpriority get_mempolicy restart_syscall wait4 waitid
+"""
+_WRITING = "mkdir mkdirat rmdir unlink unlinkat rename renameat renameat2 link linkat symlink symlinkat truncate creat"
+
+
+def supervise() -> None:
+    """Make this process the guardian of those it starts: it inherits their orphans, and none can look into it."""
+    if sys.platform == "linux":
+        _call("prctl", _CHILD_SUBREAPER, 1, 0, 0, 0)
+        _call("prctl", _DUMPABLE, 0, 0, 0, 0)
+
+
+def enclose(
+    level: str,
+    *,
+    readable: Sequence[str],
+    seccomp: bytes | None,
+    cpu_seconds: int,
+    memory_mb: int,
+    scratch_mb: int,
+    output_mb: int,
+    uid: int,
+) -> None:
+    """Close this process in; from here on it may run anything. Levels: see valor.rewards.sandbox.levels.
+
+    `readable` are the files and folders that stay visible (of no effect at the levels seccomp and rlimits), `seccomp`
+    the filter, `uid` the user to become when this one is root. Returns in another process where that is needed.
+    """
+    if level not in ("bubblewrap", "namespaces", "landlock", "seccomp", "rlimits"):
+        raise ValueError(f"no level '{level}'")
+    own_files = level in ("bubblewrap", "namespaces")
+    threads = _tasks() + _SPARE_THREADS if seccomp else 1  # without the filter, new processes would be allowed too
+    if level == "namespaces":
+        _enter_namespaces(readable, scratch_mb)
+    memory = memory_mb << 20
+    _limit(CPU=cpu_seconds, AS=memory, DATA=memory, FSIZE=output_mb << 20, NPROC=threads)
+    if os.geteuid() == 0:
+        _become(uid, readable, files_are_guarded=own_files or level == "landlock")
+    if sys.platform == "linux":
+        _call("capset", (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)())
+        _call("prctl", _NO_NEW_PRIVS, 1, 0, 0, 0)
+    die_with_parent()
+    if level == "landlock" or (own_files and landlock_version()):
+        _landlock(readable, scratch=own_files)
+    if seccomp is not None:
+        _seccomp(seccomp)
+    elif level in ("landlock", "seccomp"):
+        raise FileNotFoundError("libseccomp is not installed")
+    if level in ("seccomp", "rlimits"):
+        _guard_python(readable)
+
+
+def die_with_parent() -> None:
+    """SIGKILL when the process that started this one ends. Lost with every change of user."""
+    if sys.platform == "linux":
+        _call("prctl", _PDEATHSIG, 9, 0, 0, 0)
+
+
+def landlock_version() -> int:
+    """The Landlock interface of this kernel; 0 without one."""
+    return max(0, _LIBC.syscall(_CREATE_RULESET, None, 0, 1)) if sys.platform == "linux" else 0
+
+
+def _enter_namespaces(readable: Iterable[str], scratch_mb: int) -> None:
+    """A system of its own: no network, no other processes, a read-only tree with `readable` and a small /scratch.
+
+    Returns in a grandchild. The child is the first process there: with it everything there dies, whatever it did.
+    """
+    uid, gid = os.geteuid(), os.getegid()
+    _call("unshare", _NEW_ALL | (_NEWUSER if uid else 0))
+    if uid:
+        _call("prctl", _DUMPABLE, 1, 0, 0, 0)  # or these files belong to root
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+        _call("prctl", _DUMPABLE, 0, 0, 0, 0)
+    _continue_in_child()
+    _mount("none", "/", "", _REC | _PRIVATE)
+    _mount("tmpfs", "/tmp", "tmpfs", _NOSUID | _NODEV, "mode=755,size=1m")
+    os.mkdir("/tmp/old")
+    _call("pivot_root", b"/tmp", b"/tmp/old")
+    os.chdir("/")
+    for path in (*readable, *DEVICES):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        if os.path.islink(f"/old{path}"):
+            os.symlink(os.readlink(f"/old{path}"), path)
+        else:
+            os.mkdir(path) if os.path.isdir(f"/old{path}") else os.close(os.open(path, os.O_CREAT, 0o644))
+            _mount(f"/old{path}", path, "", _BIND | _REC)
+            _set_attributes(path, _RDONLY | _NOSUID | (0 if path in DEVICES else _NODEV), _RECURSIVE)
+    os.symlink("/proc/self/fd/0", "/dev/stdin")
+    os.mkdir("/proc")
+    try:
+        _mount("proc", "/proc", "proc", _RDONLY | _NOSUID | _NODEV | _NOEXEC)
+    except OSError as error:
+        if error.errno != errno.EPERM:  # a container that hides parts of /proc allows no second one
+            raise
+    os.mkdir(SCRATCH)
+    _call("umount2", b"/old", _DETACH)
+    os.rmdir("/old")
+    _set_attributes("/", _RDONLY | _NOSUID | _NODEV)
+    _mount("tmpfs", SCRATCH, "tmpfs", _NOSUID | _NODEV, f"mode=1777,size={scratch_mb}m,nr_inodes=1k")
+    os.chdir(SCRATCH)
+    _continue_in_child()
+
+
+def _continue_in_child() -> None:
+    child = os.fork()
+    if child:
+        os.closerange(0, 256)  # the ends of pipes: others wait for them to be closed
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os._exit(code if code >= 0 else 128 - code)
+    die_with_parent()
+
+
+def _set_attributes(path: str, attributes: int, flags: int = 0) -> None:
+    # Unlike a remount this reaches the mounts below, and knows nothing of the flags that are locked.
+    _call("syscall", _MOUNT_SETATTR, -100, path.encode(), flags, (ctypes.c_uint64 * 4)(attributes), ctypes.c_size_t(32))
+
+
+def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
+    _call("mount", source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), data.encode())
+
+
+def _tasks() -> int:
+    """All threads of this machine: no less than this user has, of which the system counts every one."""
+    with open("/proc/loadavg") as file:
+        return int(file.read().split()[3].partition("/")[2])
+
+
+def _limit(**limits: int) -> None:
+    limits |= {"NOFILE": 64, "STACK": 64 << 20, "CORE": 0, "MSGQUEUE": 0, "MEMLOCK": 0}
+    for name, value in limits.items():
+        which = getattr(resource, f"RLIMIT_{name}", None)
+        if which is not None and not (name in ("AS", "DATA") and sys.platform == "darwin"):  # has them, refuses them
+            hard = resource.getrlimit(which)[1]
+            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            resource.setrlimit(which, (value, value))
+
+
+def _become(uid: int, readable: Sequence[str], *, files_are_guarded: bool) -> None:
+    """Give up root, if the new user can read Python. Where the kernel guards the files, root without capabilities is
+    as good, and so is the root of a user namespace, who is someone else outside."""
+    private = [path for path in readable if not _open_to_all(path)]
+    try:
+        if private:
+            raise PermissionError(f"another user cannot read {private[0]}")
+        os.setgroups([])
+        try:
+            os.setresgid(uid, uid, uid)
+        except OSError:  # a container with few users
+            uid = _NOBODY
+            os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    except PermissionError as error:
+        with open("/proc/self/uid_map") if sys.platform == "linux" else open(os.devnull) as file:
+            names = file.read().split()
+        if not files_are_guarded and names[1:2] in ([], ["0"]):
+            raise PermissionError(f"code must not run as root, and {error}") from None
+
+
+def _open_to_all(path: str) -> bool:
+    while path != "/":
+        if not os.stat(path).st_mode & (0o001 if os.path.isdir(path) else 0o004):
+            return False
+        path = os.path.dirname(path)
+    return True
+
+
+def _landlock(readable: Iterable[str], *, scratch: bool) -> None:
+    """Nothing in the file system can be opened but `readable`, for reading, and the scratch folder; no TCP, no signals
+    to others (as far as the kernel's version knows these)."""
+    version = landlock_version()
+    files = (1 << 13) - 1 | sum(1 << bit for bit, since in ((13, 2), (14, 3), (15, 5)) if version >= since)
+    handled = [files, 0b11 if version >= 4 else 0, 0b11 if version >= 6 else 0]  # file system, network, scope
+    size = 8 if version < 4 else 16 if version < 6 else 24
+    ruleset = _call("syscall", _CREATE_RULESET, (ctypes.c_uint64 * 3)(*handled), ctypes.c_size_t(size), 0)
+    rules = [(path, _READ_TREE if os.path.isdir(path) else _READ_FILE) for path in readable]
+    rules += [(path, _READ_WRITE_FILE) for path in DEVICES if os.path.exists(path)]
+    for path, rights in [*rules, (SCRATCH, files)] if scratch else rules:
+        parent = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        rule = rights.to_bytes(8, sys.byteorder) + parent.to_bytes(4, sys.byteorder)
+        _call("syscall", _ADD_RULE, ruleset, 1, rule, 0)
+        os.close(parent)
+    _call("syscall", _RESTRICT_SELF, ruleset, 0)
+    os.close(ruleset)
+
+
+class _Compare(ctypes.Structure):
+    _fields_ = (("arg", ctypes.c_uint), ("op", ctypes.c_int), ("a", ctypes.c_uint64), ("b", ctypes.c_uint64))
+
+
+def seccomp_filter(*, scratch: bool) -> bytes | None:
+    """The kernel's program that allows only what one computing process needs: threads but no fork, no sockets, no
+    signals to anyone; and no file opened for writing unless there is a scratch folder. None without libseccomp."""
+    try:
+        library = ctypes.CDLL("libseccomp.so.2")
+    except OSError:
+        return None
+    library.seccomp_init.restype = ctypes.c_void_p
+    context = ctypes.c_void_p(library.seccomp_init(_ERRNO | errno.ENOSYS))
+
+    def allow(name: str, *conditions: tuple[int, ...]) -> None:
+        number = library.seccomp_syscall_resolve_name(name.encode())
+        compare = (_Compare * len(conditions))(*(_Compare(*c) for c in conditions))
+        if number != -1:  # -1: this machine or libseccomp has no such call
+            _check(library.seccomp_rule_add_array(context, _ALLOW, number, len(conditions), compare))
+
+    for name in (_SYSCALLS + (_WRITING if scratch else "")).split():
+        allow(name)
+    for name, place in (("open", 1), ("openat", 2)):
+        allow(name, *([] if scratch else [(place, _MASKED_EQ, _OPEN_FOR_WRITING, 0)]))
+    for name in ("fcntl", "fcntl64"):  # without those that make the kernel send signals to others
+        allow(name, (1, _LE, _F_SETLKW))
+        allow(name, (1, _EQ, _F_DUPFD_CLOEXEC))
+    for request in _IOCTLS:
+        allow("ioctl", (1, _EQ, request))
+    allow("clone", (0, _MASKED_EQ, _CLONE_THREAD, _CLONE_THREAD))
+    allow("prlimit64", (0, _EQ, 0))
+    allow("socketpair", (1, _MASKED_EQ, 0xF, _SOCK_STREAM))  # asyncio
+    reader, writer = os.pipe()
+    with open(reader, "rb") as program:
+        try:
+            _check(library.seccomp_export_bpf(context, writer))
+        finally:
+            os.close(writer)
+            library.seccomp_release(context)
+        return program.read()
+
+
+def _check(negative_errno: int) -> None:
+    if negative_errno < 0:
+        raise OSError(-negative_errno, f"libseccomp: {os.strerror(-negative_errno)}")
+
+
+def _seccomp(program: bytes) -> None:
+    instructions = ctypes.create_string_buffer(program, len(program))
+    count_and_address = (ctypes.c_size_t * 2)(len(program) // 8, ctypes.addressof(instructions))
+    _call("prctl", _SECCOMP, _FILTER, count_and_address, 0, 0)
+
+
+_REFUSED = (
+    *("subprocess.", "os.fork", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "os.kill", "pty."),
+    *("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate", "os.ch", "os.lch"),
+    *("os.setxattr", "os.removexattr", "os.utime", "os.lockf", "shutil.", "resource.", "ctypes.", "fcntl.", "sqlite3."),
+    *("socket.bind", "socket.connect", "socket.get", "socket.send", "socket.set", "gc.", "signal.pthread_kill"),
+)
+_UNAUDITED = (  # what Python does without asking its hooks
+    *("mkfifo", "mknod", "pidfd_send_signal", "pidfd_open", "setpriority", "unshare", "setns"),
+    *("sched_setaffinity", "sched_setparam", "sched_setscheduler"),
+)
+
+
+def _guard_python(readable: Sequence[str]) -> None:
+    """Refuse from within Python what nothing outside refuses. Stops clumsy code and common tricks, not an expert."""
+    roots = (*(f"{os.path.realpath(path)}/" for path in readable), os.path.realpath("/dev/stdin"))
+    # Names of its own: those of modules and builtins can be given another meaning.
+    refused, is_a, texts, real, plain = _REFUSED, isinstance, (str, bytes), os.path.realpath, os.fsdecode
+    writing, error = _OPEN_FOR_WRITING, PermissionError
+
+    def audit(event: str, args: tuple[Any, ...]) -> None:
+        own = event.startswith("object.") and args[0] is audit
+        if own or event.startswith(refused) or (event == "import" and args[0] in ("ctypes", "_ctypes")):
+            raise error(f"{event}: not allowed in the sandbox")
+        if event == "open" and is_a(args[0], texts):
+            path = plain(real(args[0]))
+            if args[2] & writing or not path.startswith(roots):
+                raise error(f"{path}: not allowed in the sandbox")
+
+    for module in map(__import__, ("_signal", "posix", "os")):
+        for name in _UNAUDITED:
+            if hasattr(module, name):
+                delattr(module, name)
+    sys.addaudithook(audit)
+
+
+def _call(name: str, *args: Any) -> int:
+    result = getattr(_LIBC, name)(*args)
+    if result == -1:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{name}: {os.strerror(code)}")
+    return result

@@ -1,0 +1,198 @@
+"""`valor rewards check`: each planted fault is found and named, sound data passes, and mistakes are one line."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from valor.cli import main
+
+CUSTOM = """
+import time
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if ground_truth == "slow":
+        time.sleep(60)
+    if ground_truth == "broken" or solution_str == "crash":
+        raise RuntimeError("cannot grade this")
+    if ground_truth == "generous":
+        return 1.0
+    return {"score": float(solution_str.endswith(f"RESULT {ground_truth}")), "pred": solution_str[-3:]}
+"""
+HOOK = "\n\ncompute_score.answer = lambda ground_truth, extra_info: f'RESULT {ground_truth}'\n"
+
+
+def row(text: str, truth: Any, **more: Any) -> dict[str, Any]:
+    return {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": text}],
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        **more,
+    }
+
+
+def write(path: Path, records: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+SOUND = [row(f"What is {i} + {i}? Write it after ####.", str(2 * i)) for i in range(30)]
+
+
+@pytest.fixture
+def check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs the command on these records; returns the exit code and what was printed."""
+
+    def run(records: list[dict[str, Any]], *argv: Any) -> tuple[int, str]:
+        code = main(
+            ["rewards", "check", write(tmp_path / "train.jsonl", records), "--num-workers", "1", *map(str, argv)]
+        )
+        printed = capsys.readouterr()
+        return code, printed.out + printed.err
+
+    return run
+
+
+def test_sound_data(check: Any, tmp_path: Path) -> None:
+    test = [row(f"What is {i} + {i}? Write it after ####.", str(2 * i)) for i in range(50, 80)]
+    code, printed = check(SOUND, "--test", write(tmp_path / "test.jsonl", test))
+    assert code == 0, printed
+    assert re.search(r"openai/gsm8k +30 +30 +0 +0 ", printed) and printed.endswith("ok\n")
+    assert "problem" not in printed
+
+
+def test_each_planted_fault_is_found(check: Any, tmp_path: Path) -> None:
+    planted = [
+        row("What is six times seven? Write it after ####.", "forty-two"),  # line 31: its ground truth is no number
+        row("What is seven times seven? Write it after ####.", ""),  # line 32: it has none
+        row("What is 3 + 3?  Write it after ####.", "6"),  # line 33: as line 4, but for white space
+        row("What is 4 + 4? Write it after ####.", "9"),  # line 34: contradicts line 5
+        row("What is 1 + 9? Write it after ####.", "10", data_source="openai/gsm9k"),  # line 35: nobody grades it
+        row("What is the number of legs of 70 cats? Write it after ####.", "280"),  # line 36: in the test set as well
+        row("What is 1 + 1? " * 80 + "Write it after ####.", "2"),  # line 37: too long
+        {**row("no messages", "2"), "prompt": "no messages"},  # line 38: cannot be read
+    ]
+    test = [row(f"Q: what is the number of legs of {i} cats?\nAnswer it.", str(4 * i)) for i in range(60, 90)]
+    test.append(row("Q: what is love? Answer it.", "0"))
+    tokenizer = tmp_path / "tokenizer"
+    save_tokenizer(tokenizer)
+    files = ("--test", write(tmp_path / "test.jsonl", test), "--model", tokenizer, "--max-prompt-length", 200)
+    code, printed = check(SOUND + planted, *files, "--out", tmp_path / "fit.parquet")
+    assert code == 1
+    for words in (
+        "openai/gsm8k: 1 of 35 rows can never score\n    line 31: ground truth 'forty-two': ValueError",
+        "empty reward_model.ground_truth, which can never score: 1 of 37 rows (line 32)",
+        "2 of 37 rows repeat a prompt that is there already, for example line 4 and line 33",
+        "1 prompts occur with different ground truths, for example line 5 (8) and line 34 (9)",
+        "data_source 'openai/gsm9k' (1 rows) has no grader",
+        "1 of 37 prompts are in",
+        "(line 36 = line 11)",
+        "prompt over 200 tokens: 1 of 37 rows (line 37)",
+        "line 38: 'prompt' must be a list of messages",
+    ):
+        assert words in printed, f"{words!r} is not in\n{printed}"
+    assert printed.endswith(f"6 problems\n{tmp_path / 'fit.parquet'}: 32 of 38 rows\n")
+    assert main(["rewards", "check", str(tmp_path / "fit.parquet"), *map(str, files), "--num-workers", "1"]) == 0
+
+
+def save_tokenizer(folder: Path) -> None:
+    """One token a byte."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    model = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    fast = PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<|end|>")
+    fast.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    fast.save_pretrained(folder)
+
+
+def test_graders_of_your_own(check: Any, tmp_path: Path) -> None:
+    grader = tmp_path / "grader.py"
+    grader.write_text(CUSTOM + HOOK)
+    mine = [
+        row(f"Question {i}?", truth, data_source="mine") for i, truth in enumerate(["a", "broken", "generous", "slow"])
+    ]
+    code, printed = check(mine, "--custom", grader, "--timeout", 0.5)
+    assert code == 1
+    for words in (
+        "mine: 2 of 4 rows can never score",
+        "line 2: ground truth 'broken': RuntimeError: cannot grade this (grader.py:",
+        "line 4: ground truth 'slow': no score within 0.5 s",
+        "mine: 1 of 4 rows always score: an empty response is graded as right",
+        'mine: 1 of 4 rows always score: "I don\'t know." is graded as right',
+        "line 3: score 1 for ground truth 'generous'",
+    ):
+        assert words in printed, f"{words!r} is not in\n{printed}"
+    assert check(mine[:1], "--custom", grader)[0] == 0
+    grader.write_text(CUSTOM)  # it does not say how a right answer is written: that is no fault of the data
+    (tmp_path / "other.py").write_text(CUSTOM)
+    code, printed = check(mine[:1], "--custom", tmp_path / "other.py")
+    assert code == 0 and "no ground truth scores in any of the usual ways" in printed
+
+
+def test_sample_outputs(check: Any, tmp_path: Path) -> None:
+    def outputs(*records: dict[str, Any]) -> tuple[str, str]:
+        return "--outputs", write(tmp_path / "outputs.jsonl", list(records))
+
+    question = SOUND[3]["prompt"][0]["content"]
+    right, wrong = {"output": "It is\n#### 6"}, {"output": "It is 6"}
+    code, printed = check(
+        SOUND,
+        *outputs(
+            {**right, "row": 3, "label": True},
+            {**right, "prompt": SOUND[3]["prompt"], "label": False},
+            {**wrong, "input": f"<|user|>{question}<|assistant|>", "score": 1.0},
+            {"question": SOUND[5]["prompt"][0]["content"], "responses": ["#### 1", "nothing"]},
+            {**right, "prompt": "What is this?"},
+        ),
+    )
+    assert code == 0, printed
+    assert re.search(r"openai/gsm8k +5 +40.0% +0.400 +2 +0 ", printed)
+    for words in (
+        "1 outputs belong to no row",
+        "the grader agrees with 1 of 2 (50.0%) labels\n    line 4: labelled wrong, graded 1; ground truth '6'",
+        "1 of 5 outputs had another score in their file",
+        "of 2 prompts with several outputs, 0 are always right and 1 never",
+    ):
+        assert words in printed, f"{words!r} is not in\n{printed}"
+    code, printed = check(SOUND, *outputs(*({**wrong, "row": i} for i in range(8))))
+    assert code == 1 and "all 8 outputs get the score 0: nothing can be learned" in printed
+    grader = tmp_path / "grader.py"
+    grader.write_text(CUSTOM + HOOK)
+    code, printed = check(SOUND, "--custom", grader, *outputs({"output": "crash", "row": 2}))
+    assert code == 1 and "the grader fails on 1 of 1 outputs\n    line 3: RuntimeError: cannot grade this" in printed
+
+
+def test_generations_of_a_run_are_outputs(check: Any, tmp_path: Path) -> None:
+    from valor.tracking.generations import Sample, write_samples
+
+    prompt = f"<|im_start|>user\n{SOUND[7]['prompt'][0]['content']}<|im_end|>\n<|im_start|>assistant\n"
+    path = write_samples(tmp_path, 3, [Sample(prompt, ["####", " 14"], 1.0), Sample(prompt, ["?"], 0.0)])
+    code, printed = check(SOUND, "--outputs", path)
+    assert code == 0 and re.search(r"openai/gsm8k +2 +50.0% +0.500 +1 +0 ", printed)
+
+
+def test_mistakes_are_one_line(check: Any, tmp_path: Path) -> None:
+    for argv, words in (
+        (("--outputs", tmp_path / "no.jsonl"), "no such file"),
+        (("--outputs", write(tmp_path / "a.jsonl", [{"output": "1", "row": 99}])), "row 99 is none of the 30 rows"),
+        (("--outputs", write(tmp_path / "b.jsonl", [{"output": "1"}])), "says neither its 'row' nor its prompt"),
+        (("--outputs", write(tmp_path / "c.jsonl", [{"row": 1}])), "has no response"),
+        (("--outputs", write(tmp_path / "d.jsonl", [{"output": "1", "prompt": "?"}])), "none of its prompts"),
+        (("--custom", tmp_path / "no.py"), "no such file"),
+        (("--test", tmp_path / "no.jsonl"), "no such file"),
+        (("--max-prompt-length", 3), "say whose with --model"),
+    ):
+        code, printed = check(SOUND, *argv)
+        assert code == 2 and printed.count("\n") == 1 and words in printed, printed
+    assert main(["rewards", "check", str(tmp_path / "no.jsonl")]) == 2
+
+
+def test_only_some_rows_are_graded(check: Any) -> None:
+    code, printed = check(SOUND, "--limit", 4)
+    assert code == 0 and re.search(r"openai/gsm8k +4 +4 ", printed)

@@ -1,0 +1,169 @@
+"""A judge behind a real HTTP server that speaks the protocol: scores, retries, limits, and every kind of failure."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from valor.config.reward import JudgeConfig
+from valor.errors import UserError
+from valor.rewards import judge as judge_module
+from valor.rewards.judge import Judge, Question
+
+Answer = Callable[[str], tuple[int, str]]  # from what was asked to a status and the judge's text
+
+
+class FakeServer:
+    """An OpenAI-compatible server whose answers a test decides; remembers requests and how many ran at once."""
+
+    def __init__(self) -> None:
+        self.answer: Answer = lambda asked: (200, "Fine. Score: 7")
+        self.requests: list[dict] = []
+        self.keys: list[str | None] = []
+        self.at_once = self.most_at_once = 0
+        self.lock = threading.Lock()
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.reply(401 if self.headers.get("Authorization") == "Bearer wrong" else 200, {"data": []})
+
+            def do_POST(self) -> None:
+                request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with fake.lock:
+                    fake.requests.append(request | {"path": self.path})
+                    fake.keys.append(self.headers.get("Authorization"))
+                    fake.at_once += 1
+                    fake.most_at_once = max(fake.most_at_once, fake.at_once)
+                try:
+                    status, text = fake.answer(request["messages"][0]["content"])
+                finally:
+                    with fake.lock:
+                        fake.at_once -= 1
+                self.reply(status, {"choices": [{"message": {"role": "assistant", "content": text}}]})
+
+            def reply(self, status: int, body: dict) -> None:
+                data = json.dumps(body).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def server(monkeypatch) -> Iterator[FakeServer]:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.setattr(judge_module, "_FIRST_PAUSE", 0.01)
+    fake = FakeServer()
+    yield fake
+    fake.http.shutdown()
+    fake.http.server_close()
+
+
+def make(server: FakeServer, **more) -> Judge:
+    return Judge(JudgeConfig(url=server.url, model="m", **more), error_score=-1.0)
+
+
+def questions(n: int = 1) -> list[Question]:
+    return [Question(f"task {i}", f"answer {i}") for i in range(n)]
+
+
+def test_scores_come_back_in_order_and_no_more_than_allowed_run_at_once(server):
+    def answer(asked: str) -> tuple[int, str]:
+        time.sleep(0.02)
+        number = asked.partition("[Answer]\nanswer ")[2].partition("\n")[0]
+        return 200, f"A first thought, score: 9. No. Score: {number}"
+
+    server.answer = answer
+    results = make(server, concurrency=4).score(questions(10))
+    assert [r.score for r in results] == [float(i) for i in range(10)]
+    assert all(r.error is None and r.seconds > 0 for r in results)
+    assert 2 <= server.most_at_once <= 4
+
+
+def test_the_request_is_a_chat_completion(server, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    make(server, api_key_env="JUDGE_KEY", request={"temperature": 0.5}).score([Question("2+2?", "4", "four")])
+    (request,) = server.requests
+    assert request["path"] == "/v1/chat/completions"
+    assert (request["model"], request["temperature"]) == ("m", 0.5)
+    asked = request["messages"][0]["content"]
+    assert "2+2?" in asked and "\n4\n" in asked and 'Score: N"' in asked
+    assert server.keys == ["Bearer secret"]
+
+
+def test_fields_are_filled_once_and_braces_are_harmless(server):
+    template = '{"task": "{prompt}", "truth": "{ground_truth}", "answer": "{response}"}'
+    asked = make(server, prompt_template=template).ask(Question("{response} {0}", "{ground_truth}", 4))
+    assert asked == '{"task": "{response} {0}", "truth": "4", "answer": "{ground_truth}"}'
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_passing_refusal_is_tried_again(server, status):
+    replies = iter([(status, ""), (status, ""), (200, "Score: 3")])
+    server.answer = lambda asked: next(replies)
+    (result,) = make(server, retries=2).score(questions())
+    assert (result.score, result.error) == (3.0, None)
+
+
+@pytest.mark.parametrize(
+    ("reply", "attempts", "reason"),
+    [
+        ((503, "busy"), 3, "status 503"),
+        ((400, "bad"), 1, "status 400"),
+        ((200, "I would rather not say."), 1, "no score in the reply: 'I would rather not say.'"),
+        ((200, "Score: 1000000"), 1, "the score 1e+06 is outside 0 to 10"),
+    ],
+)
+def test_a_failure_has_a_reason_and_the_error_score(server, reply, attempts, reason):
+    server.answer = lambda asked: reply
+    (result,) = make(server, retries=2).score(questions())
+    assert result.score == -1.0 and result.error is not None and reason in result.error
+    assert len(server.requests) == attempts
+
+
+def test_a_slow_judge_costs_its_own_sample_alone(server):
+    def answer(asked: str) -> tuple[int, str]:
+        time.sleep(1.0 if "answer 1" in asked else 0.0)
+        return 200, "Score: 5"
+
+    server.answer = answer
+    began = time.perf_counter()
+    results = make(server, timeout=0.4, retries=0).score(questions(3))
+    assert time.perf_counter() - began < 1.0
+    assert [r.score for r in results] == [5.0, -1.0, 5.0]
+    assert results[1].error == "judge: no reply within 0.4 s"
+
+
+def test_a_server_that_goes_away_is_a_failure_not_a_crash(server):
+    server.http.shutdown()
+    server.http.server_close()
+    (result,) = make(server, retries=1).score(questions())
+    assert result.score == -1.0 and result.error is not None and "Connect" in result.error
+
+
+def test_a_template_and_an_expression_of_ones_own(server):
+    server.answer = lambda asked: (200, f"<verdict>{0.25 if asked == 'Rate: answer 0' else 9}</verdict>")
+    judge = make(
+        server, prompt_template="Rate: {response}", score_regex=r"<verdict>(.*?)</verdict>", score_range=(0, 1)
+    )
+    assert judge.score(questions())[0].score == 0.25
+
+
+def test_who_is_not_there_or_refuses_the_key_is_told_before_the_run(server, monkeypatch):
+    make(server).check()
+    monkeypatch.setenv("OPENAI_API_KEY", "wrong")
+    with pytest.raises(UserError, match=r"refuses the key .* OPENAI_API_KEY"):
+        make(server).check()
+    with pytest.raises(UserError, match=r"no judge at reward\.reward_model\.judge\.url=http://127\.0\.0\.1:9/v1"):
+        Judge(JudgeConfig(url="http://127.0.0.1:9/v1", model="m"), error_score=0.0).check()
