@@ -5,40 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from valor.config import LoadedConfig, SFTConfig, inert_settings, load_runs, plan
-from valor.errors import UserError
+from valor.config import SFTConfig
+from valor.trainer.command import run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run (each job of) the command line. Exit code 0; 1: the run ended itself; 2: a mistake in what was asked for."""
-    try:
-        for loaded in load_runs(list(sys.argv[1:] if argv is None else argv), SFTConfig):
-            code = run(loaded)
-            if code:
-                return code
-        return 0
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+    """Run (each job of) the command line; the exit code."""
+    return run_command("sft", argv, SFTConfig, _start)
 
 
-def run(loaded: LoadedConfig[SFTConfig]) -> int:
-    """One run. Torch and the model are imported only when the configuration has turned out to be valid."""
-    for note in loaded.notes:
-        print(f"note: {note}", file=sys.stderr)
-    if loaded.dry_run:
-        print(plan(loaded.config, loaded.explicit_keys))
-        return 0
-    for key, reason in inert_settings(loaded.config, loaded.explicit_keys):
-        print(f"note: {key}: {reason}", file=sys.stderr)
+def _start(config: SFTConfig, command: str) -> int:
     from valor.trainer.sft import SFTTrainer
-    from valor.trainer.stopped import TrainingStopped
 
-    try:
-        return SFTTrainer(loaded.config).fit()
-    except TrainingStopped as reason:
-        print(f"stopped: {reason}", file=sys.stderr)
-        return 1
+    return SFTTrainer(config, command).fit()
 
 
 if __name__ == "__main__":

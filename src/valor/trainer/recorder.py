@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import platform
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from valor.config import PPOConfig, dump_yaml
+from valor.config import PPOConfig, SupervisedConfig, dump_yaml
 from valor.data.batch import Batch
 from valor.report import build_report
 from valor.tracking.console import get_console
@@ -20,6 +18,7 @@ from valor.tracking.loggers import RunInfo, Tracker
 from valor.tracking.progress_console import show_progress
 from valor.tracking.rundir import write_atomically, write_run_info
 from valor.trainer.checkpoints import CheckpointStore
+from valor.trainer.rollouts import rollout_records, write_rollouts
 
 _PER_TOKEN = {
     "advantages": "advantages",
@@ -30,6 +29,32 @@ _PER_TOKEN = {
 
 
 _EVERYTHING = 2**62  # as a resume point: no step is later, so a validation alone takes no record away
+
+
+@contextmanager
+def recording(
+    config: PPOConfig | SupervisedConfig, loggers: Sequence[str], command: str, *, step: int, total_steps: int
+) -> Iterator[Tracker]:
+    """The folder of a run opened after `step` (0: a fresh run), with its configuration, what was typed and versions.
+
+    Inside the block the tracker writes metrics to `loggers`, and progress is shown.
+    """
+    trainer = config.trainer
+    run_dir = Path(trainer.default_local_dir).expanduser()
+    info = RunInfo(
+        run_dir=run_dir,
+        project=trainer.project_name,
+        experiment=trainer.experiment_name,
+        config=config.model_dump(mode="json"),
+        total_steps=total_steps,
+        resume_step=step or None,
+    )
+    with Tracker(loggers, info) as tracker, show_progress(get_console()):
+        write_atomically(run_dir / "config.yaml", dump_yaml(config))
+        versions = {package: version(package) for package in ("torch", "transformers", "ray")}
+        versions["python"] = platform.python_version()
+        write_run_info(run_dir, name=trainer.experiment_name, command=command, versions=versions)
+        yield tracker
 
 
 class RunRecorder:
@@ -50,24 +75,9 @@ class RunRecorder:
     @contextmanager
     def opened(self, step: int, total_steps: int) -> Iterator[None]:
         """Start recording after `step` (0: a fresh run); progress bars and loggers live inside the block."""
-        trainer = self.config.trainer
-        info = RunInfo(
-            run_dir=self.run_dir,
-            project=trainer.project_name,
-            experiment=trainer.experiment_name,
-            config=self.config.model_dump(mode="json"),
-            total_steps=total_steps,
-            resume_step=_EVERYTHING if trainer.val_only else step or None,
-        )
-        with Tracker(self._loggers(), info) as self._tracker, show_progress(self._console):
-            write_atomically(self.run_dir / "config.yaml", dump_yaml(self.config))
-            write_run_info(
-                self.run_dir,
-                name=trainer.experiment_name,
-                command=" ".join(sys.argv),
-                versions={p: version(p) for p in ("torch", "transformers", "ray")}
-                | {"python": platform.python_version()},
-            )
+        after = _EVERYTHING if self.config.trainer.val_only else step
+        with recording(self.config, self._loggers(), self._command, step=after, total_steps=total_steps) as tracker:
+            self._tracker = tracker
             yield
 
     def _loggers(self) -> list[str]:
@@ -113,29 +123,11 @@ class RunRecorder:
         return build_report(self.run_dir) if self.config.trainer.report else None
 
     def _dump(self, folder: str | None, step: int, batch: Batch, scores: Sequence[float]) -> None:
-        """Every row of a batch as text, one JSON object a line (verl's field names), when a folder is given."""
+        """Every row of a batch as a line of JSON that `read_rollouts` can read back, when a folder is given."""
         if folder is None:
             return
-        columns = batch.objects
-        lines = [
-            json.dumps(
-                {"input": prompt, "output": output, "gts": truth, "score": score, "step": step, "data_source": source},
-                default=str,
-                ensure_ascii=False,
-            )
-            for prompt, output, truth, score, source in zip(
-                (
-                    self._tokenizer.decode(row[:n])
-                    for row, n in zip(batch["prompts"], batch["prompt_lengths"], strict=True)
-                ),
-                columns["response_text"],
-                columns["ground_truth"],
-                scores,
-                columns["data_source"],
-                strict=True,
-            )
-        ]
-        write_atomically(Path(folder).expanduser() / f"{step}.jsonl", "".join(line + "\n" for line in lines))
+        file = Path(folder).expanduser() / f"{step}.jsonl"
+        write_rollouts(file, rollout_records(batch, scores, step, self._tokenizer))
 
     def _sample(self, batch: Batch, i: int, reward: float | None = None) -> Sample:
         length = int(batch["response_lengths"][i])

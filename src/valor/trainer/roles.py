@@ -8,11 +8,17 @@ from valor.workers.actor import ActorWorker
 from valor.workers.critic import CriticWorker
 from valor.workers.host import RoleSpec
 from valor.workers.reference import ReferenceWorker
+from valor.workers.reward_model import RewardModelWorker
 from valor.workers.rollout import RolloutWorker
 
 
-def role_specs(config: PPOConfig, *, total_steps: int, eos_token_ids: list[int]) -> dict[str, RoleSpec]:
-    """The roles of a run in building order (the rollout engine borrows the actor's weights, so the actor is first)."""
+def role_specs(
+    config: PPOConfig, *, total_steps: int, eos_token_ids: list[int], separator_id: int | None = None
+) -> dict[str, RoleSpec]:
+    """The roles of a run in building order (the rollout engine borrows the actor's weights, so the actor is first).
+
+    `separator_id`: the token between the texts of a pair, for a reward model that reads pairs.
+    """
     shared = config.actor_rollout_ref
     specs = {
         "actor": RoleSpec(
@@ -38,5 +44,9 @@ def role_specs(config: PPOConfig, *, total_steps: int, eos_token_ids: list[int])
                 "custom_path": config.algorithm.custom_path,
                 "seed": config.trainer.seed + member,
             },
+        )
+    if config.reward.reward_model.is_role:
+        specs["reward_model"] = RoleSpec(
+            RewardModelWorker, {"config": config.reward.reward_model, "separator_id": separator_id}
         )
     return specs

@@ -187,7 +187,7 @@ def trainer(model_dir, chats, tmp_path):
     from valor.workers.host import RoleSpec
 
     config = load(overrides(model_dir, chats, tmp_path / "run", f"data.val_files={chats}"), SFTConfig).config
-    trainer = SFTTrainer(config)
+    trainer = SFTTrainer(config, "valor sft")
     spec = RoleSpec(SFTWorker, {"config": config, "total_steps": 4})
     trainer.group = start_group(trainer.pool, {ROLE: spec}, controller="local")
     yield trainer

@@ -1,0 +1,152 @@
+"""Learned reward models: a sequence classifier, or a published critic, as one score a text.
+
+Shapes: b rows, L tokens of a text, T tokens of a response.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from valor.config.model import BackboneConfig, CriticModelConfig
+from valor.config.reward import RewardModelConfig
+from valor.errors import UserError
+from valor.models.dropout import disable_dropout
+from valor.models.load import load_model_config, load_sequence_classifier, load_value_model
+from valor.models.value import HEAD_NAMES, ValueModel
+
+
+class RewardModel(nn.Module):
+    """Wraps `hf`, any *ForSequenceClassification model, causal or encoder.
+
+    Its own forward pass decides where a text is read (causal models: the last token that is not the padding token).
+    `label`: of a classifier of several labels the one whose log-odds are the score. `separator_id`: the token behind
+    which the second text of a pair begins, for encoders that tell the two apart.
+    """
+
+    def __init__(self, hf: Any, *, label: int | None = None, separator_id: int | None = None) -> None:
+        super().__init__()
+        disable_dropout(hf)
+        self.hf, self.label = hf, label
+        self._separator_id = separator_id if (getattr(hf.config, "type_vocab_size", 0) or 0) > 1 else None
+        self._options = {"use_cache": False} if "use_cache" in inspect.signature(hf.forward).parameters else {}
+        self._names_padding = _pad_token_id(hf.config) is not None
+        for head in self.float32_modules():
+            head.float()
+        self.eval()
+
+    def float32_modules(self) -> list[nn.Module]:
+        """The head, which a mixed-precision engine must leave in float32."""
+        return [head for name in HEAD_NAMES if isinstance(head := getattr(self.hf, name, None), nn.Module)]
+
+    def forward(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Float32 `scores` [b] of the texts in `prompts` [b, L], right-padded, of `prompt_lengths` [b] >= 1."""
+        return {"scores": self.score(rows["prompts"], rows["prompt_lengths"])}
+
+    def score(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        """Float32 scores [b] of texts [b, L]; what lies beyond a text's length does not matter."""
+        ids = ids[:, : int(lengths.max())]
+        real = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+        ids = ids.masked_fill(~real, self._padding(ids, lengths))
+        inputs = {"input_ids": ids, "attention_mask": real.long(), **self._options}
+        if self._separator_id is not None:
+            separators = ids == self._separator_id
+            inputs["token_type_ids"] = ((separators.cumsum(1) - separators.long()).clamp(max=1) * real).long()
+        logits = self.hf(**inputs).logits.float()
+        if self.label is None:
+            return logits.squeeze(-1)
+        others = [i for i in range(logits.shape[-1]) if i != self.label]
+        return logits[:, self.label] - logits[:, others].logsumexp(-1)
+
+    def _padding(self, ids: Tensor, lengths: Tensor) -> int:
+        """The model's padding token. For a model that names none, one that no text ends with, so that all are read at
+        their last token."""
+        config = self.hf.config.get_text_config()
+        if not self._names_padding:
+            ends = set(ids.gather(1, lengths[:, None] - 1).flatten().tolist())
+            config.pad_token_id = next(i for i in range(len(ends) + 1) if i not in ends)
+        return config.pad_token_id
+
+
+class PreferenceModel(RewardModel):
+    """A reward model that reads two texts a row, the preferred one in `prompts` and the other one in `responses`."""
+
+    def forward(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Float32 scores `chosen` [b] and `rejected` [b]."""
+        texts = (rows["prompts"], rows["responses"])
+        width = max(text.shape[1] for text in texts)
+        ids = torch.cat([nn.functional.pad(text, (0, width - text.shape[1])) for text in texts])
+        chosen, rejected = self.score(ids, torch.cat([rows["prompt_lengths"], rows["response_lengths"]])).chunk(2)
+        return {"chosen": chosen.clone(), "rejected": rejected.clone()}  # FSDP's hooks do not follow views
+
+
+class CriticReward(ValueModel):
+    """A published critic as a reward model; `rows` are its own kind, prompt and response, of at least one token."""
+
+    def forward(self, rows: Mapping[str, Tensor], *, raw: bool = False) -> dict[str, Tensor]:
+        """Float32 `scores` [b]: the value of the state in which the last response token was chosen.
+
+        That is the last value which the critic was trained to give, the one `algorithm.reward_source=critic` takes.
+        """
+        values = super().forward(rows, raw=raw)["values"]
+        return {"scores": values.gather(1, rows["response_lengths"][:, None] - 1).squeeze(1)}
+
+
+@dataclass(frozen=True)
+class RewardModelKind:
+    """What a reward model's config.json says. `max_length`: the most positions it was made for, if it says so."""
+
+    is_critic: bool
+    max_length: int | None
+
+
+def reward_model_kind(model: RewardModelConfig) -> RewardModelKind:
+    """Look at `model.model_path` without its weights. UserError: no model, no reward head, no choice among labels."""
+    config, path = load_model_config(_backbone(model)), model.model_path
+    architecture = (config.architectures or ["?"])[0]
+    is_critic = architecture.endswith("ForTokenClassification")
+    remote = getattr(config, "auto_map", None) or {}
+    if not (is_critic or architecture.endswith("ForSequenceClassification") or _AUTO in remote):
+        raise UserError(
+            f"'{path}' is a {architecture}, which has no reward head: give a sequence classifier (valor rm train makes "
+            "one) or a published critic"
+        )
+    labels = 1 if is_critic else config.num_labels
+    if model.label is None and labels != 1:
+        raise UserError(
+            f"'{path}' classifies into {labels} labels, and a reward is one number: set reward.reward_model.label to "
+            f"the number of the label (0 to {labels - 1}) whose log-odds are the score"
+        )
+    if model.label is not None and (labels == 1 or not 0 <= model.label < labels):
+        raise UserError(f"reward.reward_model.label={model.label}: '{path}' has {labels} label{'s' * (labels > 1)}")
+    return RewardModelKind(is_critic, getattr(config.get_text_config(), "max_position_embeddings", None))
+
+
+def load_reward_model(
+    model: RewardModelConfig, *, separator_id: int | None = None, dtype: torch.dtype = torch.float32
+) -> RewardModel | CriticReward:
+    """The reward model at `model.model_path`, dropout off. UserError as in reward_model_kind, or damaged files."""
+    backbone = _backbone(model)
+    if reward_model_kind(model).is_critic:
+        return CriticReward(load_value_model(CriticModelConfig(**backbone.model_dump()), dtype=dtype).hf)
+    return RewardModel(load_sequence_classifier(backbone, dtype=dtype), label=model.label, separator_id=separator_id)
+
+
+_AUTO = "AutoModelForSequenceClassification"
+
+
+def _backbone(model: RewardModelConfig) -> BackboneConfig:
+    assert model.model_path is not None, "a configuration that enables a reward model names one"
+    return BackboneConfig(
+        path=model.model_path, trust_remote_code=model.trust_remote_code, enable_gradient_checkpointing=False
+    )
+
+
+def _pad_token_id(config: Any) -> int | None:
+    found = getattr(config.get_text_config(), "pad_token_id", None)
+    return found if found is not None and found >= 0 else None
