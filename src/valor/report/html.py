@@ -30,7 +30,7 @@ def setting(config: dict[str, Any], path: str) -> Any:
 def header_html(run: RunData, sections: list[tuple[str, str]]) -> str:
     """Name, facts, the numbers to look at first, and links to the sections."""
     facts = "".join(f"<li>{escape(fact)}</li>" for fact in _facts(run))
-    tiles = "".join(_tile(*tile) for tile in _tiles(run))
+    tiles = "".join(tile(*one) for one in _tiles(run))
     links = "".join(f'<a href="#{anchor}">{escape(title)}</a>' for anchor, title in sections)
     command = run.info.get("command")
     shown = f'<pre class="command">{escape(str(command))}</pre>' if command else ""
@@ -124,7 +124,8 @@ def frame(id_: str, title: str, note: str, *, wide: bool = False, tall: bool = F
     )
 
 
-def _tile(label: str, value: str, detail: str) -> str:
+def tile(label: str, value: str, detail: str) -> str:
+    """One number with its name and a remark."""
     detail = f"<small>{escape(detail)}</small>" if detail else ""
     return f"<div class='tile'><span>{escape(label)}</span><b>{escape(value)}</b>{detail}</div>"
 

@@ -5,13 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
 
 from valor.config import FSDPConfig
 from valor.engines import distributed
 from valor.engines.fsdp import TrainEngine
 from valor.errors import UserError
 from valor.models.policy import PolicyModel
+from valor.models.reward import RewardModel
 from valor.models.value import ValueModel
 from valor.workers.model_role import MODEL_CONFIG_DIR
 
@@ -19,8 +26,9 @@ TOKENIZER_DIR = "tokenizer"
 
 
 def export_checkpoint(checkpoint: Path, out: Path, role: str) -> None:
-    """Write `checkpoint`/`role` (actor or critic) to `out` with its tokenizer; any world size wrote it, one reads it.
+    """Write `checkpoint`/`role` (actor, critic, reward_model) to `out` with its tokenizer.
 
+    Any world size wrote it, one process reads it.
     UserError: no complete checkpoint there, no such role in it, or `out` has files in it already.
     """
     folder = checkpoint / role
@@ -31,8 +39,10 @@ def export_checkpoint(checkpoint: Path, out: Path, role: str) -> None:
     if out.exists() and any(out.iterdir()):
         raise UserError(f"'{out}' is not empty: give a new folder")
     config = AutoConfig.from_pretrained(folder / MODEL_CONFIG_DIR)
-    if role == "critic":
+    if role.startswith("critic"):  # or a member of an ensemble: critic_2, …
         model = ValueModel(AutoModelForTokenClassification.from_config(config, dtype=torch.float32))
+    elif role == "reward_model":
+        model = RewardModel(AutoModelForSequenceClassification.from_config(config, dtype=torch.float32))
     else:
         model = PolicyModel(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
     device = distributed.init_process_group("cpu")

@@ -11,7 +11,7 @@ const drawRows = (id, rows, level) => {
   const names = data.arms.map((arm) => arm.name);
   byId(`plot-${id}`).style.height = `${56 + 24 * names.length}px`;
   Object.assign(layout, { hovermode: "closest", margin: { l: 8, r: 12, t: 6, b: 26 } });
-  layout.yaxis = { ...axis(), type: "category", categoryarray: names.toReversed(), categoryorder: "array", nticks: names.length, range: [-0.6, names.length - 0.4] };
+  layout.yaxis = { ...axis(), type: "category", categoryarray: names.toReversed(), categoryorder: "array", nticks: undefined, dtick: 1, range: [-0.6, names.length - 0.4] };
   layout.xaxis = axis();
   if (level !== null) {
     layout.shapes = [{ type: "line", yref: "paper", y0: 0, y1: 1, x0: level, x1: level, layer: "below", line: { color: color("soft"), width: 1, dash: "2px,3px" } }];

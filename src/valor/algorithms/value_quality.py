@@ -1,0 +1,107 @@
+"""How good values are, judged against what happened afterwards: pure functions of flat tensors."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def auc(values: Tensor, right: Tensor) -> float:
+    """P(V of a right one > V of a wrong one) + ½ P(equal), over all pairs: the area under the ROC curve.
+
+    values [N], right [N] (bool). Mann and Whitney's statistic from mid-ranks, so that equal values count half (a
+    constant critic has ½ exactly). NaN when all are right or all are wrong.
+    """
+    positive = right.bool()
+    first, second = int(positive.sum()), int((~positive).sum())
+    if not first or not second:
+        return math.nan
+    _, place, count = values.double().unique(return_inverse=True, return_counts=True)
+    mid_rank = (count.cumsum(0) - (count - 1) / 2)[place]  # ranks from 1
+    return float((mid_rank[positive].sum() - first * (first + 1) / 2) / (first * second))
+
+
+def best_threshold(values: Tensor, right: Tensor) -> tuple[float, float]:
+    """(threshold, accuracy): calling right what has V ≥ threshold is right most often there; the lowest such threshold.
+
+    Thresholds lie half-way between neighbouring values; -inf calls everything right, inf nothing.
+    """
+    unique, place = values.double().unique(return_inverse=True)
+    # Calling the lowest k distinct values wrong wins their wrong ones and loses their right ones.
+    gain = torch.zeros(len(unique) + 1, dtype=torch.float64).index_add(0, place + 1, 1.0 - 2.0 * right.double())
+    hits = right.sum() + gain.cumsum(0)
+    k = int(hits.argmax())
+    middle = (unique[k - 1] + unique[k]) / 2 if 0 < k < len(unique) else math.inf if k else -math.inf
+    return float(middle), float(hits[k] / len(values))
+
+
+@dataclass(frozen=True)
+class CalibrationBin:
+    """States with similar values: how many, their mean value and their mean outcome."""
+
+    count: int
+    value: float
+    outcome: float
+
+
+def calibration(values: Tensor, outcomes: Tensor, bins: int = 10) -> list[CalibrationBin]:
+    """Equally full bins of rising value; equal values are never parted, so there may be fewer bins than asked.
+
+    values, outcomes [N]. Equal counts instead of equal widths: values need not lie in [0, 1], and no bin is empty.
+    """
+    order = values.double().argsort(stable=True)
+    v, y = values.double()[order], outcomes.double()[order]
+    ends = [round(len(v) * (i + 1) / bins) for i in range(bins)]
+    found: list[CalibrationBin] = []
+    start = 0
+    for end in ends:
+        while 0 < end < len(v) and v[end] == v[end - 1]:
+            end += 1
+        if end > start:
+            found.append(CalibrationBin(end - start, float(v[start:end].mean()), float(y[start:end].mean())))
+            start = end
+    return found
+
+
+def calibration_error(bins: list[CalibrationBin]) -> float:
+    """Σ_b n_b / N · |mean value − mean outcome| (expected calibration error, https://arxiv.org/abs/1706.04599)."""
+    return sum(b.count * abs(b.value - b.outcome) for b in bins) / sum(b.count for b in bins)
+
+
+def pearson(x: Tensor, y: Tensor) -> float:
+    """Correlation of x and y [N]; NaN where either does not vary."""
+    x, y = x.double() - x.double().mean(), y.double() - y.double().mean()
+    spread = float((x.square().sum() * y.square().sum()).sqrt())
+    return float((x * y).sum()) / spread if spread > 1e-300 else math.nan
+
+
+def pair_agreement(values: Tensor, truth: Tensor) -> float:
+    """Among the pairs that `truth` orders, the share that V orders in the same way; pairs equal in V count half.
+
+    values, truth [N] of one response. ½ is chance, 1 the same order (Kendall's concordance). NaN where truth is flat.
+    """
+    difference = truth.double()[:, None] - truth.double()
+    ordered = difference > 0
+    if not ordered.any():
+        return math.nan
+    gap = (values.double()[:, None] - values.double())[ordered]
+    return float(((gap > 0).double() + 0.5 * (gap == 0).double()).mean())
+
+
+def noise_ceiling(estimates: Tensor) -> float:
+    """Highest correlation with the mean of K noisy samples that the true mean itself can have.
+
+    estimates [N, K]: K independent samples of each of N quantities. √(1 − mean(s²)/K ÷ var(sample means)): the square
+    root of the means' reliability (Spearman 1904); 0 where the means vary no more than noise does, NaN for K < 2 or
+    means that do not vary.
+    """
+    k = estimates.shape[1]
+    means = estimates.double().mean(1)
+    total = float(means.var()) if len(means) > 1 else 0.0
+    if k < 2 or total <= 0:
+        return math.nan
+    noise = float(estimates.double().var(1).mean()) / k
+    return math.sqrt(max(0.0, 1.0 - noise / total))

@@ -1,0 +1,169 @@
+"""`valor critic score`: is this critic any good? Its values on held-out rollouts against what came of them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from valor.config import CriticScoreConfig
+from valor.lab.publish import SCORECARD_FILES, fingerprint
+from valor.tracking.console import format_number, get_console
+from valor.tracking.progress_console import show_progress
+from valor.trainer.command import run_command
+
+if TYPE_CHECKING:
+    from valor.controller import ResourcePool
+    from valor.data.batch import Batch
+    from valor.lab.scorecard import Branches, Judged
+
+ROLLOUTS_FILE = "rollouts.jsonl"
+_FLAGS = {
+    "out": ("DIR", "folder for the numbers, the page and the rollouts (score.out)"),
+    "rollouts": ("FILE", "judge on these instead of generating (score.rollouts)"),
+    "mc": ("K", "compare values with K branch rollouts from each of some states (score.mc)"),
+    "positions": ("N", "states of a response that get branches (score.positions)"),
+    "responses": ("N", "responses that get branches (score.responses)"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The flags are short for keys; everything else is key=value as in `valor ppo`."""
+    parser = argparse.ArgumentParser(
+        prog="valor critic score",
+        usage="valor critic score [flags] key=value …",
+        description="The scorecard of the critic at critic.model.path, on answers by the policy at "
+        "actor_rollout_ref.model.path to the prompts of data.val_files. Other flags and keys: valor ppo --help.",
+        allow_abbrev=False,
+    )
+    for name, (metavar, text) in _FLAGS.items():
+        parser.add_argument(f"--{name}", metavar=metavar, help=text)
+    flags, rest = parser.parse_known_args(argv)
+    keys = [f"score.{name}={value}" for name, value in vars(flags).items() if value is not None]
+    return run_command("critic score", [*rest, *keys], CriticScoreConfig, _start)
+
+
+def _start(config: CriticScoreConfig, command: str) -> int:
+    from valor.lab.scorecard import scorecard
+    from valor.report.scorecard_page import render
+    from valor.tracking.rundir import write_atomically
+
+    judged, branches = _measure(config)
+    card = {
+        "critic": config.critic.model.path,
+        "weights": fingerprint(Path(config.critic.model.path)),
+        "policy": config.actor_rollout_ref.model.path,
+        "data": config.score.rollouts or config.data.val_files,
+        "temperature": config.actor_rollout_ref.rollout.temperature,
+        "gamma": config.algorithm.gamma,
+        "seed": config.trainer.seed,
+        "command": command,
+        **scorecard(judged, branches),
+    }
+    out = Path(config.score.out)
+    numbers, page = (out / name for name in SCORECARD_FILES)
+    write_atomically(numbers, json.dumps(card, indent=1, allow_nan=False) + "\n")
+    write_atomically(page, render(card))
+    for line in (*summary(card), str(page)):
+        _say(line)
+    return 0
+
+
+def _measure(config: CriticScoreConfig) -> tuple[Judged, Branches | None]:
+    """Rollouts, branches if asked for, and the critic's values of the rollouts: policy and critic take turns."""
+    from valor.controller import resolve_pool, start_group
+    from valor.lab.scorecard import Judged
+    from valor.tracking.progress import phase
+    from valor.trainer.critic_tokenizer import check_critic_tokenizer
+    from valor.trainer.inputs import load_policy_tokenizer
+    from valor.trainer.roles import role_specs
+    from valor.trainer.rollouts import correct, outcomes, rollout_records, same_prompt, write_rollouts
+
+    tokenizer = load_policy_tokenizer(config)
+    check_critic_tokenizer(config, tokenizer)
+    pool, controller = resolve_pool(config.trainer)
+    with show_progress(get_console()):
+        rollouts, branches = _rollouts(config, pool, controller)
+        frozen = config.model_copy(update={"critic": config.critic.model_copy(update={"freeze": True})})
+        specs = role_specs(frozen, total_steps=0, eos_token_ids=[])
+        group = start_group(
+            pool, {"critic": specs["critic"]}, controller=controller, ray_init=config.ray_kwargs.ray_init.model_dump()
+        )
+        try:
+            with phase("values", len(rollouts), unit="sample"):
+                values = group["critic"].compute_values(rollouts)["values"]
+        finally:
+            group.close()
+    records = rollout_records(rollouts, rollouts["scores"].tolist(), 0, tokenizer)
+    lengths = rollouts["response_lengths"].tolist()
+    with_values = (one | {"values": v[:n]} for one, v, n in zip(records, values.tolist(), lengths, strict=True))
+    write_rollouts(Path(config.score.out) / ROLLOUTS_FILE, with_values)
+    returns = outcomes(rollouts, config.algorithm.gamma)
+    return Judged(values, returns, rollouts["response_mask"], correct(rollouts), same_prompt(rollouts)), branches
+
+
+def _rollouts(config: CriticScoreConfig, pool: ResourcePool, controller: str) -> tuple[Batch, Branches | None]:
+    from valor.lab.branches import draw_branches
+    from valor.rewards.manager import RewardManager
+    from valor.trainer.inputs import RunInputs, load_policy_tokenizer
+    from valor.trainer.rollouts import SCORE_STREAM, draw_rollouts, policy_group, read_rollouts
+
+    score, data = config.score, config.data
+    if score.rollouts:
+        rewards = RewardManager(config.reward)
+        try:
+            return read_rollouts(score.rollouts, load_policy_tokenizer(config), rewards), None
+        finally:
+            rewards.close()
+    # The held-out prompts, answered as training prompts are: by sampling, rollout.n times.
+    held_out = {"train_files": data.val_files, "train_max_samples": data.val_max_samples, "val_files": None}
+    as_training = config.model_copy(update={"data": data.model_copy(update={**held_out, "train_batch_size": 1})})
+    inputs = RunInputs(as_training)
+    try:
+        with policy_group(as_training, inputs, pool, controller, _say) as generation:
+            rollouts = draw_rollouts(generation, list(inputs.train), SCORE_STREAM, data.val_batch_size)
+            if not score.mc:
+                return rollouts, None
+            return rollouts, draw_branches(
+                generation,
+                rollouts,
+                responses=score.responses,
+                positions=score.positions,
+                branches=score.mc,
+                gamma=config.algorithm.gamma,
+            )
+    finally:
+        inputs.close()
+
+
+def summary(card: Mapping[str, Any]) -> Iterator[str]:
+    """The scorecard in two lines, three with branches."""
+    area, threshold = card["auc"], card["threshold"]
+    yield (
+        f"{card['responses']} answers to {card['prompts']} prompts, {card['right']:.1%} right: AUC "
+        f"{_text(area['value'])} ({_text(area['low'])} to {_text(area['high'])}), accuracy {card['accuracy']:.3f} "
+        f"at V >= {_text(threshold)} (the more frequent outcome: {card['majority']:.3f})"
+    )
+    ece = card["calibration"]
+    yield (
+        f"explained variance {_text(card['explained_variance'])}, calibration error {ece['last']['ece']:.3f} at the "
+        f"last token, {ece['all']['ece']:.3f} along the response"
+    )
+    if monte_carlo := card["monte_carlo"]:
+        order = monte_carlo["agreement"]
+        yield (
+            f"against {monte_carlo['branches']} branches from each of {monte_carlo['points']} states: correlation "
+            f"{_text(monte_carlo['correlation'])} (noise leaves room for {_text(monte_carlo['noise_ceiling'])}), order "
+            f"of a response's states right in {_text(order['mean'])} of pairs ({_text(order['low'])} to "
+            f"{_text(order['high'])}; chance 0.5, p {_text(order['p'])})"
+        )
+
+
+def _say(line: str) -> None:
+    get_console().print(line, markup=False)
+
+
+def _text(value: float | None) -> str:
+    return "none" if value is None else format_number(value)

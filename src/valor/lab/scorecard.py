@@ -1,0 +1,183 @@
+"""The scorecard of a critic as numbers: values against what happened afterwards. No model, no file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from valor.algorithms.value_quality import (
+    auc,
+    best_threshold,
+    calibration,
+    calibration_error,
+    noise_ceiling,
+    pair_agreement,
+    pearson,
+)
+from valor.lab.statistics import bootstrap_interval, sign_flip_p
+from valor.tracking.metrics import explained_variance, fit_sums
+
+PLACES = 11  # relative positions: 0, 0.1, …, 1
+_RESAMPLES = 1000
+_BINS = 30
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Responses with their values: values, returns and mask [B, T], right [B] (bool), prompts: whose answer each is."""
+
+    values: Tensor
+    returns: Tensor
+    mask: Tensor
+    right: Tensor
+    prompts: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Branches:
+    """Monte-Carlo truth: returns [n, K] of K rollouts from the state before token `tokens` [n] of row `rows` [n]."""
+
+    rows: Tensor
+    tokens: Tensor
+    returns: Tensor
+
+
+def scorecard(judged: Judged, branches: Branches | None = None) -> dict[str, Any]:
+    """All numbers as JSON values (None where one does not exist, such as the AUC when every answer is right).
+
+    A response's verdict is the value at its last policy token, the state in which all but that token is written.
+    """
+    places = _relative_places(judged.mask)
+    along, returns_along = judged.values.gather(1, places), judged.returns.gather(1, places)
+    last = along[:, -1]
+    threshold, accuracy = best_threshold(last, judged.right)
+    share = float(judged.right.double().mean())
+    return {
+        "responses": len(last),
+        "prompts": len(set(judged.prompts)),
+        "right": share,
+        "auc": _with_interval(lambda rows: auc(last[rows], judged.right[rows]), judged.prompts),
+        "threshold": _finite(threshold),
+        "accuracy": accuracy,
+        "majority": max(share, 1 - share),
+        "explained_variance": _finite(explained_variance(fit_sums(judged.values, judged.returns, judged.mask))),
+        "verdicts": _histogram(last, judged.right),
+        "calibration": {
+            "last": _calibration(last, returns_along[:, -1]),
+            "all": _calibration(along.flatten(), returns_along.flatten()),
+        },
+        "positions": [
+            {"at": round(q / (PLACES - 1), 2), **_at(along[:, q], returns_along[:, q], judged.right)}
+            for q in range(PLACES)
+        ],
+        "turns": _by_turn(judged),
+        "monte_carlo": None if branches is None else _monte_carlo(judged, branches),
+    }
+
+
+def _at(values: Tensor, returns: Tensor, right: Tensor) -> dict[str, Any]:
+    """One value of each response: how it tells right from wrong, and the mean and quartiles of either."""
+    fit = explained_variance(fit_sums(values, returns, torch.ones_like(values)))
+    sides = {"right": values[right], "wrong": values[~right]}
+    return {"auc": _finite(auc(values, right)), "explained_variance": _finite(fit)} | {
+        name: dict(zip(("low", "mean", "high"), _spread(side), strict=True)) if len(side) else None
+        for name, side in sides.items()
+    }
+
+
+def _spread(values: Tensor) -> tuple[float, float, float]:
+    low, high = values.double().quantile(torch.tensor([0.25, 0.75], dtype=torch.float64)).tolist()
+    return low, float(values.double().mean()), high
+
+
+def _relative_places(mask: Tensor) -> Tensor:
+    """[B, PLACES] the policy token at each relative position of its response: the first at 0, the last at 1."""
+    rows = []
+    for row in mask:
+        tokens = row.nonzero().squeeze(1)
+        at = torch.linspace(0, len(tokens) - 1, PLACES, dtype=torch.float64).round().long()
+        rows.append(tokens[at])
+    return torch.stack(rows)
+
+
+def _by_turn(judged: Judged) -> list[dict[str, Any]]:
+    """The same at the last token of each turn (a run of policy tokens), over the responses that have the turn."""
+    on = judged.mask > 0
+    ends = on & ~torch.cat([on[:, 1:], torch.zeros_like(on[:, :1])], 1)
+    turn = ends.cumsum(1) * ends  # at a turn's last token its number
+    out = []
+    for number in range(1, int(turn.max()) + 1):
+        rows, tokens = (turn == number).nonzero(as_tuple=True)
+        numbers = _at(judged.values[rows, tokens], judged.returns[rows, tokens], judged.right[rows])
+        out.append({"turn": number, "responses": len(rows), **numbers})
+    return out
+
+
+def _histogram(values: Tensor, right: Tensor) -> dict[str, Any]:
+    """How many of the right and of the wrong answers have their verdict in each of equal bins."""
+    every = values.double().numpy()
+    edges = np.histogram_bin_edges(every, bins=_BINS)
+    counts = {
+        name: np.histogram(every[rows], edges)[0].tolist()
+        for name, rows in (("right", right.numpy()), ("wrong", ~right.numpy()))
+    }
+    return {"low": float(edges[0]), "high": float(edges[-1]), **counts}
+
+
+def _calibration(values: Tensor, returns: Tensor) -> dict[str, Any]:
+    bins = calibration(values, returns)
+    return {"ece": calibration_error(bins), "bins": [vars(one) for one in bins]}
+
+
+def _monte_carlo(judged: Judged, branches: Branches) -> dict[str, Any]:
+    """Values against branch means, over all points and, by order alone, within each response."""
+    values = judged.values[branches.rows, branches.tokens].double()
+    truth = branches.returns.double().mean(1)
+    agreements = []
+    for row in branches.rows.unique():
+        here = branches.rows == row
+        agreements.append(pair_agreement(values[here], truth[here]))
+    agreements = [
+        one for one in agreements if not math.isnan(one)
+    ]  # a response whose states are all alike says nothing
+    low, high = bootstrap_interval(agreements) or (None, None)
+    ceiling, correlation = noise_ceiling(branches.returns), pearson(values, truth)
+    return {
+        "branches": branches.returns.shape[1],
+        "points": len(values),
+        "responses": len(branches.rows.unique()),
+        "correlation": _finite(correlation),
+        "noise_ceiling": _finite(ceiling),
+        "abs_error": float((values - truth).abs().mean()),
+        "bias": float((values - truth).mean()),
+        "agreement": {
+            "responses": len(agreements),
+            "mean": math.fsum(agreements) / len(agreements) if agreements else None,
+            "low": low,
+            "high": high,
+            "p": sign_flip_p([one - 0.5 for one in agreements]) if agreements else None,
+        },
+        "scatter": {"value": values.tolist(), "truth": truth.tolist()},
+    }
+
+
+def _with_interval(statistic: Callable[[Tensor], float], prompts: Sequence[int]) -> dict[str, float | None]:
+    """A statistic of rows with its 95 % interval: percentile bootstrap over prompts, whose answers go together."""
+    _, number = np.unique(prompts, return_inverse=True)
+    groups = [torch.from_numpy(np.flatnonzero(number == i)) for i in range(number.max() + 1)]
+    rng = np.random.default_rng(0)
+    draws = (rng.integers(len(groups), size=len(groups)) for _ in range(_RESAMPLES if len(groups) > 1 else 0))
+    found = [statistic(torch.cat([groups[i] for i in draw])) for draw in draws]
+    found = [one for one in found if not math.isnan(one)]
+    low, high = np.quantile(found, [0.025, 0.975]).tolist() if found else (None, None)
+    return {"value": _finite(statistic(torch.arange(len(number)))), "low": low, "high": high}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

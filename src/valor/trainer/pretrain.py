@@ -1,0 +1,241 @@
+"""Critic pre-training: values fitted to the outcomes of rollouts whose policy stands still."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from valor import algorithms
+from valor.algorithms import value_quality
+from valor.config import CriticPretrainConfig
+from valor.controller import ResourcePool, WorkerGroup, start_group
+from valor.data.batch import Batch
+from valor.data.sampler import PromptSampler, shuffled
+from valor.errors import UserError
+from valor.rewards.manager import RewardManager
+from valor.tracking.console import format_seconds
+from valor.tracking.metrics import Timer, explained_variance, fit_sums, summarize
+from valor.tracking.progress import phase, report_progress
+from valor.trainer.critic_tokenizer import check_critic_tokenizer
+from valor.trainer.critics import Critics
+from valor.trainer.diagnostics import diagnostics
+from valor.trainer.export import TOKENIZER_DIR
+from valor.trainer.inputs import RunInputs, load_policy_tokenizer
+from valor.trainer.recorder import RunRecorder
+from valor.trainer.roles import role_specs
+from valor.trainer.rollouts import (
+    PRETRAIN_STREAM,
+    correct,
+    draw_rollouts,
+    outcomes,
+    policy_group,
+    read_rollouts,
+    rollout_records,
+    same_prompt,
+    write_rollouts,
+)
+from valor.trainer.signals import StopRequest
+from valor.trainer.updates import Updates
+
+ROLLOUTS_FILE = "rollouts.jsonl"
+_HOLDOUT_STREAM = 3  # last word of a random key
+
+
+class CriticPretrainer:
+    """Rollouts once, then epochs of the critic's updates of PPO with returns of λ = 1: the outcome itself.
+
+    A step is `data.train_batch_size` prompts with all their rollouts. After each epoch the critic is judged on prompts
+    that it has not learnt from, and exported when it explains them better than ever before (as loaded: epoch 0).
+    """
+
+    group: WorkerGroup
+    critics: Critics
+    updates: Updates
+
+    def __init__(self, config: CriticPretrainConfig, pool: ResourcePool, controller: str, command: str) -> None:
+        self.config = config
+        self.pool, self.controller = pool, controller
+        self.inputs = None if config.pretrain.rollouts else RunInputs(config)
+        self.tokenizer = self.inputs.tokenizer if self.inputs else load_policy_tokenizer(config)
+        check_critic_tokenizer(config, self.tokenizer)
+        self.record = RunRecorder(config, self.tokenizer, command)
+        self.step = 0
+
+    def fit(self) -> int:
+        """Run to the last step, or to where patience ends. Returns 0, or 128 + n when signal n asked to stop."""
+        trainer, store = self.config.trainer, self.record.checkpoints
+        checkpoint = store.resume_folder(trainer.resume_mode, trainer.resume_from_path)
+        with ExitStack() as stack:
+            stop = stack.enter_context(StopRequest())
+            self._split(self._rollouts(resuming=checkpoint is not None))
+            specs = role_specs(self.config, total_steps=self.total_steps, eos_token_ids=[])
+            specs = {name: spec for name, spec in specs.items() if name.startswith("critic")}
+            ray_init = self.config.ray_kwargs.ray_init.model_dump()
+            self.group = start_group(self.pool, specs, controller=self.controller, ray_init=ray_init)
+            stack.callback(self.group.close)
+            self.updates = Updates(self.config, self.group, self.record.say)
+            self.critics = Critics(self.config, self.group, self.updates)
+            if checkpoint is not None:
+                self._resume(checkpoint)
+            stack.enter_context(self.record.opened(self.step, self.total_steps))
+            stack.enter_context(phase("training", self.total_steps, unit="step"))
+            report_progress(self.step)
+            if self.step == 0:
+                self.record.log(0, self.judge())
+            while not self.finished and stop.signum is None:
+                self.step += 1
+                metrics = self.train_step()
+                if self.step % self.steps_per_epoch == 0 or self.step == self.total_steps:
+                    metrics |= self.judge()
+                self.record.log(self.step, metrics)
+                due = trainer.save_freq > 0 and self.step % trainer.save_freq == 0
+                if self.finished or stop.signum is not None or due:
+                    self.save()
+                report_progress(self.step)
+            self._say_best()
+            self.record.finish()
+        return 0 if stop.signum is None else 128 + stop.signum
+
+    @property
+    def finished(self) -> bool:
+        """All steps done, or `pretrain.patience` epochs without a better one."""
+        patience, best = self.config.pretrain.patience, self.record.best
+        if patience and best and self.step - best["step"] >= patience * self.steps_per_epoch:
+            return True
+        return self.step >= self.total_steps
+
+    def train_step(self) -> dict[str, Any]:
+        """Values of a batch as they are, then its updates."""
+        timer = Timer()
+        with timer("step"):
+            prompts = self.sampler.next_batch()
+            batch = self.train.take([row for prompt in prompts for row in self.rows_of[prompt]])
+            with timer("values"), phase("values", len(batch), unit="sample"):
+                values, metrics = self.critics.evaluate(batch)
+            batch = batch.union(values)
+            mask = batch["response_mask"]
+            metrics |= {
+                **summarize("critic/score", batch["scores"]),
+                **summarize("critic/values", batch["values"], mask),
+                **summarize("critic/returns", batch["returns"], mask),
+                "critic/vf_explained_var": explained_variance(fit_sums(batch["values"], batch["returns"], mask)),
+                **diagnostics(batch, self.config),
+            }
+            with timer("update_critic"):
+                metrics |= self.critics.train(batch, self.step)
+        tokens = int((batch["prompt_lengths"] + batch["response_lengths"]).sum())
+        metrics |= timer.metrics({"values": tokens, "update_critic": tokens})
+        metrics["perf/throughput"] = tokens / timer.seconds["step"] / self.pool.world_size
+        return metrics | {"training/global_step": self.step, "training/epoch": self.sampler.epoch}
+
+    def judge(self) -> dict[str, float]:
+        """`critic/holdout/*` on the prompts kept back: explained variance, mean |V - R|, and the AUC of the value at
+        the last token against right and wrong. Exports the critic when its explained variance is the best so far."""
+        with phase("held out", len(self.held), unit="sample"):
+            values = self.critics.evaluate(self.held)[0]["values"]
+        returns, mask = self.held["returns"], self.held["response_mask"]
+        fit = explained_variance(fit_sums(values, returns, mask))
+        metrics = {
+            "critic/holdout/vf_explained_var": fit,
+            "critic/holdout/abs_error": float(((values - returns).abs() * mask).sum() / mask.sum()),
+            "critic/holdout/auc": value_quality.auc(algorithms.value_at_end(values, mask), correct(self.held)),
+        }
+        if self.record.best is None or fit > self.record.best["value"]:
+            self.record.best = {"step": self.step, "value": fit}
+            self._export()
+        numbers = ", ".join(f"{key.rpartition('/')[2]} {value:.3f}" for key, value in metrics.items())
+        self.record.say(f"step {self.step}/{self.total_steps}, held out: {numbers}")
+        return metrics
+
+    def save(self) -> None:
+        """Write a complete checkpoint of this step."""
+        state = {
+            "step": self.step,
+            "sampler": self.sampler.state_dict(),
+            "skipped_in_a_row": self.updates.skipped_in_a_row,
+        }
+        timer = Timer()
+        with timer("save"), phase("checkpoint"):
+            folder = self.record.save_checkpoint(self.step, state, self._write_roles)
+        self.record.say(f"saved {folder} in {format_seconds(timer.seconds['save'])}")
+
+    def _rollouts(self, *, resuming: bool) -> Batch:
+        """From the given files; else from the policy, and kept in the run's folder for a resumed run to read."""
+        kept, given = self.record.run_dir / ROLLOUTS_FILE, self.config.pretrain.rollouts
+        if given or (resuming and kept.exists()):
+            rewards = RewardManager(self.config.reward)
+            try:
+                return read_rollouts(given or [str(kept)], self.tokenizer, rewards)
+            finally:
+                rewards.close()
+        assert self.inputs is not None, "made where no files are given"
+        try:
+            with policy_group(self.config, self.inputs, self.pool, self.controller, self.record.say) as generation:
+                rows = list(self.inputs.train)
+                batch = draw_rollouts(generation, rows, PRETRAIN_STREAM, self.config.data.train_batch_size)
+        finally:
+            self.inputs.close()
+        write_rollouts(kept, rollout_records(batch, batch["scores"].tolist(), 0, self.tokenizer))
+        return batch
+
+    def _split(self, rollouts: Batch) -> None:
+        """`held`: all rollouts of some prompts; `train`: the others', row numbers by prompt in `rows_of`."""
+        data, seed = self.config.data, self.config.trainer.seed
+        rollouts["returns"] = outcomes(rollouts, self.config.algorithm.gamma)
+        prompt_of = same_prompt(rollouts)
+        count = max(prompt_of) + 1
+        if count < 2:
+            raise UserError("the rollouts are all of one prompt, and a critic is judged on prompts it has not seen")
+        num_held = min(max(1, round(self.config.pretrain.holdout * count)), count - 1)
+        held = set(shuffled(count, seed, 0, _HOLDOUT_STREAM)[:num_held].tolist())
+        self.held = rollouts.take([i for i, prompt in enumerate(prompt_of) if prompt in held])
+        self.train = rollouts.take([i for i, prompt in enumerate(prompt_of) if prompt not in held])
+        for name, part in (("training", self.train), ("held-out", self.held)):
+            returns = part["returns"][part["response_mask"] > 0]
+            if returns.min() == returns.max():
+                raise UserError(
+                    f"the {len(part)} {name} rollouts all have the return {returns[0]:g}, so there is nothing to tell "
+                    "apart: take more prompts, or easier or harder ones"
+                )
+        rows: dict[int, list[int]] = {}
+        for row, prompt in enumerate(same_prompt(self.train)):
+            rows.setdefault(prompt, []).append(row)
+        self.rows_of = list(rows.values())
+        self.sampler = PromptSampler(
+            len(self.rows_of), data.train_batch_size, seed=data.seed, shuffle=data.shuffle, drop_last=False
+        )
+        self.steps_per_epoch = self.sampler.steps_per_epoch
+        trainer = self.config.trainer
+        self.total_steps = trainer.total_training_steps or self.steps_per_epoch * trainer.total_epochs
+        self.record.say(
+            f"{len(self.train)} rollouts of {len(self.rows_of)} prompts to learn from, {len(self.held)} of {num_held} "
+            f"held out; mean score {float(rollouts['scores'].mean()):.3f}"
+        )
+
+    def _export(self) -> None:
+        for role in self.critics.names:
+            folder = self.record.run_dir / "huggingface" / role
+            self.group[role].export(folder)
+            self.tokenizer.save_pretrained(folder)
+
+    def _say_best(self) -> None:
+        best = self.record.best
+        assert best is not None, "judged before the first step"
+        at = f"epoch {best['step'] / self.steps_per_epoch:.3g}" if best["step"] else "as loaded: no epoch was better"
+        folder = self.record.run_dir / "huggingface" / "critic"
+        self.record.say(f"best critic ({at}, held-out explained variance {best['value']:.3f}): {folder}")
+
+    def _write_roles(self, folder: Path) -> None:
+        for role in self.critics.names:
+            self.group[role].save(folder / role)
+        self.tokenizer.save_pretrained(folder / TOKENIZER_DIR)
+
+    def _resume(self, folder: Path) -> None:
+        state = self.record.checkpoints.load_state(folder)
+        for role in self.critics.names:
+            self.group[role].load(folder / role)
+        self.step, self.record.best = state["step"], state["best"]
+        self.sampler.load_state_dict(state["sampler"])
+        self.updates.skipped_in_a_row = state["skipped_in_a_row"]
+        self.record.say(f"resumed from {folder} after step {self.step}")

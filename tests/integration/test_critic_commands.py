@@ -1,0 +1,302 @@
+"""A critic's life: pre-trained from rollouts, resumed, scored, published, loaded by others, and used in a run."""
+
+import json
+import random
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from runs import read_metrics
+from transformers import AutoModelForTokenClassification, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+from valor.cli import main as valor
+from valor.config import CriticModelConfig
+from valor.lab import arithmetic
+from valor.lab.publish import publish
+from valor.models.load import load_value_model
+from valor.trainer import main_ppo
+
+pytestmark = pytest.mark.slow
+
+SMALL = [
+    "data.max_prompt_length=32",
+    "data.max_response_length=8",
+    "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+    "reward.num_workers=1",
+    "trainer.device=cpu",
+    "trainer.num_threads=1",
+]
+
+
+@pytest.fixture(scope="session")
+def rollouts(tiny, tmp_path_factory) -> Path:
+    """240 answers to 60 sums, one digit four times over, right when it is at least 5: easy to read off the text."""
+    rng = random.Random(0)
+    lines = []
+    for number in range(240):
+        digit = rng.choice("0123456789")
+        chat = [{"role": "user", "content": arithmetic.question(10 + number % 60, 11)}]
+        lines.append(json.dumps({"messages": chat, "response": digit * 4, "score": float(digit >= "5")}) + "\n")
+    path = tmp_path_factory.mktemp("rollouts") / "digits.jsonl"
+    path.write_text("".join(lines))
+    return path
+
+
+def pretraining(tiny, rollouts: Path, run_dir: Path, *more: str) -> list[str]:
+    return [
+        *("critic", "pretrain", *SMALL, f"pretrain.rollouts={rollouts}", "pretrain.holdout=0.2"),
+        *(f"actor_rollout_ref.model.path={tiny['model']}", "actor_rollout_ref.rollout.n=4"),
+        *("data.train_batch_size=16", "critic.ppo_mini_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"),
+        *("critic.optim.lr=1e-3", "critic.model.enable_gradient_checkpointing=false", "trainer.save_freq=3"),
+        *("trainer.total_epochs=4", f"trainer.default_local_dir={run_dir}", *more),
+    ]
+
+
+@pytest.fixture(scope="session")
+def pretrained(tiny, rollouts, tmp_path_factory) -> Path:
+    run_dir = tmp_path_factory.mktemp("pretrained") / "run"
+    assert valor(pretraining(tiny, rollouts, run_dir)) == 0
+    return run_dir
+
+
+def test_pretraining_tells_right_from_wrong_on_prompts_it_has_not_seen(pretrained):
+    rows = read_metrics(pretrained)
+    assert [row["step"] for row in rows] == list(range(13))  # 48 prompts to learn from: three steps an epoch
+    judged = {row["step"]: row for row in rows if "critic/holdout/auc" in row}
+    assert list(judged) == [0, 3, 6, 9, 12]
+    assert judged[0]["critic/holdout/auc"] == 0.5 and abs(judged[0]["critic/holdout/vf_explained_var"]) < 1e-6
+    assert judged[12]["critic/holdout/auc"] > 0.9 and judged[12]["critic/holdout/vf_explained_var"] > 0.3
+    assert all({"critic/vf_loss", "critic/vf_explained_var", "critic/lr"} <= row.keys() for row in rows[1:])
+    assert (pretrained / "report.html").exists()
+
+
+def test_the_best_epoch_is_exported(pretrained, tmp_path):
+    """Its values on the held-out rollouts give the best line's numbers; here the best is the last or the one before."""
+    rows = {r["step"]: r["critic/holdout/vf_explained_var"] for r in read_metrics(pretrained) if r["step"] % 3 == 0}
+    best = max(rows, key=lambda step: rows[step])
+    publish(pretrained / f"global_step_{best}", tmp_path / "best")
+    exported, checkpoint = (
+        AutoModelForTokenClassification.from_pretrained(path).state_dict()
+        for path in (pretrained / "huggingface" / "critic", tmp_path / "best")
+    )
+    assert all(torch.equal(exported[name], checkpoint[name]) for name in exported)
+
+
+def test_a_resumed_pretraining_equals_the_undisturbed_one(tiny, rollouts, pretrained, tmp_path):
+    run_dir = tmp_path / "run"
+    assert valor(pretraining(tiny, rollouts, run_dir, "trainer.total_training_steps=12")) == 0
+    for step in (9, 12):  # as if it had been killed in the seventh step
+        _remove(run_dir / f"global_step_{step}")
+    _remove(run_dir / "huggingface")
+    assert valor(pretraining(tiny, rollouts, run_dir, "trainer.total_training_steps=12")) == 0
+    assert read_metrics(run_dir) == read_metrics(pretrained)
+
+
+def test_patience_ends_the_run(tiny, rollouts, tmp_path):
+    arguments = pretraining(tiny, rollouts, tmp_path / "run", "pretrain.patience=1", "critic.optim.lr=0")
+    assert valor(arguments) == 0
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("loss", ["bce", "hl_gauss"])
+def test_other_value_losses(tiny, rollouts, tmp_path, loss, monkeypatch, capsys):
+    arguments = pretraining(tiny, rollouts, tmp_path / "run", f"critic.value_loss={loss}", "trainer.total_epochs=2")
+    assert valor(arguments) == 0
+    judged = read_metrics(tmp_path / "run")[-1]
+    assert judged["critic/holdout/auc"] > 0.8
+    source, out = tmp_path / "run" / "huggingface" / "critic", tmp_path / "published"
+    assert valor(["critic", "publish", str(source), str(out)]) == 0
+    # The card's lines of Python turn this head's output into the values that valor reads from it.
+    capsys.readouterr()
+    monkeypatch.chdir(out)
+    found: dict = {}
+    exec(_code_of_card(out), found)
+    model = load_value_model(CriticModelConfig(path=str(source)))
+    text = found["text"]
+    ids = found["tokenizer"](text, add_special_tokens=False)["input_ids"]
+    rows = {
+        "prompts": torch.tensor([ids[:1]]),
+        "prompt_lengths": torch.tensor([1]),
+        "responses": torch.tensor([[*ids[1:], 0]]),  # the value before a token is that after the one in front of it
+        "response_lengths": torch.tensor([len(ids)]),
+    }
+    with torch.no_grad():
+        values = model(rows)["values"][0].tolist()
+    assert found["values"].tolist() == pytest.approx(values, abs=1e-5) and 0 < min(values) <= max(values) < 1
+
+
+@pytest.fixture(scope="session")
+def scored(tiny, pretrained, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("scored") / "card"
+    parity = Path(__file__).with_name("parity_reward.py")
+    arguments = [
+        *("critic", "score", *SMALL, f"data.val_files={tiny['val']}", "data.val_max_samples=12"),
+        *(f"actor_rollout_ref.model.path={tiny['model']}", "actor_rollout_ref.rollout.n=4"),
+        *(f"critic.model.path={pretrained / 'huggingface' / 'critic'}", "algorithm.gamma=0.9"),
+        *(f"reward.custom_reward_function.path={parity}", "--mc", "6", "--positions", "3", "--responses", "8"),
+        *("--out", str(out)),
+    ]
+    assert valor(arguments) == 0
+    return out
+
+
+def test_a_scorecard_is_numbers_a_page_and_the_rollouts(scored, pretrained):
+    card = json.loads((scored / "scorecard.json").read_text())
+    assert card["responses"] == 48 and card["prompts"] == 12 and card["critic"].endswith("huggingface/critic")
+    assert 0 <= card["auc"]["low"] <= card["auc"]["value"] <= card["auc"]["high"] <= 1
+    found = card["monte_carlo"]
+    assert found["branches"] == 6 and found["responses"] == 8 and 8 <= found["points"] <= 24
+    assert "<title>critic, scorecard" in (scored / "scorecard.html").read_text()
+    lines = [json.loads(line) for line in (scored / "rollouts.jsonl").read_text().splitlines()]
+    assert len(lines) == 48 and all(len(one["values"]) == len(one["response_ids"]) for one in lines)
+    # The states' values are those that plain transformers gives.
+    critic = AutoModelForTokenClassification.from_pretrained(pretrained / "huggingface" / "critic").eval()
+    one = lines[0]
+    with torch.no_grad():
+        outputs = critic(input_ids=torch.tensor([one["prompt_ids"] + one["response_ids"]])).logits[0, :, 0]
+    before = outputs[len(one["prompt_ids"]) - 1 : -1].tolist()
+    assert before == pytest.approx(one["values"], abs=1e-5)
+
+
+def test_branches_from_the_last_token_are_worth_what_their_ends_are(tiny, scored):
+    """From the state before the last token of a cut response one token is left: parity flips by chance alone there."""
+    card = json.loads((scored / "scorecard.json").read_text())
+    truth = card["monte_carlo"]["scatter"]["truth"]
+    assert all(0.0 <= one <= 1.0 for one in truth) and len(set(truth)) > 2
+
+
+def test_scores_from_files_equal_those_of_the_same_rollouts(tiny, scored, pretrained, tmp_path):
+    arguments = [
+        *("critic", "score", *SMALL, "--rollouts", str(scored / "rollouts.jsonl"), "--out", str(tmp_path / "again")),
+        *(f"actor_rollout_ref.model.path={tiny['model']}", "algorithm.gamma=0.9"),
+        f"critic.model.path={pretrained / 'huggingface' / 'critic'}",
+    ]
+    assert valor(arguments) == 0
+    first, again = (json.loads((path / "scorecard.json").read_text()) for path in (scored, tmp_path / "again"))
+    for name in ("auc", "accuracy", "explained_variance", "calibration", "positions", "weights"):
+        assert first[name] == again[name], name
+
+
+def test_a_fresh_critic_is_at_chance(tiny, scored, tmp_path):
+    arguments = [
+        *("critic", "score", *SMALL, "--rollouts", str(scored / "rollouts.jsonl"), "--out", str(tmp_path / "fresh")),
+        f"actor_rollout_ref.model.path={tiny['model']}",
+    ]
+    assert valor(arguments) == 0
+    card = json.loads((tmp_path / "fresh" / "scorecard.json").read_text())
+    assert card["auc"] == {"value": 0.5, "low": 0.5, "high": 0.5}
+
+
+def test_a_published_critic_speaks_for_itself(pretrained, scored, tmp_path):
+    """The card's own example runs where valor is not, and gives what the critic gave here."""
+    source, out = pretrained / "huggingface" / "critic", tmp_path / "my-critic"
+    assert valor(["critic", "publish", str(source), str(out), "--scorecard", str(scored)]) == 0
+    card = json.loads((scored / "scorecard.json").read_text())
+    text = (out / "README.md").read_text()
+    assert f"{card['auc']['value']:.3f}" in text and "critic pre-training" in text and str(pretrained) not in text
+    assert (out / "scorecard.html").exists()
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "12+34="}], add_generation_prompt=True, tokenize=False
+    )
+    ids = tokenizer(chat + "06 04 46", add_special_tokens=False, return_tensors="pt").input_ids
+    with torch.no_grad():
+        ours = AutoModelForTokenClassification.from_pretrained(source).eval()(input_ids=ids).logits[0, :, 0]
+    assert _values_by_card(out) == pytest.approx(ours.tolist(), abs=1e-6)
+
+
+def test_another_critics_scorecard_is_refused(tiny, rollouts, pretrained, scored, tmp_path, capsys):
+    out = tmp_path / "published"
+    arguments = ["critic", "publish", str(pretrained / "global_step_3"), str(out), "--scorecard", str(scored)]
+    assert valor(arguments) == 2
+    assert "scorecard of other weights" in capsys.readouterr().err and not out.exists()
+
+
+def test_a_warm_start_begins_with_what_the_critic_knows(overrides, pretrained, tmp_path):
+    """The very first values of a run are the published critic's (a fresh head's would be 0)."""
+    critic = f"critic.model.path={pretrained / 'huggingface' / 'critic'}"
+    assert main_ppo.main(overrides(tmp_path / "run", critic, "trainer.total_training_steps=1")) == 0
+    first = read_metrics(tmp_path / "run")[1]
+    assert first["critic/values/max"] > 0.05 and first["critic/values/min"] < first["critic/values/max"]
+
+
+def test_a_critic_with_another_tokenizer_is_refused_before_weights_are_read(overrides, tiny, tmp_path, capsys):
+    tokenizer = AutoTokenizer.from_pretrained(tiny["model"])
+    other = tmp_path / "other"
+    vocab = {token: (i + 1) % len(tokenizer) for token, i in tokenizer.get_vocab().items()}
+    _model_with(other, len(tokenizer))
+    type(tokenizer)(vocab=vocab, merges=[], pad_token="<|pad|>", eos_token="<|end|>", unk_token=None).save_pretrained(
+        other
+    )
+    (other / "model.safetensors").unlink()
+    assert main_ppo.main(overrides(tmp_path / "run", f"critic.model.path={other}")) == 2
+    assert "has another tokenizer than the policy" in capsys.readouterr().err
+
+    small = _model_with(tmp_path / "small", 100)
+    assert main_ppo.main(overrides(tmp_path / "run", f"critic.model.path={small}")) == 2
+    assert "knows 100 tokens" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["critic", "pretrain", "critic.freeze=true"], "critic.freeze"),
+        (["critic", "score", "critic.enable=false", "data.val_files=x"], "critic.enable"),
+        (["critic", "score"], "data.val_files"),
+        (["critic", "score", "--mc", "4", "--rollouts", "x"], "score.mc"),
+        (["critic", "score", "--positions", "1", "data.val_files=x"], "score.positions"),
+        (["critic", "publish", "/nowhere", "/tmp/never-made"], "neither a checkpoint"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(arguments, words, capsys):
+    assert valor(arguments) == 2
+    error = capsys.readouterr().err
+    assert words in error and "Traceback" not in error and len(error.strip().splitlines()) == 1
+
+
+def test_a_policy_is_not_published_as_a_critic(tiny, tmp_path, capsys):
+    assert valor(["critic", "publish", str(tiny["model"]), str(tmp_path / "out")]) == 2
+    assert "no critic but a Qwen2ForCausalLM" in capsys.readouterr().err
+
+
+def test_rollouts_without_a_difference_are_refused(tiny, tmp_path, capsys):
+    file = tmp_path / "alike.jsonl"
+    rows = ({"messages": [{"role": "user", "content": f"{n}"}], "response": "4", "score": 1.0} for n in range(4))
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert valor(pretraining(tiny, file, tmp_path / "run")) == 2
+    assert "nothing to tell" in capsys.readouterr().err
+
+
+def _values_by_card(folder: Path) -> list[float]:
+    """What the README's example prints, run as it stands in a process that never has valor."""
+    code = _code_of_card(folder)
+    code += "import sys\nassert not any(name.startswith('valor') for name in sys.modules)\n"
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def _code_of_card(folder: Path) -> str:
+    [code] = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    return code
+
+
+def _model_with(folder: Path, vocab_size: int) -> Path:
+    config = Qwen2Config(
+        vocab_size=vocab_size,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder)
