@@ -1,5 +1,6 @@
 """Whole runs with rewards that are missing or come from the critic, frozen critics and ensembles."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,7 @@ def test_a_critic_freezes_and_thaws_by_step(overrides, tmp_path) -> None:
     assert main(overrides(run_dir, "critic.freeze_steps=[1-2,4]", "trainer.save_freq=1", "data.val_files=null")) == 0
     at = [state(run_dir / f"global_step_{step}" / "critic") for step in (1, 2, 3, 4)]
     assert any("exp_avg" in name for name in at[2])
-    assert [same(a, b) for a, b in zip(at, at[1:], strict=False)] == [True, False, True]
+    assert [same(a, b) for a, b in pairwise(at)] == [True, False, True]
     assert [row["critic/frozen"] for row in read_metrics(run_dir)] == [1.0, 1.0, 0.0, 1.0]
 
 

@@ -45,8 +45,6 @@ def test_whole_commands_resolve(reference):
             [line] = loaded.unavailable
             stops[number] = line.partition(" is not available in this version")[0]
     assert stops == {
-        1: "A learned reward model",
-        4: "A learned reward model",
         6: "Starting one command per node",
         7: "The Megatron backend",
     }
@@ -70,13 +68,13 @@ def test_verl_scripts_resolve(shared_dir):
         stops[script["script"].removeprefix("old_examples_")] = [
             line.partition(" is not available")[0] for line in loaded.unavailable
         ]
-    vllm, sglang, model = "The vLLM engine", "The SGLang engine", "A learned reward model"
+    vllm, sglang = "The vLLM engine", "The SGLang engine"
     assert stops == {
         "grpo_trainer_run_deepseek7b_llm": [vllm],
         "grpo_trainer_run_qwen2-7b_seq_balance": [sglang],
         "ppo_trainer_run_deepseek7b_llm": [vllm],
         "ppo_trainer_run_gemma": [vllm],
-        "ppo_trainer_run_qwen2-7b_rm": [vllm, model],
+        "ppo_trainer_run_qwen2-7b_rm": [vllm],
         "ppo_trainer_run_qwen2-7b_seq_balance": [vllm],
         "remax_trainer_run_qwen2.5-3b_seq_balance": [vllm],
         "rloo_trainer_run_qwen2-7b": [vllm],

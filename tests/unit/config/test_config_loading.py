@@ -362,7 +362,22 @@ def test_load_yaml_mistakes(tmp_path):
             ["reward.reward_kwargs.overlong_buffer_cfg.enable=true", "reward.reward_manager.name=dapo"],
             "reward.reward_kwargs.overlong_buffer_cfg.len=4096 is more than data.max_response_length=512",
         ),
-        (["actor_rollout_ref.actor.kl_loss_type=full"], "actor_rollout_ref.actor.kl_loss_type: the exact KL"),
+        (
+            [
+                "algorithm.rollout_correction.bypass_mode=true",
+                "algorithm.use_kl_in_reward=true",
+                "algorithm.kl_penalty=full",
+            ],
+            "algorithm.kl_penalty=full needs a pass of the actor",
+        ),
+        (
+            [
+                "actor_rollout_ref.actor.use_kl_loss=true",
+                "actor_rollout_ref.actor.kl_loss_type=full",
+                "+resource_pools.own.roles=[ref]",
+            ],
+            "take ref out of resource_pools.own.roles",
+        ),
         (["trainer.val_only=true"], "trainer.val_only=true needs validation prompts: set data.val_files"),
         (["trainer.keep_best=true"], "trainer.keep_best=true needs validation prompts: set data.val_files"),
         (["trainer.resume_mode=resume_path"], "trainer.resume_mode=resume_path needs trainer.resume_from_path"),

@@ -88,6 +88,11 @@ def test_reference_is_needed_by_either_kl_term():
     assert not PPOConfig().needs_reference
     assert PPOConfig.model_validate({"algorithm": {"use_kl_in_reward": True}}).needs_reference
     assert PPOConfig.model_validate({"actor_rollout_ref": {"actor": {"use_kl_loss": True}}}).needs_reference
+    exact = {"use_kl_loss": True, "kl_loss_type": "full"}
+    config = PPOConfig.model_validate({"actor_rollout_ref": {"actor": exact}, "algorithm": {"kl_penalty": "k1"}})
+    assert config.needs_reference and not config.needs_ref_log_probs
+    config = PPOConfig.model_validate({"actor_rollout_ref": {"actor": exact}, "algorithm": {"use_kl_in_reward": True}})
+    assert config.needs_ref_log_probs
 
 
 def test_tree_walks():

@@ -1,0 +1,192 @@
+"""What came of a sweep: results.json, table.md and report.html, from the metrics that its runs have left."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from valor.config.mistakes import show
+from valor.lab.statistics import bootstrap_interval, holm, paired_t_p, sign_flip_p
+from valor.lab.sweep_file import HEADLINE
+from valor.lab.sweep_runs import Run, Sweep
+from valor.report.run_data import Series, read_metrics, rounded, spread
+from valor.report.sweep_page import comparison, render
+from valor.tracking.console import format_number, format_seconds
+from valor.tracking.rundir import METRICS_FILE, write_atomically
+from valor.trainer.validation import headline
+
+LEVEL = 0.95
+# Curves of the page besides the metric itself, where a run has them.
+CURVES = {
+    "critic/score/mean": "Reward of the training samples",
+    "critic/vf_explained_var": "Explained variance of the critic",
+    "actor/entropy": "Entropy of the policy",
+    "response_length/mean": "Response length",
+    "train/loss": "Training loss",
+    "val/loss": "Validation loss",
+    "val/token_accuracy": "Token accuracy in validation",
+}
+_MAX_POINTS = 200
+_TIMES = ("timing_s/step", "timing_s/testing")
+
+
+def write_results(sweep: Sweep, errors: Mapping[str, str]) -> dict[str, Any]:
+    """Compare what has finished, write the three files and return the content of results.json.
+
+    `errors`: what went wrong, by the name of the run. The same runs give the same files, but for their times.
+    """
+    results = compare(sweep, errors)
+    write_atomically(sweep.out / "results.json", json.dumps(results, indent=1) + "\n")
+    write_atomically(sweep.out / "table.md", table(results))
+    write_atomically(sweep.out / "report.html", render(results))
+    return results
+
+
+def compare(sweep: Sweep, errors: Mapping[str, str]) -> dict[str, Any]:
+    """Every number of the comparison, as JSON values."""
+    metric = sweep.metric
+    measured = {run.name: _measure(run, metric) for run in sweep.runs if run.finished}
+    arms = [_arm(sweep, arm.name, measured, errors) for arm in sweep.arms]
+    _add_differences(arms, sweep.control)
+    found = {key: title for key, title in CURVES.items() if any(key in one["series"] for one in measured.values())}
+    titles = {metric: metric[:1].upper() + metric[1:]} | found
+    return {
+        "name": sweep.config.name,
+        "entry": sweep.config.entry,
+        "metric": metric,
+        "control": sweep.control,
+        "seeds": sweep.config.seeds,
+        "level": LEVEL,
+        "differing": list(sweep.differing),
+        "arms": arms,
+        "curves": [
+            {
+                "key": key,
+                "title": title,
+                "arms": {arm["name"]: _curve(sweep, arm["name"], key, measured) for arm in arms},
+            }
+            for key, title in titles.items()
+        ],
+        "notes": _notes(arms, sweep.control, len(sweep.config.seeds)),
+    }
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """The comparison as Markdown. It holds no times: the same runs give the same text, to the letter."""
+    arms = results["arms"]
+    heads, rows = comparison(results)
+    lines = [
+        f"# {results['name']}",
+        "",
+        f"{results['metric'][:1].upper()}{results['metric'][1:]}; {len(arms)} arms, seeds "
+        f"{', '.join(map(str, results['seeds']))}; the control is {results['control']}.",
+        "",
+        *(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)),
+        "",
+        *(f"* {note}" for note in results["notes"]),
+    ]
+    failed = [f"* {arm['name']} seed {seed}: {error}" for arm in arms for seed, error in arm["errors"].items()]
+    lines += ["", "Not finished:", "", *failed] if failed else []
+    return "\n".join(lines) + "\n"
+
+
+def summary(results: Mapping[str, Any], run: Run) -> str:
+    """A run that has ended in a line: its number and its time, or what went wrong."""
+    arm, seed = next(arm for arm in results["arms"] if arm["name"] == run.arm), str(run.seed)
+    if seed in arm["errors"]:
+        return arm["errors"][seed]
+    one = arm["finished"][seed]
+    return f"{format_number(one['last'])}, {format_seconds(one['seconds'])} of training"
+
+
+def _measure(run: Run, metric: str) -> dict[str, Any]:
+    """Series by name, the metric among them; or `error`, when the run did not measure it."""
+    path = run.folder / METRICS_FILE
+    if not path.is_file():
+        return {"error": f"it left no {METRICS_FILE}: trainer.logger must contain 'file'", "series": {}}
+    series = read_metrics(path)
+    seconds = sum(sum(series[key].finite()) for key in _TIMES if key in series)
+    if metric == HEADLINE:
+        series[HEADLINE] = _headline(series)
+    one = series.get(metric)
+    if one is None or not one.finite():
+        near = difflib.get_close_matches(metric, series.keys() - {HEADLINE}, n=1, cutoff=0.4)
+        hint = f", did you mean '{near[0]}'?" if near else ""
+        what = f"it measured no {metric}{hint or ': set data.val_files'}"
+        return {"error": what, "series": series}
+    return {"first": one.finite()[0], "last": one.finite()[-1], "seconds": seconds, "series": series}
+
+
+def _headline(series: Mapping[str, Series]) -> Series:
+    """The validation score by step: the mean of all val-core mean@n."""
+    records: dict[int, dict[str, float]] = {}
+    for key, one in series.items():
+        for step, value in zip(one.steps, one.values, strict=True):
+            if value is not None and key.startswith("val-core/"):
+                records.setdefault(step, {})[key] = value
+    scores = {step: headline(record) for step, record in sorted(records.items())}
+    return Series(list(scores), list(scores.values()))
+
+
+def _arm(sweep: Sweep, name: str, measured: Mapping[str, Any], errors: Mapping[str, str]) -> dict[str, Any]:
+    runs = sweep.of(name)
+    good = {run.seed: measured[run.name] for run in runs if run.name in measured and "error" not in measured[run.name]}
+    wrong = {**errors} | {run.name: m["error"] for run in runs if "error" in (m := measured.get(run.name, {}))}
+    return {
+        "name": name,
+        "settings": {key: show(runs[0].settings.get(key)) for key in sweep.differing},
+        "first": _estimate([one["first"] for one in good.values()]),
+        "last": _estimate([one["last"] for one in good.values()]),
+        "finished": {str(seed): {key: one[key] for key in ("first", "last", "seconds")} for seed, one in good.items()},
+        "errors": {str(run.seed): wrong.get(run.name, "not run yet") for run in runs if run.seed not in good},
+        "difference": None,
+    }
+
+
+def _add_differences(arms: Sequence[dict[str, Any]], control: str) -> None:
+    """Each arm against the control, by the seeds that both have finished; Holm's correction over the arms."""
+    base = next(arm for arm in arms if arm["name"] == control)["finished"]
+    for arm in arms:
+        gaps = [one["last"] - base[seed]["last"] for seed, one in arm["finished"].items() if seed in base]
+        if arm["name"] != control and gaps:
+            p_t = paired_t_p(gaps)
+            arm["difference"] = _estimate(gaps) | {"by_seed": gaps, "p_t": p_t, "p_signs": sign_flip_p(gaps)}
+            arm["difference"] |= {"p_holm": None, "significant": None}
+    tested = [arm["difference"] for arm in arms if arm["difference"] and arm["difference"]["p_t"] is not None]
+    for gap, p in zip(tested, holm([gap["p_t"] for gap in tested]), strict=True):
+        gap |= {"p_holm": p, "significant": p < 1 - LEVEL}
+
+
+def _estimate(values: Sequence[float]) -> dict[str, Any]:
+    low, high = bootstrap_interval(values, LEVEL) or (None, None)
+    return {"mean": math.fsum(values) / len(values) if values else None, "low": low, "high": high}
+
+
+def _curve(sweep: Sweep, arm: str, key: str, measured: Mapping[str, Any]) -> dict[str, list[Any]] | None:
+    """Mean and interval over an arm's seeds at the steps that all of them measured."""
+    found = [one for run in sweep.of(arm) if (one := measured.get(run.name, {}).get("series", {}).get(key))]
+    if not found:
+        return None
+    values = [{s: v for s, v in zip(one.steps, one.values, strict=True) if v is not None} for one in found]
+    steps = spread(sorted(set.intersection(*map(set, values))), _MAX_POINTS)
+    points = [_estimate([one[step] for one in values]) for step in steps]
+    return {"steps": steps} | {name: [rounded(point[name]) for point in points] for name in ("mean", "low", "high")}
+
+
+def _notes(arms: Sequence[Mapping[str, Any]], control: str, seeds: int) -> list[str]:
+    """How to read the numbers, with what this many seeds cannot say."""
+    compared = sum(1 for arm in arms if arm["difference"] and arm["difference"]["p_holm"] is not None)
+    if seeds == 1:
+        return ["One seed has no interval, and a difference between single runs can be chance."]
+    return [
+        f"An interval is the percentile bootstrap of the mean over {seeds} seeds. It cannot be wider than the range of "
+        f"the seeds, so it holds the true median with probability {1 - 2.0 ** (1 - seeds):.2g} at most, whatever its "
+        "nominal level.",
+        f"Against {control}: mean of the differences between runs of the same seed, which saw the same prompts.",
+        "p (t): Student's paired t-test, which takes the differences to be normal. p (signs): exact test that flips "
+        f"their signs; it takes nothing for granted, and is at least {2.0 ** (1 - seeds):.2g} with {seeds} seeds.",
+        f"Holm: p (t) corrected for {compared} comparisons; an arm differs where that is below {1 - LEVEL:.2g}.",
+    ]

@@ -1,0 +1,85 @@
+"""What a few seeds can say: bootstrap intervals, paired tests, and the correction for several comparisons.
+
+With few seeds no method is strong, so each function says what its result means there. Everything is deterministic:
+resamples and sign flips are enumerated while that is possible, and drawn from a fixed seed beyond.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import product
+
+import numpy as np
+
+_ENUMERATED = 50_000  # resamples or sign patterns listed one by one: up to 6 values, up to 15 pairs
+_DRAWN = 20_000
+
+
+def bootstrap_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float] | None:
+    """Percentile bootstrap interval of the mean (Efron 1979); None for fewer than two values.
+
+    It cannot be wider than the range of the values, so with n of them it covers the true median at most with
+    probability 1 - 2^(1-n): 0.5 for two, 0.75 for three, 0.94 for five.
+    """
+    x = np.asarray(values, float)
+    n = len(x)
+    if n < 2:
+        return None
+    if n**n <= _ENUMERATED:
+        rows = np.array(list(product(range(n), repeat=n)))
+    else:
+        rows = np.random.default_rng(0).integers(n, size=(_DRAWN, n))
+    means = x[rows].mean(1)
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2], method="inverted_cdf")
+    return float(low), float(high)
+
+
+def sign_flip_p(differences: Sequence[float]) -> float:
+    """Two-sided exact permutation test of paired differences: the share of sign patterns at least as extreme.
+
+    It assumes only that without an effect each difference is as likely to have the other sign (Fisher 1935). n
+    pairs cannot give less than 2^(1-n): 0.25 for three, so five per cent needs six. Beyond 15 pairs patterns are drawn.
+    """
+    x = np.asarray(differences, float)
+    n = len(x)
+    exact = 2**n <= _ENUMERATED
+    if exact:
+        signs = np.array(list(product((1.0, -1.0), repeat=n)))
+    else:
+        signs = np.random.default_rng(0).choice((1.0, -1.0), size=(_DRAWN, n))
+    extreme = np.abs(signs @ x) >= abs(x.sum()) - 1e-9 * np.abs(x).sum()
+    return float(extreme.mean() if exact else (extreme.sum() + 1) / (_DRAWN + 1))
+
+
+def paired_t_p(differences: Sequence[float]) -> float | None:
+    """Two-sided p of Student's paired t-test; None where it does not exist (one pair, or all differences alike).
+
+    It assumes normally distributed differences, which a few seeds cannot check.
+    """
+    x = np.asarray(differences, float)
+    if len(x) < 2 or np.ptp(x) <= 1e-12 * np.abs(x).max():
+        return None
+    return student_t_p(float(x.mean() / (x.std(ddof=1) / math.sqrt(len(x)))), len(x) - 1)
+
+
+def student_t_p(t: float, dof: int) -> float:
+    """P(|T| >= |t|) of Student's distribution: the finite series of Abramowitz and Stegun 26.7.3 and 26.7.4."""
+    angle = math.atan2(abs(t), math.sqrt(dof))
+    cos, odd = math.cos(angle), dof % 2
+    term, total = (cos if odd else 1.0), 0.0
+    for k in range(2 + odd, dof + 1, 2):
+        total += term
+        term *= cos * cos * (k - 1) / k
+    inside = (2 / math.pi) * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
+    return max(0.0, 1.0 - inside)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's (1979) step-down correction: values to compare with the level, in the order given."""
+    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    adjusted, largest = [0.0] * len(p_values), 0.0
+    for rank, i in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))
+        adjusted[i] = largest
+    return adjusted

@@ -1,0 +1,100 @@
+"""`valor lab sweep FILE.yaml`: arms x seeds of one command, finished whatever interrupts it, compared at the end.
+
+OUT/<arm>/seed_<n>/    the run's own folder; its result.json says what ran there and whether it has ended well
+OUT/results.json       every number of the comparison; OUT/table.md and OUT/report.html show it
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from valor.config.mistakes import show
+from valor.errors import UserError
+from valor.lab.sweep_file import read_sweep, texts
+from valor.lab.sweep_runs import Sweep, plan_sweep
+from valor.tracking.console import get_console
+
+
+def run_sweep(sweep: Sweep, *, rerun: bool = False) -> int:
+    """Run what has not finished, then compare. Exit code 0; 1: a run failed; 128 + n: signal n asked to stop.
+
+    A run that was interrupted goes on from its own checkpoints. UserError: a folder holds a run of other settings
+    (with `rerun` it is deleted and repeated).
+    """
+    from valor.controller.jobs import Job, run_jobs
+    from valor.lab.results import summary, table, write_results
+    from valor.trainer.signals import StopRequest
+
+    _check_unchanged(sweep, rerun)
+    todo = {run.name: run for run in sweep.runs if not run.finished}
+    total, errors = len(sweep.runs), dict[str, str]()
+    if len(todo) < total:
+        say(f"{total - len(todo)} of {total} runs are finished already")
+    jobs = [
+        Job(run.name, run.command, run.folder.resolve(), frozenset(f"{arm} seed {run.seed}" for arm in run.after))
+        for run in todo.values()
+    ]
+
+    def started(job: Job) -> None:
+        todo[job.name].write("running")
+        say(f"{job.name}: started, {job.folder / 'console.log'}")
+
+    with StopRequest() as stop:
+        for job, error in run_jobs(jobs, sweep.config.parallel, started=started, stopping=lambda: stop.signum):
+            if error and stop.signum is None:
+                errors[job.name] = error
+            elif not error:
+                todo[job.name].write("finished")
+            results = write_results(sweep, errors)
+            say(f"{job.name}: {error or summary(results, todo[job.name])}")
+        if stop.signum is not None:
+            say("stopped; the same command goes on from here")
+            return 128 + stop.signum
+    results = write_results(sweep, errors)
+    if total > 1:
+        say(f"{table(results)}\n{sweep.out / 'report.html'}")
+    return 1 if any(arm["errors"] for arm in results["arms"]) else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`valor lab sweep`."""
+    parser = argparse.ArgumentParser(prog="valor lab sweep", description="Arms x seeds of one command, compared.")
+    parser.add_argument("file", type=Path, help="YAML: name, entry, base, arms, grid, seeds, control, metric, out")
+    parser.add_argument("--out", help="folder, in place of the file's")
+    parser.add_argument("--parallel", type=int, help="runs at a time, in place of the file's")
+    parser.add_argument("--rerun", action="store_true", help="delete and repeat runs whose settings have changed")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, list the runs, and stop")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="further settings of every run")
+    args = parser.parse_intermixed_args(argv)
+    config = read_sweep(args.file, out=args.out, parallel=args.parallel)
+    sweep = plan_sweep(config.model_copy(update={"base": [*texts(config.base), *args.overrides]}))
+    if args.dry_run:
+        say("\n".join(shlex.join(run.command) for run in sweep.runs))
+        return 0
+    return run_sweep(sweep, rerun=args.rerun)
+
+
+def say(line: str) -> None:
+    """A line for the user."""
+    get_console().print(line, markup=False)
+
+
+def _check_unchanged(sweep: Sweep, rerun: bool) -> None:
+    """UserError, a line an arm: a run in the folder was made with other settings. With `rerun` it is deleted."""
+    lines: dict[str, str] = {}
+    for run in sweep.runs:
+        before = run.record().get("settings", run.settings)
+        changed = [key for key in {**before, **run.settings} if before.get(key) != run.settings.get(key)]
+        if changed and rerun:
+            shutil.rmtree(run.folder)
+        elif changed:
+            what = ", ".join(f"{key}: {show(before.get(key))} -> {show(run.settings.get(key))}" for key in changed[:3])
+            what += f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+            advice = "give another out, or add --rerun to delete and repeat such runs"
+            lines.setdefault(run.arm, f"{run.folder} was run with other settings ({what}): {advice}")
+    if lines:
+        raise UserError("\n".join(lines.values()))

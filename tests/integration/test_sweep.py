@@ -1,0 +1,58 @@
+"""A sweep of real runs, killed in the middle: the second start finishes it and gives what an undisturbed one gives."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from runs import assert_same_run
+
+from valor.lab.sweep_file import RESERVED, key_of
+
+pytestmark = pytest.mark.slow
+
+
+def command(file: Path, out: Path) -> list[str]:
+    return [sys.executable, "-m", "valor", "lab", "sweep", str(file), "--out", str(out)]
+
+
+def without_times(out: Path) -> dict:
+    results = json.loads((out / "results.json").read_text())
+    for arm in results["arms"]:
+        for run in arm["finished"].values():
+            del run["seconds"]
+    return results
+
+
+def test_a_killed_sweep_finishes_repeats_nothing_and_gives_the_same_table(overrides, tmp_path):
+    base = [one for one in overrides(tmp_path, "trainer.save_freq=1") if key_of(one) not in RESERVED]
+    arms = {"short": {"algorithm.lam": 0.9}, "long": None}
+    file = tmp_path / "killed.yaml"
+    file.write_text(yaml.safe_dump({"base": base, "arms": arms, "seeds": [0], "control": "long"}, sort_keys=False))
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert subprocess.run(command(file, whole), timeout=900).returncode == 0
+
+    sweep = subprocess.Popen(command(file, cut), start_new_session=True)
+    second = cut / "long" / "seed_0"
+    end = time.monotonic() + 900
+    while not (second / "global_step_1").exists() and time.monotonic() < end:
+        time.sleep(0.02)
+    os.killpg(sweep.pid, signal.SIGKILL)
+    sweep.wait()
+    status = {arm: json.loads((cut / arm / "seed_0" / "result.json").read_text())["status"] for arm in arms}
+    assert status == {"short": "finished", "long": "running"}
+    assert not (second / "huggingface").exists()
+    first = (cut / "short" / "seed_0" / "metrics.jsonl").stat().st_mtime_ns
+
+    assert subprocess.run(command(file, cut), timeout=900).returncode == 0
+    assert (cut / "short" / "seed_0" / "metrics.jsonl").stat().st_mtime_ns == first
+    assert "resumed from" in (second / "console.log").read_text()
+    assert (cut / "table.md").read_bytes() == (whole / "table.md").read_bytes()
+    assert without_times(cut) == without_times(whole)
+    for arm in arms:
+        assert_same_run(cut / arm / "seed_0", whole / arm / "seed_0")

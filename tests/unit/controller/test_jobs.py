@@ -1,0 +1,94 @@
+"""Commands as jobs: their order, what they wait for, their errors, and one process at a time in a folder."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from valor.controller.jobs import LOG_FILE, Job, run_jobs
+
+
+def job(folder: Path, name: str, code: str = "", after: str = "") -> Job:
+    return Job(name, (sys.executable, "-c", code), folder / name, frozenset(after.split()))
+
+
+def test_jobs_run_in_order_and_after_what_they_need(tmp_path):
+    jobs = [job(tmp_path, "c", after="b"), job(tmp_path, "a", "print('hello')"), job(tmp_path, "b", after="a")]
+    started: list[str] = []
+    ended = [(one.name, error) for one, error in run_jobs(jobs, started=lambda one: started.append(one.name))]
+    assert started == ["a", "b", "c"]
+    assert ended == [("a", None), ("b", None), ("c", None)]
+    assert (tmp_path / "a" / LOG_FILE).read_text() == "hello\n"
+
+
+def test_a_failure_is_its_last_line_and_stops_only_what_needs_it(tmp_path):
+    jobs = [
+        job(tmp_path, "bad", "raise SystemExit('no data\\n')"),
+        job(tmp_path, "needs", after="bad"),
+        job(tmp_path, "other"),
+        job(tmp_path, "killed", "import os; os.kill(os.getpid(), 9)"),
+    ]
+    assert {one.name: error for one, error in run_jobs(jobs)} == {
+        "bad": "exit code 1: no data",
+        "needs": "not run: it needs bad, which failed",
+        "other": None,
+        "killed": "killed by signal 9: nothing was written",
+    }
+
+
+def test_a_folder_holds_one_process_at_a_time(tmp_path):
+    """The parent of the first is killed alone; the second start waits until the first has ended."""
+    slow = "import time; print('began', flush=True); time.sleep(1.5); print('ended')"
+    parent = f"""
+from pathlib import Path
+from valor.controller.jobs import Job, run_jobs
+list(run_jobs([Job("one", ({sys.executable!r}, "-c", {slow!r}), Path({str(tmp_path)!r}))]))
+"""
+    process = subprocess.Popen([sys.executable, "-c", parent])
+    log = tmp_path / LOG_FILE
+    while not log.exists() or "began" not in log.read_text():
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    again = Job("one", (sys.executable, "-c", "print('again')"), tmp_path)
+    assert [error for _, error in run_jobs([again])] == [None]
+    assert log.read_text().split() == ["began", "ended", "again"]
+
+
+def test_a_request_to_stop_reaches_the_running_job(tmp_path):
+    handler = "import signal, sys, time; signal.signal(15, lambda *a: sys.exit('stopped'))"
+    handler += "; print(1, flush=True); time.sleep(60)"
+    asked: list[int] = []
+
+    def stopping() -> int | None:
+        log = tmp_path / "a" / LOG_FILE
+        if log.exists() and log.read_text():
+            asked.append(1)
+        return signal.SIGTERM if asked else None
+
+    jobs = [job(tmp_path, "a", handler), job(tmp_path, "b")]
+    ended = [(one.name, error) for one, error in run_jobs(jobs, stopping=stopping)]
+    assert ended == [("a", "exit code 1: stopped")]
+
+
+@pytest.mark.slow
+def test_side_by_side_through_ray(tmp_path):
+    """Each waits for a file of the other's, so neither ends alone; Ray's workers do not import torch for it."""
+    meet = (
+        "import sys, time, pathlib as p; p.Path({mine!r}).touch()\n"
+        "while not p.Path({other!r}).exists(): time.sleep(0.05)"
+    )
+    a, b = str(tmp_path / "a.txt"), str(tmp_path / "b.txt")
+    jobs = [
+        job(tmp_path, "a", meet.format(mine=a, other=b)),
+        job(tmp_path, "b", meet.format(mine=b, other=a)),
+        job(tmp_path, "c", "raise SystemExit('wrong')", after="a b"),
+    ]
+    assert {one.name: error for one, error in run_jobs(jobs, parallel=2)} == {
+        "a": None,
+        "b": None,
+        "c": "exit code 1: wrong",
+    }

@@ -1,0 +1,66 @@
+"""The page of a scorecard: what it says, and that a browser draws it, on a phone and on a desk, without a complaint."""
+
+import json
+
+import pytest
+import torch
+from chromium import BROWSER, DRIVER, browse
+
+from valor.lab.scorecard import Branches, Judged, scorecard
+from valor.report.scorecard_page import render
+
+HOSTILE = "</script><script>window.hacked = true</script>"
+
+
+def card(*, branches: bool = True, all_right: bool = False) -> dict:
+    """Of 120 answers to 30 prompts, in two turns, by a critic that grows surer along the way."""
+    generator = torch.Generator().manual_seed(0)
+    right = torch.rand(120, generator=generator) < 0.6
+    mask = torch.ones(120, 24)
+    mask[:, 10:12] = 0
+    returns = right.float()[:, None] * mask
+    sure = torch.linspace(0, 0.35, 24)
+    noise = torch.randn(120, 24, generator=generator) * 0.15
+    values = (0.55 + torch.where(right[:, None], sure, -sure) + noise) * mask
+    rows, tokens = torch.arange(40).repeat_interleave(4), torch.tensor([0, 6, 15, 23]).repeat(40)
+    truth = (torch.rand(160, 8, generator=generator) < values[rows, tokens, None]).float()
+    if all_right:
+        right = torch.ones_like(right)
+    found = Branches(rows, tokens, truth) if branches else None
+    facts = {"critic": f"runs/{HOSTILE}", "policy": "runs/policy", "data": ["val.parquet"], "temperature": 1.0}
+    numbers = scorecard(Judged(values, returns, mask, right, [i // 4 for i in range(120)]), found)
+    return {**facts, "gamma": 1.0, "seed": 0, "command": f"valor critic score {HOSTILE}", **numbers}
+
+
+def test_the_page_has_the_numbers_and_leaves_out_what_there_is_not():
+    full, bare = card(), card(branches=False, all_right=True)
+    page = render(full)
+    assert f"{full['auc']['value']:.3f}" in page and HOSTILE not in page
+    assert 'id="plot-turns"' in page and 'id="plot-scatter"' in page
+    page = render(bare)
+    assert ">none</b>" in page and 'id="plot-scatter"' not in page
+    json.dumps(full, allow_nan=False)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (BROWSER.exists() and DRIVER.exists()), reason="needs chromium and chromium-driver")
+@pytest.mark.parametrize(
+    ("width", "phone", "dark", "bare"),
+    [(1280, False, False, False), (390, True, True, False), (1280, False, False, True)],
+    ids=["desktop, light", "phone, dark", "all right, no branches"],
+)
+def test_a_browser_draws_it(tmp_path, width, phone, dark, bare):
+    file = tmp_path / "scorecard.html"
+    file.write_text(render(card(branches=not bare, all_right=bare)), encoding="utf-8")
+    with browse(tmp_path / "profile", width=width, height=844, phone=phone, dark=dark) as page:
+        page.open(file)
+        page.wait_for("document.documentElement.dataset.ready === 'yes'")
+        empty = page.run(
+            "return [...document.querySelectorAll('.plot')]"
+            ".filter(one => !one.querySelector('.scatterlayer .js-line, .scatterlayer .point, .barlayer .point'))"
+            ".map(one => one.id)"
+        )
+        assert empty == []
+        assert page.run("return document.documentElement.scrollWidth") <= width
+        assert page.run("return performance.getEntriesByType('resource').length") == 0
+        assert page.run("return window.hacked === undefined") and page.console() == []
