@@ -88,7 +88,9 @@ def main() -> None:
 
 def _run(setup: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
     """One process with an input."""
-    child = _Child(setup, tuple(job["role"]), _memory(job["stdin"]))
+    stdin = _memory(job["stdin"])
+    child = _Child(setup, tuple(job["role"]), stdin)
+    os.close(stdin)
     report = child.end(job["wall_seconds"])
     _reap()
     return report
