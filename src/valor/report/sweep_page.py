@@ -60,7 +60,8 @@ def _row(arm: Mapping[str, Any]) -> list[str]:
 def _comparison(results: Mapping[str, Any]) -> str:
     level = f"{results['level']:.0%} interval"
     pictures = frame("last", f"At the end: {results['metric']}", f"Each seed, their mean and its {level}.")
-    pictures += frame("gap", f"Difference from {results['control']}", f"By seed, their mean and its {level}; full where it differs.")
+    note = f"By seed, their mean and its {level}; full where it differs."
+    pictures += frame("gap", f"Difference from {results['control']}", note)
     notes = "".join(f"<li>{escape(note)}</li>" for note in results["notes"])
     return f'<div class="grid">{pictures}</div>{_table(*comparison(results))}<ul class="notes">{notes}</ul>'
 

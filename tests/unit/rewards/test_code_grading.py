@@ -91,6 +91,15 @@ RIGHT: dict[str, tuple[Any, str]] = {
             "if __name__ == '__main__':\n    main()"
         ),
     ),
+    "output at exit": (
+        SUM,
+        block(
+            "import atexit, io, os\nout = io.StringIO()\n"
+            "atexit.register(lambda: os.write(1, out.getvalue().encode()))\n"
+            "input()\nprint(sum(map(int, input().split())), file=out)"
+        ),
+    ),
+    "a file of its own": (SUM, block("out = open(1, 'w')\ninput()\nout.write(str(sum(map(int, input().split()))))")),
     "exit status 0": (SUM, block("import sys\ninput()\nprint(sum(map(int, input().split())))\nsys.exit()")),
     "thread with a large stack": (
         SUM,

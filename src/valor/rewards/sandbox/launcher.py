@@ -124,8 +124,8 @@ def _enter(setup: dict[str, Any], role: tuple[Any, ...]) -> None:
     name, *args = role
     if name == "program":
         payload.run_program(*args)
-        sys.exit()
-    if name == "serve":
+        sys.exit()  # as Python ends: threads are waited for, files of all kinds are written out
+    elif name == "serve":
         payload.serve(*args)
     else:
         verdict = payload.take_over(1)
