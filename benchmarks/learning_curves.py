@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""The curves of the runs that benchmarks/learning_table.py left: docs/images/curves/<algorithm>.svg.
+"""The curves of the runs that examples/lab/estimators.yaml left: docs/images/curves/<algorithm>.svg.
 
-    python benchmarks/learning_curves.py RUNS_DIR
+    valor lab sweep examples/lab/estimators.yaml && python benchmarks/learning_curves.py runs/estimators
 
 Mean reward of the samples drawn in training (temperature 1) by step: a thin line a seed, a thick one for their mean.
 """
@@ -9,8 +9,6 @@ Mean reward of the samples drawn in training (temperature 1) by step: a thin lin
 import json
 import sys
 from pathlib import Path
-
-from learning_table import ALGORITHMS
 
 CURVES = Path(__file__).parents[1] / "docs" / "images" / "curves"
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 560, 220, 44, 14, 12, 30
@@ -57,10 +55,10 @@ def picture(name: str, curves: list[list[float]]) -> str:
 
 
 def main() -> None:
-    runs = Path(sys.argv[1])
+    results = json.loads((Path(sys.argv[1]) / "results.json").read_text())
     CURVES.mkdir(parents=True, exist_ok=True)
-    for name in ALGORITHMS:
-        finished = [d for d in sorted(runs.glob(f"{name}-seed*")) if (d / "huggingface" / "actor").is_dir()]
+    for arm in results["arms"]:
+        name, finished = arm["name"], [Path(sys.argv[1], arm["name"], f"seed_{seed}") for seed in arm["finished"]]
         if finished:
             (CURVES / f"{name}.svg").write_text(picture(name, [rewards(d) for d in finished]))
             print(CURVES / f"{name}.svg", len(finished))

@@ -29,7 +29,8 @@ def test_their_updates_overlap(overrides, tmp_path):
     import json
 
     run_dir = tmp_path / "apart"
-    assert main(overrides(run_dir, APART, "actor_rollout_ref.actor.ppo_mini_batch_size=2")) == 0
+    apart = "resource_pools={values: {roles: critic}}"
+    assert main(overrides(run_dir, apart, "actor_rollout_ref.actor.ppo_mini_batch_size=2")) == 0
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()][2:]
     for row in rows:
         began = {role: row[f"timing_began_s/update_{role}"] for role in ("critic", "actor")}

@@ -99,12 +99,12 @@ def settings(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("code is run on this machine")
 
     monkeypatch.setattr(code, "strongest_level", no_sandbox)
-    monkeypatch.setattr(code, "_settings", code.CodeSettings(30.0, server.url, max_concurrent=2, memory_mb=512))
+    monkeypatch.setattr(code, "_settings", code.CodeSettings(60.0, server.url, max_concurrent=2, memory_mb=512))
 
 
-SUM = {"inputs": ["1 2\n", "5 6\n", "0 0\n"], "outputs": ["3\n", "11\n", "0\n"]}
+SUM = {"inputs": ["1 2\n", "5 6\n", "0 0\n"], "outputs": ["3\n", "11\n", "0\n"], "time_limit": 29}
 ADD = "print(sum(map(int, input().split())))"
-SQUARE = ["assert square(2) == 4", "assert square(3) == 9"]
+SQUARE = {"test_list": ["assert square(2) == 4", "assert square(3) == 9"], "time_limit": 29}
 
 
 def test_a_program_is_sent_once_for_each_input(server: Server) -> None:
@@ -113,7 +113,7 @@ def test_a_program_is_sent_once_for_each_input(server: Server) -> None:
     assert sorted(request["stdin"] for request in server.requests) == sorted(SUM["inputs"])
     assert all(request["path"] == "/run_code" for request in server.requests)
     for request in server.requests:
-        assert (request["code"], request["memory_limit_MB"], request["run_timeout"]) == (ADD, 512, 4)
+        assert (request["code"], request["memory_limit_MB"], request["run_timeout"]) == (ADD, 512, 29)
         assert not any(output in json.dumps(request) for output in ("11", "3\\n"))  # right outputs stay here
     assert server.most_running <= 2
 
@@ -162,7 +162,7 @@ def test_forgeries_fail_there_too(server: Server, forgery: str) -> None:
 
 
 def test_a_busy_server_is_asked_again_and_one_that_fails_is_an_error(server: Server) -> None:
-    one = {"inputs": ["1 2\n"], "outputs": ["3\n"]}
+    one = {"inputs": ["1 2\n"], "outputs": ["3\n"], "time_limit": 29}
     server.troubles = [503, 504]
     assert code.grade("apps", ADD, one)["score"] == 1.0 and len(server.requests) == 3
     server.troubles = [500]
@@ -176,7 +176,7 @@ def test_a_busy_server_is_asked_again_and_one_that_fails_is_an_error(server: Ser
 def test_an_unreachable_server_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         address = f"http://127.0.0.1:{unused.getsockname()[1]}"
-    monkeypatch.setattr(code, "_settings", code.CodeSettings(30.0, address))
+    monkeypatch.setattr(code, "_settings", code.CodeSettings(60.0, address))
     start = time.monotonic()
     with pytest.raises(SandboxError, match=rf"{address}/run_code: .*refused"):
         code.grade("apps", ADD, SUM)
@@ -184,7 +184,7 @@ def test_an_unreachable_server_is_an_error(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_address_may_be_that_of_run_code(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code, "_settings", code.CodeSettings(30.0, f"{server.url}/run_code"))
+    monkeypatch.setattr(code, "_settings", code.CodeSettings(60.0, f"{server.url}/run_code"))
     assert code.grade("apps", ADD, SUM)["score"] == 1.0
     assert {request["path"] for request in server.requests} == {"/run_code"}
 
