@@ -36,8 +36,7 @@ class RewardManagerConfig(Section):
     source: Literal["register", "importlib"] = "register"
     """A built-in manager, or a class of your own."""
     name: str = "naive"
-    """naive: a grader a sample; dapo: that, with a penalty for length; batch: custom_reward_function gets all samples
-    of a step in one call, as lists; remote: a server of your own grades."""
+    """naive: grader by grader; dapo: and a penalty for length; batch: custom_reward_function once a step; remote."""
     module: RewardManagerModuleConfig = RewardManagerModuleConfig()
     """A manager of your own."""
 

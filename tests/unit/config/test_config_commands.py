@@ -45,7 +45,6 @@ def test_whole_commands_resolve(reference):
             [line] = loaded.unavailable
             stops[number] = line.partition(" is not available in this version")[0]
     assert stops == {
-        6: "Starting one command per node",
         7: "The Megatron backend",
     }
 

@@ -125,7 +125,6 @@ def test_a_default_run_asks_for_nothing_unavailable():
         "critic.checkpoint.async_save=true",
         "reward.reward_manager.name=prime",
         "data.custom_cls.path=x.py",
-        "trainer.node_rank=0",
     ],
 )
 def test_unavailable_features_are_one_line(override):

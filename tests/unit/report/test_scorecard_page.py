@@ -20,7 +20,7 @@ def card(*, branches: bool = True, all_right: bool = False) -> dict:
     mask[:, 10:12] = 0
     returns = right.float()[:, None] * mask
     sure = torch.linspace(0, 0.35, 24)
-    noise = torch.randn(120, 24, generator=generator) * 0.15
+    noise = torch.randn(120, 24, generator=generator) * 0.3
     values = (0.55 + torch.where(right[:, None], sure, -sure) + noise) * mask
     rows, tokens = torch.arange(40).repeat_interleave(4), torch.tensor([0, 6, 15, 23]).repeat(40)
     truth = (torch.rand(160, 8, generator=generator) < values[rows, tokens, None]).float()
