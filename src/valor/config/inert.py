@@ -12,11 +12,19 @@ from valor.config.critic_runs import CriticPretrainConfig, CriticRunConfig, Crit
 from valor.config.ppo import PPOConfig
 
 _ROLLOUT = "actor_rollout_ref.rollout"
+# Keys of engines that are servers; no engine here is one.
 _SERVER_KEYS = (
     "mode",
     "agent.num_workers",
     "checkpoint_engine.*",
     "n_gpus_per_node",
+    "scheduling_policy",
+    "layered_summon",
+    "skip_tokenizer_init",
+    "calculate_log_probs",
+    "engine_kwargs.[!v]*",
+)
+_VLLM_KEYS = (
     "gpu_memory_utilization",
     "tensor_model_parallel_size",
     "data_parallel_size",
@@ -28,13 +36,9 @@ _SERVER_KEYS = (
     "free_cache_engine",
     "enable_chunked_prefill",
     "enable_prefix_caching",
-    "scheduling_policy",
     "load_format",
-    "layered_summon",
     "disable_log_stats",
-    "skip_tokenizer_init",
-    "engine_kwargs.*",
-    "calculate_log_probs",
+    "engine_kwargs.vllm*",
 )
 
 _MODEL_KEYS = (
@@ -121,8 +125,18 @@ TABLE: tuple[Inert, ...] = (
     ),
     Inert(
         tuple(f"{_ROLLOUT}.{name}" for name in _SERVER_KEYS),
+        _always,
+        "no effect: generation takes token ids in the trainer's own processes and always keeps their log-probs",
+    ),
+    Inert(
+        tuple(f"{_ROLLOUT}.{name}" for name in _VLLM_KEYS),
         lambda config: config.actor_rollout_ref.rollout.name == "native",
         "no effect with rollout.name=native",
+    ),
+    Inert(
+        tuple(f"{_ROLLOUT}.{name}" for name in ("enforce_eager", "cudagraph_capture_sizes", "free_cache_engine")),
+        lambda config: config.trainer.device == "cpu",
+        "no effect with trainer.device=cpu, where vLLM runs without graphs and cannot sleep",
     ),
     Inert(
         (f"{_ROLLOUT}.multi_turn.*",),

@@ -76,9 +76,9 @@ class RolloutConfig(Section):
     """Generation."""
 
     name: Literal["native", "vllm", "sglang", "trtllm"] = "native"
-    """Engine; native generates in the actor's own process with the actor's own weights."""
+    """Engine; native generates with the actor's own weights, vllm with a copy that follows every update."""
     mode: Literal["sync", "async"] = "async"
-    """Request scheduling of server engines."""
+    """Accepted without effect: there is no server."""
     n: PositiveInt = 1
     """Responses (samples) per prompt."""
     temperature: PositiveFloat = 1.0
@@ -120,41 +120,41 @@ class RolloutConfig(Section):
     n_gpus_per_node: PositiveInt | None = inherits("trainer.n_gpus_per_node")
     """Devices per such node."""
     gpu_memory_utilization: PositiveShare = 0.5
-    """Server engines: share of device memory for weights and KV cache."""
+    """vllm: share of device memory for weights and KV cache. CPU: bounds the KV cache of all processes together."""
     tensor_model_parallel_size: PositiveInt = 1
-    """Server engines: devices that share one replica."""
+    """vllm: processes that share one replica."""
     data_parallel_size: PositiveInt = 1
-    """Server engines: replicas inside one engine."""
+    """Only 1: replicas follow from the processes and tensor_model_parallel_size."""
     expert_parallel_size: PositiveInt = 1
-    """Server engines: devices that share the experts."""
+    """Only 1."""
     pipeline_model_parallel_size: PositiveInt = 1
-    """Server engines: pipeline stages."""
+    """Only 1."""
     max_num_batched_tokens: PositiveInt = 8192
-    """Server engines: tokens per scheduler step."""
+    """vllm: most tokens in one forward pass."""
     max_num_seqs: PositiveInt = 256
     """Most sequences generated at once by one process."""
     enforce_eager: bool = False
-    """Server engines: no CUDA graphs."""
+    """vllm: no CUDA graphs and no compilation (always so on a CPU)."""
     cudagraph_capture_sizes: list[int] | None = None
-    """Server engines: batch sizes to capture."""
+    """vllm: batch sizes to capture."""
     free_cache_engine: bool = True
-    """Server engines: release the KV cache while training."""
+    """vllm on CUDA: release weights and KV cache while training."""
     enable_chunked_prefill: bool = True
-    """Server engines: split long prefills."""
+    """vllm: split long prefills."""
     enable_prefix_caching: bool = True
-    """Server engines: reuse the KV cache of equal prefixes."""
+    """vllm: reuse the KV cache of equal prefixes (dropped at every update of the weights)."""
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    """Server engines: order of requests."""
+    """Accepted without effect: requests have no priorities."""
     load_format: str = "dummy"
-    """Server engines: where initial weights come from."""
+    """vllm: where initial weights come from; the actor's replace them before the first response."""
     layered_summon: bool = False
-    """Server engines: gather weights layer by layer when syncing."""
+    """Accepted without effect: weights are always gathered one tensor at a time."""
     disable_log_stats: bool = True
-    """Server engines: keep their own statistics quiet."""
+    """vllm: keep its own statistics quiet."""
     skip_tokenizer_init: bool = True
-    """Server engines: token ids in and out."""
+    """Accepted without effect: engines take and give token ids."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Options passed through to an engine, as engine_kwargs.<name>.<option>."""
+    """More options of an engine, as engine_kwargs.vllm.<option> (of vLLM's EngineArgs), with the last word."""
 
     @property
     def max_rows(self) -> int | None:

@@ -56,9 +56,8 @@ TOOLS = "multi-turn generation with tools", "leave multi_turn.enable at false"
 MANAGER = "this reward manager", "use naive, dapo, batch or remote"
 
 TABLE: tuple[Unavailable, ...] = (
-    Unavailable("*.rollout.name", _among("vllm"), "the vLLM engine", "use rollout.name=native"),
-    Unavailable("*.rollout.name", _among("sglang"), "the SGLang engine", "use rollout.name=native"),
-    Unavailable("*.rollout.name", _among("trtllm"), "the TensorRT-LLM engine", "use rollout.name=native"),
+    Unavailable("*.rollout.name", _among("sglang"), "the SGLang engine", "use rollout.name=native or vllm"),
+    Unavailable("*.rollout.name", _among("trtllm"), "the TensorRT-LLM engine", "use rollout.name=native or vllm"),
     Unavailable("*.rollout.nnodes", _is_set, *POOL),
     Unavailable("*.rollout.do_sample", _among(False), "greedy training rollouts", "leave rollout.do_sample at true"),
     Unavailable("*.rollout.multi_turn.enable", _is_set, *TOOLS),

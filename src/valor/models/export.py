@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from valor.models.policy import PolicyModel
 from valor.models.quiet import quiet_transformers
 from valor.models.reward import RewardModel
 from valor.models.value import ValueModel
+
+NamedTensors = Iterable[tuple[str, Tensor]]
 
 
 def export_hf(
@@ -33,13 +36,9 @@ def export_hf(
     files hold (default: as they are).
     """
     weights = dict(state_dict if state_dict is not None else model.state_dict())
-    # Gathered shards are separate tensors, so transformers cannot see by itself which of them are one.
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    tied -= {name for name, _ in model.named_parameters()}
     plain = {
-        name.removeprefix("hf."): tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-        for name, tensor in weights.items()
-        if name not in tied
+        name: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+        for name, tensor in _once(model, weights.items())
     }
     stored = next(t.dtype for t in plain.values() if t.is_floating_point())
     with quiet_transformers():
@@ -50,3 +49,20 @@ def export_hf(
     config_file.write_text(json.dumps({**config, "dtype": str(stored).removeprefix("torch.")}, indent=2) + "\n")
     if tokenizer is not None:
         tokenizer.save_pretrained(path)
+
+
+def published_weights(model: PolicyModel, weights: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+    """`weights` (whole, under the names of `model`) one after another as a checkpoint of that model names them.
+
+    Tensors that are tied to another one are left out.
+    """
+    for name, tensor in _once(model, weights):
+        yield from revert_weight_conversion(model.hf, {name: tensor}).items()
+
+
+def _once(model: PolicyModel | ValueModel, weights: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+    """Under the names of the Hugging Face model, each tensor once."""
+    # Gathered shards are separate tensors, so transformers cannot see by itself which of them are one.
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    tied -= {name for name, _ in model.named_parameters()}
+    return ((name.removeprefix("hf."), tensor) for name, tensor in weights if name not in tied)

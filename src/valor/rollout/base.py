@@ -89,6 +89,9 @@ OnFinish = Callable[[Output], None]
 class RolloutEngine(Protocol):
     """A generation engine: native, or an adapter to an external one."""
 
+    weights_version: int | None
+    """The version that `generate` uses; None: it has no weights, `sync_weights` comes first."""
+
     def generate(self, requests: Sequence[Request], on_finish: OnFinish | None = None) -> list[Output]:
         """Run all requests; outputs in the order of `requests`, `on_finish` called as each one completes."""
         ...
@@ -98,9 +101,9 @@ class RolloutEngine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Give back memory that generation alone needs."""
+        """Give back memory that generation alone needs; `weights_version` is None where that includes the weights."""
         ...
 
-    def wake(self) -> None:
-        """Undo `sleep`."""
+    def close(self) -> None:
+        """End the engine."""
         ...

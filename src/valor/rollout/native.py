@@ -90,7 +90,7 @@ class NativeEngine:
         self._max_model_len = min(x for x in (max_model_len, limit, 2**31) if x is not None)
         self._pack = packed_linears if pack_weights else nullcontext
         self._progress = progress
-        self.weights_version = 0
+        self.weights_version: int | None = 0
 
     def generate(self, requests: Sequence[Request], on_finish: OnFinish | None = None) -> list[Output]:
         """Outputs in the order of `requests`; raises UserError when a prompt leaves no room for a new token."""
@@ -128,8 +128,8 @@ class NativeEngine:
     def sleep(self) -> None:
         """Nothing to give back: the cache lives only inside `generate`."""
 
-    def wake(self) -> None:
-        """Nothing was given back."""
+    def close(self) -> None:
+        """Nothing to end."""
 
     def _run(self, requests: Sequence[Request], finish: Callable[[Row, FinishReason], None]) -> None:
         waiting = Waiting(requests, self._max_model_len, self._max_num_seqs, self._max_cache_tokens)

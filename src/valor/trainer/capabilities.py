@@ -1,4 +1,4 @@
-"""Does the run give the chosen algorithms what they need? Asked before any model is loaded."""
+"""Does the run give the chosen algorithms and engine what they need? Asked before any model is loaded."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from valor.algorithms.custom import load_custom
 from valor.algorithms.registry import Entry
 from valor.config import PPOConfig
 from valor.errors import UserError
+from valor.models.load import load_model_config
+from valor.rollout.vllm_options import check_vllm
 from valor.trainer.advantage import FROM_THE_RUN, offered_settings
 from valor.workers.actor import policy_loss_options
 from valor.workers.critic import value_head
@@ -24,6 +26,13 @@ def check_algorithms(config: PPOConfig) -> None:
     _check_policy_loss(config)
     check_value_loss(config)
     _check_correction(config)
+
+
+def check_engine(config: PPOConfig, world_size: int) -> None:
+    """UserError: a rollout engine that is not installed, or that the model and the processes do not fit."""
+    shared = config.actor_rollout_ref
+    if shared.rollout.name == "vllm":
+        check_vllm(shared.rollout, load_model_config(shared.model), world_size)
 
 
 def _check_estimator(config: PPOConfig) -> None:

@@ -111,6 +111,8 @@ class Generation:
         prompts = prompt_batch(
             rows, samples_per_prompt=self.rollout.n, seed=self.config.trainer.seed, step=step, first=first
         )
+        with timer("update_weights"):
+            self.group["rollout"].update_weights()
         with timer("gen"), phase("rollout", len(prompts), unit="sample"), self.scoring.ahead(prompts):
             batch = self.respond(prompts, training_params(self.rollout))
         with timer("reward"), phase("reward", len(batch), unit="sample"):

@@ -114,6 +114,7 @@ class PPOTrainer:
             if self.greedy_baseline:
                 with timer("gen_baseline"):
                     batch["reward_baselines"] = self.generation.greedy_rewards(batch)
+            self.group["rollout"].sleep()
             batch, found = self._evaluated(batch, timer)
             metrics |= found
             with timer("adv"):
@@ -139,6 +140,7 @@ class PPOTrainer:
         timer = Timer()
         with timer("testing"):
             batch, results = self.generation.validation_batch()
+            self.group["rollout"].sleep()
         scores = [r.score for r in results]
         metrics = validation_metrics(
             batch.objects["uid"],

@@ -15,7 +15,7 @@ from valor.workers.rollout import RolloutWorker
 def role_specs(
     config: PPOConfig, *, total_steps: int, eos_token_ids: list[int], separator_id: int | None = None
 ) -> dict[str, RoleSpec]:
-    """The roles of a run in building order (the rollout engine borrows the actor's weights, so the actor is first).
+    """The roles of a run in building order (the rollout engine lives on the actor's weights, so the actor is first).
 
     `separator_id`: the token between the texts of a pair, for a reward model that reads pairs.
     """
@@ -31,7 +31,9 @@ def role_specs(
                 "seed": config.trainer.seed,
             },
         ),
-        "rollout": RoleSpec(RolloutWorker, {"config": shared.rollout, "eos_token_ids": eos_token_ids}),
+        "rollout": RoleSpec(
+            RolloutWorker, {"config": shared.rollout, "model": shared.model, "eos_token_ids": eos_token_ids}
+        ),
     }
     if config.needs_reference:
         specs["ref"] = RoleSpec(ReferenceWorker, {"config": shared})

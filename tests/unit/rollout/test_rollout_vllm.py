@@ -1,0 +1,281 @@
+"""The vLLM engine against full forward passes of the model whose weights it was given."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from valor.config import ModelConfig, RolloutConfig
+from valor.engines.distributed import destroy_process_group, init_process_group
+from valor.errors import UserError
+from valor.models.export import published_weights
+from valor.models.policy import PolicyModel
+from valor.rollout.base import Output, Request, RolloutEngine, SamplingParams
+from valor.rollout.native import NativeEngine
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+SIZES = {
+    "vocab_size": 151,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+PROMPT = torch.randint(3, 151, (100,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def tiny(kind: str) -> PreTrainedModel:
+    """The same weights every time, far from uniform distributions."""
+    if kind == "moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts))
+    else:
+        model = Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=kind == "tied"))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
+    return model.eval()
+
+
+def trained(model: PreTrainedModel, seed: int) -> None:
+    """What an optimizer step does: every weight moves a little."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.02)
+
+
+def sync(engine: RolloutEngine, model: PreTrainedModel, version: int) -> None:
+    policy = PolicyModel(model)
+    engine.sync_weights(published_weights(policy, policy.state_dict().items()), version=version)
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., RolloutEngine]]:
+    """An engine for a model (its directory holds no weights); a process has one, so another one ends the last."""
+    running: dict[tuple, RolloutEngine] = {}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+
+    def stop() -> None:
+        while running:
+            running.popitem()[1].close()
+        destroy_process_group()
+
+    def make(model: PreTrainedModel, **settings: object) -> RolloutEngine:
+        from valor.rollout.vllm import VLLMEngine
+
+        key = (type(model), model.config.tie_word_embeddings, str(settings))
+        if key not in running:
+            stop()
+            directory = tmp_path_factory.mktemp("model")
+            model.config.architectures = [type(model).__name__]
+            model.config.save_pretrained(directory)
+            init_process_group("cpu")
+            lengths = {"prompt_length": 128, "response_length": 32, "max_num_seqs": 16}
+            config = RolloutConfig(**({"name": "vllm", "dtype": "float32"} | lengths | settings))
+            running[key] = VLLMEngine(
+                config, ModelConfig(path=str(directory)), model.config, eos_token_ids=[2], device=torch.device("cpu")
+            )
+        return running[key]
+
+    yield make
+    stop()
+    torch.set_num_threads(threads)
+
+
+def requests(count: int = 6, **params: float) -> list[Request]:
+    """Samples of three prompts that share most of their tokens."""
+    params = SamplingParams(max_tokens=12, **params)
+    return [Request(f"r{i}", PROMPT[: 100 - i % 3], params, (7, 1, i)) for i in range(count)]
+
+
+def gap(model: PreTrainedModel, work: list[Request], outputs: list[Output]) -> Tensor:
+    """|Δ log p| of all sampled tokens, between the engine and a full forward at the request's temperature."""
+    gaps = []
+    for request, output in zip(work, outputs, strict=True):
+        ids = torch.tensor([[*request.prompt_ids, *output.token_ids]])
+        with torch.no_grad():
+            logits = model(ids, use_cache=False).logits.float() / (request.params.temperature or 1.0)
+        start = len(request.prompt_ids)
+        expected = logits.log_softmax(-1)[0, start - 1 : -1].gather(1, ids[0, start:, None])[:, 0]
+        gaps.append((expected - torch.tensor(output.log_probs)).abs())
+    return torch.cat(gaps)
+
+
+@pytest.mark.parametrize("kind", ["untied", "tied"])
+def test_log_probs_are_the_trainers_after_every_update(kind, start):
+    model = tiny(kind)
+    engine = start(model)
+    checksums = set()
+    for version in range(4):
+        sync(engine, model, version)
+        assert engine.weights_version == version
+        checksums.add(engine.weights_checksum)
+        # The prompt is in the prefix cache from the round before, with the old weights' keys and values.
+        work = requests(temperature=0.7)
+        outputs = engine.generate(work)
+        assert gap(model, work, outputs).max() < 1e-4
+        trained(model, version)
+        assert gap(model, work, outputs).max() > 1e-2  # with the next weights it would have been seen
+    assert len(checksums) == 4
+
+
+def test_cut_and_greedy_sampling_have_untruncated_log_probs(start):
+    model = tiny("tied")
+    engine = start(model)
+    sync(engine, model, 0)
+    # 40 requests of all kinds at once, more than there are slots: rows with parameters of their own come and go.
+    kinds = [{"top_k": 3}, {"top_p": 0.5, "temperature": 1.3}, {"temperature": 0.0}, {"temperature": 0.7}]
+    mixed = [replace(r, request_id=f"{i}.{r.request_id}") for i, kind in enumerate(kinds) for r in requests(10, **kind)]
+    for work in [requests(**kind) for kind in kinds] + [mixed[::3] + mixed[1::3] + mixed[2::3]]:
+        outputs = engine.generate(work)
+        assert gap(model, work, outputs).max() < 1e-4
+        for request, output in zip(work, outputs, strict=True):
+            assert set(output.token_ids) <= allowed(model, request, output)
+
+
+def allowed(model: PreTrainedModel, request: Request, output: Output) -> set[int]:
+    """The tokens that truncation leaves at the places where they were sampled; others become -1."""
+    params, start = request.params, len(request.prompt_ids)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*request.prompt_ids, *output.token_ids]]), use_cache=False).logits[0]
+    left = set()
+    for token, row in zip(output.token_ids, logits[start - 1 : -1], strict=True):
+        probs = (row / (params.temperature or 1.0)).softmax(-1)
+        more_likely = probs[probs > probs[token]]
+        best = len(more_likely) < (1 if params.greedy else params.top_k if params.top_k > 0 else 151)
+        left.add(token if best and more_likely.sum() < params.top_p else -1)
+    return left
+
+
+def test_a_sample_follows_its_seed_alone(start):
+    model = tiny("tied")
+    engine = start(model)
+    sync(engine, model, 0)
+    work = requests(12)
+    together = engine.generate(work)
+    alone = [engine.generate([request])[0] for request in work[:3]]
+    backwards = engine.generate(work[::-1])[::-1]
+    assert [o.token_ids for o in together[:3]] == [o.token_ids for o in alone]
+    assert [o.token_ids for o in together] == [o.token_ids for o in backwards]
+    assert len({tuple(o.token_ids) for o in together}) == 12
+    native = NativeEngine(model, eos_token_ids=[2]).generate(work)
+    assert [o.token_ids for o in together] == [o.token_ids for o in native]
+    first = [Request(str(i), PROMPT[:40], SamplingParams(max_tokens=1), (3, i)) for i in range(1500)]
+    counts = torch.bincount(torch.tensor([o.token_ids[0] for o in engine.generate(first)]), minlength=151)
+    with torch.no_grad():
+        expected = model(torch.tensor([PROMPT[:40]])).logits[0, -1].softmax(-1) * 1500
+    common = expected >= 5
+    statistic = float(((counts - expected)[common] ** 2 / expected[common]).sum())
+    assert statistic < int(common.sum()) + 4 * (2 * int(common.sum())) ** 0.5
+
+
+def test_sequences_end_where_they_should(start):
+    model = tiny("tied")
+    engine = start(model)
+    sync(engine, model, 0)
+    endless = [Request(str(i), PROMPT[:20], SamplingParams(max_tokens=30, ignore_eos=True), (i,)) for i in range(8)]
+    whole = engine.generate(endless)
+    assert {(o.finish_reason, len(o.token_ids), len(o.log_probs)) for o in whole} == {("length", 30, 30)}
+    stop = whole[0].token_ids[4]
+    params = SamplingParams(max_tokens=30, ignore_eos=True, stop_token_ids=(stop,))
+    stopped = engine.generate([Request("0", PROMPT[:20], params, (0,))])[0]
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids == whole[0].token_ids[: whole[0].token_ids.index(stop) + 1]
+    with pytest.raises(UserError, match="160"):
+        engine.generate([Request("long", [5] * 160)])
+
+
+def test_aborted_requests_return_what_they_have(start):
+    model = tiny("tied")
+    engine = start(model)
+    sync(engine, model, 0)
+    short = Request("short", PROMPT[:20], SamplingParams(max_tokens=5, ignore_eos=True), (0,))
+    long = Request("long", PROMPT[:30], SamplingParams(max_tokens=30, ignore_eos=True), (1,))
+    full = engine.generate([long])[0]
+    finished: list[str] = []
+
+    def on_finish(output: Output) -> None:
+        finished.append(output.request_id)
+        engine.abort(["long"])
+
+    outputs = engine.generate([long, short], on_finish)
+    assert finished == ["short", "long"] and [o.request_id for o in outputs] == ["long", "short"]
+    assert outputs[0].finish_reason == "abort" and 4 <= len(outputs[0].token_ids) < 30
+    assert outputs[0].token_ids == full.token_ids[: len(outputs[0].token_ids)] and len(full.token_ids) == 30
+    assert len(outputs[0].log_probs) == len(outputs[0].token_ids)
+    assert engine.generate([long])[0].token_ids == full.token_ids
+
+
+def test_weights_that_did_not_arrive_are_noticed(start, monkeypatch):
+    model = tiny("tied")
+    engine = start(model)
+    sync(engine, model, 0)
+    policy = PolicyModel(model)
+
+    def weights() -> dict[str, Tensor]:
+        return dict(published_weights(policy, policy.state_dict().items()))
+
+    with pytest.raises(RuntimeError, match="the engine holds"):
+        engine.sync_weights(((k, v) for k, v in weights().items() if k != "model.norm.weight"), version=1)
+    with pytest.raises(ValueError, match="no weights"):
+        engine.generate(requests(1))
+    trained(model, 1)
+    from valor.rollout import vllm_weights
+
+    with monkeypatch.context() as patched:  # the packed copies stay behind, as they do in vLLM's own reload
+        patched.setattr(vllm_weights.vllm_layers, "dispatch_cpu_unquantized_gemm", lambda *a, **k: None)
+        with pytest.raises(RuntimeError, match="packed"):
+            sync(engine, model, 2)
+    trained(model, 2)
+    held = engine._held._model
+    with monkeypatch.context() as patched:  # a loader that leaves one value as it was
+
+        def forgetful(weights, load=held.load_weights):
+            norm = held.model.norm.weight
+            before = float(norm[0])
+            names = load(weights)
+            norm.data[0] = before
+            return names
+
+        patched.setattr(held, "load_weights", forgetful)
+        with pytest.raises(RuntimeError, match="the engine holds"):
+            sync(engine, model, 3)
+    sync(engine, model, 4)
+    work = requests()
+    assert gap(model, work, engine.generate(work)).max() < 1e-4
+
+
+def test_bfloat16_is_within_bfloat16_noise(start):
+    model = tiny("untied")
+    engine = start(model, dtype="bfloat16")
+    sync(engine, model, 0)
+    work = requests(12)
+    gaps = gap(model.bfloat16(), work, engine.generate(work))
+    assert 0 < gaps.mean() < 0.1
+
+
+def test_engine_options_reach_vllm(start):
+    model = tiny("tied")
+    engine = start(model, max_model_len=64, engine_kwargs={"vllm": {"block_size": 64}})
+    assert engine._llm.vllm_config.cache_config.block_size == 64
+    assert engine._llm.vllm_config.model_config.max_model_len == 64
+    with pytest.raises(UserError, match="blok_size: vLLM has no such option: did you mean block_size"):
+        start(model, engine_kwargs={"vllm": {"blok_size": 64}})
+
+
+def test_a_model_whose_weights_cannot_be_written_in_place_is_refused(start):
+    with pytest.raises(UserError, match="Qwen3MoeForCausalLM has RoutedExperts layers"):
+        start(tiny("moe"))
