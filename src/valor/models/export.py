@@ -60,7 +60,7 @@ def published_weights(model: PolicyModel, weights: NamedTensors) -> Iterator[tup
         yield from revert_weight_conversion(model.hf, {name: tensor}).items()
 
 
-def _once(model: PolicyModel | ValueModel, weights: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+def _once(model: PolicyModel | ValueModel | RewardModel, weights: NamedTensors) -> Iterator[tuple[str, Tensor]]:
     """Under the names of the Hugging Face model, each tensor once."""
     # Gathered shards are separate tensors, so transformers cannot see by itself which of them are one.
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
