@@ -361,7 +361,14 @@ def test_same_verdict_in_main_thread_worker_thread_and_worker_process() -> None:
 
 
 def supervisors(of: psutil.Process) -> list[psutil.Process]:
-    return [p for p in of.children(recursive=True) if "launcher" in " ".join(p.cmdline())]
+    return [p for p in of.children(recursive=True) if "launcher" in _command(p)]
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it has ended in between
+        return ""
 
 
 def until(condition: Any, seconds: float = 20.0) -> bool:
