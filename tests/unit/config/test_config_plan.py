@@ -114,7 +114,7 @@ def test_a_default_run_asks_for_nothing_unavailable():
 @pytest.mark.parametrize(
     "override",
     [
-        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.name=sglang",
         "actor_rollout_ref.rollout.multi_turn.enable=true",
         "actor_rollout_ref.rollout.do_sample=false",
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
@@ -135,7 +135,7 @@ def test_unavailable_features_are_one_line(override):
 
 
 def test_what_a_dry_run_shows_a_run_raises():
-    argv = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.model.lora_rank=8"]
+    argv = ["actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.model.lora_rank=8"]
     with pytest.raises(UserError) as caught:
         load(argv)
     assert str(caught.value).splitlines() == list(load([*argv, "--dry-run"]).unavailable)
@@ -155,7 +155,8 @@ def test_one_line_per_feature_not_per_key():
 def test_every_pattern_of_the_tables_matches_a_key():
     from fnmatch import fnmatchcase
 
-    keys = [*all_keys(PPOConfig), *all_keys(SFTConfig), "actor_rollout_ref.rollout.engine_kwargs.vllm.x"]
+    engine_kwargs = [f"actor_rollout_ref.rollout.engine_kwargs.{engine}.x" for engine in ("vllm", "sglang")]
+    keys = [*all_keys(PPOConfig), *all_keys(SFTConfig), *engine_kwargs]
     patterns = [entry.pattern for entry in UNAVAILABLE] + [p for entry in INERT for p in entry.patterns]
     assert [p for p in patterns if not any(fnmatchcase(key, p) for key in keys)] == []
 
