@@ -13,7 +13,6 @@ from valor.algorithms.groups import GroupIds
 from valor.algorithms.optimal_baseline import optimal_token_baseline
 from valor.algorithms.registry import Capability, Entry, Registry
 from valor.algorithms.reinforce import reinforce_plus_plus, reinforce_plus_plus_baseline, remax
-from valor.algorithms.scan import one_thread
 from valor.errors import UserError
 
 COMMON = ("rewards", "response_mask", "values", "group_ids", "reward_baselines", "gamma", "lam")
@@ -140,7 +139,7 @@ def compute_advantages(
         "gamma": gamma,
         "lam": lam,
     }
-    with torch.no_grad(), one_thread(rewards.device):
+    with torch.no_grad():
         if sample_mask is None:
             return entry.call(common, options)
         return _on_samples(entry.call, common, options, sample_mask)

@@ -1,11 +1,13 @@
 """Generalised advantage estimation with a critic (Schulman et al. 2015, https://arxiv.org/abs/1506.02438)."""
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 
 from valor.algorithms.reductions import WHITENING_SCOPES, Moments, masked_whiten
 from valor.algorithms.registry import choose
-from valor.algorithms.scan import Packing, result_like, row_blocks, suffix_scan
+from valor.algorithms.scan import Packing, over_rows, result_like, suffix_scan
 from valor.errors import UserError
 
 
@@ -51,16 +53,15 @@ def gae(
     # Without decay, Σ δ is Σ r − V whatever lies between: no token needs to move.
     undecayed = gamma == lam_actor == lam_critic == 1.0 and adaptive_lam_alpha is None
     in_place = undecayed and bootstrap_mask is None and zero_masked
-    moments = Moments()
-    for rows in row_blocks(values):
+
+    def of_rows(rows: slice) -> Moments:
         packing = Packing(response_mask[rows], in_place=in_place)
         value = packing.pack(values[rows])
         reward = packing.pack_rewards(rewards[rows], reward_on_masked)
+        count = packing.counts.sum().item()
         if in_place:
             target = packing.unpack(suffix_scan(reward, 1.0), out=returns[rows])
-            advantage = torch.sub(target, value, out=advantages[rows])
-            moments = moments.merge(Moments.of(advantage, packing.counts.sum().item()))
-            continue
+            return Moments.of(torch.sub(target, value, out=advantages[rows]), count)
         if bootstrap_mask is not None:
             final = None if bootstrap_values is None else bootstrap_values[rows]
             reward = _add_bootstrap(reward, value, packing, bootstrap_mask[rows], final, gamma)
@@ -72,7 +73,7 @@ def gae(
         else:
             lengths = packing.counts.clamp(min=1).double()
             advantage = suffix_scan(delta, gamma * (1.0 - 1.0 / (adaptive_lam_alpha * lengths)).clamp(min=0.0))
-        moments = moments.merge(Moments.of(packing.emptied(advantage), packing.counts.sum().item()))
+        moments = Moments.of(packing.emptied(advantage), count)
         if adaptive_lam_alpha is None and lam_critic == lam_actor:
             target = advantage
         else:
@@ -84,6 +85,9 @@ def gae(
         else:
             advantages[rows] = packing.unpack_carried(advantage)
             returns[rows] = packing.unpack_carried(target) + values[rows]
+        return moments
+
+    moments = reduce(Moments.merge, over_rows(of_rows, values), Moments())
     if choose(whitening, WHITENING_SCOPES, "whitening") == "batch":
         masked_whiten(advantages, response_mask, zero_masked=zero_masked, moments=moments, out=advantages)
     return advantages, returns

@@ -6,13 +6,14 @@ infinities included, in the result and in the gradient; a reduction over nothing
 
 import math
 from dataclasses import dataclass
+from functools import reduce
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from valor.algorithms.registry import choose
-from valor.algorithms.scan import result_like, row_blocks
+from valor.algorithms.scan import over_rows, result_like
 
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 LOSS_AGG_MODES: tuple[str, ...] = (
@@ -23,6 +24,8 @@ LOSS_AGG_MODES: tuple[str, ...] = (
     "seq-mean-token-mean",
 )
 WHITENING_SCOPES: tuple[str, ...] = ("batch", "none")
+
+_WIDE_ELEMENTS = 2**16  # of a float64 copy that stays in the inner cache
 
 Denominator = float | Tensor | None
 
@@ -67,9 +70,12 @@ class Moments:
     @staticmethod
     def of(kept: Tensor, count: float, clean: bool = True) -> "Moments":
         """Those of `count` numbers, from a tensor that holds them and otherwise 0s."""
-        total = kept.sum(dtype=torch.float64).item()
-        # In float64 the squares of float32 numbers are exact: subtracting the mean afterwards costs nothing.
-        squares = torch.linalg.vector_norm(kept, dtype=torch.float64).item() ** 2 - total * total / max(count, 1.0)
+        flat, total, squares = kept.reshape(-1), 0.0, 0.0
+        for piece in flat.split(_WIDE_ELEMENTS if flat.device.type == "cpu" else max(1, flat.numel())):
+            # In float64 the squares of float32 numbers are exact: subtracting the mean afterwards costs nothing.
+            wide = piece.double()
+            total, squares = total + wide.sum().item(), squares + wide.dot(wide).item()
+        squares -= total * total / max(count, 1.0)
         return Moments(count, total / max(count, 1.0), max(squares, 0.0), clean)
 
     def merge(self, other: "Moments") -> "Moments":
@@ -85,15 +91,16 @@ class Moments:
 @torch.no_grad()
 def masked_moments(x: Tensor, mask: Tensor) -> Moments:
     """Moments of the masked-in entries of x [..., T], summed in float64."""
-    moments = Moments()
     x, mask = _as_rows(x), _as_rows(mask)
-    for rows in row_blocks(x):
+
+    def of_rows(rows: slice) -> Moments:
         kept = x[rows] * mask[rows]
         clean = bool(kept.sum().isfinite())
         if not clean:
             kept = keep_masked(x[rows], mask[rows])
-        moments = moments.merge(Moments.of(kept, mask[rows].sum(dtype=torch.float64).item(), clean))
-    return moments
+        return Moments.of(kept, mask[rows].sum(dtype=torch.float64).item(), clean)
+
+    return reduce(Moments.merge, over_rows(of_rows, x), Moments())
 
 
 @torch.no_grad()
@@ -122,7 +129,8 @@ def masked_whiten(
     moments = masked_moments(x, mask) if moments is None else moments
     scale = (moments.squares / max(moments.count - 1.0, 1.0) + eps) ** -0.5
     flat, flat_mask, flat_out = (_as_rows(tensor) for tensor in (x, mask, out))
-    for rows in row_blocks(flat):
+
+    def whiten_rows(rows: slice) -> None:
         whitened = torch.sub(flat[rows], moments.mean, out=flat_out[rows]).mul_(scale)
         if not shift_mean:
             whitened.add_(moments.mean)
@@ -130,6 +138,8 @@ def masked_whiten(
             whitened.mul_(flat_mask[rows])
         elif zero_masked:
             whitened.masked_fill_(~flat_mask[rows].bool(), 0.0)
+
+    over_rows(whiten_rows, flat)
     return out
 
 

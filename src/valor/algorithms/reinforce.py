@@ -6,7 +6,7 @@ from torch import Tensor
 from valor.algorithms.groups import SINGLETON, GroupIds, Groups, sequence_scores, spread_over_tokens
 from valor.algorithms.reductions import masked_whiten
 from valor.algorithms.registry import choose
-from valor.algorithms.scan import Packing, result_like, row_blocks, suffix_scan
+from valor.algorithms.scan import Packing, over_rows, result_like, suffix_scan
 
 
 def returns_to_go(
@@ -16,13 +16,16 @@ def returns_to_go(
     zero_masked=False, what the next policy token has."""
     response_mask = response_mask.to(rewards.dtype)
     returns = result_like(rewards)
-    for rows in row_blocks(rewards):
+
+    def of_rows(rows: slice) -> None:
         packing = Packing(response_mask[rows], in_place=gamma == 1.0)
         scanned = suffix_scan(packing.pack_rewards(rewards[rows], reward_on_masked), gamma)
         if zero_masked:
             packing.unpack(scanned, out=returns[rows])
         else:
             returns[rows] = packing.unpack_carried(scanned)
+
+    over_rows(of_rows, rewards)
     return returns
 
 

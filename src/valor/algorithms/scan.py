@@ -4,9 +4,11 @@ Shapes: [R, T] is R rows of T positions; a packed row holds only its policy toke
 """
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +16,8 @@ from torch.nn import functional
 
 from valor.algorithms.registry import choose
 from valor.errors import UserError
+
+Result = TypeVar("Result")
 
 REWARD_ON_MASKED: tuple[str, ...] = ("carry", "drop")
 
@@ -41,10 +45,30 @@ def result_like(x: Tensor) -> Tensor:
     return torch.frombuffer(memory, dtype=x.dtype).view(x.shape)
 
 
+def over_rows(work: Callable[[slice], Result], x: Tensor) -> list[Result]:
+    """[work(rows) for rows in row_blocks(x)], on the CPU several blocks at a time, each on one thread.
+
+    A block's temporaries stay in its core's cache, and since every block is worked by one thread and the results come
+    in order, numbers do not depend on how many there are.
+    """
+    blocks = list(row_blocks(x))
+    threads = min(torch.get_num_threads(), len(blocks)) if x.device.type == "cpu" else 1
+    with _one_thread(x.device):
+        if threads <= 1:
+            return [work(rows) for rows in blocks]
+        with_grad = torch.is_grad_enabled()  # known to the calling thread alone
+
+        def worked(rows: slice) -> Result:
+            with torch.set_grad_enabled(with_grad):
+                return work(rows)
+
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return list(pool.map(worked, blocks))
+
+
 @contextmanager
-def one_thread(device: torch.device) -> Iterator[None]:
-    """CPU work inside runs on one core: these kernels wait for memory, so that handing parts to threads gains little,
-    costs much on a busy machine, and would let sums depend on the number of threads."""
+def _one_thread(device: torch.device) -> Iterator[None]:
+    """torch's own threads are out of the way of ours: its kernels inside run on the thread that calls them."""
     threads = torch.get_num_threads()
     if device.type != "cpu" or threads == 1:
         yield
@@ -103,10 +127,15 @@ def _doubling_scan(x: Tensor, decay: Tensor) -> Tensor:
     return y
 
 
+def _has_gaps(mask: Tensor) -> bool:
+    """Whether a 1 follows a 0 in any row of mask [R, T]."""
+    return mask.shape[1] > 1 and bool((mask[:, 1:] > mask[:, :-1]).any())
+
+
 class Packing:
     """Moves the policy tokens of rows (mask [R, T], 0/1, float) to the left of a buffer [R, W], in order, and back.
 
-    Where no row has a gap, or nothing decays (in_place), nothing needs to move: W = T. Otherwise W = T + 1, policy
+    Where no row has a gap, or nothing decays (in_place), nothing needs to move: W = T. Otherwise W > T, policy
     tokens start at slot 1, and slot 0 is a bin: masked positions write there and, since it is emptied, read 0 from
     there. Slots after a row's policy tokens are 0.
     """
@@ -114,8 +143,8 @@ class Packing:
     def __init__(self, mask: Tensor, in_place: bool = False) -> None:
         self.mask = mask
         self.in_place = in_place
-        steps = mask[:, 1:] - mask[:, :-1]
-        self.gaps = not in_place and steps.numel() > 0 and bool(steps.amax() > 0)
+        self.width = -(-(mask.shape[1] + 1) // _CHUNK) * _CHUNK  # of a buffer: whole chunks need no copy in a scan
+        self.gaps = not in_place and _has_gaps(mask)
         if self.gaps:
             present = mask.bool()
             self.seen = present.cumsum(1)
@@ -134,7 +163,7 @@ class Packing:
         if not self.gaps:
             kept = x * self.mask
             return kept if bool(kept.sum().isfinite()) else x.masked_fill(~self.mask.bool(), 0.0)
-        buffer = x.new_zeros(x.shape[0], x.shape[1] + 1).scatter_(1, self.slots, x)
+        buffer = x.new_zeros(x.shape[0], self.width).scatter_(1, self.slots, x)
         return self.emptied(buffer)
 
     def pack_rewards(self, rewards: Tensor, on_masked: str) -> Tensor:
@@ -151,13 +180,13 @@ class Packing:
             return kept
         seen = self.mask.bool().cumsum(1)
         carried = self._carry(rewards, seen)
-        return carried.gather(1, seen) * self.mask if self.in_place else carried[:, 1:]
+        return carried.gather(1, seen) * self.mask if self.in_place else carried[:, 1 : rewards.shape[1] + 1]
 
     def _carry(self, rewards: Tensor, seen: Tensor) -> Tensor:
         """[R, T + 1] rewards at the slot of this or the last policy token, 1 for those before the first."""
         if not bool(rewards.sum().isfinite()):
             rewards = rewards.masked_fill(~self.mask.bool() & ~rewards.isfinite(), 0.0)
-        buffer = rewards.new_zeros(rewards.shape[0], rewards.shape[1] + 1).scatter_add_(1, seen, rewards)
+        buffer = rewards.new_zeros(rewards.shape[0], self.width).scatter_add_(1, seen, rewards)
         buffer[:, 1] += buffer[:, 0] * (self.counts > 0)
         buffer[:, 0] = 0.0
         return buffer
