@@ -1,9 +1,10 @@
 """The embedded task: two-digit addition for a tiny model, with a teacher who often forgets the carry.
 
-A problem is `58+77=`, a worked answer `15 13 135`: the sum of the units, the sum of the tens with the carry, the
-result. The demonstrations for the warm start come from a teacher who, in most sums that have a carry, leaves it out
-(`15 12 125`). A policy that imitates him is wrong about half of the time although it has seen the right way; which
-of the two pays is for reinforcement learning to find out. Everything is a function of a seed; nothing is downloaded.
+A problem is `58+77=`, a worked answer `15 1 13 135`: the sum of the units, the carry, the sum of the tens with it, the
+result. The demonstrations for the warm start come from a teacher who, in most sums that have a carry, forgets it
+(`15 0 12 125`). A policy that imitates him is wrong about half of the time although it has seen the right way; which
+of the two pays is for reinforcement learning to find out. The mistake is made at one token, so a good critic's values
+part there. Everything is a function of a seed; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from valor.data.files import write_rows
 DATA_SOURCE = "valor/arithmetic"
 # Longest problem and longest worked answer, in tokens of the model below, special tokens included.
 MAX_PROMPT_TOKENS = 8
-MAX_RESPONSE_TOKENS = 10
+MAX_RESPONSE_TOKENS = 12
 
 # Three sums of four have a carry from the units to the tens; among random pairs it would be fewer than half.
 CARRY_SHARE = 0.75
@@ -143,10 +144,11 @@ def question(a: int, b: int) -> str:
 
 
 def worked_answer(a: int, b: int, *, forget_carry: bool = False) -> str:
-    """Sum of the units, sum of the tens, result: `15 13 135` for 58 + 77, `15 12 125` with the carry forgotten."""
+    """Sum of the units, carry, sum of the tens, result: `15 1 13 135` for 58 + 77, `15 0 12 125` if it is forgotten."""
     units = a % 10 + b % 10
-    tens = a // 10 + b // 10 + (0 if forget_carry else units // 10)
-    return f"{units:02d} {tens:02d} {tens * 10 + units % 10}"
+    carry = 0 if forget_carry else units // 10
+    tens = a // 10 + b // 10 + carry
+    return f"{units:02d} {carry} {tens:02d} {tens * 10 + units % 10}"
 
 
 def demonstration(rng: random.Random, a: int, b: int) -> list[dict[str, str]]:

@@ -24,11 +24,11 @@ def files(tmp_path_factory) -> arithmetic.DataFiles:
 
 def test_worked_answers():
     assert arithmetic.question(58, 77) == "58+77="
-    assert arithmetic.worked_answer(58, 77) == "15 13 135"
-    assert arithmetic.worked_answer(58, 77, forget_carry=True) == "15 12 125"
-    assert arithmetic.worked_answer(11, 22) == "03 03 33"
-    assert arithmetic.worked_answer(11, 22, forget_carry=True) == "03 03 33"  # there is none to forget
-    assert arithmetic.worked_answer(99, 99) == "18 19 198"
+    assert arithmetic.worked_answer(58, 77) == "15 1 13 135"
+    assert arithmetic.worked_answer(58, 77, forget_carry=True) == "15 0 12 125"
+    assert arithmetic.worked_answer(11, 22) == "03 0 03 33"
+    assert arithmetic.worked_answer(11, 22, forget_carry=True) == "03 0 03 33"  # there is none to forget
+    assert arithmetic.worked_answer(99, 99) == "18 1 19 198"
 
 
 def test_every_problem_is_solved_by_its_worked_answer_and_by_no_forgetful_one():
@@ -42,11 +42,11 @@ def test_every_problem_is_solved_by_its_worked_answer_and_by_no_forgetful_one():
 
 def test_the_tokenizer_is_the_same_when_loaded_and_reads_any_text(model_dir):
     made, loaded = arithmetic.make_tokenizer(), AutoTokenizer.from_pretrained(model_dir)
-    text = "<|user|>58+77=<|assistant|>15 13 135<|end|>\n é€ 1  2"
+    text = "<|user|>58+77=<|assistant|>15 1 13 135<|end|>\n é€ 1  2"
     ids = made(text)["input_ids"]
     assert loaded(text)["input_ids"] == ids
     assert loaded.decode(ids) == text
-    assert loaded.decode(ids[:18], skip_special_tokens=True) == "58+77=15 13 135"
+    assert loaded.decode(ids[:20], skip_special_tokens=True) == "58+77=15 1 13 135"
     assert (loaded.pad_token, loaded.eos_token, loaded.bos_token) == ("<|pad|>", "<|end|>", None)
     assert len(loaded) == 262
 
@@ -56,7 +56,7 @@ def test_the_chat_template_and_the_stated_lengths(model_dir):
     chat = [{"role": "user", "content": "99+99="}, {"role": "assistant", "content": arithmetic.worked_answer(99, 99)}]
     prompt = tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
     whole = tokenizer.apply_chat_template(chat, tokenize=False)
-    assert (prompt, whole) == ("<|user|>99+99=<|assistant|>", "<|user|>99+99=<|assistant|>18 19 198<|end|>")
+    assert (prompt, whole) == ("<|user|>99+99=<|assistant|>", "<|user|>99+99=<|assistant|>18 1 19 198<|end|>")
     count = len(tokenizer(prompt)["input_ids"])
     assert count == arithmetic.MAX_PROMPT_TOKENS
     assert len(tokenizer(whole)["input_ids"]) - count == arithmetic.MAX_RESPONSE_TOKENS

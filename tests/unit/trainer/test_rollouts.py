@@ -67,7 +67,7 @@ def test_what_is_written_is_read_back(tokenizer, rewards, tmp_path):
 
 def test_rows_of_messages_and_text_are_graded(tokenizer, rewards, tmp_path):
     chat = {"messages": [{"role": "user", "content": "58+77="}], "data_source": "valor/arithmetic"}
-    rows = [{**chat, "ground_truth": "135", "response": f"15 13 {result}"} for result in (135, 125)]
+    rows = [{**chat, "ground_truth": "135", "response": f"15 1 13 {result}"} for result in (135, 125)]
     rows.append({**chat, "response": "so so", "score": 0.25})
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     batch = read_rollouts([str(tmp_path / "chats.jsonl")], tokenizer, rewards)
