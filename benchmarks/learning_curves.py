@@ -1,23 +1,46 @@
 #!/usr/bin/env python3
-"""The curves of the runs that examples/lab/estimators.yaml left: docs/images/curves/<algorithm>.svg.
+"""Does each estimator learn? Curves and table of the runs that examples/lab/estimators.yaml left.
 
-    valor lab sweep examples/lab/estimators.yaml && python benchmarks/learning_curves.py runs/estimators
+    valor demo && valor lab sweep examples/lab/estimators.yaml && python benchmarks/learning_curves.py runs/estimators
 
-Mean reward of the samples drawn in training (temperature 1) by step: a thin line a seed, a thick one for their mean.
+docs/images/curves/<algorithm>.svg: mean reward of the samples drawn in training (temperature 1) by step, a thin line a
+seed, a thick one for their mean. results/learning_table.md: greedy accuracy on problems that no other file holds.
 """
 
 import json
 import sys
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 CURVES = Path(__file__).parents[1] / "docs" / "images" / "curves"
+TABLE = Path(__file__).parent / "results" / "learning_table.md"
+HEADER = """# Nine estimators on the arithmetic task of the demonstration
+
+`valor lab sweep examples/lab/estimators.yaml`: a 0.6M-parameter model after the warm start of `valor demo`, 256 samples
+and four updates a step; greedy accuracy on 256 problems kept apart, over seeds. Time is that of training on a CPU core.
+
+| algorithm | seeds | before | after, mean | after, range | least gain | seconds a run |
+|---|---|---|---|---|---|---|
+"""
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 560, 220, 44, 14, 12, 30
 
 
 def rewards(run_dir: Path) -> list[float]:
     """Mean reward of each training step."""
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [row["critic/score/mean"] for row in rows if "critic/score/mean" in row]
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [step["critic/score/mean"] for step in steps if "critic/score/mean" in step]
+
+
+def row(arm: dict[str, Any]) -> str:
+    """An arm's line of the table, from results.json."""
+    runs = list(arm["finished"].values())
+    before, after, seconds = ([run[key] for run in runs] for key in ("first", "last", "seconds"))
+    gain = min(run["last"] - run["first"] for run in runs)
+    return (
+        f"| {arm['name']} | {len(after)} | {fmean(before):.3f} | {fmean(after):.3f} | "
+        f"{min(after):.3f} to {max(after):.3f} | {gain:+.3f} | {fmean(seconds):.0f} |"
+    )
 
 
 def picture(name: str, curves: list[list[float]]) -> str:
@@ -55,13 +78,14 @@ def picture(name: str, curves: list[list[float]]) -> str:
 
 
 def main() -> None:
-    results = json.loads((Path(sys.argv[1]) / "results.json").read_text())
+    arms = json.loads((Path(sys.argv[1]) / "results.json").read_text())["arms"]
+    arms = [arm for arm in arms if arm["finished"]]
     CURVES.mkdir(parents=True, exist_ok=True)
-    for arm in results["arms"]:
-        name, finished = arm["name"], [Path(sys.argv[1], arm["name"], f"seed_{seed}") for seed in arm["finished"]]
-        if finished:
-            (CURVES / f"{name}.svg").write_text(picture(name, [rewards(d) for d in finished]))
-            print(CURVES / f"{name}.svg", len(finished))
+    for arm in arms:
+        runs = [Path(sys.argv[1], arm["name"], f"seed_{seed}") for seed in arm["finished"]]
+        (CURVES / f"{arm['name']}.svg").write_text(picture(arm["name"], [rewards(run) for run in runs]))
+    TABLE.write_text(HEADER + "\n".join(map(row, arms)) + "\n")
+    print(TABLE.read_text())
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from valor.config import PPOConfig, SFTConfig, load
-from valor.lab import arithmetic, demo
+from valor.lab import arithmetic, critic_score, demo
 
 FILES = arithmetic.DataFiles(*(Path(f"{name}.parquet") for name in ("train", "val", "sft_train", "sft_val")))
 
@@ -49,3 +49,22 @@ def test_ppo_lifts_accuracy_on_unseen_problems_over_nine_tenths(tmp_path, capsys
     for name in ("huggingface/actor", "huggingface/critic", "report.html", "metrics.jsonl"):
         assert (tmp_path / "ppo" / name).exists()
         assert str(tmp_path / "ppo" / name) in printed
+    # The critic tells right from wrong answers to unseen problems, which a new one cannot.
+    assert area(tmp_path, "ppo/huggingface/critic") > 0.8
+    assert area(tmp_path, "sft/huggingface/actor") == 0.5
+
+
+def area(demo_dir: Path, critic: str) -> float:
+    """AUC of a critic on answers by the warm start's policy, which is right about half of the time."""
+    settings = [
+        f"critic.model.path={demo_dir / critic}",
+        f"actor_rollout_ref.model.path={demo_dir / 'sft/huggingface/actor'}",
+        f"data.val_files={demo_dir / 'data/val.parquet'}",
+        "data.max_prompt_length=8",
+        f"data.max_response_length={arithmetic.MAX_RESPONSE_TOKENS}",
+        "trainer.num_threads=1",
+        "reward.num_workers=1",
+    ]
+    out = demo_dir / "score" / critic
+    assert critic_score.main([*settings, "--out", str(out)]) == 0
+    return json.loads((out / "scorecard.json").read_text())["auc"]["value"]
