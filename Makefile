@@ -1,6 +1,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+JOBS ?= 2
 
 .PHONY: demo test check format clean vllm-cpu
 
@@ -21,7 +22,8 @@ demo: $(VENV)/.installed  ## PPO with a critic on a tiny model, from nothing, on
 	$(BIN)/valor demo
 
 test: $(VENV)/.installed  ## everything that needs no GPU
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu and not alone" -n $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -m "alone and not gpu"
 
 check: $(VENV)/.installed  ## lint, format and types
 	$(BIN)/ruff check .

