@@ -5,16 +5,18 @@
     python benchmarks/rollout_speed.py --model DIR --data gsm8k_test.jsonl --prompts 8 --n 4 --max-new 128 \\
         --dtype bfloat16 --vllm
 
-They are interleaved round by round and the medians of their times are printed. End-of-sequence is ignored, so that
-lengths are known: "equal" gives all samples --max-new tokens, "uneven" between an eighth and all of it (useful tokens
-are counted; `generate` has to run to the longest). The engines also return log-probabilities, `generate` does not.
-`--vllm` needs vLLM (`make vllm-cpu`) and a model whose heads have a multiple of 32 elements. On a machine that is busy
-with other work, compare processor seconds with --threads 1.
+They are interleaved round by round, the medians of their times are printed as a table: tokens per second, and in
+brackets tokens per processor second, which is what to compare (with --threads 1) on a machine that is busy with other
+work. End-of-sequence is ignored, so that lengths are known: "equal" gives all samples --max-new tokens, "uneven" most
+of them a small part of it (a quarter on average); useful tokens are counted, and `generate` has to run to the longest.
+The engines also return log-probabilities, `generate` does not. `--vllm` needs vLLM (`make vllm-cpu`) and a model whose
+heads have a multiple of 32 elements.
 """
 
 import argparse
 import json
 import math
+import os
 import random
 import statistics
 import tempfile
@@ -100,8 +102,9 @@ def run_generate(model: PreTrainedModel, prompts: Prompts, lengths: list[int], r
     assert out.shape[1] == longest + max(lengths)
 
 
-def compare(systems: dict[str, Callable[[int], None]], rounds: int, tokens: int) -> dict[str, float]:
-    """Median wall and processor seconds of each system over interleaved rounds, after one that is not counted."""
+def compare(systems: dict[str, Callable[[int], None]], rounds: int, tokens: int) -> dict[str, tuple[float, float]]:
+    """Tokens per second and per processor second of each system: medians over interleaved rounds, after one that is
+    not counted."""
     wall: dict[str, list[float]] = {name: [] for name in systems}
     processor: dict[str, list[float]] = {name: [] for name in systems}
     for number in range(rounds + 1):
@@ -110,13 +113,10 @@ def compare(systems: dict[str, Callable[[int], None]], rounds: int, tokens: int)
             work(number)
             wall[name].append(time.perf_counter() - start)
             processor[name].append(time.process_time() - start_processor)
-    figures = {}
-    for name in systems:
-        seconds, used = statistics.median(wall[name][1:]), statistics.median(processor[name][1:])
-        figures[f"{name}_seconds"] = round(seconds, 3)
-        figures[f"{name}_tokens_per_second"] = round(tokens / seconds, 1)
-        figures[f"{name}_tokens_per_processor_second"] = round(tokens / used, 1)
-    return figures
+    return {
+        name: (tokens / statistics.median(wall[name][1:]), tokens / statistics.median(processor[name][1:]))
+        for name in systems
+    }
 
 
 def arguments() -> argparse.Namespace:
@@ -162,10 +162,13 @@ def main() -> None:
     samples = args.prompts * args.n
     workloads = {
         "equal": [args.max_new] * samples,
-        "uneven": [rng.randint(max(1, args.max_new // 8), args.max_new) for _ in range(samples)],
+        "uneven": [max(1, round(args.max_new * rng.random() ** 3)) for _ in range(samples)],
     }
-    for name, lengths in workloads.items():
-        if args.lengths not in (name, "both"):
+    what = f"{args.dtype}, {args.threads} thread(s), {args.prompts} prompts x {args.n}, load {os.getloadavg()[0]:.1f}"
+    names = [*engines, *([] if args.native_only else ["generate"])]
+    print(f"{args.model}: {what}\n\n| lengths | tokens | {' | '.join(names)} |\n|---{'|---:' * (len(names) + 1)}|")
+    for label, lengths in workloads.items():
+        if args.lengths not in (label, "both"):
             continue
         # Defaults bind this workload's lengths.
         systems: dict[str, Callable[[int], None]] = {
@@ -174,9 +177,9 @@ def main() -> None:
         }
         if not args.native_only:
             systems["generate"] = lambda number, lengths=lengths: run_generate(model, prompts, lengths, number)
-        result: dict[str, object] = {"lengths": name, "model": args.model, "dtype": args.dtype}
-        result |= {"threads": args.threads, "samples": samples, "tokens": sum(lengths)}
-        print(json.dumps(result | compare(systems, args.rounds, sum(lengths))), flush=True)
+        speeds = compare(systems, args.rounds, sum(lengths))
+        cells = [f"{speeds[name][0]:,.0f} ({speeds[name][1]:,.0f})" for name in names]
+        print(f"| {label} | {sum(lengths):,} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

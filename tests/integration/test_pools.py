@@ -1,5 +1,7 @@
 """Roles on processes of their own: the same numbers as on shared ones, and updates at the same time."""
 
+import json
+
 import pytest
 import torch
 from runs import assert_same_run, read_metrics
@@ -10,6 +12,7 @@ from valor.errors import UserError
 from valor.trainer.main_ppo import main
 from valor.trainer.side_by_side import side_by_side
 
+ROLLOUT = "actor_rollout_ref.rollout"
 APART = "resource_pools={values: {roles: [critic, ref]}}"
 
 
@@ -27,8 +30,6 @@ def test_a_critic_and_a_reference_apart_change_nothing(overrides, tmp_path, caps
 @pytest.mark.slow
 @pytest.mark.alone
 def test_their_updates_overlap(overrides, tmp_path):
-    import json
-
     run_dir = tmp_path / "apart"
     apart = "resource_pools={values: {roles: critic}}"
     assert main(overrides(run_dir, apart, "actor_rollout_ref.actor.ppo_mini_batch_size=2")) == 0
@@ -38,6 +39,21 @@ def test_their_updates_overlap(overrides, tmp_path):
         ended = {role: began[role] + row[f"timing_s/update_{role}"] for role in began}
         assert max(began.values()) < min(ended.values())
     assert len(read_metrics(run_dir)) == 5
+
+
+@pytest.mark.slow
+def test_generation_apart_changes_nothing(overrides, tmp_path, capsys):
+    """Two processes that generate; the actor's weights reach them before every step and every validation."""
+    more = ["trainer.test_freq=1", "actor_rollout_ref.rollout.temperature=0.8"]
+    assert main(overrides(tmp_path / "together", *more)) == 0
+    capsys.readouterr()
+    buckets = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes=1"
+    apart = [f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=2", buckets]
+    assert main(overrides(tmp_path / "apart", *more, *apart)) == 0
+    assert "2 x CPU process, 1 threads each on 1 node(s): rollout" in capsys.readouterr().out
+    assert_same_run(tmp_path / "together", tmp_path / "apart")
+    rows = [json.loads(line) for line in (tmp_path / "apart" / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["timing_s/update_weights"] > 0 for row in rows[1:])
 
 
 def test_placement_says_who_shares_what():
@@ -62,6 +78,9 @@ def test_placement_says_who_shares_what():
         (["resource_pools={a: {roles: ref}}"], "ref, which this run does not have"),
         (["resource_pools={a: {roles: critic}}", "trainer.controller=local"], "use ray"),
         (["resource_pools={a: {roles: actor}}"], "resource_pools.a.roles.0: input should be"),
+        ([f"{ROLLOUT}.nnodes=1", "resource_pools={gen: {roles: rollout}}"], "rollout is in gen and in rollout"),
+        ([f"{ROLLOUT}.nnodes=1", "resource_pools={rollout: {roles: critic}}"], "resource_pools.rollout: that is the"),
+        ([f"{ROLLOUT}.nnodes=1", "trainer.controller=local"], "rollout: a pool has processes of its own"),
     ],
 )
 def test_mistakes(arguments, line):

@@ -59,7 +59,11 @@ def _critic(config: PPOConfig) -> list[str]:
 
 def _pools(config: PPOConfig) -> list[str]:
     lines, homes = [], {}
-    present = {"critic": config.critic.enable, "ref": config.needs_reference}
+    for name in config.resource_pools.keys() & config.asked_pools.keys():
+        lines.append(
+            f"resource_pools.{name}: that is the name of the pool that {name}'s own keys ask for: take another"
+        )
+    present = {"critic": config.critic.enable, "ref": config.needs_reference, "rollout": True}
     present["reward_model"] = config.reward.reward_model.is_role
     for name, pool in config.pools.items():
         for role in pool.roles:
@@ -90,7 +94,10 @@ def _pools(config: PPOConfig) -> list[str]:
     elif trainer.master_addr is not None or trainer.master_port is not None:
         lines.append("trainer.master_addr is for a run started once per node: set trainer.node_rank on each")
     if config.pools and config.trainer.controller == "local":
-        lines.append("resource_pools are processes of their own and trainer.controller=local is one process: use ray")
+        lines.append(
+            f"{', '.join(config.pools)}: a pool has processes of its own and trainer.controller=local is one process: "
+            "use ray"
+        )
     return lines
 
 

@@ -16,8 +16,7 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _SERVER_KEYS = (
     "mode",
     "agent.num_workers",
-    "checkpoint_engine.*",
-    "n_gpus_per_node",
+    "checkpoint_engine.backend",
     "scheduling_policy",
     "layered_summon",
     "skip_tokenizer_init",
@@ -103,7 +102,7 @@ TABLE: tuple[Inert, ...] = (
         "no effect: the policy is not trained here, and returns are outcomes (lambda 1)",
     ),
     Inert(
-        ("resource_pools*",),
+        ("resource_pools*", f"{_ROLLOUT}.nnodes"),
         _never_updates_policy,
         "no effect: policy and critic take turns on all processes of trainer.*",
     ),
@@ -127,6 +126,21 @@ TABLE: tuple[Inert, ...] = (
         tuple(f"{_ROLLOUT}.{name}" for name in _SERVER_KEYS),
         _always,
         "no effect: generation takes token ids in the trainer's own processes and always keeps their log-probs",
+    ),
+    Inert(
+        (f"{_ROLLOUT}.n_gpus_per_node",),
+        lambda config: config.actor_rollout_ref.rollout.nnodes == 0,
+        "no effect with rollout.nnodes=0",
+    ),
+    Inert(
+        (f"{_ROLLOUT}.checkpoint_engine.update_*",),
+        lambda config: not config.rollout_apart or _never_updates_policy(config),
+        "no effect: the rollout is in the actor's processes",
+    ),
+    Inert(
+        (f"{_ROLLOUT}.free_cache_engine",),
+        lambda config: config.rollout_apart,
+        "no effect: nothing else is on the rollout's devices",
     ),
     Inert(
         tuple(f"{_ROLLOUT}.{name}" for name in _VLLM_KEYS),

@@ -12,6 +12,7 @@ from valor.config.algorithm import AlgorithmConfig
 from valor.config.critic import CriticConfig
 from valor.config.critic_runs import CriticPretrainConfig, CriticRunConfig, CriticScoreConfig
 from valor.config.inert import inert_settings
+from valor.config.pools import PoolConfig
 from valor.config.ppo import PPOConfig
 from valor.config.rm import RMConfig
 from valor.config.sft import SFTConfig
@@ -63,7 +64,8 @@ def _ppo_rows(config: PPOConfig, num_prompts: int | None) -> list[tuple[str, str
         rows.append(("critic", "none"))
     rows.append(("reference", _reference(config)))
     rows.append(("reward", _reward(config)))
-    rows.append(("placement", _placement(config.trainer)))
+    rows.append(("placement", _placement(config.trainer, bool(config.pools))))
+    rows += [("", f"pool {name}: {_pool(pool)}") for name, pool in config.pools.items()]
     rows += [("batch", text) for text in _batch(config)]
     rows.append(("old log-probs", _old_log_probs(config)))
     rows.append(("length", _length(config.trainer, config.data.train_batch_size, "prompts", num_prompts)))
@@ -149,7 +151,9 @@ def _precision(role: ActorConfig | CriticConfig) -> str:
 
 def _rollout(config: PPOConfig) -> str:
     rollout = config.actor_rollout_ref.rollout
-    own = "shares the actor's weights" if rollout.name == "native" else "own weights, synced every step"
+    own = "own weights, synced every step"
+    if rollout.name == "native" and not config.rollout_apart:
+        own = "shares the actor's weights"
     cut = f", top-p {rollout.top_p:g}" if rollout.top_p < 1 else ""
     cut += f", top-k {rollout.top_k}" if rollout.top_k > 0 else ""
     return f"{rollout.name} ({own}), temperature {rollout.temperature:g}{cut}"
@@ -213,13 +217,20 @@ def _processes(trainer: RunConfig, nodes: int) -> str:
     return f"{trainer.n_gpus_per_node} {kind}{plural}{spread}"
 
 
-def _placement(trainer: TrainerConfig) -> str:
+def _placement(trainer: TrainerConfig, with_pools: bool = False) -> str:
     controller = {
         "auto": "in this process if there is one, else under Ray",
         "local": "in this process",
         "ray": "under Ray",
-    }[trainer.controller]
-    return f"{_processes(trainer, trainer.nnodes)}; all roles share each process; {controller}"
+    }["ray" if with_pools else trainer.controller]
+    roles = "roles of no pool below" if with_pools else "all roles"
+    return f"{_processes(trainer, trainer.nnodes)}; {roles} share each process; {controller}"
+
+
+def _pool(pool: PoolConfig) -> str:
+    nodes = f" on each of {pool.nnodes} nodes" if pool.nnodes > 1 else ""
+    plural = "es" if pool.n_gpus_per_node > 1 else ""
+    return f"{pool.n_gpus_per_node} process{plural}{nodes}: {', '.join(pool.roles)}"
 
 
 def _batch(config: PPOConfig) -> list[str]:

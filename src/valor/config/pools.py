@@ -8,14 +8,14 @@ from pydantic import PositiveInt
 
 from valor.config.base import BARE_ITEM, Section
 
-MovableRole = Literal["critic", "ref", "reward_model"]
+MovableRole = Literal["critic", "ref", "reward_model", "rollout"]
 
 
 class PoolConfig(Section):
     """Processes for the named roles; the others share those of `trainer.nnodes` and `trainer.n_gpus_per_node`."""
 
     roles: Annotated[list[MovableRole], BARE_ITEM]
-    """Who lives there: critic (with its ensemble), ref, reward_model."""
+    """Who lives there: critic (with its ensemble), ref, reward_model, rollout (with weights of its own)."""
     nnodes: PositiveInt = 1
     """Nodes."""
     n_gpus_per_node: PositiveInt = 1

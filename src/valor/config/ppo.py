@@ -88,13 +88,27 @@ class PPOConfig(Section):
 
     @property
     def pools(self) -> dict[str, PoolConfig]:
-        """`resource_pools`, and the one that `reward.reward_model.enable_resource_pool` asks for in verl's way."""
-        model = self.reward.reward_model
-        if not (model.is_role and model.enable_resource_pool):
-            return self.resource_pools
-        processes = model.n_gpus_per_node or self.trainer.n_gpus_per_node or 1
-        own = PoolConfig(roles=["reward_model"], nnodes=max(model.nnodes, 1), n_gpus_per_node=processes)
-        return {**self.resource_pools, "reward_model": own}
+        """`resource_pools` and the `asked_pools`."""
+        return {**self.resource_pools, **self.asked_pools}
+
+    @property
+    def asked_pools(self) -> dict[str, PoolConfig]:
+        """Those that keys of a role ask for in verl's way: `rollout.nnodes`, `reward_model.enable_resource_pool`."""
+        pools, model, rollout = {}, self.reward.reward_model, self.actor_rollout_ref.rollout
+        if model.is_role and model.enable_resource_pool:
+            processes = model.n_gpus_per_node or self.trainer.n_gpus_per_node or 1
+            pools["reward_model"] = PoolConfig(
+                roles=["reward_model"], nnodes=max(model.nnodes, 1), n_gpus_per_node=processes
+            )
+        if rollout.nnodes:
+            processes = rollout.n_gpus_per_node or 1
+            pools["rollout"] = PoolConfig(roles=["rollout"], nnodes=rollout.nnodes, n_gpus_per_node=processes)
+        return pools
+
+    @property
+    def rollout_apart(self) -> bool:
+        """Whether generation has processes of its own, which are sent the actor's weights."""
+        return any("rollout" in pool.roles for pool in self.pools.values())
 
     @property
     def policy_loss(self) -> str:

@@ -69,14 +69,14 @@ class WeightSyncConfig(Section):
     backend: str = "naive"
     """Transport."""
     update_weights_bucket_megabytes: PositiveInt = 2048
-    """Size of one transfer."""
+    """rollout in a pool of its own: most of a transfer at once (a larger tensor goes alone)."""
 
 
 class RolloutConfig(Section):
     """Generation."""
 
     name: Literal["native", "vllm", "sglang", "trtllm"] = "native"
-    """Engine; native generates with the actor's own weights, vllm with a copy that follows every update."""
+    """Engine. native generates with the actor's own weights, where it shares processes; vllm with a copy of them."""
     mode: Literal["sync", "async"] = "async"
     """Accepted without effect: there is no server."""
     n: PositiveInt = 1
@@ -116,9 +116,9 @@ class RolloutConfig(Section):
     checkpoint_engine: WeightSyncConfig = WeightSyncConfig()
     """How weights reach an engine that does not share the actor's."""
     nnodes: NonNegativeInt = 0
-    """Nodes reserved for generation alone; 0 shares the trainer's."""
+    """Nodes on which generation has processes of its own, beside those of the trainer; 0 shares the trainer's."""
     n_gpus_per_node: PositiveInt | None = inherits("trainer.n_gpus_per_node")
-    """Devices per such node."""
+    """Processes (one per device) on each such node."""
     gpu_memory_utilization: PositiveShare = 0.5
     """vllm: share of device memory for weights and KV cache. CPU: bounds the KV cache of all processes together."""
     tensor_model_parallel_size: PositiveInt = 1

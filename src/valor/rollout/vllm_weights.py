@@ -8,7 +8,7 @@ values outlive the weights that made them. The engine resets its cache; this fil
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,15 +18,13 @@ from torch import Tensor, nn
 from vllm.model_executor.layers import utils as vllm_layers
 
 from valor.errors import UserError
-
-NamedTensors = Iterable[tuple[str, Tensor]]
+from valor.rollout.transfer import NamedTensors, checksum
 
 # How layers may hold their weights: as they are loaded. Others (experts, quantized layers) rearrange them, or derive
 # further tensors from them, when a model is loaded, and writing plain weights into that would go unnoticed.
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 # Columns of each packed matrix that are compared after an update; other ones every time.
 PROBED_COLUMNS = 4
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @contextmanager
@@ -38,15 +36,6 @@ def weights_kept() -> Iterator[None]:
         yield
     finally:
         vllm_layers.dispatch_cpu_unquantized_gemm = pack
-
-
-def checksum(tensor: Tensor) -> Tensor:
-    """Sum of a tensor's elements read as integers, an int64 scalar on its device.
-
-    It adds up over the parts of a tensor, and padding with zeros changes nothing: merging, splitting and transposing
-    weights leaves the sum over a model as it is.
-    """
-    return tensor.detach().contiguous().view(_BITS[tensor.element_size()]).sum(dtype=torch.int64)
 
 
 class HeldWeights:

@@ -22,6 +22,7 @@ from valor.tracking.progress import phase
 from valor.trainer.advantage import place_scores
 from valor.trainer.inputs import RunInputs
 from valor.trainer.prompts import PROMPT_OBJECTS, prompt_batch, training_params, validation_params
+from valor.trainer.rollout_weights import RolloutWeights
 from valor.trainer.scoring import Scoring
 
 _SCORE_NAMES = ("score", "seq_reward", "seq_final_reward")  # verl's ways to say "the score" in filter_groups.metric
@@ -34,6 +35,7 @@ class Generation:
         self.config, self.inputs, self.group, self._say = config, inputs, group, say
         self.rollout = config.actor_rollout_ref.rollout
         self.scoring = Scoring(config.reward, inputs, group)
+        self.weights = RolloutWeights(group)
 
     def training_batch(self, step: int, timer: Timer) -> tuple[Batch, dict[str, float]]:
         """`data.train_batch_size` prompts with `rollout.n` scored responses each, the samples of a prompt together.
@@ -112,7 +114,7 @@ class Generation:
             rows, samples_per_prompt=self.rollout.n, seed=self.config.trainer.seed, step=step, first=first
         )
         with timer("update_weights"):
-            self.group["rollout"].update_weights()
+            self.weights.update()
         with timer("gen"), phase("rollout", len(prompts), unit="sample"), self.scoring.ahead(prompts):
             batch = self.respond(prompts, training_params(self.rollout))
         with timer("reward"), phase("reward", len(batch), unit="sample"):
@@ -133,6 +135,7 @@ class Generation:
 
     def respond(self, prompts: Batch, params: SamplingParams) -> Batch:
         """The prompts with one response each, as ids and as text."""
+        self.weights.update()
         columns = prompts.select(("prompts", "prompt_lengths", "sample_key", "uid"))
         batch = prompts.union(self.group["rollout"].generate(columns, params))
         return self.inputs.with_text(batch)

@@ -9,13 +9,13 @@ from valor.workers.critic import CriticWorker
 from valor.workers.host import RoleSpec
 from valor.workers.reference import ReferenceWorker
 from valor.workers.reward_model import RewardModelWorker
-from valor.workers.rollout import RolloutWorker
+from valor.workers.rollout import RolloutWorker, WeightSender
 
 
 def role_specs(
     config: PPOConfig, *, total_steps: int, eos_token_ids: list[int], separator_id: int | None = None
 ) -> dict[str, RoleSpec]:
-    """The roles of a run in building order (the rollout engine lives on the actor's weights, so the actor is first).
+    """The roles of a run in building order (the rollout engine may live on the actor's weights, so that comes first).
 
     `separator_id`: the token between the texts of a pair, for a reward model that reads pairs.
     """
@@ -35,6 +35,8 @@ def role_specs(
             RolloutWorker, {"config": shared.rollout, "model": shared.model, "eos_token_ids": eos_token_ids}
         ),
     }
+    if config.rollout_apart:
+        specs["weights"] = RoleSpec(WeightSender, {"config": shared.rollout})
     if config.needs_reference:
         specs["ref"] = RoleSpec(ReferenceWorker, {"config": shared})
     for member, name in enumerate(critic_names(config)):

@@ -29,6 +29,7 @@ class WorkerContext:
     rank: int
     world_size: int
     device: torch.device
+    address: str | None = None  # of rank 0's node, under Ray
     roles: dict[str, Any] = field(default_factory=dict)
 
 
@@ -45,7 +46,7 @@ class WorkerHost:
         device = distributed.init_process_group(
             self._device, rank=self._rank, world_size=self._world_size, address=address, port=port
         )
-        self.context = WorkerContext(self._rank, self._world_size, device)
+        self.context = WorkerContext(self._rank, self._world_size, device, address)
 
     def build(self, specs: dict[str, RoleSpec]) -> None:
         """Construct each role; a role sees the earlier ones in `context.roles`."""

@@ -1,4 +1,4 @@
-"""Responses to prompts, by an engine that shares the actor's weights or is given them after every update."""
+"""Responses to prompts, by an engine beside the actor, or by one in a pool of its own that is sent the weights."""
 
 from __future__ import annotations
 
@@ -6,46 +6,57 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from transformers import GenerationConfig
 
 from valor.config import ModelConfig, RolloutConfig
 from valor.data.batch import Batch, pad_rows
-from valor.models.export import published_weights
+from valor.engines.sharding import DTYPES
+from valor.models.export import plain_weights, published_weights
+from valor.models.load import load_model_config, load_policy
 from valor.rollout.base import Output, Request, RolloutEngine, SamplingParams
 from valor.rollout.finished import Finished, tell_finished
 from valor.rollout.native import NativeEngine
+from valor.rollout.native_copy import NativeCopy
+from valor.rollout.transfer import TIMEOUT, NamedTensors, WeightChannel
 from valor.workers.dispatch import dispatch
 from valor.workers.host import WorkerContext
 
+Address = tuple[str, int]
+
 
 class RolloutWorker:
-    """One rank of the rollout; lives in the actor's process. `config.name` is its engine: native generates with the
-    actor's own parameters (no copy), vllm with a copy of them in its own layout."""
+    """One rank of the rollout. `config.name` is its engine: native generates with the actor's own parameters where the
+    actor is in this process, else with a copy; vllm always with a copy, in its own layout."""
 
     engine: RolloutEngine
 
     def __init__(
         self, context: WorkerContext, *, config: RolloutConfig, model: ModelConfig, eos_token_ids: list[int]
     ) -> None:
-        self._actor = context.roles["actor"]
-        hf = self._actor.engine.module.hf
-        own = getattr(hf.generation_config, "eos_token_id", None)
-        ends = {*eos_token_ids, *([] if own is None else [own] if isinstance(own, int) else own)}
-        self._shares_weights = config.name == "native"
+        self._context = context
+        self._actor: Any = context.roles.get("actor")  # None: in a pool of its own
+        self._channel: WeightChannel | None = None
+        self._shares_weights = config.name == "native" and self._actor is not None
+        ends = _end_token_ids(model, eos_token_ids)
         if self._shares_weights:
+            engine = self._actor.engine
             self.engine = NativeEngine(
-                hf,
-                eos_token_ids=sorted(ends),
-                unsharded=self._actor.engine.unsharded,
-                max_num_seqs=config.max_num_seqs,
+                engine.module.hf, eos_token_ids=ends, unsharded=engine.unsharded, max_num_seqs=config.max_num_seqs
             )
+        elif config.name == "native":
+            policy = load_policy(model, dtype=DTYPES[config.dtype]).to(context.device).requires_grad_(False)
+            self.engine = NativeCopy(policy, eos_token_ids=ends, max_num_seqs=config.max_num_seqs)
         else:
             from valor.rollout.vllm import VLLMEngine  # 10 seconds
 
-            self.engine = VLLMEngine(config, model, hf.config, eos_token_ids=sorted(ends), device=context.device)
+            hf = load_model_config(model)
+            self.engine = VLLMEngine(config, model, hf, eos_token_ids=ends, device=context.device)
 
     @dispatch("all")
     def update_weights(self) -> None:
-        """Give the engine the actor's present weights, unless it has them. The version is the number of updates."""
+        """Beside the actor: give the engine its present weights, unless it has them. The version is the number of
+        updates."""
         version = self._actor.engine.counters.updates
         if self.engine.weights_version == version:
             return
@@ -57,9 +68,26 @@ class RolloutWorker:
             self.engine.sync_weights(weights, version=version)
 
     @dispatch("all")
+    def receive_weights(self, address: Address, version: int) -> None:
+        """In a pool of its own: take the weights that the `WeightSender` at `address` sends at the same time.
+
+        RuntimeError unless the engine then holds them bit for bit.
+        """
+        if self._channel is None:
+            rank, size, device = self._context.rank, self._context.world_size, self._context.device
+            self._channel = WeightChannel(TCPStore(*address, timeout=TIMEOUT), rank + 1, size + 1, device)
+
+        def take(weights: NamedTensors) -> int | None:
+            self.engine.sync_weights(weights, version=version)
+            return self.engine.weights_checksum
+
+        self._channel.receive(take)
+
+    @dispatch("all")
     def sleep(self) -> None:
-        """Leave the device to training: called when a step has all its samples."""
-        self.engine.sleep()
+        """Leave the device to training, if it is the same: called when a step has all its samples."""
+        if self._actor is not None:
+            self.engine.sleep()
 
     def close(self) -> None:
         """End the engine."""
@@ -89,7 +117,8 @@ class RolloutWorker:
         def finished(output: Output) -> None:
             tell_finished([Finished(tuple(keys[int(output.request_id)]), output.token_ids)])
 
-        self.update_weights()
+        if self._actor is not None:
+            self.update_weights()
         with self._actor.on_device() if self._shares_weights else nullcontext():
             outputs = self.engine.generate(requests, finished)
         responses, lengths = pad_rows([o.token_ids for o in outputs], torch.long)
@@ -102,3 +131,52 @@ class RolloutWorker:
             "rollout_log_probs": log_probs,
         }
         return Batch(columns, {"finish_reason": [o.finish_reason for o in outputs]})
+
+
+class WeightSender:
+    """Beside each rank of the actor whose rollout has a pool of its own: rank 0 sends the weights there."""
+
+    def __init__(self, context: WorkerContext, *, config: RolloutConfig) -> None:
+        self._context = context
+        self._actor: Any = context.roles["actor"]
+        self._config = config
+        self._store: TCPStore | None = None
+        self._channel: WeightChannel | None = None
+
+    @dispatch("all")
+    def version(self) -> int:
+        """Of the weights that `send` would send: the number of updates."""
+        return self._actor.engine.counters.updates
+
+    @dispatch("all")
+    def open(self) -> Address | None:
+        """Where receivers meet the sender."""
+        if self._context.rank > 0:
+            return None
+        assert self._context.address is not None, "pools are on Ray, where every process has an address"
+        self._store = TCPStore(self._context.address, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+        return self._context.address, self._store.port
+
+    @dispatch("all")
+    def send(self, receivers: int) -> None:
+        """Send the actor's weights to `receivers` processes, in the engine's dtype and under the names it knows."""
+        with self._actor.on_device() as engine:
+            named = plain_weights if self._config.name == "native" else published_weights
+            weights = named(engine.module, engine.full_parameters())
+            if self._store is None:  # the other ranks have a part in gathering
+                for _ in weights:
+                    pass
+                return
+            if self._channel is None:
+                self._channel = WeightChannel(self._store, 0, receivers + 1, self._context.device)
+            bucket_bytes = self._config.checkpoint_engine.update_weights_bucket_megabytes << 20
+            self._channel.send(weights, dtype=DTYPES[self._config.dtype], bucket_bytes=bucket_bytes)
+
+
+def _end_token_ids(model: ModelConfig, given: list[int]) -> list[int]:
+    """`given` and those that the model's own files name."""
+    try:
+        own = GenerationConfig.from_pretrained(model.path).eos_token_id
+    except OSError:
+        own = GenerationConfig.from_model_config(load_model_config(model)).eos_token_id
+    return sorted({*given, *([] if own is None else [own] if isinstance(own, int) else own)})

@@ -32,7 +32,12 @@ def test_vllm_is_not_installed(monkeypatch):
 
 @pytest.mark.parametrize(
     ("size", "world_size", "words"),
-    [(3, 3, "8 attention heads"), (8, 8, "4 key-value heads"), (4, 2, "do not fit the run's 2"), (2, 3, "run's 3")],
+    [
+        (3, 3, "8 attention heads"),
+        (8, 8, "4 key-value heads"),
+        (4, 2, "do not fit the 2"),
+        (2, 3, "the 3 that generate"),
+    ],
 )
 def test_tensor_parallelism_that_does_not_fit(size, world_size, words, installed):
     with pytest.raises(UserError, match=words):

@@ -1,0 +1,117 @@
+"""Weights on their way to rollout processes of their own: broadcast in buckets, compared bit for bit at the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+NamedTensors = Iterable[tuple[str, Tensor]]
+
+TIMEOUT = timedelta(minutes=30)
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Sum of a tensor's elements read as integers, an int64 scalar on its device.
+
+    It adds up over the parts of a tensor, and padding with zeros changes nothing: merging, splitting and transposing
+    weights leaves the sum over a model as it is.
+    """
+    return tensor.detach().contiguous().view(_BITS[tensor.element_size()]).sum(dtype=torch.int64)
+
+
+class WeightChannel:
+    """From one process (rank 0) to all others of a group of its own: gloo between CPUs, nccl between GPUs.
+
+    Making it, and every transfer, is collective over its `size` processes, which meet at `store` (torch.distributed's);
+    whichever process groups they are in otherwise stay as they are.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, device: torch.device) -> None:
+        backend: Any = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
+        self._group = backend(store, rank, size, TIMEOUT)
+        self._store = store  # the sender's is the server: it has to live as long
+        self._device = device
+
+    def send(self, weights: NamedTensors, *, dtype: torch.dtype, bucket_bytes: int) -> int:
+        """Send all of `weights`, floating-point ones as `dtype`; returns the checksum of what was sent."""
+        total = torch.zeros((), dtype=torch.int64, device=self._device)  # wraps around, as all sums of bits here
+        try:
+            for bucket in _buckets(weights, dtype, self._device, bucket_bytes):
+                flat = torch.cat([tensor.reshape(-1) for _, tensor in bucket])
+                shapes = [(name, list(tensor.shape)) for name, tensor in bucket]
+                self._tell({"dtype": str(flat.dtype).removeprefix("torch."), "shapes": shapes})
+                self._broadcast(flat)
+                total += checksum(flat)
+        except BaseException as error:  # the receivers are waiting
+            self._tell({"failed": f"{type(error).__name__}: {error}"})
+            raise
+        self._tell({"checksum": int(total)})
+        return int(total)
+
+    def receive(self, take: Callable[[NamedTensors], int | None]) -> None:
+        """Hand the tensors to `take` as they arrive, which returns the checksum of what it then holds.
+
+        RuntimeError when that is not the sender's, or when the sender gave up.
+        """
+        end: dict[str, Any] = {}
+        arriving = self._arriving(end)
+        try:
+            held = take(arriving)
+        finally:
+            for _ in arriving:  # the sender does not know who has given up
+                pass
+        if held != end["checksum"]:
+            raise RuntimeError(f"the rollout engine's weights add up to {held}, those sent to {end['checksum']}")
+
+    def _arriving(self, end: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+        while "shapes" in (header := self._hear()):
+            sizes = [torch.Size(shape) for _, shape in header["shapes"]]
+            flat = torch.empty(
+                sum(size.numel() for size in sizes), dtype=getattr(torch, header["dtype"]), device=self._device
+            )
+            self._broadcast(flat)
+            parts = flat.split([size.numel() for size in sizes])
+            for (name, _), size, part in zip(header["shapes"], sizes, parts, strict=True):
+                yield name, part.view(size)
+        if "failed" in header:
+            raise RuntimeError(f"the actor could not send its weights: {header['failed']}")
+        end |= header
+
+    def _tell(self, header: dict[str, Any]) -> None:
+        text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8).to(self._device)
+        self._broadcast(torch.tensor([len(text)], device=self._device))
+        self._broadcast(text)
+
+    def _hear(self) -> dict[str, Any]:
+        length = torch.zeros(1, dtype=torch.long, device=self._device)
+        self._broadcast(length)
+        text = torch.empty(int(length), dtype=torch.uint8, device=self._device)
+        self._broadcast(text)
+        return json.loads(bytes(text.cpu().numpy()))
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        self._group.broadcast(tensor.view(torch.uint8), 0).wait()
+
+
+def _buckets(
+    weights: NamedTensors, dtype: torch.dtype, device: torch.device, limit: int
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """The tensors as they are sent, in runs of one dtype and at most `limit` bytes (a larger tensor is one alone)."""
+    bucket: list[tuple[str, Tensor]] = []
+    held = 0
+    for name, tensor in weights:
+        sent = tensor.detach().to(device, dtype if tensor.is_floating_point() else tensor.dtype)
+        if bucket and (held + sent.nbytes > limit or sent.dtype != bucket[0][1].dtype):
+            yield bucket
+            bucket, held = [], 0
+        bucket.append((name, sent))
+        held += sent.nbytes
+    if bucket:
+        yield bucket
