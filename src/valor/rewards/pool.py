@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,46 +19,48 @@ from valor.rewards.worker import CHUNK_SECONDS, RewardResult, WorkerSetup, grade
 # A grader may have made itself deaf to SIGTERM; SIGKILL follows after this many seconds.
 CONSTS.term_timeout = 0.2
 
-_CHUNKS_PER_WORKER = 2  # one under way and one waiting, so that no process idles between two chunks
-
 
 class PoolBrokenError(Exception):
     """This pool takes no more work; a new one has to be made."""
 
 
 class GraderPool:
-    """Processes that grade chunks, each chunk in a slot of its own while it is under way.
+    """Processes that grade chunks: a slot for each, which a chunk has while it is under way.
 
-    Before each sample a process writes the sample's place in the chunk into the slot's note, in memory that it shares
-    with this one: so it is known whose grader was running when a process had to be killed or died.
+    Before each sample a process writes the sample's place in the chunk into the slot's note, and its own number beside
+    it, in memory that it shares with this one: so it is known whose grader was running when a process had to be killed
+    or died, and whether it computes or waits.
     """
 
     def __init__(self, setup: WorkerSetup, num_workers: int, timeout: float) -> None:
         self.timeout = timeout
-        self.num_slots = num_workers * _CHUNKS_PER_WORKER
-        self.free_slots = list(range(self.num_slots))
+        self.num_slots = num_workers
+        self.free_slots = list(range(num_workers))
         self.proven = False  # it has finished a chunk: its processes can start
         context: Any = _GraderContext()
         context.set_forkserver_preload([start_worker.__module__])  # a process that takes another's place starts at once
-        self._notes: MutableSequence[int] = context.RawArray("i", self.num_slots)
+        self._places: MutableSequence[int] = context.RawArray("i", num_workers)
+        self._pids: MutableSequence[int] = context.RawArray("i", num_workers)
         self._processes = ProcessPool(
-            num_workers, initializer=start_worker, initargs=(setup, self._notes), context=context
+            num_workers, initializer=start_worker, initargs=(setup, self._places, self._pids), context=context
         )
+
+    def start_processes(self) -> None:
+        """Now, and not with the first chunk. Raises PoolBrokenError."""
+        self._schedule(int, ())
 
     def start(self, slot: int, samples: Sequence[bytes], on_done: Callable[[Future[list[RewardResult]]], None]) -> None:
         """Grade a chunk of pickled samples; `on_done` is called in another thread. Raises PoolBrokenError."""
-        self._notes[slot] = -1
-        try:
-            # A sample may begin just before the chunk's time is up.
-            limit = self.timeout + CHUNK_SECONDS
-            done = self._processes.schedule(grade_chunk, args=(slot, list(samples)), timeout=limit)
-        except RuntimeError:
-            raise PoolBrokenError from None
-        done.add_done_callback(on_done)
+        self._places[slot] = -1
+        self._schedule(grade_chunk, (slot, list(samples))).add_done_callback(on_done)
 
     def under_way(self, slot: int) -> int | None:
         """Place in its chunk of the sample that was begun last, None before the first."""
-        return None if self._notes[slot] < 0 else self._notes[slot]
+        return None if self._places[slot] < 0 else self._places[slot]
+
+    def num_computing(self) -> int:
+        """How many processes have a processor or wait for one; where the system does not say, all."""
+        return sum(map(_computes, self._pids))
 
     def end(self) -> None:
         """Kill the processes and wait for that. Chunks under way are never heard of again."""
@@ -67,6 +70,20 @@ class GraderPool:
     def abandon(self) -> None:
         """`end` in the background: a thread of the pool itself cannot wait for the pool's threads."""
         threading.Thread(target=self.end, daemon=True).start()
+
+    def _schedule(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Future[Any]:
+        try:
+            # A sample may begin just before the chunk's time is up.
+            return self._processes.schedule(function, args=args, timeout=self.timeout + CHUNK_SECONDS)
+        except RuntimeError:
+            raise PoolBrokenError from None
+
+
+def _computes(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "R"
+    except OSError:
+        return True
 
 
 class _GraderProcess(ForkServerProcess):
@@ -88,11 +105,15 @@ class _GraderContext(ForkServerContext):
     Process = _GraderProcess  # type: ignore[assignment]
 
 
+_one_at_a_time = threading.Lock()  # pools start processes in threads of their own
+
+
 @contextmanager
 def _nameless_main() -> Iterator[None]:
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")  # no __spec__, no __file__: nothing for the child to import
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
+    with _one_at_a_time:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")  # no __spec__, no __file__: nothing for the child to import
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main

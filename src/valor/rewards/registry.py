@@ -81,12 +81,12 @@ def known_data_sources() -> list[str]:
 
 def has_grader(data_source: str) -> bool:
     """Whether samples of this source can be scored without a custom function."""
-    return _find(data_source) is not None
+    return find_grader(data_source) is not None
 
 
 def grader_for(data_source: str) -> Grader:
     """The grader of a data source. Raises UserError that names the known ones."""
-    grader = _find(data_source)
+    grader = find_grader(data_source)
     if grader is None:
         raise UserError(_no_grader([data_source]))
     return grader
@@ -94,7 +94,7 @@ def grader_for(data_source: str) -> Grader:
 
 def require_graders(data_sources: Iterable[str]) -> None:
     """Raise a UserError that names every source without a grader; to be called before a run begins."""
-    missing = [source for source in dict.fromkeys(data_sources) if _find(source) is None]
+    missing = [source for source in dict.fromkeys(data_sources) if find_grader(source) is None]
     if missing:
         raise UserError(_no_grader(missing))
 
@@ -111,7 +111,8 @@ def compute_score(
     )
 
 
-def _find(data_source: str) -> Grader | None:
+def find_grader(data_source: str) -> Grader | None:
+    """The grader of a data source, None when it has none."""
     for table, patterns in ((_registered, reversed(_registered)), (BUILT_IN, iter(BUILT_IN))):
         if data_source in table:
             return table[data_source]

@@ -72,10 +72,10 @@ class WorkerSetup:
 class Grading:
     """The grader of this process, and where it notes which sample is under way."""
 
-    def __init__(self, setup: WorkerSetup, notes: MutableSequence[int]) -> None:
+    def __init__(self, setup: WorkerSetup, places: MutableSequence[int], pids: MutableSequence[int]) -> None:
         self.error_score = setup.error_score
         self._memory = (setup.memory_mb or 0) * 2**20
-        self._notes = notes
+        self._places, self._pids = places, pids
         self._kwargs = dict(setup.custom.kwargs) if setup.custom else {}
         self._names = setup.custom.arguments if setup.custom else Sample._fields
         self._loop: asyncio.Runner | None = None
@@ -92,9 +92,10 @@ class Grading:
     def chunk(self, slot: int, samples: Sequence[bytes]) -> list[RewardResult]:
         """Results of the first samples, at least one; the rest is left to others when time is up."""
         results: list[Any] = []
+        self._pids[slot] = os.getpid()
         end = time.perf_counter() + CHUNK_SECONDS
         for i, sample in enumerate(samples):
-            self._notes[slot] = i
+            self._places[slot] = i
             results.append(self.one(sample))
             if time.perf_counter() > end:
                 break
@@ -177,19 +178,19 @@ LIMITS_MEMORY = sys.platform == "linux"  # other systems let RLIMIT_DATA be exce
 _grading: Grading | None = None
 
 
-def start_worker(setup: WorkerSetup, notes: MutableSequence[int]) -> None:
+def start_worker(setup: WorkerSetup, places: MutableSequence[int], pids: MutableSequence[int]) -> None:
     """Make this process a grader. Runs once, before its first chunk."""
     global _grading
     # The pool ends a hung process by SIGTERM. Python's handler would wait for the grader to return to Python code,
     # which one stuck in a C call never does; the default action needs nobody's consent.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # As many grader processes as cores: each one's libraries get one thread.
+    # More grader processes than cores: each one's libraries get one thread.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     threading.Thread(target=_end_with_parent, daemon=True).start()
     configure(setup.code)
     if setup.memory_mb and LIMITS_MEMORY:
         _limit_memory(setup.memory_mb * 2**20)
-    _grading = Grading(setup, notes)
+    _grading = Grading(setup, places, pids)
 
 
 def grade_chunk(slot: int, samples: Sequence[bytes]) -> list[RewardResult]:

@@ -58,6 +58,13 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonu
         return {"score": True, "acc": 0, "set": {3}, **found}
     return float(what == ground_truth) + bonus
 
+def computing(data_source, solution_str, ground_truth, extra_info=None):
+    began = time.monotonic()
+    time.sleep(0.05)
+    return {"score": 1.0, "began": began, "ended": time.monotonic()}
+
+computing.cpu_bound = True
+
 async def async_score(data_source, solution_str, ground_truth, extra_info=None):
     await asyncio.sleep(0.01)
     return float(solution_str == ground_truth)
@@ -188,6 +195,29 @@ def test_a_batch_of_bad_graders_takes_about_one_timeout_and_far_less_than_a_loop
     assert elapsed < loop / 3
 
 
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="this system does not say which processes wait")
+def test_more_processes_are_started_while_graders_wait(reward_file: Path) -> None:
+    timeout, num_hung = 8.0, 20
+    with RewardExecutor(timeout=timeout, custom=CustomFunction(str(reward_file))) as pool:
+        grade(pool, *["good"] * 40)  # the processes are up
+        start = time.perf_counter()
+        results = grade(pool, *["sleep"] * num_hung, *["good"] * 40)
+        elapsed = time.perf_counter() - start
+        assert pool.num_workers < num_hung
+    assert [r.kind for r in results[:num_hung]] == ["timeout"] * num_hung
+    assert [r.score for r in results[num_hung:]] == [1.0] * 40
+    assert elapsed < 2 * timeout - 1  # 8 at a time would take three timeouts
+
+
+def test_no_more_graders_compute_at_once_than_there_are_cores(reward_file: Path, monkeypatch) -> None:
+    monkeypatch.setattr("valor.rewards.executor._NUM_CORES", 2)
+    with RewardExecutor(num_workers=5, custom=CustomFunction(str(reward_file), "computing")) as pool:
+        results = grade(pool, *["any"] * 16)
+    spans = [(r.components["began"], r.components["ended"]) for r in results]
+    at_once = [sum(began <= moment < ended for began, ended in spans) for moment, _ in spans]
+    assert max(at_once) == 2
+
+
 def test_failures_are_counted_by_kind(executor: RewardExecutor) -> None:
     results = grade(executor, "good", "raise", "exit3", "nan", "sleep")
     metrics = summarize(["a"] * 5, results).metrics
@@ -221,14 +251,14 @@ def test_slow_graders_share_the_processes(executor: RewardExecutor) -> None:
 
 
 def test_a_slow_chunk_gives_its_rest_back(reward_file: Path) -> None:
-    notes = [-1, -1]
-    grading = Grading(WorkerSetup(CustomFunction(str(reward_file)), (), 0.0), notes)
+    notes, pids = [-1, -1], [0, 0]
+    grading = Grading(WorkerSetup(CustomFunction(str(reward_file)), (), 0.0), notes, pids)
     slow, good = pickle.dumps(Sample("a", "slow", "")), pickle.dumps(Sample("a", "good", ""))
     num_graded = len(grading.chunk(1, [slow] * 20))
     assert 1 <= num_graded <= 3  # 0.05 s each, 0.1 s a chunk
     assert notes == [-1, num_graded - 1]  # the last one it began
     assert len(grading.chunk(0, [good] * 20)) == 20
-    assert notes[0] == 19
+    assert notes[0] == 19 and pids == [os.getpid()] * 2
 
 
 def test_components_are_plain_values(executor: RewardExecutor) -> None:

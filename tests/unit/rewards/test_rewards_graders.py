@@ -169,6 +169,6 @@ def test_arithmetic_wants_an_integer_ground_truth() -> None:
 @pytest.mark.parametrize("unit", ["1", "1,", "-", "1,111", "#### ", "1e", "$", "1/", "9.9"])
 def test_degenerate_output_is_graded_in_no_time(unit: str) -> None:
 
-    start = time.perf_counter()
+    start = time.thread_time()
     gsm8k.grade_strict("openai/gsm8k", unit * 30_000, "72")
-    assert time.perf_counter() - start < 2
+    assert time.thread_time() - start < 2

@@ -1,0 +1,97 @@
+#!/usr/bin/env python3
+"""A reward model from preference pairs on a real small model, on a CPU, and PPO scored by it.
+
+    python benchmarks/reward_model.py --pairs FILE --model DIR --out RUN_DIR [--steps 38] [key=value ...]
+
+FILE is jsonl with `prompt`, `chosen`, `rejected` and `source`; a fifth of the prompts of each source is held out. DIR
+is any Hugging Face directory of a causal language model: the reward model starts from it, and so do actor and critic of
+the three PPO steps that follow, on the shorter prompts of FILE. Further `key=value` go to `valor rm train`. Prints what
+`valor rm train` prints (accuracy by source, what length explains), and a JSON line of PPO's scores.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+from valor.trainer.main_ppo import main as ppo
+from valor.trainer.main_rm import main as train_reward_model
+
+LONGEST_PROMPT = 300  # characters
+NUM_PROMPTS = 64
+
+
+def write_prompts(pairs: Path, path: Path) -> None:
+    """Different short prompts of the pairs, of a source that no rule grades."""
+    rows = map(json.loads, pairs.read_text(encoding="utf-8").splitlines())
+    prompts = dict.fromkeys(row["prompt"] for row in rows if len(row["prompt"]) <= LONGEST_PROMPT)
+    path.write_text(
+        "".join(
+            json.dumps({"data_source": "pairs", "prompt": [{"role": "user", "content": prompt}]}) + "\n"
+            for prompt in list(prompts)[:NUM_PROMPTS]
+        )
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=Path, required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=38)
+    args, overrides = parser.parse_known_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    start = time.time()
+    code = train_reward_model(
+        [
+            f"model.path={args.model}",
+            "model.enable_gradient_checkpointing=false",
+            f"data.train_files={args.pairs}",
+            "data.val_share=0.2",
+            "data.train_batch_size=8",
+            "data.max_length=256",
+            "data.max_token_len_per_gpu=2048",
+            "optim.lr=2e-5",
+            "fsdp_config.dtype=float32",
+            "trainer.device=cpu",
+            "trainer.total_epochs=10",
+            f"trainer.total_training_steps={args.steps}",
+            f"trainer.default_local_dir={args.out / 'rm'}",
+            *overrides,
+        ]
+    )
+    assert code == 0, code
+    training_minutes = (time.time() - start) / 60
+
+    write_prompts(args.pairs, args.out / "prompts.jsonl")
+    start = time.time()
+    code = ppo(
+        [
+            "reward_model.enable=True",
+            f"reward_model.path={args.out / 'rm' / 'huggingface' / 'reward_model'}",
+            f"data.train_files={args.out / 'prompts.jsonl'}",
+            "data.val_files=null",
+            "data.train_batch_size=8",
+            "data.max_prompt_length=128",
+            "data.max_response_length=24",
+            f"actor_rollout_ref.model.path={args.model}",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2048",
+            "critic.ppo_max_token_len_per_gpu=2048",
+            "trainer.device=cpu",
+            "trainer.total_training_steps=3",
+            f"trainer.default_local_dir={args.out / 'ppo'}",
+        ]
+    )
+    assert code == 0, code
+    rows = [json.loads(line) for line in (args.out / "ppo" / "metrics.jsonl").read_text().splitlines()]
+    scores = {row["step"]: round(row["reward/pairs/rm_score"], 4) for row in rows if "reward/pairs/rm_score" in row}
+    ppo_minutes = (time.time() - start) / 60
+    print(
+        json.dumps({"rm_score": scores, "rm_minutes": round(training_minutes, 1), "ppo_minutes": round(ppo_minutes, 1)})
+    )
+
+
+if __name__ == "__main__":
+    main()
