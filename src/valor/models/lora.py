@@ -170,10 +170,18 @@ def merged(hf: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str
         parts[match[2]] = tensor
         if len(parts) == 3:
             del waiting[match[1]]
-            layer = hf.get_submodule(match[1])
-            update = (parts["lora_B"].float() @ parts["lora_A"].float()) * layer.scaling[_NAME]
-            base = parts["base_layer"]
-            yield f"{match[1]}.weight", (base.float() + (update.T if layer.fan_in_fan_out else update)).to(base.dtype)
+            yield f"{match[1]}.weight", _sum(hf.get_submodule(match[1]), **parts)
+
+
+def merged_weight(layer: Any) -> Tensor:
+    """W + s B A of an adapted layer, a new tensor."""
+    a, b = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
+    return _sum(layer, layer.base_layer.weight, a, b)
+
+
+def _sum(layer: Any, base_layer: Tensor, lora_A: Tensor, lora_B: Tensor) -> Tensor:
+    update = (lora_B.float() @ lora_A.float()) * layer.scaling[_NAME]
+    return (base_layer.float() + (update.T if layer.fan_in_fan_out else update)).to(base_layer.dtype)
 
 
 def save_adapter(hf: Any, path: Path, weights: Mapping[str, Tensor]) -> None:
