@@ -7,8 +7,10 @@ import re
 from pydantic import BaseModel
 
 from valor.config.critic_runs import CriticPretrainConfig, CriticRunConfig, CriticScoreConfig
+from valor.config.model import BackboneConfig
 from valor.config.ppo import NEEDS_CRITIC, PPOConfig
 from valor.config.reward import RewardModelConfig
+from valor.config.supervised import SupervisedConfig
 from valor.config.trainer import RunConfig
 
 
@@ -22,6 +24,10 @@ def check(config: BaseModel) -> list[str]:
         lines += _pools(config)
     if isinstance(config, PPOConfig):
         lines += [*_generation(config), *_rewards(config), *_reward_model(config.reward.reward_model)]
+        lines += _adapters("actor_rollout_ref.model", config.actor_rollout_ref.model)
+        lines += _adapters("critic.model", config.critic.model) if config.critic.enable else []
+    elif isinstance(config, SupervisedConfig):
+        lines += _adapters("model", config.model)
     trainer = getattr(config, "trainer", None)
     if isinstance(trainer, RunConfig):
         lines += _resume(trainer)
@@ -44,7 +50,8 @@ def _critic(config: PPOConfig) -> list[str]:
         return lines
     if critic.freeze and trainer.critic_warmup > 0:
         lines.append("trainer.critic_warmup trains the critic and critic.freeze=true does not: drop one of them")
-    if critic.freeze and critic.model.path == config.actor_rollout_ref.model.path:
+    own = critic.model.path != config.actor_rollout_ref.model.path or critic.model.lora_adapter_path is not None
+    if critic.freeze and not own:
         lines.append(
             "critic.freeze=true uses the critic as it is loaded, and critic.model.path is not set: set it to a critic "
             "that has been trained (valor critic pretrain, or huggingface/critic in the folder of a run)"
@@ -302,6 +309,12 @@ def _critic_run(config: CriticRunConfig) -> list[str]:
         if config.score.rollouts is not None and config.score.mc:
             lines.append("score.mc branches off answers of the policy itself: set data.val_files, not score.rollouts")
     return lines
+
+
+def _adapters(key: str, model: BackboneConfig) -> list[str]:
+    if model.lora_rank or model.lora_adapter_path is None:
+        return []
+    return [f"{key}.lora_adapter_path={model.lora_adapter_path} needs {key}.lora_rank: set it to that adapter's rank"]
 
 
 def _resume(trainer: RunConfig) -> list[str]:

@@ -178,6 +178,24 @@ TABLE: tuple[Inert, ...] = (
         "no effect with lora_rank=0",
     ),
     Inert(
+        ("actor_rollout_ref.model.*_modules",),
+        lambda config: config.actor_rollout_ref.model.lora_adapter_path is not None,
+        "no effect with lora_adapter_path: the adapter says which",
+    ),
+    Inert(
+        ("critic.model.*_modules",),
+        lambda config: config.critic.model.lora_adapter_path is not None,
+        "no effect with lora_adapter_path: the adapter says which",
+    ),
+    Inert(
+        ("actor_rollout_ref.ref.fsdp_config.*",),
+        lambda config: (
+            config.actor_rollout_ref.model.lora_rank > 0
+            and all("ref" not in pool.roles for pool in config.pools.values())
+        ),
+        "no effect with lora_rank: the reference is the actor without its adapters",
+    ),
+    Inert(
         ("reward.sandbox_fusion.*",),
         lambda config: config.reward.sandbox_fusion.url is None,
         "no effect: reward.sandbox_fusion.url is not set",

@@ -35,15 +35,15 @@ class BackboneConfig(Section):
     use_shm: bool = False
     """Accepted without effect: weights are read from where they are."""
     lora_rank: NonNegativeInt = 0
-    """Rank of LoRA adapters; 0 trains all weights."""
+    """Rank of LoRA adapters, which alone are trained (with a critic's head); 0 trains all weights."""
     lora_alpha: PositiveFloat = 16
     """LoRA scale: adapters are multiplied by lora_alpha / lora_rank."""
     target_modules: str | list[str] = "all-linear"
-    """Modules that get adapters."""
+    """Layers that get adapters: all-linear (all below the head), names or ends of names, or one regular expression."""
     exclude_modules: str | list[str] | None = None
-    """Modules that get none."""
+    """Layers that get none, named in the same way."""
     lora_adapter_path: PathStr | None = None
-    """Adapter directory to start from."""
+    """Directory of adapters to go on from: `adapter` in an export, or one of peft's."""
 
 
 class ModelConfig(BackboneConfig):

@@ -50,7 +50,6 @@ def _lacks(*items: Any) -> Callable[[Any], bool]:
 RESUMABLE = "model", "optimizer", "extra"
 PARTS = "a checkpoint without model, optimizer or extra", "list all three, so that a run resumes exactly"
 MEGATRON = "the Megatron backend", "use strategy=fsdp2 and no megatron_config"
-LORA = "LoRA", "leave lora_rank at 0"
 TOOLS = "multi-turn generation with tools", "leave multi_turn.enable at false"
 MANAGER = "this reward manager", "use naive, dapo, batch or remote"
 
@@ -67,8 +66,6 @@ TABLE: tuple[Unavailable, ...] = (
     Unavailable("*checkpoint.save_contents", _lacks(*RESUMABLE), *PARTS),
     Unavailable("*checkpoint.load_contents", _lacks(*RESUMABLE), *PARTS),
     Unavailable("*checkpoint.async_save", _is_set, "saving in the background", "leave async_save at false"),
-    Unavailable("*model.lora_rank", _is_set, *LORA),
-    Unavailable("*model.lora_adapter_path", _is_set, *LORA),
     Unavailable("*model.enable_activation_offload", _is_set, "activation offload", "use gradient checkpointing"),
     Unavailable("reward.reward_manager.source", _among("importlib"), *MANAGER),
     Unavailable("reward.reward_manager.name", _other_than("naive", "dapo", "batch", "remote"), *MANAGER),

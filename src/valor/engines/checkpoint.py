@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from valor.errors import UserError
+from valor.models.lora import adapter_record, has_adapters, is_trained
 
 STATE_FILE = "engine.json"
 FORMAT = 1
@@ -63,6 +64,7 @@ def save(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None,
             "counters": asdict(counters),
             "optimizer": type(optimizer).__name__ if optimizer is not None else None,
             "optimizer_scalars": scalars,
+            "adapters": _record(module),
         }
         (path / STATE_FILE).write_text(json.dumps(state))
     dist.barrier()
@@ -72,7 +74,7 @@ def load(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None)
     """Fill module and optimizer in place from `path`, whatever the world size it was written at.
 
     A frozen engine (optimizer None) takes the weights of any checkpoint. UserError: no checkpoint there, one of another
-    model, or one without the state of this optimizer.
+    model or of other adapters, or one without the state of this optimizer.
     """
     try:
         state = json.loads((path / STATE_FILE).read_text())
@@ -80,6 +82,7 @@ def load(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None)
         raise UserError(f"'{path}' is no engine checkpoint: {error}") from error
     if state["format"] != FORMAT:
         raise UserError(f"'{path}' has checkpoint format {state['format']}; this version reads format {FORMAT}")
+    _check_adapters(path, state.get("adapters", {}), _record(module))
     reader = HuggingFaceStorageReader(str(path))
     stored = reader.read_metadata().state_dict_metadata
     tensors: dict[str, Tensor] = {f"model.{name}": value for name, value in _module_tensors(module).items()}
@@ -131,12 +134,29 @@ def _check_fit(path: Path, tensors: dict[str, Tensor], stored: dict[str, Any]) -
             raise UserError(f"the checkpoint '{path}' has {name} of shape {there}, the model {here}")
 
 
+def _record(module: nn.Module) -> dict[str, Any]:
+    return json.loads(json.dumps(adapter_record(getattr(module, "hf", module))))
+
+
+def _check_adapters(path: Path, stored: dict[str, Any], here: dict[str, Any]) -> None:
+    """Adapters mean something only in the place where they were trained."""
+    if stored.get("base", here.get("base")) != here.get("base", stored.get("base")):
+        raise UserError(f"the checkpoint '{path}' holds adapters of another base model: set model.path to that one")
+    for key, value in here.items():
+        there = stored.get(key, 0 if key == "lora_rank" else value)
+        if there != value:
+            raise UserError(f"the checkpoint '{path}' was written with {key}={there}, this run has {key}={value}")
+
+
 def _module_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters, tied ones once, and persistent buffers."""
+    """Parameters, tied ones once, and persistent buffers; of a model with adapters only what trains."""
     once = dict(module.named_parameters())
     every = dict(module.named_parameters(remove_duplicate=False))
     buffers = {name: value for name, value in module.state_dict().items() if name not in every}
-    return {**{name: value.detach() for name, value in once.items()}, **buffers}
+    every_tensor = {**{name: value.detach() for name, value in once.items()}, **buffers}
+    if has_adapters(getattr(module, "hf", module)):
+        return {name: value for name, value in every_tensor.items() if is_trained(name)}
+    return every_tensor
 
 
 def _optimizer_states(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:

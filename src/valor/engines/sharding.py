@@ -25,7 +25,7 @@ def shard(module: nn.Module, fsdp: FSDPConfig, device: torch.device) -> list[FSD
 
     Parameters keep their dtype as master weights, are gathered and computed with in `fsdp.dtype`, and their gradients
     are summed over ranks in float32. Modules named by the model's `float32_modules()` are computed in float32. Frozen
-    and trainable parameters may not share a layer.
+    and trainable parameters may share a layer; the trainable ones of a layer have one dtype.
     """
     mesh = data_mesh(device, fsdp.fsdp_size)
     single = mesh.size() == 1

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from valor.models.lora import ADAPTER_DIR, has_adapters, merged, save_adapter
 from valor.models.policy import PolicyModel
 from valor.models.quiet import quiet_transformers
 from valor.models.reward import RewardModel
@@ -30,7 +31,8 @@ def export_hf(
     """Write weights, config and tokenizer to the directory `path`.
 
     A policy becomes an `AutoModelForCausalLM` directory, a value model an `AutoModelForTokenClassification` one, a
-    reward model an `AutoModelForSequenceClassification` one.
+    reward model an `AutoModelForSequenceClassification` one. Adapters are merged into its weights, and written by
+    themselves, for peft, into its folder `adapter`.
 
     `state_dict` holds full CPU weights under the names of `model` (default: the model's own), `dtype` is what the
     files hold (default: as they are).
@@ -49,20 +51,22 @@ def export_hf(
     config_file.write_text(json.dumps({**config, "dtype": str(stored).removeprefix("torch.")}, indent=2) + "\n")
     if tokenizer is not None:
         tokenizer.save_pretrained(path)
+    if has_adapters(model.hf):
+        save_adapter(model.hf, Path(path) / ADAPTER_DIR, weights)
 
 
 def published_weights(model: PolicyModel, weights: NamedTensors) -> Iterator[tuple[str, Tensor]]:
     """`weights` (whole, under the names of `model`) one after another as a checkpoint of that model names them.
 
-    Tensors that are tied to another one are left out.
+    Adapters are merged into their layers. Tensors that are tied to another one are left out.
     """
     for name, tensor in plain_weights(model, weights):
         yield from revert_weight_conversion(model.hf, {name: tensor}).items()
 
 
 def plain_weights(model: PolicyModel | ValueModel | RewardModel, weights: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-    """`weights` under the names of the Hugging Face model; tensors that are tied to another one are left out."""
+    """`weights` under the names of the Hugging Face model, adapters merged; tied tensors once."""
     # Gathered shards are separate tensors, so transformers cannot see by itself which of them are one.
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tied -= {name for name, _ in model.named_parameters()}
-    return ((name.removeprefix("hf."), tensor) for name, tensor in weights if name not in tied)
+    return merged(model.hf, ((name.removeprefix("hf."), tensor) for name, tensor in weights if name not in tied))

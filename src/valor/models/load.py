@@ -23,6 +23,7 @@ from transformers import (
 from valor.config.model import BackboneConfig, CriticModelConfig, ModelConfig
 from valor.errors import UserError
 from valor.models.dropout import disable_dropout_in_config
+from valor.models.lora import add_adapters
 from valor.models.policy import PolicyModel
 from valor.models.quiet import quiet_transformers
 from valor.models.value import HEAD_NAMES, ValueHead, ValueModel
@@ -59,14 +60,17 @@ def load_tokenizer(
     return tokenizer
 
 
-def load_policy(model: ModelConfig, *, dtype: torch.dtype = torch.float32) -> PolicyModel:
-    """The causal language model at `model.path` on the CPU in `dtype`, dropout off. UserError when it cannot be."""
+def load_policy(model: ModelConfig, *, dtype: torch.dtype = torch.float32, seed: int = 42) -> PolicyModel:
+    """The causal language model at `model.path` on the CPU in `dtype`, dropout off. UserError when it cannot be.
+
+    `seed` is that of new adapters.
+    """
     config = load_model_config(model)
     hf, info = _from_pretrained(AutoModelForCausalLM, model, config, dtype)
     _require_all_weights(model.path, info["missing_keys"])
     if info["unexpected_keys"]:
         logger.warning("weights in '%s' that the policy does not use: %s", model.path, _some(info["unexpected_keys"]))
-    _set_checkpointing(hf, model)
+    _prepare(hf, model, seed)
     return PolicyModel(hf)
 
 
@@ -84,7 +88,8 @@ def load_value_model(
     `value_head_init=normal`. The head stays float32 in every dtype.
     """
     config = load_model_config(model)
-    _agreed_head(model.path, config, head).write(config)
+    path, described = _where_head_is(model, config)
+    _agreed_head(path, described, head).write(config)
     config.classifier_dropout = 0.0
     if type(config) not in transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
         raise UserError(
@@ -97,7 +102,7 @@ def load_value_model(
     _require_all_weights(model.path, missing - head_keys)
     value = ValueModel(hf)
     _fill_head(value.head, missing & head_keys, model.value_head_init, config, seed)
-    _set_checkpointing(hf, model)
+    _prepare(hf, model, seed)
     return value
 
 
@@ -121,7 +126,7 @@ def load_sequence_classifier(
     inside = f"{hf.base_model_prefix}."
     missing = {key for key in info["missing_keys"] if new_head_seed is None or has_head or key.startswith(inside)}
     _require_all_weights(model.path, missing)
-    _set_checkpointing(hf, model)
+    _prepare(hf, model, new_head_seed or 0)
     return hf
 
 
@@ -138,6 +143,17 @@ def _agreed_head(path: str, config: Any, wanted: ValueHead | None) -> ValueHead:
             "critic.value_loss and critic.value_loss_kwargs to those it was trained with"
         )
     return wanted or (found if has_head else None) or ValueHead()
+
+
+def _where_head_is(model: CriticModelConfig, config: Any) -> tuple[str, Any]:
+    """The directory that the head comes from, and its config: that of a critic's adapter, or the model's own."""
+    adapter = model.lora_adapter_path
+    if model.lora_rank and adapter is not None and (Path(adapter) / "config.json").is_file():
+        with _as_user_errors(adapter, "adapter"):
+            found = AutoConfig.from_pretrained(adapter)
+        if (found.architectures or ["?"])[0].endswith("ForTokenClassification"):
+            return adapter, found
+    return model.path, config
 
 
 def _fill_head(head: nn.Linear, missing: set[str], init: str, config: Any, seed: int) -> None:
@@ -203,7 +219,9 @@ def _from_pretrained(auto: Any, model: BackboneConfig, config: Any, dtype: torch
         )
 
 
-def _set_checkpointing(hf: Any, model: BackboneConfig) -> None:
+def _prepare(hf: Any, model: BackboneConfig, seed: int) -> None:
+    """Adapters and gradient checkpointing, as `model` asks for them."""
+    add_adapters(hf, model, base=_resolve(model.path), seed=seed)
     if not model.enable_gradient_checkpointing:
         return
     try:

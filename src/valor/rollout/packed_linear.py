@@ -9,9 +9,12 @@ weights and a second copy of them.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from valor.models.lora import adapted_layers, merged_weight
 
 # Rows for which the layout is chosen; other row counts work as well with it.
 TYPICAL_ROWS = 64
@@ -22,19 +25,27 @@ def packed_linears(root: nn.Module) -> Iterator[None]:
     """Every CPU `nn.Linear` under `root` computes with a packed copy of its weight; undone at exit.
 
     The copies are those of the weights at entry: no training step may happen inside. Modules on other devices, of
-    other dtypes or with a forward of their own stay as they are.
+    other dtypes or with a forward of their own stay as they are. A float32 layer with an adapter is packed as their
+    sum; in bfloat16, where the sum would be rounded, its parts are packed one by one.
     """
-    packed = [module for module in root.modules() if _packable(module)]
+    adapted = {id(layer): layer for layer in adapted_layers(root).values() if _mergeable(layer)}
+    inside = {id(part) for layer in adapted.values() for part in layer.modules() if part is not layer}
+    packed = [m for m in root.modules() if id(m) in adapted or (id(m) not in inside and _packable(m))]
     for module in packed:
-        assert isinstance(module, nn.Linear)
-        blocked = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach(), TYPICAL_ROWS)
-        bias = None if module.bias is None else module.bias.detach()
+        linear: Any = adapted[id(module)].base_layer if id(module) in adapted else module
+        weight = merged_weight(module) if id(module) in adapted else linear.weight
+        blocked = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), TYPICAL_ROWS)
+        bias = None if linear.bias is None else linear.bias.detach()
         module.forward = partial(_forward, blocked, bias)  # type: ignore[method-assign]
     try:
         yield
     finally:
         for module in packed:
             del module.forward
+
+
+def _mergeable(layer: Any) -> bool:
+    return _packable(layer.base_layer) and layer.base_layer.weight.dtype is torch.float32
 
 
 def _packable(module: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -17,7 +18,9 @@ from valor.config import FSDPConfig
 from valor.engines import distributed
 from valor.engines.fsdp import TrainEngine
 from valor.errors import UserError
+from valor.models.lora import ADAPTER_DIR, CONFIG_FILE, inject, read_adapter_config
 from valor.models.policy import PolicyModel
+from valor.models.quiet import quiet_transformers
 from valor.models.reward import RewardModel
 from valor.models.value import ValueModel
 from valor.workers.model_role import MODEL_CONFIG_DIR
@@ -28,7 +31,7 @@ TOKENIZER_DIR = "tokenizer"
 def export_checkpoint(checkpoint: Path, out: Path, role: str) -> None:
     """Write `checkpoint`/`role` (actor, critic, reward_model) to `out` with its tokenizer.
 
-    Any world size wrote it, one process reads it.
+    Any world size wrote it, one process reads it. Adapters are merged into their base model, which is loaded again.
     UserError: no complete checkpoint there, no such role in it, or `out` has files in it already.
     """
     folder = checkpoint / role
@@ -40,11 +43,11 @@ def export_checkpoint(checkpoint: Path, out: Path, role: str) -> None:
         raise UserError(f"'{out}' is not empty: give a new folder")
     config = AutoConfig.from_pretrained(folder / MODEL_CONFIG_DIR)
     if role.startswith("critic"):  # or a member of an ensemble: critic_2, …
-        model = ValueModel(AutoModelForTokenClassification.from_config(config, dtype=torch.float32))
+        model = ValueModel(_empty(AutoModelForTokenClassification, folder, config))
     elif role == "reward_model":
-        model = RewardModel(AutoModelForSequenceClassification.from_config(config, dtype=torch.float32))
+        model = RewardModel(_empty(AutoModelForSequenceClassification, folder, config))
     else:
-        model = PolicyModel(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+        model = PolicyModel(_empty(AutoModelForCausalLM, folder, config))
     device = distributed.init_process_group("cpu")
     try:
         engine = TrainEngine(model, fsdp=FSDPConfig(dtype="float32"), optim=None, device=device)
@@ -52,6 +55,22 @@ def export_checkpoint(checkpoint: Path, out: Path, role: str) -> None:
         engine.export_hf(out, tokenizer=AutoTokenizer.from_pretrained(checkpoint / TOKENIZER_DIR))
     finally:
         distributed.destroy_process_group()
+
+
+def _empty(auto: Any, folder: Path, config: Any) -> Any:
+    """A model for the weights in `folder` to be read into: where they are adapters, their base with such adapters."""
+    described = folder / MODEL_CONFIG_DIR / ADAPTER_DIR
+    if not (described / CONFIG_FILE).is_file():
+        return auto.from_config(config, dtype=torch.float32)
+    adapter = read_adapter_config(described)
+    base = adapter.base_model_name_or_path
+    try:
+        with quiet_transformers():
+            hf = auto.from_pretrained(base, config=config, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise UserError(f"'{folder}' holds adapters of '{base}', which cannot be loaded any more: {error}") from error
+    inject(hf, adapter)
+    return hf
 
 
 def _roles(checkpoint: Path) -> list[str]:

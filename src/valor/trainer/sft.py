@@ -63,7 +63,9 @@ class SFTWorker(ModelRole):
         }
         super().__init__(
             context,
-            ImitatingPolicy(load_policy(config.model, dtype=DTYPES[config.fsdp_config.model_dtype])),
+            ImitatingPolicy(
+                load_policy(config.model, dtype=DTYPES[config.fsdp_config.model_dtype], seed=config.trainer.seed)
+            ),
             fsdp=config.fsdp_config,
             optim=config.optim,
             checkpoint=config.checkpoint,

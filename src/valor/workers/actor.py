@@ -52,7 +52,7 @@ class ActorWorker(ModelRole):
         fsdp = config.actor.fsdp_config
         super().__init__(
             context,
-            load_policy(config.model, dtype=DTYPES[fsdp.model_dtype]),
+            load_policy(config.model, dtype=DTYPES[fsdp.model_dtype], seed=seed),
             fsdp=fsdp,
             optim=config.actor.optim,
             checkpoint=config.actor.checkpoint,

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from valor.config import CheckpointConfig, FSDPConfig, OptimConfig
 from valor.engines.fsdp import TrainEngine
+from valor.models.lora import ADAPTER_DIR, has_adapters, write_adapter_config
 from valor.workers.dispatch import dispatch
 from valor.workers.host import WorkerContext
 
@@ -49,13 +51,19 @@ class ModelRole:
 
     @dispatch("all")
     def save(self, directory: Path) -> None:
-        """Weights, counters and (if trained) optimizer of all ranks, sharded, into `directory`; the config beside."""
+        """Weights, counters and (if trained) optimizer of all ranks, sharded, into `directory`; the config beside.
+
+        Of a model with adapters these and the head alone are its weights.
+        """
         with self.on_device(optimizer=True) as engine:
             engine.save(directory)
             if "hf_model" in self._checkpoint.save_contents:
                 engine.export_hf(directory / MODEL_CONFIG_DIR)
         if self._rank == 0:
-            self.engine.module.hf.config.save_pretrained(directory / MODEL_CONFIG_DIR)  # type: ignore[operator, union-attr]
+            hf: Any = self.engine.module.hf
+            hf.config.save_pretrained(directory / MODEL_CONFIG_DIR)
+            if has_adapters(hf):
+                write_adapter_config(hf, directory / MODEL_CONFIG_DIR / ADAPTER_DIR)
 
     @dispatch("all")
     def load(self, directory: Path) -> None:

@@ -45,7 +45,8 @@ class RolloutWorker:
                 engine.module.hf, eos_token_ids=ends, unsharded=engine.unsharded, max_num_seqs=config.max_num_seqs
             )
         elif config.name == "native":
-            policy = load_policy(model, dtype=DTYPES[config.dtype]).to(context.device).requires_grad_(False)
+            whole = model.model_copy(update={"lora_rank": 0, "lora_adapter_path": None})  # it is sent merged weights
+            policy = load_policy(whole, dtype=DTYPES[config.dtype]).to(context.device).requires_grad_(False)
             self.engine = NativeCopy(policy, eos_token_ids=ends, max_num_seqs=config.max_num_seqs)
         else:
             from valor.rollout.vllm import VLLMEngine  # 10 seconds

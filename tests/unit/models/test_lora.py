@@ -1,0 +1,235 @@
+"""LoRA on one process: what trains, what a model computes with and without, what peft and transformers read."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from tiny_models import VOCAB, build_hf
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+from valor.config.model import CriticModelConfig, ModelConfig
+from valor.errors import UserError
+from valor.models.export import export_hf, published_weights
+from valor.models.load import load_policy, load_value_model
+from valor.models.lora import adapters_off
+from valor.models.value import ValueHead
+
+IDS = torch.arange(24).view(2, 12) % VOCAB
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("bases")
+    for name in ("qwen2_tied", "gpt2_dropout"):
+        build_hf(name).save_pretrained(root / name)
+    return {name: root / name for name in ("qwen2_tied", "gpt2_dropout")}
+
+
+def settings(base: Path, **changes) -> ModelConfig:
+    return ModelConfig(path=str(base), **{"lora_rank": 4, **changes})
+
+
+def trained(model, seed: int = 3):
+    """`model` as if its adapters and head had learnt something."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
+@torch.no_grad()
+def logits(hf) -> torch.Tensor:
+    return hf.eval()(input_ids=IDS, use_cache=False).logits
+
+
+def plain(base: Path):
+    return AutoModelForCausalLM.from_pretrained(base)
+
+
+def test_new_adapters_change_nothing_and_alone_train(bases):
+    before = torch.get_rng_state()
+    policy = load_policy(settings(bases["qwen2_tied"]), dtype=torch.bfloat16)
+    assert torch.equal(before, torch.get_rng_state()), "drawing them leaves the global generator alone"
+    base = AutoModelForCausalLM.from_pretrained(bases["qwen2_tied"], dtype=torch.bfloat16)
+    torch.testing.assert_close(logits(policy.hf), logits(base), rtol=0, atol=0)
+    names = {name for name, p in policy.named_parameters() if p.requires_grad}
+    assert len(names) == 2 * 7 * 2 and all(".lora_A." in name or ".lora_B." in name for name in names)
+    assert {p.dtype for p in policy.parameters() if p.requires_grad} == {torch.float32}
+    assert policy.logit_map is not None, "the head is applied at response tokens alone"
+
+
+def test_the_seed_decides_new_adapters(bases):
+    a, b, c = (load_policy(settings(bases["qwen2_tied"]), seed=seed).state_dict() for seed in (1, 1, 2))
+    name = "hf.model.layers.0.mlp.up_proj.lora_A.default.weight"
+    assert torch.equal(a[name], b[name]) and not torch.equal(a[name], c[name])
+
+
+@pytest.mark.parametrize("name", ["qwen2_tied", "gpt2_dropout"])
+def test_an_export_is_a_merged_model_and_an_adapter(name, bases, tmp_path):
+    policy = trained(load_policy(settings(bases[name], lora_alpha=6)))
+    expected = logits(policy.hf)
+    assert (expected - logits(plain(bases[name]))).abs().max() > 0.01
+    export_hf(policy, tmp_path)
+    torch.testing.assert_close(logits(plain(tmp_path)), expected, rtol=0, atol=1e-5)
+    assert load_file(tmp_path / "model.safetensors").keys() == load_file(bases[name] / "model.safetensors").keys()
+    by_peft = PeftModel.from_pretrained(plain(bases[name]), str(tmp_path / "adapter"))
+    torch.testing.assert_close(logits(by_peft), expected, rtol=0, atol=0)
+    again = load_policy(settings(bases[name], lora_alpha=6, lora_adapter_path=str(tmp_path / "adapter")))
+    torch.testing.assert_close(logits(again.hf), expected, rtol=0, atol=0)
+    torch.testing.assert_close(logits(policy.hf), expected, rtol=0, atol=0)  # exporting has not touched it
+
+
+def test_generators_are_sent_merged_weights_under_plain_names(bases):
+    policy = trained(load_policy(settings(bases["qwen2_tied"])))
+    sent = dict(published_weights(policy, policy.state_dict().items()))
+    other = plain(bases["qwen2_tied"])
+    assert sent.keys() == dict(other.named_parameters()).keys()
+    other.load_state_dict(sent, strict=False)
+    torch.testing.assert_close(logits(other), logits(policy.hf), rtol=0, atol=1e-5)
+
+
+def test_an_adapter_that_peft_made(bases, tmp_path):
+    config = LoraConfig(r=8, lora_alpha=4, target_modules=["q_proj", "down_proj"], use_rslora=True, lora_dropout=0.1)
+    theirs = trained(get_peft_model(plain(bases["qwen2_tied"]), config))
+    theirs.save_pretrained(tmp_path)
+    ours = load_policy(settings(bases["qwen2_tied"], lora_rank=8, lora_alpha=4, lora_adapter_path=str(tmp_path)))
+    torch.testing.assert_close(logits(ours.hf), logits(theirs), rtol=0, atol=0)
+    export_hf(ours, tmp_path / "merged")
+    torch.testing.assert_close(logits(plain(tmp_path / "merged")), logits(theirs), rtol=0, atol=1e-5)
+
+
+def test_without_its_adapters_a_policy_is_its_base(bases):
+    policy = trained(load_policy(settings(bases["qwen2_tied"])))
+    with adapters_off(policy.hf):
+        torch.testing.assert_close(logits(policy.hf), logits(plain(bases["qwen2_tied"])), rtol=0, atol=0)
+    assert all(p.requires_grad == ("lora_" in name) for name, p in policy.named_parameters())
+
+
+def test_targets_and_exceptions(bases):
+    def adapted(**changes) -> set[str]:
+        policy = load_policy(settings(bases["qwen2_tied"], **changes))
+        return {name.split(".lora_A")[0].removeprefix("hf.model.layers.") for name, p in policy.named_parameters()
+                if ".lora_A." in name}  # fmt: skip
+
+    assert adapted(target_modules=["q_proj", "1.mlp.up_proj"]) == {
+        "0.self_attn.q_proj", "1.self_attn.q_proj", "1.mlp.up_proj"
+    }  # fmt: skip
+    assert adapted(target_modules=r".*\.1\.self_attn\.[qk]_proj") == {"1.self_attn.q_proj", "1.self_attn.k_proj"}
+    everything = adapted()
+    assert len(everything) == 14 and everything - adapted(exclude_modules=["up_proj"]) == {
+        "0.mlp.up_proj", "1.mlp.up_proj"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_are_those_of_peft(checkpointing, bases, rows, tmp_path):
+    policy = trained(load_policy(settings(bases["qwen2_tied"], enable_gradient_checkpointing=checkpointing)))
+    export_hf(policy, tmp_path)
+    policy.train(checkpointing)
+    policy(rows)["log_probs"].sum().backward()
+    theirs = PeftModel.from_pretrained(plain(bases["qwen2_tied"]), str(tmp_path / "adapter"), is_trainable=True).eval()
+    total = torch.zeros(())
+    for i, (p, r) in enumerate(zip(rows["prompt_lengths"].tolist(), rows["response_lengths"].tolist(), strict=True)):
+        ids = torch.cat([rows["prompts"][i, :p], rows["responses"][i, :r]])
+        log_p = theirs(input_ids=ids[None]).logits[0, p - 1 : p - 1 + r].log_softmax(-1)
+        total = total + log_p.gather(1, ids[p:, None]).sum()
+    total.backward()
+    expected = {name.removeprefix("base_model.model."): p.grad for name, p in theirs.named_parameters()}
+    for name, parameter in policy.named_parameters():
+        assert (parameter.grad is None) == ("lora_" not in name)
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad, expected[name.removeprefix("hf.")], rtol=1e-4, atol=1e-5)
+
+
+def critic(base: Path, head: ValueHead | None = None, **changes):
+    return load_value_model(CriticModelConfig(path=str(base), **{"lora_rank": 4, **changes}), head=head)
+
+
+def test_a_critic_trains_its_head_beside_its_adapters(bases, tmp_path):
+    model = critic(bases["qwen2_tied"])
+    heads = {"hf.score.weight", "hf.score.bias"}
+    assert {name for name, p in model.named_parameters() if p.requires_grad and "lora_" not in name} == heads
+    expected = logits(trained(model).hf)
+    export_hf(model, tmp_path)
+    merged = AutoModelForTokenClassification.from_pretrained(tmp_path)
+    torch.testing.assert_close(logits(merged), expected, rtol=0, atol=1e-5)
+    base = AutoModelForTokenClassification.from_pretrained(bases["qwen2_tied"], num_labels=1)
+    by_peft = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    torch.testing.assert_close(logits(by_peft), expected, rtol=0, atol=0)
+    again = critic(bases["qwen2_tied"], lora_adapter_path=str(tmp_path / "adapter"))
+    torch.testing.assert_close(logits(again.hf), expected, rtol=0, atol=0)
+
+
+def test_a_critics_adapter_says_how_its_head_is_read(bases, tmp_path):
+    bins = ValueHead("bins", 5, -1.0, 1.0)
+    model = trained(critic(bases["qwen2_tied"], bins))
+    export_hf(model, tmp_path)
+    start = {"lora_adapter_path": str(tmp_path / "adapter")}
+    again = critic(bases["qwen2_tied"], **start)
+    assert again.reading == bins
+    torch.testing.assert_close(logits(again.hf), logits(model.hf), rtol=0, atol=0)
+    with pytest.raises(UserError, match="gives 5 bins from -1 to 1, and this run trains one that gives a value"):
+        critic(bases["qwen2_tied"], ValueHead(), **start)
+
+
+def test_a_critic_starts_from_the_policys_adapters(bases, tmp_path):
+    policy = trained(load_policy(settings(bases["qwen2_tied"])))
+    export_hf(policy, tmp_path)
+    model = critic(bases["qwen2_tied"], lora_adapter_path=str(tmp_path / "adapter"))
+    states = policy.hf.base_model(input_ids=IDS).last_hidden_state
+    torch.testing.assert_close(model.hf.base_model(input_ids=IDS).last_hidden_state, states, rtol=0, atol=0)
+    assert not model.head.weight.any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"target_modules": ["q_proj", "qproj"]}, "target_modules: Qwen2ForCausalLM has no module 'qproj'"),
+        ({"exclude_modules": ["qproj"]}, "exclude_modules: Qwen2ForCausalLM has no module 'qproj'"),
+        ({"target_modules": "q_proj.*"}, "target_modules=q_proj"),
+        ({"target_modules": "(q_proj"}, "target_modules="),
+        ({"target_modules": ["lm_head"]}, "lm_head of Qwen2ForCausalLM can have no adapter"),
+        ({"target_modules": ["embed_tokens"]}, "embed_tokens of Qwen2ForCausalLM can have no adapter"),
+        ({"target_modules": ["norm"]}, "target_modules="),
+        ({"lora_adapter_path": "/nowhere"}, "'/nowhere' is no adapter directory"),
+    ],
+)
+def test_what_cannot_have_adapters_is_one_line(changes, line, bases):
+    with pytest.raises(UserError) as caught:
+        load_policy(settings(bases["qwen2_tied"], **changes))
+    assert line in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_adapter_that_does_not_fit_is_one_line(bases, tmp_path):
+    policy = load_policy(settings(bases["qwen2_tied"]))
+    export_hf(policy, tmp_path)
+    folder = tmp_path / "adapter"
+
+    def refused(base: str = "qwen2_tied", **changes) -> str:
+        with pytest.raises(UserError) as caught:
+            load_policy(settings(bases[base], lora_adapter_path=str(folder), **changes))
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    assert refused(lora_rank=8).endswith("has lora_rank=4: set model.lora_rank=4")
+    assert refused(lora_alpha=8).endswith("has lora_alpha=16.0: set model.lora_alpha=16.0")
+    assert "Target modules" in refused("gpt2_dropout")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"
+    for change, line in (
+        ({name: torch.zeros(4, 40)}, f"its {name} has shape (4, 40), this model's (4, 32)"),
+        ({name.replace("1", "7", 1): torch.zeros(4, 32)}, "which this model has not"),
+    ):
+        save_file({**tensors, **change}, folder / "adapter_model.safetensors")
+        assert line in refused()
+    save_file({k: v for k, v in tensors.items() if k != name}, folder / "adapter_model.safetensors")
+    assert f"lacks {name}" in refused()
+    described = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**described, "use_dora": True}))
+    assert refused().endswith("is not plain LoRA: it sets use_dora")
+    (folder / "adapter_config.json").write_text(json.dumps({**described, "peft_type": "IA3"}))
+    assert "peft's type IA3" in refused()
