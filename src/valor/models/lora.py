@@ -207,7 +207,7 @@ def read_adapter_config(path: Path) -> Any:
 
     try:
         kind = json.loads((path / CONFIG_FILE).read_text()).get("peft_type")
-        config = LoraConfig.from_pretrained(str(path)) if kind == "LORA" else None
+        config: Any = LoraConfig.from_pretrained(str(path)) if kind == "LORA" else None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"'{path}' is no adapter directory: its {CONFIG_FILE} cannot be read ({error})") from error
     if config is None:

@@ -39,7 +39,7 @@ class RolloutWorker:
         self._channel: WeightChannel | None = None
         self._shares_weights = config.name == "native" and self._actor is not None
         ends = _end_token_ids(model, eos_token_ids)
-        if self._shares_weights:
+        if self._actor is not None and self._shares_weights:
             engine = self._actor.engine
             self.engine = NativeEngine(
                 engine.module.hf, eos_token_ids=ends, unsharded=engine.unsharded, max_num_seqs=config.max_num_seqs
@@ -120,7 +120,7 @@ class RolloutWorker:
 
         if self._actor is not None:
             self.update_weights()
-        with self._actor.on_device() if self._shares_weights else nullcontext():
+        with self._actor.on_device() if self._actor is not None and self._shares_weights else nullcontext():
             outputs = self.engine.generate(requests, finished)
         responses, lengths = pad_rows([o.token_ids for o in outputs], torch.long)
         log_probs, _ = pad_rows([o.log_probs for o in outputs], torch.float32)
