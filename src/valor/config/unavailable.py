@@ -53,7 +53,7 @@ MEGATRON = "the Megatron backend", "use strategy=fsdp2 and no megatron_config"
 POOL = "a pool of its own for generation", "leave rollout.nnodes at 0"
 LORA = "LoRA", "leave lora_rank at 0"
 TOOLS = "multi-turn generation with tools", "leave multi_turn.enable at false"
-MANAGER = "this reward manager", "use naive, dapo, batch or remote"
+MANAGER = "this reward manager", "use naive (or prime, the same), dapo, batch or remote"
 
 TABLE: tuple[Unavailable, ...] = (
     Unavailable("*.rollout.name", _among("sglang"), "the SGLang engine", "use rollout.name=native or vllm"),
@@ -73,7 +73,7 @@ TABLE: tuple[Unavailable, ...] = (
     Unavailable("*model.lora_adapter_path", _is_set, *LORA),
     Unavailable("*model.enable_activation_offload", _is_set, "activation offload", "use gradient checkpointing"),
     Unavailable("reward.reward_manager.source", _among("importlib"), *MANAGER),
-    Unavailable("reward.reward_manager.name", _other_than("naive", "dapo", "batch", "remote"), *MANAGER),
+    Unavailable("reward.reward_manager.name", _other_than("naive", "prime", "dapo", "batch", "remote"), *MANAGER),
     Unavailable("data.custom_cls.path", _is_set, "a dataset class of your own", "prepare a parquet or jsonl file"),
 )
 
