@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """A reward model from preference pairs on a real small model, on a CPU, and PPO scored by it.
 
-    python benchmarks/reward_model.py --pairs FILE --model DIR --out RUN_DIR [--steps 38] [key=value ...]
+    python benchmarks/reward_model.py --pairs FILE --model DIR --out RUN_DIR [--steps 38] [--ppo-steps 3] [key=value]
 
 FILE is jsonl with `prompt`, `chosen`, `rejected` and `source`; a fifth of the prompts of each source is held out. DIR
 is any Hugging Face directory of a causal language model: the reward model starts from it, and so do actor and critic of
-the three PPO steps that follow, on the shorter prompts of FILE. Further `key=value` go to `valor rm train`. Prints what
+the PPO steps that follow, on the shorter prompts of FILE. Further `key=value` go to `valor rm train`. Prints what
 `valor rm train` prints (accuracy by source, what length explains), and a JSON line of PPO's scores.
 """
 
@@ -19,6 +19,7 @@ from valor.trainer.main_rm import main as train_reward_model
 
 LONGEST_PROMPT = 300  # characters
 NUM_PROMPTS = 64
+ROLES = "actor_rollout_ref.actor", "critic", "reward.reward_model"
 
 
 def write_prompts(pairs: Path, path: Path) -> None:
@@ -39,6 +40,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=38)
+    parser.add_argument("--ppo-steps", type=int, default=3)
     args, overrides = parser.parse_known_args()
     args.out.mkdir(parents=True, exist_ok=True)
 
@@ -79,8 +81,9 @@ def main() -> None:
             "actor_rollout_ref.actor.ppo_mini_batch_size=8",
             "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2048",
             "critic.ppo_max_token_len_per_gpu=2048",
+            *(f"{role}.fsdp_config.dtype=float32" for role in ROLES),
             "trainer.device=cpu",
-            "trainer.total_training_steps=3",
+            f"trainer.total_training_steps={args.ppo_steps}",
             f"trainer.default_local_dir={args.out / 'ppo'}",
         ]
     )

@@ -36,7 +36,7 @@ class RewardManagerConfig(Section):
     source: Literal["register", "importlib"] = "register"
     """A built-in manager, or a class of your own."""
     name: str = "naive"
-    """naive: grader by grader; dapo: and a penalty for length; batch: custom_reward_function once a step; remote."""
+    """naive, prime: sample by sample; dapo: and a penalty for length; batch: your function once a step; remote."""
     module: RewardManagerModuleConfig = RewardManagerModuleConfig()
     """A manager of your own."""
 
@@ -168,7 +168,7 @@ class RewardConfig(Section):
     """Scoring."""
 
     num_workers: PositiveInt | None = None
-    """Grader processes; null takes 8, however few the cores: graders mostly wait."""
+    """Grader processes; null takes 8, and up to 64 while graders wait rather than compute (Linux)."""
     timeout: PositiveFloat = 10.0
     """Seconds that one sample may take."""
     memory_limit_mb: PositiveInt | None = 4096

@@ -51,7 +51,7 @@ RESUMABLE = "model", "optimizer", "extra"
 PARTS = "a checkpoint without model, optimizer or extra", "list all three, so that a run resumes exactly"
 MEGATRON = "the Megatron backend", "use strategy=fsdp2 and no megatron_config"
 TOOLS = "multi-turn generation with tools", "leave multi_turn.enable at false"
-MANAGER = "this reward manager", "use naive, dapo, batch or remote"
+MANAGER = "this reward manager", "use naive (or prime, the same), dapo, batch or remote"
 
 TABLE: tuple[Unavailable, ...] = (
     Unavailable("*.rollout.name", _among("sglang"), "the SGLang engine", "use rollout.name=native or vllm"),
@@ -68,7 +68,7 @@ TABLE: tuple[Unavailable, ...] = (
     Unavailable("*checkpoint.async_save", _is_set, "saving in the background", "leave async_save at false"),
     Unavailable("*model.enable_activation_offload", _is_set, "activation offload", "use gradient checkpointing"),
     Unavailable("reward.reward_manager.source", _among("importlib"), *MANAGER),
-    Unavailable("reward.reward_manager.name", _other_than("naive", "dapo", "batch", "remote"), *MANAGER),
+    Unavailable("reward.reward_manager.name", _other_than("naive", "prime", "dapo", "batch", "remote"), *MANAGER),
     Unavailable("data.custom_cls.path", _is_set, "a dataset class of your own", "prepare a parquet or jsonl file"),
 )
 

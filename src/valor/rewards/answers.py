@@ -19,7 +19,7 @@ _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
 _BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s*([^\s{}$\\]+)")
 _BETWEEN_BOXES = re.compile(r"[\s$\\()\[\],;.]*(?:(?:and|or)[\s$\\()\[\]]*)?")
 _ANNOUNCED = re.compile(
-    r"\banswers?\b"
+    r"\b(?:answers?|correct (?:option|choice))\b"
     r"(?:[^\n.:=]{0,60}?\b(?:is|are|equals|(?:would|should|must|will) be)\b[*_\s]*[:=]?|[*_\s]*[:=]|\*\*\s*\n)"
     r"|\u7b54\u6848[\u662f\u4e3a]?\s*[:\uff1a]?",  # "the answer is" in Chinese
     re.IGNORECASE,
@@ -27,6 +27,7 @@ _ANNOUNCED = re.compile(
 _SENTENCE_END = re.compile(r"(?<!\bRs)[.?](?=[\s*\"')\]]|$)|\n|</")
 _MATH = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$([^$\n]+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _PROSE = re.compile(r"(?<![\\A-Za-z])(?!(?:and|or|pi|sqrt|sin|cos|tan|log|ln|exp)\b)[A-Za-z]{2,}")
+_GROUP_AT_END = re.compile(r"(?<![\w)])([(\[][^()\[\]\n=<>:]{1,80},[^()\[\]\n=<>:]{1,80}[)\]])[\s.*]*$")
 _TERM = re.compile(r"(?<![A-Za-z])[a-z]\s*[-+*/^]\s*$")
 _REACH = 10_000  # characters at the end in which "the answer is" counts
 _LEADING = re.compile(r"(?:\\?\$)?-?\d[\d,.]*(?:/\d+)?(?:\s*\\?%)?(?=\s|$)|\$[^$]+\$")
@@ -129,7 +130,7 @@ def final_answers(text: str) -> list[Answer]:
 def _with_its_expression(text: str) -> list[str]:
     """The text; before it, if it is a sentence, the number that it starts with, or the formula or number at its end."""
     if text.endswith("!"):
-        return [text, text[:-1]]  # a factorial, or joy
+        return [text, text.rstrip("!")]  # a factorial, or joy
     if not _PROSE.search(text) or ends_in_a_loop(text):
         return [text]
     first = None if "=" in text else _LEADING.match(text)
@@ -138,11 +139,15 @@ def _with_its_expression(text: str) -> list[str]:
 
 
 def last_expression(text: str) -> str | None:
-    """The last formula between dollars or LaTeX brackets, or the last number, whichever ends later."""
+    """The last formula between dollars or LaTeX brackets, or the last number, whichever ends later; for a number in
+    a point or an interval that ends the text, all of that."""
     text = text[-_TAIL:]
     formula = next(reversed(list(_MATH.finditer(text))), None)
     rest = text[formula.end() :] if formula else text
     number = last_number(rest)
+    group = _GROUP_AT_END.search(rest) if number else None
+    if group:
+        return group[1]
     if number:
         start = rest.rfind(number[0])
         if start >= 0 and _TERM.search(rest[:start]):

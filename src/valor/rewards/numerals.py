@@ -16,27 +16,24 @@ NUMBER = (
 _NUMBER = re.compile(NUMBER)
 _NOT_IN_NUMBER = re.compile(r"[^0-9A-Za-z_.,/$€£+\-\u2212]")
 
-NUMBER_WORDS = (
-    "zero",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-)
+_ONES = [
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
+]  # fmt: skip
+_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+_WORDS = {word: i for i, word in enumerate(_ONES)} | {word: 10 * i for i, word in enumerate(_TENS, start=2)}
+_NUMBER_WORDS = re.compile(rf"\b(?:({'|'.join(_TENS)})(?:[- ]({'|'.join(_ONES[1:10])}))?|({'|'.join(_ONES)}))\b", re.I)
 
 # The last number of a long response is nearly always here; looking there first is ten times faster.
 _TAIL = 100
 
 # Longer numerals are degenerate output; their exact value would cost more than it is worth.
 _MAX_DIGITS = 100
+
+
+def with_digits(text: str) -> str:
+    """The text with number words up to ninety-nine as digits."""
+    return _NUMBER_WORDS.sub(lambda m: str(sum(_WORDS[word.lower()] for word in m.groups() if word)), text)
 
 
 def plain(text: str) -> str:

@@ -10,11 +10,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from valor.rewards.answers import after_thinking, tagged
-from valor.rewards.numerals import NUMBER_WORDS
+from valor.rewards.numerals import with_digits
 
 _ARTICLES = frozenset(("a", "an", "the"))
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-_SUFFIXES = frozenset(("jr", "sr", "ii", "iii", "iv"))
+_SUFFIXES = frozenset(("jr", "sr", "2", "3", "4"))
+_ROMAN = "ii iii iv v vi vii viii ix x xi xii xiii xiv xv xvi"  # no i: that is a word
+_ORDINALS = "first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth"
+_SAME = {
+    **{word: str(i) for i, word in enumerate(_ROMAN.split(), start=2)},
+    **{word: str(i) for i, word in enumerate(_ORDINALS.split(), start=1)},
+    **{"ltd": "limited", "inc": "incorporated", "corp": "corporation", "co": "company", "ave": "avenue", "mt": "mount"},
+    **{"jan": "january", "feb": "february", "mar": "march", "apr": "april", "aug": "august", "sept": "september"},
+    **{"sep": "september", "oct": "october", "nov": "november", "dec": "december"},
+}
 _NAME = re.compile(r"(?:[A-Z][\w.'-]*\s*){3,}")
 _SLACK = 3  # words that may stand between those of the right answer
 _SHORT = 8  # words of an answer that is compared by F1
@@ -39,7 +48,7 @@ def grade(
     truths = aliases(ground_truth)
     result = _measures(answer, truths)
     plain, words = normalize(answer), content_words(answer)
-    right = any(says(plain, words, truth) for truth in truths)
+    right = result["em"] or any(says(plain, words, truth) for truth in truths)
     return {"score": float(right), **result, "format": float(inside is not None), "pred": plain[:_PRED]}
 
 
@@ -104,13 +113,18 @@ def says(plain: str, words: list[str], truth: str) -> bool:
 
 
 def _measures(answer: str, truths: list[str]) -> dict[str, Any]:
-    plain, wanted = normalize(answer), [normalize(truth) for truth in truths]
+    plain, wanted = _normalized(answer), [_normalized(truth) for truth in truths]
     words = plain.split()
     return {
         "em": float(plain in wanted),
         "f1": max(f1_score(words, truth.split()) for truth in wanted),
         "contains": float(any(_contains(plain, truth) for truth in wanted)),
     }
+
+
+def _normalized(text: str) -> str:
+    """As SQuAD does it; but what that leaves nothing of (The The, "+") stays, or an empty answer would be equal."""
+    return normalize(text) or " ".join(text.lower().split())
 
 
 def _contains(text: str, truth: str) -> bool:
@@ -141,12 +155,8 @@ def content_words(text: str) -> list[str]:
     text = re.sub(r"(?<=\d),(?=\d{3})|'s?\b|(?<=\d)(?:st|nd|rd|th)\b|(?<=[a-z]{4})\d+\b|(?<=\d)\.0\b", "", text)
     text = re.sub(r"\b(?:[a-z]\.){2,}", lambda m: m[0].replace(".", ""), text)  # u.s.
     text = re.sub(r"\b(\w*(?:met|lit|cent|theat))re(s?)\b", r"\1er\2", text)
-    found = re.findall(r"\d+(?:\.\d+)?|\w+", text)
-    return [
-        str(NUMBER_WORDS.index(word)) if word in NUMBER_WORDS else _singular(word)
-        for word in found
-        if word not in _ARTICLES
-    ]
+    found = re.findall(r"\d+(?:\.\d+)?|\w+", with_digits(text))
+    return [_SAME.get(word) or _singular(word) for word in found if word not in _ARTICLES]
 
 
 def _singular(word: str) -> str:

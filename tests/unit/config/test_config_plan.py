@@ -121,7 +121,7 @@ def test_a_default_run_asks_for_nothing_unavailable():
         "actor_rollout_ref.actor.checkpoint.save_contents=[model]",
         "critic.checkpoint.load_contents=[model,optimizer]",
         "critic.checkpoint.async_save=true",
-        "reward.reward_manager.name=prime",
+        "reward.reward_manager.name=gdpo",
         "data.custom_cls.path=x.py",
     ],
 )

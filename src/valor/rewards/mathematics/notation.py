@@ -42,6 +42,10 @@ _UNWRAPPED = re.compile(
     r"\\(?:boxed|fbox|mathbf|boldsymbol|bm|vec|overrightarrow|overline|bar|hat|mathit|mathcal|widehat|underline|bold|"
     r"mathsf|emph)\s*\{([^{}]*)\}"
 )
+_REPEATING = re.compile(r"(\d{0,15})\.(\d{0,15})(?:\\(?:overline|bar|dot)\s*\{?(\d{1,15})\}?|(?<=\.)\((\d{1,15})\))")
+_NEARLY = re.compile(
+    r"^“?(?:approximately|approx\.?|about|roughly|around|nearly|almost)(?:”| )\s*(?=\S)", re.IGNORECASE
+)
 _RULES = [
     (re.compile(r"(?<=\d)(?:\\[,!;: ]\s?|\{,\}\s?)+(?=\d{3}(?!\d))"), ""),  # 10\,000  10{,}000  10\ 000
     (re.compile(r",\\!\s*(?=\d{3})"), ","),  # 11,\! 111
@@ -53,6 +57,7 @@ _RULES = [
     (re.compile(r"° ?([CF])\b"), r"“°\1”"),
     (re.compile(r"\\(?:text)?color\{[^{}]*\}"), ""),
     (re.compile(r"\*\*(?=\s*[\d(a-z])"), "^"),
+    (re.compile(r"(?<![A-Za-z])([ap])\. ?m\b\.?", re.IGNORECASE), r"\1m"),
     (re.compile(r">=|=>"), "≥"),
     (re.compile(r"<=|=<"), "≤"),
     (re.compile(r"!="), "≠"),
@@ -81,9 +86,11 @@ def normalize(text: str) -> str:
     text = _DOLLARS.sub(r"\1“$”", text.replace(r"\%", "%").replace("\n", " "))
     text = re.sub(r"\\?\$(?!”)", "", text)
     text = _MATRIX.sub(_matrix, text).replace("&", " ").replace(r"\\", "\\")
+    text = _REPEATING.sub(_as_fraction, text)
     text = text.translate(_CHARACTERS).replace(r"\{", "⦃").replace(r"\}", "⦄").replace(r"\|", "|")
     for _ in range(3):  # text inside text
         text = _UNWRAPPED.sub(r"{\1}", _TEXT.sub(_quoted, _UNIT_LETTER.sub(r"“\1”", text)))
+    text = _NEARLY.sub("", text)
     for pattern, new in _RULES:
         text = pattern.sub(new, text)
     text = _COMMANDS.sub(lambda m: _COMMAND.get(m[1], f"\\{m[1]} "), text)
@@ -98,6 +105,12 @@ def normalize(text: str) -> str:
 def without_thousands_commas(text: str) -> str:
     """`1,080` as `1080`. The same characters may be a list of two numbers."""
     return _THOUSANDS.sub(lambda m: m[0].replace(",", ""), text)
+
+
+def _as_fraction(match: re.Match[str]) -> str:
+    """Of repeating decimals: 0.1666… as 15/90."""
+    once, again = match[1] + match[2], match[3] or match[4]
+    return f"\\frac{{{int(once + again) - int(once or '0')}}}{{{10 ** len(match[2]) * (10 ** len(again) - 1)}}}"
 
 
 def _matrix(match: re.Match[str]) -> str:

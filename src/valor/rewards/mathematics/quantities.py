@@ -6,7 +6,7 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
-from valor.rewards.numerals import NUMBER_WORDS
+from valor.rewards.numerals import with_digits
 
 
 class Quantity(NamedTuple):
@@ -33,8 +33,10 @@ _NUMBER = re.compile(
 _POWER = r"(?:\^?\{?(?P<p>-?\d)\}?(?!\d))?"
 _REST = re.compile(rf"(?: ?(?:“[^“”]*”|[A-Za-z]+\.?){_POWER.replace('P<p>', ':')}| ?[/*.,] ?| ?%| ?°)*")
 _WORDS = re.compile(rf"(?:“(?P<quoted>[^“”]*)”|(?P<plain>[A-Za-z]+)\.?){_POWER}")
-_SHORT = frozenset(("sq", "cu", "rs", "am", "pm"))  # said with numbers, but no units by themselves
+_SHORT = frozenset(("sq", "cu", "rs"))  # said with numbers, but no units by themselves
 _NO_UNIT = frozenset(("and", "for", "plus", "minus", "times", "not", "mod", "when", "where", "with"))
+_PART = {"half": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "eighth": 8, "tenth": 10}
+_PARTS = re.compile(rf"^(\d+)“?[- ]?({'|'.join(_PART)})s?”?$")
 _SCALE = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 
 # dimension: unit spelled in any of these ways = so many of the dimension's base
@@ -53,6 +55,8 @@ _UNITS: dict[str, dict[str, str]] = {
     "voltage": {"V": "1", "volt": "1"},
     "volume": {"ml": "1/1000", "mL": "1/1000", "l": "1", "L": "1", "liter": "1", "litre": "1"},
     "money": {"cent": "1/100", "dollar": "1", "USD": "1"},
+    "morning": {"am": "1"},
+    "afternoon": {"pm": "1"},
 }  # fmt: skip
 _UNIT = {name: (dimension, Fraction(size)) for dimension, units in _UNITS.items() for name, size in units.items()}
 _MAX_DIGITS = 400
@@ -63,8 +67,9 @@ _FLOAT_NOISE = Fraction(1, 10**9)
 
 def read_quantity(text: str) -> Quantity | None:
     """A normalized text that is one number, fraction, mixed number, ratio or compound (2 hours 15 minutes)."""
-    if text.lower() in NUMBER_WORDS:
-        return Quantity(Fraction(NUMBER_WORDS.index(text.lower())))
+    if text[:1].isalpha() or text[:1] == "“":  # five, “thirty-six apples”, two thirds
+        text = re.sub(r"^“(\d+) ?([^”]*)”", lambda m: m[1] + (m[2] and f"“{m[2]}”"), with_digits(text))
+        text = _PARTS.sub(lambda m: f"\\frac{{{m[1]}}}{{{_PART[m[2]]}}}", text)
     parts: list[Quantity] = []
     position = 0
     while position < len(text):
@@ -164,6 +169,7 @@ def _with_unit(number: Quantity, rest: str) -> Quantity | None:
     for match in _WORDS.finditer(rest):
         for word in (match["quoted"] or match["plain"] or "").split():
             name = word.rstrip(".")
+            name = name.lower() if name in ("AM", "PM") else name
             unit = name if name in _UNIT else name.removesuffix("s")
             if name.lower() in _SCALE:
                 number = _times(number, Fraction(10) ** _SCALE[name.lower()])
