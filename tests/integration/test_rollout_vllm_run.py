@@ -1,24 +1,48 @@
 """Whole runs with rollout.name=vllm: the native engine's run with another engine in its place."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from runs import read_metrics
+from transformers import AutoModelForCausalLM
 
 from valor.trainer.main_ppo import main
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-STEPS = "trainer.total_training_steps=3"
-VLLM = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.gpu_memory_utilization=0.1"]
+ROLLOUT = "actor_rollout_ref.rollout"
+STEPS = ["trainer.total_training_steps=3", f"{ROLLOUT}.temperature=0.7"]
+VLLM = [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.gpu_memory_utilization=0.1"]
 
 
 @pytest.fixture(scope="module")
-def native_run(overrides, tmp_path_factory):
-    run_dir = tmp_path_factory.mktemp("engines") / "native"
-    assert main(overrides(run_dir, STEPS)) == 0
-    return run_dir
+def untied(tiny, tmp_path_factory):
+    """The tiny model with an LM head of its own, as the argument that names it."""
+    folder = tmp_path_factory.mktemp("engines") / "untied"
+    shutil.copytree(tiny["model"], folder)
+    model = AutoModelForCausalLM.from_pretrained(tiny["model"])
+    head = model.lm_head.weight.detach().clone()
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(head)
+    model.save_pretrained(folder)
+    return f"actor_rollout_ref.model.path={folder}"
+
+
+@pytest.fixture(scope="module")
+def native_run(overrides, untied, tmp_path_factory):
+    """A run with the native engine: of the tiny model as it is (tied), or of the untied one."""
+    folder = tmp_path_factory.mktemp("engines")
+
+    def run(*model: str) -> Path:
+        run_dir = folder / ("untied" if model else "tied")
+        if not run_dir.exists():
+            assert main(overrides(run_dir, *STEPS, *model)) == 0
+        return run_dir
+
+    return run
 
 
 def assert_same_training(native: Path, run_dir: Path) -> None:
@@ -34,16 +58,29 @@ def assert_same_training(native: Path, run_dir: Path) -> None:
 
 
 def test_in_this_process(native_run, overrides, tmp_path):
-    assert main(overrides(tmp_path / "run", STEPS, *VLLM)) == 0
-    assert_same_training(native_run, tmp_path / "run")
+    assert main(overrides(tmp_path / "run", *STEPS, *VLLM)) == 0
+    assert_same_training(native_run(), tmp_path / "run")
 
 
-@pytest.mark.parametrize("tensor_parallel", [1, 2])
-def test_two_ray_processes(tensor_parallel, native_run, overrides, tmp_path):
-    """Two replicas, or one that is split in two."""
-    split = f"actor_rollout_ref.rollout.tensor_model_parallel_size={tensor_parallel}"
-    assert main(overrides(tmp_path / "run", STEPS, *VLLM, split, "trainer.n_gpus_per_node=2")) == 0
-    assert_same_training(native_run, tmp_path / "run")
+SPLIT = f"{ROLLOUT}.tensor_model_parallel_size=2"
+
+
+@pytest.mark.parametrize(
+    ("is_tied", "placed"),
+    [
+        pytest.param(True, ["trainer.n_gpus_per_node=2"], id="two replicas beside two actors"),
+        pytest.param(False, ["trainer.n_gpus_per_node=2", SPLIT], id="one that is split over two actors"),
+        pytest.param(
+            True,
+            ["trainer.n_gpus_per_node=2", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=2", SPLIT],
+            id="one that is split over a pool of its own",
+        ),
+    ],
+)
+def test_under_ray(is_tied, placed, native_run, untied, overrides, tmp_path):
+    model = [] if is_tied else [untied]
+    assert main(overrides(tmp_path / "run", *STEPS, *VLLM, *placed, *model)) == 0
+    assert_same_training(native_run(*model), tmp_path / "run")
 
 
 def test_what_does_not_fit_is_one_line(overrides, tmp_path, capsys):
@@ -53,6 +90,6 @@ def test_what_does_not_fit_is_one_line(overrides, tmp_path, capsys):
         ("+actor_rollout_ref.rollout.engine_kwargs.vllm.blok_size=16", "did you mean block_size"),
         ("actor_rollout_ref.rollout.pipeline_model_parallel_size=2", "set it to 1"),
     ):
-        assert main(overrides(tmp_path / "run", STEPS, *VLLM, override)) == 2
+        assert main(overrides(tmp_path / "run", *STEPS, *VLLM, override)) == 2
         error = capsys.readouterr().err
         assert words in error and "Traceback" not in error, error

@@ -36,7 +36,7 @@ def role_specs(
         ),
     }
     if config.rollout_apart:
-        specs["weights"] = RoleSpec(WeightSender, {"config": shared.rollout})
+        specs["weight_sender"] = RoleSpec(WeightSender, {"config": shared.rollout})
     if config.needs_reference:
         specs["ref"] = RoleSpec(ReferenceWorker, {"config": shared})
     for member, name in enumerate(critic_names(config)):

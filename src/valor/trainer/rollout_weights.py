@@ -20,18 +20,18 @@ class RolloutWeights:
     def update(self) -> None:
         """After it, `generate` uses the actor's present weights. RuntimeError when they did not arrive bit for bit."""
         group = self._group
-        if "weights" not in group:
+        if "weight_sender" not in group:
             group["rollout"].update_weights()
             return
         assert isinstance(group, Pools)
-        sender, rollout = group["weights"], group["rollout"]
+        sender, rollout = group["weight_sender"], group["rollout"]
         version = sender.version()
         if version == self._version:
             return
         if self._address is None:
             self._address = sender.open()
         receivers = group.placement.pools[group.placement.pool_of("rollout")].world_size
-        transfer = {"weights": partial(sender.send, receivers)}
+        transfer = {"weight_sender": partial(sender.send, receivers)}
         transfer["rollout"] = partial(rollout.receive_weights, self._address, version)
         side_by_side(group, list(transfer.items()))
         self._version = version
