@@ -400,7 +400,7 @@ def test_a_resumed_run_equals_the_undisturbed_one(finished, overrides, tmp_path)
     run_dir = tmp_path / "resumed"
     resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={finished / 'global_step_2'}"]
     assert main(overrides(run_dir, *LORA, *resume)) == 0
-    assert read_metrics(run_dir) == read_metrics(finished)[2:]
+    assert read_metrics(run_dir) == [row for row in read_metrics(finished) if row["step"] > 2]
     for role in ("actor", "critic"):
         assert_equal_files(*(d / "huggingface" / role / "model.safetensors" for d in (finished, run_dir)))
 
@@ -415,3 +415,23 @@ def test_a_run_goes_on_from_adapters(finished, overrides, tmp_path):
     [row] = [row for row in read_metrics(tmp_path / "more") if row["step"]]
     assert row["actor/kl_loss"] > 0, "the reference is the base model, not the adapters that the run starts from"
     assert row["training/rollout_log_probs_diff_max"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("lora_adapter_path=ADAPTER", ["actor_rollout_ref.model.lora_adapter_path", "set it to that adapter's rank"]),
+        ("lora_rank=-1", ["actor_rollout_ref.model.lora_rank", "-1"]),
+        ("lora_alpha=-8", ["actor_rollout_ref.model.lora_alpha", "-8"]),
+        ("lora_rank=4 target_modules=[nothing]", ["target_modules", "no module 'nothing'"]),
+        ("lora_rank=8 lora_adapter_path=ADAPTER", ["has lora_rank=4", "set model.lora_rank=4"]),
+    ],
+)
+def test_a_mistake_is_one_line(override, words, finished, overrides, tmp_path, capsys):
+    adapter = str(finished / "huggingface" / "actor" / "adapter")
+    keys = [f"actor_rollout_ref.model.{key}" for key in override.replace("ADAPTER", adapter).split()]
+    assert main(overrides(tmp_path / "run", *keys)) == 2
+    error = capsys.readouterr().err.strip()
+    for word in words:
+        assert word in error, error
+    assert "Traceback" not in error and len([x for x in error.splitlines() if not x.startswith("note:")]) == 1, error
