@@ -14,6 +14,7 @@ from runs import read_metrics
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from tiny_reward_models import make_backbone
 from valor.config import ActorRolloutRefConfig
 from valor.config.engine import FSDPConfig, OptimConfig
 from valor.config.model import CriticModelConfig, ModelConfig
@@ -22,7 +23,10 @@ from valor.engines import distributed
 from valor.engines.fsdp import TrainEngine
 from valor.errors import UserError
 from valor.models.load import load_policy, load_value_model
+from valor.trainer.export import export_checkpoint
 from valor.trainer.main_ppo import main
+from valor.trainer.main_rm import main as train_reward_model
+from valor.trainer.main_sft import main as train_policy
 from valor.workers.host import WorkerContext
 from valor.workers.reference import ReferenceWorker
 
@@ -377,8 +381,6 @@ def test_a_run_exports_plain_models_and_adapters(finished, tiny):
 
 
 def test_a_checkpoint_is_small_and_can_be_exported(finished, tiny, tmp_path):
-    from valor.trainer.export import export_checkpoint
-
     for role in ("actor", "critic"):
         folder = finished / "global_step_4" / role
         size = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
@@ -417,6 +419,24 @@ def test_a_run_goes_on_from_adapters(finished, overrides, tmp_path):
     assert row["training/rollout_log_probs_diff_max"] < 1e-5
 
 
+def test_the_exact_kl_and_an_ensemble_of_critics(overrides, tmp_path):
+    more = [
+        "actor_rollout_ref.actor.kl_loss_type=full",
+        "critic.ensemble_size=2",
+        "critic.model.value_head_init=normal",
+        "trainer.total_training_steps=1",
+        "trainer.save_freq=-1",
+    ]
+    assert main(overrides(tmp_path / "run", *LORA, *more)) == 0
+    [row] = [row for row in read_metrics(tmp_path / "run") if row["step"]]
+    assert row["actor/kl_loss"] > 0 and row["critic/grad_norm"] > 0
+    first, second = (
+        load_file(tmp_path / "run" / "huggingface" / role / "adapter" / "adapter_model.safetensors")
+        for role in ("critic", "critic_2")
+    )
+    assert first.keys() == second.keys() and not all(torch.equal(first[name], second[name]) for name in first)
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
@@ -435,3 +455,44 @@ def test_a_mistake_is_one_line(override, words, finished, overrides, tmp_path, c
     for word in words:
         assert word in error, error
     assert "Traceback" not in error and len([x for x in error.splitlines() if not x.startswith("note:")]) == 1, error
+
+
+MESSAGES = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "yes"}]
+
+
+@pytest.mark.parametrize(
+    ("train", "role", "row", "more", "heads"),
+    [
+        (train_policy, "actor", {"messages": MESSAGES}, [], []),
+        (
+            train_reward_model,
+            "reward_model",
+            {"prompt": "q", "chosen": "yes", "rejected": "no"},
+            ["data.val_share=0"],
+            ["base_model.model.score.weight"],
+        ),
+    ],
+)
+def test_supervised_runs_train_adapters(train, role, row, more, heads, tmp_path):
+    run_dir, data = tmp_path / "run", tmp_path / "data.jsonl"
+    data.write_text(f"{json.dumps(row)}\n" * 4)
+    argv = [
+        f"model.path={make_backbone(tmp_path / 'base')}",
+        "model.lora_rank=4",
+        f"data.train_files={data}",
+        "data.train_batch_size=2",
+        "data.max_length=64",
+        "optim.lr=1e-2",
+        "fsdp_config.dtype=float32",
+        "trainer.device=cpu",
+        "trainer.num_threads=1",
+        "trainer.total_training_steps=2",
+        f"trainer.default_local_dir={run_dir}",
+    ]
+    assert train([*argv, *more]) == 0
+    exported = run_dir / "huggingface" / role
+    adapter = load_file(exported / "adapter" / "adapter_model.safetensors")
+    assert [name for name in adapter if "lora_" not in name] == heads
+    assert any(tensor.any() for name, tensor in adapter.items() if "lora_B" in name)
+    export_checkpoint(run_dir / "global_step_2", tmp_path / "out", role)
+    assert_equal_files(tmp_path / "out" / "model.safetensors", exported / "model.safetensors")
