@@ -157,7 +157,6 @@ TABLE: tuple[Inert, ...] = (
         lambda config: not config.actor_rollout_ref.rollout.multi_turn.enable,
         "no effect with multi_turn.enable=false",
     ),
-    Inert(("*model.use_remove_padding",), _always, "no effect: rows are sorted by length, so padding is small"),
     Inert(("*model.use_liger",), _always, "no effect: no such kernels here"),
     Inert(("*model.use_fused_kernels",), _always, "no effect: log-probs never hold all logits at once as it is"),
     Inert(("*model.use_shm",), _always, "no effect: weights are read from where they are"),

@@ -27,7 +27,7 @@ class BackboneConfig(Section):
     enable_activation_offload: bool = False
     """Move activations to host memory between forward and backward."""
     use_remove_padding: bool = True
-    """Accepted without effect: micro-batches are sorted by length, which leaves little padding."""
+    """Policy and critic read the rows of a micro-batch one behind the other; false pads them to the longest."""
     use_liger: bool = False
     """Accepted without effect: there are no such kernels here."""
     use_fused_kernels: bool = False

@@ -13,7 +13,7 @@ from valor.controller.placement import Placement, ResourcePool
 from valor.data.balance import partition_rows
 from valor.data.batch import Batch
 from valor.workers.dispatch import dispatch_of
-from valor.workers.host import RoleSpec
+from valor.workers.host import HOST, RoleSpec
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -34,6 +34,13 @@ class WorkerGroup(ABC):
     @abstractmethod
     def run(self, role: str, method: str, calls: list[Call]) -> list[Any]:
         """Run `method` on every rank, rank i with `calls[i]`; results in rank order. Errors of a rank are raised."""
+
+    def peak_memory(self) -> dict[str, float]:
+        """GiB that the fullest rank held in each kind of call since the last time, as metrics."""
+        found = self.run(HOST, "peak_memory", [((), {})] * self.pool.world_size)
+        return {
+            key: max(one.get(key, 0.0) for one in found) for key in dict.fromkeys(key for one in found for key in one)
+        }
 
     @abstractmethod
     def close(self) -> None:
@@ -57,6 +64,10 @@ class Pools:
     def roles(self) -> list[str]:
         """Every role's name."""
         return [role for group in self._groups.values() for role in group.specs]
+
+    def peak_memory(self) -> dict[str, float]:
+        """GiB that the fullest rank held in each kind of call since the last time, as metrics."""
+        return {key: value for group in self._groups.values() for key, value in group.peak_memory().items()}
 
     def close(self) -> None:
         """End all processes; the first pool, which may have started Ray, goes last."""

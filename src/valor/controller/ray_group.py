@@ -149,7 +149,7 @@ class RayGroup(WorkerGroup):
                     tell_finished([response for _, responses in seen for response in responses])
             return ray.get(refs)
         except RayTaskError as error:
-            if isinstance(error.cause, UserError):
+            if isinstance(error.cause, UserError | TrainingStopped):
                 raise error.cause from None
             if (dead := self._dead_rank(refs)) is not None:  # what the others complain of is that it does not answer
                 raise self._died(dead) from error

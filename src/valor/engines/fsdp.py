@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from valor.config.engine import FSDPConfig, OptimConfig
 from valor.data.batch import Batch
 from valor.engines import checkpoint
-from valor.engines.distributed import max_over_ranks
-from valor.engines.microbatch import plan_micro_batches
+from valor.engines.microbatch import MicroBatches, TokenBudget
 from valor.engines.optim import build_optimizer, clip_gradients, lr_factor
+from valor.engines.recovery import Recovery
 from valor.engines.sharding import gathered, shard
 from valor.models.export import export_hf
 from valor.models.rows import FIELDS
@@ -55,6 +56,8 @@ class TrainEngine:
         self.optim = optim
         self.optimizer = build_optimizer(module.parameters(), optim) if optim is not None else None
         self.counters = checkpoint.Counters()
+        self._recovery = Recovery(self._parts)
+        self._budgets = {"forward": TokenBudget(), "train": TokenBudget()}
 
     # ---- forward and backward
 
@@ -64,23 +67,27 @@ class TrainEngine:
     ) -> dict[str, Tensor]:
         """The model's outputs [B, T] (or [B], or [B, T, K]) for this rank's rows, in the given order, on their device.
 
-        A micro-batch holds at most `max_tokens` padded tokens (prompt and response) and `max_rows` rows. `options`
+        A micro-batch holds at most `max_tokens` tokens (prompt, response and padding) and `max_rows` rows. `options`
         go to the model's forward (temperature, with_entropy, …).
         """
         self.module.eval()
         responses = batch["responses"]
         outputs: dict[str, Tensor] = {}
-        done = 0
-        for indices in self._plan(batch, max_tokens, max_rows):
-            micro = self._rows(batch.take(indices)) if indices else self._empty_rows()
-            for name, value in self.module(micro, **options).items():
+        todo = self._micro_batches("forward", batch, max_tokens, max_rows)
+        while todo:
+            indices = todo.present
+            found = self._recovery.forward(partial(self._outputs, batch, indices, options))
+            if found is None:
+                todo.repeat(smaller=self._recovery.failed_here)
+                continue
+            for name, value in found.items():
                 if name not in outputs:
                     shape = (*responses.shape[: value.dim()], *value.shape[2:])
                     outputs[name] = torch.zeros(shape, dtype=value.dtype, device=responses.device)
                 if indices:
                     outputs[name][indices] = value.to(responses.device)
-            done += len(indices)
-            report_progress(done, len(batch))
+            todo.advance()
+            report_progress(todo.done, len(batch))
         self._reshard()
         return outputs
 
@@ -97,29 +104,36 @@ class TrainEngine:
 
         `loss_fn(outputs, micro)` sees the model's outputs [b, T] and the rows they belong to, and returns a loss that
         is already divided by the global denominators, with metrics to match. Gradients over micro-batches and ranks
-        add up, so neither their number nor their sizes matter.
+        add up, so neither their number nor their sizes matter. Where memory does not suffice they shrink, for good, and
+        the metrics have `oom_retries` and `token_budget_min`; TrainingStopped where that is no way out.
         """
         assert self.optimizer is not None, "a frozen engine has no gradients"
         self.module.train(self._checkpointing)  # dropout is off; checkpointing acts in training mode alone
-        plan = self._plan(batch, max_tokens, max_rows)
+        earlier = {p: p.grad.clone() for p in self.module.parameters() if p.grad is not None}
+        # A reference that is sharded too has gathers of its own in the pass, which a rank could not serve.
+        recoverable = dist.get_world_size() == 1 or options.get("reference") is None
+        todo = self._micro_batches("train", batch, max_tokens, max_rows)
         metrics: list[dict[str, float]] = []
-        done = 0
-        for number, indices in enumerate(plan):
-            self._sync_gradients(last=number == len(plan) - 1)
-            if indices:
-                micro = batch.take(indices)
-                outputs = self.module(self._rows(micro), **options)
-                loss, values = loss_fn(outputs, micro.to(self.device))
-                metrics.append({name: float(value) for name, value in values.items()})
-            else:
-                # This rank has run out of rows; the others need its part of every gather and reduction.
-                outputs = self.module(self._empty_rows(), **options)
-                loss = torch.stack([value.sum() for value in outputs.values()]).sum() * 0.0
-            loss.backward()
-            done += len(indices)
-            report_progress(done, len(batch))
+        while todo:
+            self._sync_gradients(last=todo.last)
+            compute = partial(self._loss, batch, todo.present, loss_fn, options)
+            found = self._recovery.forward(compute, recoverable=recoverable)
+            if found is None:
+                todo.repeat(smaller=self._recovery.failed_here)
+                continue
+            loss, values = found
+            complete = self._recovery.backward(loss)
+            del found, loss  # the graph
+            if not complete:  # some layers have their gradients, others do not: none of this call's can be kept
+                self._recovery.restore_gradients(earlier)
+                metrics.clear()
+                todo.restart(smaller=True)
+                continue
+            metrics.append(values)
+            todo.advance()
+            report_progress(todo.done, len(batch))
         self._reshard()
-        return reduce_metrics(metrics)
+        return reduce_metrics([*metrics, *(budget.take_metrics() for budget in self._budgets.values())])
 
     def optimizer_step(self, *, advance_schedule: bool = True) -> dict[str, float]:
         """Clip to `optim.clip_grad`, update, drop the gradients; `grad_norm` (before clipping), `lr`, `skipped` (0/1).
@@ -225,11 +239,23 @@ class TrainEngine:
         if device.type == "cpu":
             torch.cuda.empty_cache()
 
-    def _plan(self, batch: Batch, max_tokens: int | None, max_rows: int | None) -> list[list[int]]:
-        """This rank's micro-batches, filled up with empty ones to the largest number of any rank (at least one)."""
+    def _micro_batches(self, verb: str, batch: Batch, max_tokens: int | None, max_rows: int | None) -> MicroBatches:
         lengths = (batch["prompt_lengths"] + batch["response_lengths"]).tolist()
-        plan = plan_micro_batches(lengths, max_tokens=max_tokens, max_rows=max_rows)
-        return plan + [[]] * (max(1, max_over_ranks(len(plan))) - len(plan))
+        packed = getattr(self.module, "packed", False)
+        return MicroBatches(lengths, self._budgets[verb], max_tokens=max_tokens, max_rows=max_rows, packed=packed)
+
+    def _outputs(self, batch: Batch, indices: list[int], options: dict[str, Any]) -> dict[str, Tensor]:
+        return self.module(self._rows(batch.take(indices)) if indices else self._empty_rows(), **options)
+
+    def _loss(
+        self, batch: Batch, indices: list[int], loss_fn: LossFn, options: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Loss and metrics of some rows; of none, a zero that depends on every output."""
+        outputs = self._outputs(batch, indices, options)
+        if not indices:  # this rank has run out of rows; the others need its part of every gather and reduction
+            return torch.stack([value.sum() for value in outputs.values()]).sum() * 0.0, {}
+        loss, values = loss_fn(outputs, batch.take(indices).to(self.device))
+        return loss, {name: float(value) for name, value in values.items()}
 
     def _rows(self, micro: Batch) -> dict[str, Tensor]:
         return {name: micro[name].to(self.device) for name in FIELDS}

@@ -1,14 +1,18 @@
-"""Micro-batches: which rows share a forward pass."""
+"""Micro-batches: which rows share a forward pass, by a token budget that shrinks where memory does not suffice."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+from valor.engines.distributed import max_over_ranks
+from valor.errors import TrainingStopped
 
 
 def plan_micro_batches(
-    lengths: Sequence[int], *, max_tokens: int | None = None, max_rows: int | None = None
+    lengths: Sequence[int], *, max_tokens: int | None = None, max_rows: int | None = None, packed: bool = False
 ) -> list[list[int]]:
-    """Rows grouped so that a group's padded size, rows x longest row, stays within `max_tokens`.
+    """Rows grouped so that a group's size stays within `max_tokens`: rows x longest row, or packed, its tokens.
 
     Rows are taken from long to short (ties in the given order), so that rows of similar length meet and padding is
     small. A row longer than the budget gets a group of its own: a row cannot be cut. `max_rows` bounds the rows of a
@@ -18,17 +22,16 @@ def plan_micro_batches(
         if limit is not None and limit < 1:
             raise ValueError(f"{name} must be at least 1, got {limit}")
     groups: list[list[int]] = []
-    longest = 0
+    size = 0
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         group = groups[-1] if groups else []
-        fits = (max_tokens is None or (len(group) + 1) * longest <= max_tokens) and (
-            max_rows is None or len(group) < max_rows
-        )
+        size += lengths[index] if packed or not group else lengths[group[0]]
+        fits = (max_tokens is None or size <= max_tokens) and (max_rows is None or len(group) < max_rows)
         if group and fits:
             group.append(index)
         else:
             groups.append([index])
-            longest = lengths[index]
+            size = lengths[index]
     return groups
 
 
@@ -36,3 +39,100 @@ def padding_share(lengths: Sequence[int], groups: Sequence[Sequence[int]]) -> fl
     """The share of a plan's positions that hold padding, 0 to 1."""
     padded = sum(len(group) * max(lengths[i] for i in group) for group in groups if group)
     return 1.0 - sum(lengths) / padded if padded else 0.0
+
+
+@dataclass
+class TokenBudget:
+    """The most tokens that a micro-batch of this rank may hold; None while memory has always sufficed."""
+
+    limit: int | None = None
+    retries: int = 0  # since they were last reported
+
+    def within(self, asked: int | None) -> int | None:
+        """The smaller of what is asked for and what has turned out to fit."""
+        return min((limit for limit in (asked, self.limit) if limit is not None), default=None)
+
+    def take_metrics(self) -> dict[str, float]:
+        """`oom_retries` and `token_budget_min` of what happened since the last call; empty if nothing did."""
+        if not self.retries:
+            return {}
+        retries, self.retries = self.retries, 0
+        return {"oom_retries": float(retries), "token_budget_min": float(self.limit or 0)}
+
+
+class MicroBatches:
+    """Rows in micro-batches, long ones first. All ranks take turns together; one that has run out gets empty ones."""
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        budget: TokenBudget,
+        *,
+        max_tokens: int | None,
+        max_rows: int | None,
+        packed: bool,
+    ) -> None:
+        self._lengths, self._budget, self._packed = lengths, budget, packed
+        self._max_tokens, self._max_rows = max_tokens, max_rows
+        self._waiting: list[list[int]] = []
+        self._turns = 1  # an empty batch takes one turn: its model still has gathers to serve
+        self.restart()
+
+    def restart(self, *, smaller: bool = False) -> None:
+        """All rows wait again (collective). smaller: as in `repeat`."""
+        if smaller:
+            self._shrink()
+        self._plan(range(len(self._lengths)))
+
+    def repeat(self, *, smaller: bool) -> None:
+        """This turn is to be done again (collective). smaller: this rank's rows did not fit, so from now on its
+        micro-batches hold at most half as much; TrainingStopped where there is but one.
+        """
+        if smaller:
+            self._shrink()
+        self._plan([row for group in self._waiting for row in group])
+
+    @property
+    def last(self) -> bool:
+        """Whether the present turn is the last one."""
+        return self._turns == 1
+
+    def __bool__(self) -> bool:
+        return self._turns > 0
+
+    @property
+    def present(self) -> list[int]:
+        """The rows of this turn; empty where only other ranks have some left."""
+        return self._waiting[0] if self._waiting else []
+
+    @property
+    def done(self) -> int:
+        """Rows of finished turns."""
+        return len(self._lengths) - sum(map(len, self._waiting))
+
+    def advance(self) -> None:
+        """The present turn is done on all ranks."""
+        self._waiting = self._waiting[1:]
+        self._turns -= 1
+
+    def _shrink(self) -> None:
+        lengths = [self._lengths[row] for row in self.present]
+        longest = max(lengths, default=0)
+        if len(self.present) < 2:
+            raise TrainingStopped(
+                f"out of memory in a micro-batch of one sample of {longest} tokens, which cannot be cut: lower "
+                "data.max_response_length, set model.enable_gradient_checkpointing=true, fsdp_config.param_offload and "
+                "optimizer_offload, or shard over more processes (trainer.n_gpus_per_node)"
+            )
+        self._budget.limit = max((sum(lengths) if self._packed else longest * len(lengths)) // 2, 1)
+        self._budget.retries += 1
+
+    def _plan(self, rows: Sequence[int]) -> None:
+        groups = plan_micro_batches(
+            [self._lengths[row] for row in rows],
+            max_tokens=self._budget.within(self._max_tokens),
+            max_rows=self._max_rows,
+            packed=self._packed,
+        )
+        self._waiting = [[rows[i] for i in group] for group in groups]
+        self._turns = max(1, max_over_ranks(len(self._waiting)))

@@ -21,7 +21,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def shard(module: nn.Module, fsdp: FSDPConfig, device: torch.device) -> list[FSDPModule]:
-    """Apply FSDP2 in place, layer by layer and then the root; returns the sharded modules, root last.
+    """Apply FSDP2 in place, layer by layer and then the root; returns the sharded modules as a forward enters them.
 
     Parameters keep their dtype as master weights, are gathered and computed with in `fsdp.dtype`, and their gradients
     are summed over ranks in float32. Modules named by the model's `float32_modules()` are computed in float32. Frozen
@@ -41,10 +41,9 @@ def shard(module: nn.Module, fsdp: FSDPConfig, device: torch.device) -> list[FSD
 
     exact = list(cast(Any, module).float32_modules()) if hasattr(module, "float32_modules") else []
     layers = transformer_layers(module)
-    parts = [wrap(part, torch.float32) for part in exact]
+    heads = [wrap(part, torch.float32) for part in exact]
     wrapped_layers = [wrap(layer, computing) for layer in layers]
-    root = wrap(module, computing, root=True)
-    parts += [*wrapped_layers, root]
+    parts = [wrap(module, computing, root=True), *wrapped_layers, *heads]
     if fsdp.forward_prefetch:
         for layer, following in pairwise(wrapped_layers):
             layer.set_modules_to_forward_prefetch([following])

@@ -71,7 +71,7 @@ def load_policy(model: ModelConfig, *, dtype: torch.dtype = torch.float32, seed:
     if info["unexpected_keys"]:
         logger.warning("weights in '%s' that the policy does not use: %s", model.path, _some(info["unexpected_keys"]))
     _prepare(hf, model, seed)
-    return PolicyModel(hf)
+    return PolicyModel(hf, packed=model.use_remove_padding)
 
 
 def load_value_model(
@@ -100,7 +100,7 @@ def load_value_model(
     head_keys = {f"{name}.{part}" for name in HEAD_NAMES for part in ("weight", "bias")}
     missing = set(info["missing_keys"])
     _require_all_weights(model.path, missing - head_keys)
-    value = ValueModel(hf)
+    value = ValueModel(hf, packed=model.use_remove_padding)
     _fill_head(value.head, missing & head_keys, model.value_head_init, config, seed)
     _prepare(hf, model, seed)
     return value

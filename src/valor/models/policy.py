@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from valor.models.dropout import disable_dropout
+from valor.models.packing import enable_packing
 from valor.models.rows import CompactRows, compact_rows
 from valor.models.token_log_probs import (
     HeadProduct,
@@ -29,15 +30,17 @@ class PolicyModel(nn.Module):
     """Wraps `hf`, any causal language model of transformers.
 
     Hidden states of the base model, then the head only at the positions that predict response tokens. Architectures
-    whose head is more than a linear map with a scale and a soft cap go through their own full logits instead.
+    whose head is more than a linear map with a scale and a soft cap go through their own full logits instead. packed:
+    rows are read one behind the other, without padding, where the architecture lets it.
     """
 
-    def __init__(self, hf: Any) -> None:
+    def __init__(self, hf: Any, *, packed: bool = False) -> None:
         super().__init__()
         disable_dropout(hf)
         self.hf = hf
         self.eval()
         self.logit_map = find_logit_map(hf)
+        self.packed = packed and enable_packing(hf)
 
     def forward(
         self,
@@ -55,7 +58,7 @@ class PolicyModel(nn.Module):
         `rows` has prompts [b, P], prompt_lengths [b], responses [b, T], response_lengths [b], right-padded. Positions
         beyond a response's length are 0. as_reference: instead, what another policy's `reference` returns.
         """
-        compact = compact_rows(rows)
+        compact = compact_rows(rows, packed=self.packed)
         if as_reference:
             return self._logits(compact)
         with torch.no_grad():
@@ -80,8 +83,8 @@ class PolicyModel(nn.Module):
         """At the positions that predict response tokens: how to compute the logits, or, where only the model's own
         forward knows, the logits [N, V]."""
         if self.logit_map is None:
-            return compact.gather(self.hf(input_ids=compact.input_ids, use_cache=False).logits)
-        states = self.hf.base_model(input_ids=compact.input_ids, use_cache=False).last_hidden_state
+            return compact.gather(compact.read_by(self.hf).logits)
+        states = compact.read_by(self.hf.base_model).last_hidden_state
         head = self.hf.get_output_embeddings()
         return HeadProduct(compact.gather(states), head.weight, head.bias)
 

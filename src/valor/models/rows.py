@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from valor.models.packing import Segments, packing
 
 FIELDS = ("prompts", "prompt_lengths", "responses", "response_lengths")
 
@@ -19,13 +22,22 @@ class CompactRows:
     """What the model reads and where its predictions of response tokens lie.
 
     Response token t of a row with p prompt tokens is predicted at position p - 1 + t, so the last token of a row is
-    never an input. Padding is to the right and nothing looks at it: a causal model needs no attention mask.
+    never an input. Padding is to the right and nothing looks at it: a causal model needs no attention mask. Packed rows
+    lie one behind the other in one long row, b = 1, with `position_ids` and the `segments` that they are.
     """
 
     input_ids: Tensor  # [b, L] int64
     predictor: Tensor  # [N] int64, index into the flattened [b * L] positions
     targets: Tensor  # [N] int64, the response tokens in row order
     mask: Tensor  # [b, T] bool, true at the N response tokens
+    position_ids: Tensor | None = None  # [1, L] int64
+    segments: Segments | None = None
+
+    def read_by(self, model: Any) -> Any:
+        """The output of a transformers model (or its base) on these rows."""
+        packed = {} if self.segments is None else {"position_ids": self.position_ids, "segments": self.segments}
+        with packing(self.segments):
+            return model(input_ids=self.input_ids, use_cache=False, **packed)
 
     def gather(self, states: Tensor) -> Tensor:
         """The states [b, L, H] at the predicting positions, [N, H]."""
@@ -37,8 +49,11 @@ class CompactRows:
         return flat.new_zeros(*self.mask.shape, *flat.shape[1:]).masked_scatter(mask, flat)
 
 
-def compact_rows(rows: Mapping[str, Tensor]) -> CompactRows:
-    """Join prompts [b, P] and responses [b, T] without a gap. A row needs at least one prompt token (ValueError)."""
+def compact_rows(rows: Mapping[str, Tensor], *, packed: bool = False) -> CompactRows:
+    """Join prompts [b, P] and responses [b, T] without a gap. A row needs at least one prompt token (ValueError).
+
+    packed: also without padding between rows.
+    """
     prompts, responses = rows["prompts"], rows["responses"]
     prompt_lengths, response_lengths = rows["prompt_lengths"], rows["response_lengths"]
     if bool((prompt_lengths < 1).any()):
@@ -55,5 +70,18 @@ def compact_rows(rows: Mapping[str, Tensor]) -> CompactRows:
 
     step = torch.arange(responses.shape[1], device=device)
     mask = step < r
-    position = torch.arange(len(prompts), device=device)[:, None] * length + p - 1 + step
-    return CompactRows(ids, position[mask], responses[mask], mask)
+    start = torch.arange(len(prompts), device=device)[:, None] * length
+    if not packed:
+        return CompactRows(ids, (start + p - 1 + step)[mask], responses[mask], mask)
+    read = (prompt_lengths + response_lengths - 1).clamp(min=1)
+    real = column < read[:, None]
+    start = (read.cumsum(0) - read)[:, None]
+    segments = Segments.of(read.tolist())
+    return CompactRows(
+        ids[real][None],
+        (start + p - 1 + step)[mask],
+        responses[mask],
+        mask,
+        column.expand_as(ids)[real][None],
+        segments,
+    )

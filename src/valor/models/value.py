@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from valor.algorithms import hl_gauss_value
 from valor.models.dropout import disable_dropout
+from valor.models.packing import enable_packing
 from valor.models.rows import compact_rows
 
 # The names that transformers gives the head of its *ForTokenClassification classes.
@@ -57,12 +58,16 @@ class ValueHead:
 
 
 class ValueModel(nn.Module):
-    """Wraps `hf`, any *ForTokenClassification model whose backbone is causal and whose labels are a `ValueHead`."""
+    """Wraps `hf`, any *ForTokenClassification model whose backbone is causal and whose labels are a `ValueHead`.
 
-    def __init__(self, hf: Any) -> None:
+    packed: as in PolicyModel.
+    """
+
+    def __init__(self, hf: Any, *, packed: bool = False) -> None:
         super().__init__()
         disable_dropout(hf)
         self.hf = hf
+        self.packed = packed and enable_packing(hf)
         self.reading = ValueHead.of(hf.config) or ValueHead()
         self.head.float()
         self.eval()
@@ -82,8 +87,8 @@ class ValueModel(nn.Module):
         raw: instead `head_outputs`, which value losses train: [b, T], or [b, T, K] of a head of K outputs. `rows` as in
         PolicyModel.forward.
         """
-        compact = compact_rows(rows)
-        states = self.hf.base_model(input_ids=compact.input_ids, use_cache=False).last_hidden_state
+        compact = compact_rows(rows, packed=self.packed)
+        states = compact.read_by(self.hf.base_model).last_hidden_state
         outputs = self.head(compact.gather(states).float()).float()
         if raw:
             return {"head_outputs": compact.scatter(outputs.squeeze(-1))}

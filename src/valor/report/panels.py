@@ -45,6 +45,8 @@ SECTIONS = {
     "time": "Time",
 }
 
+_DEVICE, _HOST = "perf/max_memory_allocated_gb", "perf/peak_rss_gb"
+
 PANELS = (
     Panel(
         "reward",
@@ -230,12 +232,27 @@ PANELS = (
         "memory",
         "time",
         "Memory",
-        "Peak per process, GB.",
+        "Peak of the fullest process in each phase, GiB: device memory on CUDA, resident memory on a CPU.",
         (
-            Line("actor, device", ("actor/perf/max_memory_allocated_gb", "perf/max_memory_allocated_gb")),
-            Line("critic, device", ("critic/perf/max_memory_allocated_gb",), color=2),
-            Line("actor, host", ("actor/perf/cpu_memory_used_gb", "perf/cpu_memory_used_gb"), "dash"),
+            Line(
+                "actor update",
+                (f"{_DEVICE}/actor.update", f"{_HOST}/actor.update", "actor/perf/max_memory_allocated_gb"),
+            ),
+            Line("critic update", (f"{_DEVICE}/critic.update", f"{_HOST}/critic.update")),
+            Line("generation", (f"{_DEVICE}/rollout.generate", f"{_HOST}/rollout.generate"), "dash"),
+            Line("old log-probs", (f"{_DEVICE}/actor.compute_log_probs", f"{_HOST}/actor.compute_log_probs"), "faint"),
         ),
+    ),
+    Panel(
+        "out-of-memory",
+        "time",
+        "Out of memory",
+        "Micro-batches that did not fit and were repeated in smaller ones: the gradient is the same, time is lost.",
+        (
+            Line("actor, repeats an update", ("actor/oom_retries", "train/oom_retries")),
+            Line("critic, repeats an update", ("critic/oom_retries",), color=2),
+        ),
+        smooth=False,
     ),
 )
 

@@ -130,7 +130,7 @@ class PPOTrainer:
             metrics |= self._trained(trained, timer)
         self._watch_mismatch(metrics)
         self.record.samples(self.step, batch)
-        metrics |= throughput_metrics(batch, timer, self.placement.world_size)
+        metrics |= throughput_metrics(batch, timer, self.placement.world_size) | self.group.peak_memory()
         return metrics | {"training/global_step": self.step, "training/epoch": self.inputs.sampler.epoch}
 
     def validate(self) -> dict[str, float]:

@@ -127,6 +127,7 @@ class CriticPretrainer:
         tokens = int((batch["prompt_lengths"] + batch["response_lengths"]).sum())
         metrics |= timer.metrics({"values": tokens, "update_critic": tokens})
         metrics["perf/throughput"] = tokens / timer.seconds["step"] / self.pool.world_size
+        metrics |= self.group.peak_memory()
         return metrics | {"training/global_step": self.step, "training/epoch": self.sampler.epoch}
 
     def judge(self) -> dict[str, float]:

@@ -32,7 +32,7 @@ class ImitatingPolicy(PolicyModel):
 
     def __init__(self, policy: PolicyModel) -> None:
         nn.Module.__init__(self)
-        self.hf, self.logit_map = policy.hf, policy.logit_map
+        self.hf, self.logit_map, self.packed = policy.hf, policy.logit_map, policy.packed
 
     def forward(self, rows: Mapping[str, Tensor], *, with_hits: bool = False, **options: Any) -> dict[str, Tensor]:
         """As PolicyModel; `with_hits` (no gradients) adds `hits` [b, T]: 1 where the token is the likeliest one."""

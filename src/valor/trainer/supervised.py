@@ -16,6 +16,7 @@ from valor.errors import TrainingStopped
 from valor.tracking.console import format_number, format_seconds, get_console
 from valor.tracking.metrics import Timer
 from valor.tracking.progress import part, phase
+from valor.trainer.batch_metrics import memory_notice
 from valor.trainer.checkpoints import CheckpointStore
 from valor.trainer.export import TOKENIZER_DIR
 from valor.trainer.recorder import recording
@@ -112,6 +113,8 @@ class SupervisedTrainer(ABC):
             batch = self.train.batch(self.sampler.next_batch())
             metrics = self.group[self.role].update(batch)
         self._watch_skips(metrics)
+        if line := memory_notice(metrics, "max_token_len_per_gpu"):
+            get_console().print(f"step {self.step + 1}: {line}", markup=False)
         tokens = int((batch["prompt_lengths"] + batch["response_lengths"]).sum())
         return {f"train/{name}": value for name, value in metrics.items()} | {
             f"train/{self.unit}": batch.meta[f"num_{self.unit}"],
@@ -119,6 +122,7 @@ class SupervisedTrainer(ABC):
             "perf/throughput": tokens / timer.seconds["step"] / self.pool.world_size,
             "training/epoch": self.sampler.epoch,
             "training/global_step": self.step + 1,
+            **self.group.peak_memory(),
         }
 
     def validate(self) -> dict[str, float]:

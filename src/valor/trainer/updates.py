@@ -12,9 +12,11 @@ from valor.data.batch import Batch
 from valor.data.sampler import shuffled
 from valor.errors import TrainingStopped
 from valor.tracking.progress import part, phase
-from valor.trainer.batch_metrics import mean_of
+from valor.trainer.batch_metrics import mean_of, memory_notice
 from valor.trainer.old_log_probs import WEIGHTS, OldLogProbs, corrected
 from valor.workers.model_role import ROW_FIELDS
+
+SECTIONS = {"actor": "actor_rollout_ref.actor", "critic": "critic"}
 
 
 class Updates:
@@ -50,6 +52,8 @@ class Updates:
                         mini_batch, metrics = self._corrected(mini_batch)
                     metrics |= worker.update(mini_batch)
                 self._watch_skips(role, metrics, step)
+                if line := memory_notice(metrics, f"{SECTIONS[role]}.ppo_max_token_len_per_gpu"):
+                    self._say(f"step {step}: {role} {line}")
                 parts.append(metrics)
         return {k if "/" in k else f"{role}/{k}": v for k, v in mean_of(parts).items()}
 

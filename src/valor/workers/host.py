@@ -12,6 +12,9 @@ from typing import Any
 import torch
 
 from valor.engines import distributed
+from valor.workers.memory import PeakMemory, use_expandable_segments
+
+HOST = "host"  # the name under which the process itself is called
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class WorkerHost:
     """Builds the roles of one rank and calls their methods by name."""
 
     def __init__(self, rank: int, world_size: int, device: str, num_threads: int) -> None:
+        use_expandable_segments()
         torch.set_num_threads(num_threads)
         self._device = device
         self._rank, self._world_size = rank, world_size
@@ -47,6 +51,7 @@ class WorkerHost:
             self._device, rank=self._rank, world_size=self._world_size, address=address, port=port
         )
         self.context = WorkerContext(self._rank, self._world_size, device, address)
+        self._memory = PeakMemory(device)
 
     def build(self, specs: dict[str, RoleSpec]) -> None:
         """Construct each role; a role sees the earlier ones in `context.roles`."""
@@ -55,7 +60,14 @@ class WorkerHost:
 
     def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """Run `method` of `role` here."""
-        return getattr(self.context.roles[role], method)(*args, **kwargs)
+        if role == HOST:
+            return getattr(self, method)(*args, **kwargs)
+        with self._memory(f"{role}.{method}"):
+            return getattr(self.context.roles[role], method)(*args, **kwargs)
+
+    def peak_memory(self) -> dict[str, float]:
+        """Metrics of the calls since the last time."""
+        return self._memory.take()
 
     def close(self) -> None:
         """End what roles have started, drop the models, leave the process group."""

@@ -1,0 +1,72 @@
+"""Peak memory of what a rank does, call by call: device memory on CUDA, resident memory elsewhere."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+
+_RESET = Path("/proc/self/clear_refs")
+_STATUS = Path("/proc/self/status")
+_GB = 2.0**30
+
+
+def use_expandable_segments() -> None:
+    """Ask CUDA's allocator for segments that grow, which lengths that vary do not fragment; the user's setting stands.
+
+    Only before CUDA is used for the first time.
+    """
+    if not os.environ.keys() & {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}:
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+
+
+class PeakMemory:
+    """The largest memory of each kind of call since the last `take`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._device = device
+        self._peaks: dict[str, float] = {}
+        self._last = ""
+
+    @contextmanager
+    def __call__(self, call: str) -> Iterator[None]:
+        """Measure the block. On CUDA a call of another kind than the last one begins with empty caches."""
+        if self._cuda:
+            if call != self._last:
+                torch.cuda.empty_cache()
+            self._last = call
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            with suppress(OSError):  # Linux has it; elsewhere the peak is that of the process so far
+                _RESET.write_text("5")
+        try:
+            yield
+        finally:
+            self._peaks[call] = max(self._peaks.get(call, 0.0), self._peak())
+
+    def _peak(self) -> float:
+        if self._cuda:
+            return torch.cuda.max_memory_allocated(self._device) / _GB
+        return peak_rss_gb()
+
+    def take(self) -> dict[str, float]:
+        """GiB by call, as `perf/max_memory_allocated_gb/<call>` on CUDA and `perf/peak_rss_gb/<call>` elsewhere."""
+        name = "max_memory_allocated_gb" if self._cuda else "peak_rss_gb"
+        peaks, self._peaks = self._peaks, {}
+        return {f"perf/{name}/{call}": value for call, value in peaks.items()}
+
+
+def peak_rss_gb() -> float:
+    """Most memory that this process has held since the last reset (Linux), or ever."""
+    with suppress(OSError):
+        for line in _STATUS.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024 / _GB
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _GB

@@ -1,0 +1,158 @@
+"""One rank of an engine test: builds actor and critic engines, takes a share of one batch, leaves what it found."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForTokenClassification
+
+from valor import algorithms
+from valor.config.engine import FSDPConfig, OptimConfig
+from valor.data.balance import partition_rows
+from valor.data.batch import Batch
+from valor.engines import distributed
+from valor.engines.fsdp import TrainEngine
+from valor.models.policy import PolicyModel
+from valor.models.value import ValueModel
+
+CPU = torch.device("cpu")
+ROWS, PROMPT, WIDTH, VOCAB = 12, 6, 9, 61
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": VOCAB,
+}
+
+
+@dataclass
+class Case:
+    """What one comparison does; `role` is actor (PPO's clipped loss), grpo (with a KL term) or critic."""
+
+    role: str
+    fsdp: dict[str, Any] = field(default_factory=dict)
+    checkpointing: bool = False
+    packed: bool = False
+    room: int | None = None  # positions of a forward pass beyond which rank 0 runs out of memory
+
+    @property
+    def name(self) -> str:
+        return "-".join(str(v) for v in asdict(self).values())
+
+
+def whole_batch() -> Batch:
+    """Rows of very different lengths, one of them without a response, with all that the losses read."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.tensor([4, 9, 0, 5, 7, 1, 3, 9, 2, 6, 8, 1])
+    mask = (torch.arange(WIDTH) < lengths[:, None]).float()
+    noise = {name: torch.randn(ROWS, WIDTH, generator=generator) * mask for name in ("a", "old", "ref", "v", "r")}
+    return Batch(
+        {
+            "prompts": torch.randint(3, VOCAB, (ROWS, PROMPT), generator=generator),
+            "prompt_lengths": torch.randint(1, PROMPT + 1, (ROWS,), generator=generator),
+            "responses": torch.randint(3, VOCAB, (ROWS, WIDTH), generator=generator),
+            "response_lengths": lengths,
+            "response_mask": mask,
+            "advantages": noise["a"],
+            "old_log_probs": -4.1 * mask + 0.2 * noise["old"],
+            "ref_log_probs": -4.1 * mask + 0.2 * noise["ref"],
+            "values": noise["v"],
+            "returns": noise["r"],
+        },
+        meta={"num_tokens": float(mask.sum()), "num_sequences": float(mask.any(-1).sum())},
+    )
+
+
+def policy_loss(outputs: dict[str, torch.Tensor], rows: Batch, *, kl: bool) -> tuple[torch.Tensor, dict[str, Any]]:
+    mask, counts = rows["response_mask"], {name: rows.meta[name] for name in ("num_tokens", "num_sequences")}
+    loss, metrics = algorithms.policy_loss(
+        "vanilla",
+        log_probs=outputs["log_probs"],
+        old_log_probs=rows["old_log_probs"],
+        advantages=rows["advantages"],
+        response_mask=mask,
+        clip_ratio_low=0.2,
+        clip_ratio_high=0.2,
+        clip_ratio_c=3.0,
+        loss_agg_mode="token-mean",
+        loss_scale_factor=None,
+        **counts,
+    )
+    if kl:
+        term = algorithms.kl_penalty(outputs["log_probs"], rows["ref_log_probs"], kind="low_var_kl")
+        loss = loss + 0.1 * (term * mask).sum() / counts["num_tokens"]
+    else:
+        loss = loss - 0.01 * (outputs["entropy"] * mask).sum() / counts["num_tokens"]
+    return loss, {**metrics, "loss": loss.detach(), "rows": float(len(rows))}
+
+
+def value_loss(outputs: dict[str, torch.Tensor], rows: Batch) -> tuple[torch.Tensor, dict[str, Any]]:
+    error = (outputs["head_outputs"] - rows["returns"]) ** 2 * rows["response_mask"]
+    loss = error.sum() / rows.meta["num_tokens"]
+    return loss, {"loss": loss.detach(), "rows": float(len(rows))}
+
+
+def build(case: Case) -> TrainEngine:
+    torch.manual_seed(0)
+    if case.role == "critic":
+        hf: Any = Qwen2ForTokenClassification(Qwen2Config(**SIZES, num_labels=1))
+    else:
+        hf = AutoModelForCausalLM.from_config(Qwen2Config(**SIZES, tie_word_embeddings=True))
+    if case.checkpointing:
+        getattr(hf, "activation_checkpointing_enable", hf.gradient_checkpointing_enable)({"use_reentrant": False})
+    model = ValueModel(hf) if case.role == "critic" else PolicyModel(hf)
+    fsdp = FSDPConfig(**{"dtype": "float32", **case.fsdp})
+    return TrainEngine(model, fsdp=fsdp, optim=OptimConfig(lr=1e-2), device=CPU, total_steps=9)
+
+
+def run_case(case: Case, out: Path) -> None:
+    """Outputs, then two steps; the first one's gradients and both steps' metrics go to files of this rank."""
+    rank, batch = dist.get_rank(), whole_batch()
+    lengths = (batch["prompt_lengths"] + batch["response_lengths"]).tolist()
+    rows = partition_rows(lengths, dist.get_world_size())[rank]
+    share = batch.take(rows)
+    engine = build(case)
+    if case.room is not None and rank == 0:
+
+        def full(module: Any, args: Any, output: torch.Tensor) -> None:
+            if output.shape[0] * output.shape[1] > case.room:
+                raise torch.OutOfMemoryError("injected")
+
+        engine.module.hf.model.layers[0].mlp.register_forward_hook(full)
+    limits = {"max_tokens": 45}
+    evaluated = {} if case.role == "critic" else {"temperature": 0.8, "with_entropy": True}
+    outputs = engine.forward(share, **limits, **evaluated)
+    engine.offload()
+    engine.onload()
+    steps, grads = [], {}
+    for _ in range(2):
+        if case.role == "critic":
+            metrics = engine.forward_backward(share, value_loss, **limits, raw=True)
+        else:
+            loss = lambda o, r: policy_loss(o, r, kl=case.role == "grpo")  # noqa: E731
+            metrics = engine.forward_backward(share, loss, **limits, temperature=0.8, with_entropy=case.role == "actor")
+        grads = grads or {n: p.grad.full_tensor().clone() for n, p in engine.module.named_parameters()}
+        steps.append({**metrics, **engine.optimizer_step()})
+    save_file({f"{name}": value.contiguous() for name, value in outputs.items()}, out / f"{case.name}.{rank}.outputs")
+    if rank == 0:
+        save_file(grads, out / f"{case.name}.grads")
+    (out / f"{case.name}.{rank}.json").write_text(json.dumps({"steps": steps, "rows": rows}))
+
+
+def run_rank(rank: int, world: int, port: int, out: str, cases: list[Case]) -> None:
+    """All cases on one rank of a gloo group."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("cpu", rank=rank, world_size=world, address="127.0.0.1", port=port)
+    Path(out).mkdir(exist_ok=True)
+    dist.barrier()
+    for case in cases:
+        run_case(case, Path(out))
+    distributed.destroy_process_group()

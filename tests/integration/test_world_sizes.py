@@ -1,0 +1,78 @@
+"""One batch, 1, 2 and 4 ranks over gloo, every way of saving memory: the same outputs, losses, gradients and updates."""
+
+import json
+import multiprocessing
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from engine_rank import ROWS, Case, run_case, run_rank
+from safetensors.torch import load_file
+
+from valor.engines import distributed
+
+pytestmark = pytest.mark.slow
+
+ROLES = ("actor", "grpo", "critic")
+SAVING = {"param_offload": True, "optimizer_offload": True}
+PLAIN = [Case(role) for role in ROLES]
+SAVED = [Case(role, SAVING, checkpointing=True) for role in ROLES]
+HYBRID = [Case(role, {"fsdp_size": 2, "reshard_after_forward": False}, checkpointing=True) for role in ROLES]
+FULL = [Case("actor", room=20), Case("critic", room=20, checkpointing=True)]
+CASES = {1: [*PLAIN, *SAVED, *FULL], 2: [*PLAIN, *SAVED, *FULL], 4: [*PLAIN, *SAVED, *HYBRID, *FULL]}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict[int, Path]:
+    """A folder of results for each world size."""
+    root = tmp_path_factory.mktemp("worlds")
+    multiprocessing.set_forkserver_preload(["engine_rank"])  # imports once for all ranks
+    folders = {world: root / str(world) for world in CASES}
+    folders[1].mkdir()
+    distributed.init_process_group("cpu")
+    for case in CASES[1]:
+        run_case(case, folders[1])
+    distributed.destroy_process_group()
+    for world in (2, 4):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        arguments = (world, port, str(folders[world]), CASES[world])
+        mp.start_processes(run_rank, arguments, nprocs=world, start_method="forkserver")  # type: ignore[attr-defined]
+    return folders
+
+
+def ranks(folder: Path, case: Case, world: int) -> list[dict]:
+    return [json.loads((folder / f"{case.name}.{rank}.json").read_text()) for rank in range(world)]
+
+
+@pytest.mark.parametrize(("world", "case"), [(w, c) for w, cases in CASES.items() for c in cases], ids=str)
+def test_equal_to_one_plain_rank(found, world, case):
+    plain = Case(case.role)
+    (expected,) = ranks(found[1], plain, 1)
+    results = ranks(found[world], case, world)
+    assert sorted(row for result in results for row in result["rows"]) == list(range(ROWS))
+    outputs = load_file(found[1] / f"{plain.name}.0.outputs")
+    for rank, result in enumerate(results):
+        for name, value in load_file(found[world] / f"{case.name}.{rank}.outputs").items():
+            torch.testing.assert_close(value, outputs[name][result["rows"]], rtol=0, atol=1e-5)
+    grads = load_file(found[1] / f"{plain.name}.grads")
+    tolerance = 1e-6 if case.room and world < 4 else 1e-5
+    for name, value in load_file(found[world] / f"{case.name}.grads").items():
+        torch.testing.assert_close(value, grads[name], rtol=1e-4, atol=tolerance)
+    for number, step in enumerate(expected["steps"]):
+        mine = [result["steps"][number] for result in results]
+        for key in ("loss", "rows"):
+            assert sum(one.get(key, 0.0) for one in mine) == pytest.approx(step[key], abs=1e-4)
+        assert all(one["grad_norm"] == pytest.approx(step["grad_norm"], rel=1e-4) for one in mine)
+        assert all(one["skipped"] == 0.0 for one in mine)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_only_the_rank_that_ran_out_of_memory_takes_smaller_micro_batches(found, world):
+    for case in FULL:
+        first, second = zip(*(result["steps"] for result in ranks(found[world], case, world)), strict=True)
+        assert first[0]["oom_retries"] > 0 and first[0]["token_budget_min"] <= 40
+        assert not any("oom_retries" in step for step in (*first[1:], *second))
