@@ -17,34 +17,13 @@ from pathlib import Path
 from valor.trainer.main_ppo import main as ppo
 from valor.trainer.main_rm import main as train_reward_model
 
-LONGEST_PROMPT = 300  # characters
+LONGEST_PROMPT = 200  # characters
 NUM_PROMPTS = 64
 ROLES = "actor_rollout_ref.actor", "critic", "reward.reward_model"
 
 
-def write_prompts(pairs: Path, path: Path) -> None:
-    """Different short prompts of the pairs, of a source that no rule grades."""
-    rows = map(json.loads, pairs.read_text(encoding="utf-8").splitlines())
-    prompts = dict.fromkeys(row["prompt"] for row in rows if len(row["prompt"]) <= LONGEST_PROMPT)
-    path.write_text(
-        "".join(
-            json.dumps({"data_source": "pairs", "prompt": [{"role": "user", "content": prompt}]}) + "\n"
-            for prompt in list(prompts)[:NUM_PROMPTS]
-        )
-    )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=Path, required=True)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=38)
-    parser.add_argument("--ppo-steps", type=int, default=3)
-    args, overrides = parser.parse_known_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-
-    start = time.time()
+def train(args: argparse.Namespace, overrides: list[str]) -> None:
+    """The reward model; what it prints at the end is also in accuracy.json and README.md beside it."""
     code = train_reward_model(
         [
             f"model.path={args.model}",
@@ -64,10 +43,20 @@ def main() -> None:
         ]
     )
     assert code == 0, code
-    training_minutes = (time.time() - start) / 60
 
+
+def write_prompts(pairs: Path, path: Path) -> None:
+    """Different short prompts of the pairs, of a source that no rule grades."""
+    rows = map(json.loads, pairs.read_text(encoding="utf-8").splitlines())
+    prompts = dict.fromkeys(row["prompt"] for row in rows if len(row["prompt"]) <= LONGEST_PROMPT)
+    graded = {"data_source": "pairs", "reward_model": {"style": "model", "ground_truth": None}}
+    chats = [{"prompt": [{"role": "user", "content": prompt}], **graded} for prompt in list(prompts)[:NUM_PROMPTS]]
+    path.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+
+
+def score_a_run(args: argparse.Namespace) -> dict[int, float]:
+    """PPO with it: the mean score of each step."""
     write_prompts(args.pairs, args.out / "prompts.jsonl")
-    start = time.time()
     code = ppo(
         [
             "reward_model.enable=True",
@@ -76,6 +65,7 @@ def main() -> None:
             "data.val_files=null",
             "data.train_batch_size=8",
             "data.max_prompt_length=128",
+            "data.filter_overlong_prompts=true",
             "data.max_response_length=24",
             f"actor_rollout_ref.model.path={args.model}",
             "actor_rollout_ref.actor.ppo_mini_batch_size=8",
@@ -89,11 +79,24 @@ def main() -> None:
     )
     assert code == 0, code
     rows = [json.loads(line) for line in (args.out / "ppo" / "metrics.jsonl").read_text().splitlines()]
-    scores = {row["step"]: round(row["reward/pairs/rm_score"], 4) for row in rows if "reward/pairs/rm_score" in row}
-    ppo_minutes = (time.time() - start) / 60
-    print(
-        json.dumps({"rm_score": scores, "rm_minutes": round(training_minutes, 1), "ppo_minutes": round(ppo_minutes, 1)})
-    )
+    return {row["step"]: round(row["reward/pairs/rm_score"], 4) for row in rows if "reward/pairs/rm_score" in row}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=Path, required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=38)
+    parser.add_argument("--ppo-steps", type=int, default=3)
+    args, overrides = parser.parse_known_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    start = time.time()
+    train(args, overrides)
+    trained = time.time()
+    scores = score_a_run(args)
+    minutes = {"training": round((trained - start) / 60, 1), "ppo": round((time.time() - trained) / 60, 1)}
+    print(json.dumps({"rm_score": scores, "minutes": minutes}))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -113,21 +114,23 @@ class RewardExecutor:
 
     def gather(self, futures: Sequence[Future[RewardResult]]) -> list[RewardResult]:
         """The results, in order; waits for them and reports progress."""
-        results = []
+        results: list[RewardResult] = []
         seen, since = self._num_done, time.monotonic()
-        for future in futures:
-            while True:
-                try:
-                    results.append(future.result(_LOOK_SECONDS))
-                    break
-                except TimeoutError:
-                    if self._num_done != seen:
-                        seen, since = self._num_done, time.monotonic()
-                    # A process that is killed while it holds the pool's channel leaves it locked for the others.
-                    stuck = time.monotonic() - since > self._patience()
-                    self._settle(self._replace_pools() if stuck else self._look())
-                    since = time.monotonic() if stuck else since
-            report_progress(len(results), len(futures))
+        next_look = since + _LOOK_SECONDS
+        while len(results) < len(futures):
+            with suppress(TimeoutError):
+                results.append(futures[len(results)].result(max(next_look - time.monotonic(), 0.0)))
+                report_progress(len(results), len(futures))
+            now = time.monotonic()
+            if now < next_look:
+                continue
+            next_look = now + _LOOK_SECONDS
+            if self._num_done != seen:
+                seen, since = self._num_done, now
+            # A process that is killed while it holds the pool's channel leaves it locked for the others.
+            stuck = now - since > self._patience()
+            self._settle(self._replace_pools() if stuck else self._look())
+            since = now if stuck else since
         return results
 
     def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
