@@ -99,7 +99,8 @@ def test_override_of_a_config_attribute(model_dir):
 def test_override_of_the_attention_implementation(model_dir):
     policy = load_policy(section(model_dir, override_config={"attn_implementation": "eager"}))
     assert policy.hf.config._attn_implementation == "eager"
-    assert load_policy(section(model_dir)).hf.config._attn_implementation == "sdpa"
+    assert load_policy(section(model_dir, use_remove_padding=False)).hf.config._attn_implementation == "sdpa"
+    assert load_policy(section(model_dir)).hf.config._attn_implementation == "valor_packed"
 
 
 def test_gradient_checkpointing_is_switched_on(model_dir):
