@@ -34,17 +34,10 @@ _PART = re.compile(rf"(.*)\.(base_layer|lora_A|lora_B)(?:\.{_NAME})?\.weight")
 _TASKS = {"CausalLM": "CAUSAL_LM", "TokenClassification": "TOKEN_CLS", "SequenceClassification": "SEQ_CLS"}
 # What an adapter of peft may set and still be W x + s B A x on linear layers.
 _UNDERSTOOD = {
-    *(
-        "task_type",
-        "peft_type",
-        "auto_mapping",
-        "peft_version",
-        "base_model_name_or_path",
-        "revision",
-        "inference_mode",
-    ),
+    *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
     *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "lora_dropout", "fan_in_fan_out"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"),
+    "inference_mode",
 }
 
 
