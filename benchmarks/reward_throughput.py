@@ -1,6 +1,6 @@
 """Grader processes against a plain loop, on a batch as bad graders make it.
 
-    python benchmarks/reward_throughput.py [--workers 8] [--timeout 2]
+    python benchmarks/reward_throughput.py [--workers N] [--timeout 2] [--hang 4]
 
 1024 samples in random order: 532 cheap ones (GSM8K), 480 that wait 50 ms as for a server, 4 that hang, 4 that end their
 process, 4 that eat memory. The loop grades them one after another in one process and ends a hung one by an alarm at the
@@ -40,10 +40,10 @@ def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_
     return float(grade_strict(data_source, solution_str, ground_truth, extra_info)["score"])
 
 
-def make_samples(scale: float = 1.0) -> list[Sample]:
+def make_samples(num_hung: int) -> list[Sample]:
     """The batch; every second answer is right."""
     rng = random.Random(0)
-    kinds = [kind for kind, count in COUNTS.items() for _ in range(max(1, round(scale * count)))]
+    kinds = [kind for kind, count in (COUNTS | {"hang": num_hung}).items() for _ in range(count)]
     rng.shuffle(kinds)
     return [Sample(kind, f"6 times 7 is {42 + i % 2}.\n#### {42 + i % 2}", "42") for i, kind in enumerate(kinds)]
 
@@ -72,8 +72,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=None)
     parser.add_argument("--timeout", type=float, default=2.0)
+    parser.add_argument("--hang", type=int, default=COUNTS["hang"])
     args = parser.parse_args()
-    samples = make_samples()
+    samples = make_samples(args.hang)
 
     custom = CustomFunction(os.path.abspath(__file__))
     with RewardExecutor(num_workers=args.workers, timeout=args.timeout, custom=custom, memory_mb=256) as executor:
@@ -81,6 +82,7 @@ def main() -> None:
         start = time.perf_counter()
         results = executor.score(samples)
         pool_seconds = time.perf_counter() - start
+        processes = executor.num_processes
 
     spared = [i for i, s in enumerate(samples) if s.data_source not in FATAL]
     start = time.perf_counter()
@@ -89,7 +91,7 @@ def main() -> None:
 
     agree = all(results[i].score == (score or 0.0) for i, score in zip(spared, scores, strict=True))
     errors = Counter((samples[i].data_source, r.kind) for i, r in enumerate(results) if r.error is not None)
-    print(f"{len(samples)} samples, {executor.num_workers} processes, {len(os.sched_getaffinity(0))} cores")
+    print(f"{len(samples)} samples, {processes} processes at the end, {len(os.sched_getaffinity(0))} cores")
     print(f"processes {pool_seconds:.2f} s, loop {loop_seconds:.2f} s (without {', '.join(FATAL)}): ", end="")
     print(f"{loop_seconds / pool_seconds:.1f} times; scores {'agree' if agree else 'DIFFER'}")
     print("errors:", ", ".join(f"{count} {what} -> {kind}" for (what, kind), count in sorted(errors.items())))

@@ -98,6 +98,7 @@ class RewardExecutor:
         self._pending_computing: deque[_Job] = deque()  # those that mostly compute
         self._idle_looks = 0
         self._growth: threading.Thread | None = None  # while more processes start
+        self._endings: list[threading.Thread] = []  # of pools that were given up
         self._running: set[_Chunk] = set()
         self._num_done = 0
         self._closed = False
@@ -107,6 +108,11 @@ class RewardExecutor:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def num_processes(self) -> int:
+        """How many there are by now."""
+        return sum(pool.num_slots for pool in self._pools)
 
     def submit(self, sample: Sample) -> Future[RewardResult]:
         """Grade a sample in the background. The future never fails: errors are in its result."""
@@ -151,6 +157,8 @@ class RewardExecutor:
             growth.join()
         for pool in pools:
             pool.end()
+        for ending in self._endings:
+            ending.join()
         self._settle([(job, self._error("graders were shut down before this sample's turn")) for job in jobs])
 
     def submit_all(self, samples: Sequence[Sample]) -> list[Future[RewardResult]]:
@@ -206,7 +214,7 @@ class RewardExecutor:
             pool = next((pool for pool in self._pools if pool.free_slots), None)
             if pool is None:
                 break
-            fair_share = -(-len(self._pending) // sum(pool.num_slots for pool in self._pools))
+            fair_share = -(-len(self._pending) // self.num_processes)
             pending, count = (self._pending_computing, 1) if computes else (self._pending, min(fair_share, _MAX_CHUNK))
             jobs = [pending.popleft() for _ in range(count)]
             chunk = _Chunk(pool, pool.free_slots.pop(), jobs)
@@ -235,7 +243,7 @@ class RewardExecutor:
                     self._wait_again(chunk.jobs[place + 1 :])
                     del chunk.jobs[place + 1 :]
             given_up = self._dispatch()
-            size = sum(pool.num_slots for pool in self._pools)
+            size = self.num_processes
             wait = bool(self._pending) and 2 * sum(pool.num_computing() for pool in self._pools) < size
             self._idle_looks = self._idle_looks + 1 if wait else 0
             if self._idle_looks >= _IDLE_LOOKS and size < self.most_workers and self._growth is None:
@@ -302,7 +310,7 @@ class RewardExecutor:
         """Leave a pool, put back what it had; under the lock. Returns samples that were given up."""
         if pool in self._pools:
             self._pools.remove(pool)
-            pool.abandon()
+            self._endings.append(pool.abandon())
         chunks = [chunk for chunk in self._running if chunk.pool is pool]
         self._running.difference_update(chunks)
         return [one for chunk in chunks for one in self._put_back(chunk.jobs)]

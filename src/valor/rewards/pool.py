@@ -38,7 +38,7 @@ class GraderPool:
         self.free_slots = list(range(num_workers))
         self.proven = False  # it has finished a chunk: its processes can start
         context: Any = _GraderContext()
-        context.set_forkserver_preload([start_worker.__module__])  # a process that takes another's place starts at once
+        context.set_forkserver_preload([__name__])  # with all that a process needs: it starts at once
         self._places: MutableSequence[int] = context.RawArray("i", num_workers)
         self._pids: MutableSequence[int] = context.RawArray("i", num_workers)
         self._processes = ProcessPool(
@@ -67,9 +67,11 @@ class GraderPool:
         self._processes.stop()
         self._processes.join()
 
-    def abandon(self) -> None:
+    def abandon(self) -> threading.Thread:
         """`end` in the background: a thread of the pool itself cannot wait for the pool's threads."""
-        threading.Thread(target=self.end, daemon=True).start()
+        thread = threading.Thread(target=self.end, daemon=True)
+        thread.start()
+        return thread
 
     def _schedule(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Future[Any]:
         try:
