@@ -42,6 +42,7 @@ class Case:
     checkpointing: bool = False
     packed: bool = False
     room: int | None = None  # positions of a forward pass beyond which rank 0 runs out of memory
+    shared: int = 1  # ranks that share rows
 
     @property
     def name(self) -> str:
@@ -108,9 +109,11 @@ def build(case: Case) -> TrainEngine:
         hf = AutoModelForCausalLM.from_config(Qwen2Config(**SIZES, tie_word_embeddings=True))
     if case.checkpointing:
         getattr(hf, "activation_checkpointing_enable", hf.gradient_checkpointing_enable)({"use_reentrant": False})
-    model = ValueModel(hf) if case.role == "critic" else PolicyModel(hf)
+    model = ValueModel(hf, packed=case.packed) if case.role == "critic" else PolicyModel(hf, packed=case.packed)
+    assert model.packed == case.packed
     fsdp = FSDPConfig(**{"dtype": "float32", **case.fsdp})
-    return TrainEngine(model, fsdp=fsdp, optim=OptimConfig(lr=1e-2), device=CPU, total_steps=9)
+    optim = OptimConfig(lr=1e-2)
+    return TrainEngine(model, fsdp=fsdp, optim=optim, device=CPU, total_steps=9, sequence_parallel=case.shared)
 
 
 def run_case(case: Case, out: Path) -> None:

@@ -1,8 +1,9 @@
-"""One batch, 1, 2 and 4 ranks over gloo, every way of saving memory: the same outputs, losses, gradients and updates."""
+"""One batch, 1, 2 and 4 ranks over gloo, every way of saving memory: the same outputs, losses, gradients, updates."""
 
 import json
 import multiprocessing
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,20 @@ pytestmark = pytest.mark.slow
 ROLES = ("actor", "grpo", "critic")
 SAVING = {"param_offload": True, "optimizer_offload": True}
 PLAIN = [Case(role) for role in ROLES]
+PACKED = [
+    Case("actor", packed=True),
+    Case("grpo", SAVING, checkpointing=True, packed=True),
+    Case("critic", packed=True),
+]
+SHARED = [replace(case, shared=2) for case in PACKED]  # sequence parallelism
 SAVED = [Case(role, SAVING, checkpointing=True) for role in ROLES]
 HYBRID = [Case(role, {"fsdp_size": 2, "reshard_after_forward": False}, checkpointing=True) for role in ROLES]
-FULL = [Case("actor", room=20), Case("critic", room=20, checkpointing=True)]
-CASES = {1: [*PLAIN, *SAVED, *FULL], 2: [*PLAIN, *SAVED, *FULL], 4: [*PLAIN, *SAVED, *HYBRID, *FULL]}
+FULL = [Case("actor", room=20, packed=True), Case("critic", room=20, checkpointing=True)]
+CASES = {
+    1: [*PLAIN, *SAVED, *PACKED, *FULL],
+    2: [*PLAIN, *SAVED, *PACKED, *SHARED, *FULL],
+    4: [*PLAIN, *SAVED, *HYBRID, *PACKED, *SHARED, Case("actor", HYBRID[0].fsdp, packed=True, shared=4), *FULL],
+}
 
 
 @pytest.fixture(scope="module")

@@ -89,7 +89,7 @@ class ActorConfig(Section):
     use_torch_compile: bool = True
     """Accepted without effect: nothing is compiled."""
     ulysses_sequence_parallel_size: PositiveInt = 1
-    """Processes that share one sequence."""
+    """Processes that share their rows, each a part of every row (Ulysses); must divide the attention heads."""
     optim: OptimConfig = OptimConfig()
     """Optimizer."""
     fsdp_config: FSDPConfig = FSDPConfig()
@@ -135,7 +135,7 @@ class RefConfig(Section):
     log_prob_max_token_len_per_gpu: PositiveInt = inherits("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
     """Most tokens (padding included) in a forward micro-batch of one process."""
     ulysses_sequence_parallel_size: PositiveInt = inherits("actor_rollout_ref.actor.ulysses_sequence_parallel_size")
-    """Processes that share one sequence."""
+    """Processes that share their rows, each a part of every row (Ulysses); must divide the attention heads."""
 
     @property
     def max_rows(self) -> int | None:

@@ -21,7 +21,7 @@ def check(config: BaseModel) -> list[str]:
         lines += _critic_run(config)
     elif isinstance(config, PPOConfig):
         lines += [*_critic(config), *_value_lab(config), *_batches(config), *_losses(config), *_validation(config)]
-        lines += _pools(config)
+        lines += [*_pools(config), *_sequence_parallel(config)]
     if isinstance(config, PPOConfig):
         lines += [*_generation(config), *_rewards(config), *_reward_model(config.reward.reward_model)]
         lines += _adapters("actor_rollout_ref.model", config.actor_rollout_ref.model)
@@ -60,6 +60,23 @@ def _critic(config: PPOConfig) -> list[str]:
         lines.append(
             f"critic.ensemble_size={critic.ensemble_size}: the critics would all be the same, set "
             + ("critic.freeze=false" if critic.freeze else "critic.model.value_head_init=normal")
+        )
+    return lines
+
+
+def _sequence_parallel(config: PPOConfig) -> list[str]:
+    lines, policy = [], config.actor_rollout_ref
+    for key, size, packed in (
+        ("actor_rollout_ref", policy.actor.ulysses_sequence_parallel_size, policy.model.use_remove_padding),
+        ("critic", config.critic.ulysses_sequence_parallel_size, config.critic.model.use_remove_padding),
+    ):
+        if size > 1 and not packed:
+            lines.append(f"sequence parallelism shares packed rows out: set {key}.model.use_remove_padding=true")
+    own, other = policy.actor.ulysses_sequence_parallel_size, policy.ref.ulysses_sequence_parallel_size
+    if own != other and "full" in config.kl_kinds:
+        lines.append(
+            f"the exact KL is computed on the actor's rows as they are shared out: set actor_rollout_ref.ref."
+            f"ulysses_sequence_parallel_size={own}, as the actor's"
         )
     return lines
 

@@ -70,7 +70,7 @@ class CriticConfig(Section):
     loss_scale_factor: PositiveFloat = inherits("actor_rollout_ref.actor.loss_scale_factor")
     """seq-mean-token-sum-norm: divisor of each sequence's sum."""
     ulysses_sequence_parallel_size: PositiveInt = 1
-    """Processes that share one sequence."""
+    """Processes that share their rows, each a part of every row (Ulysses); must divide the attention heads."""
     optim: CriticOptimConfig = CriticOptimConfig()
     """Optimizer."""
     fsdp_config: CriticFSDPConfig = Field(default_factory=lambda: CriticFSDPConfig())

@@ -35,10 +35,6 @@ def _among(*values: Any) -> Callable[[Any], bool]:
     return lambda value: value in values
 
 
-def _above(limit: int) -> Callable[[Any], bool]:
-    return lambda value: value is not None and value > limit
-
-
 def _other_than(*values: Any) -> Callable[[Any], bool]:
     return lambda value: value not in values
 
@@ -62,7 +58,6 @@ TABLE: tuple[Unavailable, ...] = (
     Unavailable("*.rollout.agent.agent_loop_config_path", _is_set, *TOOLS),
     Unavailable("*strategy", _among("megatron"), *MEGATRON),
     Unavailable("*.megatron_config", _is_set, *MEGATRON),
-    Unavailable("*.ulysses_sequence_parallel_size", _above(1), "sequence parallelism", "set it to 1"),
     Unavailable("*checkpoint.save_contents", _lacks(*RESUMABLE), *PARTS),
     Unavailable("*checkpoint.load_contents", _lacks(*RESUMABLE), *PARTS),
     Unavailable("*checkpoint.async_save", _is_set, "saving in the background", "leave async_save at false"),

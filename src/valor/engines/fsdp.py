@@ -20,6 +20,7 @@ from valor.engines import checkpoint
 from valor.engines.microbatch import MicroBatches, TokenBudget
 from valor.engines.optim import build_optimizer, clip_gradients, lr_factor
 from valor.engines.recovery import Recovery
+from valor.engines.row_sharing import RowSharing
 from valor.engines.sharding import gathered, shard
 from valor.models.export import export_hf
 from valor.models.rows import FIELDS
@@ -44,9 +45,11 @@ class TrainEngine:
         optim: OptimConfig | None,
         device: torch.device,
         total_steps: int = 0,
+        sequence_parallel: int = 1,
     ) -> None:
         if optim is None:
             module.requires_grad_(False)
+        self._sharing = RowSharing(module, sequence_parallel) if sequence_parallel > 1 else None
         self.module = module
         self.device = device
         self.total_steps = total_steps
@@ -71,12 +74,17 @@ class TrainEngine:
         go to the model's forward (temperature, with_entropy, …).
         """
         self.module.eval()
+        if self._sharing:
+            batch, own = self._sharing.gather(batch.select(FIELDS))
+        else:
+            own = slice(None)
         responses = batch["responses"]
         outputs: dict[str, Tensor] = {}
         todo = self._micro_batches("forward", batch, max_tokens, max_rows)
         while todo:
             indices = todo.present
-            found = self._recovery.forward(partial(self._outputs, batch, indices, options))
+            compute = partial(self._outputs, batch, indices, options)
+            found = self._recovery.forward(compute, recoverable=self._sharing is None)
             if found is None:
                 todo.repeat(smaller=self._recovery.failed_here)
                 continue
@@ -89,7 +97,7 @@ class TrainEngine:
             todo.advance()
             report_progress(todo.done, len(batch))
         self._reshard()
-        return outputs
+        return {name: value[own] for name, value in outputs.items()}
 
     def forward_backward(
         self,
@@ -110,8 +118,10 @@ class TrainEngine:
         assert self.optimizer is not None, "a frozen engine has no gradients"
         self.module.train(self._checkpointing)  # dropout is off; checkpointing acts in training mode alone
         earlier = {p: p.grad.clone() for p in self.module.parameters() if p.grad is not None}
-        # A reference that is sharded too has gathers of its own in the pass, which a rank could not serve.
-        recoverable = dist.get_world_size() == 1 or options.get("reference") is None
+        # A sharded reference and ranks that share rows have exchanges of their own in the pass: none could serve them.
+        recoverable = dist.get_world_size() == 1 or (options.get("reference") is None and self._sharing is None)
+        if self._sharing:
+            batch, _ = self._sharing.gather(batch)
         todo = self._micro_batches("train", batch, max_tokens, max_rows)
         metrics: list[dict[str, float]] = []
         while todo:
@@ -133,6 +143,8 @@ class TrainEngine:
             todo.advance()
             report_progress(todo.done, len(batch))
         self._reshard()
+        if self._sharing and not self._sharing.first:
+            return {}  # the group's metrics count once
         return reduce_metrics([*metrics, *(budget.take_metrics() for budget in self._budgets.values())])
 
     def optimizer_step(self, *, advance_schedule: bool = True) -> dict[str, float]:
@@ -241,6 +253,8 @@ class TrainEngine:
 
     def _micro_batches(self, verb: str, batch: Batch, max_tokens: int | None, max_rows: int | None) -> MicroBatches:
         lengths = (batch["prompt_lengths"] + batch["response_lengths"]).tolist()
+        share = self._sharing.size if self._sharing else 1  # each rank computes that part of every micro-batch
+        max_tokens, max_rows = (None if limit is None else limit * share for limit in (max_tokens, max_rows))
         packed = getattr(self.module, "packed", False)
         return MicroBatches(lengths, self._budgets[verb], max_tokens=max_tokens, max_rows=max_rows, packed=packed)
 

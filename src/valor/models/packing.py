@@ -16,10 +16,13 @@ from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from valor.models.sequence_parallel import heads_to_positions, positions_to_heads
 
 IMPLEMENTATION = "valor_packed"
 _REPLACED = ("sdpa", "flash_attention_2", IMPLEMENTATION)
@@ -29,14 +32,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Segments:
-    """Where rows lie: row i at positions bounds[i] to bounds[i + 1] - 1."""
+    """Where rows lie: row i at positions bounds[i] to bounds[i + 1] - 1. `group`: whose ranks share the positions."""
 
     bounds: tuple[int, ...]
+    group: dist.ProcessGroup | None = None
 
     @staticmethod
-    def of(lengths: list[int]) -> Segments:
+    def of(lengths: list[int], group: dist.ProcessGroup | None = None) -> Segments:
         """Rows of these lengths."""
-        return Segments((0, *accumulate(lengths)))
+        return Segments((0, *accumulate(lengths)), group)
 
     @property
     def lengths(self) -> list[int]:
@@ -74,19 +78,33 @@ def packed_attention(
     segments: Segments | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """Attention output [1, N, heads, value size] for query [1, heads, N, D], key and value [1, kv heads, N, D]."""
+    """Attention output [1, N, heads, value size] for query [1, heads, N, D], key and value [1, kv heads, N, D].
+
+    N is this rank's share of the positions where the segments have a group.
+    """
     if segments is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **rest)
+    group = segments.group
+    if group is None:
+        return _attention(module, query, key, value, segments, **rest), None
+    if key.shape[1] % group.size():
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    query, key, value = (positions_to_heads(x, group) for x in (query, key, value))
+    out = _attention(module, query, key, value, segments, **rest)
+    return heads_to_positions(out.transpose(1, 2), group).transpose(1, 2), None
+
+
+def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, segments: Segments, **rest: Any) -> Tensor:
     scaling = rest.get("scaling")
     shape = (query.shape[1], key.shape[1], query.shape[3], value.shape[3])
     if query.is_cuda and _varlen_agrees(query.device, query.dtype, *shape):
-        return _varlen(query, key, value, segments, scaling), None
+        return _varlen(query, key, value, segments, scaling)
     found = []
     for start, count, length in _runs(segments):  # neighbours of one length attend side by side
         rows = slice(start, start + count * length)
         heads = [x[0, :, rows].unflatten(1, (count, length)).transpose(0, 1) for x in (query, key, value)]
         found.append(sdpa_attention_forward(module, *heads, None, **rest)[0].flatten(0, 1))
-    return torch.cat(found)[None], None
+    return torch.cat(found)[None]
 
 
 def _runs(segments: Segments) -> Iterator[tuple[int, int, int]]:

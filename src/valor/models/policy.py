@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from valor.models.dropout import disable_dropout
@@ -34,6 +35,8 @@ class PolicyModel(nn.Module):
     rows are read one behind the other, without padding, where the architecture lets it.
     """
 
+    sequence_group: dist.ProcessGroup | None = None  # whose ranks share rows; set by the engine
+
     def __init__(self, hf: Any, *, packed: bool = False) -> None:
         super().__init__()
         disable_dropout(hf)
@@ -58,7 +61,7 @@ class PolicyModel(nn.Module):
         `rows` has prompts [b, P], prompt_lengths [b], responses [b, T], response_lengths [b], right-padded. Positions
         beyond a response's length are 0. as_reference: instead, what another policy's `reference` returns.
         """
-        compact = compact_rows(rows, packed=self.packed)
+        compact = compact_rows(rows, packed=self.packed, group=self.sequence_group)
         if as_reference:
             return self._logits(compact)
         with torch.no_grad():

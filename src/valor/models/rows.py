@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from valor.models.packing import Segments, packing
+from valor.models.sequence_parallel import put_together
 
 FIELDS = ("prompts", "prompt_lengths", "responses", "response_lengths")
 
@@ -23,7 +25,8 @@ class CompactRows:
 
     Response token t of a row with p prompt tokens is predicted at position p - 1 + t, so the last token of a row is
     never an input. Padding is to the right and nothing looks at it: a causal model needs no attention mask. Packed rows
-    lie one behind the other in one long row, b = 1, with `position_ids` and the `segments` that they are.
+    lie one behind the other in one long row, b = 1, with `position_ids` and the `segments` that they are. Where ranks
+    share the positions, L and N are this rank's; `mask` is all ranks', and its first response token is number `begin`.
     """
 
     input_ids: Tensor  # [b, L] int64
@@ -32,6 +35,7 @@ class CompactRows:
     mask: Tensor  # [b, T] bool, true at the N response tokens
     position_ids: Tensor | None = None  # [1, L] int64
     segments: Segments | None = None
+    begin: int = 0
 
     def read_by(self, model: Any) -> Any:
         """The output of a transformers model (or its base) on these rows."""
@@ -45,14 +49,18 @@ class CompactRows:
 
     def scatter(self, flat: Tensor) -> Tensor:
         """Per-token numbers [N, ...] on the [b, T, ...] grid, zero elsewhere; differentiable."""
+        if self.segments is not None and self.segments.group is not None:
+            flat = put_together(flat, self.begin, int(self.mask.sum()), self.segments.group)
         mask = self.mask.view(*self.mask.shape, *[1] * (flat.dim() - 1))
         return flat.new_zeros(*self.mask.shape, *flat.shape[1:]).masked_scatter(mask, flat)
 
 
-def compact_rows(rows: Mapping[str, Tensor], *, packed: bool = False) -> CompactRows:
+def compact_rows(
+    rows: Mapping[str, Tensor], *, packed: bool = False, group: dist.ProcessGroup | None = None
+) -> CompactRows:
     """Join prompts [b, P] and responses [b, T] without a gap. A row needs at least one prompt token (ValueError).
 
-    packed: also without padding between rows.
+    packed: also without padding between rows. group: packed rows that its ranks share position by position.
     """
     prompts, responses = rows["prompts"], rows["responses"]
     prompt_lengths, response_lengths = rows["prompt_lengths"], rows["response_lengths"]
@@ -77,11 +85,21 @@ def compact_rows(rows: Mapping[str, Tensor], *, packed: bool = False) -> Compact
     real = column < read[:, None]
     start = (read.cumsum(0) - read)[:, None]
     segments = Segments.of(read.tolist())
-    return CompactRows(
-        ids[real][None],
-        (start + p - 1 + step)[mask],
-        responses[mask],
-        mask,
-        column.expand_as(ids)[real][None],
-        segments,
-    )
+    positions = column.expand_as(ids)[real][None]
+    whole = CompactRows(ids[real][None], (start + p - 1 + step)[mask], responses[mask], mask, positions, segments)
+    return whole if group is None else _own_part(whole, read.tolist(), group)
+
+
+def _own_part(whole: CompactRows, lengths: list[int], group: dist.ProcessGroup) -> CompactRows:
+    """This rank's positions of packed rows, as many as any other rank's: a row of padding fills up the last part."""
+    assert whole.position_ids is not None
+    missing = -sum(lengths) % group.size()
+    each = (sum(lengths) + missing) // group.size()
+    own = slice(group.rank() * each, (group.rank() + 1) * each)
+    ids = torch.nn.functional.pad(whole.input_ids, (0, missing))[:, own]
+    filling = torch.arange(missing, device=ids.device)[None]
+    positions = torch.cat([whole.position_ids, filling], dim=1)[:, own]
+    begin, end = torch.searchsorted(whole.predictor, torch.tensor([own.start, own.stop], device=ids.device)).tolist()
+    predictor, targets = whole.predictor[begin:end] - own.start, whole.targets[begin:end]
+    segments = Segments.of(lengths + [missing] * (missing > 0), group)
+    return CompactRows(ids, predictor, targets, whole.mask, positions, segments, begin)

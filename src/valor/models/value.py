@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from valor.algorithms import hl_gauss_value
@@ -63,6 +64,8 @@ class ValueModel(nn.Module):
     packed: as in PolicyModel.
     """
 
+    sequence_group: dist.ProcessGroup | None = None  # whose ranks share rows; set by the engine
+
     def __init__(self, hf: Any, *, packed: bool = False) -> None:
         super().__init__()
         disable_dropout(hf)
@@ -87,7 +90,7 @@ class ValueModel(nn.Module):
         raw: instead `head_outputs`, which value losses train: [b, T], or [b, T, K] of a head of K outputs. `rows` as in
         PolicyModel.forward.
         """
-        compact = compact_rows(rows, packed=self.packed)
+        compact = compact_rows(rows, packed=self.packed, group=self.sequence_group)
         states = compact.read_by(self.hf.base_model).last_hidden_state
         outputs = self.head(compact.gather(states).float()).float()
         if raw:

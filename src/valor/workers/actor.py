@@ -57,6 +57,7 @@ class ActorWorker(ModelRole):
             optim=config.actor.optim,
             checkpoint=config.actor.checkpoint,
             total_steps=total_steps,
+            sequence_parallel=config.actor.ulysses_sequence_parallel_size,
         )
 
     @dispatch("dp")
@@ -85,7 +86,8 @@ class ActorWorker(ModelRole):
     def update(self, mini_batch: Batch) -> dict[str, float]:
         """One optimizer step on the rows of a mini-batch; metrics are of the whole mini-batch, over all ranks."""
         config, meta = self.config, mini_batch.meta
-        self._generator = keyed_generator(self.seed, meta["global_step"], meta["update"], self._rank)
+        group = self._rank // config.ulysses_sequence_parallel_size  # ranks that share rows draw alike
+        self._generator = keyed_generator(self.seed, meta["global_step"], meta["update"], group)
         with self.on_device(optimizer=True) as engine, self._reference(config.exact_kl_loss) as reference:
             metrics = engine.forward_backward(
                 mini_batch,

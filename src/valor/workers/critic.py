@@ -47,6 +47,7 @@ class CriticWorker(ModelRole):
             optim=None if config.freeze else config.optim,
             checkpoint=config.checkpoint,
             total_steps=total_steps,
+            sequence_parallel=config.ulysses_sequence_parallel_size,
         )
         self._limits = {"max_tokens": config.ppo_max_token_len_per_gpu, "max_rows": config.max_rows}
 

@@ -32,11 +32,19 @@ class ModelRole:
         optim: OptimConfig | None,
         checkpoint: CheckpointConfig | None = None,
         total_steps: int = 0,
+        sequence_parallel: int = 1,
     ) -> None:
         self._rank = context.rank
         self._fsdp = fsdp
         self._checkpoint = checkpoint or CheckpointConfig()
-        self.engine = TrainEngine(module, fsdp=fsdp, optim=optim, device=context.device, total_steps=total_steps)
+        self.engine = TrainEngine(
+            module,
+            fsdp=fsdp,
+            optim=optim,
+            device=context.device,
+            total_steps=total_steps,
+            sequence_parallel=sequence_parallel,
+        )
         self.engine.offload(parameters=fsdp.param_offload, optimizer=fsdp.optimizer_offload)
 
     @contextmanager

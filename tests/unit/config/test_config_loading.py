@@ -378,6 +378,18 @@ def test_load_yaml_mistakes(tmp_path):
             ],
             "take ref out of resource_pools.own.roles",
         ),
+        (
+            ["critic.ulysses_sequence_parallel_size=2", "critic.model.use_remove_padding=false"],
+            "sequence parallelism shares packed rows out: set critic.model.use_remove_padding=true",
+        ),
+        (
+            [
+                "actor_rollout_ref.actor.use_kl_loss=true",
+                "actor_rollout_ref.actor.kl_loss_type=full",
+                "actor_rollout_ref.ref.ulysses_sequence_parallel_size=2",
+            ],
+            "set actor_rollout_ref.ref.ulysses_sequence_parallel_size=1, as the actor's",
+        ),
         (["trainer.val_only=true"], "trainer.val_only=true needs validation prompts: set data.val_files"),
         (["trainer.keep_best=true"], "trainer.keep_best=true needs validation prompts: set data.val_files"),
         (["trainer.resume_mode=resume_path"], "trainer.resume_mode=resume_path needs trainer.resume_from_path"),

@@ -117,7 +117,6 @@ def test_a_default_run_asks_for_nothing_unavailable():
         "actor_rollout_ref.rollout.name=sglang",
         "actor_rollout_ref.rollout.multi_turn.enable=true",
         "actor_rollout_ref.rollout.do_sample=false",
-        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
         "actor_rollout_ref.actor.checkpoint.save_contents=[model]",
         "critic.checkpoint.load_contents=[model,optimizer]",
         "critic.checkpoint.async_save=true",

@@ -15,7 +15,10 @@ ALL = 7 * LONGEST  # padded tokens of the whole batch
 
 
 class SmallDevice:
-    """Raises where a pass through the last layer has more than `room` positions, as a full GPU would; the first `spared` passes are not looked at."""
+    """Raises where a pass through the last layer has more than `room` positions, as a full GPU would.
+
+    The first `spared` passes are not looked at.
+    """
 
     def __init__(self, engine, room: int, *, backward: bool = False, spared: int = 0) -> None:
         self.room, self.spared, self.seen = room, spared, []
