@@ -12,6 +12,7 @@ from valor.config.algorithm import AlgorithmConfig
 from valor.config.critic import CriticConfig
 from valor.config.critic_runs import CriticPretrainConfig, CriticRunConfig, CriticScoreConfig
 from valor.config.inert import inert_settings
+from valor.config.model import BackboneConfig
 from valor.config.pools import PoolConfig
 from valor.config.ppo import PPOConfig
 from valor.config.rm import RMConfig
@@ -51,7 +52,7 @@ def _ppo_rows(config: PPOConfig, num_prompts: int | None) -> list[tuple[str, str
     policy, critic = config.actor_rollout_ref, config.critic
     loss = policy.actor.policy_loss.loss_mode
     rows = [("run", _run(config.trainer)), ("algorithm", f"{_estimator(config)}, policy loss {loss}")]
-    rows.append(("actor", f"{policy.model.path}, {_optimizer(policy.actor)}, {_precision(policy.actor)}"))
+    rows.append(("actor", f"{_model(policy.model)}, {_optimizer(policy.actor)}, {_precision(policy.actor)}"))
     rows.append(("rollout", _rollout(config)))
     if critic.enable:
         update = "frozen" if critic.freeze else _optimizer(critic)
@@ -59,7 +60,7 @@ def _ppo_rows(config: PPOConfig, num_prompts: int | None) -> list[tuple[str, str
             f", frozen in steps {', '.join(critic.freeze_steps)}" if critic.freeze_steps and not critic.freeze else ""
         )
         update += f", {critic.ensemble_reduce} of {critic.ensemble_size}" if critic.ensemble_size > 1 else ""
-        rows.append(("critic", f"{critic.model.path}, {update}, {_precision(critic)}"))
+        rows.append(("critic", f"{_model(critic.model)}, {update}, {_precision(critic)}"))
     else:
         rows.append(("critic", "none"))
     rows.append(("reference", _reference(config)))
@@ -80,7 +81,7 @@ def _ppo_rows(config: PPOConfig, num_prompts: int | None) -> list[tuple[str, str
 
 def _critic_rows(config: CriticRunConfig) -> list[tuple[str, str]]:
     rollouts, how, rows = None, "", [("placement", _placement(config.trainer))]
-    critic = f"{config.critic.model.path}, {_precision(config.critic)}"
+    critic = f"{_model(config.critic.model)}, {_precision(config.critic)}"
     prompts = config.data.train_files
     if isinstance(config, CriticPretrainConfig):
         rollouts, trainer = config.pretrain.rollouts, config.trainer
@@ -110,7 +111,10 @@ def _supervised_rows(config: SupervisedConfig, num_samples: int | None, unit: st
         validation = f"{every}at the end: {config.data.val_share:.0%} of the prompts of each source, held out"
     return [
         ("run", _run(trainer)),
-        ("model", f"{config.model.path}, {config.optim.optimizer} lr {config.optim.lr:g}, {config.fsdp_config.dtype}"),
+        (
+            "model",
+            f"{_model(config.model)}, {config.optim.optimizer} lr {config.optim.lr:g}, {config.fsdp_config.dtype}",
+        ),
         ("placement", _processes(trainer, 1)),
         ("batch", f"{data.train_batch_size:,} {unit} per update, each text at most {data.max_length:,} tokens"),
         ("", f"micro-batches of at most {data.max_token_len_per_gpu:,} tokens per process"),
@@ -157,6 +161,11 @@ def _rollout(config: PPOConfig) -> str:
     cut = f", top-p {rollout.top_p:g}" if rollout.top_p < 1 else ""
     cut += f", top-k {rollout.top_k}" if rollout.top_k > 0 else ""
     return f"{rollout.name} ({own}), temperature {rollout.temperature:g}{cut}"
+
+
+def _model(model: BackboneConfig) -> str:
+    start = f" from {model.lora_adapter_path}" if model.lora_adapter_path is not None else ""
+    return model.path + (f" with LoRA adapters of rank {model.lora_rank}{start}" if model.lora_rank else "")
 
 
 def _reference(config: PPOConfig) -> str:

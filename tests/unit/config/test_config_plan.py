@@ -168,3 +168,20 @@ def test_estimators_without_lambda_are_those_that_take_none():
 
     without = {n for n in ADVANTAGES.names() if ADVANTAGES[n].builtin and "lam_actor" not in advantage_options(n)}
     assert without == CRITIC_FREE
+
+
+def test_adapters_are_in_the_plan_and_need_a_rank():
+    argv = ["actor_rollout_ref.model.path=m", "actor_rollout_ref.model.lora_adapter_path=a"]
+    text = plan(load([*argv, "actor_rollout_ref.model.lora_rank=8"]).config)
+    assert row(text, "actor").startswith("m with LoRA adapters of rank 8 from a, ")
+    assert row(text, "critic").startswith("m, ")
+    with pytest.raises(UserError, match=r"lora_adapter_path=a needs actor_rollout_ref\.model\.lora_rank"):
+        load(argv)
+
+
+def test_a_reference_without_weights_of_its_own_has_no_precision():
+    argv = ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.ref.fsdp_config.dtype=float32"]
+    loaded = load([*argv, "actor_rollout_ref.model.lora_rank=8"])
+    [(key, reason)] = inert_settings(loaded.config, loaded.explicit_keys)
+    assert key == argv[1].partition("=")[0] and reason.endswith("the actor without its adapters")
+    assert inert_settings(load(argv).config, loaded.explicit_keys) == []
