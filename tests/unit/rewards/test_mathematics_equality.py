@@ -19,6 +19,15 @@ class Group(NamedTuple):
 
 GROUPS = [
     Group(
+        "repeating decimals are fractions, number words are numbers, about is no part of an answer",
+        [(r"0.\overline{3}", "1/3"), (r"\frac16", r"0.1\overline{6}"), (r"-0.\bar{3}", "-1/3"), ("1/3", "0.(3)"),
+         ("36", "thirty-six"), ("14", r"\text{fourteen}"), ("1/2", r"\text{one half}"), ("2/3", "two-thirds"),
+         ("2", r"\text{two apples}"), ("36", "approximately 36"), ("36", r"\text{about } 36\text{ cm}"),
+         (r"\overline{AB}", "AB"), ("3:30 PM", "3:30 p.m.")],
+        [(r"0.\overline{3}", "0.3"), ("1", "one half"), ("1", r"\text{one half}"), ("3:30 PM", "3:30 AM"),
+         (r"10\text{ a.m.}", "10 PM"), ("60", "thirty-six")],
+    ),
+    Group(
         "currency and thousands separators do not change a number; a period is no separator",
         [("36", r"\$36"), ("$36", "36"), ("10000", "10{,}000"), (r"10,\!080", "10080"), ("10000", "10,000"),
          ("10000", "10 000"), ("10000", r"10\,000"), ("1000", "1,000.00"), ("69,930", "69930"), ("$7.56", "7.56"),

@@ -80,6 +80,9 @@ def test_an_announced_sentence_also_counts_by_its_number() -> None:
         ("<think>The answer is 4</think>The answer is 5", "4", 0),
         ("so f(x) = 3x + 2", "2", 0),  # a term is no answer
         ("Final answer: 3x+2", "2", 0),
+        ("The point is (1,2).", "(1,2)", 1),
+        ("The answer is 36!!!!", "36", 1),
+        ("The correct option is B.", "B", 1),
     ],
 )
 def test_whole_responses(response: str, truth: str, score: int) -> None:
