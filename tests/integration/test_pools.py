@@ -56,6 +56,14 @@ def test_generation_apart_changes_nothing(overrides, tmp_path, capsys):
     assert all(row["timing_s/update_weights"] > 0 for row in rows[1:])
 
 
+@pytest.mark.slow
+def test_adapters_reach_generation_apart_as_merged_weights(overrides, tmp_path):
+    lora = ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.optim.lr=0.03", f"{ROLLOUT}.nnodes=1"]
+    assert main(overrides(tmp_path / "run", *lora, "trainer.total_training_steps=3")) == 0
+    for row in read_metrics(tmp_path / "run")[1:]:
+        assert row["training/rollout_log_probs_diff_max"] < 1e-4 and row["actor/grad_norm"] > 0
+
+
 def test_placement_says_who_shares_what():
     arguments = ["data.train_files=x", APART, "trainer.device=cpu", "trainer.num_threads=1"]
     placement = resolve_placement(load([*arguments, "actor_rollout_ref.actor.use_kl_loss=true"]).config)
