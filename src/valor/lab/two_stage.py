@@ -98,7 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _demo_task(out: Path) -> list[str]:
     """The settings of `valor demo`'s PPO run, from the warm start below; the critic goes ahead in stage 1 alone."""
     start = out / "start" / "sft" / "seed_0" / "huggingface" / "actor"
-    rest = ["trainer.critic_warmup=0", "trainer.report=false", "trainer.log_generations=0", *_SAMPLED]
+    rest = ["trainer.critic_warmup=0", "critic.ppo_mini_batch_size=64", "trainer.report=false"]
+    rest += ["trainer.log_generations=0", *_SAMPLED]
     return [*ppo_overrides(start, _demo_files(out), out), *rest]
 
 
