@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import socket
 from pathlib import Path
 from queue import SimpleQueue
@@ -86,6 +87,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=16000)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "131072")  # what is freed leaves the process at once
     multiprocessing.set_forkserver_preload(
         [
             "torch.distributed.tensor",

@@ -84,7 +84,7 @@ class TrainEngine:
         while todo:
             indices = todo.present
             compute = partial(self._outputs, batch, indices, options)
-            found = self._recovery.forward(compute, recoverable=self._sharing is None)
+            found = self._recovery.forward(compute, recoverable=self._recoverable(options))
             if found is None:
                 todo.repeat(smaller=self._recovery.failed_here)
                 continue
@@ -118,8 +118,6 @@ class TrainEngine:
         assert self.optimizer is not None, "a frozen engine has no gradients"
         self.module.train(self._checkpointing)  # dropout is off; checkpointing acts in training mode alone
         earlier = {p: p.grad.clone() for p in self.module.parameters() if p.grad is not None}
-        # A sharded reference and ranks that share rows have exchanges of their own in the pass: none could serve them.
-        recoverable = dist.get_world_size() == 1 or (options.get("reference") is None and self._sharing is None)
         if self._sharing:
             batch, _ = self._sharing.gather(batch)
         todo = self._micro_batches("train", batch, max_tokens, max_rows)
@@ -127,7 +125,7 @@ class TrainEngine:
         while todo:
             self._sync_gradients(last=todo.last)
             compute = partial(self._loss, batch, todo.present, loss_fn, options)
-            found = self._recovery.forward(compute, recoverable=recoverable)
+            found = self._recovery.forward(compute, recoverable=self._recoverable(options))
             if found is None:
                 todo.repeat(smaller=self._recovery.failed_here)
                 continue
@@ -257,6 +255,10 @@ class TrainEngine:
         max_tokens, max_rows = (None if limit is None else limit * share for limit in (max_tokens, max_rows))
         packed = getattr(self.module, "packed", False)
         return MicroBatches(lengths, self._budgets[verb], max_tokens=max_tokens, max_rows=max_rows, packed=packed)
+
+    def _recoverable(self, options: Mapping[str, Any]) -> bool:
+        """A sharded reference, or ranks that share rows, exchange more in a pass than one that failed can serve."""
+        return dist.get_world_size() == 1 or (options.get("reference") is None and self._sharing is None)
 
     def _outputs(self, batch: Batch, indices: list[int], options: dict[str, Any]) -> dict[str, Tensor]:
         return self.module(self._rows(batch.take(indices)) if indices else self._empty_rows(), **options)

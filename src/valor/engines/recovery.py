@@ -36,15 +36,15 @@ class Recovery:
 
     def forward(self, function: Callable[[], _Result], *, recoverable: bool = True) -> _Result | None:
         """What `function`, which calls the root once, returns; None on all ranks where one of them lacked memory for
-        it, and `failed_here` tells which. Not recoverable: let the error out.
+        it, and `failed_here` tells which. TrainingStopped instead where the pass is not recoverable.
         """
         self._entered, self.failed_here = 0, False
         result: _Result | None = None
         try:
             result = function()
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError as error:
             if not recoverable:
-                raise
+                raise _stopped("a pass with an exact KL or sequence parallelism") from error
             self.failed_here = True
         if self.failed_here:  # only now are the pass's tensors free: the exception had held on to them
             self._release()
@@ -65,10 +65,7 @@ class Recovery:
             loss.backward()
         except torch.OutOfMemoryError as error:
             if dist.get_world_size() > 1:
-                raise TrainingStopped(
-                    "out of memory in a backward pass, which several processes cannot repeat: lower "
-                    "ppo_max_token_len_per_gpu, or set model.enable_gradient_checkpointing=true"
-                ) from error
+                raise _stopped("a backward pass") from error
         else:
             return True
         self._release()
@@ -89,3 +86,10 @@ class Recovery:
     def _release(self) -> None:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def _stopped(where: str) -> TrainingStopped:
+    return TrainingStopped(
+        f"out of memory in {where}, which several processes cannot repeat: lower ppo_max_token_len_per_gpu, or set "
+        "model.enable_gradient_checkpointing=true"
+    )
