@@ -31,7 +31,7 @@ class RowSharing:
         for what, count in (("attention heads of the model", heads), ("processes", world)):
             if count % size:
                 raise UserError(f"{_KEY}={size} does not divide the {count} {what}: set it to a number that does")
-        groups = [dist.new_group(list(range(start, start + size))) for start in range(0, world, size)]
+        groups: list[Any] = [dist.new_group(list(range(start, start + size))) for start in range(0, world, size)]
         self._group = model.sequence_group = groups[rank // size]
         self.size, self.first = size, rank % size == 0
 

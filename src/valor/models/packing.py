@@ -102,8 +102,8 @@ def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, seg
     found = []
     for start, count, length in _runs(segments):  # neighbours of one length attend side by side
         rows = slice(start, start + count * length)
-        heads = [x[0, :, rows].unflatten(1, (count, length)).transpose(0, 1) for x in (query, key, value)]
-        found.append(sdpa_attention_forward(module, *heads, None, **rest)[0].flatten(0, 1))
+        q, k, v = (x[0, :, rows].unflatten(1, (count, length)).transpose(0, 1) for x in (query, key, value))
+        found.append(sdpa_attention_forward(module, q, k, v, None, **rest)[0].flatten(0, 1))
     return torch.cat(found)[None]
 
 
@@ -140,21 +140,18 @@ def _varlen_agrees(
     def random(count: int) -> Tensor:
         return torch.randn(1, count, 15, size, generator=generator).to(device, dtype).requires_grad_()
 
-    inputs = [random(heads), random(kv_heads), random(kv_heads)]
+    query, key, value = random(heads), random(kv_heads), random(kv_heads)
+
+    def attend(row: slice) -> Tensor:
+        parts = query[:, :, row], key[:, :, row], value[:, :, row]
+        out = nn.functional.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=heads != kv_heads)
+        return out.transpose(1, 2)
+
     try:
         with torch.enable_grad():
-            found = _varlen(*inputs, segments, None)
-            rows = [slice(start, end) for start, end in pairwise(segments.bounds)]
-            expected = torch.cat(
-                [
-                    nn.functional.scaled_dot_product_attention(
-                        *(x[:, :, row] for x in inputs), is_causal=True, enable_gqa=heads != kv_heads
-                    ).transpose(1, 2)
-                    for row in rows
-                ],
-                dim=1,
-            )
-            pairs = [(found, expected)]
+            found = _varlen(query, key, value, segments, None)
+            expected = torch.cat([attend(slice(start, end)) for start, end in pairwise(segments.bounds)], dim=1)
+            pairs, inputs = [(found, expected)], (query, key, value)
             pairs += zip(*(torch.autograd.grad(out.float().sum(), inputs) for out in (found, expected)), strict=True)
         agrees = all(torch.allclose(a.float(), b.float(), rtol=3e-2, atol=3e-2) for a, b in pairs)
         reason = "gives other numbers"
@@ -172,7 +169,7 @@ def enable_packing(hf: Any) -> bool:
     """
     models = [module for module in hf.modules() if isinstance(module, PreTrainedModel)]
     configs = list({id(model.config): model.config for model in models}.values())
-    before = [config._attn_implementation for config in configs]
+    before = [str(config._attn_implementation) for config in configs]
     reason = _obstacle(models, before)
     if reason is None:
         _set(configs, [IMPLEMENTATION] * len(configs))
