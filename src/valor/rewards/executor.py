@@ -239,7 +239,7 @@ class RewardExecutor:
                     continue
                 if place != chunk.place:
                     chunk.place, chunk.since = place, now
-                elif now - chunk.since > 2 * CHUNK_SECONDS:  # its time is up: the process begins no further sample
+                elif now - chunk.since > 1.5 * CHUNK_SECONDS:  # its time is up: the process begins no further sample
                     self._wait_again(chunk.jobs[place + 1 :])
                     del chunk.jobs[place + 1 :]
             given_up = self._dispatch()

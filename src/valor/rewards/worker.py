@@ -22,7 +22,7 @@ from valor.rewards.code import CodeSettings, configure
 from valor.rewards.custom import CustomFunction, FunctionSource
 
 # A chunk that has run this long gives the rest of its samples back, so that slow graders spread over the processes.
-CHUNK_SECONDS = 0.1
+CHUNK_SECONDS = 0.25
 
 OUT_OF_MEMORY = 83  # exit status of a process that is so full that a fresh one has to take its place
 
