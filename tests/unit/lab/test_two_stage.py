@@ -60,7 +60,7 @@ def test_a_model_and_data_of_one_s_own(planned, tmp_path):
     )
     assert settings(sweep, "ppo")["data.train_batch_size"] == load_runs([], PPOConfig)[0].config.data.train_batch_size
     assert settings(sweep, "frozen_0")["actor_rollout_ref.model.path"] == "my/model"
-    assert settings(sweep, "stage1")["trainer.total_training_steps"] == 13
+    assert settings(sweep, "stage1")["trainer.total_training_steps"] == 23  # 20 and the three ahead
     assert settings(sweep, "ppo")["trainer.critic_warmup"] == 0
 
 
