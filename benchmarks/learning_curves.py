@@ -18,10 +18,10 @@ TABLE = Path(__file__).parent / "results" / "learning_table.md"
 HEADER = """# Nine estimators on the arithmetic task of the demonstration
 
 `valor lab sweep examples/lab/estimators.yaml`: a 0.6M-parameter model after the warm start of `valor demo`, 256 samples
-and four updates a step; greedy accuracy on 256 problems kept apart, over seeds. Time is that of training on a CPU core.
+and four updates a step; greedy accuracy on 256 problems kept apart, over seeds.
 
-| algorithm | seeds | before | after, mean | after, range | least gain | seconds a run |
-|---|---|---|---|---|---|---|
+| algorithm | seeds | before | after, mean | after, range | least gain |
+|---|---|---|---|---|---|
 """
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 560, 220, 44, 14, 12, 30
 
@@ -35,11 +35,11 @@ def rewards(run_dir: Path) -> list[float]:
 def row(arm: dict[str, Any]) -> str:
     """An arm's line of the table, from results.json."""
     runs = list(arm["finished"].values())
-    before, after, seconds = ([run[key] for run in runs] for key in ("first", "last", "seconds"))
+    before, after = ([run[key] for run in runs] for key in ("first", "last"))
     gain = min(run["last"] - run["first"] for run in runs)
     return (
         f"| {arm['name']} | {len(after)} | {fmean(before):.3f} | {fmean(after):.3f} | "
-        f"{min(after):.3f} to {max(after):.3f} | {gain:+.3f} | {fmean(seconds):.0f} |"
+        f"{min(after):.3f} to {max(after):.3f} | {gain:+.3f} |"
     )
 
 
