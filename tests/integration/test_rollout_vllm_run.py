@@ -33,11 +33,12 @@ def untied(tiny, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def native_run(overrides, untied, tmp_path_factory):
-    """A run with the native engine: of the tiny model as it is (tied), or of the untied one."""
+    """A run with the native engine: of the tiny model as it is (tied), or of another model."""
     folder = tmp_path_factory.mktemp("engines")
+    names: dict[tuple[str, ...], str] = {}
 
     def run(*model: str) -> Path:
-        run_dir = folder / ("untied" if model else "tied")
+        run_dir = folder / names.setdefault(model, str(len(names)))
         if not run_dir.exists():
             assert main(overrides(run_dir, *STEPS, *model)) == 0
         return run_dir
@@ -60,6 +61,12 @@ def assert_same_training(native: Path, run_dir: Path) -> None:
 def test_in_this_process(native_run, overrides, tmp_path):
     assert main(overrides(tmp_path / "run", *STEPS, *VLLM)) == 0
     assert_same_training(native_run(), tmp_path / "run")
+
+
+def test_adapters_arrive_merged(native_run, overrides, tmp_path):
+    lora = ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.optim.lr=0.01"]
+    assert main(overrides(tmp_path / "run", *STEPS, *VLLM, *lora)) == 0
+    assert_same_training(native_run(*lora), tmp_path / "run")
 
 
 SPLIT = f"{ROLLOUT}.tensor_model_parallel_size=2"
