@@ -34,7 +34,7 @@ SYSTEMS = {
     "native, LoRA": ["actor_rollout_ref.model.lora_rank=16", "actor_rollout_ref.actor.optim.lr=2e-4"],
     "vllm, LoRA": [*VLLM, "actor_rollout_ref.model.lora_rank=16", "actor_rollout_ref.actor.optim.lr=2e-4"],
 }
-ENDS = 3  # steps at the beginning and at the end that are averaged
+ENDS = 2  # steps at the beginning and at the end that are averaged
 LONGEST_QUESTION = 160  # characters
 EXAMPLE = [
     {"role": "user", "content": "Tom has 3 apples and buys 4 more. How many has he?"},
@@ -79,7 +79,7 @@ def gsm8k_settings(args: argparse.Namespace) -> list[str]:
         "actor_rollout_ref.model.enable_gradient_checkpointing=false",
         "actor_rollout_ref.actor.ppo_mini_batch_size=8",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2048",
-        "actor_rollout_ref.actor.optim.lr=5e-6",
+        "actor_rollout_ref.actor.optim.lr=1e-5",
         "actor_rollout_ref.actor.fsdp_config.dtype=float32",
         f"{ROLLOUT}.dtype=float32",
         f"{ROLLOUT}.n=4",
@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model")
     parser.add_argument("--questions", type=Path)
-    parser.add_argument("--steps", type=int, default=12, help="of gsm8k")
+    parser.add_argument("--steps", type=int, default=8, help="of gsm8k")
     parser.add_argument("--only", choices=list(SYSTEMS), nargs="+", default=list(SYSTEMS))
     args, overrides = parser.parse_known_args()
     if args.task == "gsm8k" and (args.model is None or args.questions is None):
