@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from loading_rank import run_loading
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForTokenClassification
 
@@ -150,12 +151,13 @@ def run_case(case: Case, out: Path) -> None:
     (out / f"{case.name}.{rank}.json").write_text(json.dumps({"steps": steps, "rows": rows}))
 
 
-def run_rank(rank: int, world: int, port: int, out: str, cases: list[Case]) -> None:
-    """All cases on one rank of a gloo group."""
+def run_rank(rank: int, world: int, port: int, out: str, cases: list[Case], models: str) -> None:
+    """All cases, and the loading of `models`, on one rank of a gloo group."""
     torch.set_num_threads(1)
     distributed.init_process_group("cpu", rank=rank, world_size=world, address="127.0.0.1", port=port)
     Path(out).mkdir(exist_ok=True)
     dist.barrier()
     for case in cases:
         run_case(case, Path(out))
+    run_loading(Path(models), Path(out))
     distributed.destroy_process_group()
