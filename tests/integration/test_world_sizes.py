@@ -28,7 +28,13 @@ PACKED = [
 SHARED = [replace(case, shared=2) for case in PACKED]  # sequence parallelism
 SAVED = [Case(role, SAVING, checkpointing=True) for role in ROLES]
 HYBRID = [Case(role, {"fsdp_size": 2, "reshard_after_forward": False}, checkpointing=True) for role in ROLES]
-FULL = [Case("actor", room=20, packed=True), Case("critic", room=20, checkpointing=True)]
+FULL = [
+    Case("actor", room=20, packed=True),
+    Case("critic", room=20, checkpointing=True),
+    Case("actor", room=20, where="layers.1.mlp", packed=True),
+    Case("grpo", room=20, where="norm"),
+    Case("critic", {"reshard_after_forward": False}, room=20, where="layers.0.self_attn.o_proj", checkpointing=True),
+]
 CASES = {
     1: [*PLAIN, *SAVED, *PACKED, *FULL],
     2: [*PLAIN, *SAVED, *PACKED, *SHARED, *FULL],

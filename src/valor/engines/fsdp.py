@@ -120,6 +120,9 @@ class TrainEngine:
         earlier = {p: p.grad.clone() for p in self.module.parameters() if p.grad is not None}
         if self._sharing:
             batch, _ = self._sharing.gather(batch)
+        if self._recovery.to_rehearse and self._sharing is None:
+            self._recovery.rehearse(self._loss(batch, [], loss_fn, options)[0])
+            self._recovery.restore_gradients(earlier)
         todo = self._micro_batches("train", batch, max_tokens, max_rows)
         metrics: list[dict[str, float]] = []
         while todo:
@@ -135,7 +138,7 @@ class TrainEngine:
             if not complete:  # some layers have their gradients, others do not: none of this call's can be kept
                 self._recovery.restore_gradients(earlier)
                 metrics.clear()
-                todo.restart(smaller=True)
+                todo.restart(smaller=self._recovery.failed_here)
                 continue
             metrics.append(values)
             todo.advance()

@@ -21,9 +21,6 @@ from valor.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-# What pickle raises for what cannot be sent, and for code that is not on this node.
-_NO_PICKLE = (pickle.PickleError, AttributeError, ImportError, TypeError)
-
 
 def built_once(build: Callable[[], nn.Module], prepare: Callable[[], Any]) -> nn.Module:
     """What `build` returns, on rank 0; elsewhere the same module with its parameters on the meta device (collective).
@@ -51,7 +48,7 @@ def built_once(build: Callable[[], nn.Module], prepare: Callable[[], Any]) -> nn
     if isinstance(told, bytes):
         try:
             return pickle.loads(told)
-        except _NO_PICKLE as error:
+        except Exception as error:  # its code is not on this node, for one
             told = error
     logger.warning("this process reads the whole model, as its structure cannot be sent: %s", told)
     return build()
@@ -86,7 +83,7 @@ def _structure(module: nn.Module) -> bytes | str:
     file = io.BytesIO()
     try:
         _StructurePickler(file).dump(module)
-    except _NO_PICKLE as error:
+    except Exception as error:  # whatever the objects of a model raise that cannot be copied
         return str(error)
     return file.getvalue()
 
