@@ -41,7 +41,7 @@ def held(tensors: Any) -> float:
     return sum(t.numel() * t.element_size() for t in local) / 2**30
 
 
-def make_model(path: Path, **sizes: int) -> Path:
+def make_model(path: Path, **sizes: Any) -> Path:
     sizes["intermediate_size"] = sizes["hidden_size"] * 11 // 4
     config = Qwen2Config(**sizes, num_attention_heads=8, num_key_value_heads=8)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)

@@ -26,7 +26,7 @@ from valor.models.reward import RewardModel
 BF16 = torch.bfloat16
 
 
-def make_models(root: Path, **sizes: int) -> None:
+def make_models(root: Path, **sizes: Any) -> None:
     """A policy with tied weights in bfloat16 files, and one whose files are damaged."""
     torch.manual_seed(3)
     config = Qwen2Config(**sizes, tie_word_embeddings=True, pad_token_id=0)

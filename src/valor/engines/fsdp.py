@@ -33,8 +33,9 @@ LossFn = Callable[[dict[str, Tensor], Batch], tuple[Tensor, Mapping[str, Any]]]
 class TrainEngine:
     """Trains (or, with `optim=None`, only evaluates) a PolicyModel or ValueModel on this rank's share of a batch.
 
-    The process group exists before the engine (`distributed.init_process_group`). Every verb is collective: all ranks
-    call it, also one whose share of the batch is empty.
+    The process group exists before the engine (`distributed.init_process_group`). The weights are those of rank 0's
+    `module`; elsewhere it may have none (`loading.built_once`). Every verb is collective: all ranks call it, also one
+    whose share of the batch is empty.
     """
 
     def __init__(
