@@ -1,8 +1,9 @@
-"""Memory of one training rank by world size: weights, gradients and optimizer state as held, and the resident peak.
+"""Memory of one training rank by world size: weights, gradients and optimizer state as held, and resident peaks.
 
     python benchmarks/world_sizes.py [--layers 8] [--hidden 512] [--out benchmarks/results/world_sizes.md]
 
-Processes on this machine over gloo; a model of random weights, one update to fill the optimizer, a second one measured.
+Processes on this machine over gloo; a model directory of random weights in bfloat16, loaded to train in float32, one
+update to fill the optimizer, a second one measured.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import argparse
 import multiprocessing
 import os
 import socket
+import tempfile
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -21,10 +24,12 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from valor.config.engine import FSDPConfig, OptimConfig
+from valor.config.model import ModelConfig
 from valor.data.batch import Batch
 from valor.engines import distributed
 from valor.engines.fsdp import TrainEngine
-from valor.models.policy import PolicyModel
+from valor.engines.loading import built_once
+from valor.models.load import load_policy
 from valor.workers.memory import PeakMemory, peak_rss_gb
 
 CASES = (("shard over all", {}), ("fsdp_size=2", {"fsdp_size": 2}))
@@ -36,13 +41,19 @@ def held(tensors: Any) -> float:
     return sum(t.numel() * t.element_size() for t in local) / 2**30
 
 
-def train(device: torch.device, fsdp: dict[str, Any], peak: PeakMemory, **sizes: int) -> tuple[float, float, float]:
-    """Two updates of a policy; GiB of weights, gradients and optimizer state that this rank holds."""
-    torch.manual_seed(0)
+def make_model(path: Path, **sizes: Any) -> Path:
     sizes["intermediate_size"] = sizes["hidden_size"] * 11 // 4
     config = Qwen2Config(**sizes, num_attention_heads=8, num_key_value_heads=8)
-    policy = PolicyModel(AutoModelForCausalLM.from_config(config), packed=True)
-    engine = TrainEngine(policy, fsdp=FSDPConfig(dtype="float32", **fsdp), optim=OptimConfig(), device=device)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
+    return path
+
+
+def train(device: torch.device, fsdp: dict[str, Any], peak: PeakMemory, path: Path) -> tuple[float, float, float]:
+    """Load a policy, two updates; GiB of weights, gradients and optimizer state that this rank holds."""
+    with peak("load"):
+        model = ModelConfig(path=str(path), enable_gradient_checkpointing=False)
+        policy = built_once(partial(load_policy, model), prepare=lambda: None)
+        engine = TrainEngine(policy, fsdp=FSDPConfig(dtype="float32", **fsdp), optim=OptimConfig(), device=device)
     ids, lengths, gradients = torch.arange(32)[None] + 5, torch.tensor([32]), 0.0
     batch = Batch({"prompts": ids, "prompt_lengths": lengths, "responses": ids, "response_lengths": lengths})
     for number in range(2):
@@ -55,29 +66,33 @@ def train(device: torch.device, fsdp: dict[str, Any], peak: PeakMemory, **sizes:
     return held(engine.module.parameters()), gradients, held(states)
 
 
-def measure(rank: int, world: int, port: int, args: argparse.Namespace, fsdp: dict[str, Any], out: Any) -> None:
-    """One rank: a tiny model first, so that everything is imported; puts (rank, held …, peak over that) into `out`."""
+def measure(rank: int, world: int, port: int, root: Path, fsdp: dict[str, Any], out: Any) -> None:
+    """One rank: a tiny model first, so that everything is imported; puts (rank, held …, peaks over that) into `out`."""
     torch.set_num_threads(1)
     device = distributed.init_process_group("cpu", rank=rank, world_size=world, address="127.0.0.1", port=port)
     peak = PeakMemory(device)
-    train(device, fsdp, peak, hidden_size=64, num_hidden_layers=1, vocab_size=64)
+    train(device, fsdp, peak, root / "tiny")
     with peak("bare"):
         bare = peak_rss_gb()
-    found = train(device, fsdp, peak, hidden_size=args.hidden, num_hidden_layers=args.layers, vocab_size=args.vocab)
-    out.put((rank, *found, peak.take()["perf/peak_rss_gb/update 1"] - bare))
+    peak.take()
+    found = train(device, fsdp, peak, root / "model")
+    peaks = peak.take()
+    out.put((rank, *found, *(peaks[f"perf/peak_rss_gb/{call}"] - bare for call in ("update 1", "load"))))
     distributed.destroy_process_group()
 
 
-def row(world: int, name: str, fsdp: dict[str, Any], args: argparse.Namespace) -> str:
+def row(world: int, name: str, fsdp: dict[str, Any], root: Path) -> str:
     context = multiprocessing.get_context("forkserver")
     out: SimpleQueue = context.SimpleQueue()  # type: ignore[assignment]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.start_processes(measure, (world, port, args, fsdp, out), nprocs=world, start_method="forkserver")  # type: ignore[attr-defined]
-    found = [out.get()[1:] for _ in range(world)]
-    weights, gradients, states, peak = (max(column) for column in zip(*found, strict=True))
-    return f"| {world} | {name} | {weights:.3f} | {gradients:.3f} | {states:.3f} | {peak:.3f} |"
+    mp.start_processes(measure, (world, port, root, fsdp, out), nprocs=world, start_method="forkserver")  # type: ignore[attr-defined]
+    found = sorted(out.get() for _ in range(world))
+    *held_and_peak, _ = (f"{max(column):.3f}" for column in zip(*(one[1:] for one in found), strict=True))
+    first, *others = (one[-1] for one in found)
+    loading = (f"{first:.3f}", f"{max(others):.3f}" if others else "")
+    return f"| {' | '.join([str(world), name, *held_and_peak, *loading])} |"
 
 
 def main() -> None:
@@ -97,15 +112,20 @@ def main() -> None:
     )
     lines = [
         f"GiB of the fullest rank, {args.layers} layers of {args.hidden}, vocabulary {args.vocab}, float32, AdamW.",
+        "Peaks are of resident memory, over the bare process.",
         "",
-        "| ranks | | weights | gradients | optimizer | resident peak of an update, over the bare process |",
-        "|---|---|---|---|---|---|",
+        "| ranks | | weights | gradients | optimizer | peak of an update | peak of loading: rank 0 | another rank |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for world in (1, 2, 4):
-        for name, fsdp in CASES:
-            if world == 4 or not fsdp:
-                lines.append(row(world, name, fsdp, args))
-                print(lines[-1], flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        make_model(root / "tiny", hidden_size=64, num_hidden_layers=1, vocab_size=64)
+        make_model(root / "model", hidden_size=args.hidden, num_hidden_layers=args.layers, vocab_size=args.vocab)
+        for world in (1, 2, 4):
+            for name, fsdp in CASES:
+                if world == 4 or not fsdp:
+                    lines.append(row(world, name, fsdp, root))
+                    print(lines[-1], flush=True)
     if args.out:
         args.out.write_text("\n".join(["# Memory by world size", "", *lines, ""]))
 

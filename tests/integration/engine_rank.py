@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from loading_rank import run_loading
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForTokenClassification
 
@@ -41,7 +42,8 @@ class Case:
     fsdp: dict[str, Any] = field(default_factory=dict)
     checkpointing: bool = False
     packed: bool = False
-    room: int | None = None  # positions of a forward pass beyond which rank 0 runs out of memory
+    room: int | None = None  # positions of a pass beyond which rank 0 runs out of memory
+    where: str = "forward"  # or, in a backward pass, the name of the module whose gradient it has no memory for
     shared: int = 1  # ranks that share rows
 
     @property
@@ -125,11 +127,15 @@ def run_case(case: Case, out: Path) -> None:
     engine = build(case)
     if case.room is not None and rank == 0:
 
-        def full(module: Any, args: Any, output: torch.Tensor) -> None:
+        def full(module: Any, args: Any, output: Any) -> None:
+            output = output[0] if isinstance(output, tuple) else output
             if output.shape[0] * output.shape[1] > case.room:
                 raise torch.OutOfMemoryError("injected")
 
-        engine.module.hf.model.layers[0].mlp.register_forward_hook(full)
+        if case.where == "forward":
+            engine.module.hf.model.layers[0].mlp.register_forward_hook(full)
+        else:
+            engine.module.hf.model.get_submodule(case.where).register_full_backward_hook(full)
     limits = {"max_tokens": 45}
     evaluated = {} if case.role == "critic" else {"temperature": 0.8, "with_entropy": True}
     outputs = engine.forward(share, **limits, **evaluated)
@@ -150,12 +156,13 @@ def run_case(case: Case, out: Path) -> None:
     (out / f"{case.name}.{rank}.json").write_text(json.dumps({"steps": steps, "rows": rows}))
 
 
-def run_rank(rank: int, world: int, port: int, out: str, cases: list[Case]) -> None:
-    """All cases on one rank of a gloo group."""
+def run_rank(rank: int, world: int, port: int, out: str, cases: list[Case], models: str) -> None:
+    """All cases, and the loading of `models`, on one rank of a gloo group."""
     torch.set_num_threads(1)
     distributed.init_process_group("cpu", rank=rank, world_size=world, address="127.0.0.1", port=port)
     Path(out).mkdir(exist_ok=True)
     dist.barrier()
     for case in cases:
         run_case(case, Path(out))
+    run_loading(Path(models), Path(out))
     distributed.destroy_process_group()

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing as mp
-from engine_rank import ROWS, Case, run_case, run_rank
+from engine_rank import ROWS, SIZES, Case, run_case, run_rank
+from loading_rank import loaders, make_models, run_loading
 from safetensors.torch import load_file
 
 from valor.engines import distributed
@@ -27,7 +28,13 @@ PACKED = [
 SHARED = [replace(case, shared=2) for case in PACKED]  # sequence parallelism
 SAVED = [Case(role, SAVING, checkpointing=True) for role in ROLES]
 HYBRID = [Case(role, {"fsdp_size": 2, "reshard_after_forward": False}, checkpointing=True) for role in ROLES]
-FULL = [Case("actor", room=20, packed=True), Case("critic", room=20, checkpointing=True)]
+FULL = [
+    Case("actor", room=20, packed=True),
+    Case("critic", room=20, checkpointing=True),
+    Case("actor", room=20, where="layers.1.mlp", packed=True),
+    Case("grpo", room=20, where="norm"),
+    Case("critic", {"reshard_after_forward": False}, room=20, where="layers.0.self_attn.o_proj", checkpointing=True),
+]
 CASES = {
     1: [*PLAIN, *SAVED, *PACKED, *FULL],
     2: [*PLAIN, *SAVED, *PACKED, *SHARED, *FULL],
@@ -42,15 +49,17 @@ def found(tmp_path_factory) -> dict[int, Path]:
     multiprocessing.set_forkserver_preload(["engine_rank"])  # imports once for all ranks
     folders = {world: root / str(world) for world in CASES}
     folders[1].mkdir()
+    make_models(root, **SIZES)
     distributed.init_process_group("cpu")
     for case in CASES[1]:
         run_case(case, folders[1])
+    run_loading(root, folders[1])
     distributed.destroy_process_group()
     for world in (2, 4):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        arguments = (world, port, str(folders[world]), CASES[world])
+        arguments = (world, port, str(folders[world]), CASES[world], str(root))
         mp.start_processes(run_rank, arguments, nprocs=world, start_method="forkserver")  # type: ignore[attr-defined]
     return folders
 
@@ -87,3 +96,30 @@ def test_only_the_rank_that_ran_out_of_memory_takes_smaller_micro_batches(found,
         first, second = zip(*(result["steps"] for result in ranks(found[world], case, world)), strict=True)
         assert first[0]["oom_retries"] > 0 and first[0]["token_budget_min"] <= 40
         assert not any("oom_retries" in step for step in (*first[1:], *second))
+
+
+@pytest.mark.parametrize("name", loaders(Path()))
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_model_that_one_rank_reads_is_the_same_on_all(found, world, name):
+    logs = [json.loads((found[w] / f"loaded.{r}.json").read_text()) for w in (1, world) for r in range(w)]
+    for rank, log in enumerate(logs[1:]):
+        assert log[name]["meta"] == [rank > 0 and name != "no pickle"]
+        assert log[name]["facts"] == logs[0][name]["facts"]
+    same_tensors(found, world, f"loaded {name}.weights", f"loaded {name}.weights", exact=True)
+    for rank in range(world):
+        same_tensors(found, world, f"loaded {name}.0", f"loaded {name}.{rank}", exact=False)
+
+
+def same_tensors(found: dict[int, Path], world: int, alone: str, here: str, *, exact: bool) -> None:
+    """Bit for bit, but for outputs where they need not be `exact`."""
+    expected, got = load_file(found[1] / alone), load_file(found[world] / here)
+    assert expected.keys() == got.keys()
+    for key, value in expected.items():
+        free = not exact and not key.startswith("buffer ")
+        torch.testing.assert_close(got[key], value, rtol=0, atol=1e-5 if free else 0)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_files_that_rank_0_cannot_read_end_all_ranks_with_its_line(found, world):
+    said = {json.loads((found[world] / f"loaded.{rank}.json").read_text())["damaged"] for rank in range(world)}
+    assert len(said) == 1 and "damaged" in said.pop()

@@ -33,8 +33,9 @@ LossFn = Callable[[dict[str, Tensor], Batch], tuple[Tensor, Mapping[str, Any]]]
 class TrainEngine:
     """Trains (or, with `optim=None`, only evaluates) a PolicyModel or ValueModel on this rank's share of a batch.
 
-    The process group exists before the engine (`distributed.init_process_group`). Every verb is collective: all ranks
-    call it, also one whose share of the batch is empty.
+    The process group exists before the engine (`distributed.init_process_group`). The weights are those of rank 0's
+    `module`; elsewhere it may have none (`loading.built_once`). Every verb is collective: all ranks call it, also one
+    whose share of the batch is empty.
     """
 
     def __init__(
@@ -120,6 +121,9 @@ class TrainEngine:
         earlier = {p: p.grad.clone() for p in self.module.parameters() if p.grad is not None}
         if self._sharing:
             batch, _ = self._sharing.gather(batch)
+        if self._recovery.to_rehearse and self._sharing is None:
+            self._recovery.rehearse(self._loss(batch, [], loss_fn, options)[0])
+            self._recovery.restore_gradients(earlier)
         todo = self._micro_batches("train", batch, max_tokens, max_rows)
         metrics: list[dict[str, float]] = []
         while todo:
@@ -135,7 +139,7 @@ class TrainEngine:
             if not complete:  # some layers have their gradients, others do not: none of this call's can be kept
                 self._recovery.restore_gradients(earlier)
                 metrics.clear()
-                todo.restart(smaller=True)
+                todo.restart(smaller=self._recovery.failed_here)
                 continue
             metrics.append(values)
             todo.advance()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from valor.engines.distributed import max_over_ranks
 from valor.errors import TrainingStopped
@@ -19,17 +21,24 @@ _Result = TypeVar("_Result")
 class Recovery:
     """Runs passes of the sharded modules `parts`, given in the order in which a forward pass enters them, root first.
 
-    A rank that runs out of memory in a forward pass serves the gathers that the others still wait for, then all drop
-    the pass. In a backward pass of several ranks there is no way to go on: the others wait for gradients.
+    A rank that runs out of memory serves the gathers and reductions that the others still wait for, then all drop the
+    pass. Every backward pass has the same ones in the same order, whatever rows it is of (ranks that have run out of
+    rows could not take part otherwise); `rehearse` learns them.
     """
 
     def __init__(self, parts: Sequence[FSDPModule]) -> None:
         self._parts = parts
         self._entered = 0
         self.failed_here = False
+        self._issued: list[Callable[[], None]] = []  # collectives of this pass, to be repeated with zeros
+        self._due: list[Callable[[], None]] | None = None  # those of a backward pass, once they are known
         if dist.get_world_size() > 1:
             for part in parts:  # after FSDP's own hook: what is entered has been gathered
                 cast(nn.Module, part).register_forward_pre_hook(self._enter)
+                group = part._get_fsdp_state()._fsdp_param_group
+                if group is not None:
+                    part.set_custom_all_gather(_Noted(group._all_gather_comm, self._issued))  # type: ignore[arg-type]
+                    part.set_custom_reduce_scatter(_Noted(group._reduce_scatter_comm, self._issued))  # type: ignore[arg-type]
 
     def _enter(self, *_: Any) -> None:
         self._entered += 1
@@ -39,6 +48,7 @@ class Recovery:
         it, and `failed_here` tells which. TrainingStopped instead where the pass is not recoverable.
         """
         self._entered, self.failed_here = 0, False
+        self._issued.clear()
         result: _Result | None = None
         try:
             result = function()
@@ -56,21 +66,39 @@ class Recovery:
             self._parts[0].reset_iter_state()
         return result
 
-    def backward(self, loss: Tensor) -> bool:
-        """Whether there was memory for it; if not, the gradients are whatever was there when it ended.
+    @property
+    def to_rehearse(self) -> bool:
+        """Whether `rehearse` is to be called before the first backward pass; not where FSDP, or something beside it,
+        reduces in other ways too."""
+        if dist.get_world_size() == 1 or self._due is not None:
+            return False
+        parameters = cast(nn.Module, self._parts[0]).parameters()
+        return all(cast(DTensor, parameter).device_mesh.ndim == 1 for parameter in parameters)
 
-        TrainingStopped with several ranks.
+    def rehearse(self, loss: Tensor) -> None:
+        """A backward pass, of as few rows as there may be; its gradients are of no use."""
+        self._issued.clear()
+        loss.backward()
+        self._due = list(self._issued)
+
+    def backward(self, loss: Tensor) -> bool:
+        """Whether all ranks had memory for it; if not, `failed_here` tells which had not, and the gradients are
+        whatever was there when it ended. TrainingStopped with several ranks that have not rehearsed.
         """
+        self._issued.clear()
+        self.failed_here = False
         try:
             loss.backward()
         except torch.OutOfMemoryError as error:
-            if dist.get_world_size() > 1:
-                raise _stopped("a backward pass") from error
-        else:
-            return True
-        self._release()
-        self._parts[0].reset_iter_state()
-        return False
+            if dist.get_world_size() > 1 and self._due is None:
+                raise _stopped("a backward pass with hybrid sharding or sequence parallelism") from error
+            self.failed_here = True
+        if self.failed_here:
+            self._parts[0].reset_iter_state()
+            self._release()
+            for repeat in (self._due or [])[len(self._issued) :]:
+                repeat()
+        return not max_over_ranks(int(self.failed_here))
 
     def restore_gradients(self, earlier: Mapping[nn.Parameter, Tensor]) -> None:
         """Drop all gradients, also those that FSDP has not reduced yet, but for the `earlier` ones."""
@@ -86,6 +114,24 @@ class Recovery:
     def _release(self) -> None:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+class _Noted:
+    """A collective of FSDP that notes each call, with which tensors it was, as one that can be made again."""
+
+    def __init__(self, collective: Any, issued: list[Callable[[], None]]) -> None:
+        self._collective, self._issued = collective, issued
+        self.allocate = collective.allocate
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, **options: Any) -> Any:
+        work = self._collective(output_tensor, input_tensor, group, **options)
+        sizes, kind = (output_tensor.shape, input_tensor.shape), (output_tensor.dtype, output_tensor.device)
+        self._issued.append(partial(self._repeat, sizes, kind, group, {**options, "async_op": False}))
+        return work
+
+    def _repeat(self, sizes: tuple[Any, Any], kind: tuple[Any, Any], group: Any, options: dict[str, Any]) -> None:
+        output, input = (torch.zeros(size, dtype=kind[0], device=kind[1]) for size in sizes)
+        self._collective(output, input, group, **options)
 
 
 def _stopped(where: str) -> TrainingStopped:

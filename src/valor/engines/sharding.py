@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from valor.config.engine import FSDPConfig
+from valor.engines.loading import take_weights
 from valor.errors import UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -23,9 +24,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def shard(module: nn.Module, fsdp: FSDPConfig, device: torch.device) -> list[FSDPModule]:
     """Apply FSDP2 in place, layer by layer and then the root; returns the sharded modules as a forward enters them.
 
-    Parameters keep their dtype as master weights, are gathered and computed with in `fsdp.dtype`, and their gradients
-    are summed over ranks in float32. Modules named by the model's `float32_modules()` are computed in float32. Frozen
-    and trainable parameters may share a layer; the trainable ones of a layer have one dtype.
+    The weights are those of rank 0. Parameters keep their dtype as master weights, are gathered and computed with in
+    `fsdp.dtype`, and their gradients are summed over ranks in float32. Modules named by the model's `float32_modules()`
+    are computed in float32. Frozen and trainable parameters may share a layer; the trainable ones have one dtype there.
     """
     mesh = data_mesh(device, fsdp.fsdp_size)
     single = mesh.size() == 1
@@ -33,6 +34,7 @@ def shard(module: nn.Module, fsdp: FSDPConfig, device: torch.device) -> list[FSD
     offload = CPUOffloadPolicy() if fsdp.offload_policy and device.type == "cuda" else OffloadPolicy()
 
     def wrap(part: nn.Module, dtype: torch.dtype, *, root: bool = False) -> FSDPModule:
+        take_weights(part, device)
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         # With one rank there is nothing to gather, so a layer's computing copy stays until the step's work is done.
         reshard = False if single or root else fsdp.reshard_after_forward

@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForTokenClassification,
     AutoTokenizer,
 )
+from transformers.dynamic_module_utils import init_hf_modules
 
 from valor.config.model import BackboneConfig, CriticModelConfig, ModelConfig
 from valor.errors import UserError
@@ -183,14 +184,21 @@ def _resolve(path: str) -> str:
     return path
 
 
-def load_model_config(model: BackboneConfig) -> Any:
-    """The Hugging Face config at `model.path`, `override_config` applied, dropout 0. UserError when there is none."""
+def import_model_code(model: BackboneConfig) -> None:
+    """Import `external_lib`, and make importable what came with the model, if that is trusted. UserError: it cannot."""
     if model.external_lib:
         for name in model.external_lib.split(","):
             try:
                 importlib.import_module(name.strip())
             except ImportError as error:
                 raise UserError(f"model.external_lib '{name.strip()}' cannot be imported: {error}") from error
+    if model.trust_remote_code:
+        init_hf_modules()  # what another process of this node has fetched can be imported
+
+
+def load_model_config(model: BackboneConfig) -> Any:
+    """The Hugging Face config at `model.path`, `override_config` applied, dropout 0. UserError when there is none."""
+    import_model_code(model)
     source = _resolve(model.path)
     if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
         raise UserError(f"'{model.path}' is not a model: it has no config.json")

@@ -107,7 +107,7 @@ class RewardModelKind:
 
 def reward_model_kind(model: RewardModelConfig) -> RewardModelKind:
     """Look at `model.model_path` without its weights. UserError: no model, no reward head, no choice among labels."""
-    config, path = load_model_config(_backbone(model)), model.model_path
+    config, path = load_model_config(backbone(model)), model.model_path
     architecture = (config.architectures or ["?"])[0]
     is_critic = architecture.endswith("ForTokenClassification")
     remote = getattr(config, "auto_map", None) or {}
@@ -131,16 +131,17 @@ def load_reward_model(
     model: RewardModelConfig, *, separator_id: int | None = None, dtype: torch.dtype = torch.float32
 ) -> RewardModel | CriticReward:
     """The reward model at `model.model_path`, dropout off. UserError as in reward_model_kind, or damaged files."""
-    backbone = _backbone(model)
+    base = backbone(model)
     if reward_model_kind(model).is_critic:
-        return CriticReward(load_value_model(CriticModelConfig(**backbone.model_dump()), dtype=dtype).hf)
-    return RewardModel(load_sequence_classifier(backbone, dtype=dtype), label=model.label, separator_id=separator_id)
+        return CriticReward(load_value_model(CriticModelConfig(**base.model_dump()), dtype=dtype).hf)
+    return RewardModel(load_sequence_classifier(base, dtype=dtype), label=model.label, separator_id=separator_id)
 
 
 _AUTO = "AutoModelForSequenceClassification"
 
 
-def _backbone(model: RewardModelConfig) -> BackboneConfig:
+def backbone(model: RewardModelConfig) -> BackboneConfig:
+    """The model as other roles name theirs."""
     assert model.model_path is not None, "a configuration that enables a reward model names one"
     return BackboneConfig(
         path=model.model_path, trust_remote_code=model.trust_remote_code, enable_gradient_checkpointing=False

@@ -46,13 +46,18 @@ class PreferenceWorker(ModelRole):
         self._center_coef = config.loss.center_coef
         self._limits = {"max_tokens": data.max_token_len_per_gpu, "max_rows": data.micro_batch_size_per_gpu}
         dtype = DTYPES[fsdp.model_dtype]
-        hf = load_sequence_classifier(config.model, dtype=dtype, new_head_seed=config.trainer.seed)
-        text_config = hf.config.get_text_config()
-        if text_config.pad_token_id is None:
-            text_config.pad_token_id = pad_token_id
+
+        def load() -> PreferenceModel:
+            hf = load_sequence_classifier(config.model, dtype=dtype, new_head_seed=config.trainer.seed)
+            text_config = hf.config.get_text_config()
+            if text_config.pad_token_id is None:
+                text_config.pad_token_id = pad_token_id
+            return PreferenceModel(hf, separator_id=separator_id)
+
         super().__init__(
             context,
-            PreferenceModel(hf, separator_id=separator_id),
+            config.model,
+            load,
             fsdp=fsdp,
             optim=config.optim,
             checkpoint=config.checkpoint,

@@ -61,11 +61,11 @@ class SFTWorker(ModelRole):
             "max_tokens": config.data.max_token_len_per_gpu,
             "max_rows": config.data.micro_batch_size_per_gpu,
         }
+        dtype = DTYPES[config.fsdp_config.model_dtype]
         super().__init__(
             context,
-            ImitatingPolicy(
-                load_policy(config.model, dtype=DTYPES[config.fsdp_config.model_dtype], seed=config.trainer.seed)
-            ),
+            config.model,
+            lambda: ImitatingPolicy(load_policy(config.model, dtype=dtype, seed=config.trainer.seed)),
             fsdp=config.fsdp_config,
             optim=config.optim,
             checkpoint=config.checkpoint,

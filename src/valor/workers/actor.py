@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,7 +53,8 @@ class ActorWorker(ModelRole):
         fsdp = config.actor.fsdp_config
         super().__init__(
             context,
-            load_policy(config.model, dtype=DTYPES[fsdp.model_dtype], seed=seed),
+            config.model,
+            partial(load_policy, config.model, dtype=DTYPES[fsdp.model_dtype], seed=seed),
             fsdp=fsdp,
             optim=config.actor.optim,
             checkpoint=config.actor.checkpoint,

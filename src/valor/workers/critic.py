@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -39,10 +41,10 @@ class CriticWorker(ModelRole):
         self.config = config
         dtype = DTYPES[config.fsdp_config.model_dtype]
         head = None if config.freeze else value_head(config)  # a frozen one is read as it says itself
-        module = load_value_model(config.model, head=head, dtype=dtype, seed=seed)
         super().__init__(
             context,
-            module,
+            config.model,
+            partial(load_value_model, config.model, head=head, dtype=dtype, seed=seed),
             fsdp=config.fsdp_config,
             optim=None if config.freeze else config.optim,
             checkpoint=config.checkpoint,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from valor.config import CheckpointConfig, FSDPConfig, OptimConfig
+from valor.config.model import BackboneConfig
 from valor.engines.fsdp import TrainEngine
+from valor.engines.loading import built_once
+from valor.models.load import import_model_code
 from valor.models.lora import ADAPTER_DIR, has_adapters, write_adapter_config
 from valor.workers.dispatch import dispatch
 from valor.workers.host import WorkerContext
@@ -21,12 +25,16 @@ MODEL_CONFIG_DIR = "huggingface"  # in a role's checkpoint folder: its config.js
 
 class ModelRole:
     """One rank of a role. Roles that share a device take turns: `param_offload` and `optimizer_offload` name what
-    stays in CPU memory while another role works."""
+    stays in CPU memory while another role works.
+
+    `load` reads the module of `model`, on one rank.
+    """
 
     def __init__(
         self,
         context: WorkerContext,
-        module: nn.Module,
+        model: BackboneConfig,
+        load: Callable[[], nn.Module],
         *,
         fsdp: FSDPConfig,
         optim: OptimConfig | None,
@@ -38,7 +46,7 @@ class ModelRole:
         self._fsdp = fsdp
         self._checkpoint = checkpoint or CheckpointConfig()
         self.engine = TrainEngine(
-            module,
+            built_once(load, prepare=partial(import_model_code, model)),
             fsdp=fsdp,
             optim=optim,
             device=context.device,

@@ -34,9 +34,9 @@ class ReferenceWorker:
         self._actor: ModelRole | None = context.roles.get("actor") if config.model.lora_rank else None
         if self._actor is None:
             base = config.model.model_copy(update={"lora_rank": 0, "lora_adapter_path": None})
-            policy = load_policy(base, dtype=DTYPES[ref.fsdp_config.model_dtype])
+            load = partial(load_policy, base, dtype=DTYPES[ref.fsdp_config.model_dtype])
             shared = ref.ulysses_sequence_parallel_size
-            self._own = ModelRole(context, policy, fsdp=ref.fsdp_config, optim=None, sequence_parallel=shared)
+            self._own = ModelRole(context, base, load, fsdp=ref.fsdp_config, optim=None, sequence_parallel=shared)
 
     @dispatch("dp")
     def compute_log_probs(self, batch: Batch) -> Batch:

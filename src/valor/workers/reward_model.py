@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from valor.config.reward import RewardModelConfig
 from valor.data.batch import Batch
 from valor.engines.sharding import DTYPES
-from valor.models.reward import load_reward_model
+from valor.models.reward import backbone, load_reward_model
 from valor.workers.dispatch import dispatch
 from valor.workers.host import WorkerContext
 from valor.workers.model_role import ROW_FIELDS, ModelRole
@@ -17,8 +19,8 @@ class RewardModelWorker(ModelRole):
     def __init__(self, context: WorkerContext, *, config: RewardModelConfig, separator_id: int | None) -> None:
         fsdp = config.fsdp_config
         self._limits = {"max_tokens": config.max_token_len_per_gpu, "max_rows": config.micro_batch_size_per_gpu}
-        model = load_reward_model(config, separator_id=separator_id, dtype=DTYPES[fsdp.model_dtype])
-        super().__init__(context, model, fsdp=fsdp, optim=None)
+        load = partial(load_reward_model, config, separator_id=separator_id, dtype=DTYPES[fsdp.model_dtype])
+        super().__init__(context, backbone(config), load, fsdp=fsdp, optim=None)
 
     @dispatch("dp")
     def score(self, rows: Batch) -> Batch:
