@@ -54,7 +54,7 @@ class Recovery:
             result = function()
         except torch.OutOfMemoryError as error:
             if not recoverable:
-                raise _stopped("a pass with an exact KL or sequence parallelism") from error
+                raise _stopped("a pass with an exact KL, sequence or tensor parallelism") from error
             self.failed_here = True
         if self.failed_here:  # only now are the pass's tensors free: the exception had held on to them
             self._release()
