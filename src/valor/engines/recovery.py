@@ -91,7 +91,7 @@ class Recovery:
             loss.backward()
         except torch.OutOfMemoryError as error:
             if dist.get_world_size() > 1 and self._due is None:
-                raise _stopped("a backward pass with hybrid sharding or sequence parallelism") from error
+                raise _stopped("a backward pass with hybrid sharding, sequence or tensor parallelism") from error
             self.failed_here = True
         if self.failed_here:
             self._parts[0].reset_iter_state()
