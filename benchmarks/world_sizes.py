@@ -32,7 +32,11 @@ from valor.engines.loading import built_once
 from valor.models.load import load_policy
 from valor.workers.memory import PeakMemory, peak_rss_gb
 
-CASES = (("shard over all", {}), ("fsdp_size=2", {"fsdp_size": 2}))
+CASES = (
+    ("shard over all", {}),
+    ("fsdp_size=2", {"fsdp_size": 2}),
+    ("tensor_parallel_size=2", {"tensor_parallel_size": 2}),
+)
 
 
 def held(tensors: Any) -> float:

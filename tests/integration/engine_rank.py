@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from loading_rank import run_loading
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForTokenClassification
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, Phi3Config, Qwen2Config, Qwen2ForTokenClassification, Qwen3Config
 
 from valor import algorithms
 from valor.config.engine import FSDPConfig, OptimConfig
@@ -29,9 +30,10 @@ SIZES = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "intermediate_size": 48,
+    "intermediate_size": 50,
     "vocab_size": VOCAB,
 }
+FAMILIES = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "phi3": Phi3Config}
 
 
 @dataclass
@@ -45,6 +47,7 @@ class Case:
     room: int | None = None  # positions of a pass beyond which rank 0 runs out of memory
     where: str = "forward"  # or, in a backward pass, the name of the module whose gradient it has no memory for
     shared: int = 1  # ranks that share rows
+    family: str = "qwen2"
 
     @property
     def name(self) -> str:
@@ -108,7 +111,8 @@ def build(case: Case) -> TrainEngine:
     if case.role == "critic":
         hf: Any = Qwen2ForTokenClassification(Qwen2Config(**SIZES, num_labels=1))
     else:
-        hf = AutoModelForCausalLM.from_config(Qwen2Config(**SIZES, tie_word_embeddings=True))
+        more = {"head_dim": 8, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": True}
+        hf = AutoModelForCausalLM.from_config(FAMILIES[case.family](**SIZES, **more))
     if case.checkpointing:
         getattr(hf, "activation_checkpointing_enable", hf.gradient_checkpointing_enable)({"use_reentrant": False})
     model = ValueModel(hf, packed=case.packed) if case.role == "critic" else PolicyModel(hf, packed=case.packed)
@@ -156,6 +160,34 @@ def run_case(case: Case, out: Path) -> None:
     (out / f"{case.name}.{rank}.json").write_text(json.dumps({"steps": steps, "rows": rows}))
 
 
+def run_checkpoint(out: Path) -> None:
+    """A step of one rank, saved, goes on under tensor parallelism, is saved again, and is read without it."""
+    engine = build(Case("actor", {} if dist.get_world_size() == 1 else {"tensor_parallel_size": 2}))
+    states = {}
+    if dist.get_world_size() > 1:
+        engine.load(out.parent / "1" / "checkpoint")
+        states["arrived"] = whole_state(engine)
+    engine.forward_backward(whole_batch(), lambda o, r: policy_loss(o, r, kl=False), with_entropy=True)
+    engine.optimizer_step()
+    engine.save(out / "checkpoint")
+    states["saved"] = whole_state(engine)
+    plain = build(Case("actor"))
+    plain.load(out / "checkpoint")
+    states["plain"] = whole_state(plain)
+    if dist.get_rank() == 0:
+        for name, tensors in states.items():
+            save_file(tensors, out / f"{name}.state")
+
+
+def whole_state(engine: TrainEngine) -> dict[str, torch.Tensor]:
+    """Weights and the optimizer's moments, gathered."""
+    assert engine.optimizer is not None
+    tensors = dict(engine.module.named_parameters())
+    for name, parameter in engine.module.named_parameters():
+        tensors |= {f"{name} {key}": value for key, value in engine.optimizer.state[parameter].items()}
+    return {name: t.full_tensor().detach().clone() for name, t in tensors.items() if isinstance(t, DTensor)}
+
+
 def run_rank(rank: int, world: int, port: int, out: str, cases: list[Case], models: str) -> None:
     """All cases, and the loading of `models`, on one rank of a gloo group."""
     torch.set_num_threads(1)
@@ -165,4 +197,5 @@ def run_rank(rank: int, world: int, port: int, out: str, cases: list[Case], mode
     for case in cases:
         run_case(case, Path(out))
     run_loading(Path(models), Path(out))
+    run_checkpoint(Path(out))
     distributed.destroy_process_group()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing as mp
-from engine_rank import ROWS, SIZES, Case, run_case, run_rank
+from engine_rank import ROWS, SIZES, Case, build, run_case, run_checkpoint, run_rank, whole_state
 from loading_rank import loaders, make_models, run_loading
 from safetensors.torch import load_file
 
@@ -35,10 +35,23 @@ FULL = [
     Case("grpo", room=20, where="norm"),
     Case("critic", {"reshard_after_forward": False}, room=20, where="layers.0.self_attn.o_proj", checkpointing=True),
 ]
+TP = {"tensor_parallel_size": 2}
+TENSOR = [
+    Case("actor", TP, checkpointing=True, packed=True),
+    Case("grpo", {**TP, **SAVING}),
+    Case("critic", TP, packed=True),
+    Case("actor", TP, packed=True, family="qwen3"),
+    Case("actor", TP, family="phi3"),
+]
+FAMILIES = [Case("actor", family=name) for name in ("qwen3", "phi3")]
+WIDE = [
+    Case("actor", HYBRID[0].fsdp, packed=True, shared=4),
+    Case("critic", {**TP, "fsdp_size": 1}, checkpointing=True),
+]
 CASES = {
-    1: [*PLAIN, *SAVED, *PACKED, *FULL],
-    2: [*PLAIN, *SAVED, *PACKED, *SHARED, *FULL],
-    4: [*PLAIN, *SAVED, *HYBRID, *PACKED, *SHARED, Case("actor", HYBRID[0].fsdp, packed=True, shared=4), *FULL],
+    1: [*PLAIN, *FAMILIES, *SAVED, *PACKED, *FULL],
+    2: [*PLAIN, *SAVED, *PACKED, *SHARED, *TENSOR, *FULL],
+    4: [*PLAIN, *SAVED, *HYBRID, *PACKED, *SHARED, *TENSOR, *WIDE, *FULL],
 }
 
 
@@ -54,6 +67,7 @@ def found(tmp_path_factory) -> dict[int, Path]:
     for case in CASES[1]:
         run_case(case, folders[1])
     run_loading(root, folders[1])
+    run_checkpoint(folders[1])
     distributed.destroy_process_group()
     for world in (2, 4):
         with socket.socket() as free:
@@ -70,7 +84,7 @@ def ranks(folder: Path, case: Case, world: int) -> list[dict]:
 
 @pytest.mark.parametrize(("world", "case"), [(w, c) for w, cases in CASES.items() for c in cases], ids=str)
 def test_equal_to_one_plain_rank(found, world, case):
-    plain = Case(case.role)
+    plain = Case(case.role, family=case.family)
     (expected,) = ranks(found[1], plain, 1)
     results = ranks(found[world], case, world)
     assert sorted(row for result in results for row in result["rows"]) == list(range(ROWS))
@@ -123,3 +137,20 @@ def same_tensors(found: dict[int, Path], world: int, alone: str, here: str, *, e
 def test_files_that_rank_0_cannot_read_end_all_ranks_with_its_line(found, world):
     said = {json.loads((found[world] / f"loaded.{rank}.json").read_text())["damaged"] for rank in range(world)}
     assert len(said) == 1 and "damaged" in said.pop()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_checkpoints_go_into_tensor_parallelism_and_out_of_it(found, world):
+    def state(number: int, name: str) -> dict[str, torch.Tensor]:
+        return load_file(found[number] / f"{name}.state")
+
+    def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+    assert_same(state(world, "arrived"), state(1, "saved"))
+    assert_same(state(world, "plain"), state(world, "saved"))
+    distributed.init_process_group("cpu")
+    engine = build(Case("actor"))
+    engine.load(found[world] / "checkpoint")
+    assert_same(whole_state(engine), state(world, "saved"))
+    distributed.destroy_process_group()

@@ -117,6 +117,8 @@ class RefFSDPConfig(FSDPConfig):
     """Precision in which parameters are kept."""
     dtype: DType = inherits("actor_rollout_ref.actor.fsdp_config.dtype")
     """Precision of the forward pass."""
+    tensor_parallel_size: PositiveInt = inherits("actor_rollout_ref.actor.fsdp_config.tensor_parallel_size")
+    """Neighbouring processes among which heads and MLP columns are shared out; must divide both, and the processes."""
 
 
 class RefConfig(Section):

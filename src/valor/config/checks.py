@@ -21,13 +21,15 @@ def check(config: BaseModel) -> list[str]:
         lines += _critic_run(config)
     elif isinstance(config, PPOConfig):
         lines += [*_critic(config), *_value_lab(config), *_batches(config), *_losses(config), *_validation(config)]
-        lines += [*_pools(config), *_sequence_parallel(config)]
+        lines += [*_pools(config), *_sequence_parallel(config), *_tensor_parallel(config)]
     if isinstance(config, PPOConfig):
         lines += [*_generation(config), *_rewards(config), *_reward_model(config.reward.reward_model)]
         lines += _adapters("actor_rollout_ref.model", config.actor_rollout_ref.model)
         lines += _adapters("critic.model", config.critic.model) if config.critic.enable else []
     elif isinstance(config, SupervisedConfig):
         lines += _adapters("model", config.model)
+        size, processes = config.fsdp_config.tensor_parallel_size, config.trainer.processes_per_node
+        lines += _tensor_parallel_role("", size, processes, config.model.lora_rank, 1)
     trainer = getattr(config, "trainer", None)
     if isinstance(trainer, RunConfig):
         lines += _resume(trainer)
@@ -78,6 +80,47 @@ def _sequence_parallel(config: PPOConfig) -> list[str]:
             f"the exact KL is computed on the actor's rows as they are shared out: set actor_rollout_ref.ref."
             f"ulysses_sequence_parallel_size={own}, as the actor's"
         )
+    return lines
+
+
+def _tensor_parallel(config: PPOConfig) -> list[str]:
+    policy, critic, model, trainer = config.actor_rollout_ref, config.critic, config.reward.reward_model, config.trainer
+    lora, ulysses = policy.model.lora_rank, policy.actor.ulysses_sequence_parallel_size
+    roles: dict[str, tuple] = {"actor": ("actor_rollout_ref.actor", policy.actor.fsdp_config, lora, ulysses)}
+    if config.needs_reference:
+        roles["ref"] = ("actor_rollout_ref.ref", policy.ref.fsdp_config, 0, policy.ref.ulysses_sequence_parallel_size)
+    if critic.enable:
+        ulysses = critic.ulysses_sequence_parallel_size
+        roles["critic"] = ("critic", critic.fsdp_config, critic.model.lora_rank, ulysses)
+    if model.is_role:
+        roles["reward_model"] = ("reward.reward_model", model.fsdp_config, 0, 1)
+    lines = []
+    for role, (key, fsdp, lora, ulysses) in roles.items():
+        pool = next((pool for pool in config.pools.values() if role in pool.roles), None)
+        nodes, per_node = (
+            (trainer.nnodes, trainer.processes_per_node) if pool is None else (pool.nnodes, pool.n_gpus_per_node)
+        )
+        processes = nodes * per_node if per_node is not None else None
+        lines += _tensor_parallel_role(f"{key}.", fsdp.tensor_parallel_size, processes, lora, ulysses)
+    sizes = policy.actor.fsdp_config.tensor_parallel_size, policy.ref.fsdp_config.tensor_parallel_size
+    if "full" in config.kl_kinds and sizes[1] not in (1, sizes[0]):
+        lines.append(
+            "the exact KL is computed on the rows that the actor's processes share: set actor_rollout_ref.ref."
+            f"fsdp_config.tensor_parallel_size={sizes[0]}, as the actor's"
+        )
+    return lines
+
+
+def _tensor_parallel_role(key: str, size: int, processes: int | None, lora_rank: int, ulysses: int) -> list[str]:
+    if size == 1:
+        return []
+    lines, setting = [], f"{key}fsdp_config.tensor_parallel_size={size}"
+    if processes is not None and processes % size:
+        lines.append(f"{setting} does not divide the number of processes, {processes}: set it to one that does")
+    if ulysses > 1:
+        lines.append(f"{setting} and {key}ulysses_sequence_parallel_size={ulysses} do not go together: set one to 1")
+    if lora_rank:
+        lines.append(f"{setting} does not go with LoRA: set lora_rank=0, or tensor_parallel_size=1")
     return lines
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from valor.config.base import CountOrOff, DType, Section, Share, inherits
 
@@ -23,7 +23,9 @@ class FSDPConfig(Section):
     reshard_after_forward: bool = True
     """Free the gathered parameters of a layer after its forward (less memory, one more gather in backward)."""
     fsdp_size: int = -1
-    """Processes per shard group; the groups hold copies of each other. -1 shards over all processes."""
+    """Processes (or tensor-parallel groups) per shard group; the groups hold copies of each other. -1 is one group."""
+    tensor_parallel_size: PositiveInt = 1
+    """Neighbouring processes among which heads and MLP columns are shared out; must divide both, and the processes."""
     forward_prefetch: bool = False
     """Gather the next layer's parameters while the present one computes."""
     model_dtype: DType = "float32"

@@ -150,13 +150,15 @@ def _precision(role: ActorConfig | CriticConfig) -> str:
     fsdp = role.fsdp_config
     compute = f"{fsdp.dtype} over {fsdp.model_dtype} weights" if fsdp.dtype != fsdp.model_dtype else fsdp.dtype
     moved = [n for n, on in (("weights", fsdp.param_offload), ("optimizer", fsdp.optimizer_offload)) if on]
+    compute += f", tensor parallel over {fsdp.tensor_parallel_size}" if fsdp.tensor_parallel_size > 1 else ""
     return compute + (f", {' and '.join(moved)} offloaded" if moved else "")
 
 
 def _rollout(config: PPOConfig) -> str:
     rollout = config.actor_rollout_ref.rollout
     own = "own weights, synced every step"
-    if rollout.name == "native" and not config.rollout_apart:
+    shared = config.actor_rollout_ref.actor.fsdp_config.tensor_parallel_size == 1 and not config.rollout_apart
+    if rollout.name == "native" and shared:
         own = "shares the actor's weights"
     cut = f", top-p {rollout.top_p:g}" if rollout.top_p < 1 else ""
     cut += f", top-k {rollout.top_k}" if rollout.top_k > 0 else ""

@@ -47,6 +47,11 @@ class RunConfig(Section):
     max_skipped_updates: PositiveInt = 5
     """Stop after so many updates in a row with gradients that are not finite."""
 
+    @property
+    def processes_per_node(self) -> int | None:
+        """`n_gpus_per_node`; None where the devices decide."""
+        return 1 if self.n_gpus_per_node is None and self.device == "cpu" else self.n_gpus_per_node
+
 
 class TrainerConfig(RunConfig):
     """The PPO run."""

@@ -20,8 +20,8 @@ from valor.engines import checkpoint
 from valor.engines.microbatch import MicroBatches, TokenBudget
 from valor.engines.optim import build_optimizer, clip_gradients, lr_factor
 from valor.engines.recovery import Recovery
-from valor.engines.row_sharing import RowSharing
-from valor.engines.sharding import gathered, shard
+from valor.engines.row_sharing import RowSharing, sequence_group
+from valor.engines.sharding import gathered, rank_mesh, shard
 from valor.models.export import export_hf
 from valor.models.rows import FIELDS
 from valor.tracking.metrics import reduce_metrics
@@ -50,11 +50,18 @@ class TrainEngine:
     ) -> None:
         if optim is None:
             module.requires_grad_(False)
-        self._sharing = RowSharing(module, sequence_parallel) if sequence_parallel > 1 else None
+        mesh = rank_mesh(device, fsdp)
+        self.tensor_parallel = fsdp.tensor_parallel_size
+        self._sequence_parallel = sequence_parallel
+        self._sharing: RowSharing | None = None
+        if self.tensor_parallel > 1:
+            self._sharing = RowSharing(mesh.get_group("tp"))
+        elif sequence_parallel > 1:
+            self._sharing = RowSharing(sequence_group(module, sequence_parallel))
         self.module = module
         self.device = device
         self.total_steps = total_steps
-        self._parts = shard(module, fsdp, device)
+        self._parts = shard(module, fsdp, device, mesh)
         self._host_resident = device.type == "cpu" or fsdp.offload_policy  # nothing to move between phases
         self._checkpointing = any(getattr(m, "gradient_checkpointing", False) for m in module.modules())
         self.optim = optim
@@ -255,7 +262,7 @@ class TrainEngine:
 
     def _micro_batches(self, verb: str, batch: Batch, max_tokens: int | None, max_rows: int | None) -> MicroBatches:
         lengths = (batch["prompt_lengths"] + batch["response_lengths"]).tolist()
-        share = self._sharing.size if self._sharing else 1  # each rank computes that part of every micro-batch
+        share = self._sequence_parallel  # each rank computes that part of every micro-batch
         max_tokens, max_rows = (None if limit is None else limit * share for limit in (max_tokens, max_rows))
         packed = getattr(self.module, "packed", False)
         return MicroBatches(lengths, self._budgets[verb], max_tokens=max_tokens, max_rows=max_rows, packed=packed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,9 +16,13 @@ from valor.config.engine import OptimConfig
 
 def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> torch.optim.Optimizer:
     """AdamW (its fused kernel) over all trainable parameters; weight decay acts on every one of them."""
-    trainable = [p for p in parameters if p.requires_grad]
+    meshes: dict[Any, list[nn.Parameter]] = {}  # a fused update is of tensors on one mesh
+    for p in parameters:
+        if p.requires_grad:
+            meshes.setdefault(getattr(p, "device_mesh", None), []).append(p)
+    groups = [{"params": group} for group in meshes.values()]
     return torch.optim.AdamW(
-        trainable, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
+        groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
     )
 
 
@@ -54,11 +59,22 @@ def clip_gradients(grads: Sequence[DTensor], limit: float | None) -> float:
     local = [grad.to_local() for grad in grads]
     # torch's own clipping goes through DTensor dispatch for every tensor and operation.
     norms = torch._foreach_norm(local, 2.0, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
-    square = torch.stack(list(norms)).double().square().sum()
-    mesh = grads[0].device_mesh
-    if mesh.size() > 1:
-        dist.all_reduce(square, group=mesh.get_group("shard"))
+    squares = torch.stack(list(norms)).double().square()
+    world = dist.get_world_size()
+    if world > 1:
+        squares *= torch.tensor(
+            [num_shards(grad) / world for grad in grads], dtype=torch.float64, device=squares.device
+        )
+    square = squares.sum()
+    if world > 1:
+        dist.all_reduce(square)
     norm = float(square.sqrt())
     if limit is not None and limit < norm < math.inf:
         torch._foreach_mul_(local, limit / norm)  # pyright: ignore[reportPrivateImportUsage]
     return norm
+
+
+def num_shards(tensor: DTensor) -> int:
+    """Into how many parts it is cut; each is on as many ranks as there are ranks to a part."""
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return math.prod(mesh.size(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())

@@ -54,7 +54,7 @@ class Recovery:
             result = function()
         except torch.OutOfMemoryError as error:
             if not recoverable:
-                raise _stopped("a pass with an exact KL or sequence parallelism") from error
+                raise _stopped("a pass with an exact KL, sequence or tensor parallelism") from error
             self.failed_here = True
         if self.failed_here:  # only now are the pass's tensors free: the exception had held on to them
             self._release()
@@ -91,7 +91,7 @@ class Recovery:
             loss.backward()
         except torch.OutOfMemoryError as error:
             if dist.get_world_size() > 1 and self._due is None:
-                raise _stopped("a backward pass with hybrid sharding or sequence parallelism") from error
+                raise _stopped("a backward pass with hybrid sharding, sequence or tensor parallelism") from error
             self.failed_here = True
         if self.failed_here:
             self._parts[0].reset_iter_state()

@@ -16,29 +16,36 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from valor.config.engine import FSDPConfig
 from valor.engines.loading import take_weights
+from valor.engines.tensor_parallel import parallelize, planned_styles
 from valor.errors import UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def shard(module: nn.Module, fsdp: FSDPConfig, device: torch.device) -> list[FSDPModule]:
+def shard(module: nn.Module, fsdp: FSDPConfig, device: torch.device, mesh: DeviceMesh) -> list[FSDPModule]:
     """Apply FSDP2 in place, layer by layer and then the root; returns the sharded modules as a forward enters them.
 
-    The weights are those of rank 0. Parameters keep their dtype as master weights, are gathered and computed with in
+    Over the `rank_mesh` of the same `fsdp`: tensor parallelism, if asked for, then FSDP2 over the other ranks. The
+    weights are those of rank 0. Parameters keep their dtype as master weights, are gathered and computed with in
     `fsdp.dtype`, and their gradients are summed over ranks in float32. Modules named by the model's `float32_modules()`
     are computed in float32. Frozen and trainable parameters may share a layer; the trainable ones have one dtype there.
     """
-    mesh = data_mesh(device, fsdp.fsdp_size)
-    single = mesh.size() == 1
+    styles = planned_styles(module, fsdp.tensor_parallel_size) if fsdp.tensor_parallel_size > 1 else {}
+    data_mesh = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "tp")]
+    single = data_mesh.size() == 1
     computing = DTYPES[fsdp.dtype]
     offload = CPUOffloadPolicy() if fsdp.offload_policy and device.type == "cuda" else OffloadPolicy()
 
     def wrap(part: nn.Module, dtype: torch.dtype, *, root: bool = False) -> FSDPModule:
         take_weights(part, device)
+        if styles:
+            parallelize(part, styles, mesh["tp"])
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         # With one rank there is nothing to gather, so a layer's computing copy stays until the step's work is done.
         reshard = False if single or root else fsdp.reshard_after_forward
-        sharded = fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, offload_policy=offload)
+        sharded = fully_shard(
+            part, mesh=data_mesh, mp_policy=policy, reshard_after_forward=reshard, offload_policy=offload
+        )
         return cast(FSDPModule, sharded)
 
     exact = list(cast(Any, module).float32_modules()) if hasattr(module, "float32_modules") else []
@@ -103,14 +110,23 @@ class _ReduceInPlace:
         output_tensor.copy_(input_tensor)
 
 
-def data_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
-    """All ranks in one sharding group, or groups of `fsdp_size` ranks that hold copies of each other."""
-    world = dist.get_world_size()
-    if fsdp_size < 0 or fsdp_size >= world:
-        return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
-    if fsdp_size == 0 or world % fsdp_size:
-        raise UserError(f"fsdp_config.fsdp_size={fsdp_size} does not divide the {world} ranks")
-    return init_device_mesh(device.type, (world // fsdp_size, fsdp_size), mesh_dim_names=("replicate", "shard"))
+def rank_mesh(device: torch.device, fsdp: FSDPConfig) -> DeviceMesh:
+    """How ranks divide the work: `shard` over all, or over groups of `fsdp_size` that hold copies of each other
+    (`replicate`); with tensor parallelism neighbours are one place of that (`tp`).
+
+    UserError: sizes that do not divide the ranks.
+    """
+    world, size = dist.get_world_size(), fsdp.tensor_parallel_size
+    if world % size:
+        raise UserError(f"fsdp_config.tensor_parallel_size={size} does not divide the {world} processes")
+    places, shards = world // size, fsdp.fsdp_size
+    shards = places if shards < 0 else min(shards, places)
+    if shards == 0 or places % shards:
+        of = f" / tensor_parallel_size={size}" if size > 1 else ""
+        raise UserError(f"fsdp_config.fsdp_size={shards} does not divide the {world}{of} ranks")
+    dims = {"replicate": places // shards, "shard": shards, "tp": size}
+    dims = {name: n for name, n in dims.items() if n > 1 or name == "shard"}
+    return init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
 
 
 def transformer_layers(module: nn.Module) -> list[nn.Module]:

@@ -88,7 +88,8 @@ class ActorWorker(ModelRole):
     def update(self, mini_batch: Batch) -> dict[str, float]:
         """One optimizer step on the rows of a mini-batch; metrics are of the whole mini-batch, over all ranks."""
         config, meta = self.config, mini_batch.meta
-        group = self._rank // config.ulysses_sequence_parallel_size  # ranks that share rows draw alike
+        sharing = max(config.ulysses_sequence_parallel_size, config.fsdp_config.tensor_parallel_size)
+        group = self._rank // sharing  # ranks that share rows draw alike
         self._generator = keyed_generator(self.seed, meta["global_step"], meta["update"], group)
         with self.on_device(optimizer=True) as engine, self._reference(config.exact_kl_loss) as reference:
             metrics = engine.forward_backward(

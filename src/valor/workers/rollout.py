@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -11,9 +11,11 @@ from transformers import GenerationConfig
 
 from valor.config import ModelConfig, RolloutConfig
 from valor.data.batch import Batch, pad_rows
+from valor.engines.fsdp import TrainEngine
 from valor.engines.sharding import DTYPES
 from valor.models.export import plain_weights, published_weights
 from valor.models.load import load_model_config, load_policy
+from valor.models.policy import PolicyModel
 from valor.rollout.base import Output, Request, RolloutEngine, SamplingParams
 from valor.rollout.finished import Finished, tell_finished
 from valor.rollout.native import NativeEngine
@@ -27,7 +29,7 @@ Address = tuple[str, int]
 
 class RolloutWorker:
     """One rank of the rollout. `config.name` is its engine: native generates with the actor's own parameters where the
-    actor is in this process, else with a copy; vllm always with a copy, in its own layout."""
+    actor is in this process and its layers are whole, else with a copy; vllm always with a copy, in its own layout."""
 
     engine: RolloutEngine
 
@@ -37,7 +39,9 @@ class RolloutWorker:
         self._context = context
         self._actor: Any = context.roles.get("actor")  # None: in a pool of its own
         self._channel: WeightChannel | None = None
-        self._shares_weights = config.name == "native" and self._actor is not None
+        self._config = config
+        whole_layers = self._actor is not None and self._actor.engine.tensor_parallel == 1
+        self._shares_weights = config.name == "native" and whole_layers
         ends = _end_token_ids(model, eos_token_ids)
         if self._actor is not None and self._shares_weights:
             engine = self._actor.engine
@@ -65,8 +69,7 @@ class RolloutWorker:
             self.engine.sync_weights(version=version)
             return
         with self._actor.on_device() as engine:
-            weights = published_weights(engine.module, engine.full_parameters())
-            self.engine.sync_weights(weights, version=version)
+            self.engine.sync_weights(_named_weights(self._config, engine), version=version)
 
     @dispatch("all")
     def receive_weights(self, address: Address, version: int) -> None:
@@ -162,8 +165,7 @@ class WeightSender:
     def send(self, receivers: int) -> None:
         """Send the actor's weights to `receivers` processes, in the engine's dtype and under the names it knows."""
         with self._actor.on_device() as engine:
-            named = plain_weights if self._config.name == "native" else published_weights
-            weights = named(engine.module, engine.full_parameters())
+            weights = _named_weights(self._config, engine)
             if self._store is None:  # the other ranks have a part in gathering
                 for _ in weights:
                     pass
@@ -172,6 +174,12 @@ class WeightSender:
                 self._channel = WeightChannel(self._store, 0, receivers + 1, self._context.device)
             bucket_bytes = self._config.checkpoint_engine.update_weights_bucket_megabytes << 20
             self._channel.send(weights, dtype=DTYPES[self._config.dtype], bucket_bytes=bucket_bytes)
+
+
+def _named_weights(config: RolloutConfig, engine: TrainEngine) -> NamedTensors:
+    """The actor's weights, whole, under the names that its rollout engine knows."""
+    named = plain_weights if config.name == "native" else published_weights
+    return named(cast(PolicyModel, engine.module), engine.full_parameters())
 
 
 def _end_token_ids(model: ModelConfig, given: list[int]) -> list[int]:

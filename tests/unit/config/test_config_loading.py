@@ -390,6 +390,38 @@ def test_load_yaml_mistakes(tmp_path):
             ],
             "set actor_rollout_ref.ref.ulysses_sequence_parallel_size=1, as the actor's",
         ),
+        (
+            ["trainer.n_gpus_per_node=3", "critic.fsdp_config.tensor_parallel_size=2"],
+            "critic.fsdp_config.tensor_parallel_size=2 does not divide the number of processes, 3",
+        ),
+        (
+            ["actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2", "trainer.device=cpu"],
+            "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2 does not divide the number of processes, 1",
+        ),
+        (
+            [
+                "critic.fsdp_config.tensor_parallel_size=2",
+                "+resource_pools.values.roles=critic",
+                "+resource_pools.values.n_gpus_per_node=5",
+            ],
+            "critic.fsdp_config.tensor_parallel_size=2 does not divide the number of processes, 5",
+        ),
+        (
+            ["critic.fsdp_config.tensor_parallel_size=2", "critic.ulysses_sequence_parallel_size=2"],
+            "critic.ulysses_sequence_parallel_size=2 do not go together: set one to 1",
+        ),
+        (
+            ["actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2", "actor_rollout_ref.model.lora_rank=4"],
+            "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2 does not go with LoRA",
+        ),
+        (
+            [
+                "actor_rollout_ref.actor.use_kl_loss=true",
+                "actor_rollout_ref.actor.kl_loss_type=full",
+                "actor_rollout_ref.ref.fsdp_config.tensor_parallel_size=2",
+            ],
+            "set actor_rollout_ref.ref.fsdp_config.tensor_parallel_size=1, as the actor's",
+        ),
         (["trainer.val_only=true"], "trainer.val_only=true needs validation prompts: set data.val_files"),
         (["trainer.keep_best=true"], "trainer.keep_best=true needs validation prompts: set data.val_files"),
         (["trainer.resume_mode=resume_path"], "trainer.resume_mode=resume_path needs trainer.resume_from_path"),

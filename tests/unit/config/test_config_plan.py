@@ -61,6 +61,8 @@ def test_roles():
     assert row(grpo, "critic") == "none"
     assert row(grpo, "reference").endswith("fixed KL penalty 0.001 in the reward, KL loss 0.001 (low_var_kl)")
     assert row(grpo, "validation").startswith("before the first step, every 5 steps, after the last; 1 response")
+    split = plan(load(["actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2"]).config)
+    assert row(split, "actor").endswith("tensor parallel over 2") and "own weights" in row(split, "rollout")
     assert "frozen" in row(plan(load(["critic.freeze=true", "critic.model.path=trained"]).config), "critic")
 
 
