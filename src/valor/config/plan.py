@@ -158,6 +158,9 @@ def _rollout(config: PPOConfig) -> str:
     own = "own weights, synced every step"
     if rollout.name == "native" and not config.rollout_apart:
         own = "shares the actor's weights"
+    if rollout.name == "server":
+        own = ", ".join(rollout.server.base_url)
+        own += ", which keeps its weights" if rollout.keeps_weights else ", synced every step"
     cut = f", top-p {rollout.top_p:g}" if rollout.top_p < 1 else ""
     cut += f", top-k {rollout.top_k}" if rollout.top_k > 0 else ""
     return f"{rollout.name} ({own}), temperature {rollout.temperature:g}{cut}"
