@@ -1,4 +1,4 @@
-"""vLLM servers in processes of their own: weight updates into them, and whole runs with rollout.name=server."""
+"""A vLLM server in processes of its own: weight updates into it, and a whole run with rollout.name=server."""
 
 import os
 import shutil
@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from valor.config import RolloutConfig
 from valor.engines.distributed import destroy_process_group, init_process_group
+from valor.errors import TrainingStopped
 from valor.models.export import published_weights
 from valor.models.policy import PolicyModel
 from valor.rollout.base import Output, Request, SamplingParams
@@ -36,7 +37,7 @@ COMMAND += ["--logprobs-mode", "processed_logprobs"]
 COMMAND += ["--worker-extension-cls", "valor.rollout.server_weights.WeightReceiver"]
 COMMAND += ["--enforce-eager", "--block-size", "32", "--max-model-len", "128", "--kv-cache-memory-bytes", "33554432"]
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
-ENVIRONMENT |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+ENVIRONMENT |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
 
 
 @dataclass
@@ -69,33 +70,25 @@ def start(folder: Path) -> Server:
 
 
 @pytest.fixture(scope="module")
-def servers(tiny, tmp_path_factory) -> Iterator[dict[str, Server]]:
-    """One with the tiny model as it is (tied), one with an LM head of its own."""
-    root = tmp_path_factory.mktemp("servers")
-    for name in ("tied", "untied"):
-        shutil.copytree(tiny["model"], root / name)
-    model = AutoModelForCausalLM.from_pretrained(tiny["model"])
-    model.config.tie_word_embeddings = False
-    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
-    model.save_pretrained(root / "untied")
-    started = {name: start(root / name) for name in ("tied", "untied")}
+def server(tiny, tmp_path_factory) -> Iterator[Server]:
+    """One with the tiny model, whose LM head is tied; an untied one's update differs in nothing but vLLM's layers."""
+    folder = tmp_path_factory.mktemp("server") / "model"
+    shutil.copytree(tiny["model"], folder)
+    started = start(folder)
     try:
         deadline = time.monotonic() + START_SECONDS
-        for server in started.values():
-            while not answers(server.url):
-                ended = server.process.poll() is not None or time.monotonic() > deadline
-                assert not ended, (server.folder / "server.log").read_text()[-3000:]
-                time.sleep(0.5)
+        while not answers(started.url):
+            ended = started.process.poll() is not None or time.monotonic() > deadline
+            assert not ended, (folder / "server.log").read_text()[-3000:]
+            time.sleep(0.5)
         yield started
     finally:
-        for server in started.values():
-            os.killpg(server.process.pid, signal.SIGTERM)
-        for server in started.values():
-            try:
-                server.process.wait(30)
-            except subprocess.TimeoutExpired:
-                os.killpg(server.process.pid, signal.SIGKILL)
-                server.process.wait()
+        os.killpg(started.process.pid, signal.SIGTERM)
+        try:
+            started.process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(started.process.pid, signal.SIGKILL)
+            started.process.wait()
 
 
 def answers(url: str) -> bool:
@@ -125,42 +118,70 @@ def gap(model: PreTrainedModel, work: list[Request], outputs: list[Output]) -> T
     return torch.cat(gaps)
 
 
-@pytest.mark.parametrize("kind", ["tied", "untied"])
-def test_log_probs_are_the_trainers_after_every_update(kind, servers):
-    server = servers[kind]
-    model = AutoModelForCausalLM.from_pretrained(server.folder).eval()
-    assert model.config.tie_word_embeddings == (kind == "tied")
-    section = {"base_url": server.url, "model": str(server.folder)}
-    config = RolloutConfig(name="server", server=section, dtype="float32")
-    prompt = torch.randint(3, 260, (100,), generator=torch.Generator().manual_seed(1)).tolist()
-    kinds = [{"temperature": 0.7}, {"temperature": 1.3}, {"temperature": 0.0}]
-    work = [
-        Request(f"r{i}", prompt[: 100 - i % 2], SamplingParams(max_tokens=12, **kinds[i % 3]), (7, i)) for i in range(9)
-    ]
+@pytest.fixture
+def engine(server) -> Iterator[ServerEngine]:
     init_process_group("cpu")
-    try:
-        engine = ServerEngine(config, eos_token_ids=[1])
-        checksums = set()
-        for version in range(3):
-            trained(model, version)
-            policy = PolicyModel(model)
-            engine.sync_weights(published_weights(policy, policy.state_dict().items()), version=version)
-            checksums.add(engine.weights_checksum)
-            # The prompt is in the prefix cache from the round before, with the old weights' keys and values.
-            outputs = engine.generate(work)
-            assert gap(model, work, outputs).max() < 1e-4
-            trained(model, 100 + version)
-            assert gap(model, work, outputs).max() > 1e-2  # with the next weights it would have been seen
-        assert len(checksums) == 3
-        assert [o.token_ids for o in engine.generate(work)] == [o.token_ids for o in outputs]
-    finally:
-        destroy_process_group()
+    section = {"base_url": server.url, "model": str(server.folder)}
+    yield ServerEngine(RolloutConfig(name="server", server=section, dtype="float32"), eos_token_ids=[1])
+    destroy_process_group()
 
 
-def test_a_run(servers, overrides, tmp_path):
+def sync(engine: ServerEngine, model: PreTrainedModel, version: int, without: str = "") -> None:
+    policy = PolicyModel(model)
+    weights = published_weights(policy, policy.state_dict().items())
+    engine.sync_weights(((name, tensor) for name, tensor in weights if name != without), version=version)
+
+
+PROMPT = torch.randint(3, 260, (100,), generator=torch.Generator().manual_seed(1)).tolist()
+PARAMS = [SamplingParams(max_tokens=12, temperature=temperature) for temperature in (0.7, 1.3, 0.0)]
+WORK = [Request(f"r{i}", PROMPT[: 100 - i % 2], PARAMS[i % 3], (7, i)) for i in range(9)]
+
+
+def test_log_probs_are_the_trainers_after_every_update(server, engine):
+    model = AutoModelForCausalLM.from_pretrained(server.folder).eval()
+    assert model.config.tie_word_embeddings
+    checksums = set()
+    for version in range(3):
+        trained(model, version)
+        sync(engine, model, version)
+        checksums.add(engine.weights_checksum)
+        # The prompt is in the prefix cache from the round before, with the old weights' keys and values.
+        outputs = engine.generate(WORK)
+        assert gap(model, WORK, outputs).max() < 1e-4
+        trained(model, 100 + version)
+        assert gap(model, WORK, outputs).max() > 1e-2  # with the next weights it would have been seen
+    assert len(checksums) == 3
+    assert [o.token_ids for o in engine.generate(WORK)] == [o.token_ids for o in outputs]
+
+
+def test_an_update_that_did_not_happen_as_it_should_is_noticed(server, engine, monkeypatch):
+    model = AutoModelForCausalLM.from_pretrained(server.folder).eval()
+    sync(engine, model, 0)
+    engine.generate(WORK)
+    trained(model, 0)
+
+    async def keep(*_: object) -> None:
+        pass
+
+    with monkeypatch.context() as patched:  # cached keys and values of the old weights
+        patched.setattr(ServerEngine, "_forget", keep)
+        sync(engine, model, 1)
+        assert gap(model, WORK, engine.generate(WORK)).max() > 1e-2
+    trained(model, 1)
+    with pytest.raises(TrainingStopped, match=r"has not taken weights 2: RuntimeError: .*the engine holds"):
+        sync(engine, model, 2, without="model.norm.weight")
+    sync(engine, model, 3)
+    assert gap(model, WORK, engine.generate(WORK)).max() < 1e-4
+    other = ServerEngine(engine._config, eos_token_ids=[1])
+    sync(other, model, 3)
+    with pytest.raises(TrainingStopped, match="no longer holds the weights that this run sent"):
+        engine.generate(WORK)
+
+
+def test_a_run(server, overrides, tmp_path):
     kept = tmp_path / "weights"
     kept.mkdir()
-    settings = servers["tied"].settings("trainer.total_training_steps=2", f"{ROLLOUT}.server.weights_dir={kept}")
+    settings = server.settings("trainer.total_training_steps=2", f"{ROLLOUT}.server.weights_dir={kept}")
     assert main(overrides(tmp_path / "run", *settings)) == 0
     rows = read_metrics(tmp_path / "run")[1:]
     assert len(rows) == 2
@@ -168,12 +189,12 @@ def test_a_run(servers, overrides, tmp_path):
     assert not list(kept.iterdir())
 
 
-def test_settings_that_do_not_fit_are_one_line(servers, overrides, tmp_path, capsys):
+def test_settings_that_do_not_fit_are_one_line(server, overrides, tmp_path, capsys):
     for override, words in (
         ("actor_rollout_ref.rollout.dtype=bfloat16", "computes in float32"),
         ("data.max_prompt_length=500", "--max-model-len 508"),
         ("actor_rollout_ref.rollout.server.model=gpt", "not 'gpt'"),
     ):
-        assert main(overrides(tmp_path, *servers["untied"].settings(override))) == 2
+        assert main(overrides(tmp_path, *server.settings(override))) == 2
         error = capsys.readouterr().err
         assert words in error and "Traceback" not in error, error

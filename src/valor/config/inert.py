@@ -138,7 +138,7 @@ TABLE: tuple[Inert, ...] = (
     ),
     Inert(
         (f"{_ROLLOUT}.checkpoint_engine.update_*",),
-        lambda config: (not config.rollout_apart and not _asks_server(config)) or _never_updates_policy(config),
+        lambda config: not _asks_server(config) and (not config.rollout_apart or _never_updates_policy(config)),
         "no effect: the rollout is in the actor's processes",
     ),
     Inert((f"{_ROLLOUT}.server.*",), lambda config: not _asks_server(config), "no effect: rollout.name is not server"),

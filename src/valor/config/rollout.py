@@ -93,8 +93,7 @@ class RolloutConfig(Section):
     """Generation."""
 
     name: Literal["native", "vllm", "server", "sglang", "trtllm"] = "native"
-    """Engine. native generates with the actor's own weights, where it shares processes; vllm with a copy of them;
-    server asks the one at server.base_url."""
+    """Engine: native with the actor's own weights, where it shares processes; vllm with a copy; server asks others."""
     mode: Literal["sync", "async"] = "async"
     """Accepted without effect: all engines generate request by request."""
     n: PositiveInt = 1

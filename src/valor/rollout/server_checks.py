@@ -129,5 +129,8 @@ def _check_updates(server: _Server, config: RolloutConfig) -> None:
         raise server.lack(
             f"computes in {held['dtype']}: start it with --dtype {config.dtype}, or set {_KEY}.dtype={held['dtype']}"
         )
-    if held["replicas"] > 1:
-        raise server.lack("has replicas, and weights reach but one: start servers of their own and list them all")
+    if held["parts"] > 1:
+        raise server.lack(
+            "has replicas or pipeline stages, and weights are sent to one whole model: start one server for each "
+            "replica and list them all, split the model by --tensor-parallel-size alone"
+        )

@@ -35,9 +35,10 @@ class WeightReceiver:
 
     def valor_describe(self) -> dict[str, Any]:
         """What the trainer must know before it sends anything, and what is held now."""
+        parallel = self.parallel_config
         return {
             "dtype": str(self.model_runner.dtype).removeprefix("torch."),
-            "replicas": self.parallel_config.data_parallel_size,
+            "parts": parallel.data_parallel_size * parallel.pipeline_parallel_size,
             "weights": self.valor_weights,
         }
 

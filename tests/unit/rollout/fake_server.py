@@ -27,7 +27,7 @@ class FakeServer:
     def __init__(self) -> None:
         self.models: list[dict[str, Any]] = [{"id": "m", "max_model_len": 64}]
         self.mode = "processed_logprobs"
-        self.described: dict[str, Any] | None = {"dtype": "float32", "replicas": 1, "weights": None}
+        self.described: dict[str, Any] | None = {"dtype": "float32", "parts": 1, "weights": None}
         self.with_tokens, self.encode = True, tokenizer
         self.replies: list[int] = []  # status of the next completions; then 200
         self.key: str | None = None

@@ -156,7 +156,7 @@ def test_a_server_that_will_do(servers):
         ({"key": "secret"}, {}, f"refuses the key .status 401.: .* {KEY}"),
         ({"described": None}, {}, "takes no weights: .*VLLM_SERVER_DEV_MODE=1 .*WeightReceiver.*weight_updates=none"),
         ({}, {"dtype": "bfloat16"}, "computes in float32: start it with --dtype bfloat16, or set .*dtype=float32"),
-        ({"described": {"dtype": "float32", "replicas": 2, "weights": None}}, {}, "has replicas"),
+        ({"described": {"dtype": "float32", "parts": 2, "weights": None}}, {}, "has replicas"),
     ],
 )
 def test_what_a_server_lacks_is_said_in_one_line(fault, more, words, servers, monkeypatch):
