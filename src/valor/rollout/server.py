@@ -30,6 +30,7 @@ from valor.rollout.sampling import uniform_stream
 from valor.rollout.transfer import buckets, checksum
 from valor.tracking.progress import report_progress
 
+AS_TOKENS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 CONNECT_SECONDS = 10.0
 _PATIENCE = 30.0  # seconds for which a server may be away
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 4.0  # seconds between two attempts
@@ -202,9 +203,6 @@ class ServerEngine:
         """What `WeightReceiver` answers in each of the server's workers."""
         body = {"method": method, "args": args, "timeout": self._server.timeout}
         return (await self._post(client, f"{root(url)}/collective_rpc", body))["results"]
-
-
-AS_TOKENS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 
 
 def addresses(config: ServerConfig) -> list[str]:

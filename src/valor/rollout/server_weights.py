@@ -48,7 +48,10 @@ class WeightReceiver:
         try:
             files = sorted(Path(folder).glob("*.safetensors"))
             if not files:
-                raise FileNotFoundError(f"no weights in {folder} on the server's machine")
+                raise FileNotFoundError(
+                    f"the server finds no weights in {folder}: set actor_rollout_ref.rollout.server.weights_dir to a "
+                    "folder that it can read too"
+                )
             if self._valor_held is None:
                 tp = parallel_state.get_tp_group()
                 group = tp.cpu_group if tp.world_size > 1 else None
