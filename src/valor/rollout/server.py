@@ -146,7 +146,8 @@ class ServerEngine:
                 refusal, again = f"{type(error).__name__}: {error}".rstrip(": "), True
             end = end or time.monotonic() + _PATIENCE
             if not again or time.monotonic() + pause > end:
-                raise TrainingStopped(f"the rollout server at {url} failed: {refusal}")
+                hint = ": start it again, and the same command goes on from the last checkpoint" if again else ""
+                raise TrainingStopped(f"the rollout server at {url} failed: {refusal}{hint}")
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
