@@ -232,4 +232,10 @@ def _output(request: Request, url: str, reply: Any) -> Output:
         raise TrainingStopped(
             f"the reply of the rollout server at {url} is no completion with token ids and log-probs: {error!r}"
         ) from None
+    asked = request.params.max_tokens
+    if reason == "length" and len(tokens) < asked:
+        raise TrainingStopped(
+            f"the rollout server at {url} cut a response of up to {asked} tokens at {len(tokens)}: let it take "
+            "responses as long as data.max_response_length (vLLM: --generation-config vllm)"
+        )
     return Output(request.request_id, tokens, log_probs, reason)

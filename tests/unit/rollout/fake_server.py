@@ -32,6 +32,7 @@ class FakeServer:
         self.replies: list[int] = []  # status of the next completions; then 200
         self.key: str | None = None
         self.pause = 0.0
+        self.longest = 1000
         self.uncached = [True]  # whether the next resets of the prefix cache succeed; the last one stays
         self.received: dict[str, Any] = {}
         self.asked: list[dict[str, Any]] = []
@@ -80,7 +81,7 @@ class FakeServer:
         scale = body["temperature"] if self.mode.startswith("processed") and body["temperature"] else 1.0
         norm = 0.0 if self.mode.endswith("logits") else math.log(sum(math.exp(x / scale) for x in LOGITS))
         told = [x / scale - norm for x in LOGITS]
-        tokens = [(body.get("seed", 0) + i) % 6 for i in range(body["max_tokens"])]
+        tokens = [(body.get("seed", 0) + i) % 6 for i in range(min(body["max_tokens"], self.longest))]
         choice: dict[str, Any] = {"finish_reason": "length"}
         if self.with_tokens:
             choice |= {"token_ids": tokens, "prompt_token_ids": prompt}

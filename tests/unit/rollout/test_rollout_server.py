@@ -120,11 +120,14 @@ def test_a_server_that_stumbles_is_asked_again_and_one_that_is_gone_stops_the_ru
     servers[1].with_tokens = False
     with pytest.raises(TrainingStopped, match=f"the rollout server at {servers[1].url} is no completion with token"):
         engine.generate(requests(4))
-    servers[1].with_tokens, servers[1].pause = True, 2.0
+    servers[1].with_tokens, servers[1].longest = True, 2
+    with pytest.raises(TrainingStopped, match=f"{servers[1].url} cut a response of up to 3 tokens at 2: "):
+        engine.generate(requests(4))
+    servers[1].longest, servers[1].pause = 1000, 2.0
     with pytest.raises(TrainingStopped, match=f"{servers[1].url}/completions failed: no answer within 0.5 s"):
         engine.generate(requests(4))
     servers[1].close()
-    with pytest.raises(TrainingStopped, match=f"{servers[1].url}/completions failed: ConnectError"):
+    with pytest.raises(TrainingStopped, match=f"{servers[1].url}/completions failed: ConnectError.*: start it again"):
         engine.generate(requests(4))
 
 
