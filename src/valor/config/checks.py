@@ -249,10 +249,31 @@ def _generation(config: PPOConfig) -> list[str]:
                     f"actor_rollout_ref.rollout.{key}={getattr(rollout, key)} is not available: set it to 1 (replicas "
                     "follow from the processes and tensor_model_parallel_size)"
                 )
+    if rollout.name == "server":
+        lines += _server(config)
     if rollout.val_kwargs.do_sample and rollout.val_kwargs.temperature == 0:
         lines.append(
             "actor_rollout_ref.rollout.val_kwargs.do_sample=true with temperature=0 is greedy: set "
             "actor_rollout_ref.rollout.val_kwargs.temperature"
+        )
+    return lines
+
+
+def _server(config: PPOConfig) -> list[str]:
+    lines, rollout, key = [], config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
+    if not rollout.server.base_url:
+        lines.append(
+            f"{key}.name=server asks a server that is running: set {key}.server.base_url, such as "
+            "http://localhost:8000/v1"
+        )
+    if config.rollout_apart:
+        lines.append(
+            f"{key}.name=server generates on the server's devices: drop {key}.nnodes, and rollout in resource_pools"
+        )
+    if rollout.temperature != 1 and (rollout.top_k > 0 or rollout.top_p < 1):
+        lines.append(
+            f"{key}.name=server: no server tells log-probs at temperature {rollout.temperature:g} before {key}.top_k "
+            "and top_p cut: drop them, or set temperature=1, or take name=vllm"
         )
     return lines
 

@@ -12,8 +12,8 @@ from valor.config.critic_runs import CriticPretrainConfig, CriticRunConfig, Crit
 from valor.config.ppo import PPOConfig
 
 _ROLLOUT = "actor_rollout_ref.rollout"
-# Keys of engines that are servers; no engine here is one.
-_SERVER_KEYS = (
+# verl's keys for its engines, which are servers.
+_VERL_KEYS = (
     "mode",
     "agent.num_workers",
     "checkpoint_engine.backend",
@@ -79,6 +79,10 @@ def _never_updates_policy(config: PPOConfig) -> bool:
     return isinstance(config, CriticRunConfig)
 
 
+def _asks_server(config: PPOConfig) -> bool:
+    return config.actor_rollout_ref.rollout.name == "server"
+
+
 def _learns_from_files(config: PPOConfig) -> bool:
     return isinstance(config, CriticPretrainConfig) and config.pretrain.rollouts is not None
 
@@ -123,9 +127,9 @@ TABLE: tuple[Inert, ...] = (
         "no effect: nothing is trained here",
     ),
     Inert(
-        tuple(f"{_ROLLOUT}.{name}" for name in _SERVER_KEYS),
+        tuple(f"{_ROLLOUT}.{name}" for name in _VERL_KEYS),
         _always,
-        "no effect: generation takes token ids in the trainer's own processes and always keeps their log-probs",
+        "no effect: generation takes and gives token ids one by one, always with their log-probs",
     ),
     Inert(
         (f"{_ROLLOUT}.n_gpus_per_node",),
@@ -134,8 +138,19 @@ TABLE: tuple[Inert, ...] = (
     ),
     Inert(
         (f"{_ROLLOUT}.checkpoint_engine.update_*",),
-        lambda config: not config.rollout_apart or _never_updates_policy(config),
+        lambda config: not _asks_server(config) and (not config.rollout_apart or _never_updates_policy(config)),
         "no effect: the rollout is in the actor's processes",
+    ),
+    Inert((f"{_ROLLOUT}.server.*",), lambda config: not _asks_server(config), "no effect: rollout.name is not server"),
+    Inert(
+        (f"{_ROLLOUT}.max_model_len", *(f"{_ROLLOUT}.{name}" for name in _VLLM_KEYS)),
+        _asks_server,
+        "no effect with rollout.name=server: the server has options of its own",
+    ),
+    Inert(
+        (f"{_ROLLOUT}.dtype", f"{_ROLLOUT}.server.weights_dir", f"{_ROLLOUT}.checkpoint_engine.update_*"),
+        lambda config: config.actor_rollout_ref.rollout.keeps_weights,
+        "no effect with rollout.server.weight_updates=none",
     ),
     Inert(
         (f"{_ROLLOUT}.free_cache_engine",),

@@ -160,6 +160,9 @@ def _rollout(config: PPOConfig) -> str:
     shared = config.actor_rollout_ref.actor.fsdp_config.tensor_parallel_size == 1 and not config.rollout_apart
     if rollout.name == "native" and shared:
         own = "shares the actor's weights"
+    if rollout.name == "server":
+        own = ", ".join(rollout.server.base_url)
+        own += ", which keeps its weights" if rollout.keeps_weights else ", synced every step"
     cut = f", top-p {rollout.top_p:g}" if rollout.top_p < 1 else ""
     cut += f", top-k {rollout.top_k}" if rollout.top_k > 0 else ""
     return f"{rollout.name} ({own}), temperature {rollout.temperature:g}{cut}"

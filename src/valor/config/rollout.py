@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from valor.config.base import CountOrOff, DType, PathStr, PositiveShare, Section, inherits
+from valor.config.base import BARE_ITEM, CountOrOff, DType, PathStr, PositiveShare, Section, inherits
 
 
 class ValidationSamplingConfig(Section):
@@ -69,16 +69,33 @@ class WeightSyncConfig(Section):
     backend: str = "naive"
     """Transport."""
     update_weights_bucket_megabytes: PositiveInt = 2048
-    """rollout in a pool of its own: most of a transfer at once (a larger tensor goes alone)."""
+    """rollout in a pool of its own, or server: most of a transfer at once (a larger tensor goes alone)."""
+
+
+class ServerConfig(Section):
+    """An OpenAI-compatible server that is running already (name=server)."""
+
+    base_url: Annotated[list[str], BARE_ITEM] = Field(default_factory=list)
+    """Address up to the version, such as http://localhost:8000/v1, or a list: prompts are spread over the servers."""
+    model: str = inherits("actor_rollout_ref.model.path")
+    """The model's name on the server."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """Environment variable that holds the key, if the server wants one."""
+    weight_updates: Literal["filesystem", "none"] = "filesystem"
+    """filesystem: a vLLM server reads the policy's weights from files after every update; none: it keeps its own."""
+    weights_dir: PathStr | None = None
+    """Folder of these files, on a path that this machine and the server's share; null: the temporary directory."""
+    timeout: PositiveFloat = 600.0
+    """Seconds that one response, or one update of the weights, may take."""
 
 
 class RolloutConfig(Section):
     """Generation."""
 
-    name: Literal["native", "vllm", "sglang", "trtllm"] = "native"
-    """Engine. native generates with the actor's own weights, where it shares processes; vllm with a copy of them."""
+    name: Literal["native", "vllm", "server", "sglang", "trtllm"] = "native"
+    """Engine: native with the actor's own weights, where it shares processes; vllm with a copy; server asks others."""
     mode: Literal["sync", "async"] = "async"
-    """Accepted without effect: there is no server."""
+    """Accepted without effect: all engines generate request by request."""
     n: PositiveInt = 1
     """Responses (samples) per prompt."""
     temperature: PositiveFloat = 1.0
@@ -115,6 +132,8 @@ class RolloutConfig(Section):
     """Episode runners."""
     checkpoint_engine: WeightSyncConfig = WeightSyncConfig()
     """How weights reach an engine that does not share the actor's."""
+    server: ServerConfig = Field(default_factory=lambda: ServerConfig())
+    """An OpenAI-compatible server that is running already (name=server)."""
     nnodes: NonNegativeInt = 0
     """Nodes on which generation has processes of its own, beside those of the trainer; 0 shares the trainer's."""
     n_gpus_per_node: PositiveInt | None = inherits("trainer.n_gpus_per_node")
@@ -132,7 +151,7 @@ class RolloutConfig(Section):
     max_num_batched_tokens: PositiveInt = 8192
     """vllm: most tokens in one forward pass."""
     max_num_seqs: PositiveInt = 256
-    """Most sequences generated at once by one process."""
+    """Most sequences generated at once by one process (server: requests in flight)."""
     enforce_eager: bool = False
     """vllm: no CUDA graphs and no compilation (always so on a CPU)."""
     cudagraph_capture_sizes: list[int] | None = None
@@ -155,6 +174,11 @@ class RolloutConfig(Section):
     """Accepted without effect: engines take and give token ids."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """More options of an engine, as engine_kwargs.vllm.<option> (of vLLM's EngineArgs), with the last word."""
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether generation goes on with the weights that it has, whatever the policy learns."""
+        return self.name == "server" and self.server.weight_updates == "none"
 
     @property
     def max_rows(self) -> int | None:

@@ -45,13 +45,14 @@ def _lacks(*items: Any) -> Callable[[Any], bool]:
 
 RESUMABLE = "model", "optimizer", "extra"
 PARTS = "a checkpoint without model, optimizer or extra", "list all three, so that a run resumes exactly"
+ENGINES = "use rollout.name=native, vllm or server"
 MEGATRON = "the Megatron backend", "use strategy=fsdp2 and no megatron_config"
 TOOLS = "multi-turn generation with tools", "leave multi_turn.enable at false"
 MANAGER = "this reward manager", "use naive (or prime, the same), dapo, batch or remote"
 
 TABLE: tuple[Unavailable, ...] = (
-    Unavailable("*.rollout.name", _among("sglang"), "the SGLang engine", "use rollout.name=native or vllm"),
-    Unavailable("*.rollout.name", _among("trtllm"), "the TensorRT-LLM engine", "use rollout.name=native or vllm"),
+    Unavailable("*.rollout.name", _among("sglang"), "the SGLang engine", ENGINES),
+    Unavailable("*.rollout.name", _among("trtllm"), "the TensorRT-LLM engine", ENGINES),
     Unavailable("*.rollout.do_sample", _among(False), "greedy training rollouts", "leave rollout.do_sample at true"),
     Unavailable("*.rollout.multi_turn.enable", _is_set, *TOOLS),
     Unavailable("*.rollout.agent.default_agent_loop", _other_than("single_turn_agent"), *TOOLS),

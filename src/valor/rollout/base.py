@@ -90,7 +90,7 @@ class RolloutEngine(Protocol):
     """A generation engine: native, or an adapter to an external one."""
 
     weights_version: int | None
-    """The version that `generate` uses; None: it has no weights, `sync_weights` comes first."""
+    """The version that `generate` uses; None: it has no weights, `sync_weights` comes first (or keeps its own)."""
     weights_checksum: int | None
     """Of all weights that an engine with a copy of its own holds (`valor.rollout.transfer.checksum`)."""
 

@@ -43,7 +43,7 @@ class WeightChannel:
         """Send all of `weights`, floating-point ones as `dtype`; returns the checksum of what was sent."""
         total = torch.zeros((), dtype=torch.int64, device=self._device)  # wraps around, as all sums of bits here
         try:
-            for bucket in _buckets(weights, dtype, self._device, bucket_bytes):
+            for bucket in buckets(weights, dtype, self._device, bucket_bytes):
                 flat = torch.cat([tensor.reshape(-1) for _, tensor in bucket])
                 shapes = [(name, list(tensor.shape)) for name, tensor in bucket]
                 self._tell({"dtype": str(flat.dtype).removeprefix("torch."), "shapes": shapes})
@@ -100,7 +100,7 @@ class WeightChannel:
         self._group.broadcast(tensor.view(torch.uint8), 0).wait()
 
 
-def _buckets(
+def buckets(
     weights: NamedTensors, dtype: torch.dtype, device: torch.device, limit: int
 ) -> Iterator[list[tuple[str, Tensor]]]:
     """The tensors as they are sent, in runs of one dtype and at most `limit` bytes (a larger tensor is one alone)."""

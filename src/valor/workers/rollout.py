@@ -20,6 +20,7 @@ from valor.rollout.base import Output, Request, RolloutEngine, SamplingParams
 from valor.rollout.finished import Finished, tell_finished
 from valor.rollout.native import NativeEngine
 from valor.rollout.native_copy import NativeCopy
+from valor.rollout.server import ServerEngine
 from valor.rollout.transfer import TIMEOUT, NamedTensors, WeightChannel
 from valor.workers.dispatch import dispatch
 from valor.workers.host import WorkerContext
@@ -29,7 +30,8 @@ Address = tuple[str, int]
 
 class RolloutWorker:
     """One rank of the rollout. `config.name` is its engine: native generates with the actor's own parameters where the
-    actor is in this process and its layers are whole, else with a copy; vllm always with a copy, in its own layout."""
+    actor is in this process and its layers are whole, else with a copy; vllm always with a copy, in its own layout; server
+    asks others."""
 
     engine: RolloutEngine
 
@@ -52,6 +54,8 @@ class RolloutWorker:
             whole = model.model_copy(update={"lora_rank": 0, "lora_adapter_path": None})  # it is sent merged weights
             policy = load_policy(whole, dtype=DTYPES[config.dtype]).to(context.device).requires_grad_(False)
             self.engine = NativeCopy(policy, eos_token_ids=ends, max_num_seqs=config.max_num_seqs)
+        elif config.name == "server":
+            self.engine = ServerEngine(config, eos_token_ids=ends)
         else:
             from valor.rollout.vllm import VLLMEngine  # 10 seconds
 
@@ -63,7 +67,7 @@ class RolloutWorker:
         """Beside the actor: give the engine its present weights, unless it has them. The version is the number of
         updates."""
         version = self._actor.engine.counters.updates
-        if self.engine.weights_version == version:
+        if self._config.keeps_weights or self.engine.weights_version == version:
             return
         if self._shares_weights:
             self.engine.sync_weights(version=version)

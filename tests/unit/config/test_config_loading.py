@@ -300,6 +300,10 @@ def test_load_yaml_mistakes(tmp_path):
     assert len(str(caught.value).splitlines()) == 2
 
 
+SERVER = ["actor_rollout_ref.rollout.name=server", "actor_rollout_ref.rollout.server.base_url=http://h:1/v1"]
+SERVER += ["actor_rollout_ref.rollout.top_k=5"]
+
+
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
@@ -422,6 +426,9 @@ def test_load_yaml_mistakes(tmp_path):
             ],
             "set actor_rollout_ref.ref.fsdp_config.tensor_parallel_size=1, as the actor's",
         ),
+        (["actor_rollout_ref.rollout.name=server"], "set actor_rollout_ref.rollout.server.base_url, such as http"),
+        ([*SERVER, "actor_rollout_ref.rollout.nnodes=1"], "generates on the server's devices: drop"),
+        ([*SERVER, "actor_rollout_ref.rollout.temperature=0.7"], "log-probs at temperature 0.7 before"),
         (["trainer.val_only=true"], "trainer.val_only=true needs validation prompts: set data.val_files"),
         (["trainer.keep_best=true"], "trainer.keep_best=true needs validation prompts: set data.val_files"),
         (["trainer.resume_mode=resume_path"], "trainer.resume_mode=resume_path needs trainer.resume_from_path"),

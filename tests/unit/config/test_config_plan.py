@@ -109,6 +109,25 @@ def test_keys_that_act_are_not_listed():
     assert inert_settings(loaded.config, loaded.explicit_keys) == []
 
 
+def test_a_server_has_options_of_its_own():
+    key = "actor_rollout_ref.rollout"
+    asked = [f"{key}.name=server", f"{key}.server.base_url=http://h:1/v1"]
+    more = [f"{key}.max_num_seqs=8", f"{key}.dtype=float32", f"{key}.enforce_eager=true", f"{key}.max_model_len=9000"]
+    loaded = load([*asked, *more])
+    assert row(plan(loaded.config), "rollout") == "server (http://h:1/v1, synced every step), temperature 1"
+    inert = inert_settings(loaded.config, loaded.explicit_keys)
+    assert [found for found, _ in inert] == [f"{key}.enforce_eager", f"{key}.max_model_len"]
+    assert all(reason == "no effect with rollout.name=server: the server has options of its own" for _, reason in inert)
+    loaded = load([*asked, *more[:2], f"{key}.server.weight_updates=none", f"{key}.server.weights_dir=w"])
+    assert "which keeps its weights" in row(plan(loaded.config), "rollout")
+    inert = inert_settings(loaded.config, loaded.explicit_keys)
+    assert [found for found, _ in inert] == [f"{key}.dtype", f"{key}.server.weights_dir"]
+    loaded = load(asked[1:])
+    assert inert_settings(loaded.config, loaded.explicit_keys) == [
+        (f"{key}.server.base_url", "no effect: rollout.name is not server")
+    ]
+
+
 def test_a_default_run_asks_for_nothing_unavailable():
     assert unavailable_settings(PPOConfig()) == [] and unavailable_settings(SFTConfig()) == []
 

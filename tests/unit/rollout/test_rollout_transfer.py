@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from valor.rollout.transfer import WeightChannel, _buckets, checksum
+from valor.rollout.transfer import WeightChannel, buckets, checksum
 
 CPU = torch.device("cpu")
 WEIGHTS = {
@@ -86,5 +86,5 @@ def test_a_sender_that_fails_frees_the_receivers():
 
 def test_buckets_hold_one_dtype_and_no_more_than_allowed():
     tensors = [(str(i), torch.zeros(n)) for i, n in enumerate([10, 20, 5, 100, 1])]
-    buckets = list(_buckets([*tensors, ("ids", torch.arange(3))], torch.float32, CPU, 120))
-    assert [[name for name, _ in bucket] for bucket in buckets] == [["0", "1"], ["2"], ["3"], ["4"], ["ids"]]
+    found = list(buckets([*tensors, ("ids", torch.arange(3))], torch.float32, CPU, 120))
+    assert [[name for name, _ in bucket] for bucket in found] == [["0", "1"], ["2"], ["3"], ["4"], ["ids"]]

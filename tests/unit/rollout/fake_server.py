@@ -1,0 +1,112 @@
+"""A server that speaks as much of vLLM's protocol as rollouts use; what it does wrong is up to a test."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from valor.rollout.transfer import checksum
+
+LOGITS = [2.0, 1.0, 0.5, 0.0, -1.0, -1.5]
+
+
+def tokenizer(text: str) -> dict[str, list[int]]:
+    return {"input_ids": [ord(letter) for letter in text]}
+
+
+class FakeServer:
+    """Every next token has `LOGITS`; the one that is drawn is the seed modulo 6. Attributes are the test's to set."""
+
+    def __init__(self) -> None:
+        self.models: list[dict[str, Any]] = [{"id": "m", "max_model_len": 64}]
+        self.mode = "processed_logprobs"
+        self.described: dict[str, Any] | None = {"dtype": "float32", "parts": 1, "weights": None}
+        self.with_tokens, self.encode = True, tokenizer
+        self.replies: list[int] = []  # status of the next completions; then 200
+        self.key: str | None = None
+        self.pause = 0.0
+        self.longest = 1000
+        self.uncached = [True]  # whether the next resets of the prefix cache succeed; the last one stays
+        self.received: dict[str, Any] = {}
+        self.asked: list[dict[str, Any]] = []
+        self.at_once = self.most_at_once = 0
+        self._lock = threading.Lock()
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self.url = f"http://127.0.0.1:{self._http.server_port}/v1"
+        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        if path == "/v1/models":
+            return 200, {"data": self.models}
+        if path == "/v1/completions":
+            return self.complete(body)
+        if path == "/reset_prefix_cache":
+            return 200, {"success": self.uncached.pop(0) if len(self.uncached) > 1 else self.uncached[0]}
+        if path == "/collective_rpc" and self.described is not None:
+            return 200, {"results": [getattr(self, body["method"])(*body.get("args", []))]}
+        return 404, {"detail": "Not Found"}
+
+    def valor_describe(self) -> dict[str, Any]:
+        return self.described or {}
+
+    def valor_update(self, folder: str, name: str, version: int) -> dict[str, Any]:
+        files = [load_file(path) for path in sorted(Path(folder).glob("*.safetensors"))]
+        self.received = {key: tensor for file in files for key, tensor in file.items()}
+        self.described = {**self.valor_describe(), "weights": name}
+        return {"checksum": str(sum(int(checksum(tensor)) for tensor in self.received.values()))}
+
+    def complete(self, body: dict[str, Any]) -> tuple[int, Any]:
+        with self._lock:
+            self.asked.append(body)
+            self.at_once += 1
+            self.most_at_once = max(self.most_at_once, self.at_once)
+            status = self.replies.pop(0) if self.replies else 200
+        time.sleep(self.pause)
+        with self._lock:
+            self.at_once -= 1
+        if status != 200:
+            return status, {"error": {"message": f"sorry, {status}"}}
+        prompt = body["prompt"] if isinstance(body["prompt"], list) else self.encode(body["prompt"])["input_ids"]
+        scale = body["temperature"] if self.mode.startswith("processed") and body["temperature"] else 1.0
+        norm = 0.0 if self.mode.endswith("logits") else math.log(sum(math.exp(x / scale) for x in LOGITS))
+        told = [x / scale - norm for x in LOGITS]
+        tokens = [(body.get("seed", 0) + i) % 6 for i in range(min(body["max_tokens"], self.longest))]
+        choice: dict[str, Any] = {"finish_reason": "length"}
+        if self.with_tokens:
+            choice |= {"token_ids": tokens, "prompt_token_ids": prompt}
+        top = {f"token_id:{i}": x for i, x in enumerate(told[: body["logprobs"]])}
+        choice["logprobs"] = {"token_logprobs": [told[t] for t in tokens], "top_logprobs": [top]}
+        return 200, {"choices": [choice]}
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.do_POST()
+
+            def do_POST(self) -> None:
+                text = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                refused = fake.key is not None and self.headers.get("Authorization") != f"Bearer {fake.key}"
+                status, body = (401, {}) if refused else fake.answer(self.path, json.loads(text or "{}"))
+                data = json.dumps(body).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        return Handler

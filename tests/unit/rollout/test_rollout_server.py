@@ -1,0 +1,183 @@
+"""The server engine and its checks against a server that misbehaves as told."""
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+import torch
+from fake_server import LOGITS, FakeServer, tokenizer
+
+from valor.config import RolloutConfig
+from valor.engines.distributed import destroy_process_group, init_process_group
+from valor.errors import TrainingStopped, UserError
+from valor.rollout import server as server_module
+from valor.rollout.base import Output, Request, SamplingParams
+from valor.rollout.server import ServerEngine
+from valor.rollout.server_checks import check_server
+
+KEY = "VALOR_TEST_KEY"
+
+
+@pytest.fixture
+def servers(monkeypatch) -> Iterator[list[FakeServer]]:
+    """Two of them; a server that is away is waited for half a second."""
+    monkeypatch.delenv(KEY, raising=False)
+    monkeypatch.setattr(server_module, "_PATIENCE", 0.5)
+    monkeypatch.setattr(server_module, "_FIRST_PAUSE", 0.02)
+    init_process_group("cpu")
+    fakes = [FakeServer(), FakeServer()]
+    yield fakes
+    for fake in fakes:
+        fake.close()
+    destroy_process_group()
+
+
+def settings(servers: list[FakeServer], *, server: dict | None = None, **more: object) -> RolloutConfig:
+    section = {"base_url": [s.url for s in servers], "model": "m", "api_key_env": KEY} | (server or {})
+    lengths = {"prompt_length": 40, "response_length": 16, "dtype": "float32"}
+    return RolloutConfig(**({"name": "server", "server": section} | lengths | more))
+
+
+def requests(count: int, **params: float) -> list[Request]:
+    """Two samples of each prompt."""
+    return [Request(f"r{i}", [7, i // 2], SamplingParams(max_tokens=3, **params), (5, i)) for i in range(count)]
+
+
+WEIGHTS = {"a": torch.randn(30, 4), "b": torch.randn(7, dtype=torch.float64), "step": torch.arange(3)}
+
+
+def started(servers: list[FakeServer], **more: object) -> ServerEngine:
+    engine = ServerEngine(settings(servers, **more), eos_token_ids=[2])
+    engine.sync_weights(WEIGHTS.items(), version=4)
+    return engine
+
+
+def test_requests_say_everything_and_samples_of_a_prompt_share_a_server(servers):
+    engine = started(servers, max_num_seqs=3)
+    for fake in servers:
+        fake.pause = 0.02
+    finished: list[Output] = []
+    work = requests(12, temperature=0.5, top_k=4)
+    outputs = engine.generate(work, finished.append)
+    assert [o.request_id for o in outputs] == [r.request_id for r in work]
+    assert sorted(map(id, finished)) == sorted(map(id, outputs))
+    norm = torch.tensor(LOGITS).div(0.5).logsumexp(0).item()
+    for output in outputs:
+        assert output.finish_reason == "length"
+        assert output.log_probs == pytest.approx([LOGITS[t] / 0.5 - norm for t in output.token_ids])
+    assert sum(fake.most_at_once for fake in servers) >= 3
+    assert all(1 <= fake.most_at_once <= 3 for fake in servers)
+    assert [sorted({body["prompt"][1] for body in fake.asked}) for fake in servers] == [[0, 2, 4], [1, 3, 5]]
+    body = servers[0].asked[0]
+    expected = {"top_p": 1.0, "top_k": 4, "stop_token_ids": [2], "ignore_eos": True, "max_tokens": 3, "min_p": 0.0}
+    assert body.items() >= {**expected, "temperature": 0.5, "repetition_penalty": 1.0, "model": "m"}.items()
+    seeds = [body["seed"] for fake in servers for body in fake.asked]
+    assert len(set(seeds)) == 12
+    engine.generate(work)
+    assert sorted(body["seed"] for fake in servers for body in fake.asked) == sorted(seeds * 2)
+
+
+def test_weights_travel_in_files_that_do_not_stay(servers, tmp_path):
+    servers[0].uncached = [False, False, True]
+    engine = started(servers, server={"weights_dir": str(tmp_path)}, dtype="bfloat16")
+    assert engine.weights_version == 4 and not list(tmp_path.iterdir())
+    total = 0
+    for name, tensor in WEIGHTS.items():
+        sent = tensor.bfloat16() if tensor.is_floating_point() else tensor
+        assert all(torch.equal(fake.received[name], sent) for fake in servers)
+        total += int(sent.view(torch.int16 if tensor.is_floating_point() else torch.int64).long().sum())
+    assert engine.weights_checksum == total
+    assert servers[0].uncached == [True]
+
+
+def test_weights_that_are_not_there_stop_the_run(servers, monkeypatch):
+    engine = ServerEngine(settings(servers), eos_token_ids=[2])
+    with pytest.raises(ValueError, match="no weights"):
+        engine.generate(requests(1))
+    engine.sync_weights(WEIGHTS.items(), version=1)
+    servers[1].described["weights"] = "another run's"
+    with pytest.raises(TrainingStopped, match=f"{servers[1].url} no longer holds the weights"):
+        engine.generate(requests(4))
+    servers[1].uncached = [False]
+    with pytest.raises(TrainingStopped, match=f"{servers[1].url} keeps cached prefixes"):
+        engine.sync_weights(WEIGHTS.items(), version=2)
+    for reply, words in (({"checksum": "1"}, "holds 1, .* was sent"), ({"error": "ValueError: no"}, "ValueError: no")):
+        monkeypatch.setattr(servers[0], "valor_update", lambda *args, reply=reply: reply)
+        with pytest.raises(TrainingStopped, match=f"{servers[0].url} has not taken weights 3: .*{words}"):
+            engine.sync_weights(WEIGHTS.items(), version=3)
+        assert engine.weights_version is None
+    keeps = ServerEngine(settings(servers, server={"weight_updates": "none"}), eos_token_ids=[2])
+    assert len(keeps.generate(requests(4))) == 4
+
+
+def test_a_server_that_stumbles_is_asked_again_and_one_that_is_gone_stops_the_run(servers):
+    engine = started(servers, server={"timeout": 0.5})
+    servers[0].replies = [503, 429, 500]
+    assert len(engine.generate(requests(4))) == 4
+    servers[0].replies = [400]
+    with pytest.raises(TrainingStopped, match=f"{servers[0].url}/completions failed: status 400: .*sorry, 400"):
+        engine.generate(requests(4))
+    servers[1].with_tokens = False
+    with pytest.raises(TrainingStopped, match=f"the rollout server at {servers[1].url} is no completion with token"):
+        engine.generate(requests(4))
+    servers[1].with_tokens, servers[1].longest = True, 2
+    with pytest.raises(TrainingStopped, match=f"{servers[1].url} cut a response of up to 3 tokens at 2: "):
+        engine.generate(requests(4))
+    servers[1].longest, servers[1].pause = 1000, 2.0
+    with pytest.raises(TrainingStopped, match=f"{servers[1].url}/completions failed: no answer within 0.5 s"):
+        engine.generate(requests(4))
+    servers[1].close()
+    with pytest.raises(TrainingStopped, match=f"{servers[1].url}/completions failed: ConnectError.*: start it again"):
+        engine.generate(requests(4))
+
+
+def check(fake: FakeServer, **more: object) -> None:
+    check_server(settings([fake], **more), tokenizer)
+
+
+def test_a_server_that_will_do(servers):
+    check(servers[0], temperature=0.7)
+    check(servers[0])
+    servers[0].mode = "raw_logprobs"
+    check(servers[0])
+    check(servers[0], top_p=0.9)
+    servers[0].described = None
+    check(servers[0], server={"weight_updates": "none"}, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("fault", "more", "words"),
+    [
+        ({"models": [{"id": "a"}, {"id": "b"}]}, {}, "serves a, b, not 'm': set .*server.model"),
+        ({"models": [{"id": "m", "max_model_len": 50}]}, {}, "takes 50 tokens, .* are 56: .*--max-model-len 56"),
+        ({"with_tokens": False}, {}, "returns no token ids"),
+        ({"encode": lambda text: {"input_ids": [1, 2]}}, {}, "has another tokenizer .*2 tokens of a probe"),
+        ({"mode": "raw_logprobs"}, {"temperature": 0.7}, "--logprobs-mode processed_logprobs"),
+        ({"mode": "processed_logprobs"}, {"top_k": 5}, "--logprobs-mode raw_logprobs"),
+        ({"mode": "processed_logits"}, {}, "--logprobs-mode processed_logprobs"),
+        ({"replies": [400]}, {}, "refuses a completion .status 400.: .*sorry"),
+        ({"key": "secret"}, {}, f"refuses the key .status 401.: .* {KEY}"),
+        ({"described": None}, {}, "takes no weights: .*VLLM_SERVER_DEV_MODE=1 .*WeightReceiver.*weight_updates=none"),
+        ({}, {"dtype": "bfloat16"}, "computes in float32: start it with --dtype bfloat16, or set .*dtype=float32"),
+        ({"described": {"dtype": "float32", "parts": 2, "weights": None}}, {}, "has replicas"),
+    ],
+)
+def test_what_a_server_lacks_is_said_in_one_line(fault, more, words, servers, monkeypatch):
+    for name, value in fault.items():
+        setattr(servers[0], name, value)
+    with pytest.raises(UserError, match=f"the server at .*{servers[0].url} .*{words}") as raised:
+        check(servers[0], **more)
+    assert "\n" not in str(raised.value)
+    if fault == {"key": "secret"}:
+        monkeypatch.setenv(KEY, "secret")
+        check(servers[0])
+
+
+def test_an_address_without_a_server(servers):
+    with pytest.raises(UserError, match=r"has no list of models \(status 404\): the address usually ends in /v1"):
+        check(servers[0], server={"base_url": servers[0].url.removesuffix("/v1")})
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
+    with pytest.raises(UserError, match=f"no server answers at .*base_url={address}: ConnectError"):
+        check(servers[0], server={"base_url": address})
