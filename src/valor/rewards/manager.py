@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from valor.rewards.code import CodeSettings
 from valor.rewards.custom import CustomFunction
-from valor.rewards.executor import RewardExecutor, RewardResult, Sample
+from valor.rewards.executor import RewardExecutor
 from valor.rewards.registry import require_graders
 from valor.rewards.remote import RemoteGraders
+from valor.rewards.worker import RewardResult, Sample, gather
 
 if TYPE_CHECKING:
     from valor.config import RewardConfig
@@ -89,7 +90,7 @@ class RewardManager:
 
     def gather(self, futures: Sequence[Future[RewardResult]]) -> list[RewardResult]:
         """Results of submitted samples, in order."""
-        return self._graders.gather(futures)
+        return gather(futures)
 
     def score(self, samples: Sequence[Sample]) -> tuple[list[RewardResult], ScoreSummary]:
         """Grade samples; results in order, and their summary."""

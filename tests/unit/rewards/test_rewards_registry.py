@@ -165,7 +165,7 @@ def test_functions_from_files_and_modules(tmp_path: Path) -> None:
 
 def test_a_function_is_found_again_by_its_source() -> None:
     source = FunctionSource.of(summarize)
-    assert source == FunctionSource("summarize", module="valor.rewards.manager")
+    assert source == FunctionSource("pkg://valor.rewards.manager", "summarize")
     assert source.load() is summarize
     with pytest.raises(UserError, match="top level"):
         FunctionSource.of(constant(1))
