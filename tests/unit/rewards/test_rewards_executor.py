@@ -193,7 +193,7 @@ def test_a_batch_of_bad_graders_takes_about_one_timeout_and_far_less_than_a_loop
     for response, result in zip(responses, results, strict=True):
         assert result.kind == kinds[response][0] if response in kinds else result.error is None, (response, result)
     assert sum(r.score for r in results) == 200.0
-    errors = summarize(["a"] * len(results), results).metrics
+    errors = summarize(["a"] * len(results), results)[0]
     assert [errors[f"reward/errors/{kind}"] for kind in ("timeout", "crash", "memory")] == [5.0, 3.0, 2.0]
     loop = 200 * 0.05 + 5 * timeout  # and it would not have survived the others
     assert timeout < elapsed < 2 * timeout
@@ -222,7 +222,7 @@ def test_no_more_graders_compute_at_once_than_there_are_cores(reward_file: Path,
 
 def test_failures_are_counted_by_kind(executor: RewardExecutor) -> None:
     results = grade(executor, "good", "raise", "exit3", "nan", "sleep")
-    metrics = summarize(["a"] * 5, results).metrics
+    metrics = summarize(["a"] * 5, results)[0]
     assert {k: v for k, v in metrics.items() if k.startswith("reward/errors")} == {
         "reward/errors": 4.0,
         "reward/errors/crash": 1.0,
