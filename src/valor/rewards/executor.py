@@ -64,12 +64,10 @@ class RewardExecutor:
         requests = max(1, code.max_concurrent // self.num_workers)
         self.code = replace(code, seconds=_CODE_SHARE * timeout, max_concurrent=requests)
         self._lock = threading.Lock()
-        self._setup: WorkerSetup | None = None
+        self._thread: threading.Thread | None = None
         self._closed = False
-        # One thread starts, feeds and ends the processes; what is below here and all private methods from `_take` on
+        # The thread starts, feeds and ends the processes: what is below here, and all private methods from `_take` on,
         # are its own.
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._processes: list[GraderProcess] = []
         self._limit = self.num_workers  # on the number of processes, for now
         self._pending: deque[Job] = deque()
@@ -114,11 +112,11 @@ class RewardExecutor:
             if self._closed:
                 return
             self._closed = True
-        if self._setup is not None:
+        if self._thread is not None:
             self._loop.call_soon_threadsafe(self._end)
             self._thread.join()
+            self._loop.close()
             atexit.unregister(self.close)
-        self._loop.close()
 
     def _submit(self, samples: Sequence[Sample | list[Sample]]) -> list[Future[Any]]:
         jobs: list[Job] = []
@@ -134,14 +132,19 @@ class RewardExecutor:
         with self._lock:
             if self._closed:
                 raise RuntimeError("this RewardExecutor is closed")
-            if self._setup is None:
-                sources = tuple((p, FunctionSource.of(f)) for p, f in registry.registered_graders().items())
-                self._setup = WorkerSetup(self.custom, sources, self.error_score, self.code, self.memory_mb)
-                self._thread.start()
-                self._loop.call_soon_threadsafe(self._look)
-                atexit.register(self.close)
+            if self._thread is None:
+                self._start()
             self._loop.call_soon_threadsafe(self._take, waiting)
         return [job.future for job in jobs]
+
+    def _start(self) -> None:
+        sources = tuple((p, FunctionSource.of(f)) for p, f in registry.registered_graders().items())
+        self._setup = WorkerSetup(self.custom, sources, self.error_score, self.code, self.memory_mb)
+        self._loop = asyncio.new_event_loop()
+        self._loop.call_soon(self._look)
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
 
     def _is_computed(self, sample: Sample | list[Sample]) -> bool:
         if self.code.sandbox_fusion is not None or isinstance(sample, list):
@@ -165,7 +168,6 @@ class RewardExecutor:
             free.pop().send([pending.popleft() for _ in range(count)])
         num_wanted = len(self._pending) + min(len(self._pending_computing), self._cores_left())
         if num_wanted > sum(not process.ready for process in self._processes) and self.num_processes < self._limit:
-            assert self._setup is not None
             process = GraderProcess(self._setup)
             self._processes.append(process)
             self._loop.add_reader(process.channel.fileno(), self._hear, process)
