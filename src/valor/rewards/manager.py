@@ -59,21 +59,13 @@ class RewardManager:
         elif not self.grades_everything:
             require_graders(data_sources)
 
-    def submit(self, sample: Sample) -> Future[RewardResult]:
-        """Grade one finished response while others are still being generated."""
-        return self.submit_all([sample])[0]
-
     def submit_all(self, samples: Sequence[Sample]) -> list[Future[RewardResult]]:
         """Grade samples in the background. The futures never fail: errors are in their results."""
         return self._graders.submit_all(samples)
 
-    def gather(self, futures: Sequence[Future[RewardResult]]) -> list[RewardResult]:
-        """Results of submitted samples, in order."""
-        return gather(futures)
-
     def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
         """Grade samples; results in their order."""
-        return self.gather(self.submit_all(samples))
+        return gather(self.submit_all(samples))
 
     def close(self) -> None:
         """End the grader processes."""

@@ -285,6 +285,12 @@ def test_submitted_samples_are_graded_in_the_background(executor: RewardExecutor
     assert [r.score for r in gather(futures)] == [1.0] * 30
 
 
+def test_no_more_processes_are_started_than_there_are_samples(reward_file: Path) -> None:
+    with RewardExecutor(num_workers=6, custom=CustomFunction(str(reward_file))) as pool:
+        assert [r.score for r in grade(pool, "good", "bad")] == [1.0, 0.0]
+        assert 1 <= pool.num_processes <= 2
+
+
 def test_keyword_arguments_and_async_functions(reward_file: Path) -> None:
     with RewardExecutor(num_workers=1, custom=CustomFunction(str(reward_file), kwargs={"bonus": 0.5})) as pool:
         assert [r.score for r in grade(pool, "good", "bad")] == [1.5, 0.5]

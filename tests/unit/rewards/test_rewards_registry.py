@@ -209,9 +209,6 @@ def test_manager_grades_and_checks_sources(tmp_path: Path) -> None:
             manager.check(["mine"])
         samples = [Sample("valor/arithmetic", f"= {i}", "3") for i in range(4)]
         results = manager.score(samples)
-        assert manager.gather([manager.submit(s) for s in samples]) == [
-            r._replace(seconds=pytest.approx(r.seconds, abs=5)) for r in results
-        ]
         assert [r.score for r in results] == [0, 0, 0, 1]
         assert manager.score(samples)[3].components == {"pred": "3"}
     finally:
