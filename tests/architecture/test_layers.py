@@ -37,7 +37,6 @@ ONLY_IN = {
     "wandb": {"tracking"},
     "plotly": {"report"},
     "vllm": {"rollout"},
-    "pebble": {"rewards"},
 }
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 120

@@ -38,6 +38,10 @@ def _moved(target: str, *patterns: str, reason: str = "") -> list[Alias]:
     return [Alias(pattern, target=target, reason=reason) for pattern in patterns]
 
 
+def _same_names(section: str, old_section: str, *names: str) -> list[Alias]:
+    return [Alias(f"{old_section}.{name}", target=f"{section}.{name}") for name in names]
+
+
 def _no_effect(reason: str, *patterns: str, only: tuple[Any, ...] | None = None) -> list[Alias]:
     return [Alias(pattern, reason=reason, only=only) for pattern in patterns]
 
@@ -67,24 +71,16 @@ ALIASES: tuple[Alias, ...] = (
     *_moved("*optim.lr_warmup_steps_ratio", "*optim.warmup_steps_ratio"),
     *_moved("*optim.lr_scheduler_type", "*optim.warmup_style"),
     *_moved("*checkpoint.save_contents", "*checkpoint.contents"),
-    *_moved(f"{ACTOR}.use_torch_compile", f"{ACTOR}.fsdp_config.use_torch_compile"),
-    *_moved(f"{ACTOR}.strategy", f"{ACTOR}.fsdp_config.strategy"),
-    *_moved(
-        f"{ACTOR}.ulysses_sequence_parallel_size",
-        f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size",
-    ),
-    *_moved("critic.ulysses_sequence_parallel_size", "critic.fsdp_config.ulysses_sequence_parallel_size"),
-    *_moved("critic.strategy", "critic.fsdp_config.strategy"),
-    *_moved(f"{MODEL}.use_remove_padding", f"{ACTOR}.use_remove_padding"),
-    *_moved(f"{MODEL}.use_fused_kernels", f"{ACTOR}.use_fused_kernels"),
+    *_same_names(ACTOR, f"{ACTOR}.fsdp_config", "use_torch_compile", "strategy", "ulysses_sequence_parallel_size"),
+    *_same_names("critic", "critic.fsdp_config", "ulysses_sequence_parallel_size", "strategy"),
+    *_same_names(MODEL, ACTOR, "use_remove_padding", "use_fused_kernels"),
     *_moved(f"{MODEL}.lora_rank", f"{MODEL}.lora.rank"),
     *_moved(f"{MODEL}.lora_alpha", f"{MODEL}.lora.alpha"),
     *_moved("critic.model.lora_rank", "critic.model.lora.rank"),
     *_moved("critic.model.lora_alpha", "critic.model.lora.alpha"),
     *_moved(f"{ROLLOUT}.multi_turn.max_assistant_turns", f"{ROLLOUT}.multi_turn.max_turns"),
-    *_moved(f"{ROLLOUT}.multi_turn.tool_config_path", "data.tool_config_path"),
-    *_moved(f"{ROLLOUT}.multi_turn.function_tool_path", "data.function_tool_path"),
-    *_moved(f"{MODEL}.trust_remote_code", "data.trust_remote_code"),
+    *_same_names(f"{ROLLOUT}.multi_turn", "data", "tool_config_path", "function_tool_path"),
+    *_same_names(MODEL, "data", "trust_remote_code"),
     *_moved("trainer.max_ckpt_to_keep", "trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep"),
     *_moved("trainer.log_val_generations", "trainer.val_generations_to_log_to_wandb"),
     *_moved("ray_kwargs.ray_init.*", "ray_init.*"),
@@ -97,18 +93,10 @@ ALIASES: tuple[Alias, ...] = (
     *_moved(
         "reward.reward_model.model_path", "reward_model.path", "reward_model.model_path", "reward_model.model.path"
     ),
-    *_moved("reward.reward_model.enable", "reward_model.enable"),
-    *_moved("reward.reward_model.enable_resource_pool", "reward_model.enable_resource_pool"),
-    *_moved("reward.reward_model.n_gpus_per_node", "reward_model.n_gpus_per_node"),
-    *_moved("reward.reward_model.nnodes", "reward_model.nnodes"),
-    *_moved("reward.reward_model.rollout.*", "reward_model.rollout.*"),
-    *_moved("reward.reward_model.trust_remote_code", "reward_model.model.trust_remote_code"),
-    *_moved("reward.reward_model.max_length", "reward_model.max_length"),
-    *_moved(
-        "reward.reward_model.micro_batch_size_per_gpu",
-        "reward_model.micro_batch_size_per_gpu",
-        "reward_model.micro_batch_size",
-    ),
+    *_same_names("reward.reward_model", "reward_model", "enable", "enable_resource_pool", "n_gpus_per_node", "nnodes"),
+    *_same_names("reward.reward_model", "reward_model", "rollout.*", "max_length", "micro_batch_size_per_gpu"),
+    *_same_names("reward.reward_model", "reward_model.model", "trust_remote_code"),
+    *_moved("reward.reward_model.micro_batch_size_per_gpu", "reward_model.micro_batch_size"),
     *_moved("reward.reward_model.max_token_len_per_gpu", "reward_model.forward_max_token_len_per_gpu"),
     *_moved("reward.reward_model.fsdp_config.*", "reward_model.fsdp_config.*", "reward_model.model.fsdp_config.*"),
     *_no_effect("scoring has one way", "reward_model.use_reward_loop", "reward_model.launch_reward_fn_async"),
@@ -180,12 +168,15 @@ ALIASES: tuple[Alias, ...] = (
     *_no_effect("fsdp and fsdp2 are the engine", "model_engine", "engine", only=("dp", "fsdp", "fsdp2")),
     # Features of verl that do not exist here; asking for one is an error.
     *_refused("the Megatron backend is not installed: use strategy=fsdp2", "model_engine", "engine", "*.megatron.*"),
-    *_refused("Valor has no profiler: timings are in the metrics as timing_s/*", "*.profiler.*", "global_profiler.*"),
-    *_refused("Valor has no profiler: timings are in the metrics as timing_s/*", "trainer.profile_steps"),
+    *_refused(
+        "Valor has no profiler: timings are in the metrics as timing_s/*",
+        *("*.profiler.*", "global_profiler.*", "trainer.profile_steps"),
+    ),
     *_refused("expert routing is not replayed", "*.router_replay.*", f"{ROLLOUT}.enable_rollout_routing_replay"),
-    *_refused("the optimizer is torch.optim.AdamW: set optim.betas, optim.eps", "*optim.optimizer_impl"),
-    *_refused("the optimizer is torch.optim.AdamW: set optim.betas, optim.eps", "*optim.override_optimizer_config.*"),
-    *_refused("the optimizer is torch.optim.AdamW: set optim.betas, optim.eps", "*optim.override_optimizer_config"),
+    *_refused(
+        "the optimizer is torch.optim.AdamW: set optim.betas, optim.eps",
+        *("*optim.optimizer_impl", "*optim.override_optimizer_config.*", "*optim.override_optimizer_config"),
+    ),
     *_refused("training is not quantized", "*.qat.*", "*fsdp_config.turbo_config.*"),
     *_refused("generation is not quantized", f"{ROLLOUT}.quantization", f"{ROLLOUT}.quantization_config_file"),
     *_refused("multi-token prediction is not supported", "*.mtp.*"),

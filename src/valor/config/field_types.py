@@ -6,12 +6,12 @@ import types
 from os.path import expanduser
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import annotated_types
 from pydantic import AfterValidator, BaseModel
 
 from valor.config.base import BARE_ITEM
 
 _WORDS = {int: "integer", float: "number", bool: "true/false", str: "text", dict: "dict", type(None): "null"}
+_SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
 def type_text(section: type[BaseModel], name: str) -> str:
@@ -47,27 +47,10 @@ def _bounds(metadata: list[Any] | tuple[Any, ...]) -> str:
     flat: list[Any] = []
     for item in metadata:
         flat += getattr(item, "metadata", [item])
-    if _range(flat) == {"ge": 0, "le": 1}:
+    limits = {kind: getattr(item, kind) for item in flat for kind in _SIGNS if hasattr(item, kind)}
+    if limits == {"ge": 0, "le": 1}:
         return " from 0 to 1"
-    low = next((f"{'>' if isinstance(m, annotated_types.Gt) else '>='} {_bound(m)}" for m in flat if _is_low(m)), "")
-    high = next((f"{'<' if isinstance(m, annotated_types.Lt) else '<='} {_bound(m)}" for m in flat if _is_high(m)), "")
-    return (f" {low}" if low else "") + (f"{' and' if low else ''} {high}" if high else "")
-
-
-def _range(items: list[Any]) -> dict[str, Any]:
-    return {kind: getattr(item, kind) for item in items for kind in ("gt", "ge", "lt", "le") if hasattr(item, kind)}
-
-
-def _is_low(item: Any) -> bool:
-    return isinstance(item, annotated_types.Gt | annotated_types.Ge)
-
-
-def _is_high(item: Any) -> bool:
-    return isinstance(item, annotated_types.Lt | annotated_types.Le)
-
-
-def _bound(item: Any) -> str:
-    return str(next(getattr(item, kind) for kind in ("gt", "ge", "lt", "le") if hasattr(item, kind)))
+    return " and".join(f" {sign} {limits[kind]}" for kind, sign in _SIGNS.items() if kind in limits)
 
 
 def _plural(text: str) -> str:

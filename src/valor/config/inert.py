@@ -5,51 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import reduce
 
 from pydantic import BaseModel
 
 from valor.config.critic_runs import CriticPretrainConfig, CriticRunConfig, CriticScoreConfig
+from valor.config.mistakes import show
 from valor.config.ppo import PPOConfig
-
-_ROLLOUT = "actor_rollout_ref.rollout"
-# verl's keys for its engines, which are servers.
-_VERL_KEYS = (
-    "mode",
-    "agent.num_workers",
-    "checkpoint_engine.backend",
-    "scheduling_policy",
-    "layered_summon",
-    "skip_tokenizer_init",
-    "calculate_log_probs",
-    "engine_kwargs.[!v]*",
-)
-_VLLM_KEYS = (
-    "gpu_memory_utilization",
-    "tensor_model_parallel_size",
-    "data_parallel_size",
-    "expert_parallel_size",
-    "pipeline_model_parallel_size",
-    "max_num_batched_tokens",
-    "enforce_eager",
-    "cudagraph_capture_sizes",
-    "free_cache_engine",
-    "enable_chunked_prefill",
-    "enable_prefix_caching",
-    "load_format",
-    "disable_log_stats",
-    "engine_kwargs.vllm*",
-)
-
-_MODEL_KEYS = (
-    "tokenizer_path",
-    "custom_chat_template",
-    "trust_remote_code",
-    "label",
-    "max_length",
-    "micro_batch_size_per_gpu",
-    "max_token_len_per_gpu",
-    "fsdp_config.*",
-)
 
 
 @dataclass(frozen=True)
@@ -61,6 +23,26 @@ class Inert:
     reason: str
 
 
+def _never(reason: str, *patterns: str) -> Inert:
+    return Inert(patterns, lambda config: True, f"no effect: {reason}")
+
+
+def _with(setting: str, *patterns: str, why: str = "") -> Inert:
+    """No effect with one setting, such as `trainer.device=cpu`; `data.val_files=null` is said as "is not set"."""
+    key, _, value = setting.partition("=")
+    short = ".".join(key.split(".")[-2:])
+
+    def when(config: PPOConfig) -> bool:
+        return show(reduce(getattr, key.split("."), config)).strip("'") == value
+
+    reason = f"no effect: {short} is not set" if value == "null" else f"no effect with {short}={value}"
+    return Inert(patterns, when, reason + why)
+
+
+def _below(section: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{section}.{name}" for name in names)
+
+
 # Built-in estimators that work without GAE's recursion.
 CRITIC_FREE = frozenset(
     {
@@ -68,11 +50,20 @@ CRITIC_FREE = frozenset(
         *("gdpo", "optimal_token_baseline"),
     }
 )
-_CORRECTION = "algorithm.rollout_correction"
-
-
-def _always(config: PPOConfig) -> bool:
-    return True
+_POLICY, _ROLLOUT, _REF = "actor_rollout_ref.model", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+_CORRECTION, _REWARD = "algorithm.rollout_correction", "reward.reward_model"
+# verl's keys for its engines, which are servers.
+_VERL_KEYS = (
+    *("mode", "agent.num_workers", "checkpoint_engine.backend", "scheduling_policy", "layered_summon"),
+    *("skip_tokenizer_init", "calculate_log_probs", "engine_kwargs.[!v]*"),
+)
+_VLLM_KEYS = (
+    *("gpu_memory_utilization", "tensor_model_parallel_size", "data_parallel_size", "expert_parallel_size"),
+    *("pipeline_model_parallel_size", "max_num_batched_tokens", "enforce_eager", "cudagraph_capture_sizes"),
+    *("free_cache_engine", "enable_chunked_prefill", "enable_prefix_caching", "load_format", "disable_log_stats"),
+    "engine_kwargs.vllm*",
+)
+_LAMBDAS = ("algorithm.lam", "algorithm.lam_actor", "algorithm.lam_critic", "algorithm.adaptive_lam_alpha")
 
 
 def _never_updates_policy(config: PPOConfig) -> bool:
@@ -83,18 +74,11 @@ def _asks_server(config: PPOConfig) -> bool:
     return config.actor_rollout_ref.rollout.name == "server"
 
 
-def _learns_from_files(config: PPOConfig) -> bool:
-    return isinstance(config, CriticPretrainConfig) and config.pretrain.rollouts is not None
-
-
 TABLE: tuple[Inert, ...] = (
     Inert(
         (
-            *(
-                f"actor_rollout_ref.actor.{name}"
-                for name in ("optim.*", "policy_loss.*", "clip_*", "entropy*", "*kl_*")
-            ),
-            *("actor_rollout_ref.ref.*", f"{_ROLLOUT}.val_kwargs.*", f"{_ROLLOUT}.log_prob_*"),
+            *_below("actor_rollout_ref.actor", "optim.*", "policy_loss.*", "clip_*", "entropy*", "*kl_*"),
+            *(f"{_REF}.*", f"{_ROLLOUT}.val_kwargs.*", f"{_ROLLOUT}.log_prob_*"),
             *("algorithm.lam*", "algorithm.ad[av]*", "algorithm.norm_*", "algorithm.singleton", "algorithm.gdpo_*"),
             *("algorithm.truncation_bootstrap", "algorithm.reward_source", "algorithm.reward_mask_*"),
             *("algorithm.missing_reward", "algorithm.use_*", "algorithm.kl_*", "algorithm.pf_ppo.*"),
@@ -115,7 +99,11 @@ TABLE: tuple[Inert, ...] = (
         lambda config: isinstance(config, CriticPretrainConfig),
         "no effect: pretrain.holdout keeps prompts back",
     ),
-    Inert(("data.train_[fm]*",), _learns_from_files, "no effect with pretrain.rollouts"),
+    Inert(
+        ("data.train_[fm]*",),
+        lambda config: isinstance(config, CriticPretrainConfig) and config.pretrain.rollouts is not None,
+        "no effect with pretrain.rollouts",
+    ),
     Inert(
         (
             *("critic.optim.*", "critic.freeze*", "critic.value_loss*", "critic.cliprange_value", "critic.loss_*"),
@@ -126,29 +114,23 @@ TABLE: tuple[Inert, ...] = (
         lambda config: isinstance(config, CriticScoreConfig),
         "no effect: nothing is trained here",
     ),
-    Inert(
-        tuple(f"{_ROLLOUT}.{name}" for name in _VERL_KEYS),
-        _always,
-        "no effect: generation takes and gives token ids one by one, always with their log-probs",
+    _never(
+        "generation takes and gives token ids one by one, always with their log-probs", *_below(_ROLLOUT, *_VERL_KEYS)
     ),
-    Inert(
-        (f"{_ROLLOUT}.n_gpus_per_node",),
-        lambda config: config.actor_rollout_ref.rollout.nnodes == 0,
-        "no effect with rollout.nnodes=0",
-    ),
+    _with(f"{_ROLLOUT}.nnodes=0", f"{_ROLLOUT}.n_gpus_per_node"),
     Inert(
         (f"{_ROLLOUT}.checkpoint_engine.update_*",),
         lambda config: not _asks_server(config) and (not config.rollout_apart or _never_updates_policy(config)),
         "no effect: the rollout is in the actor's processes",
     ),
     Inert((f"{_ROLLOUT}.server.*",), lambda config: not _asks_server(config), "no effect: rollout.name is not server"),
-    Inert(
-        (f"{_ROLLOUT}.max_model_len", *(f"{_ROLLOUT}.{name}" for name in _VLLM_KEYS)),
-        _asks_server,
-        "no effect with rollout.name=server: the server has options of its own",
+    _with(
+        f"{_ROLLOUT}.name=server",
+        *_below(_ROLLOUT, "max_model_len", *_VLLM_KEYS),
+        why=": the server has options of its own",
     ),
     Inert(
-        (f"{_ROLLOUT}.dtype", f"{_ROLLOUT}.server.weights_dir", f"{_ROLLOUT}.checkpoint_engine.update_*"),
+        _below(_ROLLOUT, "dtype", "server.weights_dir", "checkpoint_engine.update_*"),
         lambda config: config.actor_rollout_ref.rollout.keeps_weights,
         "no effect with rollout.server.weight_updates=none",
     ),
@@ -157,42 +139,22 @@ TABLE: tuple[Inert, ...] = (
         lambda config: config.rollout_apart,
         "no effect: nothing else is on the rollout's devices",
     ),
-    Inert(
-        tuple(f"{_ROLLOUT}.{name}" for name in _VLLM_KEYS),
-        lambda config: config.actor_rollout_ref.rollout.name == "native",
-        "no effect with rollout.name=native",
+    _with(f"{_ROLLOUT}.name=native", *_below(_ROLLOUT, *_VLLM_KEYS)),
+    _with(
+        "trainer.device=cpu",
+        *_below(_ROLLOUT, "enforce_eager", "cudagraph_capture_sizes", "free_cache_engine"),
+        why=", where vLLM runs without graphs and cannot sleep",
     ),
+    _with(f"{_ROLLOUT}.multi_turn.enable=false", f"{_ROLLOUT}.multi_turn.*"),
+    _never("no such kernels here", "*model.use_liger"),
+    _never("log-probs never hold all logits at once as it is", "*model.use_fused_kernels"),
+    _never("weights are read from where they are", "*model.use_shm"),
+    _never("nothing here is compiled", "*.use_torch_compile"),
+    _with("trainer.device=cpu", "*fsdp_config.offload_policy"),
+    _with(f"{_POLICY}.lora_rank=0", *_below(_POLICY, "lora_alpha", "*_modules")),
+    _with("critic.model.lora_rank=0", *_below("critic.model", "lora_alpha", "*_modules")),
     Inert(
-        tuple(f"{_ROLLOUT}.{name}" for name in ("enforce_eager", "cudagraph_capture_sizes", "free_cache_engine")),
-        lambda config: config.trainer.device == "cpu",
-        "no effect with trainer.device=cpu, where vLLM runs without graphs and cannot sleep",
-    ),
-    Inert(
-        (f"{_ROLLOUT}.multi_turn.*",),
-        lambda config: not config.actor_rollout_ref.rollout.multi_turn.enable,
-        "no effect with multi_turn.enable=false",
-    ),
-    Inert(("*model.use_liger",), _always, "no effect: no such kernels here"),
-    Inert(("*model.use_fused_kernels",), _always, "no effect: log-probs never hold all logits at once as it is"),
-    Inert(("*model.use_shm",), _always, "no effect: weights are read from where they are"),
-    Inert(("*.use_torch_compile",), _always, "no effect: nothing here is compiled"),
-    Inert(
-        ("*fsdp_config.offload_policy",),
-        lambda config: config.trainer.device == "cpu",
-        "no effect with trainer.device=cpu",
-    ),
-    Inert(
-        ("actor_rollout_ref.model.lora_alpha", "actor_rollout_ref.model.*_modules"),
-        lambda config: config.actor_rollout_ref.model.lora_rank == 0,
-        "no effect with lora_rank=0",
-    ),
-    Inert(
-        ("critic.model.lora_alpha", "critic.model.*_modules"),
-        lambda config: config.critic.model.lora_rank == 0,
-        "no effect with lora_rank=0",
-    ),
-    Inert(
-        ("actor_rollout_ref.model.*_modules",),
+        (f"{_POLICY}.*_modules",),
         lambda config: config.actor_rollout_ref.model.lora_adapter_path is not None,
         "no effect with lora_adapter_path: the adapter says which",
     ),
@@ -202,161 +164,98 @@ TABLE: tuple[Inert, ...] = (
         "no effect with lora_adapter_path: the adapter says which",
     ),
     Inert(
-        ("actor_rollout_ref.ref.fsdp_config.*",),
+        (f"{_REF}.fsdp_config.*",),
         lambda config: (
             config.actor_rollout_ref.model.lora_rank > 0
             and all("ref" not in pool.roles for pool in config.pools.values())
         ),
         "no effect with lora_rank: the reference is the actor without its adapters",
     ),
-    Inert(
-        ("reward.sandbox_fusion.*",),
-        lambda config: config.reward.sandbox_fusion.url is None,
-        "no effect: reward.sandbox_fusion.url is not set",
-    ),
-    Inert(("data.filter_overlong_prompts_workers",), _always, "no effect: one process measures prompts"),
-    Inert(("actor_rollout_ref.ref.fsdp_config.optimizer_offload",), _always, "no effect: no optimizer"),
+    _with("reward.sandbox_fusion.url=null", "reward.sandbox_fusion.*"),
+    _never("one process measures prompts", "data.filter_overlong_prompts_workers"),
+    _never("no optimizer", f"{_REF}.fsdp_config.optimizer_offload"),
     Inert(("critic.[!e]*",), lambda config: not config.critic.enable, "no effect: this run has no critic"),
-    Inert(("actor_rollout_ref.ref.*",), lambda config: not config.needs_reference, "no effect: no KL term is on"),
+    Inert((f"{_REF}.*",), lambda config: not config.needs_reference, "no effect: no KL term is on"),
     Inert(
-        ("actor_rollout_ref.ref.log_prob_*",),
+        (f"{_REF}.log_prob_*",),
         lambda config: not config.needs_ref_log_probs,
         "no effect with the exact KL: the reference takes the actor's micro-batches",
     ),
+    _with("actor_rollout_ref.actor.use_kl_loss=false", "actor_rollout_ref.actor.kl_loss_*"),
+    _with("algorithm.use_kl_in_reward=false", "algorithm.kl_ctrl.*", "algorithm.kl_penalty"),
+    _with("algorithm.use_pf_ppo=false", "algorithm.pf_ppo.*"),
+    _with("algorithm.filter_groups.enable=false", "algorithm.filter_groups.*", "data.gen_batch_size"),
     Inert(
-        ("actor_rollout_ref.actor.kl_loss_*",),
-        lambda config: not config.actor_rollout_ref.actor.use_kl_loss,
-        "no effect with use_kl_loss=false",
-    ),
-    Inert(
-        ("algorithm.kl_ctrl.*", "algorithm.kl_penalty"),
-        lambda config: not config.algorithm.use_kl_in_reward,
-        "no effect with use_kl_in_reward=false",
-    ),
-    Inert(("algorithm.pf_ppo.*",), lambda config: not config.algorithm.use_pf_ppo, "no effect with use_pf_ppo=false"),
-    Inert(
-        ("algorithm.filter_groups.*", "data.gen_batch_size"),
-        lambda config: not config.algorithm.filter_groups.enable,
-        "no effect with filter_groups.enable=false",
-    ),
-    Inert(
-        ("algorithm.lam", "algorithm.lam_actor", "algorithm.lam_critic", "algorithm.adaptive_lam_alpha"),
+        _LAMBDAS,
         lambda config: config.algorithm.adv_estimator in CRITIC_FREE,
         "no effect: this estimator has no lambda",
     ),
-    Inert(
-        ("algorithm.lam", "algorithm.lam_actor", "algorithm.lam_critic", "algorithm.adaptive_lam_alpha"),
-        lambda config: config.algorithm.reward_source == "critic",
-        "no effect with reward_source=critic: the advantage is V(last) - V",
+    _with("algorithm.reward_source=critic", *_LAMBDAS, why=": the advantage is V(last) - V"),
+    _with(
+        "algorithm.reward_source=critic",
+        "algorithm.reward_binarize",
+        "algorithm.reward_threshold",
+        why=" (on training)",
     ),
-    Inert(
-        ("algorithm.reward_binarize", "algorithm.reward_threshold"),
-        lambda config: config.algorithm.reward_source == "critic",
-        "no effect on training with reward_source=critic",
-    ),
-    Inert(
-        ("algorithm.reward_threshold",),
-        lambda config: not config.algorithm.reward_binarize,
-        "no effect with reward_binarize=false",
-    ),
-    Inert(
-        ("algorithm.reward_mask_[!r]*", "algorithm.missing_reward"),
-        lambda config: config.algorithm.reward_mask_ratio == 0,
-        "no effect with reward_mask_ratio=0",
-    ),
-    Inert(
-        ("algorithm.reward_mask_flip_adv_when_masked",),
-        lambda config: config.algorithm.missing_reward == "exclude",
-        "no effect with missing_reward=exclude",
-    ),
-    Inert(("critic.freeze_steps",), lambda config: config.critic.freeze, "no effect with freeze=true"),
-    Inert(
-        ("critic.ensemble_reduce",),
-        lambda config: config.critic.ensemble_size == 1,
-        "no effect with ensemble_size=1",
-    ),
-    Inert(
-        ("critic.optim.*", "critic.value_loss*", "critic.cliprange_value", "critic.ppo_mini*", "critic.ppo_epochs"),
-        lambda config: config.critic.freeze,
-        "no effect with freeze=true",
+    _with("algorithm.reward_binarize=false", "algorithm.reward_threshold"),
+    _with("algorithm.reward_mask_ratio=0.0", "algorithm.reward_mask_[!r]*", "algorithm.missing_reward"),
+    _with("algorithm.missing_reward=exclude", "algorithm.reward_mask_flip_adv_when_masked"),
+    _with("critic.freeze=true", "critic.freeze_steps"),
+    _with("critic.ensemble_size=1", "critic.ensemble_reduce"),
+    _with(
+        "critic.freeze=true",
+        *_below("critic", "optim.*", "value_loss*", "cliprange_value", "ppo_mini*", "ppo_epochs"),
     ),
     Inert(
         ("algorithm.gdpo_reward_*",),
         lambda config: config.algorithm.adv_estimator in CRITIC_FREE - {"gdpo"} | {"gae"},
         "no effect: adv_estimator is not gdpo",
     ),
+    _with(f"{_CORRECTION}.rollout_is=null", f"{_CORRECTION}.rollout_is_*"),
+    _with(f"{_CORRECTION}.rollout_rs=null", f"{_CORRECTION}.rollout_rs_threshold"),
     Inert(
-        (f"{_CORRECTION}.rollout_is_*",),
-        lambda config: config.algorithm.rollout_correction.rollout_is is None,
-        "no effect: rollout_is is not set",
-    ),
-    Inert(
-        (f"{_CORRECTION}.rollout_rs_threshold",),
-        lambda config: config.algorithm.rollout_correction.rollout_rs is None,
-        "no effect: rollout_rs is not set",
-    ),
-    Inert(
-        (f"{_CORRECTION}.rollout_is", f"{_CORRECTION}.rollout_is_*"),
+        _below(_CORRECTION, "rollout_is", "rollout_is_*"),
         lambda config: (
             config.algorithm.rollout_correction.bypass_mode
             and config.algorithm.rollout_correction.loss_type == "ppo_clip"
         ),
         "no effect with bypass_mode and ppo_clip: the ratio is the importance weight already",
     ),
-    Inert(
-        (f"{_CORRECTION}.loss_type",),
-        lambda config: not config.algorithm.rollout_correction.bypass_mode,
-        "no effect with bypass_mode=false",
+    _with(f"{_CORRECTION}.bypass_mode=false", f"{_CORRECTION}.loss_type"),
+    *(
+        _with(f"critic.value_loss={loss}", "critic.cliprange_value", why=", which does not clip")
+        for loss in ("bce", "hl_gauss")
     ),
-    Inert(
-        ("critic.cliprange_value",),
-        lambda config: config.critic.value_loss in ("bce", "hl_gauss"),
-        "no effect with value_loss=bce and hl_gauss, which do not clip",
+    _with("reward.reward_kwargs.overlong_buffer_cfg.enable=false", "reward.reward_kwargs.*"),
+    _with(
+        "data.val_files=null",
+        *("trainer.test_freq", "trainer.val_before_train", "*.val_kwargs.*", "trainer.log_val_generations"),
     ),
+    _with(f"{_REWARD}.enable=false", f"{_REWARD}.*"),
+    _with(f"{_REWARD}.judge.url=null", f"{_REWARD}.judge.*"),
     Inert(
-        ("reward.reward_kwargs.*",),
-        lambda config: not config.reward.reward_kwargs.overlong_buffer_cfg.enable,
-        "no effect with overlong_buffer_cfg.enable=false",
-    ),
-    Inert(
-        ("trainer.test_freq", "trainer.val_before_train", "*.val_kwargs.*", "trainer.log_val_generations"),
-        lambda config: config.data.val_files is None,
-        "no effect: data.val_files is not set",
-    ),
-    Inert(
-        ("reward.reward_model.*",),
-        lambda config: not config.reward.reward_model.enable,
-        "no effect with reward_model.enable=false",
-    ),
-    Inert(
-        ("reward.reward_model.judge.*",),
-        lambda config: config.reward.reward_model.judge.url is None,
-        "no effect: reward_model.judge.url is not set",
-    ),
-    Inert(
-        tuple(f"reward.reward_model.{name}" for name in _MODEL_KEYS),
+        (
+            *_below(_REWARD, "tokenizer_path", "custom_chat_template", "trust_remote_code", "label", "max_length"),
+            *_below(_REWARD, "micro_batch_size_per_gpu", "max_token_len_per_gpu", "fsdp_config.*"),
+        ),
         lambda config: config.reward.reward_model.judge.url is not None,
         "no effect with judge.url: the judge has its own server",
     ),
-    Inert(("reward.reward_model.rollout*",), _always, "no effect: it runs in the training processes"),
-    Inert(("reward.reward_model.fsdp_config.optimizer_offload",), _always, "no effect: no optimizer"),
-    Inert(
-        ("reward.reward_model.n_gpus_per_node", "reward.reward_model.nnodes"),
-        lambda config: not config.reward.reward_model.enable_resource_pool,
-        "no effect with enable_resource_pool=false",
-    ),
+    _never("it runs in the training processes", f"{_REWARD}.rollout*"),
+    _never("no optimizer", f"{_REWARD}.fsdp_config.optimizer_offload"),
+    _with(f"{_REWARD}.enable_resource_pool=false", *_below(_REWARD, "n_gpus_per_node", "nnodes")),
     Inert(
         ("reward.remote.*",),
         lambda config: config.reward.reward_manager.name != "remote",
         "no effect: reward_manager.name is not remote",
     ),
-    Inert(
-        ("reward.num_workers", "reward.memory_limit_mb", "reward.sandbox_fusion.*"),
-        lambda config: config.reward.reward_manager.name == "remote",
-        "no effect with reward_manager.name=remote: a server grades",
+    _with(
+        "reward.reward_manager.name=remote",
+        *_below("reward", "num_workers", "memory_limit_mb", "sandbox_fusion.*"),
+        why=": a server grades",
     ),
     Inert(
-        ("reward.custom_reward_function.*", "reward.num_workers", "reward.memory_limit_mb", "reward.timeout"),
+        _below("reward", "custom_reward_function.*", "num_workers", "memory_limit_mb", "timeout"),
         lambda config: config.reward.reward_model.replaces_rule and config.data.val_files is None,
         "no effect: the reward model scores every sample (reward_model.rule_weight=0)",
     ),

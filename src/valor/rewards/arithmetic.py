@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from valor.rewards.numerals import format_number, ground_truth_number, last_number
+from valor.rewards.gsm8k import grade_flexible
+from valor.rewards.numerals import ground_truth_number
 
 
 def grade(
@@ -14,9 +15,6 @@ def grade(
 
     Component: `pred` that number as text.
     """
-    truth = ground_truth_number(ground_truth)
-    if truth.denominator != 1:
+    if ground_truth_number(ground_truth).denominator != 1:
         raise ValueError(f"the ground truth is not an integer: {str(ground_truth)[:40]!r}")
-    found = last_number(solution_str)
-    correct = found is not None and found[1] == truth
-    return {"score": float(correct), "pred": "" if found is None else format_number(found[1])}
+    return grade_flexible(data_source, solution_str, ground_truth)

@@ -14,20 +14,17 @@ from typing import Any
 from valor.errors import UserError
 from valor.user_files import load_file
 
+_MODULE = "pkg://"  # begins the path of a module
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 
 
 @dataclass(frozen=True)
 class FunctionSource:
-    """Where a function can be found again in another process: a module or a file, and its name there.
+    """Where a function can be found again in another process: a Python file or `pkg://package.module`, and its name."""
 
-    `module` is an importable name; `path` a Python file (when both are empty nothing can be loaded).
-    """
-
-    name: str
-    module: str = ""
-    path: str = ""
+    path: str
+    name: str = "compute_score"
 
     @staticmethod
     def of(function: Callable[..., Any]) -> FunctionSource:
@@ -39,39 +36,40 @@ class FunctionSource:
                 "define it at the top level of its file"
             )
         if module != "__main__":
-            return FunctionSource(name, module=module)
+            return FunctionSource(f"{_MODULE}{module}", name)
         script = getattr(sys.modules["__main__"], "__file__", None)
         if script is None:
             raise UserError(
                 f"reward function {name} is defined in an interactive session: put it into a Python file, so that "
                 "grader processes can load it"
             )
-        return FunctionSource(name, path=str(Path(script).resolve()))
+        return FunctionSource(str(Path(script).resolve()), name)
 
     def load(self) -> Callable[..., Any]:
         """The function itself. Raises UserError when its file, its module or its name is not there."""
-        module = load_file(self.path, "reward.custom_reward_function.path") if self.path else _import(self.module)
+        if self.path.startswith(_MODULE):
+            module = _import(self.path.removeprefix(_MODULE))
+        else:
+            module = load_file(self.path, "reward.custom_reward_function.path")
         found: Any = module
         for part in self.name.split("."):
             found = getattr(found, part, None)
         if not callable(found):
             known = [k for k, v in vars(module).items() if inspect.isfunction(v) and not k.startswith("_")]
             raise UserError(
-                f"{self.path or self.module} has no function '{self.name}' (it has {', '.join(known) or 'none'}): "
+                f"{self.path} has no function '{self.name}' (it has {', '.join(known) or 'none'}): "
                 "set reward.custom_reward_function.name"
             )
         return found
 
 
 @dataclass(frozen=True)
-class CustomFunction:
-    """`reward.custom_reward_function`: a Python file or `pkg://package.module`, a name in it, extra keywords.
+class CustomFunction(FunctionSource):
+    """`reward.custom_reward_function`: a function that grades, and extra keywords for it.
 
     `whole_batch`: it takes lists, one entry a sample, and returns a list of what is otherwise returned for one.
     """
 
-    path: str
-    name: str = "compute_score"
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     whole_batch: bool = False
 
@@ -85,13 +83,7 @@ class CustomFunction:
 
         Raises UserError for a missing file, module or function, one that fails on import, and wrong arguments.
         """
-        is_module = self.path.startswith("pkg://")
-        source = (
-            FunctionSource(self.name, module=self.path.removeprefix("pkg://"))
-            if is_module
-            else FunctionSource(self.name, path=str(Path(self.path).expanduser().resolve()))
-        )
-        function = source.load()
+        function = super().load()
         given = dict.fromkeys(self.arguments) | dict(self.kwargs)
         try:
             inspect.signature(function).bind(**given)

@@ -7,61 +7,35 @@ sample it was grading gets the error, and the others are graded again.
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import os
 import pickle
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
-
-from pebble import ProcessExpired
 
 from valor.rewards import registry
 from valor.rewards.code import CodeSettings
 from valor.rewards.custom import CustomFunction, FunctionSource
-from valor.rewards.pool import GraderPool, PoolBrokenError
-from valor.rewards.worker import CHUNK_SECONDS, OUT_OF_MEMORY, RewardResult, Sample, WorkerSetup
-from valor.tracking.progress import report_progress
+from valor.rewards.process import GraderProcess, Job
+from valor.rewards.worker import CHUNK_SECONDS, OUT_OF_MEMORY, RewardResult, Sample, WorkerSetup, gather
 
 _NUM_WORKERS, _MOST_WORKERS = 8, 64  # at first, and when graders wait or hang
 _NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 _MAX_CHUNK = 64
-_LOOK_SECONDS = 0.1  # between two looks at the chunks under way
+_LOOK_SECONDS = 0.1  # between two looks at the processes
 _IDLE_LOOKS = 2  # in a row, at which most processes waited, and so did samples: more processes are started
-_MAX_ATTEMPTS = 3  # of a sample whose process died before any grader was called
+_MAX_VAIN = 3  # processes in a row that die before they have graded anything: waiting samples are given up
 _START_SECONDS = 120.0  # a custom function may import a heavy library before the first sample
 _CODE_SHARE = 0.8  # of the timeout for running code: a solution without an end is wrong, it is no error
-_SPARE_SECONDS = 20.0  # beyond a sample's timeout without any result: the pool has come to a stop
-
-
-@dataclass(eq=False)
-class _Job:
-    sample: bytes  # pickled: one that cannot be must not take the pool's messages with it
-    computes: bool = False
-    future: Future[Any] = field(default_factory=Future)
-    attempts: int = 0
-
-
-@dataclass(eq=False)
-class _Chunk:
-    pool: GraderPool
-    slot: int
-    jobs: list[_Job]
-    place: int = -1  # the job that was under way at the last looks, first seen at `since`
-    since: float = 0.0
-
-
-_Finished = list[tuple[_Job, RewardResult]]
 
 
 class RewardExecutor:
-    """Grader processes that start with the first sample.
+    """Grader processes, started as samples come.
 
     `timeout` is in seconds and per sample; `num_workers` None means 8, and up to 64 while graders wait rather than
     compute (Linux). Of graders that mostly compute, and say so by an attribute `cpu_bound`, no more run at once than
@@ -81,27 +55,24 @@ class RewardExecutor:
         code: CodeSettings = CodeSettings(),  # noqa: B008
         memory_mb: int | None = None,
     ) -> None:
-        self._function: Callable[..., Any] | None = None
-        if custom is not None:
-            # A mistake in the file is the user's to see now, not a thousand errors later.
-            self._function = custom.load()
+        # A mistake in the file is the user's to see now, not a thousand errors later.
+        self._function: Callable[..., Any] | None = custom.load() if custom else None
         self.custom, self.timeout, self.error_score = custom, timeout, error_score
         self.num_workers, self.memory_mb = num_workers or _NUM_WORKERS, memory_mb
         # A server that runs code bears so many requests and no more, whoever waits for them.
         self.most_workers = num_workers or (_MOST_WORKERS if code.sandbox_fusion is None else _NUM_WORKERS)
         requests = max(1, code.max_concurrent // self.num_workers)
         self.code = replace(code, seconds=_CODE_SHARE * timeout, max_concurrent=requests)
-        self._lock = threading.RLock()
-        self._setup: WorkerSetup | None = None
-        self._pools: list[GraderPool] = []
-        self._pending: deque[_Job] = deque()
-        self._pending_computing: deque[_Job] = deque()  # those that mostly compute
-        self._idle_looks = 0
-        self._growth: threading.Thread | None = None  # while more processes start
-        self._endings: list[threading.Thread] = []  # of pools that were given up
-        self._running: set[_Chunk] = set()
-        self._num_done = 0
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
         self._closed = False
+        # The thread starts, feeds and ends the processes: what is below here, and all private methods from `_take` on,
+        # are its own.
+        self._processes: list[GraderProcess] = []
+        self._limit = self.num_workers  # on the number of processes, for now
+        self._pending: deque[Job] = deque()
+        self._pending_computing: deque[Job] = deque()  # those that mostly compute
+        self._idle_looks = self._num_vain = 0
 
     def __enter__(self) -> RewardExecutor:
         return self
@@ -112,59 +83,19 @@ class RewardExecutor:
     @property
     def num_processes(self) -> int:
         """How many there are by now."""
-        return sum(pool.num_slots for pool in self._pools)
-
-    def submit(self, sample: Sample) -> Future[RewardResult]:
-        """Grade a sample in the background. The future never fails: errors are in its result."""
-        return self.submit_all([sample])[0]
-
-    def gather(self, futures: Sequence[Future[RewardResult]]) -> list[RewardResult]:
-        """The results, in order; waits for them and reports progress."""
-        results: list[RewardResult] = []
-        seen, since = self._num_done, time.monotonic()
-        next_look = since + _LOOK_SECONDS
-        while len(results) < len(futures):
-            with suppress(TimeoutError):
-                results.append(futures[len(results)].result(max(next_look - time.monotonic(), 0.0)))
-                report_progress(len(results), len(futures))
-            now = time.monotonic()
-            if now < next_look:
-                continue
-            next_look = now + _LOOK_SECONDS
-            if self._num_done != seen:
-                seen, since = self._num_done, now
-            # A process that is killed while it holds the pool's channel leaves it locked for the others.
-            stuck = now - since > self._patience()
-            self._settle(self._replace_pools() if stuck else self._look())
-            since = now if stuck else since
-        return results
+        return len(self._processes)
 
     def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
         """Grade all samples; results in their order."""
-        return self.gather(self.submit_all(samples))
-
-    def close(self) -> None:
-        """End the processes. Samples that were not graded by then get an error."""
-        with self._lock:
-            self._closed = True
-            pools, self._pools, growth = self._pools, [], self._growth
-            jobs = [job for chunk in self._running for job in chunk.jobs]
-            jobs += [*self._pending, *self._pending_computing]
-            self._running.clear()
-            self._pending.clear()
-            self._pending_computing.clear()
-        if growth is not None:
-            growth.join()
-        for pool in pools:
-            pool.end()
-        for ending in self._endings:
-            ending.join()
-        self._settle([(job, self._error("graders were shut down before this sample's turn")) for job in jobs])
+        return gather(self.submit_all(samples))
 
     def submit_all(self, samples: Sequence[Sample]) -> list[Future[RewardResult]]:
-        """`submit` for many: a custom function of whole batches gets them in one call, within one `timeout`."""
+        """Grade samples in the background. The futures never fail: errors are in their results.
+
+        A custom function of whole batches gets them in one call, within one `timeout`.
+        """
         if self.custom is None or not self.custom.whole_batch or not samples:
-            return self._enqueue(samples)
+            return self._submit(samples)
         parts: list[Future[RewardResult]] = [Future() for _ in samples]
 
         def hand_out(whole: Future[Any]) -> None:
@@ -172,175 +103,156 @@ class RewardExecutor:
             for i, part in enumerate(parts):  # one result: an error, which is everybody's
                 part.set_result(result if isinstance(result, RewardResult) else result[i])
 
-        self._enqueue([list(samples)])[0].add_done_callback(hand_out)
+        self._submit([list(samples)])[0].add_done_callback(hand_out)
         return parts
 
-    def _enqueue(self, samples: Sequence[Sample | list[Sample]]) -> list[Future[Any]]:
-        jobs: list[_Job] = []
-        finished: _Finished = []
+    def close(self) -> None:
+        """End the processes. Samples that were not graded by then get an error."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        if self._thread is not None:
+            self._loop.call_soon_threadsafe(self._end)
+            self._thread.join()
+            self._loop.close()
+            atexit.unregister(self.close)
+
+    def _submit(self, samples: Sequence[Sample | list[Sample]]) -> list[Future[Any]]:
+        jobs: list[Job] = []
         for sample in samples:
             try:
-                jobs.append(_Job(pickle.dumps(sample), self._computes(sample)))
+                jobs.append(Job(pickle.dumps(sample), self._is_computed(sample)))
             except Exception as error:
-                jobs.append(_Job(b""))
-                finished.append((jobs[-1], self._error(f"the sample cannot be sent to a grader: {error}")))
-            jobs[-1].future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
+                jobs.append(Job(b""))
+                jobs[-1].future.set_result(self._error(f"the sample cannot be sent to a grader: {error}"))
+        waiting = [job for job in jobs if job.sample]
+        for job in waiting:
+            job.future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
         with self._lock:
             if self._closed:
                 raise RuntimeError("this RewardExecutor is closed")
-            self._setup = self._setup or self._describe_graders()
-            for job in jobs:
-                if job.sample:
-                    (self._pending_computing if job.computes else self._pending).append(job)
-            finished += self._dispatch()
-        self._settle(finished)
+            if self._thread is None:
+                self._start()
+            self._loop.call_soon_threadsafe(self._take, waiting)
         return [job.future for job in jobs]
 
-    def _describe_graders(self) -> WorkerSetup:
+    def _start(self) -> None:
         sources = tuple((p, FunctionSource.of(f)) for p, f in registry.registered_graders().items())
-        return WorkerSetup(self.custom, sources, self.error_score, self.code, self.memory_mb)
+        self._setup = WorkerSetup(self.custom, sources, self.error_score, self.code, self.memory_mb)
+        self._loop = asyncio.new_event_loop()
+        self._loop.call_soon(self._look)
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
 
-    def _computes(self, sample: Sample | list[Sample]) -> bool:
+    def _is_computed(self, sample: Sample | list[Sample]) -> bool:
         if self.code.sandbox_fusion is not None or isinstance(sample, list):
             return False
         return getattr(self._function or registry.find_grader(sample.data_source), "cpu_bound", False)
 
-    def _dispatch(self) -> _Finished:
-        """Give pending samples to free slots; under the lock. Returns samples that were given up."""
-        given_up: _Finished = []
-        while (computes := self._may_compute()) or self._pending:
-            assert self._setup is not None
-            self._pools = self._pools or [GraderPool(self._setup, self.num_workers, self.timeout)]
-            pool = next((pool for pool in self._pools if pool.free_slots), None)
-            if pool is None:
-                break
-            fair_share = -(-len(self._pending) // self.num_processes)
-            pending, count = (self._pending_computing, 1) if computes else (self._pending, min(fair_share, _MAX_CHUNK))
-            jobs = [pending.popleft() for _ in range(count)]
-            chunk = _Chunk(pool, pool.free_slots.pop(), jobs)
-            self._running.add(chunk)
-            try:
-                pool.start(chunk.slot, [job.sample for job in jobs], partial(self._chunk_done, chunk))
-            except PoolBrokenError:
-                given_up += self._drop(pool)
-        return given_up
+    def _error(self, reason: str, kind: str = "exception", seconds: float = 0.0) -> RewardResult:
+        return RewardResult(self.error_score, {}, reason, seconds, kind)
 
-    def _may_compute(self) -> bool:
-        """Whether a sample that mostly computes waits, and a core is left for it."""
-        return bool(self._pending_computing) and sum(c.jobs[0].computes for c in self._running) < _NUM_CORES
-
-    def _look(self) -> _Finished:
-        """Give samples that wait behind a slow one to other processes; start more when all are busy with waiting."""
-        with self._lock:
-            now = time.monotonic()
-            for chunk in self._running:
-                place = chunk.pool.under_way(chunk.slot)
-                if place is None:
-                    continue
-                if place != chunk.place:
-                    chunk.place, chunk.since = place, now
-                elif now - chunk.since > 1.5 * CHUNK_SECONDS:  # its time is up: the process begins no further sample
-                    self._wait_again(chunk.jobs[place + 1 :])
-                    del chunk.jobs[place + 1 :]
-            given_up = self._dispatch()
-            size = self.num_processes
-            wait = bool(self._pending) and 2 * sum(pool.num_computing() for pool in self._pools) < size
-            self._idle_looks = self._idle_looks + 1 if wait else 0
-            if self._idle_looks >= _IDLE_LOOKS and size < self.most_workers and self._growth is None:
-                num_more = min(size, self.most_workers - size)
-                self._growth = threading.Thread(target=self._grow, args=(num_more,), daemon=True)
-                self._growth.start()
-        return given_up
-
-    def _grow(self, num_workers: int) -> None:
-        """Start more processes: in a thread of its own, as that takes a while."""
-        assert self._setup is not None
-        pool = GraderPool(self._setup, num_workers, self.timeout)
-        pool.start_processes()
-        with self._lock:
-            self._growth = None
-            if not self._closed:
-                self._pools.append(pool)
-            given_up = self._dispatch()
-        if self._closed:
-            pool.end()
-        self._settle(given_up)
-
-    def _chunk_done(self, chunk: _Chunk, done: Future[list[RewardResult]]) -> None:
-        """Runs in the pool's threads when a chunk ended, one way or another."""
-        error = done.exception()
-        with self._lock:
-            if chunk not in self._running:
-                return  # its pool was replaced, and its samples were given to the new one
-            if isinstance(error, BrokenProcessPool):
-                finished = self._drop(chunk.pool) + self._dispatch()
-            else:
-                self._running.remove(chunk)
-                chunk.pool.free_slots.append(chunk.slot)
-                chunk.pool.proven = True
-                finished = self._outcome(chunk, done.result() if error is None else error) + self._dispatch()
-        self._settle(finished)
-
-    def _outcome(self, chunk: _Chunk, outcome: list[RewardResult] | BaseException) -> _Finished:
-        """Results of a chunk; puts back those of its samples that have none yet."""
-        if isinstance(outcome, list):
-            self._wait_again(chunk.jobs[len(outcome) :])
-            return list(zip(chunk.jobs, outcome, strict=False))
-        place = chunk.pool.under_way(chunk.slot)
-        if place is None:
-            return self._put_back(chunk.jobs)
-        guilty = chunk.jobs[place]
-        self._wait_again([job for job in chunk.jobs if job is not guilty])
-        return [(guilty, self._error(*self._reason(outcome)))]
-
-    def _put_back(self, jobs: list[_Job]) -> _Finished:
-        """Grade these again, as it was not they that ended their process; give up those with bad luck too often."""
+    def _take(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
-            job.attempts += 1
-        self._wait_again([job for job in jobs if job.attempts < _MAX_ATTEMPTS])
-        given_up = [job for job in jobs if job.attempts >= _MAX_ATTEMPTS]
-        return [(job, self._error("grader processes die before they can grade it", "crash")) for job in given_up]
+            (self._pending_computing if job.computes else self._pending).append(job)
+        self._dispatch()
 
-    def _wait_again(self, jobs: list[_Job]) -> None:
+    def _dispatch(self) -> None:
+        """Give pending samples to processes that have none; start as many as there is work for."""
+        free = [process for process in self._processes if process.ready and not process.jobs]
+        while free and ((computes := self._pending_computing and self._cores_left() > 0) or self._pending):
+            fair_share = -(-len(self._pending) // self._limit)
+            pending, count = (self._pending_computing, 1) if computes else (self._pending, min(fair_share, _MAX_CHUNK))
+            free.pop().send([pending.popleft() for _ in range(count)])
+        num_wanted = len(self._pending) + min(len(self._pending_computing), self._cores_left())
+        if num_wanted > sum(not process.ready for process in self._processes) and self.num_processes < self._limit:
+            process = GraderProcess(self._setup)
+            self._processes.append(process)
+            self._loop.add_reader(process.channel.fileno(), self._hear, process)
+            self._loop.call_soon(self._dispatch)  # one at a time: others may be free by then
+
+    def _cores_left(self) -> int:
+        return _NUM_CORES - sum(process.jobs[0].computes for process in self._processes if process.jobs)
+
+    def _hear(self, process: GraderProcess) -> None:
+        """Something came from a process: results, or its end."""
+        results = process.receive()
+        if results is None:
+            self._lose(process)
+        else:
+            process.ready = True
+            jobs, process.jobs = process.jobs, []
+            self._num_vain = 0 if results else self._num_vain
+            self._wait_again(jobs[len(results) :])
+            for job, result in zip(jobs, results, strict=False):
+                job.future.set_result(result)
+        self._dispatch()
+
+    def _look(self) -> None:
+        """End processes that take too long, give what waits behind slow samples to others, let more be started."""
+        self._loop.call_later(_LOOK_SECONDS, self._look)
+        for process in list(self._processes):
+            place, seconds = process.under_way()
+            if place < 0:
+                if seconds > _START_SECONDS and (process.jobs or not process.ready):
+                    self._lose(process)
+            elif process.jobs and seconds > self.timeout:
+                reason = f"no score within {self.timeout:g} s (reward.timeout)"
+                self._lose(process, self._error(reason, "timeout", self.timeout))
+            elif seconds > 1.5 * CHUNK_SECONDS:  # its time is up: the process begins no further sample
+                self._wait_again(process.jobs[place + 1 :])
+                del process.jobs[place + 1 :]
+        size = len(self._processes)
+        wait = bool(self._pending) and 2 * sum(process.computes() for process in self._processes) < size
+        self._idle_looks = self._idle_looks + 1 if wait and size == self._limit else 0
+        if self._idle_looks >= _IDLE_LOOKS:
+            self._limit = min(2 * self._limit, self.most_workers)
+        self._dispatch()
+
+    def _lose(self, process: GraderProcess, error: RewardResult | None = None) -> None:
+        """End a process: the sample that is under way gets the error (None: it died, how will be seen)."""
+        self._loop.remove_reader(process.channel.fileno())
+        self._processes.remove(process)
+        place, _ = process.under_way()
+        error, jobs = self._death(process.end()) if error is None else error, process.jobs
+        if jobs and place >= 0:
+            guilty = jobs.pop(place)
+            self._wait_again(jobs)
+            guilty.future.set_result(error)
+            return
+        self._wait_again(jobs)
+        if jobs or not process.ready:
+            self._num_vain += 1
+        if self._num_vain >= _MAX_VAIN:
+            self._give_up("grader processes die before they can grade it", "crash")
+
+    def _death(self, status: int) -> RewardResult:
+        if status == OUT_OF_MEMORY:
+            return self._error(f"needed more than {self.memory_mb} MB (reward.memory_limit_mb)", "memory")
+        how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+        return self._error(f"the grader ended its process ({how})", "crash")
+
+    def _wait_again(self, jobs: Sequence[Job]) -> None:
         """Before the others; all of one kind."""
         pending = self._pending_computing if jobs and jobs[0].computes else self._pending
         pending.extendleft(reversed(jobs))
 
-    def _drop(self, pool: GraderPool) -> _Finished:
-        """Leave a pool, put back what it had; under the lock. Returns samples that were given up."""
-        if pool in self._pools:
-            self._pools.remove(pool)
-            self._endings.append(pool.abandon())
-        chunks = [chunk for chunk in self._running if chunk.pool is pool]
-        self._running.difference_update(chunks)
-        return [one for chunk in chunks for one in self._put_back(chunk.jobs)]
+    def _give_up(self, reason: str, kind: str = "exception") -> None:
+        """An error for all samples that wait."""
+        jobs = [*self._pending, *self._pending_computing]
+        self._pending.clear()
+        self._pending_computing.clear()
+        self._num_vain = 0
+        for job in jobs:
+            job.future.set_result(self._error(reason, kind))
 
-    def _replace_pools(self) -> _Finished:
-        with self._lock:
-            return [one for pool in list(self._pools) for one in self._drop(pool)] + self._dispatch()
-
-    def _settle(self, finished: _Finished) -> None:
-        """Hand results out, without the lock: a future's callbacks may submit more."""
-        self._num_done += len(finished)
-        for job, result in finished:
-            job.future.set_result(result)
-
-    def _patience(self) -> float:
-        """Seconds after which a pool that finished nothing at all has come to a stop."""
-        proven = any(pool.proven for pool in self._pools)
-        return self.timeout + (_SPARE_SECONDS if proven else _START_SECONDS)
-
-    def _reason(self, error: BaseException) -> tuple[str, str, float]:
-        """Why a chunk has no results, the kind of that, and how long its last sample took (s; 0: not known)."""
-        if isinstance(error, TimeoutError):
-            return f"no score within {self.timeout:g} s (reward.timeout)", "timeout", self.timeout
-        if isinstance(error, ProcessExpired):
-            code = error.exitcode
-            if code == OUT_OF_MEMORY:
-                return f"needed more than {self.memory_mb} MB (reward.memory_limit_mb)", "memory", 0.0
-            status = f"killed by signal {-code}" if code is not None and code < 0 else f"exit status {code}"
-            return f"the grader ended its process ({status})", "crash", 0.0
-        return f"{type(error).__name__}: {error}", "exception", 0.0
-
-    def _error(self, reason: str, kind: str = "exception", seconds: float = 0.0) -> RewardResult:
-        return RewardResult(self.error_score, {}, reason, seconds, kind)
+    def _end(self) -> None:
+        for process in self._processes:
+            self._loop.remove_reader(process.channel.fileno())
+            process.end()
+            self._wait_again(process.jobs)
+        self._processes.clear()
+        self._give_up("graders were shut down before this sample's turn")
+        self._loop.stop()

@@ -6,7 +6,7 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from valor.rewards.numerals import NUMBER, format_number, ground_truth_number, last_number, number_value, plain
+from valor.rewards.numerals import NUMBER, ground_truth_number, last_number, number_value, plain
 
 # verl looks at the last 300 characters only: an answer that is followed by more text than that is no final answer.
 _TAIL = 300
@@ -22,12 +22,6 @@ def strict_answer(text: str) -> Fraction | None:
     return number_value(last) if last else None
 
 
-def flexible_answer(text: str) -> Fraction | None:
-    """The last number anywhere in the response; None when there is none."""
-    found = last_number(text)
-    return found[1] if found else None
-
-
 def grade_strict(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> dict[str, Any]:
@@ -36,13 +30,12 @@ def grade_strict(
     Components: `format` 1 when there is an answer after `####`, `flexible` 1 when the last number anywhere is right,
     `pred` the answer as text (for majority votes).
     """
-    truth = ground_truth_number(ground_truth)
-    answer, loose = strict_answer(solution_str), flexible_answer(solution_str)
+    answer = strict_answer(solution_str)
     return {
-        "score": float(answer == truth),
+        "score": float(answer == ground_truth_number(ground_truth)),
         "format": float(answer is not None),
-        "flexible": float(loose == truth),
-        "pred": "" if answer is None else format_number(answer),
+        "flexible": grade_flexible(data_source, solution_str, ground_truth)["score"],
+        "pred": "" if answer is None else str(answer),
     }
 
 
@@ -53,6 +46,6 @@ def grade_flexible(
 
     Component: `pred` that number.
     """
-    truth = ground_truth_number(ground_truth)
-    answer = flexible_answer(solution_str)
-    return {"score": float(answer == truth), "pred": "" if answer is None else format_number(answer)}
+    truth, found = ground_truth_number(ground_truth), last_number(solution_str)
+    value = found[1] if found else None
+    return {"score": float(value == truth), "pred": "" if value is None else str(value)}

@@ -5,55 +5,40 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from valor.rewards.code import CodeSettings
 from valor.rewards.custom import CustomFunction
-from valor.rewards.executor import RewardExecutor, RewardResult, Sample
+from valor.rewards.executor import RewardExecutor
 from valor.rewards.registry import require_graders
 from valor.rewards.remote import RemoteGraders
+from valor.rewards.worker import RewardResult, Sample, gather
 
 if TYPE_CHECKING:
     from valor.config import RewardConfig
 
 
-@dataclass(frozen=True)
-class ScoreSummary:
-    """What a step's log says about its scores."""
-
-    metrics: dict[str, float]
-    lines: list[str]
-
-    @property
-    def line(self) -> str:
-        """Everything in one line: `reward openai/gsm8k: 113/512 correct, mean 0.221, 0 errors`."""
-        return "; ".join(self.lines)
-
-
 class RewardManager:
-    """The graders of a run, as `config.reward` asks for them. Raises UserError when a custom function is no good."""
+    """The graders of a run, as `config.reward` asks for them. Raises UserError when a custom function is no good.
+
+    `one_by_one`: a sample can be graded before the others are there.
+    """
 
     def __init__(self, config: RewardConfig) -> None:
-        self._one_by_one = config.reward_manager.name != "batch"
+        self.one_by_one = config.reward_manager.name != "batch"
         self._graders: RewardExecutor | RemoteGraders
         if config.reward_manager.name == "remote":
             self._graders = RemoteGraders(config.remote, timeout=config.timeout, error_score=config.error_score)
-        else:
-            self._graders = self._processes(config)
-
-    def _processes(self, config: RewardConfig) -> RewardExecutor:
+            return
         custom, server = config.custom_reward_function, config.sandbox_fusion
-        code = CodeSettings()
+        function, code = None, CodeSettings()
+        if custom.path:
+            function = CustomFunction(custom.path, custom.name, custom.reward_kwargs, whole_batch=not self.one_by_one)
         if server.url is not None:
             code = CodeSettings(
                 sandbox_fusion=server.url, max_concurrent=server.max_concurrent, memory_mb=server.memory_limit_mb
             )
-        function = None
-        if custom.path:
-            kwargs = dict(custom.reward_kwargs)
-            function = CustomFunction(custom.path, custom.name, kwargs, whole_batch=not self._one_by_one)
-        return RewardExecutor(
+        self._graders = RewardExecutor(
             num_workers=config.num_workers,
             timeout=config.timeout,
             error_score=config.error_score,
@@ -67,11 +52,6 @@ class RewardManager:
         """Whether samples of any data source can be graded: by a function or a server of the user's own."""
         return isinstance(self._graders, RemoteGraders) or self._graders.custom is not None
 
-    @property
-    def one_by_one(self) -> bool:
-        """Whether a sample can be graded before the others are there."""
-        return self._one_by_one
-
     def check(self, data_sources: Iterable[str]) -> None:
         """Before a run: raise a UserError that names the data sources nobody can grade."""
         if isinstance(self._graders, RemoteGraders):
@@ -79,30 +59,23 @@ class RewardManager:
         elif not self.grades_everything:
             require_graders(data_sources)
 
-    def submit(self, sample: Sample) -> Future[RewardResult]:
-        """Grade one finished response while others are still being generated."""
-        return self.submit_all([sample])[0]
-
     def submit_all(self, samples: Sequence[Sample]) -> list[Future[RewardResult]]:
         """Grade samples in the background. The futures never fail: errors are in their results."""
         return self._graders.submit_all(samples)
 
-    def gather(self, futures: Sequence[Future[RewardResult]]) -> list[RewardResult]:
-        """Results of submitted samples, in order."""
-        return self._graders.gather(futures)
-
-    def score(self, samples: Sequence[Sample]) -> tuple[list[RewardResult], ScoreSummary]:
-        """Grade samples; results in order, and their summary."""
-        results = self.gather(self.submit_all(samples))
-        return results, summarize([s.data_source for s in samples], results)
+    def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
+        """Grade samples; results in their order."""
+        return gather(self.submit_all(samples))
 
     def close(self) -> None:
         """End the grader processes."""
         self._graders.close()
 
 
-def summarize(data_sources: Sequence[str], results: Sequence[RewardResult]) -> ScoreSummary:
-    """Per data source: `reward/<source>/mean`, `/correct` (fraction), and the mean of every numeric component.
+def summarize(data_sources: Sequence[str], results: Sequence[RewardResult]) -> tuple[dict[str, float], str]:
+    """Metrics and one line for the log: `reward openai/gsm8k: 113/512 correct, mean 0.221, 0 errors`.
+
+    Per data source: `reward/<source>/mean`, `/correct` (fraction), and the mean of every numeric component.
 
     A component's mean is over the samples that have it. Over all samples: `reward/errors` (number),
     `reward/errors/<kind>` for each kind that occurred, and `reward/grading_seconds_max`.
@@ -123,7 +96,7 @@ def summarize(data_sources: Sequence[str], results: Sequence[RewardResult]) -> S
         metrics |= {f"reward/{name}/{k}": v for k, v in _component_means(group).items()}
         metrics |= {f"reward/{name}/mean": mean, f"reward/{name}/correct": correct / len(group)}
         lines.append(f"reward {name}: {correct}/{len(group)} correct, mean {mean:.3f}, {_errors(group)}")
-    return ScoreSummary(metrics, lines)
+    return metrics, "; ".join(lines)
 
 
 def _component_means(group: Sequence[RewardResult]) -> dict[str, float]:

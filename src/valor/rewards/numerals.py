@@ -57,12 +57,6 @@ def number_value(match: re.Match[str]) -> Fraction | None:
     return -value if negative else value
 
 
-def parse_number(text: str) -> Fraction | None:
-    """Exact value of a text that is one number and nothing else (a trailing period is let through), else None."""
-    match = _NUMBER.fullmatch(plain(text).strip().removesuffix("."))
-    return number_value(match) if match else None
-
-
 def last_number(text: str) -> tuple[str, Fraction] | None:
     """The last number anywhere in the text, as written and as value; None when there is none."""
     text = plain(text)
@@ -81,14 +75,13 @@ def _last_match(text: str) -> re.Match[str] | None:
     return last
 
 
-def format_number(value: Fraction) -> str:
-    """One spelling a value, so that equal answers are equal text: 72, -3, 1/2."""
-    return str(value)
-
-
 def ground_truth_number(ground_truth: object) -> Fraction:
-    """The value of a ground truth that must be a number. Raises ValueError otherwise: the data is wrong."""
-    value = parse_number(str(ground_truth)) if ground_truth is not None else None
+    """The value of a ground truth that is one number and nothing else (a trailing period is let through).
+
+    Raises ValueError for any other: the data is wrong.
+    """
+    match = _NUMBER.fullmatch(plain(str(ground_truth)).strip().removesuffix("."))
+    value = number_value(match) if match else None
     if value is None:
         raise ValueError(f"the ground truth is not a number: {str(ground_truth)[:40]!r}")
     return value

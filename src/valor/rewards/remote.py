@@ -15,7 +15,6 @@ import httpx2
 
 from valor.errors import UserError
 from valor.rewards.worker import RewardResult, Sample, as_result, describe_error
-from valor.tracking.progress import report_progress
 
 if TYPE_CHECKING:
     from valor.config.reward import RemoteGraderConfig
@@ -60,14 +59,6 @@ class RemoteGraders:
     def submit_all(self, samples: Sequence[Sample]) -> list[Future[RewardResult]]:
         """Grade samples in the background. The futures never fail: errors are in their results."""
         return [asyncio.run_coroutine_threadsafe(self._grade(sample), self._loop) for sample in samples]
-
-    def gather(self, futures: Sequence[Future[RewardResult]]) -> list[RewardResult]:
-        """The results, in order; waits for them and reports progress."""
-        results = []
-        for future in futures:
-            results.append(future.result())
-            report_progress(len(results), len(futures))
-        return results
 
     def close(self) -> None:
         """End the thread; requests under way are dropped."""

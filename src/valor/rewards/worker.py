@@ -1,4 +1,4 @@
-"""What runs inside a grader process: one sample after another, every failure turned into that sample's result."""
+"""Samples, their results, and what makes one of the other inside a grader process: every failure is a result."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, MutableSequence, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing import connection, parent_process
 from typing import Any, NamedTuple
 
 from valor.rewards import registry
 from valor.rewards.code import CodeSettings, configure
 from valor.rewards.custom import CustomFunction, FunctionSource
+from valor.tracking.progress import report_progress
 
 # A chunk that has run this long gives the rest of its samples back, so that slow graders spread over the processes.
 CHUNK_SECONDS = 0.25
@@ -58,6 +61,15 @@ class RewardResult(NamedTuple):
         return self.error is None and value > 0
 
 
+def gather(futures: Sequence[Future[RewardResult]]) -> list[RewardResult]:
+    """The results, in order; waits for them and reports progress."""
+    results = []
+    for future in futures:
+        results.append(future.result())
+        report_progress(len(results), len(futures))
+    return results
+
+
 @dataclass(frozen=True)
 class WorkerSetup:
     """What a grader process needs to know; picklable without the parent's modules."""
@@ -65,17 +77,17 @@ class WorkerSetup:
     custom: CustomFunction | None
     registered: tuple[tuple[str, FunctionSource], ...]
     error_score: float
-    code: CodeSettings = field(default_factory=CodeSettings)
-    memory_mb: int | None = None
+    code: CodeSettings
+    memory_mb: int | None
 
 
 class Grading:
-    """The grader of this process, and where it notes which sample is under way."""
+    """The grader of this process. In `note.value` it writes the place of the sample that is under way."""
 
-    def __init__(self, setup: WorkerSetup, places: MutableSequence[int], pids: MutableSequence[int]) -> None:
+    def __init__(self, setup: WorkerSetup, note: Any) -> None:
         self.error_score = setup.error_score
         self._memory = (setup.memory_mb or 0) * 2**20
-        self._places, self._pids = places, pids
+        self._note = note
         self._kwargs = dict(setup.custom.kwargs) if setup.custom else {}
         self._names = setup.custom.arguments if setup.custom else Sample._fields
         self._loop: asyncio.Runner | None = None
@@ -89,13 +101,12 @@ class Grading:
         except BaseException as error:  # raising here would end the process, and the next one, for ever
             self._broken = describe_error(error)
 
-    def chunk(self, slot: int, samples: Sequence[bytes]) -> list[RewardResult]:
+    def chunk(self, samples: Sequence[bytes]) -> list[Any]:
         """Results of the first samples, at least one; the rest is left to others when time is up."""
-        results: list[Any] = []
-        self._pids[slot] = os.getpid()
+        results = []
         end = time.perf_counter() + CHUNK_SECONDS
         for i, sample in enumerate(samples):
-            self._places[slot] = i
+            self._note.value = i
             results.append(self.one(sample))
             if time.perf_counter() > end:
                 break
@@ -175,28 +186,22 @@ def _plain(value: Any) -> Any:
 
 LIMITS_MEMORY = sys.platform == "linux"  # other systems let RLIMIT_DATA be exceeded
 
-_grading: Grading | None = None
 
-
-def start_worker(setup: WorkerSetup, places: MutableSequence[int], pids: MutableSequence[int]) -> None:
-    """Make this process a grader. Runs once, before its first chunk."""
-    global _grading
-    # The pool ends a hung process by SIGTERM. Python's handler would wait for the grader to return to Python code,
-    # which one stuck in a C call never does; the default action needs nobody's consent.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+def serve(setup: WorkerSetup, note: Any, channel: Any) -> None:
+    """What a grader process does: say that it is ready (no results), then answer chunks of samples with results."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     # More grader processes than cores: each one's libraries get one thread.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     threading.Thread(target=_end_with_parent, daemon=True).start()
     configure(setup.code)
     if setup.memory_mb and LIMITS_MEMORY:
         _limit_memory(setup.memory_mb * 2**20)
-    _grading = Grading(setup, places, pids)
-
-
-def grade_chunk(slot: int, samples: Sequence[bytes]) -> list[RewardResult]:
-    """Grade in this process; see Grading.chunk."""
-    assert _grading is not None, "start_worker has not run in this process"
-    return _grading.chunk(slot, samples)
+    grading = Grading(setup, note)
+    samples: Sequence[bytes] = ()
+    with suppress(EOFError, OSError):  # nobody is left to hear of it
+        while True:
+            channel.send(grading.chunk(samples))
+            samples = channel.recv()
 
 
 def _limit_memory(size: int) -> None:

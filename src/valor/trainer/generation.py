@@ -58,9 +58,8 @@ class Generation:
             sources += batch.objects["data_source"]
             kept.append(self._informative(batch, graded) if filtering.enable else batch)
             found = sum(map(len, kept)) // self.rollout.n
-        summary = summarize(sources, results)
-        self._say(summary.line)
-        metrics = summary.metrics
+        metrics, line = summarize(sources, results)
+        self._say(line)
         if self.inputs.reward_texts is not None:
             metrics["reward_model/cut_texts"] = sum(r.components.get("rm_cut", False) for r in results)
         if filtering.enable:

@@ -209,4 +209,4 @@ def _grade(batch: Batch, tokenizer: Any, rewards: RewardManager) -> list[RewardR
     ids = [row[:n] for row, n in zip(batch["responses"].tolist(), batch["response_lengths"].tolist(), strict=True)]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     samples = zip(columns["data_source"], texts, columns["ground_truth"], columns["extra_info"], strict=True)
-    return rewards.score([Sample(*sample) for sample in samples])[0]
+    return rewards.score([Sample(*sample) for sample in samples])

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 
 from valor.data.batch import Batch
-from valor.rewards.executor import RewardResult, Sample
+from valor.rewards.worker import RewardResult, Sample, gather
 from valor.rollout.finished import Finished, listening
 from valor.trainer.inputs import RunInputs
 
@@ -36,7 +36,7 @@ class Rules:
             if rows[i] not in self._early and self._inputs.has_grader(source):
                 text = self._inputs.decode([response.token_ids])[0]
                 sample = Sample(source, text, columns["ground_truth"][i], columns["extra_info"][i])
-                self._early[rows[i]] = text, self._rewards.submit(sample)
+                self._early[rows[i]] = text, self._rewards.submit_all([sample])[0]
 
         with listening(grade):
             yield
@@ -53,7 +53,7 @@ class Rules:
                 futures[i] = future
         rest = [i for i in range(len(batch)) if i not in futures]
         futures |= zip(rest, self._rewards.submit_all([samples[i] for i in rest]), strict=True)
-        return self._rewards.gather([futures[i] for i in range(len(batch))])
+        return gather([futures[i] for i in range(len(batch))])
 
 
 def _rows(batch: Batch) -> list[_Row]:

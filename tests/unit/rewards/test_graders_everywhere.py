@@ -18,7 +18,7 @@ from valor.rewards import compute_score
 from valor.rewards.executor import RewardExecutor, Sample
 
 TRUTHS: dict[str, Any] = {
-    "math": r"\frac{1}{2}",
+    "math": "42",
     "openai/gsm8k": "42",
     "openai/gsm8k-flexible": "42",
     "valor/arithmetic": "42",
@@ -30,14 +30,69 @@ TRUTHS: dict[str, Any] = {
 }
 MEGABYTE = 10**6
 HOSTILE = {
-    "power": r"\boxed{9^{9^{9^{9}}}}",
-    "integral": r"\boxed{\int_0^{\infty} e^{-x^x} \sin(x^3) \, dx}",
-    "nesting": r"\boxed{" + r"\frac{1}{" * 2000 + "2" + "}" * 2001,
-    "brackets": "The answer is " + "(" * 50_000 + "1" + ")" * 50_000,
+    "digits": "9" * 100_000,
+    "digits in a box": "\\boxed{" + "9" * 100_000 + "}",
+    "parentheses": "\\boxed{" + "(" * 5000 + "1" + ")" * 5000 + "}",
+    "open parentheses": "(" * 100_000,
+    "tower": "\\boxed{9^{9^{9^9}}}",
+    "flat tower": "\\boxed{9^9^9^9}",
+    "python tower": "\\boxed{9**9**9**9}",
+    "large power": "\\boxed{7^{123456789}}",
+    "large base": "\\boxed{(10^{9})^{(10^9)}}",
+    "factorial": "\\boxed{99999999!}",
+    "factorial of a factorial": "\\boxed{((20!)!)!}",
+    "factorial to a factorial": "\\boxed{2000!^{2000!}}",
+    "binomial": "\\boxed{\\binom{10^9}{5\\cdot 10^8}}",
+    "open boxes": "\\boxed{" * 10_000,
+    "boxes": "\\boxed{5}" * 10_000,
+    "loop": "52 inches - 4.25 feet = " * 5000,
+    "announced loop": "The answer is 5. " * 8000,
+    "announcements": "answer is " * 10_000,
+    "nested fractions": "\\boxed{" + "\\frac{1}{" * 300 + "2" + "}" * 301,
+    "nested roots": "\\boxed{" + "\\sqrt{" * 400 + "2" + "}" * 401,
+    "nested functions": "\\boxed{" + "\\sin(\\cos(" * 100 + "x" + "))" * 100 + "}",
+    "sum": "\\boxed{\\sum_{n=1}^{10^{12}} \\frac{1}{n^2}}",
+    "product": "\\boxed{\\prod_{k=1}^{1000000} k}",
+    "integral": "\\boxed{\\int_0^{\\infty} e^{-x^x} \\sin(x^3) \\, dx}",
+    "limit": "\\boxed{\\lim_{x\\to\\infty} (1+1/x)^{x^{x^x}}}",
+    "expansion": "\\boxed{(x+y+z)^{300}(x-y)^{300}}",
+    "long list": "\\boxed{" + ",".join(map(str, range(2000))) + "}",
+    "matrix": "\\boxed{\\begin{pmatrix}" + "\\\\".join(["&".join("1" * 30)] * 30) + "\\end{pmatrix}}",
+    "equation": "\\boxed{x^5+y^5+z^5=x y z \\sin(x) \\cos(y)}",
+    "signs": "\\boxed{" + "\\pm 1," * 500 + "}",
+    "holes": "\\boxed{" + ", ".join(f"x\\neq {i}" for i in range(60)) + "}",
+    "unions": "\\boxed{" + "(1,2)\\cup" * 150 + "(3,4)}",
+    "chain": "\\boxed{" + "1<" * 500 + "x}",
+    "exponent": "\\boxed{1e999999999}",
+    "dollars": "$" * 100_000,
+    "unclosed formulas": "\\(" * 50_000,
+    "hashes": "####" * 30_000,
+    "symbols": "∞√²" * 20_000,
+    "spaces": " " * 100_000,
+    "braces": "\\boxed" + "{" * 100_000,
+    "thoughts": "<think>" * 10_000,
+    "tags": "<answer>" * 10_000,
+    "arithmetic": "Answer: " + "1+" * 40_000 + "1",
     "null bytes": "\0" * 1000 + r"The answer is \boxed{" + "\0" + "}",
     "unicode": "\u202e答案是\u0301\u0301٤٢ 😀 ½ \ud800 \ufeff" * 100,
     "nothing": "",
 }
+FORMULAS = [
+    "tower", "python tower", "large base", "factorial to a factorial", "binomial", "nested fractions",
+    "nested functions",
+    "sum", "integral", "limit", "expansion", "equation", "holes", "exponent", "open boxes", "loop",
+]  # fmt: skip
+FORMULA_TRUTHS = ["x^2+1", "1<x<2", "\\{1,2\\}", "x^2+y^2=1", "9^{9^{9^{9}}}", "\\int_0^1 x^2 dx", "\\sum_{k=1}^n k^2"]
+DECIDED = [
+    (r"\boxed{\frac{2}{4}}", "0.5", 1),
+    (r"\boxed{x=3}", "4", 0),
+    (r"\boxed{(2,\infty)}", "x>2", 1),
+    (r"\boxed{(x+1)^2}", "x^2+2x+1", 1),
+    (r"\boxed{\gcd(12,18)}", "6", 1),
+    (r"\boxed{\gcd(12,18)}", "7", 0),
+    (r"\boxed{9^{9^{9^9}}}", "42", 0),
+    ("(" * 10_000, "42", 0),
+]
 LONG = "9", "-1", "{", "Paris ", r"\boxed{1}", "The answer is 5. "
 PIECES = [
     r"\boxed{", r"\frac{", r"\sqrt[", r"\text{", "}", "{", "(", ")", "[", "]", "$", "####", "the answer is", "Answer:",
@@ -48,22 +103,26 @@ GENERATED = st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=3)), ma
 
 
 def verdict(sample: Sample) -> float | None:
-    """The score; None where a grader says that it could not decide."""
+    """Whether it is right; None where a grader says that it could not decide."""
     start = time.thread_time()  # others use the machine too
     result: Any = compute_score(*sample)
     assert time.thread_time() - start < 2, sample
     assert math.isfinite(result["score"])
-    return None if result.get("error") else result["score"]
+    return None if result.get("error") else result.get("acc", result["score"])
 
 
-def check_everywhere(samples: list[Sample]) -> None:
+def check_everywhere(samples: list[Sample]) -> list[float | None]:
+    """The verdicts, here and elsewhere the same; where one is None (a loaded machine) that of another."""
     here = [verdict(sample) for sample in samples]
     with ThreadPoolExecutor(1) as threads:
-        assert list(threads.map(verdict, samples)) == here
-    with RewardExecutor(num_workers=1, timeout=60) as executor:
+        in_thread = list(threads.map(verdict, samples))
+    with RewardExecutor(num_workers=1, timeout=600) as executor:
         results = executor.score(samples)
     assert {result.kind for result in results if result.error} <= {"undecided"}
-    assert [None if result.error else result.score for result in results] == here
+    in_process = [None if r.error else r.components.get("acc", r.score) for r in results]
+    found = [set(verdicts) - {None} for verdicts in zip(here, in_thread, in_process, strict=True)]
+    assert all(len(verdicts) <= 1 for verdicts in found)
+    return [next(iter(verdicts), None) for verdicts in found]
 
 
 @pytest.mark.parametrize(("name", "truth"), [("math", "gold"), ("qa", "golds")])
@@ -73,9 +132,19 @@ def test_outputs_of_real_models(shared_dir: Path, name: str, truth: str) -> None
     check_everywhere([Sample(source, row["output"], row[truth]) for row in map(json.loads, lines)])
 
 
-def test_hostile_text() -> None:
+def test_what_computer_algebra_decides_as_well() -> None:
     compute_score("math", r"\boxed{\int_0^1 y dy}", r"\int_0^1 x dx")  # the import of computer algebra
-    check_everywhere([Sample(source, text, truth) for source, truth in TRUTHS.items() for text in HOSTILE.values()])
+    verdicts = check_everywhere([Sample("math", text, truth) for text, truth, _ in DECIDED])
+    assert all(found in (None, right) for found, (_, _, right) in zip(verdicts, DECIDED, strict=True))
+    assert verdicts.count(None) <= 2
+
+
+def test_hostile_text_costs_no_grader_two_seconds_and_raises_nothing() -> None:
+    compute_score("math", r"\boxed{\int_0^1 y dy}", r"\int_0^1 x dx")
+    samples = [Sample(source, text, truth) for source, truth in TRUTHS.items() for text in HOSTILE.values()]
+    samples += [Sample("math", HOSTILE[name], truth) for truth in FORMULA_TRUTHS for name in FORMULAS]
+    for sample in samples:
+        assert not verdict(sample), sample
 
 
 @pytest.mark.parametrize("piece", LONG)
@@ -87,7 +156,7 @@ def test_a_megabyte(piece: str) -> None:
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(GENERATED, st.sampled_from(sorted(TRUTHS)))
 def test_generated_text(text: str, source: str) -> None:
-    assert verdict(Sample(source, text, TRUTHS[source])) in (None, 0.0, 0.1, 0.9, 1.0)
+    assert verdict(Sample(source, text, TRUTHS[source])) in (None, 0.0, 1.0)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -1,19 +1,16 @@
-"""The mathematics grader on whole responses: model outputs with published labels, published answers, hostile text."""
+"""The mathematics grader on whole responses: model outputs with published labels, published answers."""
 
 import json
-import multiprocessing
 import random
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
-from valor.rewards import compute_score
 from valor.rewards.answers import ends_in_a_loop, final_answers
 from valor.rewards.executor import RewardExecutor, Sample
 from valor.rewards.mathematics import symbolic
@@ -201,80 +198,6 @@ def test_published_answers_do_not_score_against_others(shared_dir: Path) -> None
     assert scored == []
 
 
-HOSTILE = {
-    "digits": "9" * 100_000,
-    "digits in a box": "\\boxed{" + "9" * 100_000 + "}",
-    "parentheses": "\\boxed{" + "(" * 5000 + "1" + ")" * 5000 + "}",
-    "open parentheses": "(" * 100_000,
-    "tower": "\\boxed{9^{9^{9^9}}}",
-    "flat tower": "\\boxed{9^9^9^9}",
-    "python tower": "\\boxed{9**9**9**9}",
-    "large power": "\\boxed{7^{123456789}}",
-    "large base": "\\boxed{(10^{9})^{(10^9)}}",
-    "factorial": "\\boxed{99999999!}",
-    "factorial of a factorial": "\\boxed{((20!)!)!}",
-    "factorial to a factorial": "\\boxed{2000!^{2000!}}",
-    "binomial": "\\boxed{\\binom{10^9}{5\\cdot 10^8}}",
-    "open boxes": "\\boxed{" * 10_000,
-    "boxes": "\\boxed{5}" * 10_000,
-    "loop": "52 inches - 4.25 feet = " * 5000,
-    "announced loop": "The answer is 5. " * 8000,
-    "announcements": "answer is " * 10_000,
-    "nested fractions": "\\boxed{" + "\\frac{1}{" * 300 + "2" + "}" * 301,
-    "nested roots": "\\boxed{" + "\\sqrt{" * 400 + "2" + "}" * 401,
-    "nested functions": "\\boxed{" + "\\sin(\\cos(" * 100 + "x" + "))" * 100 + "}",
-    "sum": "\\boxed{\\sum_{n=1}^{10^{12}} \\frac{1}{n^2}}",
-    "product": "\\boxed{\\prod_{k=1}^{1000000} k}",
-    "integral": "\\boxed{\\int_0^{\\infty} e^{-x^x} \\sin(x^3) \\, dx}",
-    "limit": "\\boxed{\\lim_{x\\to\\infty} (1+1/x)^{x^{x^x}}}",
-    "expansion": "\\boxed{(x+y+z)^{300}(x-y)^{300}}",
-    "long list": "\\boxed{" + ",".join(map(str, range(2000))) + "}",
-    "matrix": "\\boxed{\\begin{pmatrix}" + "\\\\".join(["&".join("1" * 30)] * 30) + "\\end{pmatrix}}",
-    "equation": "\\boxed{x^5+y^5+z^5=x y z \\sin(x) \\cos(y)}",
-    "signs": "\\boxed{" + "\\pm 1," * 500 + "}",
-    "holes": "\\boxed{" + ", ".join(f"x\\neq {i}" for i in range(60)) + "}",
-    "unions": "\\boxed{" + "(1,2)\\cup" * 150 + "(3,4)}",
-    "chain": "\\boxed{" + "1<" * 500 + "x}",
-    "exponent": "\\boxed{1e999999999}",
-    "dollars": "$" * 100_000,
-    "unclosed formulas": "\\(" * 50_000,
-    "hashes": "####" * 30_000,
-    "symbols": "∞√²" * 20_000,
-    "spaces": " " * 100_000,
-    "braces": "\\boxed" + "{" * 100_000,
-    "thoughts": "<think>" * 10_000,
-    "tags": "<answer>" * 10_000,
-    "arithmetic": "Answer: " + "1+" * 40_000 + "1",
-}
-FORMULAS = [
-    "tower", "python tower", "large base", "factorial to a factorial", "binomial", "nested fractions",
-    "nested functions",
-    "sum", "integral", "limit", "expansion", "equation", "holes", "exponent", "open boxes", "loop",
-]  # fmt: skip
-SOURCES: dict[str, Any] = {
-    "math": "42",
-    "openai/gsm8k": "42",
-    "openai/gsm8k-flexible": "42",
-    "cais/mmlu": "B",
-    "nq": ["Paris", "City of Paris"],
-    "searchR1_nq": {"target": ["Paris"]},
-    "countdown": {"target": 24, "numbers": [1, 1, 4, 6]},
-    "hiyouga/geometry3k": "42",
-}
-TRUTHS = ["x^2+1", "1<x<2", "\\{1,2\\}", "x^2+y^2=1", "9^{9^{9^{9}}}", "\\int_0^1 x^2 dx", "\\sum_{k=1}^n k^2"]
-
-
-def test_hostile_text_costs_no_grader_two_seconds_and_raises_nothing() -> None:
-    grade("math", r"\boxed{\int_0^1 y dy}", r"\int_0^1 x dx")  # the import of computer algebra
-    calls = [(source, truth, name) for source, truth in SOURCES.items() for name in HOSTILE]
-    calls += [("math", truth, name) for truth in TRUTHS for name in FORMULAS]
-    for source, truth, name in calls:
-        start = time.thread_time()  # others use the machine too
-        result: Any = compute_score(source, HOSTILE[name], truth)
-        assert time.thread_time() - start < 2, (source, truth, name)
-        assert result.get("acc", result["score"]) == 0.0, (source, name)
-
-
 def test_a_timeout_is_an_error_and_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     def think(truth: str, answer: str) -> bool:
         while True:
@@ -301,35 +224,3 @@ def test_what_could_not_be_decided_is_an_error_of_the_run() -> None:
     assert (decided.score, decided.error) == (1.0, None)
     assert undecided.score == -1.0 and "too large" in (undecided.error or "")
     assert undecided.components["format"] == 1.0
-
-
-EVERYWHERE = [
-    (r"\boxed{\frac{2}{4}}", "0.5"),
-    (r"\boxed{x=3}", "4"),
-    (r"\boxed{(2,\infty)}", "x>2"),
-    (r"\boxed{(x+1)^2}", "x^2+2x+1"),
-    (r"\boxed{\gcd(12,18)}", "6"),
-    (r"\boxed{\gcd(12,18)}", "7"),
-    (r"\boxed{9^{9^{9^9}}}", "42"),
-    ("(" * 10_000, "42"),
-]
-
-
-def verdicts(cases: list[tuple[str, str]]) -> list[float]:
-    scores = []
-    for response, truth in cases:
-        result = grade("math", response, truth)
-        for _ in range(5):  # on a loaded machine computer algebra may need more than its time, and says so
-            result = grade("math", response, truth) if "error" in result else result
-        assert "error" not in result
-        scores.append(result["score"])
-    return scores
-
-
-def test_the_same_verdict_in_main_thread_worker_thread_and_worker_process() -> None:
-    here = verdicts(EVERYWHERE)
-    assert here == [1.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
-    with ThreadPoolExecutor(1) as threads:
-        assert threads.submit(verdicts, EVERYWHERE).result(60) == here
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as processes:
-        assert processes.submit(verdicts, EVERYWHERE).result(60) == here

@@ -8,15 +8,17 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from valor.errors import UserError
+from valor.rewards.code import CodeSettings
 from valor.rewards.custom import CustomFunction
 from valor.rewards.executor import RewardExecutor, RewardResult, Sample
 from valor.rewards.manager import summarize
 from valor.rewards.registry import BUILT_IN, register_reward, registered_graders
-from valor.rewards.worker import LIMITS_MEMORY, Grading, WorkerSetup
+from valor.rewards.worker import LIMITS_MEMORY, Grading, WorkerSetup, gather
 
 TIMEOUT = 0.4
 
@@ -143,7 +145,7 @@ def test_a_grader_that_swallows_every_exception_and_signal_is_ended(executor: Re
 
 @pytest.mark.parametrize(
     ("response", "reason"),
-    [("exit3", "exit status 3"), ("kill", "signal 9"), ("exit0", "no score within")],
+    [("exit3", "exit status 3"), ("kill", "signal 9"), ("exit0", "exit status 0")],
 )
 def test_a_grader_that_ends_its_process_costs_its_own_sample(
     executor: RewardExecutor, response: str, reason: str
@@ -191,7 +193,7 @@ def test_a_batch_of_bad_graders_takes_about_one_timeout_and_far_less_than_a_loop
     for response, result in zip(responses, results, strict=True):
         assert result.kind == kinds[response][0] if response in kinds else result.error is None, (response, result)
     assert sum(r.score for r in results) == 200.0
-    errors = summarize(["a"] * len(results), results).metrics
+    errors = summarize(["a"] * len(results), results)[0]
     assert [errors[f"reward/errors/{kind}"] for kind in ("timeout", "crash", "memory")] == [5.0, 3.0, 2.0]
     loop = 200 * 0.05 + 5 * timeout  # and it would not have survived the others
     assert timeout < elapsed < 2 * timeout
@@ -220,7 +222,7 @@ def test_no_more_graders_compute_at_once_than_there_are_cores(reward_file: Path,
 
 def test_failures_are_counted_by_kind(executor: RewardExecutor) -> None:
     results = grade(executor, "good", "raise", "exit3", "nan", "sleep")
-    metrics = summarize(["a"] * 5, results).metrics
+    metrics = summarize(["a"] * 5, results)[0]
     assert {k: v for k, v in metrics.items() if k.startswith("reward/errors")} == {
         "reward/errors": 4.0,
         "reward/errors/crash": 1.0,
@@ -251,14 +253,14 @@ def test_slow_graders_share_the_processes(executor: RewardExecutor) -> None:
 
 
 def test_a_slow_chunk_gives_its_rest_back(reward_file: Path) -> None:
-    notes, pids = [-1, -1], [0, 0]
-    grading = Grading(WorkerSetup(CustomFunction(str(reward_file)), (), 0.0), notes, pids)
+    note = SimpleNamespace(value=-1)
+    grading = Grading(WorkerSetup(CustomFunction(str(reward_file)), (), 0.0, CodeSettings(), None), note)
     slow, good = pickle.dumps(Sample("a", "slow", "")), pickle.dumps(Sample("a", "good", ""))
-    num_graded = len(grading.chunk(1, [slow] * 20))
+    num_graded = len(grading.chunk([slow] * 20))
     assert 1 <= num_graded <= 6  # 0.05 s each, 0.25 s a chunk
-    assert notes == [-1, num_graded - 1]  # the last one it began
-    assert len(grading.chunk(0, [good] * 20)) == 20
-    assert notes[0] == 19 and pids == [os.getpid()] * 2
+    assert note.value == num_graded - 1  # the last one it began
+    assert len(grading.chunk([good] * 20)) == 20
+    assert note.value == 19
 
 
 def test_components_are_plain_values(executor: RewardExecutor) -> None:
@@ -275,12 +277,18 @@ def test_a_sample_that_cannot_travel_gets_an_error(executor: RewardExecutor) -> 
 
 
 def test_submitted_samples_are_graded_in_the_background(executor: RewardExecutor) -> None:
-    futures = [executor.submit(Sample("a", "good", "good")) for _ in range(30)]
+    futures = [executor.submit_all([Sample("a", "good", "good")])[0] for _ in range(30)]
     deadline = time.monotonic() + 5
     while not all(f.done() for f in futures) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert all(f.done() for f in futures)
-    assert [r.score for r in executor.gather(futures)] == [1.0] * 30
+    assert [r.score for r in gather(futures)] == [1.0] * 30
+
+
+def test_no_more_processes_are_started_than_there_are_samples(reward_file: Path) -> None:
+    with RewardExecutor(num_workers=6, custom=CustomFunction(str(reward_file))) as pool:
+        assert [r.score for r in grade(pool, "good", "bad")] == [1.0, 0.0]
+        assert 1 <= pool.num_processes <= 2
 
 
 def test_keyword_arguments_and_async_functions(reward_file: Path) -> None:
@@ -304,11 +312,11 @@ def test_processes_that_die_on_start_are_given_up(tmp_path: Path) -> None:
 
 def test_closing_gives_waiting_samples_an_error(reward_file: Path) -> None:
     pool = RewardExecutor(num_workers=1, timeout=30, custom=CustomFunction(str(reward_file)))
-    futures = [pool.submit(Sample("a", "sleep", "")) for _ in range(10)]
+    futures = pool.submit_all([Sample("a", "sleep", "")] * 10)
     pool.close()
     assert all("shut down" in (f.result(timeout=1).error or "") for f in futures)
     with pytest.raises(RuntimeError, match="closed"):
-        pool.submit(Sample("a", "good", ""))
+        pool.submit_all([Sample("a", "good", "")])
 
 
 def test_registered_graders_reach_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,7 +352,7 @@ if __name__ == "__main__":
     (result,) = executor.score([Sample("script", "", "")])
     print("score", result.score, "pid", result.components["pid"], flush=True)
     if "hang" in sys.argv:
-        executor.submit(Sample("script", "sleep", ""))
+        executor.submit_all([Sample("script", "sleep", "")])
         time.sleep(60)
     # no close(): the interpreter's end must be quiet all the same
 """

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from valor.rewards import arithmetic, gsm8k
-from valor.rewards.numerals import ground_truth_number, last_number, parse_number
+from valor.rewards.numerals import ground_truth_number, last_number
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,12 @@ from valor.rewards.numerals import ground_truth_number, last_number, parse_numbe
         ("72 clips", None),
     ],
 )
-def test_parse_number(text: str, value: int | Fraction | None) -> None:
-    assert parse_number(text) == value
+def test_ground_truths_are_exactly_one_number(text: str, value: int | Fraction | None) -> None:
+    if value is not None:
+        assert ground_truth_number(text) == value
+        return
+    with pytest.raises(ValueError, match="not a number"):
+        ground_truth_number(text)
 
 
 @pytest.mark.parametrize(

@@ -43,14 +43,14 @@ def test_a_function_of_whole_batches_is_called_once(tmp_path: Path) -> None:
     )
     try:
         assert manager.grades_everything and not manager.one_by_one
-        results, _ = manager.score(samples("a", "aaa", "aa"))
+        results = manager.score(samples("a", "aaa", "aa"))
         assert [r.score for r in results] == [0.5, 1.5, 0.5]
         assert all(r.components == {"size": 3} for r in results)
-        raised, _ = manager.score(samples("a", "raise"))
+        raised = manager.score(samples("a", "raise"))
         assert [(r.score, "ValueError: no" in (r.error or "")) for r in raised] == [(-1.0, True)] * 2
-        few, _ = manager.score(samples("a", "few"))
+        few = manager.score(samples("a", "few"))
         assert all("1 scores for 2 samples" in (r.error or "") for r in few)
-        assert manager.score([])[0] == []
+        assert manager.score([]) == []
     finally:
         manager.close()
 
@@ -129,7 +129,7 @@ def test_a_server_grades(url: str) -> None:
     manager = remote(url, max_concurrent=2)
     try:
         manager.check(["mine"])
-        results, _ = manager.score(samples("again", *["good", "bad"] * 4, "refuse", "odd"))
+        results = manager.score(samples("again", *["good", "bad"] * 4, "refuse", "odd"))
     finally:
         manager.close()
     assert [r.score for r in results] == [1.0, *[1.0, 0.0] * 4, -1.0, -1.0]
@@ -141,7 +141,7 @@ def test_a_server_grades(url: str) -> None:
 def test_a_server_that_hangs_or_is_down_costs_its_samples_and_one_timeout(url: str) -> None:
     manager = remote(url, timeout=1.5)
     start = time.monotonic()
-    results, _ = manager.score(samples("hang", "down", "hang"))
+    results = manager.score(samples("hang", "down", "hang"))
     elapsed = time.monotonic() - start
     manager.close()
     assert [(r.score, r.kind) for r in results] == [(-1.0, "timeout")] * 3
@@ -151,7 +151,7 @@ def test_a_server_that_hangs_or_is_down_costs_its_samples_and_one_timeout(url: s
 
 def test_requests_keep_to_the_pace(url: str) -> None:
     manager = remote(url, requests_per_second=20.0)
-    results, _ = manager.score(samples(*["good"] * 11))
+    results = manager.score(samples(*["good"] * 11))
     manager.close()
     assert all(r.score == 1.0 for r in results)
     assert Grader.begun[-1] - Grader.begun[0] > 0.4  # ten pauses of 50 ms, give or take the server's own

@@ -10,11 +10,11 @@ import cmath
 import math
 from collections.abc import Mapping
 from fractions import Fraction
+from operator import truediv
 from typing import NamedTuple
 
-from valor.rewards.mathematics import values
 from valor.rewards.mathematics.formulas import Node, Reader, Unreadable
-from valor.rewards.mathematics.values import Value
+from valor.rewards.mathematics.values import Value, calculate
 
 
 class Expression(NamedTuple):
@@ -81,7 +81,7 @@ def proportional(first: Expression, second: Expression, positive: bool = False) 
         a, b = _at(first, env), _at(second, env)
         if a is None or b is None or not a or not b:
             continue
-        ratios.append(values.divide(a, b))
+        ratios.append(calculate(truediv, a, b))
     if positive and any(complex(ratio).real <= 0 for ratio in ratios):
         return False
     return len(ratios) > 1 and all(same_value(ratio, ratios[0]) for ratio in ratios)

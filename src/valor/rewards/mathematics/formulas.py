@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import cmath
 import math
+import operator
 import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
+from typing import Any
 
 from valor.rewards.mathematics import values
 from valor.rewards.mathematics.values import Value
@@ -81,7 +83,7 @@ class Reader:
             raise Unreadable
         total = self._signed()
         while self.peek() in ("+", "-"):
-            total = _binary(values.add, total, self._signed())
+            total = _binary(operator.add, total, self._signed())
         self._depth -= 1
         return total
 
@@ -91,22 +93,22 @@ class Reader:
             negative ^= self.text[self.position] == "-"
             self.position += 1
         term = self._product()
-        return _binary(values.multiply, _number(-1), term) if negative else term
+        return _negative(term) if negative else term
 
     def _product(self) -> Node:
         product = self._power()
         while True:
             if self.take("*"):
-                product = _binary(values.multiply, product, self._sign_then_power())
+                product = _binary(operator.mul, product, self._sign_then_power())
             elif self.take("/"):
-                product = _binary(values.divide, product, self._sign_then_power())
+                product = _binary(operator.truediv, product, self._sign_then_power())
             elif self._starts_factor():
-                product = _binary(values.multiply, product, self._power())
+                product = _binary(operator.mul, product, self._power())
             else:
                 return product
 
     def _sign_then_power(self) -> Node:
-        return _binary(values.multiply, _number(-1), self._power()) if self.take("-") else self._power()
+        return _negative(self._power()) if self.take("-") else self._power()
 
     def _starts_factor(self) -> bool:
         c = self.peek()
@@ -133,7 +135,7 @@ class Reader:
         if self.take("{"):
             return self._closed("}")
         if self.take("-"):
-            return _binary(values.multiply, _number(-1), self._exponent())
+            return _negative(self._exponent())
         return self._atom()
 
     def _argument(self) -> Node:
@@ -201,7 +203,7 @@ class Reader:
         if name in _GREEK:
             return self._variable(f"\\{name}")
         if name == "frac":
-            return _binary(values.divide, self._argument(), self._argument())
+            return _binary(operator.truediv, self._argument(), self._argument())
         if name == "binom":
             return _binary(values.choose, self._argument(), self._argument())
         if name == "sqrt":
@@ -231,7 +233,7 @@ class Reader:
         self.degrees = outside or (self.degrees and name not in _TRIGONOMETRIC)
         value = _unary(lambda x: function(complex(x) * scale), argument)
         if base:
-            value = _binary(values.divide, value, _unary(lambda x: cmath.log(complex(x)), base))
+            value = _binary(operator.truediv, value, _unary(lambda x: cmath.log(complex(x)), base))
         return _binary(values.power, value, power) if power else value
 
     def _function_argument(self) -> Node:
@@ -242,7 +244,7 @@ class Reader:
             name = _NAME.match(self.text, self.position)
             if name and name[1] in _FUNCTIONS:
                 break
-            argument = _binary(values.multiply, argument, self._power())
+            argument = _binary(operator.mul, argument, self._power())
         return argument
 
 
@@ -251,9 +253,13 @@ def _number(value: Fraction | int) -> Node:
     return lambda env: exact
 
 
+def _negative(a: Node) -> Node:
+    return _binary(operator.mul, _number(-1), a)
+
+
 def _unary(function: Callable[[Value], Value], a: Node) -> Node:
     return lambda env: function(a(env))
 
 
-def _binary(function: Callable[[Value, Value], Value], a: Node, b: Node) -> Node:
-    return lambda env: values.bounded(function(a(env), b(env)))
+def _binary(function: Callable[[Any, Any], Value], a: Node, b: Node) -> Node:
+    return lambda env: values.calculate(function, a(env), b(env))

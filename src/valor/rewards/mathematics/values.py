@@ -6,7 +6,9 @@ Raises ArithmeticError (overflow, division by zero) or ValueError where there is
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 Value = Fraction | complex
 
@@ -15,23 +17,14 @@ _MAX_FACTORIAL, _MAX_CHOOSE = 2000, 20_000
 _MAX_ROOT = 64
 
 
-def bounded(value: Value) -> Value:
-    """The value itself, if it is not too long to calculate with."""
-    if isinstance(value, Fraction) and _bits(value) > _MAX_BITS:
-        raise OverflowError
-    return value
-
-
-def add(a: Value, b: Value) -> Value:
-    return a + b if isinstance(a, Fraction) and isinstance(b, Fraction) else complex(a) + complex(b)
-
-
-def multiply(a: Value, b: Value) -> Value:
-    return a * b if isinstance(a, Fraction) and isinstance(b, Fraction) else complex(a) * complex(b)
-
-
-def divide(a: Value, b: Value) -> Value:
-    return a / b if isinstance(a, Fraction) and isinstance(b, Fraction) else complex(a) / complex(b)
+def calculate(function: Callable[[Any, Any], Value], a: Value, b: Value) -> Value:
+    """The function of two values: both as rationals if they are, else both as complex numbers."""
+    if isinstance(a, Fraction) and isinstance(b, Fraction):
+        value = function(a, b)
+        if isinstance(value, Fraction) and _bits(value) > _MAX_BITS:
+            raise OverflowError
+        return value
+    return function(complex(a), complex(b))
 
 
 def power(a: Value, b: Value) -> Value:
@@ -51,13 +44,14 @@ def power(a: Value, b: Value) -> Value:
 
 def root(a: Value, index: Value) -> Value:
     """The real root where there is one; exact where it is rational."""
-    whole = isinstance(index, Fraction) and index.denominator == 1 and 0 < index <= _MAX_ROOT
-    if isinstance(a, Fraction) and isinstance(index, Fraction) and whole and (a >= 0 or index % 2):
-        n, sign = int(index), -1 if a < 0 else 1
-        top, bottom = _whole_root(abs(a.numerator), n), _whole_root(a.denominator, n)
-        if top is not None and bottom is not None:
-            return Fraction(sign * top, bottom)
-        return sign * complex(abs(a)) ** (1 / n)
+    if isinstance(a, Fraction) and isinstance(index, Fraction):
+        n = int(index)
+        if n == index and 0 < n <= _MAX_ROOT and (a >= 0 or n % 2):
+            sign = -1 if a < 0 else 1
+            top, bottom = _whole_root(abs(a.numerator), n), _whole_root(a.denominator, n)
+            if top is not None and bottom is not None:
+                return Fraction(sign * top, bottom)
+            return sign * complex(abs(a)) ** (1 / n)
     return complex(a) ** (1 / complex(index))
 
 

@@ -1,7 +1,7 @@
 """A closed place for code that a model has written."""
 
 from valor.rewards.sandbox.box import Limits, Outcome, Sandbox, SandboxError, Verdict
-from valor.rewards.sandbox.levels import LEVELS, describe_sandbox, strongest_level, try_levels
+from valor.rewards.sandbox.levels import LEVELS, strongest_level, try_levels
 
 __all__ = [
     "LEVELS",
@@ -10,7 +10,6 @@ __all__ = [
     "Sandbox",
     "SandboxError",
     "Verdict",
-    "describe_sandbox",
     "strongest_level",
     "try_levels",
 ]

@@ -43,12 +43,6 @@ def try_levels() -> Iterator[tuple[str, str | None]]:
         yield level, _failure(level)
 
 
-def describe_sandbox() -> str:
-    """One line for a log: the level in use and what it means."""
-    level = strongest_level()
-    return f"code sandbox: {level} ({LEVELS[level]})"
-
-
 def main(argv: list[str]) -> int:
     """`valor rewards sandbox`: all levels, and the one in use."""
     parser = argparse.ArgumentParser(prog="valor rewards sandbox", description="How code of models is enclosed here.")

@@ -36,14 +36,7 @@ _READ_TREE, _READ_FILE, _READ_WRITE_FILE = 0b1101, 0b100, 0b110
 # seccomp: what libseccomp calls SCMP_ACT_ALLOW, SCMP_ACT_ERRNO, SCMP_CMP_LE, SCMP_CMP_EQ, SCMP_CMP_MASKED_EQ
 _ALLOW, _ERRNO, _LE, _EQ, _MASKED_EQ = 0x7FFF0000, 0x50000, 3, 4, 7
 _CLONE_THREAD, _F_SETLKW, _F_DUPFD_CLOEXEC, _SOCK_STREAM = 0x10000, 7, 1030, 1
-_IOCTLS = (
-    0x5401,
-    0x5413,
-    0x541B,
-    0x5421,
-    0x5450,
-    0x5451,
-)  # terminal or not, bytes there, blocking, cloexec
+_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # terminal or not, bytes there, blocking, cloexec
 _OPEN_FOR_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 # Anything else does not exist (ENOSYS): sockets, processes, programs, mounts, tracing, permissions, keys, what is new.
