@@ -205,6 +205,7 @@ ALIASES: tuple[Alias, ...] = (
     ),
     *_refused("sampling of prompts is data.shuffle and data.seed", "data.sampler.*"),
     *_refused("use algorithm.rollout_correction.*", "algorithm.rollout_is", "algorithm.rollout_is_*"),
+    *_refused("a grader of your own is reward.custom_reward_function.*", "reward.reward_manager.module.*"),
     *_refused("distillation is not supported", "distillation.*"),
     *_refused("the trainer is synchronous", "trainer.v1.*", "async_training.*"),
     *_refused("checkpoints go to trainer.default_local_dir", "trainer.default_hdfs_dir"),

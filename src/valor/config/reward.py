@@ -21,24 +21,13 @@ class CustomRewardFunctionConfig(Section):
     """Further keyword arguments of the function."""
 
 
-class RewardManagerModuleConfig(Section):
-    """Where a reward manager of the user's own is."""
-
-    path: PathStr | None = None
-    """Python file."""
-    name: str = "custom_reward_manager"
-    """Class in it."""
-
-
 class RewardManagerConfig(Section):
     """Who calls the graders."""
 
     source: Literal["register", "importlib"] = "register"
-    """A built-in manager, or a class of your own."""
+    """register: a built-in manager; a class of your own (importlib) is not supported."""
     name: str = "naive"
     """naive, prime: sample by sample; dapo: and a penalty for length; batch: your function once a step; remote."""
-    module: RewardManagerModuleConfig = RewardManagerModuleConfig()
-    """A manager of your own."""
 
 
 class JudgeConfig(Section):
