@@ -215,12 +215,11 @@ class RewardExecutor:
         """End a process: the sample that is under way gets the error (None: it died, how will be seen)."""
         self._loop.remove_reader(process.channel.fileno())
         self._processes.remove(process)
-        place, _ = process.under_way()
-        error, jobs = self._death(process.end()) if error is None else error, process.jobs
+        (place, _), status, jobs = process.under_way(), process.end(), process.jobs
         if jobs and place >= 0:
             guilty = jobs.pop(place)
             self._wait_again(jobs)
-            guilty.future.set_result(error)
+            guilty.future.set_result(error or self._death(status))
             return
         self._wait_again(jobs)
         if jobs or not process.ready:
