@@ -30,8 +30,8 @@ Address = tuple[str, int]
 
 class RolloutWorker:
     """One rank of the rollout. `config.name` is its engine: native generates with the actor's own parameters where the
-    actor is in this process and its layers are whole, else with a copy; vllm always with a copy, in its own layout; server
-    asks others."""
+    actor is in this process and its layers are whole, else with a copy; vllm always with a copy, in its own layout;
+    server asks others."""
 
     engine: RolloutEngine
 
