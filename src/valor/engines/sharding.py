@@ -25,28 +25,39 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def shard(module: nn.Module, fsdp: FSDPConfig, device: torch.device, mesh: DeviceMesh) -> list[FSDPModule]:
     """Apply FSDP2 in place, layer by layer and then the root; returns the sharded modules as a forward enters them.
 
-    Over the `rank_mesh` of the same `fsdp`: tensor parallelism, if asked for, then FSDP2 over the other ranks. The
+    Over the `rank_mesh` of the same `fsdp`: what tensor parallelism cuts, FSDP2 then shards over the other ranks. The
     weights are those of rank 0. Parameters keep their dtype as master weights, are gathered and computed with in
     `fsdp.dtype`, and their gradients are summed over ranks in float32. Modules named by the model's `float32_modules()`
     are computed in float32. Frozen and trainable parameters may share a layer; the trainable ones have one dtype there.
     """
-    styles = planned_styles(module, fsdp.tensor_parallel_size) if fsdp.tensor_parallel_size > 1 else {}
+    size = fsdp.tensor_parallel_size
+    styles = planned_styles(module, size) if size > 1 else {}
     data_mesh = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "tp")]
-    single = data_mesh.size() == 1
+    flat = {"tensor_parallel_size": 1, "fsdp_size": max(fsdp.fsdp_size * size, -1)}
+    flat_mesh = rank_mesh(device, fsdp.model_copy(update=flat)) if styles else mesh
     computing = DTYPES[fsdp.dtype]
     offload = CPUOffloadPolicy() if fsdp.offload_policy and device.type == "cuda" else OffloadPolicy()
 
     def wrap(part: nn.Module, dtype: torch.dtype, *, root: bool = False) -> FSDPModule:
         take_weights(part, device)
-        if styles:
-            parallelize(part, styles, mesh["tp"])
+        cut = parallelize(part, styles, mesh)
+        over = data_mesh if cut else flat_mesh  # what no rank of a group has cut, they share out too
+        single = over.size() == 1
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         # With one rank there is nothing to gather, so a layer's computing copy stays until the step's work is done.
         reshard = False if single or root else fsdp.reshard_after_forward
-        sharded = fully_shard(
-            part, mesh=data_mesh, mp_policy=policy, reshard_after_forward=reshard, offload_policy=offload
-        )
-        return cast(FSDPModule, sharded)
+        kept = {"mp_policy": policy, "reshard_after_forward": reshard, "offload_policy": offload}
+        sharded = cast(FSDPModule, fully_shard(part, mesh=over, **kept))
+        if single:
+            sharded.set_custom_reduce_scatter(_ReduceInPlace())  # type: ignore[arg-type]
+        else:
+            # Losses are divided by global denominators, so ranks' gradients add up. A plain sum is what gloo can do.
+            # The whole gradient of what is not cut is on every rank of a tensor-parallel group.
+            sharded.set_gradient_divide_factor(1.0 if cut else float(size))
+            sharded.set_force_sum_reduction_for_comms(True)
+            if hasattr(sharded, "set_reduce_scatter_unused_params"):  # newer torch: an expert that one rank did not use
+                sharded.set_reduce_scatter_unused_params(True)
+        return sharded
 
     exact = list(cast(Any, module).float32_modules()) if hasattr(module, "float32_modules") else []
     layers = transformer_layers(module)
@@ -56,15 +67,6 @@ def shard(module: nn.Module, fsdp: FSDPConfig, device: torch.device, mesh: Devic
     if fsdp.forward_prefetch:
         for layer, following in pairwise(wrapped_layers):
             layer.set_modules_to_forward_prefetch([following])
-    for part in parts:
-        if single:
-            part.set_custom_reduce_scatter(_ReduceInPlace())  # type: ignore[arg-type]
-        else:
-            # Losses are divided by global denominators, so ranks' gradients add up. A plain sum is what gloo can do.
-            part.set_gradient_divide_factor(1.0)
-            part.set_force_sum_reduction_for_comms(True)
-            if hasattr(part, "set_reduce_scatter_unused_params"):  # newer torch: an expert that one rank did not use
-                part.set_reduce_scatter_unused_params(True)
     return parts
 
 

@@ -1,6 +1,6 @@
 """Tensor parallelism: neighbouring ranks hold parts of the attention heads and MLP columns, by the model's own plan.
 
-Embeddings, norms and heads are whole on every rank of a group, and all of them read the same rows.
+Embeddings, norms and heads are computed whole by every rank of a group, and all of them read the same rows.
 """
 
 from __future__ import annotations
@@ -67,13 +67,18 @@ def planned_styles(module: nn.Module, size: int) -> dict[nn.Module, ParallelStyl
     return {part: _STYLES[style]() for part, style in chosen.items()}
 
 
-def parallelize(part: nn.Module, styles: dict[nn.Module, ParallelStyle], mesh: DeviceMesh) -> None:
-    """Cut those layers inside `part` that are in `styles`, and take them out; a rank keeps a piece of its own copy."""
-    for layer in [layer for layer in part.modules() if layer in styles]:
+def parallelize(part: nn.Module, styles: dict[nn.Module, ParallelStyle], mesh: DeviceMesh) -> bool:
+    """Cut those layers inside `part` that are in `styles` over `mesh["tp"]`, and take them out; whether there were any.
+
+    A rank keeps a piece of its own copy.
+    """
+    found = [layer for layer in part.modules() if layer in styles]
+    for layer in found:
         trained = {name for name, parameter in layer.named_parameters() if parameter.requires_grad}
-        parallelize_module(layer, mesh, styles.pop(layer), src_data_rank=None)
+        parallelize_module(layer, mesh["tp"], styles.pop(layer), src_data_rank=None)
         for name, parameter in layer.named_parameters():
             parameter.requires_grad_(name in trained)
+    return bool(found)
 
 
 def _fits(part: nn.Module, style: str) -> bool:
