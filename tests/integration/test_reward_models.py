@@ -2,12 +2,13 @@
 
 import json
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from runs import read_metrics
 
+from json_http import JsonHandler
 from tiny_reward_models import make_backbone, make_classifier, make_deberta
 from valor.trainer.main_ppo import main
 
@@ -101,30 +102,20 @@ def test_prompts_without_a_grader_are_scored_and_validated_by_the_model(override
     assert main(overrides(tmp_path / "both", *files, *with_model(model, "reward.reward_model.rule_weight=1"))) == 2
 
 
-class JudgeServer(BaseHTTPRequestHandler):
+class JudgeServer(JsonHandler):
     """Gives every answer as many points as it has characters; fails for every fourth."""
 
     asked = 0
 
     def do_GET(self) -> None:
-        self.send(200, {})
+        self.reply(200, {})
 
     def do_POST(self) -> None:
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        request = self.request_json()
         answer = request["messages"][0]["content"].partition("[Answer]\n")[2].partition("\n[End of the answer]")[0]
         JudgeServer.asked += 1
         text = f"Score: {len(answer)}" if JudgeServer.asked % 4 else "no idea"
-        self.send(200, {"choices": [{"message": {"content": text}}]})
-
-    def send(self, status: int, body: dict) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *args: object) -> None:
-        pass
+        self.reply(200, {"choices": [{"message": {"content": text}}]})
 
 
 def test_a_judge_scores_a_run_and_its_failures_are_counted(overrides, tmp_path):

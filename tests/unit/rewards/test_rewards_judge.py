@@ -1,13 +1,13 @@
 """A judge behind a real HTTP server that speaks the protocol: scores, retries, limits, and every kind of failure."""
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 
 import pytest
 
+from json_http import JsonHandler
 from valor.config.reward import JudgeConfig
 from valor.errors import UserError
 from valor.rewards import judge as judge_module
@@ -27,12 +27,12 @@ class FakeServer:
         self.lock = threading.Lock()
         fake = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(JsonHandler):
             def do_GET(self) -> None:
                 self.reply(401 if self.headers.get("Authorization") == "Bearer wrong" else 200, {"data": []})
 
             def do_POST(self) -> None:
-                request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                request = self.request_json()
                 with fake.lock:
                     fake.requests.append(request | {"path": self.path})
                     fake.keys.append(self.headers.get("Authorization"))
@@ -44,16 +44,6 @@ class FakeServer:
                     with fake.lock:
                         fake.at_once -= 1
                 self.reply(status, {"choices": [{"message": {"role": "assistant", "content": text}}]})
-
-            def reply(self, status: int, body: dict) -> None:
-                data = json.dumps(body).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *args: object) -> None:
-                pass
 
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}/v1"

@@ -9,11 +9,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
+from json_http import JsonHandler
 from valor.config import RewardConfig
 from valor.rewards import code
 from valor.rewards.executor import Sample
@@ -39,13 +40,13 @@ class Server(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(JsonHandler):
     """One request."""
 
     server: Server
 
     def do_POST(self) -> None:
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        request = self.request_json()
         with self.server.lock:
             self.server.requests.append(request | {"path": self.path})
             trouble = self.server.troubles.pop() if self.server.troubles else 200
@@ -54,14 +55,7 @@ class Handler(BaseHTTPRequestHandler):
         answer = {"status": "SandboxError", "message": self.server.broken} if self.server.broken else run(request)
         with self.server.lock:
             self.server.running -= 1
-        body = json.dumps(answer).encode()
-        self.send_response(trouble)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        pass
+        self.reply(trouble, answer)
 
 
 def run(request: dict[str, Any]) -> dict[str, Any]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
 
+from json_http import JsonHandler
 from valor.rollout.transfer import checksum
 
 LOGITS = [2.0, 1.0, 0.5, 0.0, -1.0, -1.5]
@@ -89,24 +89,17 @@ class FakeServer:
         choice["logprobs"] = {"token_logprobs": [told[t] for t in tokens], "top_logprobs": [top]}
         return 200, {"choices": [choice]}
 
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
+    def _handler(self) -> type[JsonHandler]:
         fake = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(JsonHandler):
             def do_GET(self) -> None:
                 self.do_POST()
 
             def do_POST(self) -> None:
-                text = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                asked = self.request_json()
                 refused = fake.key is not None and self.headers.get("Authorization") != f"Bearer {fake.key}"
-                status, body = (401, {}) if refused else fake.answer(self.path, json.loads(text or "{}"))
-                data = json.dumps(body).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *args: object) -> None:
-                pass
+                status, body = (401, {}) if refused else fake.answer(self.path, asked)
+                self.reply(status, body)
 
         return Handler
