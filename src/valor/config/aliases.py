@@ -145,6 +145,7 @@ ALIASES: tuple[Alias, ...] = (
     *_no_effect("runs are deterministic", "*.full_determinism"),
     *_no_effect("trainer.seed seeds everything", "*fsdp_config.seed", f"{ROLLOUT}.seed"),
     *_no_effect("it is where AdamW comes from", "*optim.optimizer_impl", only=("torch.optim",)),
+    *_no_effect("managers are built in", "reward.reward_manager.module.*", only=(None, "custom_reward_manager")),
     *_no_effect("no warm-up step has rate 0", "*optim.zero_indexed_step"),
     *_no_effect("FSDP2 shards layer by layer", "*.wrap_policy.min_num_params", "*fsdp_config.use_orig_params"),
     *_no_effect("the role decides it", "*fsdp_config.forward_only"),
