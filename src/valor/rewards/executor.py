@@ -163,14 +163,18 @@ class RewardExecutor:
         """Give pending samples to processes that have none; start as many as there is work for."""
         free = [process for process in self._processes if process.ready and not process.jobs]
         while free and ((computes := self._pending_computing and self._cores_left() > 0) or self._pending):
-            fair_share = -(-len(self._pending) // self._limit)
-            pending, count = (self._pending_computing, 1) if computes else (self._pending, min(fair_share, _MAX_CHUNK))
-            free.pop().send([pending.popleft() for _ in range(count)])
+            pending = self._pending_computing if computes else self._pending
+            size = 1 if computes else min(-(-len(pending) // self._limit), _MAX_CHUNK)
+            chunk = [pending.popleft()]
+            while len(chunk) < size and not (chunk[0].alone or pending[0].alone):
+                chunk.append(pending.popleft())
+            free.pop().send(chunk)
         num_wanted = len(self._pending) + min(len(self._pending_computing), self._cores_left())
         if num_wanted > sum(not process.ready for process in self._processes) and self.num_processes < self._limit:
             process = GraderProcess(self._setup)
             self._processes.append(process)
-            self._loop.add_reader(process.channel.fileno(), self._hear, process)
+            for file in process.files:
+                self._loop.add_reader(file, self._hear, process)
             self._loop.call_soon(self._dispatch)  # one at a time: others may be free by then
 
     def _cores_left(self) -> int:
@@ -178,10 +182,21 @@ class RewardExecutor:
 
     def _hear(self, process: GraderProcess) -> None:
         """Something came from a process: results, or its end."""
-        results = process.receive()
-        if results is None:
+        try:
+            results = process.receive()
+        except EOFError:
             self._lose(process)
+        except ValueError as error:
+            jobs = process.jobs
+            if len(jobs) > 1:  # whose grader it was is known when each is graded alone
+                for job in jobs:
+                    job.alone = True
+                process.jobs = []
+                self._wait_again(jobs)
+            self._lose(process, self._error(str(error), "crash"))
         else:
+            if results is None:
+                return
             process.ready = True
             jobs, process.jobs = process.jobs, []
             self._num_vain = 0 if results else self._num_vain
@@ -213,11 +228,11 @@ class RewardExecutor:
 
     def _lose(self, process: GraderProcess, error: RewardResult | None = None) -> None:
         """End a process: the sample that is under way gets the error (None: it died, how will be seen)."""
-        self._loop.remove_reader(process.channel.fileno())
+        self._forget(process)
         self._processes.remove(process)
         (place, _), status, jobs = process.under_way(), process.end(), process.jobs
-        if jobs and place >= 0:
-            guilty = jobs.pop(place)
+        if jobs and (place >= 0 or error):
+            guilty = jobs.pop(max(place, 0))
             self._wait_again(jobs)
             guilty.future.set_result(error or self._death(status))
             return
@@ -226,6 +241,10 @@ class RewardExecutor:
             self._num_vain += 1
         if self._num_vain >= _MAX_VAIN:
             self._give_up("grader processes die before they can grade it", "crash")
+
+    def _forget(self, process: GraderProcess) -> None:
+        for file in process.files:
+            self._loop.remove_reader(file)
 
     def _death(self, status: int) -> RewardResult:
         if status == OUT_OF_MEMORY:
@@ -249,7 +268,7 @@ class RewardExecutor:
 
     def _end(self) -> None:
         for process in self._processes:
-            self._loop.remove_reader(process.channel.fileno())
+            self._forget(process)
             process.end()
             self._wait_again(process.jobs)
         self._processes.clear()

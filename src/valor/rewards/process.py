@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import secrets
+import signal
+import socket
+import struct
 import sys
 import threading
 import time
@@ -10,19 +16,24 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerContext, ForkServerProcess
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from valor.rewards.worker import RewardResult, WorkerSetup, serve
+import psutil
+
+from valor.rewards.worker import HEADER, RewardResult, WorkerSetup, serve
+
+_MAX_REPLY = 1 << 28  # bytes; what says it is longer is no reply
+_SEND_SECONDS = 5  # for a process that does not read what it is sent
 
 
 @dataclass(eq=False)
 class Job:
-    """A sample and the future of its result."""
+    """A sample and the future of its result. `alone`: not to be in a chunk with others."""
 
     sample: bytes  # pickled here: one that cannot be is nobody else's trouble
     computes: bool = False
+    alone: bool = False
     future: Future[Any] = field(default_factory=Future)
 
 
@@ -30,7 +41,8 @@ class GraderProcess:
     """Grades one chunk of samples after another; it is `ready` when it has said so, and busy while it has `jobs`.
 
     Before each sample it notes the sample's place in the chunk, in memory that it shares with this process: so it is
-    known whose grader is running, and for how long.
+    known whose grader is running, and for how long. A reply carries its chunk's nonce, and so does the note. Graders
+    are code of others: whatever they write into either, nobody waits for it and no sample gets another one's result.
     """
 
     def __init__(self, setup: WorkerSetup) -> None:
@@ -38,47 +50,75 @@ class GraderProcess:
         context.set_forkserver_preload([__name__])  # with all that a process needs: it starts at once
         self.ready = False
         self.jobs: list[Job] = []
-        self._note = context.RawValue("i", -1)
-        self._seen, self._since = -1, time.monotonic()
-        self.channel, theirs = context.Pipe()
+        self._note, self._seen, self._since = context.RawValue("q", 0), -1, time.monotonic()
+        self._nonce, self._received = 0, b""
+        self._channel, theirs = socket.socketpair()
+        self._channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_SECONDS, 0))
         self._process: Any = context.Process(target=serve, args=(setup, self._note, theirs), daemon=True)
         self._process.start()
         theirs.close()
+        # One can be read when something came, the other when it has ended (a child of its may keep the first one open).
+        self.files = self._channel.fileno(), self._process.sentinel
 
     def send(self, jobs: Sequence[Job]) -> None:
         """Have these graded."""
         self.jobs = list(jobs)
-        self._note.value = self._seen = -1
-        self._since = time.monotonic()
-        with suppress(OSError):  # it has died; `receive` will say so
-            self.channel.send([job.sample for job in jobs])
+        self._nonce, self._seen, self._since = secrets.randbits(62), -1, time.monotonic()
+        with suppress(OSError):  # it has died or does not read; `receive` or the time limit will say so
+            self._channel.sendall(pickle.dumps((self._nonce, [job.sample for job in jobs])))
 
     def receive(self) -> list[RewardResult] | None:
-        """Results of the first of its jobs, none when it has just become ready; None when it has died."""
-        try:
-            return self.channel.recv()
-        except (EOFError, OSError):
+        """Results of the first of its jobs, none when it has just become ready; None while a reply is incomplete.
+
+        To be called when one of `files` can be read. Raises EOFError when it has ended, ValueError for what is no reply
+        to the chunk that it was sent.
+        """
+        with suppress(OSError):
+            self._received += self._channel.recv(1 << 20, socket.MSG_DONTWAIT)
+        size, nonce = HEADER.unpack_from(self._received) if len(self._received) >= HEADER.size else (0, self._nonce)
+        reply = self._received[HEADER.size :]
+        if size > _MAX_REPLY or nonce != self._nonce or len(reply) > size:
+            raise ValueError("the grader wrote into the pipe of its process")
+        if not reply or len(reply) < size:
+            if not self._process.is_alive():
+                raise EOFError
             return None
+        self._received = b""
+        results = pickle.loads(reply)
+        if len(results) > len(self.jobs) or (self.jobs and not results):
+            raise ValueError("the grader's process gave another number of results")
+        return results
 
     def under_way(self) -> tuple[int, float]:
         """Place in the chunk of the sample that it has begun last (-1: none yet), and for how long that is so (s)."""
-        now = time.monotonic()
-        if self._note.value != self._seen:
-            self._seen, self._since = self._note.value, now
+        now, place = time.monotonic(), self._note.value - self._nonce
+        if self._seen < place < len(self.jobs):  # else nothing new, or not written by the process itself
+            self._seen, self._since = place, now
         return self._seen, now - self._since
 
     def computes(self) -> bool:
         """Whether it has a processor or waits for one; True where the system does not say."""
         try:
-            return Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "R"
-        except OSError:
+            return psutil.Process(self._process.pid).status() == psutil.STATUS_RUNNING
+        except psutil.Error:
             return True
 
     def end(self) -> int:
-        """Kill it, if it still runs. Returns the exit status, or minus the signal that ended it."""
+        """Kill it, if it still runs, and what its graders have started.
+
+        Returns the exit status, or minus the signal that ended it.
+        """
+        started: list[psutil.Process] = []
+        with suppress(psutil.Error):
+            started = psutil.Process(self._process.pid).children(recursive=True)
+        with suppress(OSError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        for process in started:  # those with a process group of their own
+            with suppress(psutil.Error):
+                process.kill()
         self._process.kill()
         self._process.join()
-        self.channel.close()
+        self._channel.close()
         return self._process.exitcode
 
 
