@@ -11,7 +11,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -28,73 +28,70 @@ _SEND_SECONDS = 5  # for a process that does not read what it is sent
 
 
 @dataclass(eq=False)
-class Job:
-    """A sample and the future of its result. `alone`: not to be in a chunk with others."""
+class GradingJob:
+    """A sample (or a batch of them, for a function of batches) and the future of its result."""
 
     sample: bytes  # pickled here: one that cannot be is nobody else's trouble
     computes: bool = False
-    alone: bool = False
     future: Future[Any] = field(default_factory=Future)
 
 
 class GraderProcess:
-    """Grades one chunk of samples after another; it is `ready` when it has said so, and busy while it has `jobs`.
+    """Grades one job after another; it is `ready` when it has said so, and busy while it has a `job`.
 
-    Before each sample it notes the sample's place in the chunk, in memory that it shares with this process: so it is
-    known whose grader is running, and for how long. A reply carries its chunk's nonce, and so does the note. Graders
-    are code of others: whatever they write into either, nobody waits for it and no sample gets another one's result.
+    Every job has a number of its own, drawn at random, which its reply must carry. Graders are code of others: whatever
+    they write into the pipe or leave running, nobody waits for it and no sample gets the result of another.
     """
 
     def __init__(self, setup: WorkerSetup) -> None:
         context = _GraderContext()
         context.set_forkserver_preload([__name__])  # with all that a process needs: it starts at once
         self.ready = False
-        self.jobs: list[Job] = []
-        self._note, self._seen, self._since = context.RawValue("q", 0), -1, time.monotonic()
-        self._nonce, self._received = 0, b""
+        self.job: GradingJob | None = None
+        self._number, self._since, self._received = 0, time.monotonic(), b""
+        self._begun = context.RawValue("q", 0)  # memory that it shares with this process: the number of its last job
         self._channel, theirs = socket.socketpair()
         self._channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_SECONDS, 0))
-        self._process: Any = context.Process(target=serve, args=(setup, self._note, theirs), daemon=True)
+        self._process: Any = context.Process(target=serve, args=(setup, self._begun, theirs), daemon=True)
         self._process.start()
         theirs.close()
         # One can be read when something came, the other when it has ended (a child of its may keep the first one open).
         self.files = self._channel.fileno(), self._process.sentinel
 
-    def send(self, jobs: Sequence[Job]) -> None:
-        """Have these graded."""
-        self.jobs = list(jobs)
-        self._nonce, self._seen, self._since = secrets.randbits(62), -1, time.monotonic()
+    @property
+    def seconds(self) -> float:
+        """Since it was started or has got its job."""
+        return time.monotonic() - self._since
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether its grader has been called for its job."""
+        return self.job is not None and self._begun.value == self._number
+
+    def send(self, job: GradingJob) -> None:
+        """Have this graded."""
+        self.job, self._number, self._since = job, secrets.randbits(62), time.monotonic()
         with suppress(OSError):  # it has died or does not read; `receive` or the time limit will say so
-            self._channel.sendall(pickle.dumps((self._nonce, [job.sample for job in jobs])))
+            self._channel.sendall(pickle.dumps((self._number, job.sample)))
 
-    def receive(self) -> list[RewardResult] | None:
-        """Results of the first of its jobs, none when it has just become ready; None while a reply is incomplete.
+    def receive(self) -> tuple[RewardResult | list[RewardResult] | None] | None:
+        """Its reply: the job's result, or None when it has just become ready. None while the reply is incomplete.
 
-        To be called when one of `files` can be read. Raises EOFError when it has ended, ValueError for what is no reply
-        to the chunk that it was sent.
+        To be called when one of `files` can be read. Raises EOFError when it has ended, ValueError for anything that is
+        no reply to its job.
         """
         with suppress(OSError):
             self._received += self._channel.recv(1 << 20, socket.MSG_DONTWAIT)
-        size, nonce = HEADER.unpack_from(self._received) if len(self._received) >= HEADER.size else (0, self._nonce)
+        size, number = HEADER.unpack_from(self._received) if len(self._received) >= HEADER.size else (1, self._number)
         reply = self._received[HEADER.size :]
-        if size > _MAX_REPLY or nonce != self._nonce or len(reply) > size:
+        if size > _MAX_REPLY or number != self._number or len(reply) > size:
             raise ValueError("the grader wrote into the pipe of its process")
-        if not reply or len(reply) < size:
+        if len(reply) < size:
             if not self._process.is_alive():
                 raise EOFError
             return None
         self._received = b""
-        results = pickle.loads(reply)
-        if len(results) > len(self.jobs) or (self.jobs and not results):
-            raise ValueError("the grader's process gave another number of results")
-        return results
-
-    def under_way(self) -> tuple[int, float]:
-        """Place in the chunk of the sample that it has begun last (-1: none yet), and for how long that is so (s)."""
-        now, place = time.monotonic(), self._note.value - self._nonce
-        if self._seen < place < len(self.jobs):  # else nothing new, or not written by the process itself
-            self._seen, self._since = place, now
-        return self._seen, now - self._since
+        return (pickle.loads(reply),)
 
     def computes(self) -> bool:
         """Whether it has a processor or waits for one; True where the system does not say."""

@@ -12,7 +12,6 @@ from valor.rewards.executor import RewardExecutor, RewardResult, Sample
 
 BEHAVIOURS = """
 import ctypes, gc, os, stat, subprocess, sys, time
-from valor.rewards.worker import Grading
 
 def pipes():
     for fd in range(3, 256):
@@ -34,7 +33,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         for fd in pipes(): os.write(fd, bytes(range(200)))
     if what == "note":
         for thing in gc.get_objects():
-            if isinstance(thing, Grading): thing._note.value = 1
+            if isinstance(thing, ctypes.c_longlong): thing.value = 1
     if what == "exit": os._exit(3)
     if what == "child keeps the pipe" and ctypes.CDLL(None).fork(): os._exit(3)
     if what == "child keeps the pipe": time.sleep(1000)
