@@ -30,13 +30,14 @@ def render(card: Mapping[str, Any]) -> str:
             f"seed {card['seed']}",
         ],
         command=str(card["command"]),
-        tiles=_tiles(card),
+        tiles=main_numbers(card),
         sections=sections,
         card=card,
     )
 
 
-def _tiles(card: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+def main_numbers(card: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """(name, value, remark) of what a reader wants first, as texts."""
     area, threshold = card["auc"], card["threshold"]
     yield "AUC", three(area["value"]), f"95 % {three(area['low'])} to {three(area['high'])}; chance 0.5"
     at = f" at V \u2265 {three(threshold)}" if threshold is not None else ""
