@@ -12,13 +12,13 @@ from torch import Tensor
 from valor.algorithms.preference import bradley_terry_loss
 from valor.config import RMConfig
 from valor.data.batch import Batch
+from valor.data.preference_accuracy import as_metrics, as_table, preference_accuracy
+from valor.data.preferences import PreferenceDataset, load_preferences
 from valor.data.reward_texts import RewardTexts, longest_text
 from valor.engines.sharding import DTYPES
 from valor.models.load import load_model_config, load_sequence_classifier, load_tokenizer
 from valor.models.reward import PreferenceModel
 from valor.tracking.rundir import write_atomically
-from valor.trainer.preference_accuracy import as_metrics, as_table, preference_accuracy
-from valor.trainer.preferences import PreferenceDataset, load_preferences
 from valor.trainer.supervised import Samples, SupervisedRun
 from valor.workers.dispatch import dispatch
 from valor.workers.host import RoleSpec, WorkerContext

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from valor import algorithms
 from valor.config import SFTConfig
 from valor.data.batch import Batch
+from valor.data.demonstrations import DemonstrationDataset
 from valor.engines.sharding import DTYPES
 from valor.models.load import load_policy, load_tokenizer
 from valor.models.policy import PolicyModel
 from valor.models.rows import compact_rows
 from valor.models.token_log_probs import log_probs_from_logits
-from valor.trainer.demonstrations import DemonstrationDataset
 from valor.trainer.supervised import Samples, SupervisedRun
 from valor.workers.dispatch import dispatch
 from valor.workers.host import RoleSpec, WorkerContext

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from valor.config import SFTConfig, load
 from valor.data.batch import Batch
+from valor.data.demonstrations import DemonstrationDataset
 from valor.errors import UserError
 from valor.lab import arithmetic
-from valor.trainer.demonstrations import DemonstrationDataset
 from valor.trainer.main_sft import main
 from valor.trainer.sft import SFTRun, token_loss
 
