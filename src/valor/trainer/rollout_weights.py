@@ -20,18 +20,17 @@ class RolloutWeights:
     def update(self) -> None:
         """After it, `generate` uses the actor's present weights. RuntimeError when they did not arrive bit for bit."""
         group = self._group
-        if "weight_sender" not in group:
+        if not isinstance(group, Pools) or group.placement.pool_of("rollout") == group.placement.pool_of("actor"):
             group["rollout"].update_weights()
             return
-        assert isinstance(group, Pools)
-        sender, rollout = group["weight_sender"], group["rollout"]
+        sender, rollout = group["actor"], group["rollout"]
         version = sender.version()
         if version == self._version:
             return
         if self._address is None:
-            self._address = sender.open()
+            self._address = sender.open_channel()
         receivers = group.placement.pools[group.placement.pool_of("rollout")].world_size
-        transfer = {"weight_sender": partial(sender.send, receivers)}
+        transfer = {"actor": partial(sender.send_weights, receivers)}
         transfer["rollout"] = partial(rollout.receive_weights, self._address, version)
         side_by_side(group, list(transfer.items()))
         self._version = version

@@ -27,6 +27,7 @@ from valor.rewards.manager import RewardManager
 from valor.tracking.generations import token_strings
 from valor.tracking.rundir import write_atomically
 from valor.trainer.advantage import place_scores
+from valor.trainer.capabilities import check_engine
 from valor.trainer.generation import Generation
 from valor.trainer.inputs import RunInputs
 from valor.trainer.roles import role_specs
@@ -42,6 +43,7 @@ def policy_group(
     config: PPOConfig, inputs: RunInputs, pool: ResourcePool, controller: str, say: Callable[[str], None]
 ) -> Iterator[Generation]:
     """The roles that answer and score, alive within the block; no critic and no reference among them."""
+    check_engine(config, pool.world_size)
     specs = role_specs(config, total_steps=1, eos_token_ids=inputs.eos_token_ids, separator_id=inputs.separator_id)
     specs = {name: spec for name, spec in specs.items() if name in ("actor", "rollout", "reward_model")}
     group = start_group(pool, specs, controller=controller, ray_init=config.ray_kwargs.ray_init.model_dump())

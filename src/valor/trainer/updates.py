@@ -11,10 +11,10 @@ from valor.controller import Roles
 from valor.data.batch import Batch
 from valor.data.sampler import shuffled
 from valor.errors import TrainingStopped
+from valor.models.rows import ROW_FIELDS
 from valor.tracking.progress import part, phase
 from valor.trainer.batch_metrics import mean_of, memory_notice
 from valor.trainer.old_log_probs import WEIGHTS, OldLogProbs, corrected
-from valor.workers.model_role import ROW_FIELDS
 
 SECTIONS = {"actor": "actor_rollout_ref.actor", "critic": "critic"}
 
