@@ -4,14 +4,14 @@ from valor.config.actor import ActorConfig, PolicyLossConfig, RefConfig
 from valor.config.algorithm import AlgorithmConfig, KLControlConfig, PFPPOConfig, RolloutCorrectionConfig
 from valor.config.base import Section
 from valor.config.critic import CriticConfig
-from valor.config.critic_runs import CriticPretrainConfig, CriticScoreConfig
+from valor.config.critic_runs import CriticPretrainConfig, CriticRunConfig, CriticScoreConfig
 from valor.config.data import DataConfig
 from valor.config.describe import describe_keys
 from valor.config.engine import CheckpointConfig, FSDPConfig, OptimConfig
 from valor.config.inert import inert_settings
 from valor.config.loading import LoadedConfig, load, load_runs
-from valor.config.model import CriticModelConfig, ModelConfig
-from valor.config.plan import plan
+from valor.config.model import BackboneConfig, CriticModelConfig, ModelConfig
+from valor.config.pools import PoolConfig
 from valor.config.ppo import ActorRolloutRefConfig, PPOConfig, RayKwargsConfig
 from valor.config.reward import RewardConfig, RewardModelConfig
 from valor.config.rm import RMConfig, RMDataConfig, RMLossConfig
@@ -26,10 +26,12 @@ __all__ = [
     "ActorConfig",
     "ActorRolloutRefConfig",
     "AlgorithmConfig",
+    "BackboneConfig",
     "CheckpointConfig",
     "CriticConfig",
     "CriticModelConfig",
     "CriticPretrainConfig",
+    "CriticRunConfig",
     "CriticScoreConfig",
     "DataConfig",
     "FSDPConfig",
@@ -40,6 +42,7 @@ __all__ = [
     "PFPPOConfig",
     "PPOConfig",
     "PolicyLossConfig",
+    "PoolConfig",
     "RMConfig",
     "RMDataConfig",
     "RMLossConfig",
@@ -64,6 +67,5 @@ __all__ = [
     "load",
     "load_runs",
     "load_yaml",
-    "plan",
     "unavailable_settings",
 ]

@@ -61,6 +61,16 @@ class RolloutCorrectionConfig(Section):
     loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
     """bypass_mode: actor.policy_loss, whose ratio then is the importance weight; or REINFORCE with rollout_is."""
 
+    def contradictions(self, at: str) -> list[str]:
+        if self.rollout_rs is not None and self.rollout_rs_threshold is None:
+            return [f"{at}rollout_rs={self.rollout_rs} needs {at}rollout_rs_threshold"]
+        return []
+
+    @property
+    def weighs(self) -> bool:
+        """Whether importance weights are computed; with bypass_mode and ppo_clip the ratio is that weight already."""
+        return self.rollout_is is not None and not (self.bypass_mode and self.loss_type == "ppo_clip")
+
 
 class AlgorithmConfig(Section):
     """From rewards to advantages."""
@@ -123,6 +133,31 @@ class AlgorithmConfig(Section):
     """DAPO's dynamic sampling."""
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     """Correction of the gap between rollout and training."""
+
+    def contradictions(self, at: str) -> list[str]:
+        lines, masked = [], self.reward_mask_ratio > 0
+        if self.reward_source == "critic" and masked:
+            lines.append(
+                f"{at}reward_source=critic replaces every reward and {at}reward_mask_ratio takes some away: for a part "
+                "of them use reward_source=rule_based with missing_reward=critic"
+            )
+        if masked and self.reward_mask_flip_adv_when_masked and self.adv_whitening == "mini_batch":
+            lines.append(
+                f"{at}reward_mask_flip_adv_when_masked=true acts after whitening: set "
+                f"{at}adv_whitening to batch or none"
+            )
+        if self.rollout_correction.bypass_mode and self.exact_kl_in_reward:
+            lines.append(
+                f"{at}kl_penalty=full needs a pass of the actor over each batch, which {at}rollout_correction."
+                "bypass_mode leaves out: set bypass_mode=false, or an estimator such as kl"
+            )
+        keys, weights = self.gdpo_reward_keys or [], self.gdpo_reward_weights
+        if weights is not None and len(keys) != len(weights):
+            lines.append(
+                f"{at}gdpo_reward_keys names {len(keys)} components and {at}gdpo_reward_weights has {len(weights)} "
+                "numbers: give one weight per component"
+            )
+        return lines
 
     @property
     def exact_kl_in_reward(self) -> bool:

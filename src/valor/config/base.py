@@ -55,6 +55,10 @@ class Section(BaseModel):
         protected_namespaces=(),
     )
 
+    def contradictions(self, at: str) -> list[str]:
+        """Keys of this section that do not go together, a line each; `at`: the section's own key, with a dot."""
+        return []
+
     @model_validator(mode="before")
     @classmethod
     def _null_means_inherit(cls, data: Any) -> Any:
@@ -74,6 +78,18 @@ class Section(BaseModel):
         if isinstance(value, bool) and not _mentions(cls.model_fields[info.field_name].annotation, bool):
             raise ValueError("true/false is not a value for this key")
         return value
+
+
+def all_contradictions(section: Section, at: str = "") -> list[str]:
+    """The contradictions of `section` and of those below it; one that is off (`enable`: false) is not asked."""
+    if getattr(section, "enable", True) is False:
+        return []
+    lines = section.contradictions(at)
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            lines += all_contradictions(value, f"{at}{name}.")
+    return lines
 
 
 def _mentions(annotation: Any, kind: type) -> bool:

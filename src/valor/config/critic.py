@@ -85,6 +85,12 @@ class CriticConfig(Section):
         """Upper bound on the rows of a micro-batch; None when tokens alone decide."""
         return None if self.use_dynamic_bsz else self.ppo_micro_batch_size_per_gpu
 
+    def contradictions(self, at: str) -> list[str]:
+        if self.ensemble_size == 1 or not (self.freeze or self.model.value_head_init == "zero"):
+            return []
+        apart = f"{at}freeze=false" if self.freeze else f"{at}model.value_head_init=normal"
+        return [f"{at}ensemble_size={self.ensemble_size}: the critics would all be the same, set {apart}"]
+
     def frozen_at(self, step: int) -> bool:
         """Whether the critic is left alone in this step."""
         return self.freeze or any(step in step_range(steps) for steps in self.freeze_steps)

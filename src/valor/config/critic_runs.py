@@ -42,6 +42,11 @@ class CriticRunConfig(PPOConfig):
             return {**data, "critic": {**(critic or {}), "enable": True}}
         return data
 
+    def contradictions(self, at: str) -> list[str]:
+        if self.critic.enable:
+            return self._lengths()
+        return [*self._lengths(), "critic.enable=false leaves nothing to do here: leave it at true"]
+
 
 class CriticPretrainConfig(CriticRunConfig):
     """One run that fits a critic to the outcomes of rollouts, with the policy as it is."""
@@ -50,6 +55,14 @@ class CriticPretrainConfig(CriticRunConfig):
     """Rollouts, held-out share, early stop."""
     trainer: PretrainTrainerConfig = Field(default_factory=lambda: PretrainTrainerConfig())
     """Length of the run, devices, logging, checkpoints."""
+
+    def contradictions(self, at: str) -> list[str]:
+        lines = [*super().contradictions(at), *self._batches()]
+        if self.critic.freeze or self.critic.freeze_steps:
+            lines.append(
+                "critic.freeze and critic.freeze_steps hold the critic still, and here it is to learn: drop them"
+            )
+        return lines
 
 
 class ScoreConfig(Section):
@@ -72,3 +85,11 @@ class CriticScoreConfig(CriticRunConfig):
 
     score: ScoreConfig = ScoreConfig()
     """On what the critic is judged."""
+
+    def contradictions(self, at: str) -> list[str]:
+        lines = super().contradictions(at)
+        if self.score.rollouts is None and self.data.val_files is None:
+            lines.append("a critic is scored on prompts that it has not seen: set data.val_files, or score.rollouts")
+        if self.score.rollouts is not None and self.score.mc:
+            lines.append("score.mc branches off answers of the policy itself: set data.val_files, not score.rollouts")
+        return lines

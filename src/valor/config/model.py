@@ -45,6 +45,11 @@ class BackboneConfig(Section):
     lora_adapter_path: PathStr | None = None
     """Directory of adapters to go on from: `adapter` in an export, or one of peft's."""
 
+    def contradictions(self, at: str) -> list[str]:
+        if self.lora_rank or self.lora_adapter_path is None:
+            return []
+        return [f"{at}lora_adapter_path={self.lora_adapter_path} needs {at}lora_rank: set it to that adapter's rank"]
+
 
 class ModelConfig(BackboneConfig):
     """The policy, which is also the reference model and, with rollout.name=native, the generator."""

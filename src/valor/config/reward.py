@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -54,6 +55,23 @@ class JudgeConfig(Section):
     retries: NonNegativeInt = 3
     """Further attempts after a refused or broken request, with growing pauses."""
 
+    def contradictions(self, at: str) -> list[str]:
+        if self.url is None:
+            return []
+        lines = []
+        if self.model is None:
+            lines.append(f"{at}url needs {at}model: the model's name on that server")
+        try:
+            if re.compile(self.score_regex).groups < 1:
+                lines.append(f"{at}score_regex needs a group, (...), around the number")
+        except re.error as error:
+            lines.append(f"{at}score_regex is no regular expression: {error}")
+        if self.prompt_template is not None and "{response}" not in self.prompt_template:
+            lines.append(f"{at}prompt_template has no {{response}} in it: the judge would not see it")
+        if self.score_range[0] >= self.score_range[1]:
+            lines.append(f"{at}score_range must be [low, high] with low below high")
+        return lines
+
 
 class RewardModelConfig(Section):
     """A learned reward model, or a judge; it replaces the rule (in training) unless rule_weight says otherwise."""
@@ -92,6 +110,15 @@ class RewardModelConfig(Section):
     """Nodes of that pool."""
     rollout: dict[str, Any] = Field(default_factory=dict)
     """Accepted without effect: options of the server in which verl runs it."""
+
+    def contradictions(self, at: str) -> list[str]:
+        lines = []
+        if (self.model_path is None) == (self.judge.url is None):
+            found = "has neither" if self.model_path is None else "has both"
+            lines.append(f"{at}enable=true {found} {at}model_path and {at}judge.url: set one of them")
+        if self.weight == 0:
+            lines.append(f"{at}weight=0 leaves the reward model without effect: set {at}enable=false")
+        return lines
 
     @property
     def is_role(self) -> bool:
@@ -176,3 +203,17 @@ class RewardConfig(Section):
     """A grader behind an HTTP address."""
     sandbox_fusion: SandboxFusionConfig = SandboxFusionConfig()
     """Remote sandbox for code answers."""
+
+    def contradictions(self, at: str) -> list[str]:
+        manager, own, lines = self.reward_manager.name, self.custom_reward_function.path, []
+        named = f"{at}reward_manager.name={manager}"
+        if manager == "batch" and own is None:
+            lines.append(f"{named} calls a function of your own: set {at}custom_reward_function.path")
+        if manager == "remote" and self.remote.url is None:
+            lines.append(f"{named} asks a server: set {at}remote.url")
+        if manager == "remote" and own is not None:
+            lines.append(f"{named} and {at}custom_reward_function.path={own} are two graders: set one of them")
+        if self.reward_kwargs.overlong_buffer_cfg.enable and manager != "dapo":
+            key = f"{at}reward_kwargs.overlong_buffer_cfg"
+            lines.append(f"{key}.enable=true is read with {at}reward_manager.name=dapo, it is {manager}: set that too")
+        return lines

@@ -23,6 +23,11 @@ class ValidationSamplingConfig(Section):
     do_sample: bool | None = None
     """false forces greedy decoding; null samples when temperature is above 0."""
 
+    def contradictions(self, at: str) -> list[str]:
+        if self.do_sample and self.temperature == 0:
+            return [f"{at}do_sample=true with temperature=0 is greedy: set {at}temperature"]
+        return []
+
     @property
     def effective_temperature(self) -> float:
         """The temperature that generation uses: 0 where do_sample is false."""
@@ -174,6 +179,15 @@ class RolloutConfig(Section):
     """Accepted without effect: engines take and give token ids."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """More options of an engine, as engine_kwargs.vllm.<option> (of vLLM's EngineArgs), with the last word."""
+
+    def contradictions(self, at: str) -> list[str]:
+        longest = self.prompt_length + self.response_length
+        if self.max_model_len is None or self.max_model_len >= longest:
+            return []
+        return [
+            f"{at}max_model_len={self.max_model_len} is less than data.max_prompt_length + data.max_response_length = "
+            f"{longest}: raise it, or lower one of them"
+        ]
 
     @property
     def keeps_weights(self) -> bool:

@@ -47,6 +47,13 @@ class RunConfig(Section):
     max_skipped_updates: PositiveInt = 5
     """Stop after so many updates in a row with gradients that are not finite."""
 
+    def contradictions(self, at: str) -> list[str]:
+        if self.resume_mode == "resume_path" and self.resume_from_path is None:
+            return [f"{at}resume_mode=resume_path needs {at}resume_from_path=<a checkpoint folder>"]
+        if self.resume_mode != "resume_path" and self.resume_from_path is not None:
+            return [f"{at}resume_from_path is read with {at}resume_mode=resume_path: set that too"]
+        return []
+
     @property
     def processes_per_node(self) -> int | None:
         """`n_gpus_per_node`; None where the devices decide."""
@@ -88,3 +95,17 @@ class TrainerConfig(RunConfig):
     """Write report.html into the run's folder."""
     rollout_probs_diff_warn: PositiveFloat = 0.05
     """Warn when rollout and training probabilities of the sampled tokens differ by more than this on average."""
+
+    def contradictions(self, at: str) -> list[str]:
+        lines = super().contradictions(at)
+        if self.node_rank is None:
+            if self.master_addr is not None or self.master_port is not None:
+                lines.append(f"{at}master_addr is for a run started once per node: set {at}node_rank on each")
+            return lines
+        if self.master_addr is None:
+            lines.append(
+                f"{at}node_rank is for a run started once per node: set {at}master_addr, the address of node 0"
+            )
+        if self.node_rank >= self.nnodes:
+            lines.append(f"{at}node_rank={self.node_rank} counts from 0 to {at}nnodes - 1 = {self.nnodes - 1}")
+        return lines

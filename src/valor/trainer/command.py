@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
-from valor.config import LoadedConfig, inert_settings, load_runs, plan
+from valor.config import LoadedConfig, inert_settings, load_runs
 from valor.errors import UserError
 
 Root = TypeVar("Root", bound=BaseModel)
@@ -25,7 +25,7 @@ def run_command(words: str, argv: Sequence[str] | None, root: type[Root], start:
     """
     try:
         arguments = list(sys.argv[1:] if argv is None else argv)
-        for loaded in load_runs(arguments, root):
+        for loaded in load_runs(arguments, root, _check):
             code = _run(loaded, shlex.join(["valor", *words.split(), *arguments]), start)
             if code:
                 return code
@@ -35,10 +35,18 @@ def run_command(words: str, argv: Sequence[str] | None, root: type[Root], start:
         return 2
 
 
+def _check(config: BaseModel) -> list[str]:
+    from valor.trainer.checks import check  # torch: after the tree itself has been found valid
+
+    return check(config)
+
+
 def _run(loaded: LoadedConfig[Root], command: str, start: Start[Root]) -> int:
     for note in loaded.notes:
         print(f"note: {note}", file=sys.stderr)
     if loaded.dry_run:
+        from valor.trainer.plan import plan
+
         print(plan(loaded.config, loaded.explicit_keys))
         return 0
     for key, reason in inert_settings(loaded.config, loaded.explicit_keys):

@@ -15,13 +15,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _start(config: CriticPretrainConfig, command: str) -> int:
-    from valor.algorithms.custom import load_custom
     from valor.controller import resolve_pool
-    from valor.trainer.capabilities import check_value_loss
     from valor.trainer.pretrain import CriticPretrainer
 
-    load_custom(config.algorithm.custom_path)
-    check_value_loss(config)
     pool, controller = resolve_pool(config.trainer)
     return CriticPretrainer(config, pool, controller, command).fit()
 

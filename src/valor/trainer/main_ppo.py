@@ -18,14 +18,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _start(config: PPOConfig, command: str) -> int:
     from valor.controller import resolve_placement
     from valor.controller.nodes import node_zero, serve
-    from valor.trainer.capabilities import check_algorithms, check_engine
     from valor.trainer.critic_tokenizer import check_critic_tokenizer
+    from valor.trainer.engine_table import generation_engine
     from valor.trainer.inputs import RunInputs
     from valor.trainer.ppo import PPOTrainer
 
-    check_algorithms(config)
     placement, rank = resolve_placement(config), config.trainer.node_rank
-    check_engine(config, placement.pools[placement.pool_of("rollout")].world_size)
+    engine = generation_engine(config.actor_rollout_ref.rollout.name)
+    engine.check_start(config, placement.pools[placement.pool_of("rollout")].world_size)
     if rank:
         return serve(config.trainer, placement)
     inputs = RunInputs(config)
