@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from hydra.core.override_parser.types import Override
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from valor.config.base import Section, all_contradictions
+from valor.config.base import Section
 from valor.config.command_line import (
     CommandLine,
     Job,
@@ -20,14 +20,14 @@ from valor.config.command_line import (
     sweep_keys,
 )
 from valor.config.composition import compose_tree
-from valor.config.inheritance import fill_inherited
 from valor.config.mistakes import describe_errors
 from valor.config.ppo import PPOConfig
+from valor.config.rules import contradictions, unavailable_lines, unavailable_settings
 from valor.config.translation import translate
-from valor.config.unavailable import unavailable_settings
+from valor.config.tree import fill_inherited
 from valor.errors import UserError
 
-Root = TypeVar("Root", bound=BaseModel)
+Root = TypeVar("Root", bound=Section)
 Check = Callable[[Root], list[str]]
 
 
@@ -100,7 +100,10 @@ def _load(
     translated = translate(root, composed.tree, composed.set_keys)
     mistakes += [*composed.mistakes, *translated.mistakes]
     config, wrong = _validated(root, translated.tree, translated.set_keys)
-    unavailable = unavailable_settings(config) if config is not None else []
+    asked = unavailable_settings(config) if config is not None else {}
+    for feature, settings in translated.unavailable.items():
+        asked[feature] = [*asked.get(feature, []), *settings]
+    unavailable = unavailable_lines(asked)
     if config is not None and not unavailable and check is not None:
         wrong += check(config)
     mistakes += wrong
@@ -123,4 +126,4 @@ def _validated(root: type[Root], tree: dict[str, Any], set_keys: set[str]) -> tu
         config = root.model_validate(fill_inherited(root, tree))
     except ValidationError as error:
         return None, describe_errors(root, error, set_keys)
-    return config, all_contradictions(config) if isinstance(config, Section) else []
+    return config, contradictions(config)

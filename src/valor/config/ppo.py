@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import ConfigDict, Field, PositiveInt, model_validator
+from pydantic import model_validator
 
 from valor.config.actor import ActorConfig, RefConfig
 from valor.config.algorithm import AlgorithmConfig
-from valor.config.base import Section
+from valor.config.base import Section, key, main_tree, section
 from valor.config.critic import CriticConfig
 from valor.config.data import DataConfig
-from valor.config.inheritance import fill_inherited
 from valor.config.model import ModelConfig
-from valor.config.pools import PoolConfig
 from valor.config.reward import RewardConfig
 from valor.config.rollout import RolloutConfig
-from valor.config.trainer import TrainerConfig
+from valor.config.trainer import PoolConfig, RayKwargsConfig, TrainerConfig
+from valor.config.tree import fill_inherited
 
 CRITIC_BY_DEFAULT = "gae"
 """The estimator with which critic.enable is true where it is not set."""
@@ -25,52 +24,24 @@ CRITIC_BY_DEFAULT = "gae"
 class ActorRolloutRefConfig(Section):
     """The policy in its three uses."""
 
-    model: ModelConfig = ModelConfig()
-    """Network."""
-    actor: ActorConfig = Field(default_factory=lambda: ActorConfig())
-    """Update of the policy."""
-    ref: RefConfig = Field(default_factory=lambda: RefConfig())
-    """Reference model."""
-    rollout: RolloutConfig = Field(default_factory=lambda: RolloutConfig())
-    """Generation."""
+    model: ModelConfig = section(ModelConfig)
+    actor: ActorConfig = section(ActorConfig)
+    ref: RefConfig = section(RefConfig, {"needs_reference": "no KL term is on"})
+    rollout: RolloutConfig = section(RolloutConfig)
 
 
-class RayInitConfig(Section):
-    """Arguments of ray.init; any that Ray knows may be added."""
-
-    model_config = ConfigDict(extra="allow")
-
-    address: str | None = None
-    """Cluster to join; null starts one on this machine, auto joins the one that runs here."""
-    num_cpus: PositiveInt | None = None
-    """CPUs to announce when a cluster is started; null counts them."""
-
-
-class RayKwargsConfig(Section):
-    """Ray."""
-
-    ray_init: RayInitConfig = RayInitConfig()
-    """Arguments of ray.init."""
-
-
+@main_tree
 class PPOConfig(Section):
     """One run of PPO, GRPO or a relative of theirs."""
 
-    actor_rollout_ref: ActorRolloutRefConfig = Field(default_factory=lambda: ActorRolloutRefConfig())
-    """The policy in its three uses."""
-    critic: CriticConfig = Field(default_factory=lambda: CriticConfig())
-    """The value model."""
-    data: DataConfig = Field(default_factory=lambda: DataConfig())
-    """Prompts."""
-    reward: RewardConfig = Field(default_factory=lambda: RewardConfig())
-    """Scoring."""
-    algorithm: AlgorithmConfig = Field(default_factory=lambda: AlgorithmConfig())
-    """From rewards to advantages."""
-    trainer: TrainerConfig = Field(default_factory=lambda: TrainerConfig())
-    """Length of the run, devices, logging, checkpoints."""
-    ray_kwargs: RayKwargsConfig = RayKwargsConfig()
-    """Ray."""
-    resource_pools: dict[str, PoolConfig] = Field(default_factory=dict)
+    actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig)
+    critic: CriticConfig = section(CriticConfig, {"critic.enable": "this run has no critic"})
+    data: DataConfig = section(DataConfig)
+    reward: RewardConfig = section(RewardConfig)
+    algorithm: AlgorithmConfig = section(AlgorithmConfig)
+    trainer: TrainerConfig = section(TrainerConfig)
+    ray_kwargs: RayKwargsConfig = section(RayKwargsConfig)
+    resource_pools: dict[str, PoolConfig] = key({})
     """Processes of their own for some roles, by a name of yours: {values: {roles: critic, n_gpus_per_node: 2}}."""
 
     @model_validator(mode="before")
@@ -173,6 +144,17 @@ class PPOConfig(Section):
             processes = rollout.n_gpus_per_node or 1
             pools["rollout"] = PoolConfig(roles=["rollout"], nnodes=rollout.nnodes, n_gpus_per_node=processes)
         return pools
+
+    @property
+    def uses_graders(self) -> bool:
+        """Whether some samples are scored by a grader."""
+        return not self.reward.reward_model.replaces_rule or self.data.val_files is not None
+
+    @property
+    def ref_has_weights(self) -> bool:
+        """Whether the reference is a model of its own, not the actor without its adapters."""
+        apart = any("ref" in pool.roles for pool in self.pools.values())
+        return apart or self.actor_rollout_ref.model.lora_rank == 0
 
     @property
     def rollout_apart(self) -> bool:

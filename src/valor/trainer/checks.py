@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from fnmatch import fnmatchcase
 
 import torch
 from pydantic import BaseModel
@@ -11,11 +12,12 @@ from valor import algorithms
 from valor.algorithms import ADVANTAGES, POLICY_LOSSES, VALUE_LOSSES
 from valor.algorithms.custom import load_custom
 from valor.algorithms.registry import Entry
-from valor.config import CriticRunConfig, PPOConfig, SupervisedConfig
+from valor.config import CriticRunConfig, PPOConfig, Section, SupervisedConfig
+from valor.config import inert_settings as inert_by_rules
 from valor.controller.placement import check_placement, check_tensor_parallel
 from valor.errors import UserError
 from valor.trainer.advantage import FROM_THE_RUN, from_critic, offered_settings
-from valor.trainer.engine_table import generation_engine
+from valor.trainer.engine_table import generation_engine, generation_engines
 from valor.workers.actor import policy_loss_options
 from valor.workers.critic import value_head
 
@@ -161,3 +163,47 @@ def _options(
             known = ", ".join(sorted(set(options) - set(taken))) or "none"
             lines.append(f"{key}.{option}: {entry.name} has no such option (it has {known})")
     return lines
+
+
+def inert_settings(config: Section, explicit_keys: Collection[str]) -> dict[str, str]:
+    """Those of `explicit_keys` that change nothing in this run, with the reason: by the keys' own rules, and because
+    the chosen engine, estimator or loss does not read them."""
+    found = inert_by_rules(config, explicit_keys)
+    if isinstance(config, PPOConfig):
+        found = dict(_not_read(config, explicit_keys)) | found
+    return dict(sorted(found.items()))
+
+
+# Settings of `algorithm` whose option has another name.
+_OPTION = {"lam": "lam_actor", "gdpo_reward_keys": "component_scores", "gdpo_reward_weights": "component_weights"}
+
+
+def _not_read(config: PPOConfig, keys: Collection[str]) -> Iterator[tuple[str, str]]:
+    shared, algorithm = config.actor_rollout_ref, config.algorithm
+    reads = {engine.name: engine.reads for engine in generation_engines()}
+    special = [pattern for patterns in reads.values() for pattern in patterns] + ["engine_kwargs.*"]
+    estimator, loss = ADVANTAGES[algorithm.adv_estimator], POLICY_LOSSES[config.policy_loss]
+    of_estimators = offered_settings(algorithm).keys() - {"whitening"} | _OPTION.keys() | set(_OPTION.values())
+    of_losses = {*type(shared.actor.policy_loss).model_fields, "tau_pos", "tau_neg"} - {"loss_mode", "loss_kwargs"}
+    for key in keys:
+        section, _, name = key.rpartition(".")
+        below_rollout = key.removeprefix("actor_rollout_ref.rollout.")
+        if below_rollout != key and _matches(below_rollout, special):
+            if not _matches(below_rollout, reads.get(shared.rollout.name, special)):
+                yield key, f"no effect with rollout.name={shared.rollout.name}"
+        elif section == "algorithm" and name in of_estimators:
+            if not _takes(estimator, _OPTION.get(name, name)):
+                yield key, f"no effect: adv_estimator={estimator.name} does not read it"
+        elif section in ("actor_rollout_ref.actor", "actor_rollout_ref.actor.policy_loss") and name in of_losses:
+            if not _takes(loss, name):
+                yield key, f"no effect: the policy loss {loss.name} does not read it"
+        elif key == "critic.cliprange_value" and not _takes(VALUE_LOSSES[config.critic.value_loss], name):
+            yield key, f"no effect with critic.value_loss={config.critic.value_loss}, which does not clip"
+
+
+def _matches(key: str, patterns: Collection[str]) -> bool:
+    return any(fnmatchcase(key, pattern) for pattern in patterns)
+
+
+def _takes(entry: Entry, option: str) -> bool:
+    return entry.takes_any or option in entry.parameters

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from pydantic import BaseModel
-
 from valor.config import (
     ActorConfig,
     AlgorithmConfig,
@@ -19,15 +17,16 @@ from valor.config import (
     PPOConfig,
     RMConfig,
     RunConfig,
+    Section,
     SupervisedConfig,
     TrainerConfig,
-    inert_settings,
 )
+from valor.trainer.checks import inert_settings
 from valor.trainer.engine_table import generation_engines
 from valor.trainer.old_log_probs import OldLogProbs
 
 
-def plan(config: BaseModel, explicit_keys: Collection[str] = (), unavailable: Collection[str] = ()) -> str:
+def plan(config: Section, explicit_keys: Collection[str] = (), unavailable: Collection[str] = ()) -> str:
     """A readable plan: roles, placement, steps, batch arithmetic in prompts, samples and tokens.
 
     `explicit_keys` are examined for settings without effect; `unavailable`: what the run would stop at.
@@ -40,7 +39,7 @@ def plan(config: BaseModel, explicit_keys: Collection[str] = (), unavailable: Co
         rows = _supervised_rows(config, "pairs" if isinstance(config, RMConfig) else "samples")
     else:
         raise ValueError(f"no plan for a {type(config).__name__}")
-    rows += [("note", f"{key}: {reason}") for key, reason in inert_settings(config, explicit_keys)]
+    rows += [("note", f"{key}: {reason}") for key, reason in inert_settings(config, explicit_keys).items()]
     rows += [("stops here", line) for line in unavailable]
     width = max(len(title) for title, _ in rows)
     lines, last = [], ""
@@ -115,7 +114,7 @@ def _supervised_rows(config: SupervisedConfig, unit: str) -> list[tuple[str, str
         ("run", _run(trainer)),
         (
             "model",
-            f"{_model(config.model)}, {config.optim.optimizer} lr {config.optim.lr:g}, {config.fsdp_config.dtype}",
+            f"{_model(config.model)}, AdamW lr {config.optim.lr:g}, {config.fsdp_config.dtype}",
         ),
         ("placement", _processes(trainer, 1)),
         ("batch", f"{data.train_batch_size:,} {unit} per update, each text at most {data.max_length:,} tokens"),
@@ -145,7 +144,7 @@ def _estimator(config: PPOConfig) -> str:
 def _optimizer(role: ActorConfig | CriticConfig) -> str:
     optim = role.optim
     schedule = "" if optim.lr_scheduler_type == "constant" else f" {optim.lr_scheduler_type}"
-    return f"{optim.optimizer} lr {optim.lr:g}{schedule}"
+    return f"AdamW lr {optim.lr:g}{schedule}"
 
 
 def _precision(role: ActorConfig | CriticConfig) -> str:

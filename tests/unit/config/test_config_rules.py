@@ -1,25 +1,101 @@
-"""Settings without effect, and things that this version cannot do."""
+"""The rules on keys: settings without effect, and things that this version cannot do."""
+
+from fnmatch import fnmatchcase
 
 import pytest
 
-from valor.config import PPOConfig, SFTConfig, inert_settings, load, unavailable_settings
-from valor.config.inert import TABLE as INERT
-from valor.config.names import all_keys
-from valor.config.tree import walk_keys
-from valor.config.unavailable import TABLE as UNAVAILABLE
+from valor.config import (
+    CriticPretrainConfig,
+    CriticScoreConfig,
+    PPOConfig,
+    RMConfig,
+    SFTConfig,
+    inert_settings,
+    load,
+)
+from valor.config.rules import conditions, unavailable_settings
+from valor.config.tree import absolute, find_field, walk_keys
 from valor.errors import UserError
+
+ROOTS = [PPOConfig, CriticPretrainConfig, CriticScoreConfig, SFTConfig, RMConfig]
+MASK = ["algorithm.reward_mask_type=bernoulli"]
+RM = ["reward.reward_model.enable=true", "reward.reward_model.model_path=m"]
+
+
+def named(condition: str, place: str) -> str:
+    return absolute(condition.partition("=")[0].removesuffix("!"), place)
+
+
+def resolves(root, key: str) -> bool:
+    """Whether `key` is a key or a property of a section of `root`."""
+    parent, _, name = key.rpartition(".")
+    found = find_field(root, parent) if parent else None
+    section = root if not parent else found[0].model_fields[found[1]].annotation if found else None
+    return section is not None and (name in section.model_fields or isinstance(getattr(section, name, None), property))
 
 
 def test_settings_without_effect_are_listed_with_their_reason():
-    argv = ["actor_rollout_ref.rollout.gpu_memory_utilization=0.4", "algorithm.adv_estimator=grpo", "critic.optim.lr=1"]
-    loaded = load([*argv, "actor_rollout_ref.rollout.n=4", "trainer.test_freq=5"])
-    inert = inert_settings(loaded.config, loaded.explicit_keys)
-    assert inert == [
-        ("actor_rollout_ref.rollout.gpu_memory_utilization", "no effect with rollout.name=native"),
-        ("critic.optim.lr", "no effect: this run has no critic"),
-        ("trainer.test_freq", "no effect: data.val_files is not set"),
-    ]
-    assert inert_settings(SFTConfig(), {"trainer.seed"}) == []
+    argv = ["algorithm.adv_estimator=grpo", "critic.optim.lr=1", "actor_rollout_ref.actor.kl_loss_coef=0.1"]
+    loaded = load([*argv, "actor_rollout_ref.rollout.n=4", "trainer.test_freq=5", *MASK])
+    assert inert_settings(loaded.config, loaded.explicit_keys) == {
+        "actor_rollout_ref.actor.kl_loss_coef": "no effect with actor.use_kl_loss=false",
+        "algorithm.reward_mask_type": "no effect with algorithm.reward_mask_ratio=0.0",
+        "critic.optim.lr": "no effect: this run has no critic",
+        "trainer.test_freq": "no effect: data.val_files is not set",
+    }
+    assert inert_settings(SFTConfig(), {"trainer.seed", "trainer.test_freq", "model.lora_alpha"}) == {
+        "model.lora_alpha": "no effect with model.lora_rank=0",
+        "trainer.test_freq": "no effect: data.val_files is not set",
+    }
+
+
+def test_a_rule_is_not_about_the_key_that_it_asks():
+    argv = ["critic.enable=false", "algorithm.adv_estimator=grpo", "reward.reward_model.enable=false"]
+    loaded = load([*argv, "actor_rollout_ref.rollout.server.weight_updates=none"])
+    assert inert_settings(loaded.config, loaded.explicit_keys) == {}
+
+
+@pytest.mark.parametrize(
+    ("key", "argv", "reason"),
+    [
+        ("algorithm.lam=0.9", ["algorithm.reward_source=critic"], "the advantage is V(last) - V"),
+        ("critic.freeze_steps=1-3", ["critic.freeze=true", "critic.model.path=c"], "with critic.freeze=true"),
+        ("actor_rollout_ref.rollout.free_cache_engine=false", ["trainer.device=cpu"], "with trainer.device=cpu"),
+        ("reward.num_workers=2", ["reward.reward_manager.name=remote", "reward.remote.url=u"], "a server grades"),
+        ("reward.timeout=2", RM, "the reward model scores every sample (reward_model.rule_weight=0)"),
+        ("reward.reward_model.judge.timeout=2", RM, "judge.url is not set"),
+        ("reward.reward_model.fsdp_config.optimizer_offload=true", RM, "no optimizer"),
+        ("algorithm.rollout_correction.loss_type=reinforce", [], "with rollout_correction.bypass_mode=false"),
+        ("actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=1", [], "is in the actor's proc"),
+        ("actor_rollout_ref.actor.optim.num_cycles=1", [], "with optim.lr_scheduler_type=constant"),
+    ],
+)
+def test_rules_that_do_not_hold(key, argv, reason):
+    loaded = load([key, *argv])
+    assert reason in inert_settings(loaded.config, loaded.explicit_keys)[key.partition("=")[0]]
+
+
+def test_what_other_kinds_of_runs_do_not_read():
+    keys = {"algorithm.lam", "data.val_files", "critic.optim.lr", "actor_rollout_ref.rollout.n", "data.train_files"}
+    policy = {"algorithm.lam": "no effect: the policy is not trained here, and returns are outcomes (lambda 1)"}
+    held_out = {"data.val_files": "no effect: pretrain.holdout keeps prompts back"}
+    assert inert_settings(CriticPretrainConfig(), keys) == policy | held_out
+    given = CriticPretrainConfig.model_validate({"pretrain": {"rollouts": "r"}})
+    assert inert_settings(given, keys).keys() == {"algorithm.lam", "data.val_files", "data.train_files"}
+    assert inert_settings(CriticScoreConfig(), keys).keys() == {"algorithm.lam", "critic.optim.lr", "data.train_files"}
+
+
+@pytest.mark.parametrize("root", ROOTS)
+def test_every_condition_and_pattern_is_about_something_in_a_tree(root):
+    keys = [key for key, _, _ in walk_keys(root)]
+    for key in keys:
+        for condition, _, place in conditions(root, key):
+            for one in condition.split(" or "):
+                asked = [tree for tree in ROOTS if one == "never" or resolves(tree, named(one, place))]
+                assert asked, f"{place}: {condition}"
+    for patterns in root().unused().values():
+        for pattern in patterns.split():
+            assert any(fnmatchcase(key, pattern) for key in keys), pattern
 
 
 def test_keys_that_act_are_not_listed():
@@ -30,28 +106,19 @@ def test_keys_that_act_are_not_listed():
         "actor_rollout_ref.rollout.max_num_seqs=8",
     ]
     loaded = load([*acting, "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_coef=0.1"])
-    assert inert_settings(loaded.config, loaded.explicit_keys) == []
+    assert inert_settings(loaded.config, loaded.explicit_keys) == {}
 
 
-def test_a_server_has_options_of_its_own():
+def test_a_server_that_keeps_its_weights():
     key = "actor_rollout_ref.rollout"
-    asked = [f"{key}.name=server", f"{key}.server.base_url=http://h:1/v1"]
-    more = [f"{key}.max_num_seqs=8", f"{key}.dtype=float32", f"{key}.enforce_eager=true", f"{key}.max_model_len=9000"]
-    loaded = load([*asked, *more])
-    inert = inert_settings(loaded.config, loaded.explicit_keys)
-    assert [found for found, _ in inert] == [f"{key}.enforce_eager", f"{key}.max_model_len"]
-    assert all(reason == "no effect with rollout.name=server: the server has options of its own" for _, reason in inert)
-    loaded = load([*asked, *more[:2], f"{key}.server.weight_updates=none", f"{key}.server.weights_dir=w"])
-    inert = inert_settings(loaded.config, loaded.explicit_keys)
-    assert [found for found, _ in inert] == [f"{key}.dtype", f"{key}.server.weights_dir"]
-    loaded = load(asked[1:])
-    assert inert_settings(loaded.config, loaded.explicit_keys) == [
-        (f"{key}.server.base_url", "no effect: rollout.name is not server")
-    ]
+    asked = [f"{key}.name=server", f"{key}.server.base_url=http://h:1/v1", f"{key}.dtype=float32"]
+    assert inert_settings(load(asked).config, load(asked).explicit_keys) == {}
+    loaded = load([*asked, f"{key}.server.weight_updates=none", f"{key}.server.weights_dir=w"])
+    assert inert_settings(loaded.config, loaded.explicit_keys).keys() == {f"{key}.dtype", f"{key}.server.weights_dir"}
 
 
 def test_a_default_run_asks_for_nothing_unavailable():
-    assert unavailable_settings(PPOConfig()) == [] and unavailable_settings(SFTConfig()) == []
+    assert unavailable_settings(PPOConfig()) == unavailable_settings(SFTConfig()) == {}
 
 
 @pytest.mark.parametrize(
@@ -87,34 +154,17 @@ def test_one_line_per_feature_not_per_key():
     assert line == (
         "The Megatron backend is not available in this version: use strategy=fsdp2 and no megatron_config "
         "(actor_rollout_ref.actor.strategy='megatron', "
-        'actor_rollout_ref.actor.megatron_config={"tensor_model_parallel_size": 4})'
+        "actor_rollout_ref.actor.megatron_config.tensor_model_parallel_size=4)"
     )
 
 
-def test_every_pattern_of_the_tables_matches_a_key():
-    from fnmatch import fnmatchcase
-
-    engine_kwargs = [f"actor_rollout_ref.rollout.engine_kwargs.{engine}.x" for engine in ("vllm", "sglang")]
-    keys = [*all_keys(PPOConfig), *all_keys(SFTConfig), *engine_kwargs]
-    patterns = [entry.pattern for entry in UNAVAILABLE] + [p for entry in INERT for p in entry.patterns]
-    assert [p for p in patterns if not any(fnmatchcase(key, p) for key in keys)] == []
-
-
 def test_number_of_keys_stays_readable():
-    assert len(list(walk_keys(PPOConfig))) < 360
-
-
-def test_estimators_without_lambda_are_those_that_take_none():
-    from valor.algorithms import ADVANTAGES, advantage_options
-    from valor.config.inert import CRITIC_FREE
-
-    without = {n for n in ADVANTAGES.names() if ADVANTAGES[n].builtin and "lam_actor" not in advantage_options(n)}
-    assert without == CRITIC_FREE
+    assert len(list(walk_keys(PPOConfig))) < 320
 
 
 def test_a_reference_without_weights_of_its_own_has_no_precision():
     argv = ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.ref.fsdp_config.dtype=float32"]
     loaded = load([*argv, "actor_rollout_ref.model.lora_rank=8"])
-    [(key, reason)] = inert_settings(loaded.config, loaded.explicit_keys)
+    [(key, reason)] = inert_settings(loaded.config, loaded.explicit_keys).items()
     assert key == argv[1].partition("=")[0] and reason.endswith("the actor without its adapters")
-    assert inert_settings(load(argv).config, loaded.explicit_keys) == []
+    assert inert_settings(load(argv).config, loaded.explicit_keys) == {}

@@ -5,7 +5,7 @@ import pytest
 from valor.algorithms import ADVANTAGES
 from valor.config import PPOConfig, SFTConfig, load
 from valor.errors import UserError
-from valor.trainer.checks import check
+from valor.trainer.checks import check, inert_settings
 
 SERVER = ["actor_rollout_ref.rollout.name=server", "actor_rollout_ref.rollout.server.base_url=http://h:1/v1"]
 SERVER += ["actor_rollout_ref.rollout.top_k=5"]
@@ -118,3 +118,36 @@ def test_unknown_names_offer_the_nearest():
 def test_a_critic_is_on_by_default_exactly_where_the_estimator_needs_values(name):
     config = PPOConfig.model_validate({"algorithm": {"adv_estimator": name}})
     assert config.critic.enable == ADVANTAGES[name].capability.needs_critic
+
+
+def inert(*argv: str) -> dict[str, str]:
+    loaded = load(argv)
+    return inert_settings(loaded.config, loaded.explicit_keys)
+
+
+def test_settings_that_the_chosen_engine_does_not_read():
+    key = "actor_rollout_ref.rollout"
+    vllm = [f"{key}.gpu_memory_utilization=0.4", f"{key}.engine_kwargs.vllm.x=1", f"{key}.enforce_eager=true"]
+    native = inert(*vllm, f"{key}.max_num_seqs=8", f"{key}.engine_kwargs.sglang.x=1")
+    assert native.keys() == {one.partition("=")[0] for one in [*vllm, f"{key}.engine_kwargs.sglang.x"]}
+    assert set(native.values()) == {"no effect with rollout.name=native"}
+    assert inert(f"{key}.name=vllm", *vllm) == {}
+    assert inert(f"{key}.server.base_url=u").keys() == {f"{key}.server.base_url"}
+    assert inert(*SERVER, *vllm, f"{key}.max_model_len=9000").keys() == {
+        *(one.partition("=")[0] for one in vllm),
+        f"{key}.max_model_len",
+    }
+
+
+def test_settings_that_the_chosen_algorithms_do_not_read():
+    assert inert("algorithm.lam_critic=0.9", "algorithm.adaptive_lam_alpha=1", "critic.cliprange_value=0.2") == {}
+    argv = ["algorithm.adv_estimator=grpo", "algorithm.lam=0.9", "algorithm.norm_adv_by_std_in_grpo=false"]
+    argv += ["algorithm.gdpo_reward_keys=[a]", "actor_rollout_ref.actor.tau_pos=2", "data.val_files=v"]
+    assert inert(*argv) == {
+        "actor_rollout_ref.actor.tau_pos": "no effect: the policy loss vanilla does not read it",
+        "algorithm.gdpo_reward_keys": "no effect: adv_estimator=grpo does not read it",
+        "algorithm.lam": "no effect: adv_estimator=grpo does not read it",
+    }
+    assert inert("actor_rollout_ref.actor.policy_loss.loss_mode=sapo", "actor_rollout_ref.actor.tau_pos=2") == {}
+    clipped = inert("critic.value_loss=bce", "critic.cliprange_value=0.2")
+    assert clipped == {"critic.cliprange_value": "no effect with critic.value_loss=bce, which does not clip"}
