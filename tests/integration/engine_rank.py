@@ -18,7 +18,7 @@ from valor import algorithms
 from valor.config.engine import FSDPConfig, OptimConfig
 from valor.data.balance import partition_rows
 from valor.data.batch import Batch
-from valor.engines.fsdp import TrainEngine
+from valor.engines.fsdp.engine import FSDPEngine
 from valor.models.policy import PolicyModel
 from valor.models.value import ValueModel
 
@@ -105,7 +105,7 @@ def value_loss(outputs: dict[str, torch.Tensor], rows: Batch) -> tuple[torch.Ten
     return loss, {"loss": loss.detach(), "rows": float(len(rows))}
 
 
-def build(case: Case) -> TrainEngine:
+def build(case: Case) -> FSDPEngine:
     torch.manual_seed(0)
     if case.role == "critic":
         hf: Any = Qwen2ForTokenClassification(Qwen2Config(**SIZES, num_labels=1))
@@ -118,7 +118,7 @@ def build(case: Case) -> TrainEngine:
     assert model.packed == case.packed
     fsdp = FSDPConfig(**{"dtype": "float32", **case.fsdp})
     optim = OptimConfig(lr=1e-2)
-    return TrainEngine(model, fsdp=fsdp, optim=optim, device=CPU, total_steps=9, sequence_parallel=case.shared)
+    return FSDPEngine(model, fsdp=fsdp, optim=optim, device=CPU, total_steps=9, sequence_parallel=case.shared)
 
 
 def run_case(case: Case, out: Path) -> None:
@@ -178,7 +178,7 @@ def run_checkpoint(out: Path) -> None:
             save_file(tensors, out / f"{name}.state")
 
 
-def whole_state(engine: TrainEngine) -> dict[str, torch.Tensor]:
+def whole_state(engine: FSDPEngine) -> dict[str, torch.Tensor]:
     """Weights and the optimizer's moments, gathered."""
     assert engine.optimizer is not None
     tensors = dict(engine.module.named_parameters())

@@ -12,8 +12,7 @@ from valor.algorithms.custom import load_custom
 from valor.algorithms.registry import Entry
 from valor.config import PPOConfig
 from valor.errors import UserError
-from valor.models.load import load_model_config
-from valor.rollout.vllm_options import check_vllm
+from valor.rollout.registry import generation_engine
 from valor.trainer.advantage import FROM_THE_RUN, offered_settings
 from valor.workers.actor import policy_loss_options
 from valor.workers.critic import value_head
@@ -30,9 +29,7 @@ def check_algorithms(config: PPOConfig) -> None:
 
 def check_engine(config: PPOConfig, world_size: int) -> None:
     """UserError: a rollout engine that is not installed, or that the model and the processes do not fit."""
-    shared = config.actor_rollout_ref
-    if shared.rollout.name == "vllm":
-        check_vllm(shared.rollout, load_model_config(shared.model), world_size)
+    generation_engine(config.actor_rollout_ref.rollout.name).check_start(config, world_size)
 
 
 def _check_estimator(config: PPOConfig) -> None:
