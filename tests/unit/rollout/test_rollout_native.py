@@ -11,6 +11,7 @@ from transformers import FalconConfig, FalconForCausalLM, Lfm2Config, Lfm2ForCau
 from valor.errors import UserError
 from valor.rollout.base import Output, Request, RolloutEngine, SamplingParams
 from valor.rollout.native.engine import NativeEngine
+from valor.tracking.progress import add_listener, phase
 
 PROMPT = [5, 9, 23, 40, 11]
 
@@ -65,7 +66,9 @@ def test_rows_with_different_stop_tokens_share_a_batch(qwen: PreTrainedModel) ->
 
 
 def test_the_context_length_limits_the_response(qwen: PreTrainedModel) -> None:
-    engine = NativeEngine(qwen, eos_token_ids=[], max_model_len=9)
+    short = random_model("qwen2")
+    short.config.max_position_embeddings = 9
+    engine = NativeEngine(short, eos_token_ids=[])
     output = engine.generate([Request("a", PROMPT, SamplingParams(max_tokens=50), (3,))])[0]
     assert output.token_ids == generate(qwen, SamplingParams(max_tokens=4)).token_ids
     assert output.finish_reason == "length"
@@ -82,7 +85,7 @@ def test_the_models_own_positions_are_the_default_limit() -> None:
 def test_long_generations_grow_their_memory(qwen: PreTrainedModel) -> None:
     params = SamplingParams(max_tokens=120)
     work = [Request(str(i), [7], params, (i,)) for i in range(3)] + [Request("x", PROMPT, params, (3,))]
-    long = NativeEngine(random_model("qwen2"), eos_token_ids=[], max_model_len=126).generate(work)
+    long = NativeEngine(random_model("qwen2"), eos_token_ids=[]).generate(work)
     assert len(long[3].token_ids) == 120
     ids = torch.tensor([PROMPT + long[3].token_ids])
     with torch.no_grad():
@@ -90,7 +93,7 @@ def test_long_generations_grow_their_memory(qwen: PreTrainedModel) -> None:
     assert long[3].log_probs == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-@pytest.mark.parametrize("limits", [{"max_num_seqs": 1}, {"max_num_seqs": 3}, {"max_cache_tokens": 30}])
+@pytest.mark.parametrize("limits", [{"max_num_seqs": 1}, {"max_num_seqs": 3}])
 def test_bounds_on_memory_change_nothing_but_the_company(qwen: PreTrainedModel, limits: dict[str, int]) -> None:
     widest = 0
 
@@ -104,8 +107,7 @@ def test_bounds_on_memory_change_nothing_but_the_company(qwen: PreTrainedModel, 
     hook.remove()
     free = NativeEngine(qwen, eos_token_ids=[]).generate(batch(7))
     assert [output.token_ids for output in bounded] == [output.token_ids for output in free]
-    # 30 tokens of cache hold two requests of 6 + 8 tokens.
-    assert widest == limits.get("max_num_seqs", 2)
+    assert widest == limits["max_num_seqs"]
 
 
 def test_each_prompt_is_prefilled_once(qwen: PreTrainedModel) -> None:
@@ -133,13 +135,16 @@ def test_finished_sequences_leave_the_batch(qwen: PreTrainedModel) -> None:
 
 def test_on_finish_comes_at_once_and_progress_counts(qwen: PreTrainedModel) -> None:
     finished: list[str] = []
-    progress: list[tuple[int, int]] = []
-    engine = NativeEngine(qwen, eos_token_ids=[], progress=lambda done, total: progress.append((done, total)))
+    progress: list[tuple[float, float | None]] = []
+    engine = NativeEngine(qwen, eos_token_ids=[])
     work = [Request(name, [5], SamplingParams(max_tokens=n), (n,)) for name, n in [("late", 9), ("soon", 2)]]
-    outputs = engine.generate(work, on_finish=lambda output: finished.append(output.request_id))
+    remove = add_listener(lambda told: progress.append((told.done, told.total)))
+    with phase("rollout"):
+        outputs = engine.generate(work, on_finish=lambda output: finished.append(output.request_id))
+    remove()
     assert finished == ["soon", "late"]
     assert [output.request_id for output in outputs] == ["late", "soon"]
-    assert progress == [(1, 2), (2, 2)]
+    assert [told for told in progress if told[0]][:2] == [(1, 2), (2, 2)]
 
 
 def test_listeners_may_make_tensors_that_need_gradients(qwen: PreTrainedModel) -> None:

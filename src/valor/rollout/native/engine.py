@@ -65,9 +65,8 @@ class NativeEngine:
     Every process generates by itself.
 
     `unsharded` is entered around all model calls of one `generate` (FSDP2: parameters gathered and kept).
-    `max_num_seqs` bounds the rows decoded together, `max_cache_tokens` the tokens (prompts + `max_tokens`) for which
-    they may need memory, `max_batched_tokens` the padded tokens of one prefill call. `max_model_len` (default: the
-    model's `max_position_embeddings`) bounds prompt + response; a row that reaches it ends with "length".
+    `max_num_seqs` bounds the rows decoded together, `max_batched_tokens` the padded tokens of one prefill call. A row
+    that reaches the model's `max_position_embeddings` ends with "length".
     """
 
     weight_mode: WeightMode = "shared"
@@ -80,24 +79,18 @@ class NativeEngine:
         eos_token_ids: Sequence[int],
         unsharded: Callable[[], AbstractContextManager[object]] = nullcontext,
         max_num_seqs: int = 256,
-        max_cache_tokens: int | None = None,
         max_batched_tokens: int = 8192,
-        max_model_len: int | None = None,
         pack_weights: bool = True,
-        progress: Callable[[int, int], None] = report_progress,
     ) -> None:
         check_supported(hf)
         self._hf = hf
         self._eos = frozenset(eos_token_ids)
         self._unsharded = unsharded
         self._max_num_seqs = max_num_seqs
-        self._max_cache_tokens = max_cache_tokens
         self._max_batched_tokens = max_batched_tokens
         config = hf.config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
-        limit = getattr(config, "max_position_embeddings", None)
-        self._max_model_len = min(x for x in (max_model_len, limit, 2**31) if x is not None)
+        self._max_model_len = getattr(config, "max_position_embeddings", None) or 2**31
         self._pack = packed_linears if pack_weights else nullcontext
-        self._progress = progress
         self.weights_version: int | None = 0
         self.weights_checksum: int | None = None
 
@@ -121,7 +114,7 @@ class NativeEngine:
             with torch.inference_mode(False):
                 if on_finish is not None:
                     on_finish(output)
-                self._progress(done, len(requests))
+                report_progress(done, len(requests))
 
         if requests:
             with self._unsharded(), generation_mode(self._hf), torch.inference_mode(), self._pack(self._hf):
@@ -141,7 +134,7 @@ class NativeEngine:
         """Nothing to end."""
 
     def _run(self, requests: Sequence[Request], finish: Callable[[Row, FinishReason], None]) -> None:
-        waiting = Waiting(requests, self._max_model_len, self._max_num_seqs, self._max_cache_tokens)
+        waiting = Waiting(requests, self._max_num_seqs)
         cache = SlotCache(min(self._max_num_seqs, len(requests)), shared=waiting.worth_sharing())
         rows: list[Row] = []
         while rows or waiting:
@@ -188,9 +181,7 @@ class NativeEngine:
             for slot in reversed(range(len(rows))):
                 reason = rows[slot].finish_reason()
                 if reason is not None:
-                    row = _remove(rows, slot, cache)
-                    waiting.release(row.request)
-                    finish(row, reason)
+                    finish(_remove(rows, slot, cache), reason)
 
     def _decode_segment(self, cache: SlotCache, rows: list[Row]) -> None:
         """Give all rows one token after another until one of them ends, or for MAX_SEGMENT steps.
