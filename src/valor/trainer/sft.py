@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import ClassVar
 
 from valor.config import SFTConfig
+from valor.data.demonstrations import DemonstrationDataset
 from valor.models.load import load_tokenizer
-from valor.trainer.demonstrations import DemonstrationDataset
-from valor.trainer.supervised import Samples, SupervisedTrainer
+from valor.trainer.supervised import Samples, SupervisedRun
 from valor.workers.host import RoleSpec
 from valor.workers.sft import SFTWorker
 
 ROLE = "actor"  # the policy's name in checkpoints and exports, as in a PPO run
 
 
-class SFTTrainer(SupervisedTrainer):
+class SFTRun(SupervisedRun):
     """The policy learns demonstrations."""
 
     role = ROLE
@@ -45,4 +45,4 @@ class SFTTrainer(SupervisedTrainer):
 
     def measure(self, samples: Samples) -> dict[str, float]:
         """`loss` and `token_accuracy`."""
-        return self.group[ROLE].evaluate(samples.batch(range(len(samples))))
+        return self.roles[ROLE].evaluate(samples.batch(range(len(samples))))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -137,10 +138,14 @@ def test_on_finish_comes_at_once_and_progress_counts(qwen: PreTrainedModel) -> N
     finished: list[str] = []
     progress: list[tuple[float, float | None]] = []
     engine = NativeEngine(qwen, eos_token_ids=[])
-    work = [Request(name, [5], SamplingParams(max_tokens=n), (n,)) for name, n in [("late", 9), ("soon", 2)]]
+    names = [("late", 9), ("soon", 2)]
+    work = [
+        Request(name, [5], SamplingParams(max_tokens=n), (n,), lambda output: finished.append(output.request_id))
+        for name, n in names
+    ]
     remove = add_listener(lambda told: progress.append((told.done, told.total)))
     with phase("rollout"):
-        outputs = engine.generate(work, on_finish=lambda output: finished.append(output.request_id))
+        outputs = engine.generate(work)
     remove()
     assert finished == ["soon", "late"]
     assert [output.request_id for output in outputs] == ["late", "soon"]
@@ -150,7 +155,7 @@ def test_on_finish_comes_at_once_and_progress_counts(qwen: PreTrainedModel) -> N
 def test_listeners_may_make_tensors_that_need_gradients(qwen: PreTrainedModel) -> None:
     kept: list[torch.Tensor] = []
     engine = NativeEngine(qwen, eos_token_ids=[])
-    engine.generate(batch(2), on_finish=lambda output: kept.append(torch.tensor(output.log_probs)))
+    engine.generate([replace(one, on_finish=lambda o: kept.append(torch.tensor(o.log_probs))) for one in batch(2)])
     (kept[0].requires_grad_() * 2).sum().backward()
     assert kept[0].grad is not None
 
@@ -190,7 +195,7 @@ def test_the_model_is_left_as_it_was_found() -> None:
     engine = NativeEngine(model, eos_token_ids=[])
     engine.generate(batch(2))
     with pytest.raises(ZeroDivisionError):
-        engine.generate(batch(2), on_finish=lambda _output: 1 // 0)
+        engine.generate([replace(request, on_finish=lambda _output: 1 // 0) for request in batch(2)])
     assert [module.training for module in model.modules()] == training
     assert [module.forward.__func__ for module in model.modules()] == forwards
     assert model.config._attn_implementation == attention

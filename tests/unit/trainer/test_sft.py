@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from valor.config import SFTConfig, load
 from valor.data.batch import Batch
+from valor.data.demonstrations import DemonstrationDataset
 from valor.errors import UserError
 from valor.lab import arithmetic
-from valor.trainer.demonstrations import DemonstrationDataset
 from valor.trainer.main_sft import main
-from valor.trainer.sft import SFTTrainer
+from valor.trainer.sft import SFTRun
 from valor.workers.sft import token_loss
 
 CHAT = [
@@ -189,11 +189,11 @@ def trainer(model_dir, chats, tmp_path):
     from valor.workers.sft import SFTWorker
 
     config = load(overrides(model_dir, chats, tmp_path / "run", f"data.val_files={chats}"), SFTConfig).config
-    trainer = SFTTrainer(config, "valor sft")
+    trainer = SFTRun(config, "valor sft")
     spec = RoleSpec(SFTWorker, {"config": config, "total_steps": 4})
-    trainer.group = start_group(trainer.pool, {ROLE: spec}, controller="local")
+    trainer.roles = start_group(trainer.pool, {ROLE: spec}, controller="local")
     yield trainer
-    trainer.group.close()
+    trainer.roles.close()
 
 
 def test_loss_and_accuracy_are_those_of_transformers(trainer, model_dir):

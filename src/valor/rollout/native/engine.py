@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from valor.errors import UserError
 from valor.models.export import plain_weights
 from valor.models.policy import PolicyModel
-from valor.rollout.base import FinishReason, OnFinish, Output, Request, WeightMode
+from valor.rollout.base import FinishReason, Output, Request, Span, WeightMode
 from valor.rollout.native.attention import check_supported, generation_mode, serving
 from valor.rollout.native.kv_cache import PromptCache, SlotCache
 from valor.rollout.native.packed_linear import packed_linears
@@ -94,7 +94,7 @@ class NativeEngine:
         self.weights_version: int | None = 0
         self.weights_checksum: int | None = None
 
-    def generate(self, requests: Sequence[Request], on_finish: OnFinish | None = None) -> list[Output]:
+    def generate(self, requests: Sequence[Request]) -> list[Output]:
         """Outputs in the order of `requests`; raises UserError when a prompt leaves no room for a new token."""
         for request in requests:
             if len(request.prompt_ids) >= self._max_model_len:
@@ -107,13 +107,14 @@ class NativeEngine:
 
         def finish(row: Row, reason: FinishReason) -> None:
             nonlocal done
-            output = Output(row.request.request_id, row.token_ids, row.log_probs, reason)
+            spans = (Span(len(row.token_ids), self.weights_version or 0),)
+            output = Output(row.request.request_id, row.token_ids, row.log_probs, reason, spans)
             outputs[row.index] = output
             done += 1
-            # Tensors made by the listeners are theirs, and may need gradients later.
+            # Tensors made by the receivers are theirs, and may need gradients later.
             with torch.inference_mode(False):
-                if on_finish is not None:
-                    on_finish(output)
+                if row.request.on_finish is not None:
+                    row.request.on_finish(output)
                 report_progress(done, len(requests))
 
         if requests:

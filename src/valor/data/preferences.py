@@ -13,17 +13,16 @@ import torch
 
 from valor.config import RMConfig, RMDataConfig
 from valor.data.batch import Batch
-from valor.data.files import Columns, parse_row, read_records
-from valor.data.reward_texts import Encoded, RewardTexts, text_rows
-from valor.data.sampler import shuffled
+from valor.data.files import parse_messages, read_records
+from valor.data.reward_texts import RewardTexts, text_rows
+from valor.data.sampler import SUBSET_STREAM, shuffled, subset
 from valor.errors import UserError
 from valor.tracking.progress import report_progress
 
 logger = logging.getLogger(__name__)
 
 _ROWS_AT_ONCE = 256  # given to the tokenizer
-_SUBSET_STREAM, _HOLDOUT_STREAM = 1, 4  # third words of random keys; the epochs' orders have keys (seed, epoch)
-UNNAMED = "unnamed"  # the source of pairs that name none
+_HOLDOUT_STREAM = 4  # third word of a random key
 
 
 @dataclass(frozen=True)
@@ -48,12 +47,18 @@ class PreferenceDataset(Sequence[Preference]):
         self.num_cut = 0
         for start in range(0, len(pairs), _ROWS_AT_ONCE):
             part = self._pairs[start : start + _ROWS_AT_ONCE]
-            for better, worse in zip(*(_encoded(part, texts, name) for name in ("chosen", "rejected")), strict=True):
+            prompts, where = [pair.prompt for pair in part], f"{part[0].where} and following"
+            chosen = texts.encode(prompts, [pair.chosen for pair in part], where)
+            rejected = texts.encode(prompts, [pair.rejected for pair in part], where)
+            for better, worse in zip(chosen, rejected, strict=True):
                 self._ids.append((array("i", better.ids), array("i", worse.ids)))
                 self.num_cut += better.is_cut + worse.is_cut
             report_progress(start + len(part), len(pairs))
         if self.num_cut:
-            logger.warning("%d of %d texts are longer than %d tokens and lost their beginning", *self._cutting(texts))
+            logger.warning(
+                "%d of %d texts are longer than %d tokens and lost their beginning",
+                self.num_cut, 2 * len(pairs), texts.max_length,
+            )  # fmt: skip
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -73,9 +78,6 @@ class PreferenceDataset(Sequence[Preference]):
         rows.meta["num_pairs"] = float(len(indices))
         return rows
 
-    def _cutting(self, texts: RewardTexts) -> tuple[int, int, int]:
-        return self.num_cut, 2 * len(self), texts.max_length
-
 
 def load_preferences(config: RMConfig, texts: RewardTexts) -> tuple[PreferenceDataset, PreferenceDataset | None]:
     """Training and validation pairs. Where no file is given for the latter, `data.val_share` of the prompts of each
@@ -87,8 +89,10 @@ def load_preferences(config: RMConfig, texts: RewardTexts) -> tuple[PreferenceDa
         val = read_preferences(data.val_files, data)
     elif data.val_share > 0:
         train, val = _hold_out(train, data.val_share, seed)
-    train = _subset(train, data.train_max_samples, seed, shuffle=data.shuffle)
-    val = _subset(val, data.val_max_samples, seed, shuffle=data.shuffle)
+    train, val = (
+        [pairs[i] for i in subset(len(pairs), limit, seed, 0, SUBSET_STREAM, shuffle=data.shuffle)]
+        for pairs, limit in ((train, data.train_max_samples), (val, data.val_max_samples))
+    )
     margin = config.loss.margin
     return PreferenceDataset(train, texts, margin), PreferenceDataset(val, texts, margin) if val else None
 
@@ -102,8 +106,9 @@ def read_preferences(paths: Sequence[str], data: RMDataConfig) -> list[Preferenc
 
 
 def _pair(record: Mapping[str, Any], where: str, data: RMDataConfig) -> Preference:
-    given = record.get(data.prompt_key)
-    prompt = None if given is None else _messages(given, where, data.prompt_key)
+    prompt = record.get(data.prompt_key)
+    if prompt is not None:
+        prompt = parse_messages(prompt, where, data.prompt_key, text_role="user")
     chosen_chat, chosen = _response(record[data.chosen_key], where, data.chosen_key)
     rejected_chat, rejected = _response(record[data.rejected_key], where, data.rejected_key)
     question, other_question = chosen_chat or prompt, rejected_chat or prompt
@@ -122,28 +127,15 @@ def _pair(record: Mapping[str, Any], where: str, data: RMDataConfig) -> Preferen
         if isinstance(margin, bool) or not isinstance(margin, int | float):
             raise UserError(f"{where}: '{data.margin_key}' must be a number, got {type(margin).__name__}")
     source = record.get(data.source_key)
-    return Preference(where, question, chosen, rejected, UNNAMED if source is None else str(source), margin)
+    return Preference(where, question, chosen, rejected, "unnamed" if source is None else str(source), margin)
 
 
 def _response(value: Any, where: str, key: str) -> tuple[list[dict[str, Any]], str]:
     """What comes before the response, if anything, and its text."""
-    chat = _messages(value, where, key, role="assistant")
+    chat = parse_messages(value, where, key, text_role="assistant")
     if chat[-1]["role"] != "assistant":
         raise UserError(f"{where}: '{key}' must end with an assistant message")
     return chat[:-1], chat[-1]["content"]
-
-
-def _messages(value: Any, where: str, key: str, role: str = "user") -> list[dict[str, Any]]:
-    """Messages as they are, text as one message of `role`."""
-    if isinstance(value, str):
-        value = [{"role": role, "content": value}]
-    # Prompt rows share the checks of a list of messages; the other columns are stand-ins.
-    return parse_row({key: value, "data_source": "", "reward_model": {}}, where, Columns(prompt=key)).messages
-
-
-def _encoded(pairs: Sequence[Preference], texts: RewardTexts, name: str) -> list[Encoded]:
-    prompts = [pair.prompt for pair in pairs]
-    return texts.encode(prompts, [getattr(pair, name) for pair in pairs], where=f"{pairs[0].where} and following")
 
 
 def _hold_out(pairs: list[Preference], share: float, seed: int) -> tuple[list[Preference], list[Preference]]:
@@ -165,10 +157,3 @@ def _hold_out(pairs: list[Preference], share: float, seed: int) -> tuple[list[Pr
             f"{'training' if not kept else 'validation'}: set data.val_files, or data.val_share to another value"
         )
     return kept, [pair for pair in pairs if str(pair.prompt) in held]
-
-
-def _subset(pairs: list[Preference], limit: int, seed: int, *, shuffle: bool) -> list[Preference]:
-    if limit <= 0 or limit >= len(pairs):
-        return pairs
-    chosen = shuffled(len(pairs), seed, 0, _SUBSET_STREAM)[:limit].tolist() if shuffle else range(limit)
-    return [pairs[i] for i in sorted(chosen)]

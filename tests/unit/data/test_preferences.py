@@ -8,10 +8,10 @@ import pytest
 from tiny_reward_models import TEMPLATE, character_tokenizer
 from valor.algorithms.preference import bradley_terry_loss
 from valor.config import RMConfig
+from valor.data.preference_accuracy import as_metrics, as_table, preference_accuracy
+from valor.data.preferences import PreferenceDataset, load_preferences, read_preferences
 from valor.data.reward_texts import RewardTexts
 from valor.errors import UserError
-from valor.trainer.preference_accuracy import as_metrics, as_table, preference_accuracy
-from valor.trainer.preferences import PreferenceDataset, load_preferences, read_preferences
 
 USER = {"role": "user", "content": "Why?"}
 GOOD, BAD = {"role": "assistant", "content": "So."}, {"role": "assistant", "content": "No."}

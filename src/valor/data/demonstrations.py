@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Literal
 
 import torch
 
 from valor.config import SFTDataConfig
 from valor.data.batch import Batch, pad_rows
-from valor.data.files import Columns, parse_row, read_records
-from valor.data.prompts import render, token_ids
-from valor.data.sampler import shuffled
+from valor.data.files import parse_messages, read_records
+from valor.data.prompts import render, tokenized, truncated
+from valor.data.reward_texts import text_rows
+from valor.data.sampler import SUBSET_STREAM, subset
 from valor.errors import UserError
-from valor.tracking.progress import report_progress
 
 logger = logging.getLogger(__name__)
-
-_TOKENIZE_ROWS = 512  # rows given to the tokenizer at once
-_SUBSET_STREAM = 1  # third word of a random key; the epochs' orders have keys (seed, epoch)
 
 Piece = tuple[str, bool]  # text, and whether the assistant wrote it
 
@@ -52,14 +48,15 @@ class DemonstrationDataset(Sequence[Demonstration]):
         limit = data.train_max_samples if split == "train" else data.val_max_samples
         # Which columns there must be depends on the row: messages, or prompt and response.
         records = [record for path in paths for record in read_records(path)]
-        if 0 < limit < len(records):
-            subset = shuffled(len(records), seed, 0, _SUBSET_STREAM)[:limit] if data.shuffle else range(limit)
-            records = [records[i] for i in sorted(int(i) for i in subset)]
-        chats = [(where, _chat(record, where, data)) for where, record in records]
-        texts = (_pieces(tokenizer, chat, where, data.apply_chat_template_kwargs) for where, chat in chats)
+        numbers = subset(len(records), limit, seed, 0, SUBSET_STREAM, shuffle=data.shuffle)
+        chats = [(where, _chat(record, where, data)) for where, record in (records[i] for i in numbers)]
+        pieces = [_pieces(tokenizer, chat, where, data.apply_chat_template_kwargs) for where, chat in chats]
+        texts = [text for of_chat in pieces for text, _ in of_chat]
+        ids = tokenized(tokenizer, texts, len(texts))
         self._rows: list[Demonstration] = []
-        for (where, _), pieces in zip(chats, _tokenize(tokenizer, texts, len(chats)), strict=True):
-            row = _cut(_join(pieces, tokenizer.eos_token_id), data.max_length, data.truncation, where)
+        for (where, _), of_chat in zip(chats, pieces, strict=True):
+            whole = _join([(next(ids), own) for _, own in of_chat], tokenizer.eos_token_id)
+            row = _cut(whole, data.max_length, data.truncation, where)
             if row is not None:
                 self._rows.append(row)
         dropped = len(chats) - len(self._rows)
@@ -79,31 +76,22 @@ class DemonstrationDataset(Sequence[Demonstration]):
     def batch(self, indices: Sequence[int]) -> Batch:
         """The samples as prompts, responses and response_mask, with the counts that the loss divides by."""
         rows = [self._rows[i] for i in indices]
-        prompts, prompt_lengths = pad_rows([r.tokens[: r.prompt_length] for r in rows], torch.long)
-        responses, response_lengths = pad_rows([r.tokens[r.prompt_length :] for r in rows], torch.long)
-        mask, _ = pad_rows([r.counts[r.prompt_length :] for r in rows], torch.float32)
-        return Batch(
-            {
-                "prompts": prompts,
-                "prompt_lengths": prompt_lengths,
-                "responses": responses,
-                "response_lengths": response_lengths,
-                "response_mask": mask,
-            },
-            meta={"num_tokens": float(mask.sum()), "num_sequences": float(len(rows))},
-        )
+        batch = text_rows([r.tokens[: r.prompt_length] for r in rows], [r.tokens[r.prompt_length :] for r in rows])
+        batch["response_mask"], _ = pad_rows([r.counts[r.prompt_length :] for r in rows], torch.float32)
+        batch.meta = {"num_tokens": float(batch["response_mask"].sum()), "num_sequences": float(len(rows))}
+        return batch
 
 
 def _chat(record: Mapping[str, Any], where: str, data: SFTDataConfig) -> list[dict[str, Any]]:
     """The row's messages, from its messages column or its prompt and response."""
     if data.messages_key in record:
-        chat = _messages(record[data.messages_key], where, data.messages_key)
+        chat = parse_messages(record[data.messages_key], where, data.messages_key)
     elif data.prompt_key in record and data.response_key in record:
-        prompt, response = record[data.prompt_key], record[data.response_key]
+        response = record[data.response_key]
         if not isinstance(response, str):
             raise UserError(f"{where}: '{data.response_key}' must be text, got {type(response).__name__}")
-        before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        chat = [*_messages(before, where, data.prompt_key), {"role": "assistant", "content": response}]
+        prompt = parse_messages(record[data.prompt_key], where, data.prompt_key, text_role="user")
+        chat = [*prompt, {"role": "assistant", "content": response}]
     else:
         raise UserError(
             f"{where}: needs a column '{data.messages_key}', or '{data.prompt_key}' and '{data.response_key}' "
@@ -112,11 +100,6 @@ def _chat(record: Mapping[str, Any], where: str, data: SFTDataConfig) -> list[di
     if chat[0]["role"] == "assistant" or all(m["role"] != "assistant" for m in chat):
         raise UserError(f"{where}: a demonstration needs an assistant message, and something before the first one")
     return chat
-
-
-def _messages(value: Any, where: str, column: str) -> list[dict[str, Any]]:
-    # Prompt rows and demonstrations share the checks of a list of messages; the other columns are stand-ins.
-    return parse_row({column: value, "data_source": "", "reward_model": {}}, where, Columns(prompt=column)).messages
 
 
 def _pieces(
@@ -140,16 +123,6 @@ def _pieces(
     return pieces
 
 
-def _tokenize(tokenizer: Any, texts: Iterator[list[Piece]], total: int) -> Iterator[list[tuple[list[int], bool]]]:
-    done = 0
-    while chunk := list(islice(texts, _TOKENIZE_ROWS)):
-        ids = iter(token_ids(tokenizer, [text for pieces in chunk for text, _ in pieces]))
-        for pieces in chunk:
-            yield [(next(ids), own) for _, own in pieces]
-        done += len(chunk)
-        report_progress(done, total)
-
-
 def _join(pieces: Sequence[tuple[Sequence[int], bool]], eos_token_id: int | None) -> Demonstration:
     """One row from tokenised pieces. What a template puts after the end token of a turn was not the assistant's."""
     tokens, counts = array("i"), array("b")
@@ -171,8 +144,7 @@ def _cut(row: Demonstration, limit: int, truncation: str, where: str) -> Demonst
                 f"{where}: the sample has {len(kept)} tokens, data.max_length is {limit}: raise it, or set "
                 "data.truncation=left|right|middle (cut such samples)"
             )
-        head = {"left": 0, "right": limit, "middle": limit // 2}[truncation]
-        kept = kept[:head] + kept[len(kept) - (limit - head) :]
+        kept = truncated(kept, limit, truncation)
     prompt = max(1, sum(i < row.prompt_length for i in kept))  # the first token has nothing that could predict it
     while len(kept) > prompt and not row.counts[kept[-1]]:
         kept.pop()
