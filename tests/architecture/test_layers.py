@@ -22,12 +22,14 @@ FLOORS = {
     "models": 4,
     "engines": 5,
     "rollout": 5,
-    "workers": 6,
-    "controller": 7,
-    "trainer": 8,
-    "lab": 9,
-    "cli": 10,
-    "__main__": 11,
+    "agents": 6,
+    "workers": 7,
+    "controller": 8,
+    "collector": 9,
+    "trainer": 10,
+    "lab": 11,
+    "cli": 12,
+    "__main__": 13,
 }
 # Packages that only these rooms may import.
 ONLY_IN = {

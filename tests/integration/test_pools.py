@@ -3,14 +3,12 @@
 import json
 
 import pytest
-import torch
 from runs import assert_same_run, read_metrics
 
 from valor.config import load
 from valor.controller import resolve_placement
 from valor.errors import UserError
 from valor.trainer.main_ppo import main
-from valor.trainer.side_by_side import side_by_side
 
 ROLLOUT = "actor_rollout_ref.rollout"
 APART = "resource_pools={values: {roles: [critic, ref]}}"
@@ -94,22 +92,3 @@ def test_placement_says_who_shares_what():
 def test_mistakes(arguments, line):
     with pytest.raises(UserError, match=line):
         load(["data.train_files=x", *arguments])
-
-
-def test_results_come_in_the_order_of_the_tasks():
-    class Group:
-        class placement:
-            @staticmethod
-            def pool_of(role):
-                return "main" if role == "actor" else "other"
-
-    done = []
-
-    def task(name):
-        done.append(name)
-        return torch.tensor(len(name))
-
-    tasks = [(role, lambda name=name: task(name)) for role, name in (("critic", "aaa"), ("actor", "b"), ("ref", "cc"))]
-    assert [int(r) for r in side_by_side(Group, tasks)] == [3, 1, 2]  # type: ignore[arg-type]
-    assert done.index("aaa") < done.index("cc")
-    assert side_by_side(Group, []) == []  # type: ignore[arg-type]

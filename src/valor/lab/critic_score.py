@@ -75,13 +75,13 @@ def _start(config: CriticScoreConfig, command: str) -> int:
 
 def _measure(config: CriticScoreConfig) -> tuple[Judged, Branches | None]:
     """Rollouts, branches if asked for, and the critic's values of the rollouts: policy and critic take turns."""
+    from valor.collector.inputs import load_policy_tokenizer
+    from valor.collector.rollouts import correct, outcomes, rollout_records, same_prompt, write_rollouts
     from valor.controller import resolve_pool, start_group
     from valor.lab.scorecard import Judged
     from valor.tracking.progress import phase
     from valor.trainer.critic_tokenizer import check_critic_tokenizer
-    from valor.trainer.inputs import load_policy_tokenizer
-    from valor.trainer.roles import role_specs
-    from valor.trainer.rollouts import correct, outcomes, rollout_records, same_prompt, write_rollouts
+    from valor.workers.roles import role_specs
 
     tokenizer = load_policy_tokenizer(config)
     check_critic_tokenizer(config, tokenizer)
@@ -107,10 +107,10 @@ def _measure(config: CriticScoreConfig) -> tuple[Judged, Branches | None]:
 
 
 def _rollouts(config: CriticScoreConfig, pool: ResourcePool, controller: str) -> tuple[Batch, Branches | None]:
+    from valor.collector.inputs import RunInputs, load_policy_tokenizer
+    from valor.collector.rollouts import SCORE_STREAM, draw_rollouts, policy_group, read_rollouts
     from valor.lab.branches import draw_branches
     from valor.rewards.manager import RewardManager
-    from valor.trainer.inputs import RunInputs, load_policy_tokenizer
-    from valor.trainer.rollouts import SCORE_STREAM, draw_rollouts, policy_group, read_rollouts
 
     score, data = config.score, config.data
     if score.rollouts:
@@ -124,12 +124,12 @@ def _rollouts(config: CriticScoreConfig, pool: ResourcePool, controller: str) ->
     as_training = config.model_copy(update={"data": data.model_copy(update={**held_out, "train_batch_size": 1})})
     inputs = RunInputs(as_training)
     try:
-        with policy_group(as_training, inputs, pool, controller, _say) as generation:
-            rollouts = draw_rollouts(generation, list(inputs.train), SCORE_STREAM, data.val_batch_size)
+        with policy_group(as_training, inputs, pool, controller, _say) as collector:
+            rollouts = draw_rollouts(collector, list(inputs.train), SCORE_STREAM, data.val_batch_size)
             if not score.mc:
                 return rollouts, None
             return rollouts, draw_branches(
-                generation,
+                collector,
                 rollouts,
                 responses=score.responses,
                 positions=score.positions,

@@ -18,12 +18,12 @@ def _start(config: CriticPretrainConfig, command: str) -> int:
     from valor.algorithms.custom import load_custom
     from valor.controller import resolve_pool
     from valor.trainer.capabilities import check_value_loss
-    from valor.trainer.pretrain import CriticPretrainer
+    from valor.trainer.pretrain import CriticPretrainRun
 
     load_custom(config.algorithm.custom_path)
     check_value_loss(config)
     pool, controller = resolve_pool(config.trainer)
-    return CriticPretrainer(config, pool, controller, command).fit()
+    return CriticPretrainRun(config, pool, controller, command).fit()
 
 
 if __name__ == "__main__":

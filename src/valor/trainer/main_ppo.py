@@ -16,12 +16,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _start(config: PPOConfig, command: str) -> int:
+    from valor.collector.inputs import RunInputs
     from valor.controller import resolve_placement
     from valor.controller.nodes import node_zero, serve
     from valor.trainer.capabilities import check_algorithms, check_engine
     from valor.trainer.critic_tokenizer import check_critic_tokenizer
-    from valor.trainer.inputs import RunInputs
-    from valor.trainer.ppo import PPOTrainer
+    from valor.trainer.ppo import PPORun
 
     check_algorithms(config)
     placement, rank = resolve_placement(config), config.trainer.node_rank
@@ -31,7 +31,7 @@ def _start(config: PPOConfig, command: str) -> int:
     inputs = RunInputs(config)
     check_critic_tokenizer(config, inputs.tokenizer)
     with nullcontext() if rank is None else node_zero(config.trainer, placement):
-        return PPOTrainer(config, inputs, placement, command).fit()
+        return PPORun(config, inputs, placement, command).fit()
 
 
 if __name__ == "__main__":

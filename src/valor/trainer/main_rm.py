@@ -15,9 +15,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _start(config: RMConfig, command: str) -> int:
-    from valor.trainer.rm import RewardModelTrainer
+    from valor.trainer.rm import RewardModelRun
 
-    return RewardModelTrainer(config, command).fit()
+    return RewardModelRun(config, command).fit()
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _start(config: SFTConfig, command: str) -> int:
-    from valor.trainer.sft import SFTTrainer
+    from valor.trainer.sft import SFTRun
 
-    return SFTTrainer(config, command).fit()
+    return SFTRun(config, command).fit()
 
 
 if __name__ == "__main__":

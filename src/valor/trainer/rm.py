@@ -18,9 +18,8 @@ from valor.data.reward_texts import RewardTexts, longest_text
 from valor.engines.sharding import DTYPES
 from valor.models.load import load_model_config, load_sequence_classifier, load_tokenizer
 from valor.models.reward import PreferenceModel
-from valor.tracking.console import get_console
 from valor.tracking.rundir import write_atomically
-from valor.trainer.supervised import Samples, SupervisedTrainer
+from valor.trainer.supervised import Samples, SupervisedRun
 from valor.workers.dispatch import dispatch
 from valor.workers.host import RoleSpec, WorkerContext
 from valor.workers.model_role import ROW_FIELDS, ModelRole
@@ -85,7 +84,7 @@ class PreferenceWorker(ModelRole):
         return loss, metrics
 
 
-class RewardModelTrainer(SupervisedTrainer):
+class RewardModelRun(SupervisedRun):
     """A sequence classifier of one label learns which of two responses people prefer."""
 
     role = ROLE
@@ -119,7 +118,7 @@ class RewardModelTrainer(SupervisedTrainer):
         given = {"separator_id": self.texts.separator_id, "pad_token_id": self.tokenizer.pad_token_id}
         return RoleSpec(PreferenceWorker, {"config": self.config, "total_steps": self.total_steps, **given})
 
-    def train_step(self) -> dict[str, float]:
+    def train_step(self) -> dict[str, Any]:
         self.found = None
         return super().train_step()
 
@@ -127,7 +126,7 @@ class RewardModelTrainer(SupervisedTrainer):
         """`loss` (without centering), accuracy over all pairs and by source, and what length has to do with it."""
         assert isinstance(samples, PreferenceDataset)
         batch = samples.batch(range(len(samples)))
-        scores = self.group[ROLE].score(batch)
+        scores = self.roles[ROLE].score(batch)
         loss = bradley_terry_loss(scores["chosen"], scores["rejected"], margin=batch["margin"]).mean()
         self.found = preference_accuracy(
             scores["chosen"].tolist(),
@@ -145,9 +144,9 @@ class RewardModelTrainer(SupervisedTrainer):
             self.validate()
         if self.found is not None:
             table = as_table(self.found)
-            get_console().print(f"on {self.found['pairs']} held-out pairs:\n{table}", markup=False)
-            write_atomically(self.export_dir / ACCURACY_FILE, json.dumps(self.found, indent=2) + "\n")
-        write_atomically(self.export_dir / "README.md", self._card())
+            self.record.say(f"on {self.found['pairs']} held-out pairs:\n{table}")
+            write_atomically(self.export_dir(ROLE) / ACCURACY_FILE, json.dumps(self.found, indent=2) + "\n")
+        write_atomically(self.export_dir(ROLE) / "README.md", self._card())
 
     def _card(self) -> str:
         data, loss = self.config.data, self.config.loss

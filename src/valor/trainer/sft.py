@@ -17,7 +17,7 @@ from valor.models.load import load_policy, load_tokenizer
 from valor.models.policy import PolicyModel
 from valor.models.rows import compact_rows
 from valor.models.token_log_probs import log_probs_from_logits
-from valor.trainer.supervised import Samples, SupervisedTrainer
+from valor.trainer.supervised import Samples, SupervisedRun
 from valor.workers.dispatch import dispatch
 from valor.workers.host import RoleSpec, WorkerContext
 from valor.workers.model_role import ModelRole
@@ -101,7 +101,7 @@ def token_loss(outputs: Mapping[str, Tensor], rows: Batch) -> tuple[Tensor, dict
     return loss, {"loss": loss.detach()}
 
 
-class SFTTrainer(SupervisedTrainer):
+class SFTRun(SupervisedRun):
     """The policy learns demonstrations."""
 
     role = ROLE
@@ -132,4 +132,4 @@ class SFTTrainer(SupervisedTrainer):
 
     def measure(self, samples: Samples) -> dict[str, float]:
         """`loss` and `token_accuracy`."""
-        return self.group[ROLE].evaluate(samples.batch(range(len(samples))))
+        return self.roles[ROLE].evaluate(samples.batch(range(len(samples))))

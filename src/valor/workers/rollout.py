@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
-import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from transformers import GenerationConfig
 
+from valor.agents.episode import Episode, episode_rows
 from valor.config import ModelConfig, RolloutConfig
-from valor.data.batch import Batch, pad_rows
+from valor.data.batch import Batch
 from valor.engines.fsdp import TrainEngine
 from valor.engines.sharding import DTYPES
 from valor.models.export import plain_weights, published_weights
 from valor.models.load import load_model_config, load_policy
 from valor.models.policy import PolicyModel
-from valor.rollout.base import Output, Request, RolloutEngine, SamplingParams
-from valor.rollout.finished import Finished, tell_finished
+from valor.rollout.base import Output, Request, RolloutEngine, SamplingParams, Span
 from valor.rollout.native import NativeEngine
 from valor.rollout.native_copy import NativeCopy
 from valor.rollout.server import ServerEngine
@@ -102,43 +103,32 @@ class RolloutWorker:
         self.engine.close()
 
     @dispatch("dp", keep_together="uid")
-    def generate(self, prompts: Batch, params: SamplingParams) -> Batch:
+    def generate(
+        self, prompts: Batch, params: SamplingParams, *, sink: Callable[[Episode], None] | None = None
+    ) -> Batch:
         """One response for each row of `prompts` (n samples of a prompt are n rows that share a `uid`).
 
-        Needs `prompts`, `prompt_lengths` and `sample_key` [B, 3] = (run seed, step, sample number): the key alone
-        decides what is drawn, whichever rank draws it. Returns responses, response_lengths, response_mask,
-        rollout_log_probs and the objects `finish_reason`.
+        Needs `prompts`, `prompt_lengths` and `episode_key` [B, 3] = (run seed, step, sample number): the key alone
+        decides what is drawn, whichever rank draws it. Returns the columns of `episode_rows`. An episode goes to
+        `sink` as soon as it has ended.
         """
-        requests = [
-            Request(str(i), row[: int(length)], params, tuple(key))
-            for i, (row, length, key) in enumerate(
-                zip(
-                    prompts["prompts"].tolist(),
-                    prompts["prompt_lengths"].tolist(),
-                    prompts["sample_key"].tolist(),
-                    strict=True,
-                )
-            )
-        ]
-        keys = prompts["sample_key"].tolist()
+        keys = [tuple(key) for key in prompts["episode_key"].tolist()]
+        rows = zip(prompts["prompts"].tolist(), prompts["prompt_lengths"].tolist(), keys, strict=True)
+        requests = [Request(str(i), row[:length], params, key) for i, (row, length, key) in enumerate(rows)]
 
         def finished(output: Output) -> None:
-            tell_finished([Finished(tuple(keys[int(output.request_id)]), output.token_ids)])
+            if sink is not None:
+                sink(self._episode(keys[int(output.request_id)], output))
 
         if self._actor is not None:
             self.update_weights()
         with self._actor.on_device() if self._actor is not None and self._shares_weights else nullcontext():
             outputs = self.engine.generate(requests, finished)
-        responses, lengths = pad_rows([o.token_ids for o in outputs], torch.long)
-        log_probs, _ = pad_rows([o.log_probs for o in outputs], torch.float32)
-        mask = (torch.arange(responses.shape[1]) < lengths[:, None]).float()
-        columns: dict[str, Any] = {
-            "responses": responses,
-            "response_lengths": lengths,
-            "response_mask": mask,
-            "rollout_log_probs": log_probs,
-        }
-        return Batch(columns, {"finish_reason": [o.finish_reason for o in outputs]})
+        return episode_rows([self._episode(key, output) for key, output in zip(keys, outputs, strict=True)])
+
+    def _episode(self, key: tuple[int, ...], output: Output) -> Episode:
+        spans = (Span(len(output.token_ids), self.engine.weights_version or 0),)
+        return Episode.of_one_turn(key, replace(output, spans=spans))
 
 
 class WeightSender:

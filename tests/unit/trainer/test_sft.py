@@ -16,7 +16,7 @@ from valor.data.demonstrations import DemonstrationDataset
 from valor.errors import UserError
 from valor.lab import arithmetic
 from valor.trainer.main_sft import main
-from valor.trainer.sft import SFTTrainer, token_loss
+from valor.trainer.sft import SFTRun, token_loss
 
 CHAT = [
     {"role": "user", "content": "1+1="},
@@ -187,11 +187,11 @@ def trainer(model_dir, chats, tmp_path):
     from valor.workers.host import RoleSpec
 
     config = load(overrides(model_dir, chats, tmp_path / "run", f"data.val_files={chats}"), SFTConfig).config
-    trainer = SFTTrainer(config, "valor sft")
+    trainer = SFTRun(config, "valor sft")
     spec = RoleSpec(SFTWorker, {"config": config, "total_steps": 4})
-    trainer.group = start_group(trainer.pool, {ROLE: spec}, controller="local")
+    trainer.roles = start_group(trainer.pool, {ROLE: spec}, controller="local")
     yield trainer
-    trainer.group.close()
+    trainer.roles.close()
 
 
 def test_loss_and_accuracy_are_those_of_transformers(trainer, model_dir):

@@ -22,7 +22,7 @@ def prompt_batch(
 ) -> Batch:
     """B = len(rows) · samples_per_prompt rows, the samples of a prompt next to each other.
 
-    `sample_key` [B, 3] = (seed, step, sample number) decides each sample's random numbers; `step` None = validation.
+    `episode_key` [B, 3] = (seed, step, sample number) decides each sample's random numbers; `step` None = validation.
     `first`: how many prompts of this step came before these.
     """
     prompts, lengths = pad_rows([r.prompt_ids for r in rows], torch.long)
@@ -39,7 +39,7 @@ def prompt_batch(
     key = torch.empty(len(batch), 3, dtype=torch.long)
     key[:, 0], key[:, 1] = seed, _VALIDATION_KEY if step is None else step
     key[:, 2] = torch.arange(len(batch)) + first * samples_per_prompt
-    batch["sample_key"] = key
+    batch["episode_key"] = key
     return batch
 
 

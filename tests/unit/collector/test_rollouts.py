@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
+from valor.collector.rollouts import correct, outcomes, read_rollouts, rollout_records, same_prompt, write_rollouts
 from valor.config import RewardConfig
 from valor.data.batch import Batch
 from valor.errors import UserError
 from valor.lab.arithmetic import make_tokenizer
 from valor.rewards.manager import RewardManager
-from valor.trainer.rollouts import correct, outcomes, read_rollouts, rollout_records, same_prompt, write_rollouts
 
 
 @pytest.fixture(scope="module")

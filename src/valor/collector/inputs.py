@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import Tensor
-
-from valor import algorithms
-from valor.config import PPOConfig, RewardConfig, RewardModelConfig
+from valor.config import PPOConfig, RewardModelConfig
 from valor.data.batch import Batch
 from valor.data.prompts import PromptDataset, PromptRow
 from valor.data.reward_texts import CriticTexts, RewardTexts, longest_text
 from valor.data.sampler import PromptSampler
 from valor.models.load import load_tokenizer
 from valor.models.reward import reward_model_kind
-from valor.rewards.executor import RewardResult
 from valor.rewards.judge import Judge
 from valor.rewards.manager import RewardManager
 from valor.rewards.registry import has_grader
@@ -113,22 +109,3 @@ def load_reward_texts(model: RewardModelConfig, policy_tokenizer: Any) -> Reward
     if kind.is_critic:
         return CriticTexts(tokenizer, policy_tokenizer, longest)
     return RewardTexts(tokenizer, longest)
-
-
-def with_overlong_penalty(
-    results: list[RewardResult], response_lengths: Tensor, reward: RewardConfig
-) -> list[RewardResult]:
-    """Under `reward_manager.name=dapo` with an overlong buffer: scores minus DAPO's soft penalty for length.
-
-    The penalty is the component `overlong_reward` (0 or negative); whether an answer counts as right stays as it was.
-    """
-    buffer, longest = reward.reward_kwargs.overlong_buffer_cfg, reward.reward_kwargs.max_resp_len
-    if reward.reward_manager.name != "dapo" or not buffer.enable:
-        return results
-    penalties = algorithms.overlong_penalty(
-        response_lengths, max_response_length=longest, buffer_length=buffer.len, penalty_factor=buffer.penalty_factor
-    )
-    return [
-        r._replace(score=r.score + p, components={"acc": r.correct, **r.components, "overlong_reward": p})
-        for r, p in zip(results, penalties.tolist(), strict=True)
-    ]

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from valor import algorithms
+from valor.collector.collector import Collector
+from valor.collector.inputs import RunInputs
 from valor.config import PPOConfig
 from valor.controller import ResourcePool, start_group
 from valor.data.batch import Batch, pad_rows
@@ -26,10 +28,7 @@ from valor.rewards.executor import RewardResult, Sample
 from valor.rewards.manager import RewardManager
 from valor.tracking.generations import token_strings
 from valor.tracking.rundir import write_atomically
-from valor.trainer.advantage import place_scores
-from valor.trainer.generation import Generation
-from valor.trainer.inputs import RunInputs
-from valor.trainer.roles import role_specs
+from valor.workers.roles import role_specs
 
 # Second word of the key of a sample's random numbers, where a training step has its number and validation has -1.
 PRETRAIN_STREAM, SCORE_STREAM, BRANCH_STREAM = 0, -2, -3
@@ -40,20 +39,20 @@ _COLUMNS = ("prompts", "prompt_lengths", "responses", "response_lengths", "respo
 @contextmanager
 def policy_group(
     config: PPOConfig, inputs: RunInputs, pool: ResourcePool, controller: str, say: Callable[[str], None]
-) -> Iterator[Generation]:
+) -> Iterator[Collector]:
     """The roles that answer and score, alive within the block; no critic and no reference among them."""
     specs = role_specs(config, total_steps=1, eos_token_ids=inputs.eos_token_ids, separator_id=inputs.separator_id)
     specs = {name: spec for name, spec in specs.items() if name in ("actor", "rollout", "reward_model")}
     group = start_group(pool, specs, controller=controller, ray_init=config.ray_kwargs.ray_init.model_dump())
     try:
-        yield Generation(config, inputs, group, say)
+        yield Collector(config, inputs, group, say)
     finally:
         group.close()
 
 
-def draw_rollouts(generation: Generation, rows: Sequence[PromptRow], stream: int, at_once: int | None) -> Batch:
+def draw_rollouts(collector: Collector, rows: Sequence[PromptRow], stream: int, at_once: int | None) -> Batch:
     """`rollout.n` responses to each of `rows`, drawn and scored as in training, `at_once` prompts at a time."""
-    batch = generation.responses(rows, stream, at_once or len(rows))
+    batch = collector.responses(rows, stream, at_once or len(rows))
     batch["scores"] = batch["token_level_scores"].sum(-1)
     return batch.select(_COLUMNS)
 
@@ -69,7 +68,7 @@ def outcomes(batch: Batch, gamma: float) -> Tensor:
     mask = batch["response_mask"]
     _, returns = algorithms.compute_advantages(
         "gae",
-        rewards=place_scores(batch, batch["scores"]),
+        rewards=algorithms.place_at_end(batch["scores"], mask),
         response_mask=mask,
         values=torch.zeros_like(mask),
         gamma=gamma,

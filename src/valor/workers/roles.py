@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from valor.config import PPOConfig
-from valor.trainer.critics import critic_names
 from valor.workers.actor import ActorWorker
 from valor.workers.critic import CriticWorker
 from valor.workers.host import RoleSpec
 from valor.workers.reference import ReferenceWorker
 from valor.workers.reward_model import RewardModelWorker
 from valor.workers.rollout import RolloutWorker, WeightSender
+
+
+def critic_names(config: PPOConfig) -> list[str]:
+    """The critic's roles: none, `critic`, or `critic`, `critic_2`, … for an ensemble."""
+    if not config.critic.enable:
+        return []
+    return ["critic", *(f"critic_{member}" for member in range(2, config.critic.ensemble_size + 1))]
 
 
 def role_specs(
