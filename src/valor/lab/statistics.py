@@ -57,7 +57,7 @@ def paired_t_p(differences: Sequence[float]) -> float | None:
     x = np.asarray(differences, float)
     if len(x) < 2 or np.ptp(x) <= 1e-12 * np.abs(x).max():
         return None
-    return float(stats.ttest_1samp(x, 0.0).pvalue)
+    return float(stats.ttest_1samp(x, 0.0).pvalue)  # type: ignore[attr-defined]  # scipy has no types
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -138,10 +139,10 @@ def read_samples(run_dir: Path) -> list[SampleGroup]:
     return groups
 
 
-def evenly_spaced(items: list[T], count: int) -> list[T]:
+def evenly_spaced(items: Sequence[T], count: int) -> list[T]:
     """`count` of the items at even distances, the first and the last among them; all if there are no more."""
     if len(items) <= count:
-        return items
+        return list(items)
     return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
 
 
