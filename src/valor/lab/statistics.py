@@ -43,10 +43,8 @@ def sign_flip_p(differences: Sequence[float]) -> float:
     """
     if len(differences) < 2:
         return 1.0
-    found = stats.permutation_test(
-        (differences,), np.sum, permutation_type="samples", n_resamples=_ENUMERATED, rng=np.random.default_rng(0)
-    )
-    return float(found.pvalue)
+    options = {"permutation_type": "samples", "n_resamples": _ENUMERATED, "batch": 1000}
+    return float(stats.permutation_test((differences,), np.sum, **options, rng=np.random.default_rng(0)).pvalue)
 
 
 def paired_t_p(differences: Sequence[float]) -> float | None:
