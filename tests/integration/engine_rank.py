@@ -18,8 +18,7 @@ from valor import algorithms
 from valor.config.engine import FSDPConfig, OptimConfig
 from valor.data.balance import partition_rows
 from valor.data.batch import Batch
-from valor.engines import distributed
-from valor.engines.fsdp import TrainEngine
+from valor.engines.fsdp.engine import FSDPEngine
 from valor.models.policy import PolicyModel
 from valor.models.value import ValueModel
 
@@ -46,7 +45,7 @@ class Case:
     packed: bool = False
     room: int | None = None  # positions of a pass beyond which rank 0 runs out of memory
     where: str = "forward"  # or, in a backward pass, the name of the module whose gradient it has no memory for
-    shared: int = 1  # ranks that share rows
+    shared: int = 1  # ranks that compute a part of every row
     family: str = "qwen2"
 
     @property
@@ -106,7 +105,7 @@ def value_loss(outputs: dict[str, torch.Tensor], rows: Batch) -> tuple[torch.Ten
     return loss, {"loss": loss.detach(), "rows": float(len(rows))}
 
 
-def build(case: Case) -> TrainEngine:
+def build(case: Case) -> FSDPEngine:
     torch.manual_seed(0)
     if case.role == "critic":
         hf: Any = Qwen2ForTokenClassification(Qwen2Config(**SIZES, num_labels=1))
@@ -119,16 +118,16 @@ def build(case: Case) -> TrainEngine:
     assert model.packed == case.packed
     fsdp = FSDPConfig(**{"dtype": "float32", **case.fsdp})
     optim = OptimConfig(lr=1e-2)
-    return TrainEngine(model, fsdp=fsdp, optim=optim, device=CPU, total_steps=9, sequence_parallel=case.shared)
+    return FSDPEngine(model, fsdp=fsdp, optim=optim, device=CPU, total_steps=9, sequence_parallel=case.shared)
 
 
 def run_case(case: Case, out: Path) -> None:
     """Outputs, then two steps; the first one's gradients and both steps' metrics go to files of this rank."""
     rank, batch = dist.get_rank(), whole_batch()
     lengths = (batch["prompt_lengths"] + batch["response_lengths"]).tolist()
-    rows = partition_rows(lengths, dist.get_world_size())[rank]
-    share = batch.take(rows)
     engine = build(case)
+    rows = partition_rows(lengths, engine.data_parallel_size)[engine.data_parallel_rank]
+    share = batch.take(rows)
     if case.room is not None and rank == 0:
 
         def full(module: Any, args: Any, output: Any) -> None:
@@ -157,7 +156,9 @@ def run_case(case: Case, out: Path) -> None:
     save_file({f"{name}": value.contiguous() for name, value in outputs.items()}, out / f"{case.name}.{rank}.outputs")
     if rank == 0:
         save_file(grads, out / f"{case.name}.grads")
-    (out / f"{case.name}.{rank}.json").write_text(json.dumps({"steps": steps, "rows": rows}))
+    (out / f"{case.name}.{rank}.json").write_text(
+        json.dumps({"steps": steps, "rows": rows, "share": engine.data_parallel_rank})
+    )
 
 
 def run_checkpoint(out: Path) -> None:
@@ -179,7 +180,7 @@ def run_checkpoint(out: Path) -> None:
             save_file(tensors, out / f"{name}.state")
 
 
-def whole_state(engine: TrainEngine) -> dict[str, torch.Tensor]:
+def whole_state(engine: FSDPEngine) -> dict[str, torch.Tensor]:
     """Weights and the optimizer's moments, gathered."""
     assert engine.optimizer is not None
     tensors = dict(engine.module.named_parameters())
@@ -188,14 +189,11 @@ def whole_state(engine: TrainEngine) -> dict[str, torch.Tensor]:
     return {name: t.full_tensor().detach().clone() for name, t in tensors.items() if isinstance(t, DTensor)}
 
 
-def run_rank(rank: int, world: int, port: int, out: str, cases: list[Case], models: str) -> None:
-    """All cases, and the loading of `models`, on one rank of a gloo group."""
-    torch.set_num_threads(1)
-    distributed.init_process_group("cpu", rank=rank, world_size=world, address="127.0.0.1", port=port)
-    Path(out).mkdir(exist_ok=True)
+def run_all(out: Path, cases: list[Case], models: Path) -> None:
+    """All cases, and the loading of `models`, on this rank; its files go to `out`."""
+    out.mkdir(exist_ok=True)
     dist.barrier()
     for case in cases:
-        run_case(case, Path(out))
-    run_loading(Path(models), Path(out))
-    run_checkpoint(Path(out))
-    distributed.destroy_process_group()
+        run_case(case, out)
+    run_loading(models, out)
+    run_checkpoint(out)

@@ -1,16 +1,14 @@
 """One batch, 1, 2 and 4 ranks over gloo, every way of saving memory: the same outputs, losses, gradients, updates."""
 
 import json
-import multiprocessing
-import socket
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
-from engine_rank import ROWS, SIZES, Case, build, run_case, run_checkpoint, run_rank, whole_state
-from loading_rank import loaders, make_models, run_loading
+from engine_rank import ROWS, SIZES, Case, build, run_all, whole_state
+from loading_rank import loaders, make_models
+from ranks import run_ranks
 from safetensors.torch import load_file
 
 from valor.engines import distributed
@@ -56,25 +54,13 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict[int, Path]:
+def found(forks, tmp_path_factory) -> dict[int, Path]:
     """A folder of results for each world size."""
     root = tmp_path_factory.mktemp("worlds")
-    multiprocessing.set_forkserver_preload(["engine_rank"])  # imports once for all ranks
     folders = {world: root / str(world) for world in CASES}
-    folders[1].mkdir()
     make_models(root, **SIZES)
-    distributed.init_process_group("cpu")
-    for case in CASES[1]:
-        run_case(case, folders[1])
-    run_loading(root, folders[1])
-    run_checkpoint(folders[1])
-    distributed.destroy_process_group()
-    for world in (2, 4):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        arguments = (world, port, str(folders[world]), CASES[world], str(root))
-        mp.start_processes(run_rank, arguments, nprocs=world, start_method="forkserver")  # type: ignore[attr-defined]
+    for world, cases in CASES.items():
+        run_ranks(forks, root, world, run_all, folders[world], cases, root)
     return folders
 
 
@@ -87,7 +73,9 @@ def test_equal_to_one_plain_rank(found, world, case):
     plain = Case(case.role, family=case.family)
     (expected,) = ranks(found[1], plain, 1)
     results = ranks(found[world], case, world)
-    assert sorted(row for result in results for row in result["rows"]) == list(range(ROWS))
+    shares = list({result["share"]: result for result in results}.values())
+    assert len(shares) == world // max(case.shared, case.fsdp.get("tensor_parallel_size", 1))
+    assert sorted(row for result in shares for row in result["rows"]) == list(range(ROWS))
     outputs = load_file(found[1] / f"{plain.name}.0.outputs")
     for rank, result in enumerate(results):
         for name, value in load_file(found[world] / f"{case.name}.{rank}.outputs").items():
@@ -99,7 +87,8 @@ def test_equal_to_one_plain_rank(found, world, case):
     for number, step in enumerate(expected["steps"]):
         mine = [result["steps"][number] for result in results]
         for key in ("loss", "rows"):
-            assert sum(one.get(key, 0.0) for one in mine) == pytest.approx(step[key], abs=1e-4)
+            told = [result["steps"][number].get(key, 0.0) for result in shares]
+            assert sum(told) == pytest.approx(step[key], abs=1e-4)
         assert all(one["grad_norm"] == pytest.approx(step["grad_norm"], rel=1e-4) for one in mine)
         assert all(one["skipped"] == 0.0 for one in mine)
 

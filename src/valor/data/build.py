@@ -1,4 +1,4 @@
-"""From the records of a data set to the rows of its files: duplicates told, nothing written before all was read."""
+"""Makes the files of a data set from its records, which are all read and checked before a file is written."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from valor.data.duplicates import Messages, same_text
 from valor.data.files import parse_row, write_parquet
 from valor.data.recipes.recipe import QUESTION, Example, Pair, Recipe, Record
-from valor.data.sampler import shuffled
-from valor.data.sources import Source, from_files, from_hub, local_files, told_splits
+from valor.data.sampler import subset
+from valor.data.sources import Source, from_files, from_hub, local_files, named_splits
 from valor.errors import UserError
 
 Row = dict[str, Any]
@@ -48,13 +48,18 @@ class Request:
 
 
 def prepare(request: Request, out: Path) -> list[str]:
-    """Write `out`/SPLIT.parquet for every split; nothing before all was read. What was done, as lines of text."""
+    """Write `out`/SPLIT.parquet for every split, once all records are read. Returns lines that say what was done."""
     notes: list[str] = []
     if request.generates:
         splits = _generated(request, notes)
     else:
         splits = _read(request, notes)
-        splits = {split: _drawn(rows, request) for split, rows in _held_out(request, splits).items()}
+        splits = _held_out(request, splits)
+        if request.limit == 0:
+            raise UserError("--limit 0 leaves no rows to write")
+        if request.limit is not None:
+            for split, rows in splits.items():
+                splits[split] = [rows[i] for i in subset(len(rows), request.limit, request.seed, _LIMIT_STREAM)]
     files = {out.expanduser() / f"{split}.parquet": _finished(rows, split, request) for split, rows in splits.items()}
     write_parquet(files)
     return [*(f"{path}: {len(rows)} rows" for path, rows in files.items()), *notes]
@@ -62,7 +67,7 @@ def prepare(request: Request, out: Path) -> list[str]:
 
 def _sources(request: Request) -> dict[str, list[Source]]:
     recipe = request.recipe
-    splits = tuple(request.splits) or recipe.splits or told_splits(request.local)
+    splits = tuple(request.splits) or recipe.splits or named_splits(request.local)
     if recipe.splits and (unknown := [split for split in splits if split not in recipe.splits]):
         raise UserError(f"{recipe.name} has no {unknown[0]} split; it has {', '.join(recipe.splits)}")
     if request.local:
@@ -77,7 +82,7 @@ def _read(request: Request, notes: list[str]) -> dict[str, list[Row]]:
     sources = _sources(request)
     drop = request.drop_duplicates or request.recipe.one_each
     splits: dict[str, list[Row]] = {}
-    for split in sorted(sources):  # test before train: then it is known what train must not have
+    for split in sorted(sources):  # test before train, so that train can be compared with it
         rows = (row for source in sources[split] for row in _rows(request, split, source, notes))
         in_test = {_identity(row) for row in splits.get("test", ())}
         splits[split] = list(_without_duplicates(rows, split, in_test, drop, notes))
@@ -87,7 +92,7 @@ def _read(request: Request, notes: list[str]) -> dict[str, list[Row]]:
 def _without_duplicates(
     rows: Iterable[Row], split: str, in_test: set[str], drop: bool, notes: list[str]
 ) -> Iterable[Row]:
-    """Count prompts that occur again, and those that are in test; with `drop`, leave them out."""
+    """Note how many prompts occur again, and how many are in test as well; with `drop`, leave both out."""
     seen: set[str] = set()
     repeated = leaked = 0
     for row in rows:
@@ -201,19 +206,12 @@ def _held_out(request: Request, splits: dict[str, list[Row]]) -> dict[str, list[
     rows = splits["train"]
     if request.test_size >= len(rows):
         raise UserError(f"--test-size {request.test_size} leaves none of {len(rows)} rows to train on")
-    chosen = set(shuffled(len(rows), request.seed, _HOLD_OUT_STREAM)[: request.test_size].tolist())
-    return {"train": [r for i, r in enumerate(rows) if i not in chosen], "test": [rows[i] for i in sorted(chosen)]}
+    test = subset(len(rows), request.test_size, request.seed, _HOLD_OUT_STREAM)
+    return {"train": [rows[i] for i in sorted({*range(len(rows))} - {*test})], "test": [rows[i] for i in test]}
 
 
 def _identity(row: Row) -> str:
     return same_text(row["prompt"]) + "\n".join((row["chosen"], row["rejected"]) if "chosen" in row else ())
-
-
-def _drawn(rows: list[Row], request: Request) -> list[Row]:
-    """`limit` rows drawn by the seed, in their order."""
-    if request.limit is None or request.limit >= len(rows):
-        return rows
-    return [rows[i] for i in sorted(shuffled(len(rows), request.seed, _LIMIT_STREAM)[: request.limit].tolist())]
 
 
 def _finished(rows: list[Row], split: str, request: Request) -> list[Row]:

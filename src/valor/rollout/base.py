@@ -5,13 +5,19 @@ turn of an episode is a request whose prompt is the conversation so far. Batchin
 are the engine's business, so the same caller drives the native engine, an external server or a multi-turn loop.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 FinishReason = Literal["stop", "length", "abort"]
+
+WeightMode = Literal["shared", "copied", "fixed"]
+"""shared: an engine generates with the parameters of the training engine beside it. copied: with a copy, written by
+`sync_weights`. fixed: with weights of its own, whatever the policy learns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +61,25 @@ class Request:
 
     `seed` alone, with the token's index, decides the random numbers: two requests with equal prompt, parameters and
     seed give equal samples wherever and in whatever company they run. Vary one number of it to get another sample.
+    `on_finish` is called with the output as soon as it is complete.
     """
 
     request_id: str
     prompt_ids: Sequence[int]
     params: SamplingParams = field(default_factory=SamplingParams)
     seed: tuple[int, ...] = (0,)
+    on_finish: Callable[[Output], None] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.prompt_ids) == 0:
             raise ValueError(f"request {self.request_id!r} has an empty prompt")
+
+
+class Span(NamedTuple):
+    """Consecutive tokens that were sampled by the same weights."""
+
+    num_tokens: int
+    weights_version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,29 +88,31 @@ class Output:
 
     `log_probs[t]` is the log-probability of `token_ids[t]` under softmax(logits / temperature) before top-k/top-p
     truncation (temperature 1 when greedy): the quantity a trainer recomputes. `finish_reason`: "stop" for an
-    end-of-sequence or stop token, "length" for a limit on length, "abort" for a request that was cut off.
+    end-of-sequence or stop token, "length" for a limit on length, "abort" for a request that was cut off. `spans`: the
+    versions of the weights that sampled the tokens, in order.
     """
 
     request_id: str
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: FinishReason
-
-
-OnFinish = Callable[[Output], None]
+    spans: tuple[Span, ...] = ()
 
 
 @runtime_checkable
 class RolloutEngine(Protocol):
     """A generation engine: native, or an adapter to an external one."""
 
+    weight_mode: WeightMode
+    parallel_size: int
+    """Neighbouring processes that generate together, and are given the same requests."""
     weights_version: int | None
-    """The version that `generate` uses; None: it has no weights, `sync_weights` comes first (or keeps its own)."""
+    """The version that `generate` uses; None: it has none, `sync_weights` comes first (or they are fixed)."""
     weights_checksum: int | None
     """Of all weights that an engine with a copy of its own holds (`valor.rollout.transfer.checksum`)."""
 
-    def generate(self, requests: Sequence[Request], on_finish: OnFinish | None = None) -> list[Output]:
-        """Run all requests; outputs in the order of `requests`, `on_finish` called as each one completes."""
+    def generate(self, requests: Sequence[Request]) -> list[Output]:
+        """Run all requests; outputs in the order of `requests`."""
         ...
 
     def sync_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None = None, *, version: int) -> None:

@@ -1,0 +1,48 @@
+"""What a generation engine tells of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from valor.config.model import ModelConfig
+from valor.config.ppo import PPOConfig
+from valor.config.rollout import RolloutConfig
+from valor.rollout.base import RolloutEngine
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """From what an engine is built, on every process that generates."""
+
+    config: RolloutConfig
+    model: ModelConfig
+    eos_token_ids: Sequence[int]
+    device: torch.device
+    actor: Any  # the actor's engine (valor.engines.base.TrainingEngine); None: generation has processes of its own
+
+
+@dataclass(frozen=True)
+class GenerationEngineSpec:
+    """An engine that `actor_rollout_ref.rollout.name` can name.
+
+    Attributes:
+        name: that name.
+        reads: fnmatch patterns of keys below actor_rollout_ref.rollout that not every engine reads, and this one does.
+        check: contradictions that the configuration alone shows, one line each.
+        check_start: UserError when the engine is not installed, or the model or that many processes do not fit it.
+        plan: what a plan says about the engine's weights.
+        build: makes the engine; what is slow to import is imported here.
+        weight_names: under which names it takes weights (see `valor.engines.base.WeightNames`).
+    """
+
+    name: str
+    reads: tuple[str, ...]
+    check: Callable[[PPOConfig], list[str]]
+    check_start: Callable[[PPOConfig, int], None]
+    plan: Callable[[PPOConfig], str]
+    build: Callable[[BuildContext], RolloutEngine]
+    weight_names: Literal["module", "checkpoint"] = "checkpoint"
