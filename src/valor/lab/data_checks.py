@@ -11,8 +11,7 @@ from valor.data.outputs import read_outputs
 from valor.data.recipes.puzzles import solve
 from valor.errors import UserError
 from valor.rewards import countdown
-from valor.rewards.check import Grading, Row, check_truths
-from valor.rewards.check_outputs import Output, check_outputs
+from valor.rewards.check import Grading, Output, Row, check_outputs, check_truths
 from valor.rewards.custom import CustomFunction
 from valor.rewards.executor import RewardExecutor
 from valor.rewards.registry import grader_for, has_grader

@@ -160,7 +160,7 @@ def test_missing_files_and_modules() -> None:
 def test_functions_from_files_and_modules(tmp_path: Path) -> None:
     path = write(tmp_path / "reward.py", GOOD)
     assert CustomFunction(path).load()("a", "b", "c") == 0.25
-    assert CustomFunction("pkg://valor.rewards.arithmetic", "grade").load()("", "= 3", "3")["score"] == 1.0
+    assert CustomFunction("pkg://valor.rewards.gsm8k", "grade_integer").load()("", "= 3", "3")["score"] == 1.0
 
 
 def test_a_function_is_found_again_by_its_source() -> None:
