@@ -24,7 +24,7 @@ _END = 60  # characters of an output that a message shows
 _SLOW = 2.0  # s
 
 
-class Row(NamedTuple):
+class CheckedRow(NamedTuple):
     """A row to be graded (its sample's response is not looked at) and the words that say where it is."""
 
     place: str
@@ -34,14 +34,14 @@ class Row(NamedTuple):
 class Output(NamedTuple):
     """A response to a row, and what its file says of it: whether it is right, which score it got."""
 
-    row: Row
+    row: CheckedRow
     response: str
     label: bool | None = None
     score: float | None = None
 
 
 @dataclass
-class Grading:
+class GradingReport:
     """What was found: a table by data source, problems that would spoil a run, and notes.
 
     `unfit` holds the places of rows that can never score or always do.
@@ -91,13 +91,15 @@ def _texts(truth: Any) -> list[str]:
     return [str(one).strip() for one in several if one is not None and str(one).strip()][:3]
 
 
-def check_truths(rows: Sequence[Row], executor: RewardExecutor) -> Grading:
+def check_truths(rows: Sequence[CheckedRow], executor: RewardExecutor) -> GradingReport:
     """Grade right answers until one of them scores, and wrong ones, for every row.
 
     UserError when a data source has no grader, unless the executor has a custom one.
     """
     custom = executor.custom.load() if executor.custom else None
-    report = Grading([("data source", "rows", "right answer scores", "not checked", "wrong answer scores", "slowest")])
+    report = GradingReport(
+        [("data source", "rows", "right answer scores", "not checked", "wrong answer scores", "slowest")]
+    )
     for source, members in by_source(rows).items():
         grader = custom or grader_for(source)
         ways = [right_answers(row.sample, grader) for row in members]
@@ -122,7 +124,9 @@ def check_truths(rows: Sequence[Row], executor: RewardExecutor) -> Grading:
     return report
 
 
-def _tries(rows: Sequence[Row], ways: Sequence[Sequence[str]], executor: RewardExecutor) -> list[list[RewardResult]]:
+def _tries(
+    rows: Sequence[CheckedRow], ways: Sequence[Sequence[str]], executor: RewardExecutor
+) -> list[list[RewardResult]]:
     """For every row the results of its ways, up to the first that scores or runs into the time limit."""
     tries: list[list[RewardResult]] = [[] for _ in rows]
     pending = [i for i, some in enumerate(ways) if some]
@@ -139,7 +143,7 @@ def _tries(rows: Sequence[Row], ways: Sequence[Sequence[str]], executor: RewardE
 
 
 def _report_always(
-    report: Grading, source: str, name: str, rows: Sequence[Row], results: Sequence[RewardResult]
+    report: GradingReport, source: str, name: str, rows: Sequence[CheckedRow], results: Sequence[RewardResult]
 ) -> None:
     cases = [
         (row.place, f"score {result.score:g} for ground truth {short(row.sample.ground_truth)}")
@@ -152,10 +156,10 @@ def _report_always(
 
 
 def _report_never(
-    report: Grading,
+    report: GradingReport,
     source: str,
     grader: Grader,
-    rows: Sequence[Row],
+    rows: Sequence[CheckedRow],
     ways: Sequence[Sequence[str]],
     tries: Sequence[Sequence[RewardResult]],
 ) -> None:
@@ -178,12 +182,14 @@ def _report_never(
     report.unfit |= {place for place, _ in cases}
 
 
-def check_outputs(outputs: Sequence[Output], executor: RewardExecutor) -> Grading:
+def check_outputs(outputs: Sequence[Output], executor: RewardExecutor) -> GradingReport:
     """Grade responses. That many of one source all get one score, or that a grader fails on one, is a problem.
 
     UserError when a data source has no grader, unless the executor has a custom one.
     """
-    report = Grading([("data source", "outputs", "correct", "mean score", "no answer found", "errors", "slowest")])
+    report = GradingReport(
+        [("data source", "outputs", "correct", "mean score", "no answer found", "errors", "slowest")]
+    )
     results = score(executor, [output.row for output in outputs], [output.response for output in outputs])
     sources: dict[str, list[tuple[Output, RewardResult]]] = defaultdict(list)
     for output, result in zip(outputs, results, strict=True):
@@ -246,15 +252,15 @@ def _end(output: Output) -> str:
     return repr(output.response.strip()[-_END:])
 
 
-def score(executor: RewardExecutor, rows: Sequence[Row], responses: Sequence[str]) -> list[RewardResult]:
+def score(executor: RewardExecutor, rows: Sequence[CheckedRow], responses: Sequence[str]) -> list[RewardResult]:
     """Results of these responses to these rows."""
     pairs = zip(rows, responses, strict=True)
     return executor.score([row.sample._replace(solution_str=response) for row, response in pairs])
 
 
-def by_source(rows: Sequence[Row]) -> dict[str, list[Row]]:
+def by_source(rows: Sequence[CheckedRow]) -> dict[str, list[CheckedRow]]:
     """The rows of every data source, in the order in which the sources first occur."""
-    sources: dict[str, list[Row]] = defaultdict(list)
+    sources: dict[str, list[CheckedRow]] = defaultdict(list)
     for row in rows:
         sources[row.sample.data_source].append(row)
     return dict(sources)
