@@ -23,7 +23,7 @@ from yaml import YAMLError
 from valor.config.command_line import CommandLine, Job, literal
 from valor.config.mistakes import not_a_section, unknown_key
 from valor.config.presets import DEFAULTS, config_nodes, default_tree
-from valor.config.tree import exists, find_field, flatten, get_at, is_open, is_section
+from valor.config.tree import exists, flatten, get_at, is_open, is_section, plain_keys
 from valor.config.verl import find_spelling
 from valor.errors import UserError
 
@@ -172,14 +172,10 @@ def _is_group(key: str) -> bool:
     return "." not in key and bool(loader.get_group_options(key))
 
 
-def _below_value(root: type[BaseModel], key: str) -> str | None:
-    """The plain key of which `key` would be a part, as `trainer.logger` of `trainer.logger.console`."""
-    names = key.split(".")
-    for length in range(1, len(names)):
-        prefix = ".".join(names[:length])
-        if find_field(root, prefix) and not is_section(root, prefix) and not is_open(root, key):
-            return prefix
-    return None
+def _below_value(root: type[BaseModel], name: str) -> str | None:
+    """The plain key of which `name` would be a part, as `trainer.logger` of `trainer.logger.console`."""
+    around = [key for key in plain_keys(root) if name.startswith(f"{key.name}.")]
+    return around[0].name if around and not is_open(root, name) else None
 
 
 def _relabel(root: type[BaseModel], config: DictConfig, job: Job) -> None:

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from valor.config.critic_runs import CriticPretrainConfig, CriticScoreConfig
 from valor.config.ppo import PPOConfig
 from valor.config.supervised import RMConfig, SFTConfig
-from valor.config.tree import REFERENCE, absolute, declared, inherited_from, nested, walk_keys
+from valor.config.tree import nested, plain_keys
 
 DEFAULTS: dict[type[BaseModel], str] = {
     PPOConfig: "ppo_trainer",
@@ -74,22 +74,15 @@ def default_tree(root: type[BaseModel]) -> dict[str, Any]:
     One object for all callers: read it, do not change it.
     """
     flat: dict[str, Any] = {}
-    for key, section, name in walk_keys(root):
-        source = inherited_from(section, name)
+    for key in plain_keys(root):
+        source, default = key.inherits, key.info.get_default(call_default_factory=key.inherits is None)
         if source is not None:
-            flat[key] = _interpolation(source, key)
-        elif declared(section, name, "derived"):
-            flat[key] = None
+            flat[key.name] = source if "${" in source else f"${{{source}}}"
+        elif key.declared("derived"):
+            flat[key.name] = None
         else:
-            default = section.model_fields[name].get_default(call_default_factory=True)
-            flat[key] = list(default) if isinstance(default, tuple) else default
+            flat[key.name] = list(default) if isinstance(default, tuple) else default
     return nested(flat)
-
-
-def _interpolation(source: str, key: str) -> str:
-    if "${" in source:
-        return REFERENCE.sub(lambda match: "${" + absolute(match[1], key) + "}", source)
-    return "${" + absolute(source, key) + "}"
 
 
 def config_nodes(root: type[BaseModel]) -> dict[str, dict[str, Any]]:

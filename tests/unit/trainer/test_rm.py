@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tiny_reward_models import TEMPLATE, make_backbone, make_classifier, make_deberta
-from valor.trainer.main_rm import main
+from valor.trainer.main_sft import rm_train as main
 
 WORDS = ["good", "fine", "kind", "calm", "bad", "rude", "dull", "mean"]
 
