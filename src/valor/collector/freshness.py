@@ -17,18 +17,17 @@ class WeightPublisher:
     def publish(self) -> None:
         """After it, `generate` uses the actor's present weights. RuntimeError when they did not arrive bit for bit."""
         roles = self._roles
-        if "weight_sender" not in roles:
+        if not isinstance(roles, Pools) or roles.placement.pool_of("rollout") == roles.placement.pool_of("actor"):
             roles["rollout"].update_weights()
             return
-        assert isinstance(roles, Pools)
-        sender, rollout = roles["weight_sender"], roles["rollout"]
-        version = sender.version()
+        actor, rollout = roles["actor"], roles["rollout"]
+        version = actor.version()
         if version == self._version:
             return
         if self._address is None:
-            self._address = sender.open()
+            self._address = actor.open_channel()
         receivers = roles.placement.pools[roles.placement.pool_of("rollout")].world_size
-        sent = roles.submit("weight_sender", sender.send, receivers)
+        sent = roles.submit("actor", actor.send_weights, receivers)
         received = roles.submit("rollout", rollout.receive_weights, self._address, version)
         sent.result()
         received.result()

@@ -15,7 +15,6 @@ from valor.models.reward import reward_model_kind
 from valor.rewards.judge import Judge
 from valor.rewards.manager import RewardManager
 from valor.rewards.registry import has_grader
-from valor.rollout.server_checks import check_server
 
 
 class RunInputs:
@@ -40,8 +39,6 @@ class RunInputs:
         self.judge = Judge(reward_model.judge, config.reward.error_score) if reward_model.asks_judge else None
         if self.judge is not None:
             self.judge.check()
-        if config.actor_rollout_ref.rollout.name == "server":
-            check_server(config.actor_rollout_ref.rollout, self.tokenizer)
         self._val_batch_size = data.val_batch_size
         trainer = config.trainer
         # Under dynamic sampling a step may draw more prompts than this: epochs then are a measure of the run's length.

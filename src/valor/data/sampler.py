@@ -1,10 +1,14 @@
-"""Which prompts a step trains on: a shuffled epoch that is a function of (seed, epoch) alone."""
+"""Which prompts a step trains on: a shuffled epoch that is a function of (seed, epoch) alone.
+
+All randomness is a function of a key, so that a resumed run draws what the undisturbed one drew.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+import torch
 
 from valor.errors import UserError
 
@@ -28,6 +32,12 @@ def subset(num_rows: int, limit: int, *key: int, shuffle: bool = True) -> list[i
     if not 0 < limit < num_rows:
         return list(range(num_rows))
     return sorted(shuffled(num_rows, *key)[:limit].tolist()) if shuffle else list(range(limit))
+
+
+def keyed_generator(*key: int) -> torch.Generator:
+    """A CPU generator seeded by non-negative integers, such as (run seed, step, what it is for)."""
+    seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
+    return torch.Generator().manual_seed(seed >> 1)  # torch takes a signed number
 
 
 class PromptSampler:

@@ -13,6 +13,10 @@ import torch
 
 FinishReason = Literal["stop", "length", "abort"]
 
+WeightMode = Literal["shared", "copied", "fixed"]
+"""shared: an engine generates with the parameters of the training engine beside it. copied: with a copy, written by
+`sync_weights`. fixed: with weights of its own, whatever the policy learns."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -98,8 +102,11 @@ OnFinish = Callable[[Output], None]
 class RolloutEngine(Protocol):
     """A generation engine: native, or an adapter to an external one."""
 
+    weight_mode: WeightMode
+    parallel_size: int
+    """Neighbouring processes that generate together, and are given the same requests."""
     weights_version: int | None
-    """The version that `generate` uses; None: it has no weights, `sync_weights` comes first (or keeps its own)."""
+    """The version that `generate` uses; None: it has none, `sync_weights` comes first (or they are fixed)."""
     weights_checksum: int | None
     """Of all weights that an engine with a copy of its own holds (`valor.rollout.transfer.checksum`)."""
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from valor import algorithms
 from valor.config import AlgorithmConfig, PFPPOConfig
 from valor.data.batch import Batch
+from valor.data.sampler import keyed_generator
 from valor.errors import UserError
-from valor.workers.randomness import keyed_generator
 
 # What an estimator may name beyond the common inputs, where the run has it.
 _OFFERED_COLUMNS = ("old_log_probs", "sum_pi_squared", "rollout_is_weights")

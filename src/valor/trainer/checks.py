@@ -16,8 +16,8 @@ from valor.config import CriticRunConfig, PPOConfig, Section, SupervisedConfig
 from valor.config import inert_settings as inert_by_rules
 from valor.controller.placement import check_placement, check_tensor_parallel
 from valor.errors import UserError
+from valor.rollout.registry import generation_engine, generation_engines
 from valor.trainer.advantage import FROM_THE_RUN, from_critic, offered_settings
-from valor.trainer.engine_table import generation_engine, generation_engines
 from valor.workers.actor import policy_loss_options
 from valor.workers.critic import value_head
 

@@ -24,8 +24,8 @@ def _ppo(config: PPOConfig, command: str) -> int:
     from valor.collector.inputs import RunInputs
     from valor.controller import resolve_placement
     from valor.controller.nodes import node_zero, serve
+    from valor.rollout.registry import generation_engine
     from valor.trainer.critic_tokenizer import check_critic_tokenizer
-    from valor.trainer.engine_table import generation_engine
     from valor.trainer.ppo import PPORun
 
     placement, rank = resolve_placement(config), config.trainer.node_rank

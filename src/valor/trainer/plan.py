@@ -21,8 +21,8 @@ from valor.config import (
     SupervisedConfig,
     TrainerConfig,
 )
+from valor.rollout.registry import generation_engines
 from valor.trainer.checks import inert_settings
-from valor.trainer.engine_table import generation_engines
 from valor.trainer.old_log_probs import OldLogProbs
 
 

@@ -9,7 +9,7 @@ import torch
 from valor import algorithms
 from valor.config import AlgorithmConfig
 from valor.data.batch import Batch
-from valor.workers.randomness import keyed_generator
+from valor.data.sampler import keyed_generator
 
 _MASK_STREAM = 2  # last word of the random key
 

@@ -10,11 +10,11 @@ from valor.config import PPOConfig
 from valor.controller import Roles
 from valor.data.batch import Batch
 from valor.data.sampler import shuffled
+from valor.models.rows import ROW_FIELDS
 from valor.tracking.progress import part, phase
 from valor.trainer.old_log_probs import WEIGHTS, OldLogProbs, corrected
 from valor.trainer.run import SkippedUpdates
 from valor.trainer.step_metrics import mean_over_updates, memory_notice
-from valor.workers.model_role import ROW_FIELDS
 
 SECTIONS = {"actor": "actor_rollout_ref.actor", "critic": "critic"}
 

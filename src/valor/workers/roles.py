@@ -8,7 +8,7 @@ from valor.workers.critic import CriticWorker
 from valor.workers.host import RoleSpec
 from valor.workers.reference import ReferenceWorker
 from valor.workers.reward_model import RewardModelWorker
-from valor.workers.rollout import RolloutWorker, WeightSender
+from valor.workers.rollout import RolloutWorker
 
 
 def critic_names(config: PPOConfig) -> list[str]:
@@ -41,8 +41,6 @@ def role_specs(
             RolloutWorker, {"config": shared.rollout, "model": shared.model, "eos_token_ids": eos_token_ids}
         ),
     }
-    if config.rollout_apart:
-        specs["weight_sender"] = RoleSpec(WeightSender, {"config": shared.rollout})
     if config.needs_reference:
         specs["ref"] = RoleSpec(ReferenceWorker, {"config": shared})
     for member, name in enumerate(critic_names(config)):

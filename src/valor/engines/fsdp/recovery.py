@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -13,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from valor.engines.distributed import max_over_ranks
+from valor.engines.fsdp.internals import drop_unreduced_gradients, note_collectives
 from valor.errors import TrainingStopped
 
 _Result = TypeVar("_Result")
@@ -35,10 +35,7 @@ class Recovery:
         if dist.get_world_size() > 1:
             for part in parts:  # after FSDP's own hook: what is entered has been gathered
                 cast(nn.Module, part).register_forward_pre_hook(self._enter)
-                group = part._get_fsdp_state()._fsdp_param_group
-                if group is not None:
-                    part.set_custom_all_gather(_Noted(group._all_gather_comm, self._issued))  # type: ignore[arg-type]
-                    part.set_custom_reduce_scatter(_Noted(group._reduce_scatter_comm, self._issued))  # type: ignore[arg-type]
+                note_collectives(part, self._issued)
 
     def _enter(self, *_: Any) -> None:
         self._entered += 1
@@ -57,7 +54,7 @@ class Recovery:
                 raise _stopped("a pass with an exact KL, sequence or tensor parallelism") from error
             self.failed_here = True
         if self.failed_here:  # only now are the pass's tensors free: the exception had held on to them
-            self._release()
+            _free_cached_memory()
             for part in self._parts[self._entered :]:
                 part.unshard()
                 part.reshard()
@@ -95,7 +92,7 @@ class Recovery:
             self.failed_here = True
         if self.failed_here:
             self._parts[0].reset_iter_state()
-            self._release()
+            _free_cached_memory()
             for repeat in (self._due or [])[len(self._issued) :]:
                 repeat()
         return not max_over_ranks(int(self.failed_here))
@@ -103,35 +100,14 @@ class Recovery:
     def restore_gradients(self, earlier: Mapping[nn.Parameter, Tensor]) -> None:
         """Drop all gradients, also those that FSDP has not reduced yet, but for the `earlier` ones."""
         for part in self._parts:
-            group = part._get_fsdp_state()._fsdp_param_group
-            for held in group.fsdp_params if group else ():
-                held.unsharded_accumulated_grad = None
-                if hasattr(held, "_unsharded_param"):
-                    held._unsharded_param.grad = None
+            drop_unreduced_gradients(part)
         for parameter in cast(nn.Module, self._parts[0]).parameters():
             parameter.grad = earlier.get(parameter)
 
-    def _release(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
 
-
-class _Noted:
-    """A collective of FSDP that notes each call, with which tensors it was, as one that can be made again."""
-
-    def __init__(self, collective: Any, issued: list[Callable[[], None]]) -> None:
-        self._collective, self._issued = collective, issued
-        self.allocate = collective.allocate
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, **options: Any) -> Any:
-        work = self._collective(output_tensor, input_tensor, group, **options)
-        sizes, kind = (output_tensor.shape, input_tensor.shape), (output_tensor.dtype, output_tensor.device)
-        self._issued.append(partial(self._repeat, sizes, kind, group, {**options, "async_op": False}))
-        return work
-
-    def _repeat(self, sizes: tuple[Any, Any], kind: tuple[Any, Any], group: Any, options: dict[str, Any]) -> None:
-        output, input = (torch.zeros(size, dtype=kind[0], device=kind[1]) for size in sizes)
-        self._collective(output, input, group, **options)
+def _free_cached_memory() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _stopped(where: str) -> TrainingStopped:

@@ -13,12 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from valor.errors import UserError
-from valor.rollout.attention import check_supported, generation_mode, serving
-from valor.rollout.base import FinishReason, OnFinish, Output, Request
-from valor.rollout.kv_cache import PromptCache, SlotCache
-from valor.rollout.packed_linear import packed_linears
+from valor.models.export import plain_weights
+from valor.models.policy import PolicyModel
+from valor.rollout.base import FinishReason, OnFinish, Output, Request, WeightMode
+from valor.rollout.native.attention import check_supported, generation_mode, serving
+from valor.rollout.native.kv_cache import PromptCache, SlotCache
+from valor.rollout.native.packed_linear import packed_linears
+from valor.rollout.native.schedule import Group, Waiting
 from valor.rollout.sampling import BatchSampler, uniform_stream
-from valor.rollout.schedule import Group, Waiting
+from valor.rollout.transfer import checksum
 from valor.tracking.progress import report_progress
 
 # A prefill of this many tokens keeps a processor busy; beyond it, at most this share of a batch may be padding.
@@ -59,11 +62,16 @@ class Row:
 class NativeEngine:
     """Generates with a Hugging Face causal LM that someone else trains; see `valor.rollout.base.RolloutEngine`.
 
+    Every process generates by itself.
+
     `unsharded` is entered around all model calls of one `generate` (FSDP2: parameters gathered and kept).
     `max_num_seqs` bounds the rows decoded together, `max_cache_tokens` the tokens (prompts + `max_tokens`) for which
     they may need memory, `max_batched_tokens` the padded tokens of one prefill call. `max_model_len` (default: the
     model's `max_position_embeddings`) bounds prompt + response; a row that reaches it ends with "length".
     """
+
+    weight_mode: WeightMode = "shared"
+    parallel_size = 1
 
     def __init__(
         self,
@@ -216,6 +224,28 @@ class NativeEngine:
         for row, row_tokens, row_values in zip(rows, tokens, values, strict=True):
             row.token_ids += row_tokens
             row.log_probs += row_values
+
+
+class NativeCopy(NativeEngine):
+    """Generates with `policy`, a model of its own, whose weights are written over after every update of the actor's."""
+
+    weight_mode: WeightMode = "copied"
+
+    def __init__(self, policy: PolicyModel, *, eos_token_ids: Sequence[int], max_num_seqs: int) -> None:
+        super().__init__(policy.requires_grad_(False).hf, eos_token_ids=eos_token_ids, max_num_seqs=max_num_seqs)
+        self._held = dict(plain_weights(policy, policy.state_dict().items()))
+        self.weights_version = None
+
+    @torch.no_grad()
+    def sync_weights(self, weights: Iterable[tuple[str, Tensor]] | None = None, *, version: int) -> None:
+        """Take over `weights`, whole and under the names of the Hugging Face model."""
+        if weights is None:
+            raise ValueError("this engine has a model of its own: it must be given the policy's weights")
+        self.weights_version = self.weights_checksum = None
+        for name, tensor in weights:
+            self._held[name].copy_(tensor)
+        self.weights_checksum = int(torch.stack([checksum(tensor) for tensor in self._held.values()]).sum())
+        self.weights_version = version
 
 
 def _stop_table(stop_ids: Sequence[frozenset[int]], device: torch.device) -> Tensor:

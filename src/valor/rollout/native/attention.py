@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import causal_mask_function
 
 from valor.errors import UserError
-from valor.rollout.kv_cache import PromptCache, SlotCache
+from valor.rollout.native.kv_cache import PromptCache, SlotCache
 
 IMPLEMENTATION = "valor_slots"
 

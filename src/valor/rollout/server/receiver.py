@@ -1,7 +1,7 @@
 """What a vLLM server needs to take a policy's weights while it runs: `--worker-extension-cls` names the class here.
 
 The server's workers read the weights from files that the trainer has written where both see them, and write them in
-place with the checks that the engine in the trainer's own process has (`valor.rollout.vllm_weights`).
+place with the checks that the engine in the trainer's own process has (`valor.rollout.vllm.weights`).
 """
 
 # pyright: reportMissingImports=false
@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 from vllm.distributed import parallel_state
 
-from valor.rollout.vllm_weights import HeldWeights, weights_kept
+from valor.rollout.vllm.weights import HeldWeights, weights_kept
 
 # A worker imports this file before it loads its model, and computes with that model until the process ends.
 _KEPT = weights_kept()

@@ -25,8 +25,8 @@ from transformers import PretrainedConfig
 
 from valor.config import ModelConfig, RolloutConfig
 from valor.errors import UserError
-from valor.rollout.base import OnFinish, Output, Request
-from valor.rollout.vllm_options import engine_options
+from valor.rollout.base import OnFinish, Output, Request, WeightMode
+from valor.rollout.vllm.options import engine_options
 from valor.tracking.progress import report_progress
 
 # Read when vLLM is imported; what the user has set stays.
@@ -44,8 +44,8 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-from valor.rollout.vllm_sampling import LOGPROBS_MODE, ChosenToken, as_greedy
-from valor.rollout.vllm_weights import HeldWeights, weights_kept
+from valor.rollout.vllm.sampling import LOGPROBS_MODE, ChosenToken, as_greedy
+from valor.rollout.vllm.weights import HeldWeights, weights_kept
 
 
 class _Executor(ExecutorWithExternalLauncher):
@@ -66,6 +66,8 @@ class VLLMEngine:
     The first `generate` must come after a `sync_weights`.
     """
 
+    weight_mode: WeightMode = "copied"
+
     def __init__(
         self,
         config: RolloutConfig,
@@ -82,6 +84,7 @@ class VLLMEngine:
             )
         self.weights_version: int | None = None  # None: no weights that could generate
         self.weights_checksum: int | None = None
+        self.parallel_size = config.tensor_model_parallel_size
         self._eos = frozenset(eos_token_ids)
         self._aborted: set[str] = set()
         self._asleep: set[str] = set()

@@ -1,10 +1,10 @@
-"""The FSDP2 training engine: one sharded model behind a few verbs, the same code for one rank and for many."""
+"""The FSDP2 training engine; the same code for one rank and for many."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -15,27 +15,55 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from valor.config.engine import FSDPConfig, OptimConfig
+from valor.config.model import BackboneConfig
 from valor.data.batch import Batch
 from valor.engines import checkpoint
+from valor.engines.base import LossFn, WeightNames
+from valor.engines.fsdp.loading import built_once
+from valor.engines.fsdp.recovery import Recovery
+from valor.engines.fsdp.row_sharing import RowSharing, sequence_group
+from valor.engines.fsdp.sharding import gathered, rank_mesh, shard
 from valor.engines.microbatch import MicroBatches, TokenBudget
 from valor.engines.optim import build_optimizer, clip_gradients, lr_factor
-from valor.engines.recovery import Recovery
-from valor.engines.row_sharing import RowSharing, sequence_group
-from valor.engines.sharding import gathered, rank_mesh, shard
-from valor.models.export import export_hf
-from valor.models.rows import FIELDS
+from valor.models.export import export_hf, plain_weights, published_weights
+from valor.models.load import import_model_code
+from valor.models.lora import adapters_off, has_adapters
+from valor.models.policy import Reference
+from valor.models.rows import ROW_FIELDS
 from valor.tracking.metrics import reduce_metrics
 from valor.tracking.progress import report_progress
 
-LossFn = Callable[[dict[str, Tensor], Batch], tuple[Tensor, Mapping[str, Any]]]
+
+def build_fsdp(
+    section: Any,
+    model: BackboneConfig,
+    load: Callable[..., nn.Module],
+    *,
+    device: torch.device,
+    total_steps: int = 0,
+    trainable: bool = True,
+) -> FSDPEngine:
+    """See `valor.engines.base.BuildEngine`. Of `section` it reads `fsdp_config`, `optim` (if trainable) and
+    `ulysses_sequence_parallel_size`. One rank reads the model."""
+    fsdp: FSDPConfig = section.fsdp_config
+    module = built_once(
+        partial(load, dtype=getattr(torch, fsdp.model_dtype)), prepare=partial(import_model_code, model)
+    )
+    return FSDPEngine(
+        module,
+        fsdp=fsdp,
+        optim=section.optim if trainable else None,
+        device=device,
+        total_steps=total_steps,
+        sequence_parallel=getattr(section, "ulysses_sequence_parallel_size", 1),
+    )
 
 
-class TrainEngine:
-    """Trains (or, with `optim=None`, only evaluates) a PolicyModel or ValueModel on this rank's share of a batch.
+class FSDPEngine:
+    """See `valor.engines.base.TrainingEngine`; without `optim` it only evaluates.
 
     The process group exists before the engine (`distributed.init_process_group`). The weights are those of rank 0's
-    `module`; elsewhere it may have none (`loading.built_once`). Every verb is collective: all ranks call it, also one
-    whose share of the batch is empty.
+    `module`; elsewhere it may have none (`built_once`).
     """
 
     def __init__(
@@ -51,14 +79,15 @@ class TrainEngine:
         if optim is None:
             module.requires_grad_(False)
         mesh = rank_mesh(device, fsdp)
-        self.tensor_parallel = fsdp.tensor_parallel_size
-        self._sequence_parallel = sequence_parallel
+        self._fsdp, self._sequence_parallel = fsdp, sequence_parallel
         self._sharing: RowSharing | None = None
-        if self.tensor_parallel > 1:
+        if fsdp.tensor_parallel_size > 1:
             self._sharing = RowSharing(mesh.get_group("tp"))
         elif sequence_parallel > 1:
             self._sharing = RowSharing(sequence_group(module, sequence_parallel))
-        self.module = module
+        sharing = max(fsdp.tensor_parallel_size, sequence_parallel)
+        self.data_parallel_rank, self.data_parallel_size = dist.get_rank() // sharing, dist.get_world_size() // sharing
+        self.module: Any = module
         self.device = device
         self.total_steps = total_steps
         self._parts = shard(module, fsdp, device, mesh)
@@ -69,6 +98,11 @@ class TrainEngine:
         self.counters = checkpoint.Counters()
         self._recovery = Recovery(self._parts)
         self._budgets = {"forward": TokenBudget(), "train": TokenBudget()}
+        self.offload()
+
+    @property
+    def version(self) -> int:
+        return self.counters.updates
 
     # ---- forward and backward
 
@@ -76,14 +110,9 @@ class TrainEngine:
     def forward(
         self, batch: Batch, *, max_tokens: int | None = None, max_rows: int | None = None, **options: Any
     ) -> dict[str, Tensor]:
-        """The model's outputs [B, T] (or [B], or [B, T, K]) for this rank's rows, in the given order, on their device.
-
-        A micro-batch holds at most `max_tokens` tokens (prompt, response and padding) and `max_rows` rows. `options`
-        go to the model's forward (temperature, with_entropy, …).
-        """
         self.module.eval()
         if self._sharing:
-            batch, own = self._sharing.gather(batch.select(FIELDS))
+            batch, own = self._sharing.gather(batch.select(ROW_FIELDS))
         else:
             own = slice(None)
         responses = batch["responses"]
@@ -116,13 +145,8 @@ class TrainEngine:
         max_rows: int | None = None,
         **options: Any,
     ) -> dict[str, float]:
-        """Add the gradients of this rank's rows; returns this rank's metrics (they add up over ranks).
-
-        `loss_fn(outputs, micro)` sees the model's outputs [b, T] and the rows they belong to, and returns a loss that
-        is already divided by the global denominators, with metrics to match. Gradients over micro-batches and ranks
-        add up, so neither their number nor their sizes matter. Where memory does not suffice they shrink, for good, and
-        the metrics have `oom_retries` and `token_budget_min`; TrainingStopped where that is no way out.
-        """
+        """Where memory does not suffice micro-batches shrink, for good, and the metrics have `oom_retries` and
+        `token_budget_min`; TrainingStopped where that is no way out."""
         assert self.optimizer is not None, "a frozen engine has no gradients"
         self.module.train(self._checkpointing)  # dropout is off; checkpointing acts in training mode alone
         earlier = {p: p.grad.clone() for p in self.module.parameters() if p.grad is not None}
@@ -157,11 +181,6 @@ class TrainEngine:
         return reduce_metrics([*metrics, *(budget.take_metrics() for budget in self._budgets.values())])
 
     def optimizer_step(self, *, advance_schedule: bool = True) -> dict[str, float]:
-        """Clip to `optim.clip_grad`, update, drop the gradients; `grad_norm` (before clipping), `lr`, `skipped` (0/1).
-
-        A norm that is not finite skips the update on every rank and is counted in `counters.skipped`. The schedule
-        moves on in either case, unless `advance_schedule` is false (several updates that share one rate).
-        """
         assert self.optimizer is not None and self.optim is not None, "a frozen engine has no optimizer"
         lr = self.optim.lr * lr_factor(self.counters.schedule_steps, self.optim, self.total_steps)
         for group in self.optimizer.param_groups:
@@ -182,77 +201,80 @@ class TrainEngine:
     # ---- weights
 
     @contextmanager
-    def unsharded(self) -> Iterator[nn.Module]:
-        """The module with all parameters gathered in the computing dtype; nothing inside frees or gathers them again.
-
-        For generation: any part of the module may be called, without gradients. The weights are those after the last
-        optimizer step; they must not be changed inside, and no other verb of the engine may be called.
-        """
+    def unsharded(self) -> Iterator[Any]:
+        """The module with all parameters gathered; nothing inside frees or gathers them again."""
         self.module.eval()
         with gathered(self._parts), torch.no_grad():
             yield self.module
 
-    @contextmanager
-    def lent(self) -> Iterator[nn.Module]:
-        """The module, to be called without gradients between the passes of another engine.
+    @property
+    def whole_module(self) -> nn.Module | None:
+        return self.module.hf if self._fsdp.tensor_parallel_size == 1 else None
 
-        A call is collective, as any pass. What it returns, gathered parameters included, holds until the end.
-        """
+    @contextmanager
+    def reference(self) -> Iterator[Reference]:
+        """What a call returns, gathered parameters included, holds until the end."""
+        if has_adapters(self.module.hf):
+            yield partial(_without_adapters, self.module)
+            return
         self.module.eval()
         try:
-            yield self.module
+            yield partial(self.module, as_reference=True)
         finally:
             self._reshard()
 
-    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+    def without_adapters(self) -> AbstractContextManager[None]:
+        return adapters_off(self.module.hf)
+
+    def named_weights(self, names: WeightNames) -> Iterator[tuple[str, Tensor]]:
+        named = plain_weights if names == "module" else published_weights
+        return named(self.module, self._whole_tensors())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All weights, whole, under the names of `module`, on the CPU of rank 0; empty on the other ranks."""
+        first = dist.get_rank() == 0
+        whole: dict[str, Tensor] = {}
+        for name, value in self._whole_tensors():
+            if first:
+                whole[name] = value.detach().to("cpu", copy=True)
+        return whole
+
+    def export(self, path: Path) -> None:
+        weights = self.state_dict()
+        if dist.get_rank() == 0:
+            export_hf(self.module, path, state_dict=weights)
+        dist.barrier()
+
+    def save(self, path: Path) -> None:
+        self._reshard()
+        checkpoint.save(path, self.module, self.optimizer, self.counters)
+
+    def load(self, path: Path) -> None:
+        self._reshard()
+        self.counters = checkpoint.load(path, self.module, self.optimizer)
+
+    def offload(self, *, optimizer: bool = True) -> None:
+        self._move(torch.device("cpu"), optimizer)
+
+    def onload(self, *, optimizer: bool = True) -> None:
+        self._move(self.device, optimizer)
+
+    # ---- inside
+
+    def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer of the state dict, whole, one at a time, on the engine's device."""
         self._reshard()
         for name, value in self.module.state_dict().items():
             yield name, value.full_tensor() if isinstance(value, DTensor) else value
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """All weights, whole, on the CPU of rank 0; empty on the other ranks."""
-        first = dist.get_rank() == 0
-        whole: dict[str, Tensor] = {}
-        for name, value in self.full_parameters():
-            if first:
-                whole[name] = value.detach().to("cpu", copy=True)
-        return whole
-
-    def export_hf(self, path: Path | str, *, tokenizer: Any | None = None, dtype: torch.dtype | None = None) -> None:
-        """Write a plain Hugging Face directory (rank 0 writes; the others wait)."""
-        weights = self.state_dict()
-        if dist.get_rank() == 0:
-            export_hf(self.module, path, state_dict=weights, tokenizer=tokenizer, dtype=dtype)  # type: ignore[arg-type]
-        dist.barrier()
-
-    def save(self, path: Path | str) -> None:
-        """Write the sharded checkpoint (weights, optimizer, counters) into the directory `path`."""
-        self._reshard()
-        checkpoint.save(Path(path), self.module, self.optimizer, self.counters)
-
-    def load(self, path: Path | str) -> None:
-        """Read what `save` wrote, at this or another world size. UserError if the checkpoint does not fit."""
-        self._reshard()
-        self.counters = checkpoint.load(Path(path), self.module, self.optimizer)
-
-    def offload(self, *, parameters: bool = True, optimizer: bool = True) -> None:
-        """Move weights and optimizer state to CPU memory; a no-op for an engine that lives there."""
-        self._move(torch.device("cpu"), parameters, optimizer)
-
-    def onload(self, *, parameters: bool = True, optimizer: bool = True) -> None:
-        """Bring them back to the device; needed before any other verb."""
-        self._move(self.device, parameters, optimizer)
-
-    # ---- inside
-
-    def _move(self, device: torch.device, parameters: bool, optimizer: bool) -> None:
-        if self._host_resident:
+    def _move(self, device: torch.device, optimizer: bool) -> None:
+        moves_optimizer = optimizer and self._fsdp.optimizer_offload and self.optimizer is not None
+        if self._host_resident or not (self._fsdp.param_offload or moves_optimizer):
             return
         self._reshard()
-        if parameters:
+        if self._fsdp.param_offload:
             self.module.to(device)
-        if optimizer and self.optimizer is not None:
+        if moves_optimizer and self.optimizer is not None:
             for state in self.optimizer.state.values():
                 for name, value in state.items():
                     if isinstance(value, Tensor):
@@ -285,12 +307,12 @@ class TrainEngine:
         return loss, {name: float(value) for name, value in values.items()}
 
     def _rows(self, micro: Batch) -> dict[str, Tensor]:
-        return {name: micro[name].to(self.device) for name in FIELDS}
+        return {name: micro[name].to(self.device) for name in ROW_FIELDS}
 
     def _empty_rows(self) -> dict[str, Tensor]:
         token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         one = torch.ones(1, dtype=torch.long, device=self.device)
-        return dict(zip(FIELDS, (token, one, token, one), strict=True))
+        return dict(zip(ROW_FIELDS, (token, one, token, one), strict=True))
 
     def _sync_gradients(self, *, last: bool) -> None:
         """One rank adds up gradients until the last micro-batch; several reduce each at once, to hold only shards."""
@@ -303,3 +325,9 @@ class TrainEngine:
         """Back to sharded parameters: the root keeps its copy after a forward, which the next step makes stale."""
         for part in self._parts:
             part.reshard()
+
+
+def _without_adapters(module: Any, rows: Mapping[str, Tensor]) -> Any:
+    """What a policy answers as its own reference, inside a pass of its own: the hooks around it have run already."""
+    with adapters_off(module.hf):
+        return module.forward(rows, as_reference=True)

@@ -9,7 +9,7 @@ import httpx2
 
 from valor.config import RolloutConfig
 from valor.errors import UserError
-from valor.rollout.server import AS_TOKENS, CONNECT_SECONDS, addresses, headers, root
+from valor.rollout.server.engine import AS_TOKENS, CONNECT_SECONDS, addresses, headers, root
 
 _KEY = "actor_rollout_ref.rollout"
 _PROBE = "What is 12 + 345? Zoë: "
@@ -23,7 +23,7 @@ def check_server(config: RolloutConfig, tokenizer: Any) -> None:
         server = _Server(url, config)
         _check_model(server, config)
         _check_tokens(server, config, tokenizer)
-        if not config.keeps_weights:
+        if config.server.weight_updates != "none":
             _check_updates(server, config)
 
 
@@ -121,7 +121,7 @@ def _check_updates(server: _Server, config: RolloutConfig) -> None:
     if status != 200:
         raise server.lack(
             "takes no weights: start vLLM with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls "
-            "valor.rollout.server_weights.WeightReceiver (docs/rollout.md), or let it keep its own with "
+            "valor.rollout.server.receiver.WeightReceiver (docs/rollout.md), or let it keep its own with "
             f"{_KEY}.server.weight_updates=none"
         )
     held = reply["results"][0]

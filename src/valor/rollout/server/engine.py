@@ -2,7 +2,7 @@
 
 The servers live and die on their own, so every answer is taken with care: a broken connection is tried again for a
 while, and after each batch the servers are asked whether they still hold the weights that they were sent. A vLLM
-server takes weights from files (`valor.rollout.server_weights` is its half); any other one keeps its own.
+server takes weights from files (`valor.rollout.server.receiver` is its half); any other one keeps its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from valor.config import RolloutConfig
 from valor.config.rollout import ServerConfig
 from valor.errors import TrainingStopped
-from valor.rollout.base import OnFinish, Output, Request
+from valor.rollout.base import OnFinish, Output, Request, WeightMode
 from valor.rollout.sampling import uniform_stream
 from valor.rollout.transfer import buckets, checksum
 from valor.tracking.progress import report_progress
@@ -44,7 +44,10 @@ class ServerEngine:
     sync, and `weights_version` stays None. TrainingStopped, with the address, when a server does not do its part.
     """
 
+    parallel_size = 1
+
     def __init__(self, config: RolloutConfig, *, eos_token_ids: Sequence[int]) -> None:
+        self.weight_mode: WeightMode = "fixed" if config.server.weight_updates == "none" else "copied"
         self.weights_version: int | None = None
         self.weights_checksum: int | None = None
         self._name: str | None = None  # of the weights that all servers hold
@@ -53,7 +56,7 @@ class ServerEngine:
 
     def generate(self, requests: Sequence[Request], on_finish: OnFinish | None = None) -> list[Output]:
         """Outputs in the order of `requests`."""
-        if self.weights_version is None and not self._config.keeps_weights:
+        if self.weights_version is None and self.weight_mode == "copied":
             raise ValueError("the servers have no weights: sync_weights comes first")
         return asyncio.run(self._generate(requests, on_finish))
 
@@ -99,7 +102,7 @@ class ServerEngine:
 
         async with self._client() as client:
             outputs = list(await asyncio.gather(*map(one, requests)))
-            if not self._config.keeps_weights:
+            if self.weight_mode == "copied":
                 await self._check_held(client)
         return outputs
 

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from valor.config.engine import FSDPConfig
-from valor.engines.loading import take_weights
-from valor.engines.tensor_parallel import parallelize, planned_styles
+from valor.engines.fsdp.internals import ReduceInPlace, hooks_off
+from valor.engines.fsdp.loading import take_weights
+from valor.engines.fsdp.tensor_parallel import parallelize, planned_styles
 from valor.errors import UserError
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def shard(module: nn.Module, fsdp: FSDPConfig, device: torch.device, mesh: DeviceMesh) -> list[FSDPModule]:
@@ -35,7 +33,7 @@ def shard(module: nn.Module, fsdp: FSDPConfig, device: torch.device, mesh: Devic
     data_mesh = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "tp")]
     flat = {"tensor_parallel_size": 1, "fsdp_size": max(fsdp.fsdp_size * size, -1)}
     flat_mesh = rank_mesh(device, fsdp.model_copy(update=flat)) if styles else mesh
-    computing = DTYPES[fsdp.dtype]
+    computing = getattr(torch, fsdp.dtype)
     offload = CPUOffloadPolicy() if fsdp.offload_policy and device.type == "cuda" else OffloadPolicy()
 
     def wrap(part: nn.Module, dtype: torch.dtype, *, root: bool = False) -> FSDPModule:
@@ -49,7 +47,7 @@ def shard(module: nn.Module, fsdp: FSDPConfig, device: torch.device, mesh: Devic
         kept = {"mp_policy": policy, "reshard_after_forward": reshard, "offload_policy": offload}
         sharded = cast(FSDPModule, fully_shard(part, mesh=over, **kept))
         if single:
-            sharded.set_custom_reduce_scatter(_ReduceInPlace())  # type: ignore[arg-type]
+            sharded.set_custom_reduce_scatter(ReduceInPlace())  # type: ignore[arg-type]
         else:
             # Losses are divided by global denominators, so ranks' gradients add up. A plain sum is what gloo can do.
             # The whole gradient of what is not cut is on every rank of a tensor-parallel group.
@@ -73,43 +71,17 @@ def shard(module: nn.Module, fsdp: FSDPConfig, device: torch.device, mesh: Devic
 @contextmanager
 def gathered(parts: Sequence[FSDPModule]) -> Iterator[None]:
     """All parameters of the sharded modules whole, in the computing dtype; nothing inside gathers or frees them."""
-    hooks = []
-    for part in parts:
-        part.unshard()
-        # FSDP's hooks have nothing to do here and cost a fifth of a decoding step of a small model.
-        module = cast(nn.Module, part)
-        hooks.append((module, module._forward_pre_hooks, module._forward_hooks))
-        module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
-    try:
-        yield
-    finally:
-        for module, before, after in hooks:
-            module._forward_pre_hooks, module._forward_hooks = before, after
+    with ExitStack() as stack:
         for part in parts:
-            part.reshard()
-
-
-class _ReduceInPlace:
-    """FSDP's reduce-scatter for a group of one: the buffer that it fills with gradients is also the result.
-
-    FSDP asks for an input, fills it, asks for an output of the same size and copies; with one tensor for both the copy
-    does nothing, which saves a pass over all gradients and their memory.
-    """
-
-    def __init__(self) -> None:
-        self._input: Tensor | None = None
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        given, self._input = self._input, None
-        if given is not None and tuple(given.shape) == tuple(size) and given.dtype == dtype:
-            return given
-        self._input = torch.empty(*size, dtype=dtype, device=device)
-        return self._input
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> None:
-        output_tensor.copy_(input_tensor)
+            part.unshard()
+            # FSDP's hooks have nothing to do here and cost a fifth of a decoding step of a small model.
+            stack.enter_context(hooks_off(part))
+        try:
+            yield
+        finally:
+            stack.close()
+            for part in parts:
+                part.reshard()
 
 
 def rank_mesh(device: torch.device, fsdp: FSDPConfig) -> DeviceMesh:
