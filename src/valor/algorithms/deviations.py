@@ -69,7 +69,7 @@ DEVIATIONS: tuple[Deviation, ...] = (
     ),
     Deviation(
         "KL of rows without policy tokens",
-        ("apply_kl_penalty",),
+        ("subtract_divergence",),
         "the controller sees the mean over sequences that have a policy token",
         "such rows count as KL 0",
         "padding rows must not lower the measured divergence",

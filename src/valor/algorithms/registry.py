@@ -3,10 +3,13 @@
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
 
 from valor.errors import UserError
+from valor.user_files import load_file
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def choose(name: str, known: Iterable[str], what: str) -> str:
@@ -51,17 +54,31 @@ class Capability:
         return [word for word, needed in words.items() if needed]
 
 
+_CAPABILITIES: dict[Callable[..., Any], Capability] = {}
+
+
+def capability(summary: str, paper: str = "", **needs: Any) -> Callable[[Function], Function]:
+    """Decorator of a built-in algorithm: its `Capability`, beside its code."""
+
+    def attach(function: Function) -> Function:
+        _CAPABILITIES[function] = Capability(summary, paper, **needs)
+        return function
+
+    return attach
+
+
 @dataclass(frozen=True)
 class Entry:
-    """A registered function, its capability and the keyword options it takes (None: any)."""
+    """A registered function and its capability."""
 
     name: str
     function: Callable[..., Any]
-    capability: Capability = field(default_factory=Capability)
+    capability: Capability
     builtin: bool = True
 
     @property
     def parameters(self) -> frozenset[str]:
+        """The keywords that the function names."""
         return frozenset(
             name
             for name, parameter in inspect.signature(self.function).parameters.items()
@@ -70,6 +87,7 @@ class Entry:
 
     @property
     def takes_any(self) -> bool:
+        """Whether it takes any keyword (**options)."""
         kinds = {parameter.kind for parameter in inspect.signature(self.function).parameters.values()}
         return inspect.Parameter.VAR_KEYWORD in kinds
 
@@ -84,13 +102,16 @@ class Entry:
 
 
 class Registry:
-    """Names to functions of one kind. Built-in entries are given as one literal; users add theirs by decorator."""
+    """Names to functions of one kind. The built-in ones are given as one literal; users add theirs by decorator."""
 
     all: ClassVar[list["Registry"]] = []
 
-    def __init__(self, kind: str, entries: Iterable[Entry]) -> None:
+    def __init__(self, kind: str, functions: Mapping[str, Callable[..., Any]]) -> None:
         self.kind = kind
-        self._entries = {entry.name: entry for entry in entries}
+        self._entries = {
+            name: Entry(name, function, _CAPABILITIES.get(function, Capability()))
+            for name, function in functions.items()
+        }
         Registry.all.append(self)
 
     def __getitem__(self, name: str) -> Entry:
@@ -129,6 +150,15 @@ class Registry:
 def _origin(function: Callable[..., Any]) -> tuple[str, str]:
     code = getattr(function, "__code__", None)
     return (code.co_filename if code else "", getattr(function, "__qualname__", repr(function)))
+
+
+def load_custom(path: str | None) -> None:
+    """Runs the user's file that registers algorithms (`algorithm.custom_path`), once a process; nothing for None.
+
+    Every process that looks names up calls this. UserError: no such file, or it fails.
+    """
+    if path is not None:
+        load_file(path, "algorithm.custom_path")
 
 
 def describe_algorithms() -> str:

@@ -12,19 +12,13 @@ from torch import Tensor
 
 from valor.algorithms.advantages import advantage_options, compute_advantages
 from valor.algorithms.groups import GroupIds, Groups
-from valor.algorithms.reductions import keep_masked, masked_whiten
+from valor.algorithms.reductions import keep_masked, last_token, masked_whiten
 from valor.algorithms.registry import choose
 from valor.errors import UserError
 
 REWARD_MASK_TYPES: tuple[str, ...] = ("fixed_ratio", "bernoulli")
 REWARD_MASK_LEVELS: tuple[str, ...] = ("trajectory", "group")
 MISSING_REWARD: tuple[str, ...] = ("zero", "bootstrap", "exclude", "critic")
-
-
-def last_token(response_mask: Tensor) -> Tensor:
-    """[B] int64 position of the last policy token; 0 in a row without any."""
-    position = torch.arange(response_mask.shape[1], device=response_mask.device)
-    return (position * response_mask.bool()).amax(1)
 
 
 def place_at_end(scores: Tensor, response_mask: Tensor) -> Tensor:

@@ -7,8 +7,7 @@ from collections.abc import Collection
 import torch
 
 from valor import algorithms
-from valor.algorithms import ADVANTAGES, POLICY_LOSSES, VALUE_LOSSES
-from valor.algorithms.custom import load_custom
+from valor.algorithms import ADVANTAGES, POLICY_LOSSES, VALUE_LOSSES, load_custom
 from valor.algorithms.registry import Entry
 from valor.config import PPOConfig
 from valor.errors import UserError

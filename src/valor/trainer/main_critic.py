@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _start(config: CriticPretrainConfig, command: str) -> int:
-    from valor.algorithms.custom import load_custom
+    from valor.algorithms import load_custom
     from valor.controller import resolve_pool
     from valor.trainer.capabilities import check_value_loss
     from valor.trainer.pretrain import CriticPretrainer

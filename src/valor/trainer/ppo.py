@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from valor import algorithms
+from valor.algorithms import mismatch_sums
 from valor.config import PPOConfig
 from valor.controller import Placement, Pools, start_pools
 from valor.data.batch import Batch
@@ -35,7 +36,6 @@ from valor.trainer.side_by_side import side_by_side
 from valor.trainer.signals import StopRequest
 from valor.trainer.updates import Updates
 from valor.trainer.validation import headline, validation_metrics
-from valor.workers.actor import mismatch_sums
 
 __all__ = ["PPOTrainer", "TrainingStopped"]
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from valor.algorithms.preference import bradley_terry_loss
+from valor.algorithms import bradley_terry_loss
 from valor.config import RMConfig
 from valor.data.batch import Batch
 from valor.data.reward_texts import RewardTexts, longest_text

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tiny_reward_models import TEMPLATE, character_tokenizer
-from valor.algorithms.preference import bradley_terry_loss
+from valor.algorithms import bradley_terry_loss
 from valor.config import RMConfig
 from valor.data.reward_texts import RewardTexts
 from valor.errors import UserError
