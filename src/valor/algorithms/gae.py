@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from valor.algorithms.reductions import keep_masked, last_token, masked_whiten, over_rows
+from valor.algorithms.reductions import last_token, masked_whiten, over_rows, zeroed
 from valor.algorithms.registry import capability
-from valor.algorithms.scan import Packing, at_next_policy_token, credit_policy_tokens, suffix_scan
+from valor.algorithms.scan import Packing, at_next_policy_token, credit_policy_tokens, suffix_scan, sums_to_go
 from valor.errors import UserError
 
 
@@ -75,26 +75,23 @@ def gae(
     if adaptive_lam_alpha is not None:
         lengths = response_mask.sum(1).clamp(min=1).double()
         decay = gamma * (1.0 - 1.0 / (adaptive_lam_alpha * lengths)).clamp(min=0.0)
-    end_rewards, last = None, None
     if bootstrap_mask is not None:  # γ V(end) is a reward of the last policy token
         last = last_token(response_mask).unsqueeze(1)
         end_values = values.gather(1, last) if bootstrap_values is None else bootstrap_values.unsqueeze(1)
-        cut_off = bootstrap_mask.bool() & response_mask.any(1)
-        end_rewards = (gamma * end_values.to(values.dtype)).masked_fill(~cut_off.unsqueeze(1), 0.0)
+        cut_off = (bootstrap_mask.bool() & response_mask.any(1)).unsqueeze(1)
+        rewards = rewards.scatter_add(1, last, (gamma * end_values.to(values.dtype)).masked_fill(~cut_off, 0.0))
     one_lambda = adaptive_lam_alpha is None and lam_actor == lam_critic
     # Where nothing decays, Σ δ is Σ r − V whatever lies between: no token needs to move.
     telescopes = one_lambda and gamma == lam_actor == 1.0 and bootstrap_mask is None and zero_masked
 
     def of_rows(rows: slice) -> None:
         mask = response_mask[rows]
-        reward = credit_policy_tokens(rewards[rows], mask, reward_on_masked)
-        value = keep_masked(values[rows], mask)
+        value = zeroed(values[rows], mask)
         if telescopes:
-            returns[rows] = keep_masked(suffix_scan(reward, 1.0), mask)
-            torch.sub(returns[rows], value, out=advantages[rows])
+            target = sums_to_go(rewards[rows], mask, reward_on_masked, out=returns[rows])
+            torch.sub(target, value, out=advantages[rows])
             return
-        if end_rewards is not None:
-            reward.scatter_add_(1, last[rows], end_rewards[rows])
+        reward = credit_policy_tokens(rewards[rows], mask, reward_on_masked)
         packing = Packing(mask)
         packed_value = packing.pack(value)
         delta = packing.pack(reward) - packed_value

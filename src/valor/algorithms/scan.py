@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from valor.algorithms.reductions import keep_masked, over_rows
+from valor.algorithms.reductions import over_rows, zeroed
 from valor.algorithms.registry import choose
 from valor.errors import UserError
 
@@ -97,13 +97,21 @@ def credit_policy_tokens(rewards: Tensor, mask: Tensor, on_masked: str) -> Tenso
     on_masked: a reward there goes to the last policy token before it, else to the first one ("carry"), or is lost
     ("drop"). Non-finite filler at masked positions is ignored.
     """
-    kept = keep_masked(rewards, mask)
+    kept = zeroed(rewards, mask)
     if choose(on_masked, REWARD_ON_MASKED, "reward_on_masked") == "drop" or torch.equal(kept, rewards):
         return kept
     finite = rewards.masked_fill(~mask.bool() & ~rewards.isfinite(), 0.0)
     position = torch.arange(mask.shape[1], device=mask.device)
     latest = torch.where(mask.bool(), position, mask.argmax(1, keepdim=True)).cummax(1).values
-    return keep_masked(torch.zeros_like(kept).scatter_add_(1, latest, finite), mask)
+    return torch.zeros_like(kept).scatter_add_(1, latest, finite).mul_(mask)
+
+
+def sums_to_go(rewards: Tensor, mask: Tensor, on_masked: str, out: Tensor) -> Tensor:
+    """out [R, T]: Σ of the rewards from here to the end, 0 at masked positions."""
+    # Without decay the scan itself brings a reward on a masked position to the policy token before it, if there is one.
+    if on_masked != "carry" or not (bool(mask[:, :1].all()) and bool(rewards.sum().isfinite())):
+        rewards = credit_policy_tokens(rewards, mask, on_masked)
+    return torch.mul(suffix_scan(rewards, 1.0), mask, out=out)
 
 
 def at_next_policy_token(x: Tensor, mask: Tensor) -> Tensor:
@@ -123,11 +131,11 @@ def returns_to_go(
     returns = torch.empty_like(rewards, memory_format=torch.contiguous_format)
 
     def of_rows(rows: slice) -> None:
-        reward = credit_policy_tokens(rewards[rows], mask[rows], reward_on_masked)
-        if gamma == 1.0:  # without decay no token needs to move
-            returns[rows] = keep_masked(suffix_scan(reward, 1.0), mask[rows])
+        if gamma == 1.0:
+            sums_to_go(rewards[rows], mask[rows], reward_on_masked, out=returns[rows])
         else:
             packing = Packing(mask[rows])
+            reward = credit_policy_tokens(rewards[rows], mask[rows], reward_on_masked)
             returns[rows] = packing.unpack(suffix_scan(packing.pack(reward), gamma))
         if not zero_masked:
             returns[rows] = at_next_policy_token(returns[rows], mask[rows])
