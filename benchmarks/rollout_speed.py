@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Q
 from valor.config import ModelConfig, RolloutConfig
 from valor.engines.distributed import init_process_group
 from valor.rollout.base import Request, RolloutEngine, SamplingParams
-from valor.rollout.native import NativeEngine
+from valor.rollout.native.engine import NativeEngine
 
 Prompts = list[list[int]]
 
@@ -74,7 +74,7 @@ def run_engine(engine: RolloutEngine, prompts: Prompts, lengths: list[int], roun
 
 def vllm_engine(model: PreTrainedModel, directory: str, longest: int, dtype: str) -> RolloutEngine:
     """The engine of `rollout.name=vllm` with the weights of `model`, whose config is in `directory`."""
-    from valor.rollout.vllm import VLLMEngine
+    from valor.rollout.vllm.engine import VLLMEngine
 
     device = init_process_group("cpu")
     config = RolloutConfig(name="vllm", dtype=dtype, prompt_length=longest, response_length=1, max_num_seqs=256)

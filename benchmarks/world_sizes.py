@@ -27,8 +27,8 @@ from valor.config.engine import FSDPConfig, OptimConfig
 from valor.config.model import ModelConfig
 from valor.data.batch import Batch
 from valor.engines import distributed
-from valor.engines.fsdp import TrainEngine
-from valor.engines.loading import built_once
+from valor.engines.fsdp.engine import FSDPEngine
+from valor.engines.fsdp.loading import built_once
 from valor.models.load import load_policy
 from valor.workers.memory import PeakMemory, peak_rss_gb
 
@@ -57,7 +57,7 @@ def train(device: torch.device, fsdp: dict[str, Any], peak: PeakMemory, path: Pa
     with peak("load"):
         model = ModelConfig(path=str(path), enable_gradient_checkpointing=False)
         policy = built_once(partial(load_policy, model), prepare=lambda: None)
-        engine = TrainEngine(policy, fsdp=FSDPConfig(dtype="float32", **fsdp), optim=OptimConfig(), device=device)
+        engine = FSDPEngine(policy, fsdp=FSDPConfig(dtype="float32", **fsdp), optim=OptimConfig(), device=device)
     ids, lengths, gradients = torch.arange(32)[None] + 5, torch.tensor([32]), 0.0
     batch = Batch({"prompts": ids, "prompt_lengths": lengths, "responses": ids, "response_lengths": lengths})
     for number in range(2):
@@ -111,7 +111,7 @@ def main() -> None:
         [
             "torch.distributed.tensor",
             "transformers.models.qwen2.modeling_qwen2",
-            "valor.engines.fsdp",
+            "valor.engines.fsdp.engine",
         ]
     )
     lines = [

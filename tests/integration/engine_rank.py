@@ -18,8 +18,7 @@ from valor import algorithms
 from valor.config.engine import FSDPConfig, OptimConfig
 from valor.data.balance import partition_rows
 from valor.data.batch import Batch
-from valor.engines import distributed
-from valor.engines.fsdp import TrainEngine
+from valor.engines.fsdp.engine import FSDPEngine
 from valor.models.policy import PolicyModel
 from valor.models.value import ValueModel
 
@@ -106,7 +105,7 @@ def value_loss(outputs: dict[str, torch.Tensor], rows: Batch) -> tuple[torch.Ten
     return loss, {"loss": loss.detach(), "rows": float(len(rows))}
 
 
-def build(case: Case) -> TrainEngine:
+def build(case: Case) -> FSDPEngine:
     torch.manual_seed(0)
     if case.role == "critic":
         hf: Any = Qwen2ForTokenClassification(Qwen2Config(**SIZES, num_labels=1))
@@ -119,7 +118,7 @@ def build(case: Case) -> TrainEngine:
     assert model.packed == case.packed
     fsdp = FSDPConfig(**{"dtype": "float32", **case.fsdp})
     optim = OptimConfig(lr=1e-2)
-    return TrainEngine(model, fsdp=fsdp, optim=optim, device=CPU, total_steps=9, sequence_parallel=case.shared)
+    return FSDPEngine(model, fsdp=fsdp, optim=optim, device=CPU, total_steps=9, sequence_parallel=case.shared)
 
 
 def run_case(case: Case, out: Path) -> None:
@@ -179,7 +178,7 @@ def run_checkpoint(out: Path) -> None:
             save_file(tensors, out / f"{name}.state")
 
 
-def whole_state(engine: TrainEngine) -> dict[str, torch.Tensor]:
+def whole_state(engine: FSDPEngine) -> dict[str, torch.Tensor]:
     """Weights and the optimizer's moments, gathered."""
     assert engine.optimizer is not None
     tensors = dict(engine.module.named_parameters())
@@ -188,14 +187,11 @@ def whole_state(engine: TrainEngine) -> dict[str, torch.Tensor]:
     return {name: t.full_tensor().detach().clone() for name, t in tensors.items() if isinstance(t, DTensor)}
 
 
-def run_rank(rank: int, world: int, port: int, out: str, cases: list[Case], models: str) -> None:
-    """All cases, and the loading of `models`, on one rank of a gloo group."""
-    torch.set_num_threads(1)
-    distributed.init_process_group("cpu", rank=rank, world_size=world, address="127.0.0.1", port=port)
-    Path(out).mkdir(exist_ok=True)
+def run_all(out: Path, cases: list[Case], models: Path) -> None:
+    """All cases, and the loading of `models`, on this rank; its files go to `out`."""
+    out.mkdir(exist_ok=True)
     dist.barrier()
     for case in cases:
-        run_case(case, Path(out))
-    run_loading(Path(models), Path(out))
-    run_checkpoint(Path(out))
-    distributed.destroy_process_group()
+        run_case(case, out)
+    run_loading(models, out)
+    run_checkpoint(out)

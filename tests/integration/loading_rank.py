@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from valor.config.engine import FSDPConfig
 from valor.config.model import CriticModelConfig, ModelConfig
-from valor.engines.fsdp import TrainEngine
-from valor.engines.loading import built_once
+from valor.engines.fsdp.engine import FSDPEngine
+from valor.engines.fsdp.loading import built_once
 from valor.errors import UserError
 from valor.models.load import load_policy, load_sequence_classifier, load_value_model
 from valor.models.reward import RewardModel
@@ -68,7 +68,7 @@ def run_loading(root: Path, out: Path) -> None:
         meta = {p.is_meta for p in module.parameters()}
         facts = (module.hf.config, getattr(module, "packed", 0), getattr(module, "logit_map", 0))
         adapters = getattr(module.hf, "adapter_record", None)
-        engine = TrainEngine(module, fsdp=FSDPConfig(dtype="float32", **fsdp), optim=None, device=torch.device("cpu"))
+        engine = FSDPEngine(module, fsdp=FSDPConfig(dtype="float32", **fsdp), optim=None, device=torch.device("cpu"))
         with engine.unsharded(), torch.no_grad():
             outputs = module({key: value.clone() for key, value in rows.items()})
         weights = engine.state_dict()

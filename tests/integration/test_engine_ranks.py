@@ -2,13 +2,12 @@
 
 import json
 import math
-import socket
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+import torch.distributed as dist
+from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForTokenClassification
@@ -16,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForTokenClassif
 from valor.config.engine import FSDPConfig, OptimConfig
 from valor.data.batch import Batch
 from valor.engines import distributed
-from valor.engines.fsdp import TrainEngine
+from valor.engines.fsdp.engine import FSDPEngine
 from valor.models.policy import PolicyModel
 from valor.models.value import ValueModel
 
@@ -35,23 +34,23 @@ SIZES = {
 SHARES = ([0, 2, 3, 5, 6], [1, 4])
 
 
-def build(seed: int = 0, frozen: bool = False, **fsdp) -> TrainEngine:
+def build(seed: int = 0, frozen: bool = False, **fsdp) -> FSDPEngine:
     """An engine whose sizes do not divide by two: 61 vocabulary rows, 3 layers."""
     torch.manual_seed(seed)
     config = Qwen2Config(**SIZES, tie_word_embeddings=True)
     optim = None if frozen else OptimConfig(lr=1e-2, lr_warmup_steps=2, clip_grad=0.05)
     policy = PolicyModel(AutoModelForCausalLM.from_config(config))
-    return TrainEngine(
+    return FSDPEngine(
         policy, fsdp=FSDPConfig(**{"dtype": "float32", **fsdp}), optim=optim, device=torch.device("cpu"), total_steps=9
     )
 
 
-def build_critic(seed: int = 0) -> TrainEngine:
+def build_critic(seed: int = 0) -> FSDPEngine:
     """Its head has one row, so one of two ranks holds none of it."""
     torch.manual_seed(seed)
     config = Qwen2Config(**SIZES, num_labels=1)
     value = ValueModel(Qwen2ForTokenClassification(config))
-    return TrainEngine(value, fsdp=FSDPConfig(), optim=OptimConfig(lr=1e-2), device=torch.device("cpu"), total_steps=9)
+    return FSDPEngine(value, fsdp=FSDPConfig(), optim=OptimConfig(lr=1e-2), device=torch.device("cpu"), total_steps=9)
 
 
 def value_loss(outputs, micro):
@@ -80,7 +79,7 @@ def loss_fn(outputs, micro):
     return loss, {"loss": loss.detach(), "rows": float(len(micro))}
 
 
-def step(engine: TrainEngine, share: Batch) -> dict:
+def step(engine: FSDPEngine, share: Batch) -> dict:
     metrics = engine.forward_backward(share, loss_fn, max_tokens=14, temperature=0.8)
     return {**metrics, **engine.optimizer_step()}
 
@@ -92,24 +91,20 @@ def kl_loss_fn(outputs, micro):
 def kl_gradients(share: Batch) -> tuple[float, dict[str, torch.Tensor]]:
     """Of the exact KL to a reference that is sharded as the policy is."""
     engine, reference = build(), build(seed=4, frozen=True)
-    with reference.lent() as other:
-        metrics = engine.forward_backward(
-            share, kl_loss_fn, max_tokens=14, temperature=0.8, reference=partial(other, as_reference=True)
-        )
+    with reference.reference() as other:
+        metrics = engine.forward_backward(share, kl_loss_fn, max_tokens=14, temperature=0.8, reference=other)
     grads = {n: p.grad.full_tensor() for n, p in engine.module.named_parameters()}
     assert all(p.grad is None and isinstance(p, DTensor) for p in reference.module.parameters())
     return metrics.get("kl", 0.0), grads
 
 
-def value_step(engine: TrainEngine, share: Batch) -> dict:
+def value_step(engine: FSDPEngine, share: Batch) -> dict:
     return {**engine.forward_backward(share, value_loss, max_tokens=14), **engine.optimizer_step()}
 
 
-def run_rank(rank: int, world: int, port: int, root: str) -> None:
-    """Everything the tests ask of one rank of two, left as files under `root`."""
-    torch.set_num_threads(1)
-    distributed.init_process_group("cpu", rank=rank, world_size=world, address="127.0.0.1", port=port)
-    out, batch = Path(root), whole_batch()
+def run_rank(out: Path) -> None:
+    """Everything the tests ask of one rank of two, left as files under `out`."""
+    rank, batch = dist.get_rank(), whole_batch()
     share = batch.take(SHARES[rank])
     log: dict = {}
 
@@ -170,15 +165,14 @@ def run_rank(rank: int, world: int, port: int, root: str) -> None:
             log["generation"] = (cached - reference.hf(input_ids=ids).logits[:, -1]).abs().max().item()
         save_file(grads, out / "grads.safetensors")
         save_file(kl_grads, out / "kl_grads.safetensors")
-    again.export_hf(out / "hf")
+    again.export(out / "hf")
     frozen = build(frozen=True, forward_prefetch=True, reshard_after_forward=False)
     log["frozen"] = list(frozen.forward(everything_on_one)["log_probs"].shape)
     (out / f"log_{rank}.json").write_text(json.dumps(log))
-    distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
+def root(forks, tmp_path_factory):
     """One run of two ranks for all tests, given a checkpoint of one rank; this process is a group of one."""
     path = tmp_path_factory.mktemp("ranks")
     distributed.init_process_group("cpu")
@@ -186,10 +180,7 @@ def root(tmp_path_factory):
     for _ in range(3):
         step(single, whole_batch())
     single.save(path / "from_one")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(run_rank, args=(2, port, str(path)), nprocs=2)  # type: ignore[attr-defined]
+    run_ranks(forks, path, 2, run_rank, path)
     yield path
     distributed.destroy_process_group()
 
@@ -293,6 +284,7 @@ def test_each_rank_writes_its_own_file(root):
     names = sorted(p.name for p in (root / "from_two").iterdir())
     assert names == [
         "engine.json",
+        "huggingface",
         "shard-00000.safetensors",
         "shard-00001.safetensors",
     ]

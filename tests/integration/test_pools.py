@@ -3,45 +3,37 @@
 import json
 
 import pytest
-import torch
 from runs import assert_same_run, read_metrics
 
 from valor.config import load
 from valor.controller import resolve_placement
 from valor.errors import UserError
 from valor.trainer.main_ppo import main
-from valor.trainer.side_by_side import side_by_side
 
 ROLLOUT = "actor_rollout_ref.rollout"
 APART = "resource_pools={values: {roles: [critic, ref]}}"
 
 
 @pytest.mark.slow
-def test_a_critic_and_a_reference_apart_change_nothing(overrides, tmp_path, capsys):
-    shared = ["actor_rollout_ref.actor.use_kl_loss=true", "trainer.controller=ray"]
+@pytest.mark.usefixtures("cluster")
+def test_a_critic_and_a_reference_apart_change_nothing_and_are_updated_at_the_same_time(overrides, tmp_path, capsys):
+    shared = ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
     assert main(overrides(tmp_path / "together", *shared)) == 0
     capsys.readouterr()
     assert main(overrides(tmp_path / "apart", *shared, APART)) == 0
     said = capsys.readouterr().out
     assert "main" in said and "actor, rollout" in said and "critic" in said
     assert_same_run(tmp_path / "together", tmp_path / "apart")
-
-
-@pytest.mark.slow
-@pytest.mark.alone
-def test_their_updates_overlap(overrides, tmp_path):
-    run_dir = tmp_path / "apart"
-    apart = "resource_pools={values: {roles: critic}}"
-    assert main(overrides(run_dir, apart, "actor_rollout_ref.actor.ppo_mini_batch_size=2")) == 0
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()][2:]
-    for row in rows:
+    rows = [json.loads(line) for line in (tmp_path / "apart" / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 5
+    for row in rows[2:]:
         began = {role: row[f"timing_began_s/update_{role}"] for role in ("critic", "actor")}
         ended = {role: began[role] + row[f"timing_s/update_{role}"] for role in began}
         assert max(began.values()) < min(ended.values())
-    assert len(read_metrics(run_dir)) == 5
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
 def test_generation_apart_changes_nothing(overrides, tmp_path, capsys):
     """Two processes that generate; the actor's weights reach them before every step and every validation."""
     more = ["trainer.test_freq=1", "actor_rollout_ref.rollout.temperature=0.8"]
@@ -57,6 +49,7 @@ def test_generation_apart_changes_nothing(overrides, tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
 def test_adapters_reach_generation_apart_as_merged_weights(overrides, tmp_path):
     lora = ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.optim.lr=0.03", f"{ROLLOUT}.nnodes=1"]
     assert main(overrides(tmp_path / "run", *lora, "trainer.total_training_steps=3")) == 0
@@ -94,22 +87,3 @@ def test_placement_says_who_shares_what():
 def test_mistakes(arguments, line):
     with pytest.raises(UserError, match=line):
         load(["data.train_files=x", *arguments])
-
-
-def test_results_come_in_the_order_of_the_tasks():
-    class Group:
-        class placement:
-            @staticmethod
-            def pool_of(role):
-                return "main" if role == "actor" else "other"
-
-    done = []
-
-    def task(name):
-        done.append(name)
-        return torch.tensor(len(name))
-
-    tasks = [(role, lambda name=name: task(name)) for role, name in (("critic", "aaa"), ("actor", "b"), ("ref", "cc"))]
-    assert [int(r) for r in side_by_side(Group, tasks)] == [3, 1, 2]  # type: ignore[arg-type]
-    assert done.index("aaa") < done.index("cc")
-    assert side_by_side(Group, []) == []  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from valor.errors import TrainingStopped
 from valor.models.export import published_weights
 from valor.models.policy import PolicyModel
 from valor.rollout.base import Output, Request, SamplingParams
-from valor.rollout.server import ServerEngine
+from valor.rollout.server.engine import ServerEngine
 from valor.trainer.main_ppo import main
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -34,7 +34,7 @@ START_SECONDS = 600  # on a machine with a lot else to do
 # As docs/rollout.md says, and what makes it small and quick to start.
 COMMAND = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--dtype", "float32"]
 COMMAND += ["--logprobs-mode", "processed_logprobs"]
-COMMAND += ["--worker-extension-cls", "valor.rollout.server_weights.WeightReceiver"]
+COMMAND += ["--worker-extension-cls", "valor.rollout.server.receiver.WeightReceiver"]
 COMMAND += ["--enforce-eager", "--block-size", "32", "--max-model-len", "128", "--kv-cache-memory-bytes", "33554432"]
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
 ENVIRONMENT |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}

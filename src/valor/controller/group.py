@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -16,6 +17,9 @@ from valor.workers.dispatch import dispatch_of
 from valor.workers.host import HOST, RoleSpec
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+Sink = Callable[[Any], None]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class WorkerGroup(ABC):
@@ -32,8 +36,12 @@ class WorkerGroup(ABC):
         return role in self.specs
 
     @abstractmethod
-    def run(self, role: str, method: str, calls: list[Call]) -> list[Any]:
-        """Run `method` on every rank, rank i with `calls[i]`; results in rank order. Errors of a rank are raised."""
+    def run(self, role: str, method: str, calls: list[Call], sink: Sink | None = None) -> list[Any]:
+        """Run `method` on every rank, rank i with `calls[i]`; results in rank order. Errors of a rank are raised.
+
+        With a `sink` the method gets a keyword argument `sink`, and what it puts there on any rank arrives here one
+        by one, in the calling thread, before `run` returns.
+        """
 
     def peak_memory(self) -> dict[str, float]:
         """GiB that the fullest rank held in each kind of call since the last time, as metrics."""
@@ -53,12 +61,23 @@ class Pools:
     def __init__(self, placement: Placement, groups: dict[str, WorkerGroup]) -> None:
         self.placement = placement
         self._groups = groups
+        # One thread a pool: what is submitted to a pool runs in order, and beside what other pools do.
+        self._threads = {name: ThreadPoolExecutor(1, thread_name_prefix=name) for name in groups if len(groups) > 1}
 
     def __getitem__(self, role: str) -> RoleHandle:
         return self._groups[self.placement.pool_of(role)][role]
 
     def __contains__(self, role: str) -> bool:
         return any(role in group for group in self._groups.values())
+
+    def submit(self, role: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Start `function`, which calls `role`, in that role's pool. With one pool it has run when this returns."""
+        pool = self.placement.pool_of(role)
+        if pool in self._threads:
+            return self._threads[pool].submit(function, *args, **kwargs)
+        done: Future[T] = Future()
+        done.set_result(function(*args, **kwargs))
+        return done
 
     @property
     def roles(self) -> list[str]:
@@ -71,12 +90,17 @@ class Pools:
 
     def close(self) -> None:
         """End all processes; the first pool, which may have started Ray, goes last."""
+        for threads in self._threads.values():
+            threads.shutdown(wait=False, cancel_futures=True)  # what still runs ends with its processes
         for group in reversed(self._groups.values()):
             group.close()
 
 
 class RoleHandle:
-    """A role as the trainer calls it: methods take and return whole batches, whoever computes them."""
+    """A role as the trainer calls it: methods take and return whole batches, whoever computes them.
+
+    A `sink` argument receives what the method reports while it runs (`WorkerGroup.run`).
+    """
 
     def __init__(self, group: WorkerGroup, role: str, cls: type) -> None:
         self._group, self._role, self._cls = group, role, cls
@@ -90,13 +114,15 @@ class RoleHandle:
     def _call_all(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return self._group.run(self._role, method, [(args, kwargs)] * self._group.pool.world_size)[0]
 
-    def _call_dp(self, method: str, keep_together: str | None, batch: Batch, *args: Any, **kwargs: Any) -> Any:
+    def _call_dp(
+        self, method: str, keep_together: str | None, batch: Batch, *args: Any, sink: Sink | None = None, **kwargs: Any
+    ) -> Any:
         world_size = self._group.pool.world_size
         if world_size == 1:
-            return self._group.run(self._role, method, [((batch, *args), kwargs)])[0]
+            return self._group.run(self._role, method, [((batch, *args), kwargs)], sink)[0]
         parts = split_rows(batch, world_size, keep_together)
         shards = batch.split(parts)
-        results = self._group.run(self._role, method, [((shard, *args), kwargs) for shard in shards])
+        results = self._group.run(self._role, method, [((shard, *args), kwargs) for shard in shards], sink)
         if not isinstance(results[0], Batch):
             return results[0]
         order = torch.tensor([i for part in parts for i in part])

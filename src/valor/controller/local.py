@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from valor.controller.group import Call, WorkerGroup
+from valor.controller.group import Call, Sink, WorkerGroup
 from valor.controller.placement import ResourcePool
 from valor.workers.host import RoleSpec, WorkerHost
 
@@ -19,9 +19,9 @@ class LocalGroup(WorkerGroup):
         self._host.connect()
         self._host.build(specs)
 
-    def run(self, role: str, method: str, calls: list[Call]) -> list[Any]:
+    def run(self, role: str, method: str, calls: list[Call], sink: Sink | None = None) -> list[Any]:
         ((args, kwargs),) = calls
-        return [self._host.call(role, method, *args, **kwargs)]
+        return [self._host.call(role, method, *args, **kwargs, **({} if sink is None else {"sink": sink}))]
 
     def close(self) -> None:
         self._host.close()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import socket
 import time
+from collections import deque
 from typing import Any
 
 import psutil
@@ -14,10 +16,9 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from valor.controller.group import Call, WorkerGroup
+from valor.controller.group import Call, Sink, WorkerGroup
 from valor.controller.placement import ResourcePool, available_cores
 from valor.errors import TrainingStopped, UserError
-from valor.rollout.finished import Finished, Kept, hear_finished, tell_finished
 from valor.tracking.progress import Latest, Progress, add_listener, relay
 from valor.workers.host import RoleSpec, WorkerHost
 
@@ -27,13 +28,13 @@ _DEATH_SECONDS = 30.0  # in which Ray notices that a node is gone
 
 
 class _RayHost:
-    """A WorkerHost in a Ray process; progress is asked for on a second thread while a call runs."""
+    """A WorkerHost in a Ray process. On a second thread the driver polls it while a call runs: for the progress of the
+    call, and for what the call has put into its sink since the last time."""
 
     def __init__(self, rank: int, pool: ResourcePool) -> None:
         self._progress = Latest()
         add_listener(self._progress)
-        self._finished = Kept()
-        hear_finished(self._finished)
+        self._reported: dict[int, deque[Any]] = {}  # by the number of the call
         self._host = WorkerHost(rank, pool.world_size, pool.device, pool.num_threads)
 
     def address(self) -> tuple[str, int]:
@@ -51,17 +52,26 @@ class _RayHost:
     def build(self, specs: dict[str, RoleSpec]) -> None:
         self._host.build(specs)
 
-    def call(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(
+        self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], number: int | None = None
+    ) -> Any:
+        """`number`: of a call that has a sink."""
         self._progress.reset()
-        self._finished.take()
+        if number is not None:
+            kwargs = {**kwargs, "sink": self._reported.setdefault(number, deque()).append}
         return self._host.call(role, method, *args, **kwargs)
 
     def close(self) -> None:
         self._host.close()
 
-    @ray.method(concurrency_group="watch")
-    def watch(self) -> tuple[Progress | None, list[Finished]]:
-        return self._progress.get(), self._finished.take()
+    @ray.method(concurrency_group="poll")
+    def poll(self, number: int | None, last: bool = False) -> tuple[Progress | None, list[Any]]:
+        """Progress, and what call `number` has reported since the last time. `last`: the call has ended."""
+        reported = self._reported.get(number, deque()) if number is not None else deque()
+        items = [reported.popleft() for _ in range(len(reported))]
+        if last and number is not None:
+            self._reported.pop(number, None)
+        return self._progress.get(), items
 
 
 class RayGroup(WorkerGroup):
@@ -73,6 +83,7 @@ class RayGroup(WorkerGroup):
         self._actors: list[Any] = []
         self._nodes: list[str] = []  # each rank's
         self._placement: PlacementGroup | None = None
+        self._numbers = itertools.count()  # of calls with a sink
         if self._owns_ray:
             _start_ray(pool, ray_init)
         try:
@@ -98,7 +109,7 @@ class RayGroup(WorkerGroup):
                 f"Ray could not place {pool} within {_PLACEMENT_SECONDS:.0f} s: it has {ray.available_resources()}"
             )
         bundles = self._bundles()
-        actor_class: Any = ray.remote(concurrency_groups={"watch": 1})(_RayHost)  # type: ignore[call-overload]
+        actor_class: Any = ray.remote(concurrency_groups={"poll": 1})(_RayHost)  # type: ignore[call-overload]
         self._actors = [
             actor_class.options(
                 num_cpus=cpus,
@@ -118,13 +129,15 @@ class RayGroup(WorkerGroup):
         here = ray.get_runtime_context().get_node_id()
         return sorted(node_of, key=lambda i: (node_of[i] != here, address[node_of[i]], i))
 
-    def run(self, role: str, method: str, calls: list[Call]) -> list[Any]:
+    def run(self, role: str, method: str, calls: list[Call], sink: Sink | None = None) -> list[Any]:
         # The same arguments for every rank are stored once and shared.
         if len(calls) > 1 and all(c is calls[0] for c in calls):
             args, kwargs = calls[0]
             refs = [ray.put(args), ray.put(kwargs)]
             return self._get([a.call.remote(role, method, *refs) for a in self._actors])
-        return self._get([a.call.remote(role, method, *c) for a, c in zip(self._actors, calls, strict=True)])
+        number = None if sink is None else next(self._numbers)
+        started = [a.call.remote(role, method, *c, number) for a, c in zip(self._actors, calls, strict=True)]
+        return self._get(started, number, sink)
 
     def close(self) -> None:
         actors, self._actors = self._actors, []
@@ -135,18 +148,20 @@ class RayGroup(WorkerGroup):
         if self._owns_ray:
             ray.shutdown()
 
-    def _get(self, refs: list[Any]) -> list[Any]:
-        """Results in order; progress is passed on while waiting; a rank's error is raised as its own type."""
+    def _get(self, refs: list[Any], number: int | None = None, sink: Sink | None = None) -> list[Any]:
+        """Results in order. While waiting, progress and what call `number` reports are passed on. A rank's error is
+        raised as its own type."""
         waiting = list(refs)
         try:
             while waiting:
                 ready, waiting = ray.wait(waiting, timeout=_POLL_SECONDS)
                 for ref in ready:
                     ray.get(ref)  # raises at once, while the other ranks may wait for the failed one
-                if waiting:
-                    seen = ray.get([a.watch.remote() for a in self._actors])
+                if waiting or sink is not None:
+                    seen = ray.get([a.poll.remote(number, last=not waiting) for a in self._actors])
                     relay([progress for progress, _ in seen])
-                    tell_finished([response for _, responses in seen for response in responses])
+                    for item in (item for _, items in seen for item in items):
+                        sink(item)  # type: ignore[misc]  # without a sink there are no items
             return ray.get(refs)
         except RayTaskError as error:
             if isinstance(error.cause, UserError | TrainingStopped):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 
 class Batch:
@@ -113,16 +114,10 @@ class Batch:
 
     # Ray moves NumPy arrays between processes without copying and torch tensors with two copies (ten times slower).
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            "tensors": {k: _to_numpy(v) for k, v in self.tensors.items()},
-            "objects": self.objects,
-            "meta": self.meta,
-        }
+        return self.__dict__ | {"tensors": {k: _to_numpy(v) for k, v in self.tensors.items()}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.tensors = {k: _from_numpy(*v) for k, v in state["tensors"].items()}
-        self.objects = state["objects"]
-        self.meta = state["meta"]
+        self.__dict__ = state | {"tensors": {k: _from_numpy(*v) for k, v in state["tensors"].items()}}
 
 
 def pad_rows(rows: Sequence[Sequence[float]], dtype: torch.dtype, width: int | None = None) -> tuple[Tensor, Tensor]:
@@ -138,14 +133,8 @@ def pad_rows(rows: Sequence[Sequence[float]], dtype: torch.dtype, width: int | N
 def _concat_padded(parts: list[Tensor]) -> Tensor:
     if parts[0].dim() < 2:
         return torch.cat(parts)
-    width = max(p.shape[1] for p in parts)
-    return torch.cat([p if p.shape[1] == width else _widen(p, width) for p in parts])
-
-
-def _widen(x: Tensor, width: int) -> Tensor:
-    out = x.new_zeros(x.shape[0], width, *x.shape[2:])
-    out[:, : x.shape[1]] = x
-    return out
+    width, later = max(p.shape[1] for p in parts), [0, 0] * (parts[0].dim() - 2)
+    return torch.cat([functional.pad(p, [*later, 0, width - p.shape[1]]) for p in parts])
 
 
 def _to_numpy(x: Tensor) -> tuple[np.ndarray, str | None]:

@@ -11,7 +11,7 @@ from typing import Any
 from valor.data.duplicates import Messages, same_text
 from valor.data.files import parse_row, write_parquet
 from valor.data.recipes.recipe import QUESTION, Example, Pair, Recipe, Record
-from valor.data.sampler import shuffled
+from valor.data.sampler import subset
 from valor.data.sources import Source, from_files, from_hub, local_files, told_splits
 from valor.errors import UserError
 
@@ -54,7 +54,12 @@ def prepare(request: Request, out: Path) -> list[str]:
         splits = _generated(request, notes)
     else:
         splits = _read(request, notes)
-        splits = {split: _drawn(rows, request) for split, rows in _held_out(request, splits).items()}
+        splits = _held_out(request, splits)
+        if request.limit == 0:
+            raise UserError("--limit 0 leaves no rows to write")
+        if request.limit is not None:
+            for split, rows in splits.items():
+                splits[split] = [rows[i] for i in subset(len(rows), request.limit, request.seed, _LIMIT_STREAM)]
     files = {out.expanduser() / f"{split}.parquet": _finished(rows, split, request) for split, rows in splits.items()}
     write_parquet(files)
     return [*(f"{path}: {len(rows)} rows" for path, rows in files.items()), *notes]
@@ -201,19 +206,12 @@ def _held_out(request: Request, splits: dict[str, list[Row]]) -> dict[str, list[
     rows = splits["train"]
     if request.test_size >= len(rows):
         raise UserError(f"--test-size {request.test_size} leaves none of {len(rows)} rows to train on")
-    chosen = set(shuffled(len(rows), request.seed, _HOLD_OUT_STREAM)[: request.test_size].tolist())
-    return {"train": [r for i, r in enumerate(rows) if i not in chosen], "test": [rows[i] for i in sorted(chosen)]}
+    test = subset(len(rows), request.test_size, request.seed, _HOLD_OUT_STREAM)
+    return {"train": [rows[i] for i in sorted({*range(len(rows))} - {*test})], "test": [rows[i] for i in test]}
 
 
 def _identity(row: Row) -> str:
     return same_text(row["prompt"]) + "\n".join((row["chosen"], row["rejected"]) if "chosen" in row else ())
-
-
-def _drawn(rows: list[Row], request: Request) -> list[Row]:
-    """`limit` rows drawn by the seed, in their order."""
-    if request.limit is None or request.limit >= len(rows):
-        return rows
-    return [rows[i] for i in sorted(shuffled(len(rows), request.seed, _LIMIT_STREAM)[: request.limit].tolist())]
 
 
 def _finished(rows: list[Row], split: str, request: Request) -> list[Row]:

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from valor.data.duplicates import repeats, same_text, shared_prompts
-from valor.data.files import OPTIONAL_COLUMNS, Columns, DataRow, parse_row, read_records, read_rows
+from valor.data.files import OPTIONAL_COLUMNS, REQUIRED_COLUMNS, DataRow, parse_row, read_records, read_rows
 from valor.data.prompts import render, token_ids
 from valor.errors import UserError
 
@@ -90,35 +90,32 @@ def check_file(
     max_prompt_length: int | None = None,
     has_grader: Callable[[str], bool] | None = None,
     test_path: str | Path | None = None,
-    columns: Columns | None = None,
-    template_kwargs: dict[str, Any] | None = None,
 ) -> DataReport:
     """Read the whole file and report columns, sources, lengths and everything that would stop or spoil a run.
 
     Without `tokenizer` nothing is rendered or measured; without `has_grader` no grader is looked for. Prompts that are
     in `test_path` as well are a problem. Never raises for bad data: what cannot be read is a finding.
     """
-    columns = columns or Columns()
     report = DataReport(str(path))
     try:
-        records = read_records(path, columns.required, OPTIONAL_COLUMNS)
-        report.columns = _column_types(Path(path).expanduser(), records)
+        records = list(read_records(path, REQUIRED_COLUMNS, OPTIONAL_COLUMNS))
     except UserError as error:
         report.problem(str(error))
         return report
     report.num_rows = len(records)
-    rows = report.rows = _parsed(records, columns, report)
+    report.columns = _column_types(Path(path).expanduser(), records)
+    rows = report.rows = _parsed(records, report)
     if not rows:
         return report
     report.data_sources = Counter(row.data_source for row in rows)
     report.sample_ground_truth = str(rows[0].ground_truth)
-    _check_truths(rows, report)
-    _check_graders(rows, has_grader, report)
-    _check_duplicates(rows, report)
+    _check_truths(report)
+    _check_graders(has_grader, report)
+    _check_duplicates(report)
     if test_path is not None:
-        _check_overlap(rows, test_path, columns, report)
+        _check_overlap(test_path, report)
     if tokenizer is not None:
-        _check_lengths(rows, tokenizer, max_prompt_length, template_kwargs, report)
+        _check_lengths(tokenizer, max_prompt_length, report)
     else:
         report.sample = "\n".join(f"{m['role']}: {m['content']}" for m in rows[0].messages)
         report.note("no tokenizer given: the chat template and prompt lengths were not checked")
@@ -136,11 +133,11 @@ def _column_types(file: Path, records: list[tuple[str, dict[str, Any]]]) -> dict
     return {name: " | ".join(sorted(kind)) for name, kind in kinds.items()}
 
 
-def _parsed(records: list[tuple[str, dict[str, Any]]], columns: Columns, report: DataReport) -> list[DataRow]:
+def _parsed(records: list[tuple[str, dict[str, Any]]], report: DataReport) -> list[DataRow]:
     rows, bad = [], []
     for where, record in records:
         try:
-            rows.append(parse_row(record, where, columns))
+            rows.append(parse_row(record, where))
         except UserError as error:
             bad.append(str(error))
     for message in bad[:NAMED_ROWS]:
@@ -150,30 +147,34 @@ def _parsed(records: list[tuple[str, dict[str, Any]]], columns: Columns, report:
     return rows
 
 
-def _check_truths(rows: list[DataRow], report: DataReport) -> None:
-    empty = [r for r in rows if r.style == "rule" and r.lacks_truth]
+def _check_truths(report: DataReport) -> None:
+    empty = [r for r in report.rows if r.style == "rule" and r.lacks_truth]
     if empty:
-        report.problem(f"empty reward_model.ground_truth, which can never score: {count(empty, rows)}", empty)
-    no_answer = [r for r in rows if r.messages[-1]["role"] == "assistant"]
-    if no_answer:
-        report.note(f"prompt ends in an assistant message, the model would begin another: {count(no_answer, rows)}")
+        report.problem(f"empty reward_model.ground_truth, which can never score: {_count(empty, report)}", empty)
+    answered = [r for r in report.rows if r.messages[-1]["role"] == "assistant"]
+    if answered:
+        report.note(f"prompt ends in an assistant message, the model would begin another: {_count(answered, report)}")
 
 
-def _check_graders(rows: list[DataRow], has_grader: Callable[[str], bool] | None, report: DataReport) -> None:
+def _check_graders(has_grader: Callable[[str], bool] | None, report: DataReport) -> None:
     if has_grader is None:
         report.note("graders were not looked for")
         return
-    for source in dict.fromkeys(r.data_source for r in rows if r.style == "rule"):
+    by_source: dict[str, list[DataRow]] = defaultdict(list)
+    for row in report.rows:
+        if row.style == "rule":
+            by_source[row.data_source].append(row)
+    for source, rows in by_source.items():
         if not has_grader(source):
-            some = [r for r in rows if r.data_source == source and r.style == "rule"]
             report.problem(
-                f"data_source '{source}' ({len(some)} rows) has no grader: rename it to one that has "
+                f"data_source '{source}' ({len(rows)} rows) has no grader: rename it to one that has "
                 "(valor rewards list), or set reward.custom_reward_function.path",
-                some,
+                rows,
             )
 
 
-def _check_duplicates(rows: list[DataRow], report: DataReport) -> None:
+def _check_duplicates(report: DataReport) -> None:
+    rows = report.rows
     repeated = [[rows[i] for i in places] for places in repeats(same_text(row.messages) for row in rows)]
     contradicting = [g for g in repeated if len({json.dumps(r.ground_truth, default=str) for r in g}) > 1]
     if contradicting:
@@ -185,16 +186,17 @@ def _check_duplicates(rows: list[DataRow], report: DataReport) -> None:
         report.note(f"{extra} of {len(rows)} rows repeat a prompt that is there already, for example {example}")
 
 
-def _check_overlap(rows: list[DataRow], test_path: str | Path, columns: Columns, report: DataReport) -> None:
+def _check_overlap(test_path: str | Path, report: DataReport) -> None:
     try:
-        test = read_rows(test_path, columns)
+        test = read_rows(test_path)
     except UserError as error:
         report.problem(str(error))
         return
-    train_prompts, train_sources, test_prompts, test_sources = (
-        [getattr(r, name) for r in some] for some in (rows, test) for name in ("messages", "data_source")
-    )
-    shared = shared_prompts(train_prompts, train_sources, test_prompts, test_sources)
+    rows = report.rows
+    shared = shared_prompts(
+        [r.messages for r in rows], [r.data_source for r in rows],
+        [r.messages for r in test], [r.data_source for r in test],
+    )  # fmt: skip
     if shared:
         examples = ", ".join(f"{place(rows[i])} = {place(test[j])}" for i, j in shared[:NAMED_ROWS])
         report.problem(
@@ -204,25 +206,19 @@ def _check_overlap(rows: list[DataRow], test_path: str | Path, columns: Columns,
         )
 
 
-def _check_lengths(
-    rows: list[DataRow],
-    tokenizer: PreTrainedTokenizerBase,
-    limit: int | None,
-    template_kwargs: dict[str, Any] | None,
-    report: DataReport,
-) -> None:
+def _check_lengths(tokenizer: PreTrainedTokenizerBase, limit: int | None, report: DataReport) -> None:
     try:
-        texts = [render(tokenizer, r.messages, template_kwargs, r.where) for r in rows]
+        texts = [render(tokenizer, r.messages, where=r.where) for r in report.rows]
     except UserError as error:
         report.problem(str(error))
         return
     report.sample = texts[0]
     lengths = np.array([len(ids) for ids in token_ids(tokenizer, texts)])
     report.prompt_tokens = {p: int(np.percentile(lengths, p, method="higher")) for p in PERCENTILES}
-    overlong = [row for row, n in zip(rows, lengths, strict=True) if limit is not None and n > limit]
+    overlong = [row for row, n in zip(report.rows, lengths, strict=True) if limit is not None and n > limit]
     if overlong:
         report.problem(
-            f"prompt over {limit} tokens: {count(overlong, rows)}; raise data.max_prompt_length, or set "
+            f"prompt over {limit} tokens: {_count(overlong, report)}; raise data.max_prompt_length, or set "
             "data.filter_overlong_prompts=true or data.truncation=left|right|middle",
             overlong,
         )
@@ -233,6 +229,6 @@ def place(row: DataRow) -> str:
     return row.where.rpartition(", ")[2]  # the file is named once, at the top
 
 
-def count(some: list[DataRow], rows: list[DataRow]) -> str:
+def _count(some: list[DataRow], report: DataReport) -> str:
     named = ", ".join(place(r) for r in some[:NAMED_ROWS])
-    return f"{len(some)} of {len(rows)} rows ({named}{', ...' if len(some) > NAMED_ROWS else ''})"
+    return f"{len(some)} of {len(report.rows)} rows ({named}{', ...' if len(some) > NAMED_ROWS else ''})"

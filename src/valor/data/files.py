@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from valor.errors import UserError
 
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".json.gz")
+REQUIRED_COLUMNS = ("prompt", "data_source", "reward_model")
 OPTIONAL_COLUMNS = ("ability", "extra_info")
 
 
@@ -52,56 +53,40 @@ class DataRow:
         }
 
 
-@dataclass(frozen=True)
-class Columns:
-    """Names of the two columns that may have another one (`data.prompt_key`, `data.reward_fn_key`)."""
+def read_rows(
+    paths: str | Path | Sequence[str | Path], prompt_key: str = "prompt", source_key: str = "data_source"
+) -> list[DataRow]:
+    """All rows of one file or several, in order. The first bad row raises a UserError that names it.
 
-    prompt: str = "prompt"
-    data_source: str = "data_source"
-
-    @property
-    def required(self) -> tuple[str, ...]:
-        return (self.prompt, self.data_source, "reward_model")
-
-
-def read_rows(paths: str | Path | Sequence[str | Path], columns: Columns | None = None) -> list[DataRow]:
-    """All rows of one file or several, in order. The first bad row raises a UserError that names it."""
-    columns = columns or Columns()
+    `prompt_key` and `source_key` name the two columns that may be called otherwise (`data.prompt_key`,
+    `data.reward_fn_key`).
+    """
     files = [paths] if isinstance(paths, str | Path) else list(paths)
     if not files:
         raise UserError("no data file given: set data.train_files to a parquet or jsonl file, or a list of them")
-    return [
-        parse_row(record, where, columns)
-        for path in files
-        for where, record in read_records(path, columns.required, OPTIONAL_COLUMNS)
-    ]
+    required = (prompt_key, source_key, "reward_model")
+    records = (one for path in files for one in read_records(path, required, OPTIONAL_COLUMNS))
+    return [parse_row(record, where, prompt_key, source_key) for where, record in records]
 
 
 def read_records(
     path: str | Path, required: Sequence[str] = (), optional: Sequence[str] | None = None
-) -> list[tuple[str, dict[str, Any]]]:
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """The file's rows as plain dictionaries, each with the words that name its place. Values are not checked.
 
-    Of a parquet file only the required and optional columns are read (`optional` None: all). Raises UserError when
-    the file is missing, empty, of an unknown kind, malformed, or lacks a required column.
+    Rows are read as they are asked for. Of a parquet file only the required and optional columns are read (`optional`
+    None: all). Raises UserError when the file is missing, empty, of an unknown kind, malformed, or lacks a required
+    column.
     """
-    records = list(iter_records(path, required, optional))
-    if not records:
-        raise UserError(f"{path}: the file holds no rows; prepare it again (valor data prepare)")
-    return records
-
-
-def iter_records(
-    path: str | Path, required: Sequence[str] = (), optional: Sequence[str] | None = None
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of `read_records` one after another, for files that are much larger than what is kept of them."""
-    file = existing_file(path)
+    file, where = existing_file(path), ""
     if file.name.endswith(".parquet"):
-        yield from _parquet_records(file, required, optional)
+        records = _parquet_records(file, required, optional)
     else:
-        for where, record in _json_records(file):
-            _require_columns(where, record, required)
-            yield where, record
+        records = _json_records(file, required)
+    for where, record in records:
+        yield where, record
+    if not where:
+        raise UserError(f"{path}: the file holds no rows; prepare it again (valor data prepare)")
 
 
 def existing_file(path: str | Path, kinds: Sequence[str] = SUFFIXES) -> Path:
@@ -120,12 +105,13 @@ def existing_file(path: str | Path, kinds: Sequence[str] = SUFFIXES) -> Path:
     return file
 
 
-def parse_row(record: Mapping[str, Any], where: str, columns: Columns | None = None) -> DataRow:
+def parse_row(
+    record: Mapping[str, Any], where: str, prompt_key: str = "prompt", source_key: str = "data_source"
+) -> DataRow:
     """One record as a DataRow. Raises UserError that says which value has the wrong type and what it should be."""
-    columns = columns or Columns()
-    source = record.get(columns.data_source)
+    source = record.get(source_key)
     if not isinstance(source, str):
-        raise UserError(f"{where}: '{columns.data_source}' must be text that names a grader, got {_kind(source)}")
+        raise UserError(f"{where}: '{source_key}' must be text that names a grader, got {_kind(source)}")
     reward_model = record.get("reward_model")
     if not isinstance(reward_model, Mapping):
         raise UserError(
@@ -137,13 +123,39 @@ def parse_row(record: Mapping[str, Any], where: str, columns: Columns | None = N
     ability = record.get("ability")
     return DataRow(
         where=where,
-        messages=_parse_messages(record.get(columns.prompt), where, columns.prompt),
+        messages=parse_messages(record.get(prompt_key), where, prompt_key),
         data_source=source,
         ground_truth=reward_model.get("ground_truth"),
         style=str(reward_model.get("style") or "rule"),
         ability=None if ability is None else str(ability),
         extra_info=dict(extra_info or {}),
     )
+
+
+def parse_messages(value: Any, where: str, name: str, text_role: str | None = None) -> list[dict[str, Any]]:
+    """The column `name` of a record as messages. Text is one message of `text_role`, where that is given.
+
+    Raises UserError when it is no list of messages with `role` and `content`.
+    """
+    if text_role is not None and isinstance(value, str):
+        value = [{"role": text_role, "content": value}]
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise UserError(
+            f"{where}: '{name}' must be a list of messages like "
+            f'[{{"role": "user", "content": "..."}}], got {_kind(value)}'
+        )
+    if not value:
+        raise UserError(f"{where}: '{name}' is an empty list; it needs at least one message")
+    messages = []
+    for i, message in enumerate(value):
+        if not isinstance(message, Mapping):
+            raise UserError(f"{where}: message {i} of '{name}' must have 'role' and 'content', got {_kind(message)}")
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise UserError(f"{where}: '{key}' of message {i} must be text, got {_kind(message.get(key))}")
+        # Parquet gives every message the union of all keys, filled with nulls that chat templates would render.
+        messages.append({k: v for k, v in message.items() if v is not None})
+    return messages
 
 
 def write_rows(path: str | Path, records: Iterable[Mapping[str, Any]]) -> int:
@@ -188,26 +200,6 @@ def _table(target: Path, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
         raise UserError(f"{target}: a column mixes types that parquet cannot hold together ({error})") from None
 
 
-def _parse_messages(prompt: Any, where: str, name: str) -> list[dict[str, Any]]:
-    if not isinstance(prompt, Sequence) or isinstance(prompt, str | bytes):
-        raise UserError(
-            f"{where}: '{name}' must be a list of messages like "
-            f'[{{"role": "user", "content": "..."}}], got {_kind(prompt)}'
-        )
-    if not prompt:
-        raise UserError(f"{where}: '{name}' is an empty list; it needs at least one message")
-    messages = []
-    for i, message in enumerate(prompt):
-        if not isinstance(message, Mapping):
-            raise UserError(f"{where}: message {i} of '{name}' must have 'role' and 'content', got {_kind(message)}")
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                raise UserError(f"{where}: '{key}' of message {i} must be text, got {_kind(message.get(key))}")
-        # Parquet gives every message the union of all keys, filled with nulls that chat templates would render.
-        messages.append({k: v for k, v in message.items() if v is not None})
-    return messages
-
-
 def _parquet_records(
     file: Path, required: Sequence[str], optional: Sequence[str] | None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -223,49 +215,42 @@ def _parquet_records(
         raise UserError(f"{file}: is not a readable parquet file ({reason}); prepare it again") from None
 
 
-def _json_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _json_records(file: Path, required: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     opener = gzip.open if file.name.endswith(".gz") else open
     try:
         with opener(file, "rt", encoding="utf-8") as stream:
-            if ".jsonl" in file.name:
-                yield from _json_lines(file, stream)
-            else:
-                yield from _json_list(file, stream.read())
+            values = _json_lines(file, stream) if ".jsonl" in file.name else _json_list(file, stream.read())
+            for where, value in values:
+                if not isinstance(value, dict):
+                    raise UserError(f"{where}: a row must be a JSON object, got {_kind(value)}")
+                _require_columns(where, value, required)
+                yield where, value
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: cannot be read ({type(error).__name__}: {error}); prepare it again") from None
 
 
-def _json_lines(file: Path, lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _json_lines(file: Path, lines: Iterable[str]) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(lines, start=1):
         if line.strip():
             where = f"{file}, line {number}"
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(f"{where}: is not JSON ({error}); every line must be one JSON object") from None
-            yield where, _object(record, where)
+            yield where, _parse_json(line, where, "every line must be one JSON object")
 
 
-def _json_list(file: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        records = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{file}: is not JSON ({error}); for one object a line, name the file .jsonl") from None
+def _json_list(file: Path, text: str) -> Iterator[tuple[str, Any]]:
+    records = _parse_json(text, str(file), "for one object a line, name the file .jsonl")
     if not isinstance(records, list):
         raise UserError(f"{file}: must hold a list of rows, got {_kind(records)}")
-    for i, record in enumerate(records):
-        where = f"{file}, row {i}"
-        yield where, _object(record, where)
+    yield from ((f"{file}, row {i}", record) for i, record in enumerate(records))
 
 
-def _object(record: Any, where: str) -> dict[str, Any]:
-    if not isinstance(record, dict):
-        raise UserError(f"{where}: a row must be a JSON object, got {_kind(record)}")
-    return record
+def _parse_json(text: str, where: str, advice: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: is not JSON ({error}); {advice}") from None
 
 
-def _require_columns(where: str, names: Iterable[str], required: Sequence[str]) -> None:
-    present = list(names)
+def _require_columns(where: str, present: Collection[str], required: Sequence[str]) -> None:
     missing = [c for c in required if c not in present]
     if missing:
         listed = ", ".join(f"'{c}'" for c in missing)

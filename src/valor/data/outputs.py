@@ -32,19 +32,16 @@ def read_outputs(path: str | Path, rows: Sequence[DataRow]) -> tuple[list[Output
     has generated (`samples/step_N.jsonl`) and verl's dumps are such files. Raises UserError when no output belongs to a
     row.
     """
-    places = {same_text(row.messages): i for i, row in enumerate(rows)}
-    bare = bare_questions([row.messages for row in rows], [row.data_source for row in rows])
-    places = {question: i for i, question in enumerate(bare)} | places
-    known: dict[str, int | None] = {}
+    find = _RowFinder(rows)
     found, lost = [], 0
     for where, record in read_records(path):
-        responses = _responses(record, where)
-        row = _row(record, where, rows, places, bare, known)
-        lost += len(responses) if row is None else 0
-        label = record.get("label")
+        responses, row = _responses(record, where), find.row(record, where)
+        if row is None:
+            lost += len(responses)
+            continue
+        label = record.get("label") if isinstance(record.get("label"), bool) else None
         score = next((record[name] for name in _SCORES if isinstance(record.get(name), int | float)), None)
-        for response in responses if row is not None else ():
-            found.append(OutputRecord(row, response, label if isinstance(label, bool) else None, score))  # type: ignore[arg-type]
+        found += [OutputRecord(row, response, label, score) for response in responses]
     if not found:
         raise UserError(
             f"{path}: none of its prompts is among the {len(rows)} rows; is it the output for another file?"
@@ -57,30 +54,35 @@ def _responses(record: Mapping[str, Any], where: str) -> list[str]:
     if name is None:
         raise UserError(f"{where}: has no response; its column must be named one of {', '.join(_RESPONSES)}")
     value = record[name]
-    return (
-        ["".join(value)] if name == "tokens" else [str(v) for v in value] if isinstance(value, list) else [str(value)]
-    )
+    if name == "tokens":
+        return ["".join(value)]
+    return [str(v) for v in value] if isinstance(value, list) else [str(value)]
 
 
-def _row(
-    record: Mapping[str, Any],
-    where: str,
-    rows: Sequence[DataRow],
-    places: Mapping[str, int],
-    bare: Sequence[str],
-    known: dict[str, int | None],
-) -> int | None:
-    number = record.get("row")
-    if isinstance(number, int):
-        if not 0 <= number < len(rows):
-            raise UserError(f"{where}: row {number} is none of the {len(rows)} rows, counted from 0")
-        return number
-    prompt = next((record[name] for name in _PROMPTS if record.get(name)), None)
-    if prompt is None:
-        raise UserError(f"{where}: says neither its 'row' nor its prompt ({', '.join(_PROMPTS)})")
-    text = normal(prompt) if isinstance(prompt, str) else same_text(prompt)
-    if text not in known:
-        # A prompt as the model saw it has the chat template around the question.
-        inside = (i for i, question in enumerate(bare) if question in text)
-        known[text] = places[text] if text in places else max(inside, key=lambda i: len(bare[i]), default=None)
-    return known[text]
+class _RowFinder:
+    """Finds the row that a record belongs to, by its number or its prompt."""
+
+    def __init__(self, rows: Sequence[DataRow]) -> None:
+        self._bare = bare_questions([row.messages for row in rows], [row.data_source for row in rows])
+        self._places = {question: i for i, question in enumerate(self._bare)}
+        self._places |= {same_text(row.messages): i for i, row in enumerate(rows)}
+        self._known: dict[str, int | None] = {}
+
+    def row(self, record: Mapping[str, Any], where: str) -> int | None:
+        """The row's number; None when its prompt is none of theirs."""
+        number = record.get("row")
+        if isinstance(number, int):
+            if not 0 <= number < len(self._bare):
+                raise UserError(f"{where}: row {number} is none of the {len(self._bare)} rows, counted from 0")
+            return number
+        prompt = next((record[name] for name in _PROMPTS if record.get(name)), None)
+        if prompt is None:
+            raise UserError(f"{where}: says neither its 'row' nor its prompt ({', '.join(_PROMPTS)})")
+        text = normal(prompt) if isinstance(prompt, str) else same_text(prompt)
+        if text in self._places:
+            return self._places[text]
+        if text not in self._known:
+            # A prompt as the model saw it has the chat template around the question.
+            inside = (i for i, question in enumerate(self._bare) if question in text)
+            self._known[text] = max(inside, key=lambda i: len(self._bare[i]), default=None)
+        return self._known[text]

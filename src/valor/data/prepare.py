@@ -66,7 +66,7 @@ def _request(args: argparse.Namespace) -> Request:
 
 
 def _known(args: argparse.Namespace) -> Recipe:
-    given = [flag for name, flag in _COLUMN_FLAGS.items() if getattr(args, name)]
+    given = [flag for flag in _COLUMN_FLAGS if getattr(args, flag[2:].replace("-", "_"))]
     if given:
         raise UserError(
             f"{given[0]} describes your own files: valor data prepare custom; {args.name} knows its columns"
@@ -150,24 +150,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--option", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="settings of a generator")
     own = parser.add_argument_group("custom: which column of your files is what (a dot goes into a dictionary)")
-    own.add_argument("--prompt-column", metavar="NAME", help="text or messages (default prompt)")
-    own.add_argument("--answer-column", metavar="NAME", help="the ground truth")
-    own.add_argument("--extra-columns", nargs="+", metavar="NAME", help="columns that the grader needs: extra_info")
+    for flag, text in _COLUMN_FLAGS.items():
+        own.add_argument(flag, metavar="NAME", nargs="+" if flag == "--extra-columns" else None, help=text)
     own.add_argument("--ability", help="the kind of task (default custom)")
-    own.add_argument("--chosen-column", metavar="NAME", help="pairs: the better answer")
-    own.add_argument("--rejected-column", metavar="NAME", help="pairs: the worse answer")
-    own.add_argument("--source-column", metavar="NAME", help="pairs: where a pair is from")
     return parser
 
 
 _COLUMN_FLAGS = {
-    "prompt_column": "--prompt-column",
-    "answer_column": "--answer-column",
-    "extra_columns": "--extra-columns",
-    "ability": "--ability",
-    "chosen_column": "--chosen-column",
-    "rejected_column": "--rejected-column",
-    "source_column": "--source-column",
+    "--prompt-column": "text or messages (default prompt)",
+    "--answer-column": "the ground truth",
+    "--extra-columns": "columns that the grader needs: extra_info",
+    "--chosen-column": "pairs: the better answer",
+    "--rejected-column": "pairs: the worse answer",
+    "--source-column": "pairs: where a pair is from",
 }
 
 

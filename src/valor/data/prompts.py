@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
-from valor.data.files import Columns, DataRow, read_rows
-from valor.data.sampler import shuffled
+from valor.data.files import DataRow, read_rows
+from valor.data.sampler import SUBSET_STREAM, VALIDATION_STREAM, shuffled, subset
 from valor.errors import UserError
 from valor.tracking.progress import report_progress
 
@@ -22,12 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Truncation = Literal["error", "left", "right", "middle"]
-
-# Rows given to the tokenizer at once: enough for its threads, few enough for live progress.
-_TOKENIZE_ROWS = 512
-# Third words of random keys; the epochs' orders have keys (seed, epoch), which is the same as a third word of 0.
-_SUBSET_STREAM, _VALIDATION_STREAM = 1, 2
+_TEXTS_AT_ONCE = 512  # given to the tokenizer: enough for its threads, few enough for live progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,24 +56,30 @@ class PromptDataset(Sequence[PromptRow]):
     ) -> None:
         paths = data.train_files if split == "train" else data.val_files
         limit = data.train_max_samples if split == "train" else data.val_max_samples
-        rows = read_rows(paths or [], Columns(data.prompt_key, data.reward_fn_key))
-        numbers = _subset(len(rows), limit, shuffle=data.shuffle, seed=data.seed)
+        rows = read_rows(paths or [], data.prompt_key, data.reward_fn_key)
+        numbers = subset(len(rows), limit, data.seed, 0, SUBSET_STREAM, shuffle=data.shuffle)
         if split == "val" and data.validation_shuffle:
-            numbers = [numbers[i] for i in shuffled(len(numbers), data.seed, 0, _VALIDATION_STREAM)]
+            numbers = [numbers[i] for i in shuffled(len(numbers), data.seed, 0, VALIDATION_STREAM)]
         self.split = split
         self.num_overlong = 0
         self._rows: list[DataRow] = []
         self._numbers: list[int] = []
         self._ids: list[array[int]] = []
         texts = (render(tokenizer, rows[n].messages, data.apply_chat_template_kwargs, rows[n].where) for n in numbers)
-        for number, ids in zip(numbers, _tokenize(tokenizer, texts, len(numbers)), strict=True):
+        for number, ids in zip(numbers, tokenized(tokenizer, texts, len(numbers)), strict=True):
             if not ids:
                 raise UserError(f"{rows[number].where}: the prompt has no tokens after the chat template")
             if len(ids) > data.max_prompt_length:
                 self.num_overlong += 1
                 if data.filter_overlong_prompts:
                     continue
-                ids = _truncate(ids, data.max_prompt_length, data.truncation, rows[number].where)
+                if data.truncation == "error":
+                    raise UserError(
+                        f"{rows[number].where}: the prompt has {len(ids)} tokens, data.max_prompt_length is "
+                        f"{data.max_prompt_length}: raise it, or set data.filter_overlong_prompts=true (leave such "
+                        "rows out) or data.truncation=left|right|middle (cut them)"
+                    )
+                ids = truncated(ids, data.max_prompt_length, data.truncation)
             self._rows.append(rows[number])
             self._numbers.append(number)
             self._ids.append(array("i", ids))  # a tenth of the memory of a list of int objects
@@ -147,30 +148,16 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[
     return tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]  # type: ignore[return-value]
 
 
-def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: Iterator[str], total: int) -> Iterator[list[int]]:
-    done = 0
-    while chunk := list(islice(texts, _TOKENIZE_ROWS)):
+def tokenized(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], total: int) -> Iterator[list[int]]:
+    """Token ids of each of `total` rendered texts, with live progress."""
+    texts, done = iter(texts), 0
+    while chunk := list(islice(texts, _TEXTS_AT_ONCE)):
         yield from token_ids(tokenizer, chunk)
         done += len(chunk)
         report_progress(done, total)
 
 
-def _truncate(ids: list[int], limit: int, side: Truncation, where: str) -> list[int]:
-    """`side` says where tokens are taken away; "middle" keeps both ends, the longer half at the end."""
-    if side == "left":
-        return ids[-limit:]
-    if side == "right":
-        return ids[:limit]
-    if side == "middle":
-        head = limit // 2
-        return ids[:head] + ids[len(ids) - (limit - head) :]
-    raise UserError(
-        f"{where}: the prompt has {len(ids)} tokens, data.max_prompt_length is {limit}: raise it, or set "
-        "data.filter_overlong_prompts=true (leave such rows out) or data.truncation=left|right|middle (cut them)"
-    )
-
-
-def _subset(num_rows: int, limit: int, *, shuffle: bool, seed: int) -> list[int]:
-    if limit <= 0 or limit >= num_rows:
-        return list(range(num_rows))
-    return sorted(shuffled(num_rows, seed, 0, _SUBSET_STREAM)[:limit].tolist()) if shuffle else list(range(limit))
+def truncated(row: list[int], limit: int, side: str) -> list[int]:
+    """`limit` entries of a longer row. `side` says where others are taken away; "middle" keeps both ends."""
+    head = {"left": 0, "right": limit, "middle": limit // 2}[side]
+    return row[:head] + row[len(row) - (limit - head) :]

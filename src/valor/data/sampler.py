@@ -1,12 +1,21 @@
-"""Which prompts a step trains on: a shuffled epoch that is a function of (seed, epoch) alone."""
+"""Which prompts a step trains on: a shuffled epoch that is a function of (seed, epoch) alone.
+
+All randomness is a function of a key, so that a resumed run draws what the undisturbed one drew.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+import torch
 
 from valor.errors import UserError
+
+# Third words of random keys (seed, 0, stream): an epoch's order has the key (seed, epoch), the same as a third word 0.
+SUBSET_STREAM, VALIDATION_STREAM = 1, 2
+# What a sampler's order depends on, and how a message calls it.
+_SETTINGS = {"num_rows": "a number of training prompts of", "seed": "data.seed", "shuffle": "data.shuffle"}
 
 
 def shuffled(num_rows: int, *key: int) -> np.ndarray:
@@ -16,6 +25,19 @@ def shuffled(num_rows: int, *key: int) -> np.ndarray:
     """
     words = np.random.Philox(np.random.SeedSequence(key)).random_raw(num_rows)
     return np.argsort(words, kind="stable")
+
+
+def subset(num_rows: int, limit: int, *key: int, shuffle: bool = True) -> list[int]:
+    """At most `limit` row numbers, ascending: drawn by `key`, or the first ones. A limit of 0 or less means all."""
+    if not 0 < limit < num_rows:
+        return list(range(num_rows))
+    return sorted(shuffled(num_rows, *key)[:limit].tolist()) if shuffle else list(range(limit))
+
+
+def keyed_generator(*key: int) -> torch.Generator:
+    """A CPU generator seeded by non-negative integers, such as (run seed, step, what it is for)."""
+    seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
+    return torch.Generator().manual_seed(seed >> 1)  # torch takes a signed number
 
 
 class PromptSampler:
@@ -71,23 +93,14 @@ class PromptSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the sampler stands, and what its order depends on. Plain numbers."""
-        return {
-            "epoch": self.epoch,
-            "position": self.position,
-            "num_rows": self.num_rows,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-        }
+        return {name: getattr(self, name) for name in ("epoch", "position", *_SETTINGS)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly where `state` was taken. Raises UserError when data, seed or shuffling have changed."""
-        for name in ("num_rows", "seed", "shuffle"):
+        for name, setting in _SETTINGS.items():
             if state[name] != getattr(self, name):
                 raise UserError(
-                    f"the checkpoint was made with {_SETTING[name]} {state[name]}, this run has {getattr(self, name)}: "
+                    f"the checkpoint was made with {setting} {state[name]}, this run has {getattr(self, name)}: "
                     "use the same data settings, or start anew with trainer.resume_mode=disable"
                 )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
-
-
-_SETTING = {"num_rows": "a number of training prompts of", "seed": "data.seed", "shuffle": "data.shuffle"}

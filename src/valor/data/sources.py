@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from valor.data.files import SUFFIXES, existing_file, iter_records
+from valor.data.files import SUFFIXES, existing_file, read_records
 from valor.data.recipes.recipe import Recipe, Record
 from valor.errors import UserError
 
@@ -127,7 +127,7 @@ def _own_data_source(recipe: Recipe, split: str, file: Path) -> str | None:
 
 def _read(file: Path, columns: Sequence[str] | None) -> Iterable[tuple[str, Record]]:
     if existing_file(file, _KINDS).suffix != ".csv":
-        return iter_records(file, (), columns)
+        return read_records(file, (), columns)
     try:
         with open(file, newline="", encoding="utf-8-sig") as stream:
             rows = list(csv.DictReader(stream))

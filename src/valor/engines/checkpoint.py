@@ -25,9 +25,10 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from valor.errors import UserError
-from valor.models.lora import adapter_record, has_adapters, is_trained
+from valor.models.lora import ADAPTER_DIR, adapter_record, has_adapters, is_trained, write_adapter_config
 
 STATE_FILE = "engine.json"
+MODEL_CONFIG_DIR = "huggingface"  # config.json of the model, and of its adapters
 FORMAT = 1
 
 
@@ -41,7 +42,10 @@ class Counters:
 
 
 def save(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None, counters: Counters) -> None:
-    """Write the state into the directory `path` (made if missing); collective, returns when all ranks are done."""
+    """Write the state into the directory `path` (made if missing); collective, returns when all ranks are done.
+
+    Of a model with adapters these and the head alone are its weights.
+    """
     path.mkdir(parents=True, exist_ok=True)
     tensors = {f"model.{name}": value for name, value in _module_tensors(module).items()}
     scalars: dict[str, dict[str, Any]] = {}
@@ -67,14 +71,18 @@ def save(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None,
             "adapters": _record(module),
         }
         (path / STATE_FILE).write_text(json.dumps(state))
+        hf = cast(Any, module).hf
+        hf.config.save_pretrained(path / MODEL_CONFIG_DIR)
+        if has_adapters(hf):
+            write_adapter_config(hf, path / MODEL_CONFIG_DIR / ADAPTER_DIR)
     dist.barrier()
 
 
 def load(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Counters:
     """Fill module and optimizer in place from `path`, whatever the world size it was written at.
 
-    A frozen engine (optimizer None) takes the weights of any checkpoint. UserError: no checkpoint there, one of another
-    model or of other adapters, or one without the state of this optimizer.
+    Without optimizer only the weights are read; one process needs no process group for it. UserError: no checkpoint
+    there, one of another model or of other adapters, or one without the state of this optimizer.
     """
     try:
         state = json.loads((path / STATE_FILE).read_text())

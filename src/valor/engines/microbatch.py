@@ -35,12 +35,6 @@ def plan_micro_batches(
     return groups
 
 
-def padding_share(lengths: Sequence[int], groups: Sequence[Sequence[int]]) -> float:
-    """The share of a plan's positions that hold padding, 0 to 1."""
-    padded = sum(len(group) * max(lengths[i] for i in group) for group in groups if group)
-    return 1.0 - sum(lengths) / padded if padded else 0.0
-
-
 @dataclass
 class TokenBudget:
     """The most tokens that a micro-batch of this rank may hold; None while memory has always sufficed."""

@@ -10,15 +10,12 @@ part there. Everything is a function of a seed; nothing is downloaded.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from valor.data.files import write_rows
+from valor.data.files import write_parquet, write_rows
 
 DATA_SOURCE = "valor/arithmetic"
 # Longest problem and longest worked answer, in tokens of the model below, special tokens included.
@@ -109,18 +106,22 @@ def make_data(
     out_dir: Path | str, seed: int = 0, *, num_val: int = 256, num_demonstrations: int = 16_000, num_sft_val: int = 256
 ) -> DataFiles:
     """Write training and validation problems (verl's columns) and the teacher's demonstrations (`messages`)."""
-    out = Path(out_dir)
     rng = random.Random(seed)
     problems = make_problems(rng)
     if not 0 < num_val < len(problems):
         raise ValueError(f"num_val must be between 1 and {len(problems) - 1}, got {num_val}")
     val, train = problems[:num_val], problems[num_val:]
-    files = DataFiles(*(out / f"{name}.parquet" for name in ("train", "val", "sft_train", "sft_val")))
+    files = data_files(out_dir)
     write_rows(files.train, [_prompt_row(p, "train", i) for i, p in enumerate(train)])
     write_rows(files.val, [_prompt_row(p, "val", i) for i, p in enumerate(val)])
-    _write_chats(files.sft_train, (demonstration(rng, *rng.choice(train)) for _ in range(num_demonstrations)))
-    _write_chats(files.sft_val, (demonstration(rng, *rng.choice(train)) for _ in range(num_sft_val)))
+    for path, count in ((files.sft_train, num_demonstrations), (files.sft_val, num_sft_val)):
+        write_parquet({path: [{"messages": demonstration(rng, *rng.choice(train))} for _ in range(count)]})
     return files
+
+
+def data_files(out_dir: Path | str) -> DataFiles:
+    """Where `make_data` writes."""
+    return DataFiles(*(Path(out_dir) / f"{name}.parquet" for name in ("train", "val", "sft_train", "sft_val")))
 
 
 def make_problems(rng: random.Random) -> list[tuple[int, int]]:
@@ -166,8 +167,3 @@ def _prompt_row(problem: tuple[int, int], split: str, index: int) -> Mapping[str
         "reward_model": {"style": "rule", "ground_truth": str(a + b)},
         "extra_info": {"split": split, "index": index, "carry": has_carry(a, b)},
     }
-
-
-def _write_chats(path: Path, chats: Iterable[Sequence[Mapping[str, str]]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table({"messages": pa.array([list(map(dict, chat)) for chat in chats])}), path)

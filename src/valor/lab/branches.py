@@ -6,20 +6,20 @@ from dataclasses import replace
 
 import torch
 
+from valor.collector.collector import Collector
+from valor.collector.prompts import PROMPT_OBJECTS, training_params
+from valor.collector.rollouts import BRANCH_STREAM
 from valor.data.batch import Batch, pad_rows
 from valor.data.sampler import shuffled
 from valor.errors import UserError
 from valor.lab.scorecard import Branches
 from valor.tracking.progress import phase
-from valor.trainer.generation import Generation
-from valor.trainer.prompts import PROMPT_OBJECTS, training_params
-from valor.trainer.rollouts import BRANCH_STREAM
 
 _CHOICE_STREAM = 4  # last word of a random key
 
 
 def draw_branches(
-    generation: Generation, rollouts: Batch, *, responses: int, positions: int, branches: int, gamma: float
+    collector: Collector, rollouts: Batch, *, responses: int, positions: int, branches: int, gamma: float
 ) -> Branches:
     """`branches` rollouts from each of `positions` states (first token to last, evenly spaced) of some responses.
 
@@ -27,7 +27,7 @@ def draw_branches(
     depend on the run's seed and the branch's number alone, and graded as a whole. UserError: responses with tokens
     that the policy did not write, as a branch has no environment to go on in.
     """
-    seed, limit = generation.config.trainer.seed, generation.rollout.response_length
+    seed, limit = collector.config.trainer.seed, collector.rollout.response_length
     lengths = rollouts["response_lengths"]
     if bool((rollouts["response_mask"].sum(1) != lengths).any()):
         raise UserError(
@@ -44,11 +44,11 @@ def draw_branches(
     objects["uid"] = [f"{row}@{token}" for row, token in points]
     states = Batch({"prompts": prompts, "prompt_lengths": prompt_lengths}, objects).repeat(branches)
     keys = torch.tensor([[seed, BRANCH_STREAM, number] for number in range(len(states))])
-    states["sample_key"] = keys
+    states["episode_key"] = keys
     # One call for all: a branch that goes on beyond the limit is cut afterwards, as its tokens do not depend on it.
-    params = replace(training_params(generation.rollout), max_tokens=limit - int(tokens.min()))
+    params = replace(training_params(collector.rollout), max_tokens=limit - int(tokens.min()))
     with phase("branches", len(states), unit="sample"):
-        drawn = generation.respond(states, params)
+        drawn = collector.answer(states, params)
     ends = [
         row[: min(int(n), limit - len(so_far[i // branches]))]
         for i, (row, n) in enumerate(zip(drawn["responses"].tolist(), drawn["response_lengths"], strict=True))
@@ -58,7 +58,7 @@ def draw_branches(
     answers["responses"], answers["response_lengths"] = whole, whole_lengths
     answers["response_mask"] = (torch.arange(whole.shape[1]) < whole_lengths[:, None]).float()
     with phase("reward", len(answers), unit="sample"):
-        scores = generation.scores(generation.inputs.with_text(answers))
+        scores = collector.scores(collector.inputs.with_text(answers))
     to_go = torch.tensor([len(end) - 1 for end in ends])
     return Branches(rows, tokens, (scores * gamma**to_go).view(len(points), branches))
 

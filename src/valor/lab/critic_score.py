@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from valor.config import CriticScoreConfig
 from valor.lab.publish import SCORECARD_FILES, fingerprint
-from valor.tracking.console import format_number, get_console
+from valor.tracking.console import get_console
 from valor.tracking.progress_console import show_progress
 from valor.trainer.command import run_command
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _start(config: CriticScoreConfig, command: str) -> int:
     from valor.lab.scorecard import scorecard
-    from valor.report.scorecard_page import render
+    from valor.report.scorecard_page import main_numbers, render
     from valor.tracking.rundir import write_atomically
 
     judged, branches = _measure(config)
@@ -66,20 +66,22 @@ def _start(config: CriticScoreConfig, command: str) -> int:
     numbers, page = (out / name for name in SCORECARD_FILES)
     write_atomically(numbers, json.dumps(card, indent=1, allow_nan=False) + "\n")
     write_atomically(page, render(card))
-    for line in (*summary(card), str(page)):
-        _say(line)
+    _say(f"{card['responses']} answers to {card['prompts']} prompts, {card['right']:.1%} right")
+    for name, value, remark in main_numbers(card):
+        _say(f"{name}: {value} ({remark})")
+    _say(str(page))
     return 0
 
 
 def _measure(config: CriticScoreConfig) -> tuple[Judged, Branches | None]:
     """Rollouts, branches if asked for, and the critic's values of the rollouts: policy and critic take turns."""
+    from valor.collector.inputs import load_policy_tokenizer
+    from valor.collector.rollouts import correct, outcomes, rollout_records, same_prompt, write_rollouts
     from valor.controller import resolve_pool, start_group
     from valor.lab.scorecard import Judged
     from valor.tracking.progress import phase
     from valor.trainer.critic_tokenizer import check_critic_tokenizer
-    from valor.trainer.inputs import load_policy_tokenizer
-    from valor.trainer.roles import role_specs
-    from valor.trainer.rollouts import correct, outcomes, rollout_records, same_prompt, write_rollouts
+    from valor.workers.roles import role_specs
 
     tokenizer = load_policy_tokenizer(config)
     check_critic_tokenizer(config, tokenizer)
@@ -105,10 +107,10 @@ def _measure(config: CriticScoreConfig) -> tuple[Judged, Branches | None]:
 
 
 def _rollouts(config: CriticScoreConfig, pool: ResourcePool, controller: str) -> tuple[Batch, Branches | None]:
+    from valor.collector.inputs import RunInputs, load_policy_tokenizer
+    from valor.collector.rollouts import SCORE_STREAM, draw_rollouts, policy_group, read_rollouts
     from valor.lab.branches import draw_branches
     from valor.rewards.manager import RewardManager
-    from valor.trainer.inputs import RunInputs, load_policy_tokenizer
-    from valor.trainer.rollouts import SCORE_STREAM, draw_rollouts, policy_group, read_rollouts
 
     score, data = config.score, config.data
     if score.rollouts:
@@ -122,12 +124,12 @@ def _rollouts(config: CriticScoreConfig, pool: ResourcePool, controller: str) ->
     as_training = config.model_copy(update={"data": data.model_copy(update={**held_out, "train_batch_size": 1})})
     inputs = RunInputs(as_training)
     try:
-        with policy_group(as_training, inputs, pool, controller, _say) as generation:
-            rollouts = draw_rollouts(generation, list(inputs.train), SCORE_STREAM, data.val_batch_size)
+        with policy_group(as_training, inputs, pool, controller, _say) as collector:
+            rollouts = draw_rollouts(collector, list(inputs.train), SCORE_STREAM, data.val_batch_size)
             if not score.mc:
                 return rollouts, None
             return rollouts, draw_branches(
-                generation,
+                collector,
                 rollouts,
                 responses=score.responses,
                 positions=score.positions,
@@ -138,32 +140,5 @@ def _rollouts(config: CriticScoreConfig, pool: ResourcePool, controller: str) ->
         inputs.close()
 
 
-def summary(card: Mapping[str, Any]) -> Iterator[str]:
-    """The scorecard in two lines, three with branches."""
-    area, threshold = card["auc"], card["threshold"]
-    yield (
-        f"{card['responses']} answers to {card['prompts']} prompts, {card['right']:.1%} right: AUC "
-        f"{_text(area['value'])} ({_text(area['low'])} to {_text(area['high'])}), accuracy {card['accuracy']:.3f} "
-        f"at V >= {_text(threshold)} (the more frequent outcome: {card['majority']:.3f})"
-    )
-    ece = card["calibration"]
-    yield (
-        f"explained variance {_text(card['explained_variance'])}, calibration error {ece['last']['ece']:.3f} at the "
-        f"last token, {ece['all']['ece']:.3f} along the response"
-    )
-    if monte_carlo := card["monte_carlo"]:
-        order = monte_carlo["agreement"]
-        yield (
-            f"against {monte_carlo['branches']} branches from each of {monte_carlo['points']} states: correlation "
-            f"{_text(monte_carlo['correlation'])} (noise leaves room for {_text(monte_carlo['noise_ceiling'])}), order "
-            f"of a response's states right in {_text(order['mean'])} of pairs ({_text(order['low'])} to "
-            f"{_text(order['high'])}; chance 0.5, p {_text(order['p'])})"
-        )
-
-
 def _say(line: str) -> None:
     get_console().print(line, markup=False)
-
-
-def _text(value: float | None) -> str:
-    return "none" if value is None else format_number(value)

@@ -6,15 +6,18 @@ import argparse
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import resources
 from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
+from jinja2 import Template
 
 from valor.config.tree import get_at
 from valor.errors import UserError
-from valor.lab.model_card import model_card
+from valor.report.scorecard_page import main_numbers
+from valor.report.skeleton import three
 
 SCORECARD_FILES = ("scorecard.json", "scorecard.html")
 CARD_FILE = "README.md"
@@ -59,9 +62,24 @@ def publish(critic: Path, out: Path, scorecard: Path | None = None) -> None:
         for name in SCORECARD_FILES:
             shutil.copy(scorecard / name, out / name)
     run = critic.parent if checkpoint else critic.parent.parent
-    facts = dict(_training(run)) if (run / "config.yaml").is_file() else {}
+    training = dict(_training(run)) if (run / "config.yaml").is_file() else {}
     config = json.loads((out / "config.json").read_text(encoding="utf-8"))
-    (out / CARD_FILE).write_text(model_card(out.resolve().name, config, facts, card), encoding="utf-8")
+    (out / CARD_FILE).write_text(model_card(out.resolve().name, config, training, card), encoding="utf-8")
+
+
+def model_card(
+    name: str, config: Mapping[str, Any], training: Mapping[str, str], scorecard: Mapping[str, Any] | None
+) -> str:
+    """Markdown: what it is, how it was trained and scored, how to use it. `config`: the model's config.json."""
+    text = resources.files("valor.lab").joinpath("model_card.md").read_text(encoding="utf-8")
+    template = Template(text, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    # transformers writes the number of labels as their names, and leaves out its default of two.
+    labels = len(config.get("id2label", "01"))
+    numbers = list(main_numbers(scorecard)) if scorecard else []
+    if scorecard:
+        half = next(one for one in scorecard["positions"] if one["at"] == 0.5)
+        numbers.append(("AUC at half of the answer", three(half["auc"]), ""))
+    return template.render(name=name, config=config, labels=labels, training=training, card=scorecard, numbers=numbers)
 
 
 def fingerprint(model: Path) -> str | None:
@@ -71,8 +89,7 @@ def fingerprint(model: Path) -> str | None:
     digest = hashlib.sha256()
     for path in sorted(model.glob("*.safetensors")):
         with path.open("rb") as file:
-            while block := file.read(2**20):
-                digest.update(block)
+            hashlib.file_digest(file, lambda: digest)
     return digest.hexdigest()
 
 

@@ -100,17 +100,12 @@ def _demo_task(out: Path) -> list[str]:
     start = out / "start" / "sft" / "seed_0" / "huggingface" / "actor"
     rest = ["trainer.critic_warmup=0", "critic.ppo_mini_batch_size=64", "trainer.report=false"]
     rest += ["trainer.log_generations=0", *_SAMPLED]
-    return [*ppo_overrides(start, _demo_files(out), out), *rest]
-
-
-def _demo_files(out: Path) -> arithmetic.DataFiles:
-    folder = out / "start" / "data"
-    return arithmetic.DataFiles(*(folder / f"{name}.parquet" for name in ("train", "val", "sft_train", "sft_val")))
+    return [*ppo_overrides(start, arithmetic.data_files(out / "start" / "data"), out), *rest]
 
 
 def _warm_start(out: Path) -> int:
     """The demo's model, its data, and its supervised training: the actor from which every arm starts."""
-    settings = sft_overrides(out / "start" / "model", _demo_files(out), out, seed=0)
+    settings = sft_overrides(out / "start" / "model", arithmetic.data_files(out / "start" / "data"), out, seed=0)
     sft = SweepConfig(
         name="warm_start",
         entry="sft",

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from valor.models.hf import quiet_transformers
 from valor.models.lora import ADAPTER_DIR, has_adapters, merged, save_adapter
 from valor.models.policy import PolicyModel
-from valor.models.quiet import quiet_transformers
 from valor.models.reward import RewardModel
 from valor.models.value import ValueModel
 

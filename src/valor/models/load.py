@@ -23,10 +23,9 @@ from transformers.dynamic_module_utils import init_hf_modules
 
 from valor.config.model import BackboneConfig, CriticModelConfig, ModelConfig
 from valor.errors import UserError
-from valor.models.dropout import disable_dropout_in_config
+from valor.models.hf import disable_dropout_in_config, quiet_transformers
 from valor.models.lora import add_adapters
 from valor.models.policy import PolicyModel
-from valor.models.quiet import quiet_transformers
 from valor.models.value import HEAD_NAMES, ValueHead, ValueModel
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from valor.models.dropout import disable_dropout
+from valor.models.hf import disable_dropout
 from valor.models.packing import enable_packing
 from valor.models.rows import CompactRows, compact_rows
 from valor.models.token_log_probs import (
@@ -23,6 +23,8 @@ from valor.models.token_log_probs import (
 
 # The same rows' next-token distributions by another policy, before they are computed; see `PolicyModel.forward`.
 Reference = Callable[[Mapping[str, Tensor]], HeadProduct | Tensor]
+
+_BLOCK_ELEMENTS = 2**24  # logits looked at together when hits are counted
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +92,32 @@ class PolicyModel(nn.Module):
         states = compact.read_by(self.hf.base_model).last_hidden_state
         head = self.hf.get_output_embeddings()
         return HeadProduct(compact.gather(states), head.weight, head.bias)
+
+
+class ImitatingPolicy(PolicyModel):
+    """A policy that can also say at which response tokens it would have made the same choice greedily."""
+
+    def __init__(self, policy: PolicyModel) -> None:
+        nn.Module.__init__(self)
+        self.hf, self.logit_map, self.packed = policy.hf, policy.logit_map, policy.packed
+
+    def forward(self, rows: Mapping[str, Tensor], *, with_hits: bool = False, **options: Any) -> dict[str, Tensor]:
+        """As PolicyModel; `with_hits` (no gradients) adds `hits` [b, T]: 1 where the token is the likeliest one."""
+        if not with_hits:
+            return super().forward(rows, **options)
+        compact = compact_rows(rows)
+        logits = self._logits(compact)
+        if isinstance(logits, HeadProduct):
+            assert self.logit_map is not None, "it is what makes logits of the product"
+            logit_map = self.logit_map
+            size = max(1, _BLOCK_ELEMENTS // len(logits.weight))
+            slices = [slice(i, i + size) for i in range(0, max(len(compact.targets), 1), size)]
+            blocks = ((logit_map.apply_(logits.rows(part).float()), compact.targets[part]) for part in slices)
+        else:
+            blocks = ((logits, compact.targets),)
+        found = [(log_probs_from_logits(x, t).log_probs, (x.argmax(-1) == t).float()) for x, t in blocks]
+        log_probs, hits = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return {"log_probs": compact.scatter(log_probs), "hits": compact.scatter(hits)}
 
 
 def find_logit_map(hf: Any) -> LogitMap | None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from valor.config.model import BackboneConfig, CriticModelConfig
 from valor.config.reward import RewardModelConfig
 from valor.errors import UserError
-from valor.models.dropout import disable_dropout
+from valor.models.hf import disable_dropout
 from valor.models.load import load_model_config, load_sequence_classifier, load_value_model
 from valor.models.value import HEAD_NAMES, ValueModel
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from valor.models.packing import Segments, packing
 from valor.models.sequence_parallel import put_together
 
-FIELDS = ("prompts", "prompt_lengths", "responses", "response_lengths")
+ROW_FIELDS = ("prompts", "prompt_lengths", "responses", "response_lengths")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from valor.algorithms import hl_gauss_value
-from valor.models.dropout import disable_dropout
+from valor.models.hf import disable_dropout
 from valor.models.packing import enable_packing
 from valor.models.rows import compact_rows
 

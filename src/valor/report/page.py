@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path, PurePath
+from statistics import median
 from typing import Any
 
 from valor.report.histograms import histogram_specs
-from valor.report.html import (
-    config_html,
-    explorer_html,
-    frame,
-    header_html,
-    panels_html,
-    run_name,
-    samples_html,
-)
 from valor.report.panels import SECTIONS, panel_specs
-from valor.report.run_data import RunData, read_run, rounded, thin
-from valor.report.skeleton import render_page
+from valor.report.run_data import RunData, Series, read_run, rounded, thin
+from valor.report.skeleton import render_page, three
 from valor.report.timing import timeline_spec, timing_spec
-from valor.tracking.rundir import write_atomically
+from valor.tracking.console import format_seconds
+from valor.tracking.rundir import METRICS_FILE, write_atomically
 
 REPORT_FILE = "report.html"
 
@@ -29,57 +25,43 @@ def build_report(run_dir: Path) -> Path:
 
     The same files give the same page, byte for byte. A metric that the run does not have leaves its picture out.
     """
-    run = read_run(run_dir)
     path = run_dir / REPORT_FILE
-    write_atomically(path, render(run))
+    write_atomically(path, _render(read_run(run_dir)))
     return path
 
 
-def render(run: RunData) -> str:
+def _render(run: RunData) -> str:
     """The page's text."""
     lines, spreads = panel_specs(run.metrics), histogram_specs(run.histograms)
-    panels, timing, timeline = [*lines, *spreads], timing_spec(run.metrics), timeline_spec(run.metrics)
-    data = {
-        "metrics": _curves(run),
-        "panels": lines,
-        "spreads": spreads,
-        "timing": timing,
-        "timeline": timeline,
-        "samples": [
-            {"step": group.step, "split": group.split, "available": group.available, "records": group.records}
-            for group in run.samples
-        ],
-    }
-    present = [
-        (section, title)
-        for section, title in SECTIONS.items()
-        if any(panel["section"] == section for panel in panels) or (section == "time" and timing)
-    ]
-    more = [("samples", "Samples")] if run.samples else []
-    more += [("metrics", "Every metric"), ("config", "Configuration")]
-    body = [
-        header_html(run, [*present, *more]),
-        "<main>",
-        *(panels_html(section, title, panels, _clock(section, timing, timeline)) for section, title in present),
-        samples_html(run) if run.samples else "",
-        explorer_html(),
-        config_html(run),
-        "</main>",
-    ]
-    return render_page(run_name(run), body, data, "report")
-
-
-def _clock(section: str, timing: Any, timeline: Any) -> list[str]:
-    """Frames of the two pictures of time, where they belong and there is something to draw."""
-    if section != "time":
-        return []
-    frames = (
-        [frame("timing", "Where a step's time goes", "Share of each phase.", wide=True, tall=True)] if timing else []
+    timing, timeline = timing_spec(run.metrics), timeline_spec(run.metrics)
+    pictures = {name: [one for one in (*lines, *spreads) if one["section"] == name] for name in SECTIONS}
+    pictures = {name: found for name, found in pictures.items() if found or (name == "time" and timing)}
+    sections = {name: SECTIONS[name] for name in pictures} | ({"samples": "Samples"} if run.samples else {})
+    heading = str(_setting(run.config, "trainer.experiment_name") or run.folder.resolve().name)
+    return render_page(
+        "report",
+        heading,
+        {
+            "metrics": _curves(run),
+            "panels": lines,
+            "spreads": spreads,
+            "timing": timing,
+            "timeline": timeline,
+            "samples": [asdict(group) for group in run.samples],
+        },
+        eyebrow=f"{_setting(run.config, 'trainer.project_name') or 'Valor'} · run report",
+        heading=heading,
+        facts=_facts(run),
+        command=run.info.get("command"),
+        tiles=_tiles(run),
+        sections=sections | {"metrics": "Every metric", "config": "Configuration"},
+        pictures=pictures,
+        timing=timing,
+        timeline=timeline,
+        samples=run.samples,
+        overrides=run.info.get("overrides"),
+        settings=list(flatten(run.config)),
     )
-    if timeline:
-        note = f"Step {timeline['step']}. Phases of roles in pools of their own overlap."
-        frames.append(frame("timeline", "A step on the clock", note, wide=True))
-    return frames
 
 
 def _curves(run: RunData) -> dict[str, Any]:
@@ -91,3 +73,94 @@ def _curves(run: RunData) -> dict[str, Any]:
         place = steps.setdefault(tuple(thinned.steps), len(steps))
         curves[key] = [place, [rounded(value) for value in thinned.values]]
     return {"steps": [list(one) for one in steps], "curves": curves}
+
+
+def _setting(config: dict[str, Any], path: str) -> Any:
+    """The value at a dotted path of the configuration; None if there is none."""
+    value: Any = config
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def flatten(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted key, value as one would type it) of every leaf."""
+    if isinstance(config, dict) and config:
+        for key, value in config.items():
+            yield from flatten(value, f"{prefix}.{key}" if prefix else str(key))
+    elif prefix:
+        yield prefix, _typed(config)
+
+
+def _typed(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{', '.join(_typed(one) for one in value)}]"
+    return str(value)
+
+
+def _facts(run: RunData) -> Iterator[str]:
+    """What the run was, in a few words each."""
+    if estimator := _setting(run.config, "algorithm.adv_estimator"):
+        yield str(estimator)
+    actor = _setting(run.config, "actor_rollout_ref.model.path")
+    if actor:
+        yield f"actor {PurePath(str(actor)).name}"
+    critic = _setting(run.config, "critic.model.path")
+    if critic and "critic/vf_loss" in run.metrics:
+        yield f"critic {PurePath(str(critic)).name}"
+    total = run.info.get("total_steps")
+    yield f"{run.last_step} of {total} steps" if total else f"{run.last_step} steps"
+    if step_seconds := run.metrics.get("timing_s/step"):
+        yield f"{format_seconds(sum(step_seconds.finite()))} of training"
+    if tokens := run.metrics.get("perf/total_num_tokens"):
+        yield f"{_short_count(sum(tokens.finite()))} tokens"
+    for key in ("device", "status"):
+        if run.info.get(key):
+            yield str(run.info[key])
+    for package, version in (run.info.get("versions") or {}).items():
+        yield f"{package} {version}"
+    written = datetime.fromtimestamp((run.folder / METRICS_FILE).stat().st_mtime, tz=UTC)
+    yield f"last record {written:%Y-%m-%d %H:%M} UTC"
+
+
+def _tiles(run: RunData) -> Iterator[tuple[str, str, str]]:
+    """(label, value, detail) of the numbers that a reader wants first."""
+    for key in sorted(run.metrics):
+        if key.startswith("val-core/") and key.rpartition("/")[2].startswith("mean@"):
+            source = key.removeprefix("val-core/").rsplit("/", 2)[0].rpartition("/")[2]
+            yield from _journey(f"Validation, {source}", run.metrics[key], best=True)
+    yield from _journey("Reward", run.first_of("critic/score/mean", "critic/rewards/mean"), window=5)
+    yield from _journey("Explained variance", run.metrics.get("critic/vf_explained_var"), window=5)
+    yield from _journey("KL to the reference", run.first_of("actor/kl_loss", "actor/reward_kl_penalty"), window=5)
+    yield from _journey("Response length", run.metrics.get("response_length/mean"), window=5)
+    if (seconds := run.metrics.get("timing_s/step")) and seconds.finite():
+        rate = run.metrics.get("perf/throughput")
+        speed = f"; {median(rate.finite()):,.0f} tok/s" if rate and rate.finite() else ""
+        yield "Seconds per step", format_seconds(median(seconds.finite())), f"median{speed}"
+
+
+def _journey(
+    label: str, series: Series | None, *, window: int = 1, best: bool = False
+) -> Iterator[tuple[str, str, str]]:
+    """Where a metric ended and where it began, each the median of `window` steps; with `best`, its highest too."""
+    numbers = series.finite() if series else []
+    if not numbers or series is None:
+        return
+    window = max(min(window, len(numbers) // 2), 1)
+    last, first = median(numbers[-window:]), median(numbers[:window])
+    detail = f"from {three(first)}" if len(numbers) > 1 else ""
+    if best and max(numbers) > last:
+        step = series.steps[series.values.index(max(numbers))]
+        detail += f"; best {three(max(numbers))} at step {step}"
+    yield label, three(last), detail
+
+
+def _short_count(count: float) -> str:
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if count >= size:
+            return f"{count / size:.3g} {letter}"
+    return f"{count:.0f}"

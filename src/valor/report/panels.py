@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from valor.report.run_data import Series
@@ -268,23 +268,8 @@ def panel_specs(metrics: Mapping[str, Series]) -> list[dict[str, Any]]:
             if key is None or (line.unless_same and any(metrics[key] == metrics[one["key"]] for one in lines)):
                 continue
             lines.append({"label": line.label, "key": key, "style": line.style, "color": line.color or place})
-        if not lines:
-            continue
-        specs.append(
-            {
-                "id": panel.id,
-                "section": panel.section,
-                "title": panel.title,
-                "note": panel.note,
-                "unit": panel.unit,
-                "log": panel.log,
-                "bounds": panel.bounds,
-                "levels": panel.levels,
-                "markers": panel.markers,
-                "smooth": panel.smooth,
-                "lines": lines,
-            }
-        )
+        if lines:
+            specs.append(asdict(panel) | {"lines": lines})
     return specs
 
 

@@ -5,48 +5,51 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-from collections.abc import Iterable
 from functools import cache
-from html import escape
 from importlib import resources
 from typing import Any
 
-# Whatever a model writes into a page can load nothing and send nothing.
-CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
+from jinja2 import Environment, FunctionLoader, StrictUndefined
+from markupsafe import Markup
 
 
-def render_page(title: str, body: Iterable[str], data: Any, name: str) -> str:
-    """The page's text: the HTML of `body`, and `data` (JSON values) for the script assets/`name`.js to draw.
+def render_page(name: str, title: str, data: Any, **parts: Any) -> str:
+    """The page's text: the template assets/`name`.html with `parts`, and `data` (JSON values) for assets/`name`.js.
 
     The script finds the data parsed as `data`, Plotly loaded, and the helpers of assets/charts.js; a stylesheet
     assets/`name`.css is added to the common one if there is one. The same arguments give the same text.
     """
-    styles = [one for one in ("report.css", f"{name}.css") if _assets().joinpath(one).is_file()]
+    styles = dict.fromkeys(["report.css", f"{name}.css"])
     script = f'unpacked.then(() => {{\n"use strict";\n{_asset("charts.js")}{_asset(f"{name}.js")}}});'
-    return "\n".join(
-        [
-            "<!doctype html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            '<meta name="color-scheme" content="light dark">',
-            f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_POLICY}">',
-            '<link rel="icon" href="data:,">',
-            f"<title>{escape(title)} · Valor</title>",
-            f"<style>{''.join(map(_asset, dict.fromkeys(styles)))}</style>",
-            "</head><body>",
-            *body,
-            f'<script type="application/json" id="run-data">{embed_json(data)}</script>',
-            f'<script type="text/plain" id="plotly">{_packed_plotly()}</script>',
-            f"<script>{_asset('unpack.js')}{script}</script>",
-            "</body></html>\n",
-        ]
-    )
+    made = {
+        "style": "".join(_asset(one) for one in styles if _assets().joinpath(one).is_file()),
+        "data": embed_json(data),
+        "plotly": _packed_plotly(),
+        "script": _asset("unpack.js") + script,
+    }
+    trusted = {part: Markup(text) for part, text in made.items()}  # all other text is escaped
+    return _templates().get_template(f"{name}.html").render(title=title, **parts, **trusted)
 
 
 def embed_json(data: Any) -> str:
     """JSON that is safe inside a script element: no text in it can end the element, open another or a comment."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))  # ASCII: U+2028 and its like are escaped already
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def three(value: float | None, sign: str = "") -> str:
+    """About three digits: `0.934`, `1.08`, `95.0`, `1,320`, `0.0012`; with `sign="+"` always a sign; else `none`."""
+    if value is None:
+        return "none"
+    if value != 0 and abs(value) < 0.01:
+        return f"{value:{sign}.2g}"
+    decimals = 3 if abs(value) < 1 else 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
+    return f"{value:{sign},.{decimals}f}"
+
+
+@cache
+def _templates() -> Environment:
+    return Environment(loader=FunctionLoader(_asset), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
 
 
 @cache

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from html import escape
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from valor.report.html import frame, three
-from valor.report.skeleton import render_page
+from valor.report.skeleton import render_page, three
 from valor.tracking.console import format_seconds
 
 SECTIONS = {"compared": "Compared", "curves": "Learning curves", "differences": "What differs", "runs": "Runs"}
@@ -15,30 +13,28 @@ SECTIONS = {"compared": "Compared", "curves": "Learning curves", "differences": 
 
 def render(results: Mapping[str, Any]) -> str:
     """The page's text, from the content of a sweep's results.json."""
-    links = "".join(f'<a href="#{anchor}">{title}</a>' for anchor, title in SECTIONS.items())
-    arms = results["arms"]
-    settings = ([arm["name"], *arm["settings"].values()] for arm in arms)
-    body = [
-        f'<header><p class="eyebrow">valor {escape(results["entry"])} · sweep</p><h1>{escape(results["name"])}</h1>'
-        f'<ul class="facts">{"".join(f"<li>{escape(fact)}</li>" for fact in _facts(results))}</ul></header>',
-        f'<nav aria-label="Sections">{links}</nav><main>',
-        _section("compared", _comparison(results)),
-        _section("curves", _curves(results)),
-        _section("differences", _table(["arm", *results["differing"]], settings)),
-        _section("runs", _table(["arm", "seed", "at the start", "at the end", "training"], _run_rows(arms))),
-        "</main>",
-    ]
-    return render_page(results["name"], body, results, "sweep")
-
-
-def _facts(results: Mapping[str, Any]) -> Iterable[str]:
     arms = results["arms"]
     finished = [one for arm in arms for one in arm["finished"].values()]
-    yield f"{len(arms)} arms"
-    yield f"seeds {', '.join(map(str, results['seeds']))}"
-    yield f"{len(finished)} of {len(arms) * len(results['seeds'])} runs finished"
-    yield f"control {results['control']}"
-    yield f"{format_seconds(sum(one['seconds'] for one in finished))} of training"
+    return render_page(
+        "sweep",
+        results["name"],
+        results,
+        eyebrow=f"valor {results['entry']} · sweep",
+        heading=results["name"],
+        facts=[
+            f"{len(arms)} arms",
+            f"seeds {', '.join(map(str, results['seeds']))}",
+            f"{len(finished)} of {len(arms) * len(results['seeds'])} runs finished",
+            f"control {results['control']}",
+            f"{format_seconds(sum(one['seconds'] for one in finished))} of training",
+        ],
+        command=None,
+        sections=SECTIONS,
+        results=results,
+        comparison=comparison(results),
+        differences=(["arm", *results["differing"]], [[arm["name"], *arm["settings"].values()] for arm in arms]),
+        runs=(["arm", "seed", "at the start", "at the end", "training"], list(_runs(results))),
+    )
 
 
 def comparison(results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -57,46 +53,12 @@ def _row(arm: Mapping[str, Any]) -> list[str]:
     return [arm["name"], str(len(arm["finished"])), *numbers, *tests, verdict]
 
 
-def _comparison(results: Mapping[str, Any]) -> str:
-    level = f"{results['level']:.0%} interval"
-    pictures = frame("last", f"At the end: {results['metric']}", f"Each seed, their mean and its {level}.")
-    note = f"By seed, their mean and its {level}; full where it differs."
-    pictures += frame("gap", f"Difference from {results['control']}", note)
-    notes = "".join(f"<li>{escape(note)}</li>" for note in results["notes"])
-    return f'<div class="grid">{pictures}</div>{_table(*comparison(results))}<ul class="notes">{notes}</ul>'
-
-
-def _curves(results: Mapping[str, Any]) -> str:
-    lead = "Mean over seeds; the band is its interval. Choose arms:"
-    frames = [
-        frame(f"curve-{place}", one["title"], one["key"] if one["key"] != results["metric"] else "", wide=place == 0)
-        for place, one in enumerate(results["curves"])
-    ]
-    return f'<p class="lead">{lead}</p><div id="arms" class="chips"></div><div class="grid">{"".join(frames)}</div>'
-
-
-def _run_rows(arms: Iterable[Mapping[str, Any]]) -> Iterable[list[str]]:
-    for arm in arms:
+def _runs(results: Mapping[str, Any]) -> Iterator[list[str]]:
+    for arm in results["arms"]:
         for seed, one in arm["finished"].items():
-            yield [arm["name"], seed, _number(one["first"]), _number(one["last"]), format_seconds(one["seconds"])]
+            yield [arm["name"], seed, three(one["first"]), three(one["last"]), format_seconds(one["seconds"])]
         for seed, error in arm["errors"].items():
             yield [arm["name"], seed, error, "", ""]
-
-
-def _section(anchor: str, content: str) -> str:
-    return f'<section id="{anchor}"><h2>{SECTIONS[anchor]}</h2>{content}</section>'
-
-
-def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table that scrolls sideways below its first column."""
-    lines = "".join(
-        f"<tr><th scope='row'>{escape(first)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in rest)}</tr>"
-        for first, *rest in rows
-    )
-    titles = "".join(f"<th scope='col'>{escape(head)}</th>" for head in heads)
-    return (
-        f'<div class="scroll"><table class="data"><thead><tr>{titles}</tr></thead><tbody>{lines}</tbody></table></div>'
-    )
 
 
 def _number(value: float | None, sign: str = "") -> str:

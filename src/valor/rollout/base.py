@@ -7,11 +7,15 @@ are the engine's business, so the same caller drives the native engine, an exter
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 FinishReason = Literal["stop", "length", "abort"]
+
+WeightMode = Literal["shared", "copied", "fixed"]
+"""shared: an engine generates with the parameters of the training engine beside it. copied: with a copy, written by
+`sync_weights`. fixed: with weights of its own, whatever the policy learns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +71,28 @@ class Request:
             raise ValueError(f"request {self.request_id!r} has an empty prompt")
 
 
+class Span(NamedTuple):
+    """Consecutive tokens that were sampled by the same weights."""
+
+    num_tokens: int
+    weights_version: int
+
+
 @dataclass(frozen=True, slots=True)
 class Output:
     """What became of one request.
 
     `log_probs[t]` is the log-probability of `token_ids[t]` under softmax(logits / temperature) before top-k/top-p
     truncation (temperature 1 when greedy): the quantity a trainer recomputes. `finish_reason`: "stop" for an
-    end-of-sequence or stop token, "length" for a limit on length, "abort" for a request that was cut off.
+    end-of-sequence or stop token, "length" for a limit on length, "abort" for a request that was cut off. `spans`: the
+    versions of the weights that sampled the tokens, in order.
     """
 
     request_id: str
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: FinishReason
+    spans: tuple[Span, ...] = ()
 
 
 OnFinish = Callable[[Output], None]
@@ -89,8 +102,11 @@ OnFinish = Callable[[Output], None]
 class RolloutEngine(Protocol):
     """A generation engine: native, or an adapter to an external one."""
 
+    weight_mode: WeightMode
+    parallel_size: int
+    """Neighbouring processes that generate together, and are given the same requests."""
     weights_version: int | None
-    """The version that `generate` uses; None: it has no weights, `sync_weights` comes first (or keeps its own)."""
+    """The version that `generate` uses; None: it has none, `sync_weights` comes first (or they are fixed)."""
     weights_checksum: int | None
     """Of all weights that an engine with a copy of its own holds (`valor.rollout.transfer.checksum`)."""
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from valor import algorithms
 from valor.config import AlgorithmConfig, PFPPOConfig
 from valor.data.batch import Batch
+from valor.data.sampler import keyed_generator
 from valor.errors import UserError
-from valor.workers.randomness import keyed_generator
 
 # What an estimator may name beyond the common inputs, where the run has it.
 _OFFERED_COLUMNS = ("old_log_probs", "sum_pi_squared", "rollout_is_weights")
@@ -24,19 +24,11 @@ FROM_THE_RUN = (*_OFFERED_COLUMNS, "component_scores", "bootstrap_mask", "bootst
 _RESAMPLING_STREAM = 1  # last word of the random key
 
 
-def place_scores(batch: Batch, scores: Tensor) -> Tensor:
-    """Outcome scores [B] as token-level scores [B, T]: each on the last token of its response."""
-    out = torch.zeros_like(batch["response_mask"])
-    last = batch["response_lengths"] - 1
-    rows = torch.nonzero(last >= 0).squeeze(1)
-    out[rows, last[rows]] = scores.to(out.dtype)[rows]
-    return out
-
-
-def estimate_advantages(batch: Batch, config: AlgorithmConfig, error_score: float = 0.0) -> tuple[Tensor, Tensor]:
+def compute_advantages(batch: Batch, config: AlgorithmConfig, error_score: float = 0.0) -> tuple[Tensor, Tensor]:
     """Advantages and returns [B, T] by `algorithm.adv_estimator`.
 
-    The estimator gets those of the batch's columns and of the section's settings that it names.
+    The estimator gets those of the batch's columns and of the section's settings that it names. `error_score`: what a
+    sample whose grader failed has in each reward component.
     """
     tensors = batch.tensors
     offered: dict[str, Any] = {name: tensors[name] for name in _OFFERED_COLUMNS if name in tensors}
@@ -81,11 +73,15 @@ def from_critic(config: AlgorithmConfig) -> bool:
     return config.reward_source == "critic" and estimator.capability.needs_critic
 
 
-def to_train_on(batch: Batch, config: AlgorithmConfig) -> Batch:
-    """The rows that critic and actor are trained on: all, but for those that `missing_reward=exclude` leaves out."""
-    if "reward_missing" not in batch or config.missing_reward != "exclude":
-        return batch
-    return batch.take(torch.nonzero(~batch["reward_missing"]).squeeze(1))
+def rows_to_train_on(batch: Batch, config: AlgorithmConfig, *key: int) -> tuple[Batch, dict[str, float]]:
+    """The rows that critic and actor learn from, with metrics: all, but for those that `missing_reward=exclude` leaves
+    out; with PF-PPO as many as before, drawn by their scores and `key` (run seed, step)."""
+    metrics: dict[str, float] = {}
+    if "reward_missing" in batch and config.missing_reward == "exclude":
+        batch = batch.take(torch.nonzero(~batch["reward_missing"]).squeeze(1))
+    if config.use_pf_ppo:
+        batch, metrics = resample(batch, config.pf_ppo, *key)
+    return batch, metrics
 
 
 def offered_settings(config: AlgorithmConfig) -> dict[str, Any]:

@@ -14,16 +14,15 @@ from transformers import (
     AutoTokenizer,
 )
 
-from valor.config import FSDPConfig
-from valor.engines import distributed
-from valor.engines.fsdp import TrainEngine
+from valor.engines import checkpoint as engine_checkpoint
+from valor.engines.checkpoint import MODEL_CONFIG_DIR
 from valor.errors import UserError
+from valor.models.export import export_hf
+from valor.models.hf import quiet_transformers
 from valor.models.lora import ADAPTER_DIR, CONFIG_FILE, inject, read_adapter_config
 from valor.models.policy import PolicyModel
-from valor.models.quiet import quiet_transformers
 from valor.models.reward import RewardModel
 from valor.models.value import ValueModel
-from valor.workers.model_role import MODEL_CONFIG_DIR
 
 TOKENIZER_DIR = "tokenizer"
 
@@ -48,13 +47,8 @@ def export_checkpoint(checkpoint: Path, out: Path, role: str) -> None:
         model = RewardModel(_empty(AutoModelForSequenceClassification, folder, config))
     else:
         model = PolicyModel(_empty(AutoModelForCausalLM, folder, config))
-    device = distributed.init_process_group("cpu")
-    try:
-        engine = TrainEngine(model, fsdp=FSDPConfig(dtype="float32"), optim=None, device=device)
-        engine.load(folder)
-        engine.export_hf(out, tokenizer=AutoTokenizer.from_pretrained(checkpoint / TOKENIZER_DIR))
-    finally:
-        distributed.destroy_process_group()
+    engine_checkpoint.load(folder, model, None)
+    export_hf(model, out, tokenizer=AutoTokenizer.from_pretrained(checkpoint / TOKENIZER_DIR))
 
 
 def _empty(auto: Any, folder: Path, config: Any) -> Any:

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from valor import algorithms
 from valor.algorithms import value_quality
-from valor.config import CriticPretrainConfig
-from valor.controller import ResourcePool, WorkerGroup, start_group
-from valor.data.batch import Batch
-from valor.data.sampler import PromptSampler, shuffled
-from valor.errors import UserError
-from valor.rewards.manager import RewardManager
-from valor.tracking.console import format_seconds
-from valor.tracking.metrics import Timer, explained_variance, fit_sums, summarize
-from valor.tracking.progress import phase, report_progress
-from valor.trainer.critic_tokenizer import check_critic_tokenizer
-from valor.trainer.critics import Critics
-from valor.trainer.diagnostics import diagnostics
-from valor.trainer.export import TOKENIZER_DIR
-from valor.trainer.inputs import RunInputs, load_policy_tokenizer
-from valor.trainer.recorder import RunRecorder
-from valor.trainer.roles import role_specs
-from valor.trainer.rollouts import (
+from valor.collector.inputs import RunInputs, load_policy_tokenizer
+from valor.collector.rollouts import (
     PRETRAIN_STREAM,
     correct,
     draw_rollouts,
@@ -35,67 +20,74 @@ from valor.trainer.rollouts import (
     same_prompt,
     write_rollouts,
 )
-from valor.trainer.signals import StopRequest
+from valor.config import CriticPretrainConfig
+from valor.controller import ResourcePool, Roles, start_group
+from valor.data.batch import Batch
+from valor.data.sampler import PromptSampler, shuffled
+from valor.errors import UserError
+from valor.rewards.manager import RewardManager
+from valor.tracking.metrics import Timer, explained_variance, fit_sums, summarize
+from valor.tracking.progress import phase
+from valor.trainer.critic_tokenizer import check_critic_tokenizer
+from valor.trainer.critics import Critics
+from valor.trainer.recorder import PPORecorder
+from valor.trainer.run import Run
+from valor.trainer.step_metrics import critic_diagnostics
 from valor.trainer.updates import Updates
+from valor.workers.roles import critic_names, role_specs
 
 ROLLOUTS_FILE = "rollouts.jsonl"
 _HOLDOUT_STREAM = 3  # last word of a random key
 
 
-class CriticPretrainer:
+class CriticPretrainRun(Run):
     """Rollouts once, then epochs of the critic's updates of PPO with returns of λ = 1: the outcome itself.
 
     A step is `data.train_batch_size` prompts with all their rollouts. After each epoch the critic is judged on prompts
     that it has not learnt from, and exported when it explains them better than ever before (as loaded: epoch 0).
     """
 
-    group: WorkerGroup
+    config: CriticPretrainConfig
+    record: PPORecorder
     critics: Critics
-    updates: Updates
 
     def __init__(self, config: CriticPretrainConfig, pool: ResourcePool, controller: str, command: str) -> None:
-        self.config = config
-        self.pool, self.controller = pool, controller
         self.inputs = None if config.pretrain.rollouts else RunInputs(config)
-        self.tokenizer = self.inputs.tokenizer if self.inputs else load_policy_tokenizer(config)
-        check_critic_tokenizer(config, self.tokenizer)
-        self.record = RunRecorder(config, self.tokenizer, command)
-        self.step = 0
+        tokenizer = self.inputs.tokenizer if self.inputs else load_policy_tokenizer(config)
+        check_critic_tokenizer(config, tokenizer)
+        super().__init__(config, tokenizer, PPORecorder(config, tokenizer, command))
+        self.pool, self.controller = pool, controller
 
-    def fit(self) -> int:
-        """Run to the last step, or to where patience ends. Returns 0, or 128 + n when signal n asked to stop."""
-        trainer, store = self.config.trainer, self.record.checkpoints
-        checkpoint = store.resume_folder(trainer.resume_mode, trainer.resume_from_path)
-        with ExitStack() as stack:
-            stop = stack.enter_context(StopRequest())
-            self._split(self._rollouts(resuming=checkpoint is not None))
-            specs = role_specs(self.config, total_steps=self.total_steps, eos_token_ids=[])
-            specs = {name: spec for name, spec in specs.items() if name.startswith("critic")}
-            ray_init = self.config.ray_kwargs.ray_init.model_dump()
-            self.group = start_group(self.pool, specs, controller=self.controller, ray_init=ray_init)
-            stack.callback(self.group.close)
-            self.updates = Updates(self.config, self.group, self.record.say)
-            self.critics = Critics(self.config, self.group, self.updates)
-            if checkpoint is not None:
-                self._resume(checkpoint)
-            stack.enter_context(self.record.opened(self.step, self.total_steps))
-            stack.enter_context(phase("training", self.total_steps, unit="step"))
-            report_progress(self.step)
-            if self.step == 0:
-                self.record.log(0, self.judge())
-            while not self.finished and stop.signum is None:
-                self.step += 1
-                metrics = self.train_step()
-                if self.step % self.steps_per_epoch == 0 or self.step == self.total_steps:
-                    metrics |= self.judge()
-                self.record.log(self.step, metrics)
-                due = trainer.save_freq > 0 and self.step % trainer.save_freq == 0
-                if self.finished or stop.signum is not None or due:
-                    self.save()
-                report_progress(self.step)
-            self._say_best()
-            self.record.finish()
-        return 0 if stop.signum is None else 128 + stop.signum
+    def start(self, stack: ExitStack, *, resuming: bool) -> Roles:
+        """The rollouts, by processes that have ended when the critic's start."""
+        self._split(self._rollouts(resuming=resuming))
+        specs = role_specs(self.config, total_steps=self.total_steps, eos_token_ids=[])
+        specs = {name: spec for name, spec in specs.items() if name in self.trained_roles}
+        ray_init = self.config.ray_kwargs.ray_init.model_dump()
+        roles = start_group(self.pool, specs, controller=self.controller, ray_init=ray_init)
+        self.critics = Critics(self.config, roles, Updates(self.config, roles, self.skips, self.record.say))
+        return roles
+
+    @property
+    def trained_roles(self) -> Sequence[str]:
+        return critic_names(self.config)
+
+    def before_steps(self) -> None:
+        """What the critic knows as it was loaded."""
+        if self.step == 0:
+            self.record.log(0, self.validate())
+
+    def after_steps(self) -> None:
+        """Which critic was exported."""
+        best = self.record.best
+        assert best is not None, "judged before the first step"
+        at = f"epoch {best['step'] / self.steps_per_epoch:.3g}" if best["step"] else "as loaded: no epoch was better"
+        folder = self.export_dir("critic")
+        self.record.say(f"best critic ({at}, held-out explained variance {best['value']:.3f}): {folder}")
+
+    def validates_now(self) -> bool:
+        """After each epoch, and after the last step."""
+        return self.step % self.steps_per_epoch == 0 or self.step == self.total_steps
 
     @property
     def finished(self) -> bool:
@@ -112,7 +104,7 @@ class CriticPretrainer:
             prompts = self.sampler.next_batch()
             batch = self.train.take([row for prompt in prompts for row in self.rows_of[prompt]])
             with timer("values"), phase("values", len(batch), unit="sample"):
-                values, metrics = self.critics.evaluate(batch)
+                values, metrics = self.critics.compute_values(batch)
             batch = batch.union(values)
             mask = batch["response_mask"]
             metrics |= {
@@ -120,21 +112,21 @@ class CriticPretrainer:
                 **summarize("critic/values", batch["values"], mask),
                 **summarize("critic/returns", batch["returns"], mask),
                 "critic/vf_explained_var": explained_variance(fit_sums(batch["values"], batch["returns"], mask)),
-                **diagnostics(batch, self.config),
+                **critic_diagnostics(batch, self.config),
             }
             with timer("update_critic"):
-                metrics |= self.critics.train(batch, self.step)
+                metrics |= self.critics.update(batch, self.step)
         tokens = int((batch["prompt_lengths"] + batch["response_lengths"]).sum())
         metrics |= timer.metrics({"values": tokens, "update_critic": tokens})
         metrics["perf/throughput"] = tokens / timer.seconds["step"] / self.pool.world_size
-        metrics |= self.group.peak_memory()
+        metrics |= self.roles.peak_memory()
         return metrics | {"training/global_step": self.step, "training/epoch": self.sampler.epoch}
 
-    def judge(self) -> dict[str, float]:
+    def validate(self) -> dict[str, float]:
         """`critic/holdout/*` on the prompts kept back: explained variance, mean |V - R|, and the AUC of the value at
         the last token against right and wrong. Exports the critic when its explained variance is the best so far."""
         with phase("held out", len(self.held), unit="sample"):
-            values = self.critics.evaluate(self.held)[0]["values"]
+            values = self.critics.compute_values(self.held)[0]["values"]
         returns, mask = self.held["returns"], self.held["response_mask"]
         fit = explained_variance(fit_sums(values, returns, mask))
         metrics = {
@@ -144,22 +136,10 @@ class CriticPretrainer:
         }
         if self.record.best is None or fit > self.record.best["value"]:
             self.record.best = {"step": self.step, "value": fit}
-            self._export()
+            self._export_quietly()
         numbers = ", ".join(f"{key.rpartition('/')[2]} {value:.3f}" for key, value in metrics.items())
         self.record.say(f"step {self.step}/{self.total_steps}, held out: {numbers}")
         return metrics
-
-    def save(self) -> None:
-        """Write a complete checkpoint of this step."""
-        state = {
-            "step": self.step,
-            "sampler": self.sampler.state_dict(),
-            "skipped_in_a_row": self.updates.skipped_in_a_row,
-        }
-        timer = Timer()
-        with timer("save"), phase("checkpoint"):
-            folder = self.record.save_checkpoint(self.step, state, self._write_roles)
-        self.record.say(f"saved {folder} in {format_seconds(timer.seconds['save'])}")
 
     def _rollouts(self, *, resuming: bool) -> Batch:
         """From the given files; else from the policy, and kept in the run's folder for a resumed run to read."""
@@ -172,9 +152,9 @@ class CriticPretrainer:
                 rewards.close()
         assert self.inputs is not None, "made where no files are given"
         try:
-            with policy_group(self.config, self.inputs, self.pool, self.controller, self.record.say) as generation:
+            with policy_group(self.config, self.inputs, self.pool, self.controller, self.record.say) as collector:
                 rows = list(self.inputs.train)
-                batch = draw_rollouts(generation, rows, PRETRAIN_STREAM, self.config.data.train_batch_size)
+                batch = draw_rollouts(collector, rows, PRETRAIN_STREAM, self.config.data.train_batch_size)
         finally:
             self.inputs.close()
         write_rollouts(kept, rollout_records(batch, batch["scores"].tolist(), 0, self.tokenizer))
@@ -214,29 +194,7 @@ class CriticPretrainer:
             f"held out; mean score {float(rollouts['scores'].mean()):.3f}"
         )
 
-    def _export(self) -> None:
-        for role in self.critics.names:
-            folder = self.record.run_dir / "huggingface" / role
-            self.group[role].export(folder)
-            self.tokenizer.save_pretrained(folder)
-
-    def _say_best(self) -> None:
-        best = self.record.best
-        assert best is not None, "judged before the first step"
-        at = f"epoch {best['step'] / self.steps_per_epoch:.3g}" if best["step"] else "as loaded: no epoch was better"
-        folder = self.record.run_dir / "huggingface" / "critic"
-        self.record.say(f"best critic ({at}, held-out explained variance {best['value']:.3f}): {folder}")
-
-    def _write_roles(self, folder: Path) -> None:
-        for role in self.critics.names:
-            self.group[role].save(folder / role)
-        self.tokenizer.save_pretrained(folder / TOKENIZER_DIR)
-
-    def _resume(self, folder: Path) -> None:
-        state = self.record.checkpoints.load_state(folder)
-        for role in self.critics.names:
-            self.group[role].load(folder / role)
-        self.step, self.record.best = state["step"], state["best"]
-        self.sampler.load_state_dict(state["sampler"])
-        self.updates.skipped_in_a_row = state["skipped_in_a_row"]
-        self.record.say(f"resumed from {folder} after step {self.step}")
+    def _export_quietly(self) -> None:
+        for role in self.trained_roles:
+            self.roles[role].export(self.export_dir(role))
+            self.tokenizer.save_pretrained(self.export_dir(role))

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from valor.collector.rollouts import rollout_records, write_rollouts
 from valor.config import PPOConfig, SupervisedConfig, dump_yaml
 from valor.data.batch import Batch
 from valor.report import build_report
@@ -18,7 +19,6 @@ from valor.tracking.loggers import RunInfo, Tracker
 from valor.tracking.progress_console import show_progress
 from valor.tracking.rundir import write_atomically, write_run_info
 from valor.trainer.checkpoints import CheckpointStore
-from valor.trainer.rollouts import rollout_records, write_rollouts
 
 _PER_TOKEN = {
     "advantages": "advantages",
@@ -26,64 +26,44 @@ _PER_TOKEN = {
     "returns": "returns",
     "log_probs": "rollout_log_probs",
 }
-
-
 _EVERYTHING = 2**62  # as a resume point: no step is later, so a validation alone takes no record away
 
 
-@contextmanager
-def recording(
-    config: PPOConfig | SupervisedConfig, loggers: Sequence[str], command: str, *, step: int, total_steps: int
-) -> Iterator[Tracker]:
-    """The folder of a run opened after `step` (0: a fresh run), with its configuration, what was typed and versions.
-
-    Inside the block the tracker writes metrics to `loggers`, and progress is shown.
-    """
-    trainer = config.trainer
-    run_dir = Path(trainer.default_local_dir).expanduser()
-    info = RunInfo(
-        run_dir=run_dir,
-        project=trainer.project_name,
-        experiment=trainer.experiment_name,
-        config=config.model_dump(mode="json"),
-        total_steps=total_steps,
-        resume_step=step or None,
-    )
-    with Tracker(loggers, info) as tracker, show_progress(get_console()):
-        write_atomically(run_dir / "config.yaml", dump_yaml(config))
-        versions = {package: version(package) for package in ("torch", "transformers", "ray")}
-        versions["python"] = platform.python_version()
-        write_run_info(run_dir, name=trainer.experiment_name, command=command, versions=versions)
-        yield tracker
-
-
 class RunRecorder:
-    """The run folder `trainer.default_local_dir`; nothing is written before `opened`."""
+    """The run folder `trainer.default_local_dir`; nothing is written before `opened`.
 
-    def __init__(self, config: PPOConfig, tokenizer: Any, command: str) -> None:
-        trainer = config.trainer
+    `loggers`: where metrics go. `best`: {"step", "value"} of the best validation so far.
+    """
+
+    def __init__(self, config: PPOConfig | SupervisedConfig, command: str, loggers: Sequence[str]) -> None:
         self.config = config
-        self.run_dir = Path(trainer.default_local_dir).expanduser()
-        self.checkpoints = CheckpointStore(self.run_dir, trainer.max_ckpt_to_keep)
-        self.best: dict[str, float] | None = None  # {"step", "value"} of the best validation so far
-        self.best_is_new = False
-        self._tokenizer = tokenizer
-        self._command = command
+        self.run_dir = Path(config.trainer.default_local_dir).expanduser()
+        self.checkpoints = CheckpointStore(self.run_dir, config.trainer.max_ckpt_to_keep)
+        self.best: dict[str, float] | None = None
+        self.best_is_new = False  # and wants a checkpoint of its own
+        self._command, self._loggers = command, loggers
         self._tracker: Tracker | None = None
         self._console = get_console()
 
     @contextmanager
     def opened(self, step: int, total_steps: int) -> Iterator[None]:
-        """Start recording after `step` (0: a fresh run); progress bars and loggers live inside the block."""
-        after = _EVERYTHING if self.config.trainer.val_only else step
-        with recording(self.config, self._loggers(), self._command, step=after, total_steps=total_steps) as tracker:
-            self._tracker = tracker
+        """Start recording after `step` (0: a fresh run): configuration, what was typed, versions; progress is shown,
+        and metrics are written, inside the block."""
+        trainer = self.config.trainer
+        info = RunInfo(
+            run_dir=self.run_dir,
+            project=trainer.project_name,
+            experiment=trainer.experiment_name,
+            config=self.config.model_dump(mode="json"),
+            total_steps=total_steps,
+            resume_step=step or None,
+        )
+        with Tracker(self._loggers, info) as self._tracker, show_progress(self._console):
+            write_atomically(self.run_dir / "config.yaml", dump_yaml(self.config))
+            versions = {package: version(package) for package in ("torch", "transformers", "ray")}
+            versions["python"] = platform.python_version()
+            write_run_info(self.run_dir, name=trainer.experiment_name, command=self._command, versions=versions)
             yield
-
-    def _loggers(self) -> list[str]:
-        """`trainer.logger`, and the jsonl file that the report is built from."""
-        names: list[str] = [*self.config.trainer.logger]
-        return [*names, "file"] if self.config.trainer.report and "file" not in names else names
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """One step's metrics and histograms to every logger."""
@@ -94,12 +74,46 @@ class RunRecorder:
         """A line on the console, above the bars."""
         self._console.print(line, markup=False)
 
+    def save_checkpoint(self, step: int, state: dict[str, Any], write_roles: Callable[[Path], None]) -> Path:
+        """A complete `global_step_N`; the best one outlives `max_ckpt_to_keep` where it is to be kept."""
+        keep = {int(self.best["step"])} if self.best and self.keeps_best else set()
+        self.best_is_new = False
+        return self.checkpoints.save(step, state | {"best": self.best}, write_roles, keep)
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the checkpoint of the best step stays."""
+        return False
+
+    def finish(self) -> None:
+        """What is written when the run has ended."""
+
+
+class PPORecorder(RunRecorder):
+    """Of runs whose policy generates: also samples, the best validation, and the report."""
+
+    config: PPOConfig
+
+    def __init__(self, config: PPOConfig, tokenizer: Any, command: str) -> None:
+        loggers = [*config.trainer.logger]
+        if config.trainer.report and "file" not in loggers:
+            loggers.append("file")  # the report is built from it
+        super().__init__(config, command, loggers)
+        self._tokenizer = tokenizer
+
+    def opened(self, step: int, total_steps: int) -> Any:
+        return super().opened(_EVERYTHING if self.config.trainer.val_only else step, total_steps)
+
+    @property
+    def keeps_best(self) -> bool:
+        return self.config.trainer.keep_best
+
     def samples(self, step: int, batch: Batch) -> None:
         """The first `trainer.log_generations` rows of a training batch, with what each token was worth."""
         rows = [self._sample(batch, i) for i in range(min(self.config.trainer.log_generations, len(batch)))]
         if rows:
             write_samples(self.run_dir, step, rows)
-        self._dump(self.config.trainer.rollout_data_dir, step, batch, batch["token_level_scores"].sum(-1).tolist())
+        self._write(self.config.trainer.rollout_data_dir, step, batch, batch["token_level_scores"].sum(-1).tolist())
 
     def validation(self, step: int, batch: Batch, scores: Sequence[float], value: float | None) -> None:
         """Samples of a validation pass, and whether `value` is the best so far."""
@@ -107,27 +121,21 @@ class RunRecorder:
         rows = [self._sample(batch, i, reward=scores[i]) for i in range(count)]
         if rows:
             write_samples(self.run_dir, step, rows, split="val")
-        self._dump(self.config.trainer.validation_data_dir, step, batch, scores)
+        self._write(self.config.trainer.validation_data_dir, step, batch, scores)
         if value is not None and (self.best is None or value > self.best["value"]):
             self.best = {"step": step, "value": value}
-            self.best_is_new = self.config.trainer.keep_best and step > 0
+            self.best_is_new = self.keeps_best and step > 0
 
-    def save_checkpoint(self, step: int, state: dict[str, Any], write_roles: Callable[[Path], None]) -> Path:
-        """A complete `global_step_N`; the best one outlives `max_ckpt_to_keep` under `trainer.keep_best`."""
-        keep = {int(self.best["step"])} if self.best and self.config.trainer.keep_best else set()
-        self.best_is_new = False
-        return self.checkpoints.save(step, state | {"best": self.best}, write_roles, keep)
+    def finish(self) -> None:
+        """report.html, from what lies in the folder."""
+        if self.config.trainer.report:
+            build_report(self.run_dir)
 
-    def finish(self) -> Path | None:
-        """Write report.html from what lies in the folder; returns its path."""
-        return build_report(self.run_dir) if self.config.trainer.report else None
-
-    def _dump(self, folder: str | None, step: int, batch: Batch, scores: Sequence[float]) -> None:
+    def _write(self, folder: str | None, step: int, batch: Batch, scores: Sequence[float]) -> None:
         """Every row of a batch as a line of JSON that `read_rollouts` can read back, when a folder is given."""
-        if folder is None:
-            return
-        file = Path(folder).expanduser() / f"{step}.jsonl"
-        write_rollouts(file, rollout_records(batch, scores, step, self._tokenizer))
+        if folder is not None:
+            file = Path(folder).expanduser() / f"{step}.jsonl"
+            write_rollouts(file, rollout_records(batch, scores, step, self._tokenizer))
 
     def _sample(self, batch: Batch, i: int, reward: float | None = None) -> Sample:
         length = int(batch["response_lengths"][i])

@@ -3,89 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torch import Tensor
-
 from valor.algorithms import bradley_terry_loss
 from valor.config import RMConfig
-from valor.data.batch import Batch
+from valor.data.preference_accuracy import as_metrics, as_table, preference_accuracy
+from valor.data.preferences import PreferenceDataset, load_preferences
 from valor.data.reward_texts import RewardTexts, longest_text
-from valor.engines.sharding import DTYPES
-from valor.models.load import load_model_config, load_sequence_classifier, load_tokenizer
-from valor.models.reward import PreferenceModel
-from valor.tracking.console import get_console
+from valor.models.load import load_model_config, load_tokenizer
 from valor.tracking.rundir import write_atomically
-from valor.trainer.preference_accuracy import as_metrics, as_table, preference_accuracy
-from valor.trainer.preferences import PreferenceDataset, load_preferences
-from valor.trainer.supervised import Samples, SupervisedTrainer
-from valor.workers.dispatch import dispatch
-from valor.workers.host import RoleSpec, WorkerContext
-from valor.workers.model_role import ROW_FIELDS, ModelRole
-from valor.workers.reduction import sum_over_ranks
+from valor.trainer.supervised import Samples, SupervisedRun
+from valor.workers.host import RoleSpec
+from valor.workers.reward_model import PreferenceWorker
 
 ROLE = "reward_model"
 ACCURACY_FILE = "accuracy.json"
 
 
-class PreferenceWorker(ModelRole):
-    """One rank of the reward model under training. `pad_token_id`: for a backbone whose config names none."""
-
-    def __init__(
-        self,
-        context: WorkerContext,
-        *,
-        config: RMConfig,
-        total_steps: int,
-        separator_id: int | None,
-        pad_token_id: int | None,
-    ) -> None:
-        fsdp, data = config.fsdp_config, config.data
-        self._center_coef = config.loss.center_coef
-        self._limits = {"max_tokens": data.max_token_len_per_gpu, "max_rows": data.micro_batch_size_per_gpu}
-        dtype = DTYPES[fsdp.model_dtype]
-
-        def load() -> PreferenceModel:
-            hf = load_sequence_classifier(config.model, dtype=dtype, new_head_seed=config.trainer.seed)
-            text_config = hf.config.get_text_config()
-            if text_config.pad_token_id is None:
-                text_config.pad_token_id = pad_token_id
-            return PreferenceModel(hf, separator_id=separator_id)
-
-        super().__init__(
-            context,
-            config.model,
-            load,
-            fsdp=fsdp,
-            optim=config.optim,
-            checkpoint=config.checkpoint,
-            total_steps=total_steps,
-        )
-
-    @dispatch("dp")
-    def update(self, batch: Batch) -> dict[str, float]:
-        """One optimizer step; `loss`, `accuracy` and `margin` (chosen - rejected) are means over all ranks' pairs."""
-        with self.on_device(optimizer=True) as engine:
-            metrics = engine.forward_backward(batch, self._loss, **self._limits)
-            return sum_over_ranks(metrics) | engine.optimizer_step()
-
-    @dispatch("dp")
-    def score(self, batch: Batch) -> Batch:
-        """`chosen` and `rejected` [B]."""
-        with self.on_device() as engine:
-            return Batch(engine.forward(batch.select(ROW_FIELDS), **self._limits))
-
-    def _loss(self, outputs: Mapping[str, Tensor], rows: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        chosen, rejected, count = outputs["chosen"], outputs["rejected"], rows.meta["num_pairs"]
-        losses = bradley_terry_loss(chosen, rejected, margin=rows["margin"], center_coef=self._center_coef)
-        loss, won = losses.sum() / count, (chosen - rejected).detach()
-        metrics = {"loss": loss.detach(), "accuracy": (won > 0).sum() / count, "margin": won.sum() / count}
-        return loss, metrics
-
-
-class RewardModelTrainer(SupervisedTrainer):
+class RewardModelRun(SupervisedRun):
     """A sequence classifier of one label learns which of two responses people prefer."""
 
     role = ROLE
@@ -119,7 +55,7 @@ class RewardModelTrainer(SupervisedTrainer):
         given = {"separator_id": self.texts.separator_id, "pad_token_id": self.tokenizer.pad_token_id}
         return RoleSpec(PreferenceWorker, {"config": self.config, "total_steps": self.total_steps, **given})
 
-    def train_step(self) -> dict[str, float]:
+    def train_step(self) -> dict[str, Any]:
         self.found = None
         return super().train_step()
 
@@ -127,7 +63,7 @@ class RewardModelTrainer(SupervisedTrainer):
         """`loss` (without centering), accuracy over all pairs and by source, and what length has to do with it."""
         assert isinstance(samples, PreferenceDataset)
         batch = samples.batch(range(len(samples)))
-        scores = self.group[ROLE].score(batch)
+        scores = self.roles[ROLE].score(batch)
         loss = bradley_terry_loss(scores["chosen"], scores["rejected"], margin=batch["margin"]).mean()
         self.found = preference_accuracy(
             scores["chosen"].tolist(),
@@ -145,9 +81,9 @@ class RewardModelTrainer(SupervisedTrainer):
             self.validate()
         if self.found is not None:
             table = as_table(self.found)
-            get_console().print(f"on {self.found['pairs']} held-out pairs:\n{table}", markup=False)
-            write_atomically(self.export_dir / ACCURACY_FILE, json.dumps(self.found, indent=2) + "\n")
-        write_atomically(self.export_dir / "README.md", self._card())
+            self.record.say(f"on {self.found['pairs']} held-out pairs:\n{table}")
+            write_atomically(self.export_dir(ROLE) / ACCURACY_FILE, json.dumps(self.found, indent=2) + "\n")
+        write_atomically(self.export_dir(ROLE) / "README.md", self._card())
 
     def _card(self) -> str:
         data, loss = self.config.data, self.config.loss

@@ -9,7 +9,7 @@ import torch
 from valor import algorithms
 from valor.config import AlgorithmConfig
 from valor.data.batch import Batch
-from valor.workers.randomness import keyed_generator
+from valor.data.sampler import keyed_generator
 
 _MASK_STREAM = 2  # last word of the random key
 
@@ -30,7 +30,7 @@ class RewardShaping:
                 control.type, kl_coef=control.kl_coef, target_kl=control.target_kl, horizon=control.horizon
             )
 
-    def shape(self, batch: Batch, step: int) -> dict[str, float]:
+    def shape_rewards(self, batch: Batch, step: int) -> dict[str, float]:
         """Adds `token_level_rewards` [B, T], and `reward_missing` [B] where rewards are taken away. Returns metrics."""
         config, mask = self.config, batch["response_mask"]
         scores = batch["token_level_scores"]

@@ -10,26 +10,21 @@ from valor.config import PPOConfig
 from valor.controller import Roles
 from valor.data.batch import Batch
 from valor.data.sampler import shuffled
-from valor.errors import TrainingStopped
+from valor.models.rows import ROW_FIELDS
 from valor.tracking.progress import part, phase
-from valor.trainer.batch_metrics import mean_of, memory_notice
 from valor.trainer.old_log_probs import WEIGHTS, OldLogProbs, corrected
-from valor.workers.model_role import ROW_FIELDS
+from valor.trainer.run import SkippedUpdates
+from valor.trainer.step_metrics import mean_over_updates, memory_notice
 
 SECTIONS = {"actor": "actor_rollout_ref.actor", "critic": "critic"}
 
 
 class Updates:
-    """Updates critic and actor on a batch that has its advantages.
+    """Updates critic and actor on a batch that has its advantages."""
 
-    `skipped_in_a_row` counts each role's optimizer steps without effect (non-finite gradients); it is part of a
-    checkpoint.
-    """
-
-    def __init__(self, config: PPOConfig, group: Roles, say: Callable[[str], None]) -> None:
-        self.config, self.group, self._say = config, group, say
+    def __init__(self, config: PPOConfig, roles: Roles, skips: SkippedUpdates, say: Callable[[str], None]) -> None:
+        self.config, self.roles, self.skips, self._say = config, roles, skips, say
         self.old = OldLogProbs.of(config)
-        self.skipped_in_a_row: dict[str, int] = {}
         estimator = config.algorithm.adv_estimator
         whitens = "whitening" in algorithms.advantage_options(estimator)
         self._whiten = whitens and config.algorithm.adv_whitening == "mini_batch"
@@ -43,7 +38,7 @@ class Updates:
         """
         parts: list[dict[str, float]] = []
         mini_batches = list(self.mini_batches(role, batch, step, member))
-        worker = self.group[role if member == 0 else f"{role}_{member + 1}"]
+        worker = self.roles[role if member == 0 else f"{role}_{member + 1}"]
         with phase(f"train {role}", len(mini_batches), unit="mini-batch"):
             for done, mini_batch in enumerate(mini_batches):
                 with part(done, len(mini_batches)):
@@ -51,11 +46,11 @@ class Updates:
                     if role == "actor" and self.old.correct_mini_batches:
                         mini_batch, metrics = self._corrected(mini_batch)
                     metrics |= worker.update(mini_batch)
-                self._watch_skips(role, metrics, step)
+                self.skips.count(role, bool(metrics["skipped"]), step)
                 if line := memory_notice(metrics, f"{SECTIONS[role]}.ppo_max_token_len_per_gpu"):
                     self._say(f"step {step}: {role} {line}")
                 parts.append(metrics)
-        return {k if "/" in k else f"{role}/{k}": v for k, v in mean_of(parts).items()}
+        return {k if "/" in k else f"{role}/{k}": v for k, v in mean_over_updates(parts).items()}
 
     def mini_batches(self, role: str, batch: Batch, step: int, member: int = 0) -> Iterator[Batch]:
         """Rows of each optimizer step, in order, with the columns that the role reads."""
@@ -95,21 +90,11 @@ class Updates:
 
     def _corrected(self, mini_batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Bypass mode: weights and rejection by the present policy's log-probs (one forward pass)."""
-        present = self.group["actor"].compute_log_probs(mini_batch, with_entropy=False)["old_log_probs"]
+        present = self.roles["actor"].compute_log_probs(mini_batch, with_entropy=False)["old_log_probs"]
         mini_batch, metrics = corrected(mini_batch, present, self.config.algorithm.rollout_correction)
         if mini_batch.meta["update"] > 1:  # from here on the distance is the training's own, not the engine's
             del mini_batch.tensors["rollout_log_probs"]
         return counted(mini_batch), metrics
-
-    def _watch_skips(self, role: str, metrics: dict[str, float], step: int) -> None:
-        skips = self.skipped_in_a_row[role] = self.skipped_in_a_row.get(role, 0) + 1 if metrics["skipped"] else 0
-        if skips:
-            self._say(f"step {step}: non-finite gradient in the {role}, update skipped ({skips} in a row)")
-        if skips >= self.config.trainer.max_skipped_updates:
-            raise TrainingStopped(
-                f"{skips} updates in a row had non-finite gradients ({role}, step {step}): "
-                "lower the learning rate, check the rewards for NaN, or resume from the last checkpoint"
-            )
 
 
 def counted(mini_batch: Batch) -> Batch:

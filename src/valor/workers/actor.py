@@ -8,23 +8,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from valor import algorithms
 from valor.algorithms import load_custom
 from valor.config import ActorConfig, ActorRolloutRefConfig
 from valor.data.batch import Batch
-from valor.engines.sharding import DTYPES
+from valor.data.sampler import keyed_generator
 from valor.models.load import load_policy
 from valor.models.policy import Reference
+from valor.models.rows import ROW_FIELDS
+from valor.rollout.registry import generation_engine
+from valor.rollout.transfer import TIMEOUT, WeightChannel
 from valor.workers.dispatch import dispatch
 from valor.workers.host import WorkerContext
-from valor.workers.model_role import ROW_FIELDS, ModelRole
-from valor.workers.randomness import keyed_generator
-from valor.workers.reduction import sum_over_ranks
+from valor.workers.model_role import ModelRole
+
+Address = tuple[str, int]
 
 
 class ActorWorker(ModelRole):
-    """One rank of the actor.
+    """One rank of the actor. Its weights also go to a rollout that has a pool of its own.
 
     `loss_mode` names the policy loss; `total_steps` is the run's number of training steps (the learning-rate
     schedule's length); `custom_path` a file that registers policy losses; `seed` the run's.
@@ -41,7 +45,7 @@ class ActorWorker(ModelRole):
         seed: int,
     ) -> None:
         load_custom(custom_path)
-        self._roles = context.roles
+        self._context = context
         self.config = config.actor
         self.loss_mode = loss_mode
         self.seed = seed
@@ -50,17 +54,11 @@ class ActorWorker(ModelRole):
             "max_tokens": config.rollout.log_prob_max_token_len_per_gpu,
             "max_rows": config.rollout.max_rows,
         }
-        fsdp = config.actor.fsdp_config
-        super().__init__(
-            context,
-            config.model,
-            partial(load_policy, config.model, dtype=DTYPES[fsdp.model_dtype], seed=seed),
-            fsdp=fsdp,
-            optim=config.actor.optim,
-            checkpoint=config.actor.checkpoint,
-            total_steps=total_steps,
-            sequence_parallel=config.actor.ulysses_sequence_parallel_size,
-        )
+        self._rollout = config.rollout
+        self._store: TCPStore | None = None
+        self._channel: WeightChannel | None = None
+        load = partial(load_policy, config.model, seed=seed)
+        super().__init__(context, config.actor, config.model, load, total_steps=total_steps)
 
     @dispatch("dp")
     def compute_log_probs(
@@ -88,9 +86,7 @@ class ActorWorker(ModelRole):
     def update(self, mini_batch: Batch) -> dict[str, float]:
         """One optimizer step on the rows of a mini-batch; metrics are of the whole mini-batch, over all ranks."""
         config, meta = self.config, mini_batch.meta
-        sharing = max(config.ulysses_sequence_parallel_size, config.fsdp_config.tensor_parallel_size)
-        group = self._rank // sharing  # ranks that share rows draw alike
-        self._generator = keyed_generator(self.seed, meta["global_step"], meta["update"], group)
+        self._generator = keyed_generator(self.seed, meta["global_step"], meta["update"], self.data_parallel_rank)
         with self.on_device(optimizer=True) as engine, self._reference(config.exact_kl_loss) as reference:
             metrics = engine.forward_backward(
                 mini_batch,
@@ -102,11 +98,39 @@ class ActorWorker(ModelRole):
                 reference=reference,
             )
             step = engine.optimizer_step(advance_schedule=meta["last_of_step"])
-        return sum_over_ranks(metrics) | step
+        return self.sum_over_ranks(metrics) | step
+
+    @dispatch("all")
+    def version(self) -> int:
+        """Number of updates that the weights have had."""
+        return self.engine.version
+
+    @dispatch("all")
+    def open_channel(self) -> Address | None:
+        """Where the processes of a rollout pool meet rank 0, which sends weights."""
+        if self._context.rank > 0:
+            return None
+        assert self._context.address is not None, "pools are on Ray, where every process has an address"
+        self._store = TCPStore(self._context.address, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+        return self._context.address, self._store.port
+
+    @dispatch("all")
+    def send_weights(self, receivers: int) -> None:
+        """Send the weights to `receivers` processes, in the dtype and under the names of their generation engine."""
+        with self.on_device() as engine:
+            weights = engine.named_weights(generation_engine(self._rollout.name).weight_names)
+            if self._store is None:  # the other ranks have a part in gathering
+                for _ in weights:
+                    pass
+                return
+            if self._channel is None:
+                self._channel = WeightChannel(self._store, 0, receivers + 1, self._context.device)
+            bucket_bytes = self._rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
+            self._channel.send(weights, dtype=getattr(torch, self._rollout.dtype), bucket_bytes=bucket_bytes)
 
     def _reference(self, needed: bool) -> AbstractContextManager[Reference | None]:
         """The reference policy of this process, for the exact KL: it lives here, so that no distribution travels."""
-        return self._roles["ref"].lent() if needed else nullcontext()
+        return self._context.roles["ref"].reference() if needed else nullcontext()
 
     def _loss(self, outputs: dict[str, Tensor], rows: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Policy loss − entropy bonus + KL loss of some rows, already divided by the mini-batch's global counts."""

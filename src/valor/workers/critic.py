@@ -12,14 +12,13 @@ from valor import algorithms
 from valor.algorithms import load_custom
 from valor.config import CriticConfig
 from valor.data.batch import Batch
-from valor.engines.sharding import DTYPES
 from valor.errors import UserError
 from valor.models.load import load_value_model
+from valor.models.rows import ROW_FIELDS
 from valor.models.value import ValueHead
 from valor.workers.dispatch import dispatch
 from valor.workers.host import WorkerContext
-from valor.workers.model_role import ROW_FIELDS, ModelRole
-from valor.workers.reduction import sum_over_ranks
+from valor.workers.model_role import ModelRole
 
 
 class CriticWorker(ModelRole):
@@ -39,18 +38,9 @@ class CriticWorker(ModelRole):
     ) -> None:
         load_custom(custom_path)
         self.config = config
-        dtype = DTYPES[config.fsdp_config.model_dtype]
         head = None if config.freeze else value_head(config)  # a frozen one is read as it says itself
-        super().__init__(
-            context,
-            config.model,
-            partial(load_value_model, config.model, head=head, dtype=dtype, seed=seed),
-            fsdp=config.fsdp_config,
-            optim=None if config.freeze else config.optim,
-            checkpoint=config.checkpoint,
-            total_steps=total_steps,
-            sequence_parallel=config.ulysses_sequence_parallel_size,
-        )
+        load = partial(load_value_model, config.model, head=head, seed=seed)
+        super().__init__(context, config, config.model, load, total_steps=total_steps, trainable=not config.freeze)
         self._limits = {"max_tokens": config.ppo_max_token_len_per_gpu, "max_rows": config.max_rows}
 
     @dispatch("dp")
@@ -77,7 +67,7 @@ class CriticWorker(ModelRole):
         with self.on_device(optimizer=True) as engine:
             metrics = engine.forward_backward(mini_batch, self._loss, **self._limits, raw=True)
             step = engine.optimizer_step(advance_schedule=mini_batch.meta["last_of_step"])
-        return sum_over_ranks(metrics) | step
+        return self.sum_over_ranks(metrics) | step
 
     def _loss(self, outputs: dict[str, Tensor], rows: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         config = self.config

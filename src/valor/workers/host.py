@@ -58,6 +58,10 @@ class WorkerHost:
         for name, spec in specs.items():
             self.context.roles[name] = spec.cls(self.context, **spec.kwargs)
 
+    def layout(self) -> dict[str, int]:
+        """Of each role the data-parallel rank: ranks that have the same one are given the same rows."""
+        return {name: getattr(role, "data_parallel_rank", self._rank) for name, role in self.context.roles.items()}
+
     def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """Run `method` of `role` here."""
         if role == HOST:

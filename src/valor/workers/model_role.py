@@ -2,84 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
-from valor.config import CheckpointConfig, FSDPConfig, OptimConfig
 from valor.config.model import BackboneConfig
-from valor.engines.fsdp import TrainEngine
-from valor.engines.loading import built_once
-from valor.models.load import import_model_code
-from valor.models.lora import ADAPTER_DIR, has_adapters, write_adapter_config
+from valor.engines.base import TrainingEngine
+from valor.engines.checkpoint import MODEL_CONFIG_DIR
+from valor.engines.registry import DEFAULT_STRATEGY, training_engine
+from valor.tracking.metrics import reduce_metrics
 from valor.workers.dispatch import dispatch
 from valor.workers.host import WorkerContext
 
-ROW_FIELDS = ("prompts", "prompt_lengths", "responses", "response_lengths")
-MODEL_CONFIG_DIR = "huggingface"  # in a role's checkpoint folder: its config.json, with `hf_model` the whole model
-
 
 class ModelRole:
-    """One rank of a role. Roles that share a device take turns: `param_offload` and `optimizer_offload` name what
-    stays in CPU memory while another role works.
+    """One rank of a role, whose engine is built from the role's configuration, `section`, and chosen by its `strategy`.
 
-    `load` reads the module of `model`, on one rank.
+    `load(dtype=…)` reads the module of `model`. Roles that share a device take turns: `on_device` is one.
     """
+
+    engine: TrainingEngine
 
     def __init__(
         self,
         context: WorkerContext,
+        section: Any,
         model: BackboneConfig,
-        load: Callable[[], nn.Module],
+        load: Callable[..., nn.Module],
         *,
-        fsdp: FSDPConfig,
-        optim: OptimConfig | None,
-        checkpoint: CheckpointConfig | None = None,
         total_steps: int = 0,
-        sequence_parallel: int = 1,
+        trainable: bool = True,
     ) -> None:
-        self._rank = context.rank
-        self._fsdp = fsdp
-        self._checkpoint = checkpoint or CheckpointConfig()
-        self.engine = TrainEngine(
-            built_once(load, prepare=partial(import_model_code, model)),
-            fsdp=fsdp,
-            optim=optim,
-            device=context.device,
-            total_steps=total_steps,
-            sequence_parallel=sequence_parallel,
-        )
-        self.engine.offload(parameters=fsdp.param_offload, optimizer=fsdp.optimizer_offload)
+        self._section = section
+        build = training_engine(getattr(section, "strategy", DEFAULT_STRATEGY))
+        self.engine = build(section, model, load, device=context.device, total_steps=total_steps, trainable=trainable)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Number of the share of a batch that this rank computes."""
+        return self.engine.data_parallel_rank
 
     @contextmanager
-    def on_device(self, *, optimizer: bool = False) -> Iterator[TrainEngine]:
+    def on_device(self, *, optimizer: bool = False) -> Iterator[TrainingEngine]:
         """The engine with its weights (and optimizer state) on the device for the block."""
-        moved = {"parameters": self._fsdp.param_offload, "optimizer": self._fsdp.optimizer_offload and optimizer}
-        self.engine.onload(**moved)
+        self.engine.onload(optimizer=optimizer)
         try:
             yield self.engine
         finally:
-            self.engine.offload(**moved)
+            self.engine.offload(optimizer=optimizer)
+
+    def sum_over_ranks(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Metrics of this rank's rows as those of the whole batch, equal on all ranks (collective)."""
+        if dist.get_world_size() == 1:
+            return dict(metrics)
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, (self.data_parallel_rank, dict(metrics)))
+        shares: dict[int, dict[str, float]] = {}
+        for share, found in parts:
+            shares.setdefault(share, found)
+        return reduce_metrics(shares.values())
 
     @dispatch("all")
     def save(self, directory: Path) -> None:
-        """Weights, counters and (if trained) optimizer of all ranks, sharded, into `directory`; the config beside.
-
-        Of a model with adapters these and the head alone are its weights.
-        """
+        """Weights, counters and (if trained) optimizer of all ranks, sharded, into `directory`; the config beside."""
         with self.on_device(optimizer=True) as engine:
             engine.save(directory)
-            if "hf_model" in self._checkpoint.save_contents:
-                engine.export_hf(directory / MODEL_CONFIG_DIR)
-        if self._rank == 0:
-            hf: Any = self.engine.module.hf
-            hf.config.save_pretrained(directory / MODEL_CONFIG_DIR)
-            if has_adapters(hf):
-                write_adapter_config(hf, directory / MODEL_CONFIG_DIR / ADAPTER_DIR)
+            if "hf_model" in self._section.checkpoint.save_contents:
+                engine.export(directory / MODEL_CONFIG_DIR)
 
     @dispatch("all")
     def load(self, directory: Path) -> None:
@@ -91,4 +84,4 @@ class ModelRole:
     def export(self, directory: Path) -> None:
         """A plain Hugging Face model directory."""
         with self.on_device() as engine:
-            engine.export_hf(directory)
+            engine.export(directory)

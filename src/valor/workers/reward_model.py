@@ -1,29 +1,81 @@
-"""The learned reward model: one score a text. Frozen, and off the device while others work (`param_offload`)."""
+"""Learned reward models: one score a text, frozen; and one in training on pairs of texts."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
+import torch
+from torch import Tensor
+
+from valor.algorithms import bradley_terry_loss
+from valor.config import RMConfig
 from valor.config.reward import RewardModelConfig
 from valor.data.batch import Batch
-from valor.engines.sharding import DTYPES
-from valor.models.reward import backbone, load_reward_model
+from valor.models.load import load_sequence_classifier
+from valor.models.reward import PreferenceModel, backbone, load_reward_model
+from valor.models.rows import ROW_FIELDS
 from valor.workers.dispatch import dispatch
 from valor.workers.host import WorkerContext
-from valor.workers.model_role import ROW_FIELDS, ModelRole
+from valor.workers.model_role import ModelRole
 
 
 class RewardModelWorker(ModelRole):
     """One rank of the reward model. `separator_id` as in models.reward.RewardModel."""
 
     def __init__(self, context: WorkerContext, *, config: RewardModelConfig, separator_id: int | None) -> None:
-        fsdp = config.fsdp_config
         self._limits = {"max_tokens": config.max_token_len_per_gpu, "max_rows": config.micro_batch_size_per_gpu}
-        load = partial(load_reward_model, config, separator_id=separator_id, dtype=DTYPES[fsdp.model_dtype])
-        super().__init__(context, backbone(config), load, fsdp=fsdp, optim=None)
+        load = partial(load_reward_model, config, separator_id=separator_id)
+        super().__init__(context, config, backbone(config), load, trainable=False)
 
     @dispatch("dp")
     def score(self, rows: Batch) -> Batch:
         """`scores` [B] of texts in the rows that data.reward_texts makes of them."""
         with self.on_device() as engine:
             return Batch({"scores": engine.forward(rows.select(ROW_FIELDS), **self._limits)["scores"]})
+
+
+class PreferenceWorker(ModelRole):
+    """One rank of the reward model under training. `pad_token_id`: for a backbone whose config names none."""
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        *,
+        config: RMConfig,
+        total_steps: int,
+        separator_id: int | None,
+        pad_token_id: int | None,
+    ) -> None:
+        data = config.data
+        self._center_coef = config.loss.center_coef
+        self._limits = {"max_tokens": data.max_token_len_per_gpu, "max_rows": data.micro_batch_size_per_gpu}
+
+        def load(dtype: torch.dtype) -> PreferenceModel:
+            hf = load_sequence_classifier(config.model, dtype=dtype, new_head_seed=config.trainer.seed)
+            text_config = hf.config.get_text_config()
+            if text_config.pad_token_id is None:
+                text_config.pad_token_id = pad_token_id
+            return PreferenceModel(hf, separator_id=separator_id)
+
+        super().__init__(context, config, config.model, load, total_steps=total_steps)
+
+    @dispatch("dp")
+    def update(self, batch: Batch) -> dict[str, float]:
+        """One optimizer step; `loss`, `accuracy` and `margin` (chosen - rejected) are means over all ranks' pairs."""
+        with self.on_device(optimizer=True) as engine:
+            metrics = engine.forward_backward(batch, self._loss, **self._limits)
+            return self.sum_over_ranks(metrics) | engine.optimizer_step()
+
+    @dispatch("dp")
+    def score(self, batch: Batch) -> Batch:
+        """`chosen` and `rejected` [B]."""
+        with self.on_device() as engine:
+            return Batch(engine.forward(batch.select(ROW_FIELDS), **self._limits))
+
+    def _loss(self, outputs: Mapping[str, Tensor], rows: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        chosen, rejected, count = outputs["chosen"], outputs["rejected"], rows.meta["num_pairs"]
+        losses = bradley_terry_loss(chosen, rejected, margin=rows["margin"], center_coef=self._center_coef)
+        loss, won = losses.sum() / count, (chosen - rejected).detach()
+        metrics = {"loss": loss.detach(), "accuracy": (won > 0).sum() / count, "margin": won.sum() / count}
+        return loss, metrics

@@ -1,10 +1,12 @@
 """Calls through a group reach the ranks as their markers say and come back in the given order."""
 
+import threading
+
 import pytest
 import torch
 
-from valor.controller.group import WorkerGroup, split_rows
-from valor.controller.placement import ResourcePool, resolve_pool
+from valor.controller.group import Pools, WorkerGroup, split_rows
+from valor.controller.placement import Placement, ResourcePool, resolve_pool
 from valor.data.batch import Batch
 from valor.errors import UserError
 from valor.workers.dispatch import dispatch
@@ -23,6 +25,12 @@ class Doubler:
     def who(self, batch: Batch) -> Batch:
         return Batch({"rank": torch.full((len(batch),), self.rank)})
 
+    @dispatch("dp")
+    def report(self, batch: Batch, *, sink) -> Batch:
+        for value in batch["x"].tolist():
+            sink(value)
+        return batch
+
     @dispatch("all")
     def name(self) -> str:
         return f"rank {self.rank}"
@@ -37,8 +45,11 @@ class Threads(WorkerGroup):
         super().__init__(ResourcePool(1, world_size, "cpu", 1), {"doubler": RoleSpec(Doubler, {})})
         self.ranks = [Doubler(r) for r in range(world_size)]
 
-    def run(self, role, method, calls):
-        return [getattr(w, method)(*args, **kwargs) for w, (args, kwargs) in zip(self.ranks, calls, strict=True)]
+    def run(self, role, method, calls, sink=None):
+        given = {} if sink is None else {"sink": sink}
+        return [
+            getattr(w, method)(*args, **kwargs, **given) for w, (args, kwargs) in zip(self.ranks, calls, strict=True)
+        ]
 
     def close(self) -> None: ...
 
@@ -93,3 +104,51 @@ def test_several_cpu_processes_run_under_ray_and_not_locally():
     trainer.controller = "local"
     with pytest.raises(UserError, match=r"trainer\.controller=ray"):
         resolve_pool(trainer)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_sink_gets_what_every_rank_reports(world_size):
+    heard = []
+    Threads(world_size)["doubler"].report(batch_of([1, 2, 3, 4]), sink=heard.append)
+    assert sorted(heard) == [0.0, 1.0, 2.0, 3.0]
+
+
+def two_pools() -> Pools:
+    pools = {"main": ResourcePool(1, 1, "cpu", 1), "other": ResourcePool(1, 1, "cpu", 1)}
+    placement = Placement("ray", pools, {"critic": "other"})
+    return Pools(placement, {name: Threads(1) for name in pools})
+
+
+def test_roles_of_two_pools_work_at_the_same_time_and_those_of_one_in_order():
+    pools, meet, done = two_pools(), threading.Barrier(2, timeout=10), []
+
+    def phase(name: str, waits: bool = False) -> str:
+        if waits:
+            meet.wait()
+        done.append(name)
+        return name
+
+    critic = pools.submit("critic", phase, "critic", waits=True)
+    actor = pools.submit("actor", phase, "actor", waits=True)  # would wait for ever behind the critic
+    ref = pools.submit("ref", phase, "ref")
+    assert [f.result(10) for f in (critic, actor, ref)] == ["critic", "actor", "ref"]
+    assert done.index("actor") < done.index("ref")
+    pools.close()
+
+
+def test_an_error_of_a_pool_comes_with_its_result():
+    pools = two_pools()
+
+    def fails() -> None:
+        raise UserError("no")
+
+    with pytest.raises(UserError, match="no"):
+        pools.submit("critic", fails).result(10)
+    pools.close()
+
+
+def test_with_one_pool_a_phase_has_run_when_it_is_submitted():
+    placement = Placement("local", {"main": ResourcePool(1, 1, "cpu", 1)}, {})
+    done: list[str] = []
+    assert Pools(placement, {"main": Threads(1)}).submit("critic", done.append, "ran").result(0) is None
+    assert done == ["ran"]

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from valor.data.files import Columns, DataRow, read_rows, write_rows
+from valor.data.files import DataRow, read_rows, write_rows
 from valor.errors import UserError
 
 
@@ -63,7 +63,7 @@ def test_optional_columns_and_other_names(tmp_path: Path) -> None:
         tmp_path / "a.jsonl",
         {"chat": [{"role": "user", "content": "?"}], "source": "s", "reward_model": {"ground_truth": 3}},
     )
-    (row,) = read_rows(path, Columns("chat", "source"))
+    (row,) = read_rows(path, "chat", "source")
     assert row == DataRow(f"{path}, line 1", [{"role": "user", "content": "?"}], "s", ground_truth=3)
 
 

@@ -51,9 +51,9 @@ def test_files_are_tensors_and_json_alone(tmp_path):
     engine = tiny_engine()
     train(engine, 1)
     engine.save(tmp_path)
-    names = sorted(p.name for p in tmp_path.iterdir())
-    assert names == ["engine.json", "shard-00000.safetensors"]
-    with safe_open(tmp_path / names[1], framework="pt") as file:
+    names = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file())
+    assert names == ["engine.json", "huggingface/config.json", "shard-00000.safetensors"]
+    with safe_open(tmp_path / names[-1], framework="pt") as file:
         stored = set(file.keys())
     parameters = {n for n, _ in engine.module.named_parameters()}
     expected = {f"model.{n}" for n in parameters}
@@ -69,7 +69,7 @@ def test_a_second_save_replaces_the_first(tmp_path):
     (tmp_path / "shard-00001.safetensors").write_bytes((tmp_path / "shard-00000.safetensors").read_bytes())
     train(engine, 1)
     engine.save(tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["engine.json", "shard-00000.safetensors"]
+    assert sorted(p.name for p in tmp_path.glob("*.*")) == ["engine.json", "shard-00000.safetensors"]
 
 
 def test_an_engine_saved_before_its_first_step(tmp_path):
@@ -129,7 +129,7 @@ def test_checkpoint_of_a_later_format(tmp_path):
 def test_export_from_the_engine(tmp_path):
     engine = tiny_engine()
     train(engine, 1)
-    engine.export_hf(tmp_path)
+    engine.export(tmp_path)
     from transformers import AutoModelForCausalLM
 
     hf = AutoModelForCausalLM.from_pretrained(tmp_path)

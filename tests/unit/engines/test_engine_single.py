@@ -8,8 +8,8 @@ import torch
 from tiny_engine import CPU, gradients, loss_fn, ragged_batch, tiny_engine, tiny_policy, weights
 
 from valor.config.engine import FSDPConfig, OptimConfig
-from valor.engines.fsdp import TrainEngine
-from valor.models.rows import FIELDS
+from valor.engines.fsdp.engine import FSDPEngine
+from valor.models.rows import ROW_FIELDS
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -19,7 +19,7 @@ BATCH = ragged_batch()
 
 def plain_step(policy, optimizer=None, limit=None):
     """Loss and gradient norm of the whole batch in one piece."""
-    out = policy({name: BATCH[name] for name in FIELDS}, temperature=0.8)
+    out = policy({name: BATCH[name] for name in ROW_FIELDS}, temperature=0.8)
     loss, _ = loss_fn(TOKENS)(out, BATCH)
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), limit or math.inf)
@@ -76,7 +76,7 @@ def test_gradients_add_up_over_calls():
 def test_forward_keeps_the_order_of_rows():
     engine, policy = tiny_engine(), tiny_policy()
     with torch.no_grad():
-        expected = policy({name: BATCH[name] for name in FIELDS}, temperature=0.8, with_entropy=True)
+        expected = policy({name: BATCH[name] for name in ROW_FIELDS}, temperature=0.8, with_entropy=True)
     got = engine.forward(BATCH, max_tokens=20, temperature=0.8, with_entropy=True)
     for name in ("log_probs", "entropy"):
         torch.testing.assert_close(got[name], expected[name], rtol=0, atol=1e-5)
@@ -91,7 +91,7 @@ def test_forward_after_an_update_uses_the_new_weights():
     fresh = tiny_policy()
     fresh.load_state_dict(engine.state_dict())
     with torch.no_grad():
-        expected = fresh({name: BATCH[name] for name in FIELDS})["log_probs"]
+        expected = fresh({name: BATCH[name] for name in ROW_FIELDS})["log_probs"]
     assert (after - before).abs().max() > 1e-2
     torch.testing.assert_close(after, expected, rtol=0, atol=1e-5)
 
@@ -169,7 +169,7 @@ def test_gradient_checkpointing_gives_the_same_gradients():
     policy.hf.activation_checkpointing_enable({"use_reentrant": False})
     calls = []
     policy.hf.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
-    saving = TrainEngine(policy, fsdp=FSDPConfig(dtype="float32"), optim=OptimConfig(), device=CPU)
+    saving = FSDPEngine(policy, fsdp=FSDPConfig(dtype="float32"), optim=OptimConfig(), device=CPU)
     plain.forward_backward(BATCH, loss_fn(TOKENS))
     saving.forward_backward(BATCH, loss_fn(TOKENS))
     assert len(calls) == 2  # forward, and again going back
@@ -188,7 +188,7 @@ def test_the_value_head_stays_float32_under_bfloat16():
         vocab_size=61, num_labels=1,
     )  # fmt: skip
     torch.manual_seed(0)
-    engine = TrainEngine(
+    engine = FSDPEngine(
         ValueModel(Qwen2ForTokenClassification(config)), fsdp=FSDPConfig(), optim=OptimConfig(), device=CPU
     )
     seen = []

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from valor.engines.microbatch import padding_share, plan_micro_batches
+from valor.engines.microbatch import plan_micro_batches
 
 LENGTHS = st.lists(st.integers(1, 50), max_size=30)
 
@@ -46,13 +46,6 @@ def test_no_two_neighbours_could_be_one(lengths, max_tokens):
     plan = plan_micro_batches(lengths, max_tokens=max_tokens)
     for group, _ in pairwise(plan):
         assert (len(group) + 1) * lengths[group[0]] > max_tokens
-
-
-def test_padding_share_by_hand():
-    # Rows of 4 and 2 together: 8 positions, 6 tokens.
-    assert padding_share([4, 2], [[0, 1]]) == pytest.approx(0.25)
-    assert padding_share([4, 2], [[0], [1]]) == 0.0
-    assert padding_share([], []) == 0.0
 
 
 def test_bounds_below_one_are_refused():

@@ -4,7 +4,7 @@ import pytest
 from tiny_engine import CPU, tiny_policy
 
 from valor.config.engine import FSDPConfig
-from valor.engines.fsdp import TrainEngine
+from valor.engines.fsdp.engine import FSDPEngine
 from valor.errors import UserError
 from valor.models.policy import PolicyModel
 
@@ -22,4 +22,4 @@ pytestmark = pytest.mark.usefixtures("alone")
 def test_one_line_says_what_does_not_fit(size, packed, line):
     policy = PolicyModel(tiny_policy().hf, packed=packed)
     with pytest.raises(UserError, match=line):
-        TrainEngine(policy, fsdp=FSDPConfig(dtype="float32"), optim=None, device=CPU, sequence_parallel=size)
+        FSDPEngine(policy, fsdp=FSDPConfig(dtype="float32"), optim=None, device=CPU, sequence_parallel=size)

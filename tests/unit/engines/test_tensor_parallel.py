@@ -6,8 +6,8 @@ from transformers import AutoModelForCausalLM, CohereConfig, GPT2Config, Mixtral
 
 from valor.config.engine import FSDPConfig
 from valor.config.model import ModelConfig
-from valor.engines.fsdp import TrainEngine
-from valor.engines.tensor_parallel import planned_styles
+from valor.engines.fsdp.engine import FSDPEngine
+from valor.engines.fsdp.tensor_parallel import planned_styles
 from valor.errors import UserError
 from valor.models.lora import add_adapters
 from valor.models.policy import PolicyModel
@@ -51,4 +51,4 @@ def test_one_line_says_what_does_not_fit(build, size, line):
 @pytest.mark.usefixtures("alone")
 def test_more_parts_than_processes():
     with pytest.raises(UserError, match="tensor_parallel_size=2 does not divide the 1 processes"):
-        TrainEngine(tiny_policy(), fsdp=FSDPConfig(tensor_parallel_size=2), optim=None, device=CPU)
+        FSDPEngine(tiny_policy(), fsdp=FSDPConfig(tensor_parallel_size=2), optim=None, device=CPU)

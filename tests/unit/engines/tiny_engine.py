@@ -5,7 +5,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from valor.config.engine import FSDPConfig, OptimConfig
 from valor.data.batch import Batch
-from valor.engines.fsdp import TrainEngine
+from valor.engines.fsdp.engine import FSDPEngine
 from valor.models.policy import PolicyModel
 
 VOCAB = 61
@@ -29,7 +29,7 @@ def tiny_policy(seed: int = 0, **changes) -> PolicyModel:
 
 def tiny_engine(seed: int = 0, *, dtype: str = "float32", total_steps: int = 10, frozen: bool = False, **optim):
     config = None if frozen else OptimConfig(**{"lr": 1e-2, **optim})
-    return TrainEngine(
+    return FSDPEngine(
         tiny_policy(seed), fsdp=FSDPConfig(dtype=dtype), optim=config, device=CPU, total_steps=total_steps
     )
 
@@ -66,9 +66,9 @@ def loss_fn(num_tokens: float):
     return loss
 
 
-def gradients(engine: TrainEngine) -> dict[str, torch.Tensor]:
+def gradients(engine: FSDPEngine) -> dict[str, torch.Tensor]:
     return {n: p.grad.full_tensor().clone() for n, p in engine.module.named_parameters() if p.grad is not None}
 
 
-def weights(engine: TrainEngine) -> dict[str, torch.Tensor]:
+def weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
     return {n: p.full_tensor().clone() for n, p in engine.module.named_parameters()}

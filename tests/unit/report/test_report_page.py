@@ -9,8 +9,7 @@ from html.parser import HTMLParser
 import pytest
 from synthetic_run import HOSTILE, make_run
 
-from valor.report.html import flatten
-from valor.report.page import build_report
+from valor.report.page import build_report, flatten
 from valor.report.skeleton import embed_json
 
 

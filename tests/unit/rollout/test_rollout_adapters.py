@@ -10,7 +10,7 @@ from valor.config.model import ModelConfig
 from valor.data.batch import pad_rows
 from valor.models.load import load_policy
 from valor.rollout.base import Request, SamplingParams
-from valor.rollout.native import NativeEngine
+from valor.rollout.native.engine import NativeEngine
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "vocab_size": 61}
 

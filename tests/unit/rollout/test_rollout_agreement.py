@@ -6,7 +6,7 @@ from rollout_models import ARCHITECTURES, random_model
 from transformers import PreTrainedModel
 
 from valor.rollout.base import Output, Request, SamplingParams
-from valor.rollout.native import NativeEngine
+from valor.rollout.native.engine import NativeEngine
 
 # Longer and shorter than the windows (8) and than the length from which prompts are shared.
 PROMPT_LENGTHS = (1, 2, 7, 20, 41, 42)

@@ -10,7 +10,7 @@ from transformers import FalconConfig, FalconForCausalLM, Lfm2Config, Lfm2ForCau
 
 from valor.errors import UserError
 from valor.rollout.base import Output, Request, RolloutEngine, SamplingParams
-from valor.rollout.native import NativeEngine
+from valor.rollout.native.engine import NativeEngine
 
 PROMPT = [5, 9, 23, 40, 11]
 

@@ -10,10 +10,10 @@ from fake_server import LOGITS, FakeServer, tokenizer
 from valor.config import RolloutConfig
 from valor.engines.distributed import destroy_process_group, init_process_group
 from valor.errors import TrainingStopped, UserError
-from valor.rollout import server as server_module
 from valor.rollout.base import Output, Request, SamplingParams
-from valor.rollout.server import ServerEngine
-from valor.rollout.server_checks import check_server
+from valor.rollout.server import engine as server_module
+from valor.rollout.server.checks import check_server
+from valor.rollout.server.engine import ServerEngine
 
 KEY = "VALOR_TEST_KEY"
 

@@ -14,7 +14,7 @@ from valor.errors import UserError
 from valor.models.export import published_weights
 from valor.models.policy import PolicyModel
 from valor.rollout.base import Output, Request, RolloutEngine, SamplingParams
-from valor.rollout.native import NativeEngine
+from valor.rollout.native.engine import NativeEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -74,7 +74,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Ro
         destroy_process_group()
 
     def make(model: PreTrainedModel, **settings: object) -> RolloutEngine:
-        from valor.rollout.vllm import VLLMEngine
+        from valor.rollout.vllm.engine import VLLMEngine
 
         key = (type(model), model.config.tie_word_embeddings, str(settings))
         if key not in running:
@@ -233,7 +233,7 @@ def test_weights_that_did_not_arrive_are_noticed(start, monkeypatch):
     with pytest.raises(ValueError, match="no weights"):
         engine.generate(requests(1))
     trained(model, 1)
-    from valor.rollout import vllm_weights
+    from valor.rollout.vllm import weights as vllm_weights
 
     with monkeypatch.context() as patched:  # the packed copies stay behind, as they do in vLLM's own reload
         patched.setattr(vllm_weights.vllm_layers, "dispatch_cpu_unquantized_gemm", lambda *a, **k: None)

@@ -8,7 +8,7 @@ from transformers import Qwen2Config
 
 from valor.config import ModelConfig, RolloutConfig
 from valor.errors import UserError
-from valor.rollout.vllm_options import check_vllm, engine_options
+from valor.rollout.vllm.options import check_vllm, engine_options
 
 HF = Qwen2Config(num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=2, hidden_size=64)
 

@@ -5,13 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from valor.config import AlgorithmConfig, PFPPOConfig, PPOConfig, RewardConfig, RolloutCorrectionConfig, load
+from valor.config import AlgorithmConfig, PFPPOConfig, PPOConfig, RolloutCorrectionConfig, load
 from valor.data.batch import Batch
 from valor.errors import UserError
-from valor.rewards.executor import RewardResult
-from valor.trainer.advantage import component_scores, estimate_advantages, place_scores, resample
-from valor.trainer.inputs import with_overlong_penalty
+from valor.trainer.advantage import component_scores, compute_advantages, resample
 from valor.trainer.old_log_probs import OldLogProbs, corrected
+from valor.trainer.run import SkippedUpdates
 from valor.trainer.updates import Updates, counted
 
 
@@ -28,31 +27,26 @@ def two_rows(**columns) -> Batch:
     return Batch(tensors, {"uid": ["a", "a"], "finish_reason": ["stop", "length"], "reward_info": [{}, {}]})
 
 
-def test_scores_lie_on_the_last_token_of_each_response():
-    batch = two_rows()
-    assert place_scores(batch, torch.tensor([2.0, 3.0])).tolist() == [[0, 0, 2], [0, 3, 0]]
-
-
 def test_a_cut_off_response_goes_on_with_the_value_after_its_last_token():
     batch = two_rows(bootstrap_values=torch.tensor([9.0, 0.7]))
     config = AlgorithmConfig(truncation_bootstrap=True, adv_whitening="none")
-    advantages, returns = estimate_advantages(batch, config)
+    advantages, returns = compute_advantages(batch, config)
     assert torch.allclose(returns, torch.tensor([[1.0, 1.0, 1.0], [0.7, 0.0, 0.0]]))  # "stop": the 9 is not read
     assert torch.allclose(advantages, torch.tensor([[0.9, 0.8, 0.6], [0.2, 0.0, 0.0]]))
-    _, ended = estimate_advantages(batch, AlgorithmConfig(adv_whitening="none"))
+    _, ended = compute_advantages(batch, AlgorithmConfig(adv_whitening="none"))
     assert ended[1].tolist() == [0, 0, 0]
 
 
 def test_both_lambdas_reach_gae():
     config = AlgorithmConfig(lam_actor=0.0, lam_critic=1.0, adv_whitening="none")
-    advantages, returns = estimate_advantages(two_rows(), config)
+    advantages, returns = compute_advantages(two_rows(), config)
     assert torch.allclose(advantages[0], torch.tensor([0.1, 0.2, 0.6]))  # one step: V' - V, and 1 - V at the end
     assert torch.allclose(returns[0], torch.ones(3))
 
 
 def test_length_adaptive_lambda_reaches_gae():
     config = AlgorithmConfig(adaptive_lam_alpha=1.0, adv_whitening="none")
-    advantages, _ = estimate_advantages(two_rows(), config)
+    advantages, _ = compute_advantages(two_rows(), config)
     lam = 1 - 1 / 3
     expected = [0.1 + lam * (0.2 + lam * 0.6), 0.2 + lam * 0.6, 0.6]
     assert torch.allclose(advantages[0], torch.tensor(expected))
@@ -61,7 +55,7 @@ def test_length_adaptive_lambda_reaches_gae():
 @pytest.mark.parametrize(("singleton", "expected"), [("zero", 0.0), ("raw", 1.0)])
 def test_a_prompts_only_sample(singleton, expected):
     config = AlgorithmConfig(adv_estimator="rloo", singleton=singleton)
-    advantages, _ = estimate_advantages(two_rows().take([0]), config)
+    advantages, _ = compute_advantages(two_rows().take([0]), config)
     assert advantages.tolist() == [[expected] * 3]
 
 
@@ -72,7 +66,7 @@ def test_weights_and_confidence_reach_the_optimal_token_baseline():
         "rollout_is_weights": torch.tensor([[2.0, 1.0, 1.0], [1.0, 0.0, 0.0]]),
     }
     config = AlgorithmConfig(adv_estimator="optimal_token_baseline")
-    advantages, _ = estimate_advantages(two_rows(**columns), config)
+    advantages, _ = compute_advantages(two_rows(**columns), config)
     # w = 1 - 2·0.5 + 0.5 = 0.5, times 4 in the first row: baseline at t = 0 is (1·2 + 0·0.5) / 2.5.
     assert advantages[:, 0].tolist() == pytest.approx([0.2, -0.8])
 
@@ -87,7 +81,7 @@ def test_gdpo_gets_its_components():
         adv_whitening="none",
         norm_adv_by_std_in_grpo=False,
     )
-    advantages, _ = estimate_advantages(batch, config)
+    advantages, _ = compute_advantages(batch, config)
     assert advantages[:, 0].tolist() == pytest.approx([3 * 0.5 - 1.0, -3 * 0.5 + 1.0])
 
 
@@ -158,7 +152,7 @@ def mini_batches_of(batch: Batch, *overrides: str) -> list[Batch]:
         ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2", *overrides]
     ).config
     group = SimpleNamespace()  # mini-batches are formed without any role
-    return list(Updates(config, group, print).mini_batches("actor", batch, 1))  # type: ignore[arg-type]
+    return list(Updates(config, group, SkippedUpdates(1, print), print).mini_batches("actor", batch, 1))  # type: ignore[arg-type]
 
 
 def four_rows() -> Batch:
@@ -192,17 +186,3 @@ def test_whitening_by_mini_batch_is_for_estimators_that_whiten():
     own = ["algorithm.adv_whitening=mini_batch", "algorithm.adv_estimator=grpo"]
     first, _ = mini_batches_of(four_rows(), *own)
     assert first["advantages"].tolist() == [[1.0, 2.0], [6.0, 0.0]]
-
-
-def test_the_overlong_penalty_is_a_component_and_leaves_the_verdict():
-    buffer = {"enable": True, "len": 4, "penalty_factor": 2.0}
-    reward = RewardConfig.model_validate(
-        {"reward_manager": {"name": "dapo"}, "reward_kwargs": {"overlong_buffer_cfg": buffer, "max_resp_len": 10}}
-    )
-    results = [RewardResult(1.0, {"pred": "7"}), RewardResult(1.0, {}), RewardResult(0.0, {})]
-    out = with_overlong_penalty(results, torch.tensor([6, 7, 10]), reward)
-    assert [r.score for r in out] == [1.0, 0.5, -2.0]
-    assert [r.components["overlong_reward"] for r in out] == [0.0, -0.5, -2.0]
-    assert [r.correct for r in out] == [True, True, False] and out[0].components["pred"] == "7"
-    naive = reward.model_copy(update={"reward_manager": reward.reward_manager.model_copy(update={"name": "naive"})})
-    assert with_overlong_penalty(results, torch.tensor([6, 7, 10]), naive) == results

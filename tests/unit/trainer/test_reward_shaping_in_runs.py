@@ -6,9 +6,9 @@ import torch
 from valor import algorithms
 from valor.config import AlgorithmConfig, CriticConfig, KLControlConfig, PPOConfig
 from valor.data.batch import Batch
-from valor.trainer.advantage import estimate_advantages, to_train_on
-from valor.trainer.diagnostics import diagnostics
+from valor.trainer.advantage import compute_advantages, rows_to_train_on
 from valor.trainer.shaping import RewardShaping
+from valor.trainer.step_metrics import critic_diagnostics
 
 MASK = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
 VALUES = torch.tensor([[0.2, 0.4, 0.6], [0.3, 0.7, 0.0]])
@@ -32,7 +32,7 @@ def batch_of(scores: list[float], rows: int = 2) -> Batch:
 
 def shaped(batch: Batch, step: int = 1, **settings) -> tuple[Batch, AlgorithmConfig, dict[str, float]]:
     config = AlgorithmConfig(adv_whitening="none", **settings)
-    metrics = RewardShaping(config, seed=0).shape(batch, step)
+    metrics = RewardShaping(config, seed=0).shape_rewards(batch, step)
     return batch, config, metrics
 
 
@@ -53,17 +53,17 @@ def test_the_critic_as_reward_source() -> None:
     """A = V(last) − V_t and returns V(last); the reward that is logged is V(last) at the last token."""
     batch, config, _ = shaped(batch_of([1.0, 0.0]), reward_source="critic", lam=0.5)
     torch.testing.assert_close(batch["token_level_rewards"], torch.tensor([[0, 0, 0.6], [0, 0.7, 0]]))
-    advantages, returns = estimate_advantages(batch, config)
+    advantages, returns = compute_advantages(batch, config)
     torch.testing.assert_close(advantages, torch.tensor([[0.4, 0.2, 0.0], [0.4, 0.0, 0.0]]))
     torch.testing.assert_close(returns, torch.tensor([[0.6, 0.6, 0.6], [0.7, 0.7, 0.0]]))
-    whitened, _ = estimate_advantages(batch, config.model_copy(update={"adv_whitening": "batch"}))
+    whitened, _ = compute_advantages(batch, config.model_copy(update={"adv_whitening": "batch"}))
     on = whitened[MASK.bool()]
     assert abs(on.mean()) < 1e-6 and on.std() == pytest.approx(1.0, abs=1e-4)
 
 
 def test_an_estimator_without_a_critic_takes_the_value_as_a_score() -> None:
     batch, config, _ = shaped(batch_of([1.0, 0.0]), reward_source="critic", adv_estimator="rloo")
-    advantages, _ = estimate_advantages(batch, config)
+    advantages, _ = compute_advantages(batch, config)
     torch.testing.assert_close(advantages, torch.tensor([[-0.1, -0.1, -0.1], [0.1, 0.1, 0.0]]))
 
 
@@ -80,9 +80,9 @@ def test_what_a_missing_reward_means(policy, flip, first, second) -> None:
     batch, config, _ = shaped(
         batch_of([1.0, 1.0]), reward_mask_ratio=1.0, missing_reward=policy, reward_mask_flip_adv_when_masked=flip
     )
-    advantages, _ = estimate_advantages(batch, config)
+    advantages, _ = compute_advantages(batch, config)
     torch.testing.assert_close(advantages, torch.tensor([first, second]))
-    assert len(to_train_on(batch, config)) == 2
+    assert len(rows_to_train_on(batch, config, 0, 1)[0]) == 2
 
 
 @pytest.mark.parametrize(
@@ -102,9 +102,9 @@ def test_where_the_gradient_pushes_a_trajectory_without_reward(policy, flip, fir
     batch, config, _ = shaped(
         batch_of([1.0, 1.0]), reward_mask_ratio=1.0, missing_reward=policy, reward_mask_flip_adv_when_masked=flip
     )
-    batch["advantages"], _ = estimate_advantages(batch, config)
+    batch["advantages"], _ = compute_advantages(batch, config)
     log_probs = torch.full((2, 3), -1.0, requires_grad=True)
-    rows = to_train_on(batch, config)
+    rows = rows_to_train_on(batch, config, 0, 1)[0]
     loss, _ = algorithms.policy_loss(
         "ppo",
         log_probs=log_probs[: len(rows)],
@@ -128,19 +128,19 @@ def _word(push: torch.Tensor) -> str:
 def test_bootstrap_decays_with_lambda_and_critic_does_not() -> None:
     masked = {"reward_mask_ratio": 1.0, "lam": 0.5}
     batch, config, _ = shaped(batch_of([1.0, 1.0]), missing_reward="bootstrap", **masked)
-    torch.testing.assert_close(estimate_advantages(batch, config)[0][0], torch.tensor([0.3, 0.2, 0.0]))
+    torch.testing.assert_close(compute_advantages(batch, config)[0][0], torch.tensor([0.3, 0.2, 0.0]))
     batch, config, _ = shaped(batch_of([1.0, 1.0]), missing_reward="critic", **masked)
-    torch.testing.assert_close(estimate_advantages(batch, config)[0][0], torch.tensor([0.4, 0.2, 0.0]))
+    torch.testing.assert_close(compute_advantages(batch, config)[0][0], torch.tensor([0.4, 0.2, 0.0]))
 
 
 def test_excluded_trajectories_are_not_trained_on() -> None:
     batch, config, _ = shaped(batch_of([1.0, 1.0], rows=8), reward_mask_ratio=0.25, missing_reward="exclude")
-    batch["advantages"], batch["returns"] = estimate_advantages(batch, config)
-    kept = to_train_on(batch, config)
+    batch["advantages"], batch["returns"] = compute_advantages(batch, config)
+    kept = rows_to_train_on(batch, config, 0, 1)[0]
     assert len(kept) == 6 and not kept["reward_missing"].any()
     assert not batch["advantages"][batch["reward_missing"]].any()
     batch, config, _ = shaped(batch_of([1.0, 1.0]), reward_mask_ratio=1.0, missing_reward="exclude")
-    assert len(to_train_on(batch, config)) == 0
+    assert len(rows_to_train_on(batch, config, 0, 1)[0]) == 0
 
 
 def test_a_fixed_ratio_is_kept_over_steps_and_over_a_resume() -> None:
@@ -150,7 +150,7 @@ def test_a_fixed_ratio_is_kept_over_steps_and_over_a_resume() -> None:
 
     def draw(shaping: RewardShaping, step: int) -> list[bool]:
         batch = batch_of([1.0, 1.0], rows=4)
-        shaping.shape(batch, step)
+        shaping.shape_rewards(batch, step)
         return batch["reward_missing"].tolist()
 
     drawn = [draw(whole, step) for step in range(1, 11)]
@@ -180,7 +180,7 @@ def test_value_errors_by_position_and_spreads() -> None:
     mask = torch.tensor([[1.0, 1, 1, 1, 1], [1, 0, 1, 0, 0]])
     values = torch.tensor([[0.1, 0.2, 0.3, 0.4, 0.5], [0.3, 9.0, 0.1, 9.0, 9.0]])
     batch = Batch({"response_mask": mask, "values": values, "returns": torch.zeros(2, 5), "advantages": values})
-    found = diagnostics(batch, PPOConfig.model_validate({"data": {"train_files": ["x"]}}))
+    found = critic_diagnostics(batch, PPOConfig.model_validate({"data": {"train_files": ["x"]}}))
     errors = [found[f"critic/vf_abs_error/fifth_{k}"] for k in range(1, 6)]
     assert errors == pytest.approx([0.2, 0.2, 0.2, 0.4, 0.5])
     spread = found["critic/values/histogram"]

@@ -12,11 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from valor.config import SFTConfig, load
 from valor.data.batch import Batch
+from valor.data.demonstrations import DemonstrationDataset
 from valor.errors import UserError
 from valor.lab import arithmetic
-from valor.trainer.demonstrations import DemonstrationDataset
 from valor.trainer.main_sft import main
-from valor.trainer.sft import SFTTrainer, token_loss
+from valor.trainer.sft import SFTRun
+from valor.workers.sft import token_loss
 
 CHAT = [
     {"role": "user", "content": "1+1="},
@@ -183,15 +184,16 @@ def test_loss_divides_by_the_tokens_of_the_whole_batch():
 def trainer(model_dir, chats, tmp_path):
     """A trainer whose group is up, as `fit` would have it before the first step."""
     from valor.controller import start_group
-    from valor.trainer.sft import ROLE, SFTWorker
+    from valor.trainer.sft import ROLE
     from valor.workers.host import RoleSpec
+    from valor.workers.sft import SFTWorker
 
     config = load(overrides(model_dir, chats, tmp_path / "run", f"data.val_files={chats}"), SFTConfig).config
-    trainer = SFTTrainer(config, "valor sft")
+    trainer = SFTRun(config, "valor sft")
     spec = RoleSpec(SFTWorker, {"config": config, "total_steps": 4})
-    trainer.group = start_group(trainer.pool, {ROLE: spec}, controller="local")
+    trainer.roles = start_group(trainer.pool, {ROLE: spec}, controller="local")
     yield trainer
-    trainer.group.close()
+    trainer.roles.close()
 
 
 def test_loss_and_accuracy_are_those_of_transformers(trainer, model_dir):
@@ -267,6 +269,7 @@ def test_micro_batches_do_not_change_the_run(model_dir, chats, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
 def test_two_processes_take_the_same_steps_as_one(model_dir, chats, tmp_path):
     assert main(overrides(model_dir, chats, tmp_path / "one")) == 0
     assert main(overrides(model_dir, chats, tmp_path / "two", "trainer.n_gpus_per_node=2")) == 0

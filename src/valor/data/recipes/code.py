@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 
-from valor.data.recipes.recipe import QUESTION, Example, Hub, Recipe, Record, text, value
-
-_COMPLETE = "Complete this Python function. Give the whole function in one ```python block.\n\n" + QUESTION
-_WRITE = QUESTION + "\n\nGive the code in one ```python block."
+from valor.data.recipes.recipe import QUESTION, Example, Record, published, text, value
 
 
 def humaneval(record: Record) -> Example:
@@ -30,24 +27,24 @@ def mbpp(record: Record) -> Example:
 
 
 RECIPES = (
-    Recipe(
+    published(
         "humaneval",
         "HumanEval, 164 Python functions to complete",
         humaneval,
-        data_source="openai/openai_humaneval",
+        "openai/openai_humaneval",
+        train="",
         ability="code",
         columns=("task_id", "prompt", "canonical_solution", "test", "entry_point"),
-        hub={"test": (Hub("openai/openai_humaneval", None, "test"),)},
-        template=_COMPLETE,
+        template="Complete this Python function. Give the whole function in one ```python block.\n\n" + QUESTION,
     ),
-    Recipe(
+    published(
         "mbpp",
         "MBPP, 374 + 500 short Python tasks with three tests each",
         mbpp,
-        data_source="google-research-datasets/mbpp",
+        "google-research-datasets/mbpp",
+        "full",
         ability="code",
         columns=("task_id", "text", "prompt", "code", "test_list", "test_setup_code", "test_imports"),
-        hub={split: (Hub("google-research-datasets/mbpp", "full", split),) for split in ("train", "test")},
-        template=_WRITE,
+        template=QUESTION + "\n\nGive the code in one ```python block.",
     ),
 )

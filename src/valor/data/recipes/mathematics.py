@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from valor.data.recipes.recipe import BOXED, QUESTION, Example, Hub, Recipe, Record, number, text, value
+from valor.data.recipes.recipe import BOXED, QUESTION, Example, Hub, Recipe, Record, number, published, text, value
 
 
 def gsm8k(record: Record) -> Example:
@@ -45,76 +45,53 @@ def dapo(record: Record) -> Example:
     return Example(value(record, "prompt"), number(value(record, "reward_model.ground_truth", "solution")))
 
 
-_COMPETITION = ("problem", "question", "Problem", "answer", "Answer", "solution", "level", "type", "subject", "year")
+_COMPETITION = {
+    "convert": competition,
+    "ability": "math",
+    "columns": ("problem", "question", "Problem", "answer", "Answer", "solution", "level", "type", "subject", "year"),
+    "template": BOXED,
+}
 _AIME24 = Hub("HuggingFaceH4/aime_2024", None, "train", "aime24")
 _AIME25 = Hub("math-ai/aime25", None, "test", "aime25")
+_AIME = "problems of the AIME; the answer is an integer from 0 to 999"
 
 RECIPES = (
-    Recipe(
+    published(
         "gsm8k",
         "7,473 + 1,319 grade-school word problems",
         gsm8k,
-        data_source="openai/gsm8k",
+        "openai/gsm8k",
+        "main",
         ability="math",
         columns=("question", "answer"),
-        hub={"train": (Hub("openai/gsm8k", "main", "train"),), "test": (Hub("openai/gsm8k", "main", "test"),)},
         template=QUESTION + ' Think step by step, then write the final answer as a number after "####".',
     ),
-    Recipe(
+    published(
         "math",
         "MATH, 7,500 + 5,000 competition problems (its test set holds MATH-500)",
-        competition,
-        data_source="DigitalLearningGmbH/MATH-lighteval",
-        ability="math",
-        columns=_COMPETITION,
-        hub={split: (Hub("DigitalLearningGmbH/MATH-lighteval", None, split),) for split in ("train", "test")},
-        template=BOXED,
+        path="DigitalLearningGmbH/MATH-lighteval",
+        **_COMPETITION,
     ),
-    Recipe(
+    published(
         "math500",
         "MATH-500, 500 problems of MATH's test set",
-        competition,
-        data_source="HuggingFaceH4/MATH-500",
-        ability="math",
-        columns=_COMPETITION,
-        hub={"test": (Hub("HuggingFaceH4/MATH-500", None, "test"),)},
-        template=BOXED,
+        path="HuggingFaceH4/MATH-500",
+        train="",
+        **_COMPETITION,
     ),
-    *(
-        Recipe(
-            name,
-            f"{title} problems of the AIME; the answer is an integer from 0 to 999",
-            competition,
-            data_source=name,
-            ability="math",
-            columns=_COMPETITION,
-            hub={"test": places},
-            template=BOXED,
-        )
-        for name, title, places in (
-            ("aime24", "30 (2024)", (_AIME24,)),
-            ("aime25", "30 (2025)", (_AIME25,)),
-            ("aime", "60 (2024 and 2025)", (_AIME24, _AIME25)),
-        )
-    ),
-    Recipe(
-        "amc",
-        "40 problems of the AMC 12 of 2023",
-        competition,
-        data_source="math-ai/amc23",
-        ability="math",
-        columns=_COMPETITION,
-        hub={"test": (Hub("math-ai/amc23", None, "test"),)},
-        template=BOXED,
-    ),
-    Recipe(
+    Recipe("aime24", f"30 (2024) {_AIME}", data_source="aime24", hub={"test": (_AIME24,)}, **_COMPETITION),
+    Recipe("aime25", f"30 (2025) {_AIME}", data_source="aime25", hub={"test": (_AIME25,)}, **_COMPETITION),
+    Recipe("aime", f"60 (2024 and 2025) {_AIME}", data_source="aime", hub={"test": (_AIME24, _AIME25)}, **_COMPETITION),
+    published("amc", "40 problems of the AMC 12 of 2023", path="math-ai/amc23", train="", **_COMPETITION),
+    published(
         "dapo_math",
         "DAPO-Math-17k: about 17,000 problems with integer answers, published with about 100 copies of each",
         dapo,
+        "BytedTsinghua-SIA/DAPO-Math-17k",
+        test="",
         data_source="math_dapo",
         ability="math",
         columns=("prompt", "reward_model", "solution"),
-        hub={"train": (Hub("BytedTsinghua-SIA/DAPO-Math-17k"),)},
         one_each=True,
     ),
 )

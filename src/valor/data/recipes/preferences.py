@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from valor.data.recipes.recipe import Hub, Pair, Recipe, Record, text, value
+from valor.data.recipes.recipe import Pair, Record, published, text, value
 
 _TURN = re.compile(r"\n\n(Human|Assistant): ?")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
@@ -64,30 +64,24 @@ def _last(messages: Any) -> str:
     return str(messages[-1]["content"]).strip()
 
 
+_PAIRS = {"ability": "alignment", "pairs": True, "takes_rows": False}
 RECIPES = (
-    Recipe(
+    published(
         "hh_rlhf",
         "helpful and harmless conversations, 112,052 + 12,451 pairs",
         hh_rlhf,
-        data_source="Dahoas/full-hh-rlhf",
-        ability="alignment",
+        "Dahoas/full-hh-rlhf",
         columns=("prompt", "chosen", "rejected", "source"),
-        hub={split: (Hub("Dahoas/full-hh-rlhf", None, split),) for split in ("train", "test")},
-        pairs=True,
-        takes_rows=False,
+        **_PAIRS,
     ),
-    Recipe(
+    published(
         "ultrafeedback",
         "UltraFeedback, 61,135 + 2,000 pairs scored by a judge",
         ultrafeedback,
-        data_source="HuggingFaceH4/ultrafeedback_binarized",
-        ability="alignment",
+        "HuggingFaceH4/ultrafeedback_binarized",
+        train="train_prefs",
+        test="test_prefs",
         columns=("prompt", "chosen", "rejected", "score_chosen", "score_rejected"),
-        hub={
-            split: (Hub("HuggingFaceH4/ultrafeedback_binarized", None, f"{split}_prefs"),)
-            for split in ("train", "test")
-        },
-        pairs=True,
-        takes_rows=False,
+        **_PAIRS,
     ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from valor.data.recipes.recipe import QUESTION, Example, Hub, Recipe, Record, text, value
+from valor.data.recipes.recipe import QUESTION, Example, Hub, Recipe, Record, published, text, value
 
 LETTERS = "ABCDEFGHIJ"
 
@@ -49,63 +49,52 @@ def choice(question: str, choices: list[str], right: int | str, **extra: Any) ->
     return Example(f"{question}\n\n{listed}", LETTERS[place], {"question": question, "choices": list(choices), **known})
 
 
-def _search(name: str, title: str, **hub: tuple[Hub, ...]) -> Recipe:
-    return Recipe(
-        name,
-        title,
-        open_question,
-        data_source=f"searchR1_{name}",
-        ability="fact-reasoning",
-        columns=("question", "golden_answers", "answers", "answer", "reward_model"),
-        hub=hub,
-        template=_SEARCH,
-    )
-
-
-def _flashrag(name: str, split: str) -> Hub:
-    return Hub("RUC-NLPIR/FlashRAG_datasets", name, split, f"searchR1_{name}")
+def _search(name: str, title: str, train: tuple[str, ...], test: tuple[str, ...]) -> Recipe:
+    """Questions of FlashRAG; `train` and `test` say which splits of which of its data sets: `nq/train`."""
+    places = {"train": [one.split("/") for one in train], "test": [one.split("/") for one in test]}
+    hub = {
+        split: tuple(Hub("RUC-NLPIR/FlashRAG_datasets", config, its, f"searchR1_{config}") for config, its in found)
+        for split, found in places.items()
+    }
+    columns = ("question", "golden_answers", "answers", "answer", "reward_model")
+    return Recipe(name, title, open_question, f"searchR1_{name}", "fact-reasoning", columns, hub, template=_SEARCH)
 
 
 RECIPES = (
     _search(
-        "nq",
-        "Natural Questions (open), 79,168 + 3,610, asked in the manner of Search-R1",
-        train=(_flashrag("nq", "train"),),
-        test=(_flashrag("nq", "test"),),
+        "nq", "Natural Questions (open), 79,168 + 3,610, asked in the manner of Search-R1", ("nq/train",), ("nq/test",)
     ),
     _search(
         "hotpotqa",
         "HotpotQA, 90,447 + 7,405 (dev), asked in the manner of Search-R1",
-        train=(_flashrag("hotpotqa", "train"),),
-        test=(_flashrag("hotpotqa", "dev"),),
+        ("hotpotqa/train",),
+        ("hotpotqa/dev",),
     ),
     _search(
         "nq_hotpotqa",
         "NQ and HotpotQA together, the training data of Search-R1",
-        train=(_flashrag("nq", "train"), _flashrag("hotpotqa", "train")),
-        test=(_flashrag("nq", "test"), _flashrag("hotpotqa", "dev")),
+        ("nq/train", "hotpotqa/train"),
+        ("nq/test", "hotpotqa/dev"),
     ),
-    Recipe(
+    published(
         "mmlu",
         "MMLU: 99,842 auxiliary and 14,042 test questions with four choices, 57 subjects",
         multiple_choice,
-        data_source="cais/mmlu",
+        "cais/mmlu",
+        "all",
+        train="auxiliary_train",
         ability="knowledge",
         columns=("question", "choices", "answer", "subject"),
-        hub={"train": (Hub("cais/mmlu", "all", "auxiliary_train"),), "test": (Hub("cais/mmlu", "all", "test"),)},
         template=_CHOOSE,
     ),
-    Recipe(
+    published(
         "hellaswag",
         "HellaSwag: 39,905 + 10,042 (validation) texts with four endings",
         hellaswag,
-        data_source="Rowan/hellaswag",
+        "Rowan/hellaswag",
+        test="validation",
         ability="commonsense",
         columns=("ctx", "endings", "label"),
-        hub={
-            "train": (Hub("Rowan/hellaswag", None, "train"),),
-            "test": (Hub("Rowan/hellaswag", None, "validation"),),
-        },
         template=_CHOOSE,
     ),
 )

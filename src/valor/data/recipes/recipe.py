@@ -72,6 +72,25 @@ class Recipe:
         return tuple(self.hub)
 
 
+def published(
+    name: str,
+    title: str,
+    convert: Callable[[Record], Example | Pair | None],
+    path: str,
+    config: str | None = None,
+    *,
+    train: str = "train",
+    test: str = "test",
+    **more: Any,
+) -> Recipe:
+    """The recipe of one data set on the hub, whose path is its data source too.
+
+    `train` and `test` are what it calls these splits, "" where it has none.
+    """
+    hub = {ours: (Hub(path, config, its),) for ours, its in (("train", train), ("test", test)) if its}
+    return Recipe(name, title, convert, hub=hub, **{"data_source": path, **more})
+
+
 def value(record: Record, *names: str) -> Any:
     """The first of these columns that is there. A dot goes into a dictionary. Raises ValueError when none is."""
     for name in names:

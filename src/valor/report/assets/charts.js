@@ -2,6 +2,7 @@
 const data = JSON.parse(document.getElementById("run-data").textContent);
 const byId = (id) => document.getElementById(id);
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+const faint = (hex) => `${hex}29`; // 16 % of it: Plotly knows no color-mix
 const touch = matchMedia("(pointer: coarse)").matches;
 
 const element = (tag, className, text) => {

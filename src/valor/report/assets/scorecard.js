@@ -1,7 +1,6 @@
 // A critic's scorecard: histograms, calibration, what it knows along the response, and its values against branches.
 const BLUE = () => color("c1");
 const ORANGE = () => color("c2");
-const faint = (hex) => `${hex}29`; // 16 % of it: Plotly knows no color-mix
 const panel = (id) => byId(`panel-${id}`)?.querySelector(".legend");
 const guide = (x0, y0, x1, y1) => (
   { type: "line", x0, y0, x1, y1, layer: "below", line: { color: color("soft"), width: 1, dash: "2px,3px" } });

@@ -2,7 +2,6 @@
 const MOST_AT_FIRST = 8; // arms whose curves are shown before the reader chooses
 const stroke = (place) => color(`c${(place % 12) + 1}`);
 const dash = (place) => (place < 12 ? "solid" : "5px,4px");
-const faint = (name) => `color-mix(in srgb, ${name} 16%, transparent)`;
 const shown = new Set(data.arms.slice(0, MOST_AT_FIRST).map((arm) => arm.name));
 
 // One row an arm: its seeds as small dots, the mean with its interval as a large one.

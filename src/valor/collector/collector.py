@@ -1,0 +1,162 @@
+"""The first half of a step: prompts in, graded episodes out, as one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from valor import algorithms
+from valor.collector.dynamic_sampling import check_limit, informative_rows
+from valor.collector.freshness import WeightPublisher
+from valor.collector.grading import Grading
+from valor.collector.inputs import RunInputs
+from valor.collector.prompts import PROMPT_OBJECTS, prompt_batch, training_params, validation_params
+from valor.config import PPOConfig
+from valor.controller import Roles
+from valor.data.batch import Batch
+from valor.data.prompts import PromptRow
+from valor.rewards.executor import RewardResult
+from valor.rewards.manager import summarize
+from valor.rollout.base import SamplingParams
+from valor.tracking.metrics import Timer
+from valor.tracking.progress import phase
+
+
+class Collector:
+    """Draws prompts, has the rollout role answer them and the graders score the answers."""
+
+    def __init__(self, config: PPOConfig, inputs: RunInputs, roles: Roles, say: Callable[[str], None]) -> None:
+        self.config, self.inputs, self.roles, self._say = config, inputs, roles, say
+        self.rollout = config.actor_rollout_ref.rollout
+        self.grading = Grading(config.reward, inputs, roles)
+        self._weights = WeightPublisher(roles)
+        estimator = algorithms.ADVANTAGES[config.algorithm.adv_estimator]
+        self._greedy_baseline = estimator.capability.needs_greedy_baseline
+
+    def next_batch(self, step: int, timer: Timer) -> tuple[Batch, dict[str, float]]:
+        """`data.train_batch_size` prompts with `rollout.n` scored responses each, the samples of a prompt together.
+
+        With dynamic sampling (`algorithm.filter_groups`, DAPO) prompts whose samples all agree are dropped and further
+        ones are drawn until there are enough; surplus ones are left out. `reward/*` are about everything generated.
+        """
+        filtering, wanted = self.config.algorithm.filter_groups.enable, self.config.data.train_batch_size
+        kept: list[Batch] = []
+        results: list[RewardResult] = []
+        sources: list[str] = []
+        rounds = found = 0
+        while found < wanted:
+            if rounds:
+                self._say(check_limit(step, rounds, found, self.config))
+            rows = [self.inputs.train[i] for i in self.inputs.sampler.next_batch()]
+            batch, graded = self._answer_and_grade(rows, step, first=len(results) // self.rollout.n, timer=timer)
+            rounds += 1
+            results += graded
+            sources += batch.objects["data_source"]
+            kept.append(informative_rows(batch, graded, self._outcomes(graded), self.config) if filtering else batch)
+            found = sum(map(len, kept)) // self.rollout.n
+        metrics, line = summarize(sources, results)
+        self._say(line)
+        if self.inputs.reward_texts is not None:
+            metrics["reward_model/cut_texts"] = sum(r.components.get("rm_cut", False) for r in results)
+        if filtering:
+            drawn = len(results) // self.rollout.n
+            metrics |= {
+                "training/filter_groups/num_gen_batches": rounds,
+                "training/filter_groups/prompts": drawn,
+                "training/filter_groups/kept_ratio": found / drawn,
+                "training/filter_groups/surplus_prompts": found - wanted,
+                "training/filter_groups/score_before": sum(r.score for r in results) / len(results),
+            }
+        batch = Batch.concat(kept).take(range(wanted * self.rollout.n)) if rounds > 1 or found > wanted else kept[0]
+        batch.meta |= {"temperature": self.rollout.temperature, "global_step": step}
+        if self._greedy_baseline:
+            with timer("gen_baseline"):
+                batch["reward_baselines"] = self._greedy_rewards(batch)
+        self.roles["rollout"].sleep()
+        return batch, metrics
+
+    def validation_batch(self) -> tuple[Batch, list[RewardResult]]:
+        """Responses to the whole validation set and their grades (without penalties for length)."""
+        parts: list[Batch] = []
+        for rows in self.inputs.validation_chunks():
+            prompts = prompt_batch(
+                rows,
+                samples_per_prompt=self.rollout.val_kwargs.n,
+                seed=self.config.trainer.seed,
+                step=None,
+                first=sum(map(len, parts)) // self.rollout.val_kwargs.n,
+            )
+            with phase("validation", len(prompts), unit="sample"):
+                sink = self.grading.sink(prompts, validation=True)
+                parts.append(self.answer(prompts, validation_params(self.rollout), sink=sink))
+        batch = Batch.concat(parts)
+        with phase("reward", len(batch), unit="sample"):
+            results = self.grading.validation(batch)
+        batch.objects["reward_info"] = [r.components for r in results]
+        self.roles["rollout"].sleep()
+        return batch, results
+
+    def responses(self, rows: Sequence[PromptRow], step: int, at_once: int) -> Batch:
+        """`rollout.n` scored responses to each of `rows`, drawn as in step `step`, `at_once` prompts at a time."""
+        starts = range(0, len(rows), at_once)
+        parts = [self._answer_and_grade(rows[i : i + at_once], step, first=i, timer=Timer())[0] for i in starts]
+        return Batch.concat(parts)
+
+    def answer(
+        self,
+        prompts: Batch,
+        params: SamplingParams,
+        *,
+        sink: Callable[..., None] | None = None,
+        timer: Timer | None = None,
+    ) -> Batch:
+        """The prompts with one response each, as ids and as text, by the actor's present weights.
+
+        `sink` gets each episode as soon as it has ended.
+        """
+        timer = timer or Timer()
+        with timer("update_weights"):
+            self._weights.publish()
+        columns = prompts.select(("prompts", "prompt_lengths", "episode_key", "uid"))
+        with timer("gen"):
+            answered = prompts.union(self.roles["rollout"].generate(columns, params, sink=sink))
+            return self.inputs.with_text(answered)
+
+    def scores(self, batch: Batch) -> Tensor:
+        """What the responses of a batch are worth in training, [B]."""
+        return self._outcomes(self.grading.training(batch))
+
+    def _answer_and_grade(
+        self, rows: Sequence[PromptRow], step: int, *, first: int, timer: Timer
+    ) -> tuple[Batch, list[RewardResult]]:
+        """Responses to `rows`, the first of which is the step's prompt number `first`, with their scores."""
+        prompts = prompt_batch(
+            rows, samples_per_prompt=self.rollout.n, seed=self.config.trainer.seed, step=step, first=first
+        )
+        with phase("rollout", len(prompts), unit="sample"):
+            sink = self.grading.sink(prompts)
+            batch = self.answer(prompts, training_params(self.rollout), sink=sink, timer=timer)
+        with timer("reward"), phase("reward", len(batch), unit="sample"):
+            results = self.grading.training(batch)
+        batch.objects["reward_info"] = [r.components for r in results]
+        batch["token_level_scores"] = algorithms.place_at_end(self._outcomes(results), batch["response_mask"])
+        return batch, results
+
+    def _greedy_rewards(self, batch: Batch) -> Tensor:
+        """Score [B] of the greedy response to each row's prompt (ReMax's baseline), one response a prompt."""
+        n = self.rollout.n
+        prompts = batch.select(("prompts", "prompt_lengths", "episode_key", *PROMPT_OBJECTS))
+        params = replace(training_params(self.rollout), temperature=0.0)
+        prompts = prompts.take(range(0, len(batch), n))
+        with phase("greedy baseline", len(prompts), unit="sample"):
+            greedy = self.answer(prompts, params, sink=self.grading.sink(prompts))
+        return self.scores(greedy).repeat_interleave(n)
+
+    def _outcomes(self, results: Sequence[RewardResult]) -> Tensor:
+        """Scores [B] as the algorithm takes them: 0 or 1 under `reward_binarize`."""
+        scores = torch.tensor([r.score for r in results])
+        algorithm = self.config.algorithm
+        return algorithms.binarize(scores, algorithm.reward_threshold) if algorithm.reward_binarize else scores

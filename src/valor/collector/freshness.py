@@ -1,0 +1,34 @@
+"""The one place that asks whether the rollout engine has the actor's present weights."""
+
+from __future__ import annotations
+
+from valor.controller import Pools, Roles
+
+
+class WeightPublisher:
+    """Gives the rollout the actor's weights when it has others: by a call where it is beside the actor, else by a
+    transfer between their pools."""
+
+    def __init__(self, roles: Roles) -> None:
+        self._roles = roles
+        self._version: int | None = None  # what was transferred last
+        self._address: tuple[str, int] | None = None
+
+    def publish(self) -> None:
+        """After it, `generate` uses the actor's present weights. RuntimeError when they did not arrive bit for bit."""
+        roles = self._roles
+        if not isinstance(roles, Pools) or roles.placement.pool_of("rollout") == roles.placement.pool_of("actor"):
+            roles["rollout"].update_weights()
+            return
+        actor, rollout = roles["actor"], roles["rollout"]
+        version = actor.version()
+        if version == self._version:
+            return
+        if self._address is None:
+            self._address = actor.open_channel()
+        receivers = roles.placement.pools[roles.placement.pool_of("rollout")].world_size
+        sent = roles.submit("actor", actor.send_weights, receivers)
+        received = roles.submit("rollout", rollout.receive_weights, self._address, version)
+        sent.result()
+        received.result()
+        self._version = version

@@ -1,0 +1,141 @@
+"""What responses are worth: graders, a learned reward model or a judge, and DAPO's penalty for length.
+
+Graders get a response as soon as it has ended, while others are still being generated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from valor import algorithms
+from valor.agents.episode import Episode, EpisodeKey
+from valor.collector.inputs import RunInputs
+from valor.config import RewardConfig
+from valor.controller import Roles
+from valor.data.batch import Batch
+from valor.data.reward_texts import prompt_text
+from valor.rewards.executor import RewardResult
+from valor.rewards.judge import Question
+from valor.rewards.worker import Sample, gather
+from valor.tracking.progress import phase
+
+_SAMPLE_COLUMNS = ("data_source", "response_text", "ground_truth", "extra_info")
+
+
+class Grading:
+    """The scores of a run, as `config.reward` asks for them.
+
+    In training a reward model takes the rule's place, or joins it: score = `weight` * model + `rule_weight` * rule,
+    with both as components `rm_score` and `rule_score`. Validation goes by rule where the data source has a grader,
+    else by the model alone, so that it measures the task and not what is trained on.
+    """
+
+    def __init__(self, config: RewardConfig, inputs: RunInputs, roles: Roles) -> None:
+        self.config, self.inputs, self.roles = config, inputs, roles
+        self._early: dict[EpisodeKey, tuple[str, Future[RewardResult]]] = {}
+
+    def sink(self, prompts: Batch, *, validation: bool = False) -> Callable[[Episode], None] | None:
+        """For episodes that answer `prompts`: gives each to its grader at once. None where graders have to wait."""
+        by_rule = validation or not self.config.reward_model.replaces_rule
+        if not by_rule or not self.inputs.rewards.one_by_one:
+            return None
+        rows = {tuple(key): i for i, key in enumerate(prompts["episode_key"].tolist())}
+        columns = prompts.objects
+
+        def grade(episode: Episode) -> None:
+            i = rows[episode.key]
+            source = columns["data_source"][i]
+            if self.inputs.has_grader(source):
+                text = self.inputs.decode([episode.response_ids])[0]
+                sample = Sample(source, text, columns["ground_truth"][i], columns["extra_info"][i])
+                self._early[episode.key] = text, self.inputs.rewards.submit_all([sample])[0]
+
+        return grade
+
+    def training(self, batch: Batch) -> list[RewardResult]:
+        """What the responses are worth in training, in row order."""
+        model = self.config.reward_model
+        results = [] if model.replaces_rule else self._by_rule(batch)
+        if model.enable:
+            pairs = zip(self._by_model(batch), results or [None] * len(batch), strict=True)
+            results = [self._joined(by_model, by_rule) for by_model, by_rule in pairs]
+        return self._without_overlong_penalty(results, batch)
+
+    def validation(self, batch: Batch) -> list[RewardResult]:
+        """The verdicts on the responses, in row order."""
+        if not self.config.reward_model.enable:
+            return self._by_rule(batch)
+        has_grader = [self.inputs.has_grader(source) for source in batch.objects["data_source"]]
+        results: dict[int, RewardResult] = {}
+        for graded, score in ((True, self._by_rule), (False, self._by_model)):
+            rows = [i for i, found in enumerate(has_grader) if found is graded]
+            if rows:
+                results |= zip(rows, score(batch.take(rows)), strict=True)
+        return [results[i] for i in range(len(batch))]
+
+    def _by_rule(self, batch: Batch) -> list[RewardResult]:
+        """The graders' verdicts; what they were given while it was generated is not graded again."""
+        samples = [Sample(*row) for row in zip(*(batch.objects[name] for name in _SAMPLE_COLUMNS), strict=True)]
+        keys = [tuple(key) for key in batch["episode_key"].tolist()] if "episode_key" in batch else []
+        futures: dict[int, Future[RewardResult]] = {}
+        for i, key in enumerate(keys):
+            text, future = self._early.pop(key, (None, None))
+            if future is not None and text == samples[i].solution_str:
+                futures[i] = future
+        rest = [i for i in range(len(batch)) if i not in futures]
+        futures |= zip(rest, self.inputs.rewards.submit_all([samples[i] for i in rest]), strict=True)
+        return gather([futures[i] for i in range(len(batch))])
+
+    def _by_model(self, batch: Batch) -> list[RewardResult]:
+        """Scores with the component `rm_score`; from a model here also `rm_cut`, whether the text had to be cut."""
+        if self.inputs.judge is not None:
+            columns = batch.objects
+            texts = zip(columns["messages"], columns["response_text"], columns["ground_truth"], strict=True)
+            with phase("judge", len(batch), unit="sample"):
+                results = self.inputs.judge.score([Question(prompt_text(m), r, truth) for m, r, truth in texts])
+            return [r._replace(components={"rm_score": r.score}) if r.error is None else r for r in results]
+        assert self.inputs.reward_texts is not None, "the reward model has its tokenizer"
+        rows, cut = self.inputs.reward_texts.rows(batch)
+        with phase("reward model", len(batch), unit="sample"):
+            scores = self.roles["reward_model"].score(rows)["scores"].tolist()
+        return [
+            RewardResult(score, {"rm_score": score, "rm_cut": was_cut})
+            if math.isfinite(score)
+            else RewardResult(self.config.error_score, {}, f"the reward model gave {score}")
+            for score, was_cut in zip(scores, cut, strict=True)
+        ]
+
+    def _joined(self, model: RewardResult, rule: RewardResult | None) -> RewardResult:
+        """A failed part counts as `error_score`, as it does alone."""
+        weights = self.config.reward_model
+        if rule is None:
+            return model._replace(score=weights.weight * model.score)
+        components = {**rule.components, "acc": rule.correct, "rule_score": rule.score, **model.components}
+        return RewardResult(
+            weights.weight * model.score + weights.rule_weight * rule.score,
+            components,
+            " and ".join(e for e in (rule.error, model.error) if e is not None) or None,
+            max(rule.seconds, model.seconds),
+        )
+
+    def _without_overlong_penalty(self, results: list[RewardResult], batch: Batch) -> list[RewardResult]:
+        """Under `reward_manager.name=dapo` with an overlong buffer: scores less DAPO's soft penalty for length.
+
+        The penalty is the component `overlong_reward` (0 or negative); whether an answer is right stays as it was.
+        """
+        options = self.config.reward_kwargs
+        buffer = options.overlong_buffer_cfg
+        if self.config.reward_manager.name != "dapo" or not buffer.enable:
+            return results
+        penalties = algorithms.overlong_penalty(
+            batch["response_lengths"],
+            max_response_length=options.max_resp_len,
+            buffer_length=buffer.len,
+            penalty_factor=buffer.penalty_factor,
+        )
+        return [
+            r._replace(score=r.score + p, components={"acc": r.correct, **r.components, "overlong_reward": p})
+            for r, p in zip(results, penalties.tolist(), strict=True)
+        ]

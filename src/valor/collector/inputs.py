@@ -1,0 +1,108 @@
+"""Everything a run reads before it starts: tokenizer, prompts, graders. Bad input is found here, nothing is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from valor.config import PPOConfig, RewardModelConfig
+from valor.data.batch import Batch
+from valor.data.prompts import PromptDataset, PromptRow
+from valor.data.reward_texts import CriticTexts, RewardTexts, longest_text
+from valor.data.sampler import PromptSampler
+from valor.models.load import load_tokenizer
+from valor.models.reward import reward_model_kind
+from valor.rewards.judge import Judge
+from valor.rewards.manager import RewardManager
+from valor.rewards.registry import has_grader
+
+
+class RunInputs:
+    """Tokenizer, data sets, sampler and graders of a run."""
+
+    def __init__(self, config: PPOConfig) -> None:
+        data = config.data
+        self.tokenizer = load_policy_tokenizer(config)
+        self.train = PromptDataset(data, self.tokenizer, split="train")
+        self.val = PromptDataset(data, self.tokenizer, split="val") if data.val_files else None
+        dynamic = config.algorithm.filter_groups.enable
+        at_once = data.gen_batch_size if dynamic and data.gen_batch_size else data.train_batch_size
+        self.sampler = PromptSampler(len(self.train), at_once, seed=data.seed, shuffle=data.shuffle)
+        self.rewards = RewardManager(config.reward)
+        reward_model = config.reward.reward_model
+        if not reward_model.replaces_rule:  # where there is a reward model, it also validates what has no grader
+            validated = self.val.data_sources if self.val and not reward_model.enable else ()
+            self.rewards.check({*self.train.data_sources, *validated})
+        self.reward_texts = load_reward_texts(reward_model, self.tokenizer) if reward_model.is_role else None
+        if isinstance(self.reward_texts, RewardTexts):
+            self.reward_texts.encode([self.train[0].messages], ["."], where="the reward model reads a prompt")
+        self.judge = Judge(reward_model.judge, config.reward.error_score) if reward_model.asks_judge else None
+        if self.judge is not None:
+            self.judge.check()
+        self._val_batch_size = data.val_batch_size
+        trainer = config.trainer
+        # Under dynamic sampling a step may draw more prompts than this: epochs then are a measure of the run's length.
+        steps_per_epoch = max(len(self.train) // data.train_batch_size, 1)
+        self.total_steps = trainer.total_training_steps or steps_per_epoch * trainer.total_epochs
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        return [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+
+    @property
+    def separator_id(self) -> int | None:
+        """The token between the texts of a pair, for a reward model that reads pairs."""
+        return self.reward_texts.separator_id if self.reward_texts is not None else None
+
+    def validation_chunks(self) -> Iterator[list[PromptRow]]:
+        """The validation prompts in pieces of `data.val_batch_size` (one piece when that is null)."""
+        rows = list(self.val) if self.val is not None else []
+        size = self._val_batch_size or len(rows)
+        for start in range(0, len(rows), max(size, 1)):
+            yield rows[start : start + size]
+
+    def with_text(self, batch: Batch) -> Batch:
+        """The batch with `response_text`, decoded without special tokens."""
+        ids = [row[:n] for row, n in zip(batch["responses"].tolist(), batch["response_lengths"].tolist(), strict=True)]
+        batch.objects["response_text"] = self.decode(ids)
+        return batch
+
+    def decode(self, token_ids: Sequence[list[int]]) -> list[str]:
+        """Responses as the graders read them."""
+        return self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+
+    def has_grader(self, data_source: str) -> bool:
+        """Whether responses to prompts of this source can be graded by rule."""
+        return self.rewards.grades_everything or has_grader(data_source)
+
+    def close(self) -> None:
+        """End the grader processes."""
+        self.rewards.close()
+
+
+def load_policy_tokenizer(config: PPOConfig) -> Any:
+    """The tokenizer of the policy, with a chat template. UserError: there is none."""
+    model = config.actor_rollout_ref.model
+    return load_tokenizer(
+        config.data.tokenizer or model.tokenizer_path or model.path,
+        trust_remote_code=model.trust_remote_code,
+        custom_chat_template=model.custom_chat_template,
+        require_chat_template=True,
+    )
+
+
+def load_reward_texts(model: RewardModelConfig, policy_tokenizer: Any) -> RewardTexts | CriticTexts:
+    """How the reward model at `model.model_path` reads conversations. UserError: it cannot be one, or no tokenizer."""
+    kind = reward_model_kind(model)
+    assert model.tokenizer_path is not None, "it inherits model_path"
+    tokenizer = load_tokenizer(
+        model.tokenizer_path,
+        trust_remote_code=model.trust_remote_code,
+        custom_chat_template=model.custom_chat_template,
+        require_chat_template=kind.is_critic,
+        path_key="reward.reward_model.tokenizer_path",
+    )
+    longest = model.max_length or longest_text(tokenizer, kind.max_length)
+    if kind.is_critic:
+        return CriticTexts(tokenizer, policy_tokenizer, longest)
+    return RewardTexts(tokenizer, longest)

@@ -1,0 +1,66 @@
+"""Prompt rows as the batch that goes to the rollout role."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from valor.config import RolloutConfig, ValidationSamplingConfig
+from valor.data.batch import Batch, pad_rows
+from valor.data.prompts import PromptRow
+from valor.rollout.base import SamplingParams
+
+PROMPT_OBJECTS = ("uid", "data_source", "ground_truth", "extra_info", "messages")
+
+# Validation draws the same noise at every step, so that two validations differ by the policy alone.
+_VALIDATION_KEY = -1
+
+
+def prompt_batch(
+    rows: Sequence[PromptRow], *, samples_per_prompt: int, seed: int, step: int | None, first: int = 0
+) -> Batch:
+    """B = len(rows) · samples_per_prompt rows, the samples of a prompt next to each other.
+
+    `episode_key` [B, 3] = (seed, step, sample number) decides each sample's random numbers; `step` None = validation.
+    `first`: how many prompts of this step came before these.
+    """
+    prompts, lengths = pad_rows([r.prompt_ids for r in rows], torch.long)
+    batch = Batch(
+        {"prompts": prompts, "prompt_lengths": lengths},
+        {
+            "uid": [f"{i}:{r.uid}" for i, r in enumerate(rows, first)],
+            "data_source": [r.data_source for r in rows],
+            "ground_truth": [r.ground_truth for r in rows],
+            "extra_info": [r.extra_info for r in rows],
+            "messages": [r.messages for r in rows],
+        },
+    ).repeat(samples_per_prompt)
+    key = torch.empty(len(batch), 3, dtype=torch.long)
+    key[:, 0], key[:, 1] = seed, _VALIDATION_KEY if step is None else step
+    key[:, 2] = torch.arange(len(batch)) + first * samples_per_prompt
+    batch["episode_key"] = key
+    return batch
+
+
+def training_params(rollout: RolloutConfig) -> SamplingParams:
+    """How training samples are drawn."""
+    return SamplingParams(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_tokens=rollout.response_length,
+        ignore_eos=rollout.ignore_eos,
+    )
+
+
+def validation_params(rollout: RolloutConfig) -> SamplingParams:
+    """How validation samples are drawn: `rollout.val_kwargs`; greedy unless a temperature is set."""
+    val: ValidationSamplingConfig = rollout.val_kwargs
+    return SamplingParams(
+        temperature=val.effective_temperature,
+        top_p=val.top_p,
+        top_k=val.top_k,
+        max_tokens=rollout.response_length,
+        ignore_eos=rollout.ignore_eos,
+    )

@@ -1,0 +1,213 @@
+"""Scored responses as a thing of their own: drawn from the policy for a critic to learn from or to be judged on,
+written to a file, read back.
+
+A batch of rollouts has prompts, responses, their lengths and mask, `scores` [B], and the objects of `OBJECTS`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from valor import algorithms
+from valor.collector.collector import Collector
+from valor.collector.inputs import RunInputs
+from valor.config import PPOConfig
+from valor.controller import ResourcePool, start_group
+from valor.data.batch import Batch, pad_rows
+from valor.data.files import read_records
+from valor.data.prompts import PromptRow, render, token_ids
+from valor.errors import UserError
+from valor.rewards.executor import RewardResult, Sample
+from valor.rewards.manager import RewardManager
+from valor.rollout.registry import generation_engine
+from valor.tracking.generations import token_strings
+from valor.tracking.rundir import write_atomically
+from valor.workers.roles import role_specs
+
+# Second word of the key of a sample's random numbers, where a training step has its number and validation has -1.
+PRETRAIN_STREAM, SCORE_STREAM, BRANCH_STREAM = 0, -2, -3
+OBJECTS = ("uid", "data_source", "ground_truth", "extra_info", "messages", "finish_reason", "reward_info")
+_COLUMNS = ("prompts", "prompt_lengths", "responses", "response_lengths", "response_mask", "scores", *OBJECTS)
+
+
+@contextmanager
+def policy_group(
+    config: PPOConfig, inputs: RunInputs, pool: ResourcePool, controller: str, say: Callable[[str], None]
+) -> Iterator[Collector]:
+    """The roles that answer and score, alive within the block; no critic and no reference among them."""
+    generation_engine(config.actor_rollout_ref.rollout.name).check_start(config, pool.world_size)
+    specs = role_specs(config, total_steps=1, eos_token_ids=inputs.eos_token_ids, separator_id=inputs.separator_id)
+    specs = {name: spec for name, spec in specs.items() if name in ("actor", "rollout", "reward_model")}
+    group = start_group(pool, specs, controller=controller, ray_init=config.ray_kwargs.ray_init.model_dump())
+    try:
+        yield Collector(config, inputs, group, say)
+    finally:
+        group.close()
+
+
+def draw_rollouts(collector: Collector, rows: Sequence[PromptRow], stream: int, at_once: int | None) -> Batch:
+    """`rollout.n` responses to each of `rows`, drawn and scored as in training, `at_once` prompts at a time."""
+    batch = collector.responses(rows, stream, at_once or len(rows))
+    batch["scores"] = batch["token_level_scores"].sum(-1)
+    return batch.select(_COLUMNS)
+
+
+def correct(batch: Batch) -> Tensor:
+    """[B] bool: which responses are right: the grader's `acc` where it reports one, else a score above 0."""
+    pairs = zip(batch["scores"].tolist(), batch.objects["reward_info"], strict=True)
+    return torch.tensor([RewardResult(score, info).correct for score, info in pairs], dtype=torch.bool)
+
+
+def outcomes(batch: Batch, gamma: float) -> Tensor:
+    """Return [B, T] of every state: γ^(policy tokens that follow) times the score, the λ = 1 return."""
+    mask = batch["response_mask"]
+    _, returns = algorithms.compute_advantages(
+        "gae",
+        rewards=algorithms.place_at_end(batch["scores"], mask),
+        response_mask=mask,
+        values=torch.zeros_like(mask),
+        gamma=gamma,
+        lam=1.0,
+        whitening="none",
+    )
+    return returns
+
+
+def same_prompt(batch: Batch) -> list[int]:
+    """Number of each row's prompt, in order of appearance: rows with the same prompt tokens share it."""
+    seen: dict[tuple[int, ...], int] = {}
+    rows = zip(batch["prompts"].tolist(), batch["prompt_lengths"].tolist(), strict=True)
+    return [seen.setdefault(tuple(row[:n]), len(seen)) for row, n in rows]
+
+
+def rollout_records(batch: Batch, scores: Sequence[float], step: int, tokenizer: Any) -> Iterator[dict[str, Any]]:
+    """Every row as a JSON object: verl's fields (input, output, gts, score, step, data_source), then what it takes to
+    read the row back."""
+    columns = batch.objects
+    for i, score in enumerate(scores):
+        prompt = batch["prompts"][i, : int(batch["prompt_lengths"][i])].tolist()
+        length = int(batch["response_lengths"][i])
+        response = batch["responses"][i, :length].tolist()
+        yield {
+            "input": tokenizer.decode(prompt),
+            "output": tokenizer.decode(response, skip_special_tokens=True),
+            "gts": columns["ground_truth"][i],
+            "score": score,
+            "step": step,
+            **{name: columns[name][i] for name in OBJECTS if name in columns and name != "ground_truth"},
+            "prompt_ids": prompt,
+            "response_ids": response,
+            "response_mask": batch["response_mask"][i, :length].int().tolist(),
+        }
+
+
+def write_rollouts(path: Path, records: Iterator[dict[str, Any]]) -> None:
+    """One JSON object a line; what JSON does not know is written as its text."""
+    lines = (json.dumps(record, default=str, ensure_ascii=False) for record in records)
+    write_atomically(path, "".join(line + "\n" for line in lines))
+
+
+class _Rollout(NamedTuple):
+    prompt_ids: list[int]
+    response_ids: list[int]
+    mask: list[int]
+    score: float | None
+    objects: dict[str, Any]
+
+
+def read_rollouts(paths: Sequence[str], tokenizer: Any, rewards: RewardManager) -> Batch:
+    """The rollouts in jsonl or parquet files, or in all such files of a folder. Rows without a score are graded.
+
+    A row is one of three: what `trainer.rollout_data_dir` and `validation_data_dir` hold (prompt_ids, response_ids);
+    what a run's `samples` folder holds (prompt, tokens); or messages with a text response. UserError: anything else.
+    """
+    found = [_parse(record, where, tokenizer) for path in _files(paths) for where, record in read_records(path)]
+    prompts, prompt_lengths = pad_rows([r.prompt_ids for r in found], torch.long)
+    responses, response_lengths = pad_rows([r.response_ids for r in found], torch.long)
+    mask, _ = pad_rows([r.mask for r in found], torch.float32)
+    batch = Batch(
+        {
+            "prompts": prompts,
+            "prompt_lengths": prompt_lengths,
+            "responses": responses,
+            "response_lengths": response_lengths,
+            "response_mask": mask,
+        },
+        {name: [r.objects[name] for r in found] for name in OBJECTS},
+    )
+    scores = [r.score for r in found]
+    ungraded = [i for i, score in enumerate(scores) if score is None]
+    if ungraded:
+        for i, result in zip(ungraded, _grade(batch.take(ungraded), tokenizer, rewards), strict=True):
+            scores[i], batch.objects["reward_info"][i] = result.score, result.components
+    batch["scores"] = torch.tensor(scores, dtype=torch.float32)
+    return batch
+
+
+def _files(paths: Sequence[str]) -> Iterator[Path]:
+    for path in map(Path, paths):
+        if not path.is_dir():
+            yield path
+            continue
+        inside = sorted(one for one in path.iterdir() if one.suffix in (".jsonl", ".parquet"))
+        if not inside:
+            raise UserError(f"'{path}' holds no rollouts: it has no .jsonl or .parquet file")
+        yield from inside
+
+
+def _parse(record: Mapping[str, Any], where: str, tokenizer: Any) -> _Rollout:
+    if "prompt_ids" in record and "response_ids" in record:
+        prompt, response = list(record["prompt_ids"]), list(record["response_ids"])
+    elif "tokens" in record and "prompt" in record:
+        prompt, response = _retokenized(record, where, tokenizer)
+    elif "messages" in record and isinstance(record.get("response"), str):
+        text = render(tokenizer, record["messages"], where=where)
+        prompt, answer = token_ids(tokenizer, [text, record["response"]])
+        response = [*answer, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])]
+    else:
+        raise UserError(
+            f"{where}: not a rollout: it needs prompt_ids and response_ids (as trainer.rollout_data_dir writes them), "
+            f"or messages and response; it has {', '.join(record)}"
+        )
+    mask = record.get("response_mask", record.get("mask")) or [1] * len(response)
+    if not prompt or not response or len(mask) != len(response):
+        raise UserError(f"{where}: a rollout has a prompt, a response, and a mask as long as the response")
+    if max(*prompt, *response) >= len(tokenizer):
+        raise UserError(f"{where}: token {max(*prompt, *response)} is none of the {len(tokenizer)} of this tokenizer")
+    score = record.get("score", record.get("reward"))
+    if score is not None and not isinstance(score, bool | int | float):
+        raise UserError(f"{where}: the score must be a number, got {score!r}")
+    objects = {name: record.get(name) for name in OBJECTS} | {
+        "ground_truth": record.get("ground_truth", record.get("gts")),
+        "reward_info": record.get("reward_info") or {},
+    }
+    if score is None and (objects["data_source"] is None or objects["ground_truth"] is None):
+        raise UserError(f"{where}: a rollout without a score needs data_source and ground_truth, to be graded by")
+    return _Rollout(prompt, response, [int(m) for m in mask], None if score is None else float(score), objects)
+
+
+def _retokenized(record: Mapping[str, Any], where: str, tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Ids of a run's sample, which holds texts: exact, or refused."""
+    prompt, response = token_ids(tokenizer, [record["prompt"], "".join(record["tokens"])])
+    if token_strings(response, tokenizer.decode) != record["tokens"]:
+        raise UserError(
+            f"{where}: this tokenizer cuts the sample in another way than the run did: give it the run's tokenizer, or "
+            "the files of trainer.rollout_data_dir, which hold token ids"
+        )
+    return prompt, response
+
+
+def _grade(batch: Batch, tokenizer: Any, rewards: RewardManager) -> list[RewardResult]:
+    columns = batch.objects
+    rewards.check(set(columns["data_source"]))
+    ids = [row[:n] for row, n in zip(batch["responses"].tolist(), batch["response_lengths"].tolist(), strict=True)]
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    samples = zip(columns["data_source"], texts, columns["ground_truth"], columns["extra_info"], strict=True)
+    return rewards.score([Sample(*sample) for sample in samples])

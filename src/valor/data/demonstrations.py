@@ -1,0 +1,154 @@
+"""Demonstrations for supervised training: chats tokenised into a prompt and a response of which some tokens count."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from valor.config import SFTDataConfig
+from valor.data.batch import Batch, pad_rows
+from valor.data.files import parse_messages, read_records
+from valor.data.prompts import render, tokenized, truncated
+from valor.data.reward_texts import text_rows
+from valor.data.sampler import SUBSET_STREAM, subset
+from valor.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+Piece = tuple[str, bool]  # text, and whether the assistant wrote it
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """Tokens of one chat up to the last one that counts; `counts` is 1 where the assistant produced the token.
+
+    The first `prompt_length` tokens are the prompt: what stands before the assistant's first turn, none of it counts.
+    """
+
+    tokens: array[int]
+    counts: array[int]
+    prompt_length: int
+
+
+class DemonstrationDataset(Sequence[Demonstration]):
+    """The training or validation chats that `data` asks for, in file order, tokenised when the object is made.
+
+    Every piece of a chat (prompt, assistant turn, what comes between) is tokenised by itself, so the prompt has the
+    very tokens that a rollout will see. Samples over `data.max_length` are cut (`truncation` left, right, middle) or a
+    UserError that names the first one; those left without a token that counts are dropped, with a warning.
+    """
+
+    def __init__(self, data: SFTDataConfig, tokenizer: Any, split: Literal["train", "val"], seed: int) -> None:
+        paths = (data.train_files if split == "train" else data.val_files) or []
+        limit = data.train_max_samples if split == "train" else data.val_max_samples
+        # Which columns there must be depends on the row: messages, or prompt and response.
+        records = [record for path in paths for record in read_records(path)]
+        numbers = subset(len(records), limit, seed, 0, SUBSET_STREAM, shuffle=data.shuffle)
+        chats = [(where, _chat(record, where, data)) for where, record in (records[i] for i in numbers)]
+        pieces = [_pieces(tokenizer, chat, where, data.apply_chat_template_kwargs) for where, chat in chats]
+        texts = [text for of_chat in pieces for text, _ in of_chat]
+        ids = tokenized(tokenizer, texts, len(texts))
+        self._rows: list[Demonstration] = []
+        for (where, _), of_chat in zip(chats, pieces, strict=True):
+            whole = _join([(next(ids), own) for _, own in of_chat], tokenizer.eos_token_id)
+            row = _cut(whole, data.max_length, data.truncation, where)
+            if row is not None:
+                self._rows.append(row)
+        dropped = len(chats) - len(self._rows)
+        if not self._rows:
+            raise UserError(f"data.{split}_files: no sample has an assistant token within data.max_length")
+        if dropped:
+            logger.warning(
+                "%s: %d of %d samples have no assistant token left and are dropped", split, dropped, len(chats)
+            )
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, i: int) -> Demonstration:  # type: ignore[override]  # slices are of no use here
+        return self._rows[i]
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """The samples as prompts, responses and response_mask, with the counts that the loss divides by."""
+        rows = [self._rows[i] for i in indices]
+        batch = text_rows([r.tokens[: r.prompt_length] for r in rows], [r.tokens[r.prompt_length :] for r in rows])
+        batch["response_mask"], _ = pad_rows([r.counts[r.prompt_length :] for r in rows], torch.float32)
+        batch.meta = {"num_tokens": float(batch["response_mask"].sum()), "num_sequences": float(len(rows))}
+        return batch
+
+
+def _chat(record: Mapping[str, Any], where: str, data: SFTDataConfig) -> list[dict[str, Any]]:
+    """The row's messages, from its messages column or its prompt and response."""
+    if data.messages_key in record:
+        chat = parse_messages(record[data.messages_key], where, data.messages_key)
+    elif data.prompt_key in record and data.response_key in record:
+        response = record[data.response_key]
+        if not isinstance(response, str):
+            raise UserError(f"{where}: '{data.response_key}' must be text, got {type(response).__name__}")
+        prompt = parse_messages(record[data.prompt_key], where, data.prompt_key, text_role="user")
+        chat = [*prompt, {"role": "assistant", "content": response}]
+    else:
+        raise UserError(
+            f"{where}: needs a column '{data.messages_key}', or '{data.prompt_key}' and '{data.response_key}' "
+            f"(it has {', '.join(record)}): rename it, or set data.messages_key, data.prompt_key, data.response_key"
+        )
+    if chat[0]["role"] == "assistant" or all(m["role"] != "assistant" for m in chat):
+        raise UserError(f"{where}: a demonstration needs an assistant message, and something before the first one")
+    return chat
+
+
+def _pieces(
+    tokenizer: Any, chat: Sequence[Mapping[str, Any]], where: str, template_kwargs: Mapping[str, Any]
+) -> list[Piece]:
+    """The rendered chat cut before and after every assistant turn; what follows the last turn is left out."""
+    pieces: list[Piece] = []
+    done = ""
+    for i, message in enumerate(chat):
+        if message["role"] != "assistant":
+            continue
+        before = render(tokenizer, chat[:i], {**template_kwargs, "add_generation_prompt": True}, where)
+        after = render(tokenizer, chat[: i + 1], {**template_kwargs, "add_generation_prompt": False}, where)
+        if not before.startswith(done) or not after.startswith(before):
+            raise UserError(
+                f"{where}: the chat template renders message {i} otherwise when more follows, so its tokens cannot be "
+                "told apart: split the chat into single turns, or set model.custom_chat_template"
+            )
+        pieces += [(before[len(done) :], False), (after[len(before) :], True)]
+        done = after
+    return pieces
+
+
+def _join(pieces: Sequence[tuple[Sequence[int], bool]], eos_token_id: int | None) -> Demonstration:
+    """One row from tokenised pieces. What a template puts after the end token of a turn was not the assistant's."""
+    tokens, counts = array("i"), array("b")
+    for ids, own in pieces:
+        end = len(ids)
+        if own and eos_token_id is not None and eos_token_id in ids:
+            end -= list(reversed(ids)).index(eos_token_id)
+        tokens.extend(ids)
+        counts.extend([int(own)] * end + [0] * (len(ids) - end))
+    return Demonstration(tokens, counts, prompt_length=len(pieces[0][0]))
+
+
+def _cut(row: Demonstration, limit: int, truncation: str, where: str) -> Demonstration | None:
+    """At most `limit` tokens, ending with one that counts; None if none does."""
+    kept = list(range(len(row.tokens)))
+    if len(kept) > limit:
+        if truncation == "error":
+            raise UserError(
+                f"{where}: the sample has {len(kept)} tokens, data.max_length is {limit}: raise it, or set "
+                "data.truncation=left|right|middle (cut such samples)"
+            )
+        kept = truncated(kept, limit, truncation)
+    prompt = max(1, sum(i < row.prompt_length for i in kept))  # the first token has nothing that could predict it
+    while len(kept) > prompt and not row.counts[kept[-1]]:
+        kept.pop()
+    if not any(row.counts[i] for i in kept[prompt:]):
+        return None
+    counts = [0] * prompt + [row.counts[i] for i in kept[prompt:]]
+    return Demonstration(array("i", [row.tokens[i] for i in kept]), array("b", counts), prompt)

@@ -1,0 +1,159 @@
+"""Preference pairs: a prompt, a better and a worse response, as the texts that a reward model reads."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from valor.config import RMConfig, RMDataConfig
+from valor.data.batch import Batch
+from valor.data.files import parse_messages, read_records
+from valor.data.reward_texts import RewardTexts, text_rows
+from valor.data.sampler import SUBSET_STREAM, shuffled, subset
+from valor.errors import UserError
+from valor.tracking.progress import report_progress
+
+logger = logging.getLogger(__name__)
+
+_ROWS_AT_ONCE = 256  # given to the tokenizer
+_HOLDOUT_STREAM = 4  # third word of a random key
+
+
+@dataclass(frozen=True)
+class Preference:
+    """One checked pair. `margin` None: the file says nothing about it."""
+
+    where: str
+    prompt: list[dict[str, Any]]
+    chosen: str
+    rejected: str
+    source: str
+    margin: float | None
+
+
+class PreferenceDataset(Sequence[Preference]):
+    """Pairs in the given order, tokenised when the object is made. `num_cut`: texts that lost their beginning."""
+
+    def __init__(self, pairs: Sequence[Preference], texts: RewardTexts, margin: float) -> None:
+        self._pairs = list(pairs)
+        self._margins = [margin if p.margin is None else p.margin for p in pairs]
+        self._ids: list[tuple[array[int], array[int]]] = []
+        self.num_cut = 0
+        for start in range(0, len(pairs), _ROWS_AT_ONCE):
+            part = self._pairs[start : start + _ROWS_AT_ONCE]
+            prompts, where = [pair.prompt for pair in part], f"{part[0].where} and following"
+            chosen = texts.encode(prompts, [pair.chosen for pair in part], where)
+            rejected = texts.encode(prompts, [pair.rejected for pair in part], where)
+            for better, worse in zip(chosen, rejected, strict=True):
+                self._ids.append((array("i", better.ids), array("i", worse.ids)))
+                self.num_cut += better.is_cut + worse.is_cut
+            report_progress(start + len(part), len(pairs))
+        if self.num_cut:
+            logger.warning(
+                "%d of %d texts are longer than %d tokens and lost their beginning",
+                self.num_cut, 2 * len(pairs), texts.max_length,
+            )  # fmt: skip
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __getitem__(self, i: int) -> Preference:  # type: ignore[override]  # slices are of no use here
+        return self._pairs[i]
+
+    @property
+    def sources(self) -> Counter[str]:
+        """How many pairs each source has."""
+        return Counter(pair.source for pair in self._pairs)
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """The better texts as `prompts`, the worse ones as `responses`, and `margin` [B]."""
+        rows = text_rows([self._ids[i][0] for i in indices], [self._ids[i][1] for i in indices])
+        rows["margin"] = torch.tensor([self._margins[i] for i in indices], dtype=torch.float32)
+        rows.meta["num_pairs"] = float(len(indices))
+        return rows
+
+
+def load_preferences(config: RMConfig, texts: RewardTexts) -> tuple[PreferenceDataset, PreferenceDataset | None]:
+    """Training and validation pairs. Where no file is given for the latter, `data.val_share` of the prompts of each
+    source are held out, with all their pairs. UserError names the first bad row."""
+    data, seed = config.data, config.trainer.seed
+    train = read_preferences(data.train_files, data)
+    val: list[Preference] = []
+    if data.val_files is not None:
+        val = read_preferences(data.val_files, data)
+    elif data.val_share > 0:
+        train, val = _hold_out(train, data.val_share, seed)
+    train, val = (
+        [pairs[i] for i in subset(len(pairs), limit, seed, 0, SUBSET_STREAM, shuffle=data.shuffle)]
+        for pairs, limit in ((train, data.train_max_samples), (val, data.val_max_samples))
+    )
+    margin = config.loss.margin
+    return PreferenceDataset(train, texts, margin), PreferenceDataset(val, texts, margin) if val else None
+
+
+def read_preferences(paths: Sequence[str], data: RMDataConfig) -> list[Preference]:
+    """All pairs of some files, in order."""
+    if not paths:
+        raise UserError("no data file given: set data.train_files to a parquet or jsonl file of preference pairs")
+    required = (data.chosen_key, data.rejected_key)
+    return [_pair(record, where, data) for path in paths for where, record in read_records(path, required)]
+
+
+def _pair(record: Mapping[str, Any], where: str, data: RMDataConfig) -> Preference:
+    prompt = record.get(data.prompt_key)
+    if prompt is not None:
+        prompt = parse_messages(prompt, where, data.prompt_key, text_role="user")
+    chosen_chat, chosen = _response(record[data.chosen_key], where, data.chosen_key)
+    rejected_chat, rejected = _response(record[data.rejected_key], where, data.rejected_key)
+    question, other_question = chosen_chat or prompt, rejected_chat or prompt
+    if question is None or other_question is None:
+        raise UserError(
+            f"{where}: there is no prompt: give a column '{data.prompt_key}' (or set data.prompt_key), or whole chats "
+            f"in '{data.chosen_key}' and '{data.rejected_key}'"
+        )
+    if question != other_question:
+        raise UserError(f"{where}: '{data.chosen_key}' and '{data.rejected_key}' answer different prompts")
+    if chosen == rejected:
+        raise UserError(f"{where}: '{data.chosen_key}' and '{data.rejected_key}' are the same text: remove such pairs")
+    margin = None
+    if data.margin_key is not None:
+        margin = record.get(data.margin_key)
+        if isinstance(margin, bool) or not isinstance(margin, int | float):
+            raise UserError(f"{where}: '{data.margin_key}' must be a number, got {type(margin).__name__}")
+    source = record.get(data.source_key)
+    return Preference(where, question, chosen, rejected, "unnamed" if source is None else str(source), margin)
+
+
+def _response(value: Any, where: str, key: str) -> tuple[list[dict[str, Any]], str]:
+    """What comes before the response, if anything, and its text."""
+    chat = parse_messages(value, where, key, text_role="assistant")
+    if chat[-1]["role"] != "assistant":
+        raise UserError(f"{where}: '{key}' must end with an assistant message")
+    return chat[:-1], chat[-1]["content"]
+
+
+def _hold_out(pairs: list[Preference], share: float, seed: int) -> tuple[list[Preference], list[Preference]]:
+    """Prompts are drawn source by source, so that each source is measured; a prompt's pairs stay together."""
+    prompts: dict[str, list[str]] = defaultdict(list)
+    source_of: dict[str, str] = {}
+    for pair in pairs:
+        if (prompt := str(pair.prompt)) not in source_of:
+            source_of[prompt] = pair.source
+            prompts[pair.source].append(prompt)
+    held: set[str] = set()
+    for found in prompts.values():
+        order = shuffled(len(found), seed, 0, _HOLDOUT_STREAM).tolist()
+        held |= {found[i] for i in order[: round(share * len(found))]}
+    kept = [pair for pair in pairs if str(pair.prompt) not in held]
+    if not kept or not held:
+        raise UserError(
+            f"data.val_share={share:g} of {len(source_of)} prompts leaves no pair for "
+            f"{'training' if not kept else 'validation'}: set data.val_files, or data.val_share to another value"
+        )
+    return kept, [pair for pair in pairs if str(pair.prompt) in held]

@@ -1,0 +1,333 @@
+"""The FSDP2 training engine; the same code for one rank and for many."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from valor.config.engine import FSDPConfig, OptimConfig
+from valor.config.model import BackboneConfig
+from valor.data.batch import Batch
+from valor.engines import checkpoint
+from valor.engines.base import LossFn, WeightNames
+from valor.engines.fsdp.loading import built_once
+from valor.engines.fsdp.recovery import Recovery
+from valor.engines.fsdp.row_sharing import RowSharing, sequence_group
+from valor.engines.fsdp.sharding import gathered, rank_mesh, shard
+from valor.engines.microbatch import MicroBatches, TokenBudget
+from valor.engines.optim import build_optimizer, clip_gradients, lr_factor
+from valor.models.export import export_hf, plain_weights, published_weights
+from valor.models.load import import_model_code
+from valor.models.lora import adapters_off, has_adapters
+from valor.models.policy import Reference
+from valor.models.rows import ROW_FIELDS
+from valor.tracking.metrics import reduce_metrics
+from valor.tracking.progress import report_progress
+
+
+def build_fsdp(
+    section: Any,
+    model: BackboneConfig,
+    load: Callable[..., nn.Module],
+    *,
+    device: torch.device,
+    total_steps: int = 0,
+    trainable: bool = True,
+) -> FSDPEngine:
+    """See `valor.engines.base.BuildEngine`. Of `section` it reads `fsdp_config`, `optim` (if trainable) and
+    `ulysses_sequence_parallel_size`. One rank reads the model."""
+    fsdp: FSDPConfig = section.fsdp_config
+    module = built_once(
+        partial(load, dtype=getattr(torch, fsdp.model_dtype)), prepare=partial(import_model_code, model)
+    )
+    return FSDPEngine(
+        module,
+        fsdp=fsdp,
+        optim=section.optim if trainable else None,
+        device=device,
+        total_steps=total_steps,
+        sequence_parallel=getattr(section, "ulysses_sequence_parallel_size", 1),
+    )
+
+
+class FSDPEngine:
+    """See `valor.engines.base.TrainingEngine`; without `optim` it only evaluates.
+
+    The process group exists before the engine (`distributed.init_process_group`). The weights are those of rank 0's
+    `module`; elsewhere it may have none (`built_once`).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        fsdp: FSDPConfig,
+        optim: OptimConfig | None,
+        device: torch.device,
+        total_steps: int = 0,
+        sequence_parallel: int = 1,
+    ) -> None:
+        if optim is None:
+            module.requires_grad_(False)
+        mesh = rank_mesh(device, fsdp)
+        self._fsdp, self._sequence_parallel = fsdp, sequence_parallel
+        self._sharing: RowSharing | None = None
+        if fsdp.tensor_parallel_size > 1:
+            self._sharing = RowSharing(mesh.get_group("tp"))
+        elif sequence_parallel > 1:
+            self._sharing = RowSharing(sequence_group(module, sequence_parallel))
+        sharing = max(fsdp.tensor_parallel_size, sequence_parallel)
+        self.data_parallel_rank, self.data_parallel_size = dist.get_rank() // sharing, dist.get_world_size() // sharing
+        self.module: Any = module
+        self.device = device
+        self.total_steps = total_steps
+        self._parts = shard(module, fsdp, device, mesh)
+        self._host_resident = device.type == "cpu" or fsdp.offload_policy  # nothing to move between phases
+        self._checkpointing = any(getattr(m, "gradient_checkpointing", False) for m in module.modules())
+        self.optim = optim
+        self.optimizer = build_optimizer(module.parameters(), optim) if optim is not None else None
+        self.counters = checkpoint.Counters()
+        self._recovery = Recovery(self._parts)
+        self._budgets = {"forward": TokenBudget(), "train": TokenBudget()}
+        self.offload()
+
+    @property
+    def version(self) -> int:
+        return self.counters.updates
+
+    # ---- forward and backward
+
+    @torch.no_grad()
+    def forward(
+        self, batch: Batch, *, max_tokens: int | None = None, max_rows: int | None = None, **options: Any
+    ) -> dict[str, Tensor]:
+        self.module.eval()
+        if self._sharing:
+            batch, own = self._sharing.gather(batch.select(ROW_FIELDS))
+        else:
+            own = slice(None)
+        responses = batch["responses"]
+        outputs: dict[str, Tensor] = {}
+        todo = self._micro_batches("forward", batch, max_tokens, max_rows)
+        while todo:
+            indices = todo.present
+            compute = partial(self._outputs, batch, indices, options)
+            found = self._recovery.forward(compute, recoverable=self._recoverable(options))
+            if found is None:
+                todo.repeat(smaller=self._recovery.failed_here)
+                continue
+            for name, value in found.items():
+                if name not in outputs:
+                    shape = (*responses.shape[: value.dim()], *value.shape[2:])
+                    outputs[name] = torch.zeros(shape, dtype=value.dtype, device=responses.device)
+                if indices:
+                    outputs[name][indices] = value.to(responses.device)
+            todo.advance()
+            report_progress(todo.done, len(batch))
+        self._reshard()
+        return {name: value[own] for name, value in outputs.items()}
+
+    def forward_backward(
+        self,
+        batch: Batch,
+        loss_fn: LossFn,
+        *,
+        max_tokens: int | None = None,
+        max_rows: int | None = None,
+        **options: Any,
+    ) -> dict[str, float]:
+        """Where memory does not suffice micro-batches shrink, for good, and the metrics have `oom_retries` and
+        `token_budget_min`; TrainingStopped where that is no way out."""
+        assert self.optimizer is not None, "a frozen engine has no gradients"
+        self.module.train(self._checkpointing)  # dropout is off; checkpointing acts in training mode alone
+        earlier = {p: p.grad.clone() for p in self.module.parameters() if p.grad is not None}
+        if self._sharing:
+            batch, _ = self._sharing.gather(batch)
+        if self._recovery.to_rehearse and self._sharing is None:
+            self._recovery.rehearse(self._loss(batch, [], loss_fn, options)[0])
+            self._recovery.restore_gradients(earlier)
+        todo = self._micro_batches("train", batch, max_tokens, max_rows)
+        metrics: list[dict[str, float]] = []
+        while todo:
+            self._sync_gradients(last=todo.last)
+            compute = partial(self._loss, batch, todo.present, loss_fn, options)
+            found = self._recovery.forward(compute, recoverable=self._recoverable(options))
+            if found is None:
+                todo.repeat(smaller=self._recovery.failed_here)
+                continue
+            loss, values = found
+            complete = self._recovery.backward(loss)
+            del found, loss  # the graph
+            if not complete:  # some layers have their gradients, others do not: none of this call's can be kept
+                self._recovery.restore_gradients(earlier)
+                metrics.clear()
+                todo.restart(smaller=self._recovery.failed_here)
+                continue
+            metrics.append(values)
+            todo.advance()
+            report_progress(todo.done, len(batch))
+        self._reshard()
+        if self._sharing and not self._sharing.first:
+            return {}  # the group's metrics count once
+        return reduce_metrics([*metrics, *(budget.take_metrics() for budget in self._budgets.values())])
+
+    def optimizer_step(self, *, advance_schedule: bool = True) -> dict[str, float]:
+        assert self.optimizer is not None and self.optim is not None, "a frozen engine has no optimizer"
+        lr = self.optim.lr * lr_factor(self.counters.schedule_steps, self.optim, self.total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        grads = [cast(DTensor, p.grad) for p in self.module.parameters() if p.grad is not None]
+        norm = clip_gradients(grads, self.optim.clip_grad)
+        finite = math.isfinite(norm)
+        if finite:
+            self.optimizer.step()
+            self.counters.updates += 1
+        else:
+            self.counters.skipped += 1
+        self.optimizer.zero_grad(set_to_none=True)
+        if advance_schedule:
+            self.counters.schedule_steps += 1
+        return {"grad_norm": norm, "lr": lr, "skipped": float(not finite)}
+
+    # ---- weights
+
+    @contextmanager
+    def unsharded(self) -> Iterator[Any]:
+        """The module with all parameters gathered; nothing inside frees or gathers them again."""
+        self.module.eval()
+        with gathered(self._parts), torch.no_grad():
+            yield self.module
+
+    @property
+    def whole_module(self) -> nn.Module | None:
+        return self.module.hf if self._fsdp.tensor_parallel_size == 1 else None
+
+    @contextmanager
+    def reference(self) -> Iterator[Reference]:
+        """What a call returns, gathered parameters included, holds until the end."""
+        if has_adapters(self.module.hf):
+            yield partial(_without_adapters, self.module)
+            return
+        self.module.eval()
+        try:
+            yield partial(self.module, as_reference=True)
+        finally:
+            self._reshard()
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        return adapters_off(self.module.hf)
+
+    def named_weights(self, names: WeightNames) -> Iterator[tuple[str, Tensor]]:
+        named = plain_weights if names == "module" else published_weights
+        return named(self.module, self._whole_tensors())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All weights, whole, under the names of `module`, on the CPU of rank 0; empty on the other ranks."""
+        first = dist.get_rank() == 0
+        whole: dict[str, Tensor] = {}
+        for name, value in self._whole_tensors():
+            if first:
+                whole[name] = value.detach().to("cpu", copy=True)
+        return whole
+
+    def export(self, path: Path) -> None:
+        weights = self.state_dict()
+        if dist.get_rank() == 0:
+            export_hf(self.module, path, state_dict=weights)
+        dist.barrier()
+
+    def save(self, path: Path) -> None:
+        self._reshard()
+        checkpoint.save(path, self.module, self.optimizer, self.counters)
+
+    def load(self, path: Path) -> None:
+        self._reshard()
+        self.counters = checkpoint.load(path, self.module, self.optimizer)
+
+    def offload(self, *, optimizer: bool = True) -> None:
+        self._move(torch.device("cpu"), optimizer)
+
+    def onload(self, *, optimizer: bool = True) -> None:
+        self._move(self.device, optimizer)
+
+    # ---- inside
+
+    def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter and buffer of the state dict, whole, one at a time, on the engine's device."""
+        self._reshard()
+        for name, value in self.module.state_dict().items():
+            yield name, value.full_tensor() if isinstance(value, DTensor) else value
+
+    def _move(self, device: torch.device, optimizer: bool) -> None:
+        moves_optimizer = optimizer and self._fsdp.optimizer_offload and self.optimizer is not None
+        if self._host_resident or not (self._fsdp.param_offload or moves_optimizer):
+            return
+        self._reshard()
+        if self._fsdp.param_offload:
+            self.module.to(device)
+        if moves_optimizer and self.optimizer is not None:
+            for state in self.optimizer.state.values():
+                for name, value in state.items():
+                    if isinstance(value, Tensor):
+                        state[name] = value.to(device)
+        if device.type == "cpu":
+            torch.cuda.empty_cache()
+
+    def _micro_batches(self, verb: str, batch: Batch, max_tokens: int | None, max_rows: int | None) -> MicroBatches:
+        lengths = (batch["prompt_lengths"] + batch["response_lengths"]).tolist()
+        share = self._sequence_parallel  # each rank computes that part of every micro-batch
+        max_tokens, max_rows = (None if limit is None else limit * share for limit in (max_tokens, max_rows))
+        packed = getattr(self.module, "packed", False)
+        return MicroBatches(lengths, self._budgets[verb], max_tokens=max_tokens, max_rows=max_rows, packed=packed)
+
+    def _recoverable(self, options: Mapping[str, Any]) -> bool:
+        """A sharded reference, or ranks that share rows, exchange more in a pass than one that failed can serve."""
+        return dist.get_world_size() == 1 or (options.get("reference") is None and self._sharing is None)
+
+    def _outputs(self, batch: Batch, indices: list[int], options: dict[str, Any]) -> dict[str, Tensor]:
+        return self.module(self._rows(batch.take(indices)) if indices else self._empty_rows(), **options)
+
+    def _loss(
+        self, batch: Batch, indices: list[int], loss_fn: LossFn, options: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Loss and metrics of some rows; of none, a zero that depends on every output."""
+        outputs = self._outputs(batch, indices, options)
+        if not indices:  # this rank has run out of rows; the others need its part of every gather and reduction
+            return torch.stack([value.sum() for value in outputs.values()]).sum() * 0.0, {}
+        loss, values = loss_fn(outputs, batch.take(indices).to(self.device))
+        return loss, {name: float(value) for name, value in values.items()}
+
+    def _rows(self, micro: Batch) -> dict[str, Tensor]:
+        return {name: micro[name].to(self.device) for name in ROW_FIELDS}
+
+    def _empty_rows(self) -> dict[str, Tensor]:
+        token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        one = torch.ones(1, dtype=torch.long, device=self.device)
+        return dict(zip(ROW_FIELDS, (token, one, token, one), strict=True))
+
+    def _sync_gradients(self, *, last: bool) -> None:
+        """One rank adds up gradients until the last micro-batch; several reduce each at once, to hold only shards."""
+        sync = last or dist.get_world_size() > 1
+        for part in self._parts:
+            part.set_requires_gradient_sync(sync, recurse=False)
+            part.set_reshard_after_backward(sync, recurse=False)
+
+    def _reshard(self) -> None:
+        """Back to sharded parameters: the root keeps its copy after a forward, which the next step makes stale."""
+        for part in self._parts:
+            part.reshard()
+
+
+def _without_adapters(module: Any, rows: Mapping[str, Tensor]) -> Any:
+    """What a policy answers as its own reference, inside a pass of its own: the hooks around it have run already."""
+    with adapters_off(module.hf):
+        return module.forward(rows, as_reference=True)

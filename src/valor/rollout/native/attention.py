@@ -1,0 +1,230 @@
+"""Attention over slots: how a transformers model is made to decode rows of different lengths from one `SlotCache`.
+
+Two functions are registered with transformers under the name `valor_slots`: a mask maker, which sees every mask rule
+of the model (causal, sliding window, chunked) as an index function, and an attention function, which treats the
+query heads of one key-value head as its queries, so that keys and values are never repeated.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import causal_mask_function
+
+from valor.errors import UserError
+from valor.rollout.native.kv_cache import PromptCache, SlotCache
+
+IMPLEMENTATION = "valor_slots"
+
+# The cache that the model call under way fills (prefill) or extends (decode step).
+_serving: ContextVar[PromptCache | SlotCache] = ContextVar("valor_serving_cache")
+
+
+@contextmanager
+def serving(cache: PromptCache | SlotCache) -> Iterator[None]:
+    """Model calls inside are a prefill into a `PromptCache`, or decode steps over a `SlotCache`."""
+    token = _serving.set(cache)
+    try:
+        yield
+    finally:
+        _serving.reset(token)
+
+
+@contextmanager
+def generation_mode(hf: nn.Module) -> Iterator[None]:
+    """The model's attention goes through this file, and dropout and checkpointing are off; undone at exit.
+
+    Raises UserError for a model whose attention cannot be exchanged or that keeps other state than keys and values.
+    """
+    check_supported(hf)
+    configs = _attention_configs(hf)
+    previous = [config._attn_implementation for config in configs]
+    training = [module for module in hf.modules() if module.training]
+    for config in configs:
+        config._attn_implementation = IMPLEMENTATION
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for config, name in zip(configs, previous, strict=True):
+            config._attn_implementation = name
+        for module in training:
+            module.training = True
+
+
+def check_supported(hf: nn.Module) -> None:
+    """Raise UserError unless `hf` is a decoder whose attention and cache the native engine can drive."""
+    models = [m for m in hf.modules() if isinstance(m, PreTrainedModel)]
+    if not models or not all(m._supports_attention_backend for m in models):
+        raise UserError(
+            f"{type(hf).__name__} does not use the attention interface of transformers, which the native rollout "
+            "engine needs; choose another rollout engine (actor_rollout_ref.rollout.name)"
+        )
+    for model in models:
+        kinds = set(getattr(model.config, "layer_types", None) or ())
+        other = kinds - {"full_attention", "sliding_attention", "chunked_attention"}
+        if other:
+            raise UserError(
+                f"{type(hf).__name__} has layers of type {', '.join(sorted(other))}; the native rollout engine keeps "
+                "keys and values only: choose another rollout engine (actor_rollout_ref.rollout.name)"
+            )
+
+
+def _attention_configs(hf: nn.Module) -> list[Any]:
+    seen: dict[int, Any] = {}
+    for module in hf.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "_attn_implementation"):
+            seen[id(config)] = config
+    return list(seen.values())
+
+
+def slot_mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., Tensor],
+    device: torch.device,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    **_: object,
+) -> Tensor | None:
+    """Additive float32 mask of one mask rule of the model, None where plain causal attention needs none.
+
+    Decoding: [B, 1, 1, kv_length] over the columns of `SlotCache`. Prefill: [1, 1, q_length, kv_length].
+    """
+    cache = _serving.get()
+    if use_vmap:
+        raise UserError("this model's attention mask is not index-based; the native rollout engine cannot drive it")
+    plain = mask_function is causal_mask_function or (local_size is not None and kv_length <= local_size)
+    if plain and (isinstance(cache, PromptCache) or cache.even):
+        return None
+    if isinstance(cache, PromptCache):
+        batch = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
+        queries = torch.arange(q_length, device=device)[None, None, :, None]
+        columns = torch.arange(kv_length, device=device)[None, None, None, :]
+    else:
+        batch = torch.arange(cache.positions.shape[0], device=device)[:, None, None, None]
+        queries = cache.positions[:, None, None, None]
+        columns = cache.column_positions()[:, None, None, :]
+    seen = columns <= queries if plain else mask_function(batch, 0, queries, columns)
+    return torch.zeros(seen.shape, device=device).masked_fill_(~seen, float("-inf"))
+
+
+def slot_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    position_bias: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Attention output [B, q, heads, value size] for query [B, heads, q, D], key and value [B, kv heads, L, D].
+
+    `softcap` bounds scores to (-softcap, softcap) by tanh (Gemma 2); `s_aux` [heads] are attention sinks (gpt-oss).
+    """
+    if position_bias is not None:
+        raise UserError(f"{type(module).__name__} adds a position bias; the native rollout engine cannot drive it")
+    scores = ScoreRule(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
+    cache = _serving.get()
+    if isinstance(cache, SlotCache):
+        return _decode(cache, query, key, value, attention_mask, scores), None
+    cache.direct &= key is cache.keys.get(cache.current_layer)
+    return _prefill(query, key, value, attention_mask, scores), None
+
+
+class ScoreRule(NamedTuple):
+    """How products of queries and keys become attention weights."""
+
+    scaling: float
+    softcap: float | None
+    sinks: Tensor | None  # [heads]
+
+    def weights(self, products: Tensor, mask: Tensor | None) -> Tensor:
+        """Weights over the last dimension of float32 `products` [B, kv heads, g, X], which are overwritten."""
+        scaling = self.scaling
+        if self.softcap is not None:
+            products = products.mul_(scaling / self.softcap).tanh_().mul_(self.softcap)
+            scaling = 1.0
+        products = products.mul_(scaling) if mask is None else torch.add(mask, products, alpha=scaling)
+        if self.sinks is None:
+            return torch.softmax(products, dim=-1)
+        kv_heads, rows = products.shape[1:3]
+        # Rows are heads (decode), or heads times positions (prefill): each head's sink stands beside all of its rows.
+        sinks = self.sinks.float().view(kv_heads, -1).repeat_interleave(rows * kv_heads // self.sinks.shape[0], dim=1)
+        sinks = sinks[None, :, :, None].expand(products.shape[0], -1, -1, -1)
+        return torch.softmax(torch.cat([products, sinks], dim=-1), dim=-1)[..., :-1]
+
+
+def _prefill(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rule: ScoreRule) -> Tensor:
+    """Causal attention among the tokens of each prompt."""
+    gqa = query.shape[1] != key.shape[1]
+    if rule.softcap is None and rule.sinks is None:
+        mask = None if mask is None else mask.to(query.dtype)
+        out = F.scaled_dot_product_attention(
+            query, key, value, mask, scale=rule.scaling, is_causal=mask is None, enable_gqa=gqa
+        )
+        return out.transpose(1, 2).contiguous()
+    batch, heads, length, size = query.shape
+    if mask is None:
+        mask = torch.full((length, length), float("-inf"), device=query.device).triu_(1)
+    grouped = query.reshape(batch, key.shape[1], -1, size)
+    mask = mask.expand(1, 1, length, length).repeat(1, 1, heads // key.shape[1], 1)
+    weights = rule.weights((grouped @ key.transpose(2, 3)).float(), mask).to(value.dtype)
+    return (weights @ value).view(batch, heads, length, -1).transpose(1, 2).contiguous()
+
+
+def _decode(
+    cache: SlotCache, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rule: ScoreRule
+) -> Tensor:
+    """Attention of one new token per row over its prompt and its own columns: [B, 1, heads, value size].
+
+    The heads that share a key-value head are query rows of one product, and so are, for the prompt's part, all samples
+    of that prompt. Keys stand on the left of their product: with few query rows the CPU libraries are 2-3 times
+    faster at that in bfloat16. Scores, mask and softmax are float32.
+    """
+    batch, heads, _one, size = query.shape
+    query = query.reshape(batch, key.shape[1], -1, size)
+    split = cache.prompt_width
+    products = query.new_empty(*query.shape[:3], split + key.shape[2], dtype=torch.float32)
+    products[..., split:] = (key @ query.transpose(2, 3)).transpose(2, 3)
+    if split:
+        assert key is cache.current_keys, "prompts are shared only where attention sees the cache's own keys"
+        prompt_keys, prompt_values = cache.prompt()
+        grouped = (prompt_keys @ _to_groups(cache, query).transpose(2, 3)).transpose(2, 3)
+        products[..., :split] = _to_rows(cache, grouped)
+    weights = rule.weights(products, mask).to(value.dtype)
+    out = weights[..., split:] @ value
+    if split:
+        out = out + _to_rows(cache, _to_groups(cache, weights[..., :split]) @ prompt_values)
+    return out.reshape(batch, 1, heads, -1)
+
+
+def _to_groups(cache: SlotCache, rows: Tensor) -> Tensor:
+    """[B, kv heads, g, X] -> [prompts, kv heads, samples * g, X]: the rows of one prompt side by side."""
+    prompts, samples = cache.members.shape
+    _batch, kv_heads, group, last = rows.shape
+    grouped = rows if cache.place is None else rows[cache.members.view(-1)]
+    return grouped.reshape(prompts, samples, kv_heads, group, last).transpose(1, 2).reshape(prompts, kv_heads, -1, last)
+
+
+def _to_rows(cache: SlotCache, grouped: Tensor) -> Tensor:
+    """Undo `_to_groups`."""
+    prompts, samples = cache.members.shape
+    _prompts, kv_heads, _group, last = grouped.shape
+    rows = grouped.reshape(prompts, kv_heads, samples, -1, last).transpose(1, 2).flatten(0, 1)
+    return rows if cache.place is None else rows[cache.place]
+
+
+AttentionInterface.register(IMPLEMENTATION, slot_attention)
+AttentionMaskInterface.register(IMPLEMENTATION, slot_mask)

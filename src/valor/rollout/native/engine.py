@@ -1,0 +1,290 @@
+"""The native engine: batched sampling in the actor's own process, with the actor's own weights.
+
+Every prompt is prefilled once, all but its last token; its samples then start as decode rows whose first input is
+that last token. Decoding, sampling and log-probabilities so have one path: a step gives each active row one token.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from valor.errors import UserError
+from valor.models.export import plain_weights
+from valor.models.policy import PolicyModel
+from valor.rollout.base import FinishReason, OnFinish, Output, Request, WeightMode
+from valor.rollout.native.attention import check_supported, generation_mode, serving
+from valor.rollout.native.kv_cache import PromptCache, SlotCache
+from valor.rollout.native.packed_linear import packed_linears
+from valor.rollout.native.schedule import Group, Waiting
+from valor.rollout.sampling import BatchSampler, uniform_stream
+from valor.rollout.transfer import checksum
+from valor.tracking.progress import report_progress
+
+# A prefill of this many tokens keeps a processor busy; beyond it, at most this share of a batch may be padding.
+ENOUGH_TOKENS = 512
+MAX_PADDING = 0.125
+# Steps between two visits of the rows' records.
+MAX_SEGMENT = 128
+
+
+@dataclass(slots=True)
+class Row:
+    """One sequence that is being decoded; its place in the engine's list is its slot in the cache."""
+
+    request: Request
+    index: int  # place of the request in the caller's list
+    prompt: int  # number of its prompt in the cache, -1 when that is part of its own row
+    stop_ids: frozenset[int]
+    max_new: int
+    uniforms: np.ndarray
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+
+    @property
+    def last_token(self) -> int:
+        return self.token_ids[-1] if self.token_ids else self.request.prompt_ids[-1]
+
+    @property
+    def own_columns(self) -> int:
+        """Cache columns of its own in use: all tokens but the last, which has not been fed, less a shared prompt."""
+        return len(self.token_ids) + (0 if self.prompt >= 0 else len(self.request.prompt_ids) - 1)
+
+    def finish_reason(self) -> FinishReason | None:
+        if self.token_ids[-1] in self.stop_ids:
+            return "stop"
+        return "length" if len(self.token_ids) >= self.max_new else None
+
+
+class NativeEngine:
+    """Generates with a Hugging Face causal LM that someone else trains; see `valor.rollout.base.RolloutEngine`.
+
+    Every process generates by itself.
+
+    `unsharded` is entered around all model calls of one `generate` (FSDP2: parameters gathered and kept).
+    `max_num_seqs` bounds the rows decoded together, `max_cache_tokens` the tokens (prompts + `max_tokens`) for which
+    they may need memory, `max_batched_tokens` the padded tokens of one prefill call. `max_model_len` (default: the
+    model's `max_position_embeddings`) bounds prompt + response; a row that reaches it ends with "length".
+    """
+
+    weight_mode: WeightMode = "shared"
+    parallel_size = 1
+
+    def __init__(
+        self,
+        hf: nn.Module,
+        *,
+        eos_token_ids: Sequence[int],
+        unsharded: Callable[[], AbstractContextManager[object]] = nullcontext,
+        max_num_seqs: int = 256,
+        max_cache_tokens: int | None = None,
+        max_batched_tokens: int = 8192,
+        max_model_len: int | None = None,
+        pack_weights: bool = True,
+        progress: Callable[[int, int], None] = report_progress,
+    ) -> None:
+        check_supported(hf)
+        self._hf = hf
+        self._eos = frozenset(eos_token_ids)
+        self._unsharded = unsharded
+        self._max_num_seqs = max_num_seqs
+        self._max_cache_tokens = max_cache_tokens
+        self._max_batched_tokens = max_batched_tokens
+        config = hf.config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+        limit = getattr(config, "max_position_embeddings", None)
+        self._max_model_len = min(x for x in (max_model_len, limit, 2**31) if x is not None)
+        self._pack = packed_linears if pack_weights else nullcontext
+        self._progress = progress
+        self.weights_version: int | None = 0
+        self.weights_checksum: int | None = None
+
+    def generate(self, requests: Sequence[Request], on_finish: OnFinish | None = None) -> list[Output]:
+        """Outputs in the order of `requests`; raises UserError when a prompt leaves no room for a new token."""
+        for request in requests:
+            if len(request.prompt_ids) >= self._max_model_len:
+                raise UserError(
+                    f"a prompt of {len(request.prompt_ids)} tokens leaves no room for a response: "
+                    f"the model takes {self._max_model_len} tokens"
+                )
+        outputs: list[Output | None] = [None] * len(requests)
+        done = 0
+
+        def finish(row: Row, reason: FinishReason) -> None:
+            nonlocal done
+            output = Output(row.request.request_id, row.token_ids, row.log_probs, reason)
+            outputs[row.index] = output
+            done += 1
+            # Tensors made by the listeners are theirs, and may need gradients later.
+            with torch.inference_mode(False):
+                if on_finish is not None:
+                    on_finish(output)
+                self._progress(done, len(requests))
+
+        if requests:
+            with self._unsharded(), generation_mode(self._hf), torch.inference_mode(), self._pack(self._hf):
+                self._run(requests, finish)
+        return [output for output in outputs if output is not None]
+
+    def sync_weights(self, weights: Iterable[tuple[str, Tensor]] | None = None, *, version: int) -> None:
+        """Record the version; the weights are the actor's own. Raises ValueError when others are pushed."""
+        if weights is not None:
+            raise ValueError("the native engine shares the actor's weights: none can be pushed")
+        self.weights_version = version
+
+    def sleep(self) -> None:
+        """Nothing to give back: the cache lives only inside `generate`."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def _run(self, requests: Sequence[Request], finish: Callable[[Row, FinishReason], None]) -> None:
+        waiting = Waiting(requests, self._max_model_len, self._max_num_seqs, self._max_cache_tokens)
+        cache = SlotCache(min(self._max_num_seqs, len(requests)), shared=waiting.worth_sharing())
+        rows: list[Row] = []
+        while rows or waiting:
+            groups = waiting.admit(len(rows))
+            if groups:
+                self._prefill(groups, cache, rows)
+            self._decode_until_change(cache, rows, waiting, finish)
+
+    def _prefill(self, groups: list[Group], cache: SlotCache, rows: list[Row]) -> None:
+        """Run the prompts of `groups` (sorted by length) in padded batches, and add their samples to `rows`."""
+        device = _device(self._hf)
+        left = len(groups)
+        for batch in _padded_batches(groups, self._max_batched_tokens):
+            width = max(len(group.prompt_ids) for group in batch) - 1
+            prefill = PromptCache()
+            if width:
+                # Padding (any token) on the right: causal attention keeps it from touching what comes before.
+                padded = [[*g.prompt_ids[:-1], *g.prompt_ids[-1:] * width][:width] for g in batch]
+                inputs = {"input_ids": torch.tensor(padded, device=device)}
+                inputs |= {"position_ids": torch.arange(width, device=device)[None]}
+                with serving(prefill):
+                    self._hf(**inputs, past_key_values=prefill, use_cache=True, logits_to_keep=1)
+            if not rows:
+                cache.shared &= prefill.direct
+            cache.reserve_prompts(left, width)
+            left -= len(batch)
+            for index, group in enumerate(batch):
+                samples = slice(len(rows), len(rows) + len(group.members))
+                prompt = cache.add_prompt(prefill, index, len(group.prompt_ids) - 1, samples)
+                rows.extend(self._new_row(request, place, prompt) for place, request in group.members)
+
+    def _new_row(self, request: Request, index: int, prompt: int) -> Row:
+        params = request.params
+        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+        max_new = min(params.max_tokens, self._max_model_len - len(request.prompt_ids))
+        return Row(request, index, prompt, stops, max_new, uniform_stream(request.seed, max_new))
+
+    def _decode_until_change(
+        self, cache: SlotCache, rows: list[Row], waiting: Waiting, finish: Callable[[Row, FinishReason], None]
+    ) -> None:
+        """Decode until all rows are done, or enough have left for waiting requests to join."""
+        while rows and not waiting.can_join(len(rows)):
+            self._decode_segment(cache, rows)
+            for slot in reversed(range(len(rows))):
+                reason = rows[slot].finish_reason()
+                if reason is not None:
+                    row = _remove(rows, slot, cache)
+                    waiting.release(row.request)
+                    finish(row, reason)
+
+    def _decode_segment(self, cache: SlotCache, rows: list[Row]) -> None:
+        """Give all rows one token after another until one of them ends, or for MAX_SEGMENT steps.
+
+        Raises RuntimeError when the model's logits are not finite.
+        """
+        device = _device(self._hf)
+        sampler = BatchSampler([row.request.params for row in rows], device)
+        cache.arrange([row.prompt for row in rows], [row.own_columns for row in rows], device)
+        steps = min(MAX_SEGMENT, *(row.max_new - len(row.token_ids) for row in rows))
+        done = [len(row.token_ids) for row in rows]
+        uniforms = np.stack([row.uniforms[n : n + steps] for row, n in zip(rows, done, strict=True)], axis=1)
+        uniforms = torch.from_numpy(uniforms).to(device)
+        stops = _stop_table([row.stop_ids for row in rows], device)
+        fed = torch.tensor([row.last_token for row in rows], device=device)
+        chosen, scored = [], []
+        for step in range(steps):
+            cache.advance()
+            inputs = {"input_ids": fed[:, None], "position_ids": cache.positions[:, None]}
+            with serving(cache):
+                logits = self._hf(**inputs, past_key_values=cache, use_cache=True).logits[:, -1]
+            fed, log_probs = sampler(logits, uniforms[step])
+            chosen.append(fed)
+            scored.append(log_probs)
+            if bool((fed[:, None] == stops).any()):
+                break
+        scores = torch.stack(scored, dim=1)
+        if not bool(torch.isfinite(scores).all()):
+            raise RuntimeError("the policy's logits are not finite: its weights have diverged")
+        tokens, values = torch.stack(chosen, dim=1).tolist(), scores.tolist()
+        for row, row_tokens, row_values in zip(rows, tokens, values, strict=True):
+            row.token_ids += row_tokens
+            row.log_probs += row_values
+
+
+class NativeCopy(NativeEngine):
+    """Generates with `policy`, a model of its own, whose weights are written over after every update of the actor's."""
+
+    weight_mode: WeightMode = "copied"
+
+    def __init__(self, policy: PolicyModel, *, eos_token_ids: Sequence[int], max_num_seqs: int) -> None:
+        super().__init__(policy.requires_grad_(False).hf, eos_token_ids=eos_token_ids, max_num_seqs=max_num_seqs)
+        self._held = dict(plain_weights(policy, policy.state_dict().items()))
+        self.weights_version = None
+
+    @torch.no_grad()
+    def sync_weights(self, weights: Iterable[tuple[str, Tensor]] | None = None, *, version: int) -> None:
+        """Take over `weights`, whole and under the names of the Hugging Face model."""
+        if weights is None:
+            raise ValueError("this engine has a model of its own: it must be given the policy's weights")
+        self.weights_version = self.weights_checksum = None
+        for name, tensor in weights:
+            self._held[name].copy_(tensor)
+        self.weights_checksum = int(torch.stack([checksum(tensor) for tensor in self._held.values()]).sum())
+        self.weights_version = version
+
+
+def _stop_table(stop_ids: Sequence[frozenset[int]], device: torch.device) -> Tensor:
+    """The stop tokens of each row, int64 [B, most]; -1, which no token is, fills up."""
+    most = max(len(ids) for ids in stop_ids)
+    return torch.tensor([sorted(ids) + [-1] * (most - len(ids)) for ids in stop_ids], dtype=torch.long, device=device)
+
+
+def _remove(rows: list[Row], slot: int, cache: SlotCache) -> Row:
+    """Take a row out; the last row takes its slot, and the last prompt that of a prompt which nobody continues."""
+    row, last = rows[slot], rows.pop()
+    if slot < len(rows):
+        cache.move_row(len(rows), slot, last.own_columns)
+        rows[slot] = last
+    if cache.shared and all(other.prompt != row.prompt for other in rows):
+        moved = cache.drop_prompt(row.prompt)
+        for other in rows:
+            if other.prompt == moved:
+                other.prompt = row.prompt
+    return row
+
+
+def _padded_batches(groups: list[Group], max_tokens: int) -> Iterable[list[Group]]:
+    """Consecutive groups, longest prompt first, whose padded prompts hold at most `max_tokens` tokens (or one group).
+
+    A batch that is large enough to keep the processor busy is closed rather than padded much.
+    """
+    batch: list[Group] = []
+    for group in groups:
+        width = len(batch[0].prompt_ids) if batch else 0
+        padding = sum(width - len(g.prompt_ids) for g in [*batch, group])
+        wasteful = width * len(batch) >= ENOUGH_TOKENS and padding > MAX_PADDING * width * (len(batch) + 1)
+        if batch and (width * (len(batch) + 1) > max_tokens or wasteful):
+            yield batch
+            batch = []
+        batch.append(group)
+    if batch:
+        yield batch
+
+
+def _device(hf: nn.Module) -> torch.device:
+    return next(hf.parameters()).device

@@ -1,0 +1,54 @@
+"""What the native engine tells of itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from valor.config.ppo import PPOConfig
+from valor.rollout.spec import BuildContext, GenerationEngineSpec
+
+if TYPE_CHECKING:
+    from valor.rollout.native.engine import NativeEngine
+
+
+def _check(config: PPOConfig) -> list[str]:
+    trained, own = config.actor_rollout_ref.actor.fsdp_config.dtype, config.actor_rollout_ref.rollout.dtype
+    if own == trained:
+        return []
+    return [
+        f"actor_rollout_ref.rollout.dtype={own}, but rollout.name=native generates with the actor's own weights in "
+        f"{trained}: set actor_rollout_ref.actor.fsdp_config.dtype"
+    ]
+
+
+def _plan(config: PPOConfig) -> str:
+    whole_layers = config.actor_rollout_ref.actor.fsdp_config.tensor_parallel_size == 1
+    shares = whole_layers and not config.rollout_apart
+    return "shares the actor's weights" if shares else "own weights, synced every step"
+
+
+def _build(context: BuildContext) -> NativeEngine:
+    """With the actor's own parameters where they are in this process, whole; else with a copy of the model."""
+    import torch
+
+    from valor.models.load import load_policy
+    from valor.rollout.native.engine import NativeCopy, NativeEngine
+
+    settings = {"eos_token_ids": context.eos_token_ids, "max_num_seqs": context.config.max_num_seqs}
+    shared = context.actor.whole_module if context.actor is not None else None
+    if context.actor is not None and shared is not None:
+        return NativeEngine(shared, unsharded=context.actor.unsharded, **settings)
+    base = context.model.model_copy(update={"lora_rank": 0, "lora_adapter_path": None})  # it is sent merged weights
+    policy = load_policy(base, dtype=getattr(torch, context.config.dtype))
+    return NativeCopy(policy.to(context.device), **settings)
+
+
+NATIVE = GenerationEngineSpec(
+    name="native",
+    reads=(),
+    check=_check,
+    check_start=lambda config, world_size: None,
+    plan=_plan,
+    build=_build,
+    weight_names="module",
+)

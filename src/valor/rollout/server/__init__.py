@@ -1,0 +1,1 @@
+"""Generation by OpenAI-compatible servers that are running already."""

@@ -1,0 +1,1 @@
+"""vLLM in the trainer's processes, and what a vLLM server needs to take weights."""

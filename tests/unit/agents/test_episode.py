@@ -1,0 +1,39 @@
+"""Episodes as rows: what is the policy's own, which turn and which weights a token comes from."""
+
+import torch
+
+from valor.agents.episode import Episode, Turn, episode_rows
+from valor.rollout.base import Output, Span
+
+
+def test_a_single_answer_is_an_episode_of_one_turn():
+    answers = [
+        Output("0", [5, 6, 7], [-0.1, -0.2, -0.3], "stop", (Span(3, 4),)),
+        Output("1", [8], [-0.4], "length", (Span(1, 4),)),
+    ]
+    rows = episode_rows([Episode.of_one_turn((0, 1, i), answer) for i, answer in enumerate(answers)])
+    assert rows["responses"].tolist() == [[5, 6, 7], [8, 0, 0]]
+    assert rows["response_lengths"].tolist() == [3, 1]
+    assert rows["response_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert rows["turn_ids"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert rows["weights_versions"].tolist() == [[4, 4, 4], [4, 0, 0]]
+    torch.testing.assert_close(rows["rollout_log_probs"], torch.tensor([[-0.1, -0.2, -0.3], [-0.4, 0.0, 0.0]]))
+    assert rows.objects["finish_reason"] == ["stop", "length"]
+
+
+def test_observations_are_neither_the_policys_nor_of_a_turn():
+    turns = (
+        Turn([1, 2], [-0.5, -0.6], (Span(1, 3), Span(1, 4))),
+        Turn([3], [-0.7], (Span(1, 4),), observation_ids=[9, 9]),
+    )
+    rows = episode_rows([Episode((0, 1, 0), turns, "stop")])
+    assert rows["responses"].tolist() == [[1, 2, 9, 9, 3]]
+    assert rows["response_mask"].tolist() == [[1, 1, 0, 0, 1]]
+    assert rows["turn_ids"].tolist() == [[1, 1, 0, 0, 2]]
+    assert rows["weights_versions"].tolist() == [[3, 4, 0, 0, 4]]
+    torch.testing.assert_close(rows["rollout_log_probs"], torch.tensor([[-0.5, -0.6, 0.0, 0.0, -0.7]]))
+
+
+def test_an_episode_that_said_nothing_is_a_row_without_tokens():
+    rows = episode_rows([Episode((0, 1, 0), (Turn([], [], ()),), "abort"), Episode((0, 1, 1), (), "abort")])
+    assert len(rows) == 2 and rows["response_lengths"].tolist() == [0, 0]

@@ -1,0 +1,127 @@
+"""Rollouts on disk: what is written is read back, from three kinds of rows; all else is refused in a line."""
+
+import json
+
+import pytest
+import torch
+
+from valor.collector.rollouts import correct, outcomes, read_rollouts, rollout_records, same_prompt, write_rollouts
+from valor.config import RewardConfig
+from valor.data.batch import Batch
+from valor.errors import UserError
+from valor.lab.arithmetic import make_tokenizer
+from valor.rewards.manager import RewardManager
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture
+def rewards():
+    manager = RewardManager(RewardConfig(num_workers=1))
+    yield manager
+    manager.close()
+
+
+def rollouts(tokenizer) -> Batch:
+    """Two answers to one prompt, one to another; the last has a token that the policy did not write."""
+    ask, other = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("1+1=", "20+2="))
+    end = tokenizer.eos_token_id
+    answers = [[5, 6, end], [7, end], [8, 9, end]]
+    return Batch(
+        {
+            "prompts": torch.tensor([[*ask, 0], [*ask, 0], other]),
+            "prompt_lengths": torch.tensor([4, 4, 5]),
+            "responses": torch.tensor([answers[0], [*answers[1], 0], answers[2]]),
+            "response_lengths": torch.tensor([3, 2, 3]),
+            "response_mask": torch.tensor([[1.0, 1, 1], [1, 1, 0], [1, 0, 1]]),
+            "scores": torch.tensor([1.0, 0.0, 0.5]),
+        },
+        {
+            "uid": ["a", "a", "b"],
+            "data_source": ["valor/arithmetic"] * 3,
+            "ground_truth": ["2", "2", "22"],
+            "extra_info": [{}, None, {"carry": True}],
+            "messages": [[{"role": "user", "content": "1+1="}]] * 2 + [[{"role": "user", "content": "20+2="}]],
+            "finish_reason": ["stop", "stop", "length"],
+            "reward_info": [{}, {}, {"acc": False}],
+        },
+    )
+
+
+def test_what_is_written_is_read_back(tokenizer, rewards, tmp_path):
+    batch = rollouts(tokenizer)
+    for part in (0, 1):  # a folder of files, as trainer.rollout_data_dir leaves it
+        rows = batch.take([[0, 1], [2]][part])
+        write_rollouts(tmp_path / f"{part}.jsonl", rollout_records(rows, rows["scores"].tolist(), part, tokenizer))
+    back = read_rollouts([str(tmp_path)], tokenizer, rewards)
+    assert back.objects == batch.objects
+    assert {name: column.tolist() for name, column in back.tensors.items()} == {
+        name: column.tolist() for name, column in batch.tensors.items()
+    }
+    line = json.loads((tmp_path / "1.jsonl").read_text())
+    assert (line["input"], line["gts"], line["step"]) == ("20+2=", "22", 1)  # verl's names
+
+
+def test_rows_of_messages_and_text_are_graded(tokenizer, rewards, tmp_path):
+    chat = {"messages": [{"role": "user", "content": "58+77="}], "data_source": "valor/arithmetic"}
+    rows = [{**chat, "ground_truth": "135", "response": f"15 1 13 {result}"} for result in (135, 125)]
+    rows.append({**chat, "response": "so so", "score": 0.25})
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    batch = read_rollouts([str(tmp_path / "chats.jsonl")], tokenizer, rewards)
+    assert batch["scores"].tolist() == [1.0, 0.0, 0.25]
+    assert correct(batch).tolist() == [True, False, True]
+    first = batch["prompts"][0, : int(batch["prompt_lengths"][0])].tolist()
+    assert tokenizer.decode(first) == "<|user|>58+77=<|assistant|>"
+    assert batch["responses"][0, int(batch["response_lengths"][0]) - 1] == tokenizer.eos_token_id
+
+
+def test_a_runs_samples_are_read_exactly_or_refused(tokenizer, rewards, tmp_path):
+    sample = {"prompt": "<|user|>1+1=<|assistant|>", "tokens": [*"02 00 2", "<|end|>"], "reward": 1.0, "step": 3}
+    file = tmp_path / "step_3.jsonl"
+    file.write_text(json.dumps(sample) + "\n")
+    batch = read_rollouts([str(file)], tokenizer, rewards)
+    assert tokenizer.decode(batch["responses"][0]) == "02 00 2<|end|>" and batch["scores"].tolist() == [1.0]
+    file.write_text(json.dumps({**sample, "tokens": ["02", " 00 2"]}) + "\n")
+    with pytest.raises(UserError, match="another way"):
+        read_rollouts([str(file)], tokenizer, rewards)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"response_ids": None}, "needs prompt_ids"),
+        ({"response_ids": []}, "has a prompt, a response"),
+        ({"response_mask": [1]}, "as long as the response"),
+        ({"prompt_ids": [99999]}, "token 99999 is none"),
+        ({"score": "good"}, "must be a number"),
+        ({"score": None, "gts": None}, "without a score needs"),
+        ({"score": None, "data_source": "nobody/knows"}, "nobody/knows"),
+    ],
+)
+def test_what_is_no_rollout_is_refused(change, message, tokenizer, rewards, tmp_path):
+    record = {"prompt_ids": [1], "response_ids": [2, 3], "score": 1.0, "gts": "2", "data_source": "valor/arithmetic"}
+    record = {key: value for key, value in {**record, **change}.items() if value is not None}
+    (tmp_path / "r.jsonl").write_text(json.dumps(record) + "\n")
+    with pytest.raises(UserError, match=message):
+        read_rollouts([str(tmp_path / "r.jsonl")], tokenizer, rewards)
+
+
+def test_an_empty_folder_is_refused(tokenizer, rewards, tmp_path):
+    with pytest.raises(UserError, match="holds no rollouts"):
+        read_rollouts([str(tmp_path)], tokenizer, rewards)
+
+
+def test_outcomes_are_discounted_scores_at_every_policy_token(tokenizer):
+    batch = rollouts(tokenizer)
+    assert outcomes(batch, 1.0).tolist() == [[1, 1, 1], [0, 0, 0], [0.5, 0, 0.5]]
+    # One policy token follows the first one of the last response: the token in between is not the policy's.
+    assert outcomes(batch, 0.5).tolist() == [[0.25, 0.5, 1], [0, 0, 0], [0.25, 0, 0.5]]
+
+
+def test_the_grader_says_what_is_right_and_prompts_are_known_by_their_tokens(tokenizer):
+    batch = rollouts(tokenizer)
+    assert correct(batch).tolist() == [True, False, False]  # the last one's acc speaks against its score
+    assert same_prompt(batch) == [0, 0, 1]

@@ -1,0 +1,159 @@
+"""Preference pairs: what a row may look like, what is refused, what is held out, and how accuracy is counted."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tiny_reward_models import TEMPLATE, character_tokenizer
+from valor.algorithms import bradley_terry_loss
+from valor.config import RMConfig
+from valor.data.preference_accuracy import as_metrics, as_table, preference_accuracy
+from valor.data.preferences import PreferenceDataset, load_preferences, read_preferences
+from valor.data.reward_texts import RewardTexts
+from valor.errors import UserError
+
+USER = {"role": "user", "content": "Why?"}
+GOOD, BAD = {"role": "assistant", "content": "So."}, {"role": "assistant", "content": "No."}
+PAIR = {"prompt": "Why?", "chosen": "So.", "rejected": "No.", "source": "s"}
+
+
+def write(path: Path, *rows: dict) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def config_of(path: Path, **more) -> RMConfig:
+    sections = {"data": {"train_files": [str(path)], "val_share": 0.0, **more.pop("data", {})}}
+    return RMConfig.model_validate(sections | more)
+
+
+def read(path: Path, **data) -> list:
+    config = config_of(path, data=data)
+    return read_preferences(config.data.train_files, config.data)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        PAIR,
+        {**PAIR, "prompt": [USER]},
+        {**PAIR, "chosen": [GOOD], "rejected": [BAD]},
+        {"chosen": [USER, GOOD], "rejected": [USER, BAD], "source": "s"},
+        {**PAIR, "prompt": "ignored", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    ],
+)
+def test_text_messages_and_whole_chats_are_the_same_pair(tmp_path, row):
+    (pair,) = read(write(tmp_path / "p.jsonl", row))
+    assert (pair.prompt, pair.chosen, pair.rejected, pair.source) == ([USER], "So.", "No.", "s")
+
+
+def test_columns_may_have_other_names(tmp_path):
+    row = {"question": "Why?", "better": "So.", "worse": "", "strength": 2, "set": "x"}
+    keys = {"prompt_key": "question", "chosen_key": "better", "rejected_key": "worse"}
+    (pair,) = read(write(tmp_path / "p.jsonl", row), source_key="set", margin_key="strength", **keys)
+    assert (pair.chosen, pair.rejected, pair.source, pair.margin) == ("So.", "", "x", 2)
+
+
+@pytest.mark.parametrize(
+    ("row", "data", "message"),
+    [
+        ({**PAIR, "rejected": "So."}, {}, "'chosen' and 'rejected' are the same text"),
+        ({"prompt": "Why?", "chosen": "So."}, {}, "column 'rejected' missing"),
+        ({"chosen": "So.", "rejected": "No."}, {}, "there is no prompt"),
+        ({**PAIR, "chosen": [USER]}, {}, "'chosen' must end with an assistant message"),
+        ({**PAIR, "chosen": 3}, {}, "'chosen' must be a list of messages"),
+        ({"chosen": [USER, GOOD], "rejected": [{**USER, "content": "?"}, BAD]}, {}, "answer different prompts"),
+        ({**PAIR, "margin": "much"}, {"margin_key": "margin"}, "'margin' must be a number, got str"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path, row, data, message):
+    with pytest.raises(UserError, match=message) as caught:
+        read(write(tmp_path / "p.jsonl", {**PAIR, "margin": 1}, row), **data)
+    assert "p.jsonl, line 2" in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+def test_an_empty_file_is_one_line(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text("\n")
+    with pytest.raises(UserError, match="the file holds no rows"):
+        read(path)
+
+
+def pairs(n: int, source: str = "s") -> list[dict]:
+    return [{**PAIR, "prompt": f"{source}{i // 2}", "chosen": f"yes {i}", "source": source} for i in range(n)]
+
+
+def load(path: Path, **more) -> tuple[PreferenceDataset, PreferenceDataset | None]:
+    return load_preferences(config_of(path, **more), RewardTexts(character_tokenizer(template=TEMPLATE)))
+
+
+def test_prompts_of_every_source_are_held_out_whole(tmp_path):
+    path = write(tmp_path / "p.jsonl", *pairs(40, "a"), *pairs(20, "b"))
+    train, val = load(path, data={"val_share": 0.2})
+    assert val is not None and val.sources == {"a": 8, "b": 4} and train.sources == {"a": 32, "b": 16}
+    assert not {str(p.prompt) for p in train} & {str(p.prompt) for p in val}
+    again = load(path, data={"val_share": 0.2})[1]
+    other = load(path, data={"val_share": 0.2}, trainer={"seed": 1})[1]
+    assert list(again or []) == list(val) != list(other or [])
+
+
+def test_a_share_that_leaves_nothing_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"data\.val_share=0\.1 of 1 prompts leaves no pair for validation"):
+        load(write(tmp_path / "p.jsonl", *pairs(2)), data={"val_share": 0.1})
+    with pytest.raises(UserError, match="leaves no pair for training"):
+        load(write(tmp_path / "p.jsonl", *pairs(2)), data={"val_share": 1.0})
+
+
+def test_a_batch_is_two_texts_a_row(tmp_path):
+    rows = [PAIR, {**PAIR, "rejected": "Never.", "m": 0.5}]
+    train, val = load(write(tmp_path / "p.jsonl", *rows), loss={"margin": 0.25})
+    batch, tokenizer = train.batch([1, 0]), character_tokenizer()
+    texts = [
+        [tokenizer.decode(r[:n]).replace(" ", "") for r, n in zip(batch[f"{c}s"], batch[f"{c}_lengths"], strict=True)]
+        for c in ("prompt", "response")
+    ]
+    assert texts[0] == ["<s>[user]Why?</s>[assistant]So.</s>"] * 2
+    assert texts[1] == ["<s>[user]Why?</s>[assistant]Never.</s>", "<s>[user]Why?</s>[assistant]No.</s>"]
+    assert val is None and batch["margin"].tolist() == [0.25, 0.25] and batch.meta == {"num_pairs": 2.0}
+
+
+def test_accuracy_counts_by_hand():
+    found = preference_accuracy(
+        chosen=[1.0, 2.0, 0.0, 3.0],
+        rejected=[0.0, 2.0, 1.0, 1.0],
+        sources=["a", "a", "b", "b"],
+        chosen_lengths=[5, 1, 2, 8],
+        rejected_lengths=[3, 4, 2, 6],
+    )
+    assert (found["pairs"], found["accuracy"], found["mean_margin"]) == (4, 0.625, 0.5)
+    assert found["by_source"] == {"a": {"pairs": 2, "accuracy": 0.75}, "b": {"pairs": 2, "accuracy": 0.5}}
+    length = found["length"]
+    assert length["longer_is_better"] == 0.625
+    assert length["chosen_longer"] == {"pairs": 2, "accuracy": 1.0}
+    assert length["chosen_shorter"] == {"pairs": 1, "accuracy": 0.5}
+    # of (1, 0, -1, 2) and (2, -3, 0, 2)
+    assert length["difference_correlation"] == pytest.approx(5.5 / (5 * 16.75) ** 0.5)
+    assert as_metrics(found)["accuracy/b"] == 0.5
+    assert "| a " in as_table(found) and "0.750" in as_table(found)
+
+
+def test_what_cannot_be_measured_is_no_metric():
+    found = preference_accuracy([1.0], [0.0], ["a"], [3], [3])
+    assert found["length"]["score_correlation"] is None and found["length"]["chosen_longer"]["accuracy"] is None
+    assert "length/score_correlation" not in as_metrics(found)
+    assert "accuracy -" in as_table(found)
+
+
+def test_the_loss_is_minus_the_log_likelihood_that_the_better_one_wins():
+    import math
+
+    import torch
+
+    chosen, rejected = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 0.0])
+    wins = [math.e / (1 + math.e), 0.5]
+    assert bradley_terry_loss(chosen, rejected).tolist() == pytest.approx([-math.log(p) for p in wins])
+    shifted = bradley_terry_loss(chosen, rejected, margin=torch.tensor([1.0, 0.0]))
+    assert shifted.tolist() == pytest.approx([math.log(2), math.log(2)])
+    centered = bradley_terry_loss(chosen, rejected, center_coef=0.5) - bradley_terry_loss(chosen, rejected)
+    assert centered.tolist() == pytest.approx([0.5, 0.0])
