@@ -10,18 +10,12 @@ from valor.algorithms.gae import gae
 from valor.algorithms.group_relative import gdpo, gpg, grpo, grpo_passk, opo, rloo
 from valor.algorithms.groups import GroupIds
 from valor.algorithms.registry import Registry
-from valor.algorithms.reinforce import (
-    optimal_token_baseline,
-    reinforce_plus_plus,
-    reinforce_plus_plus_baseline,
-    remax,
-)
+from valor.algorithms.reinforce import optimal_token_baseline, reinforce_plus_plus, reinforce_plus_plus_baseline, remax
 from valor.errors import UserError
-
-COMMON = ("rewards", "response_mask", "values", "group_ids", "reward_baselines", "gamma", "lam")
 
 ADVANTAGES = Registry(
     "advantage estimator",
+    ("rewards", "response_mask", "values", "group_ids", "reward_baselines", "gamma", "lam"),
     {
         "gae": gae,
         "grpo": grpo,
@@ -112,8 +106,3 @@ def register_advantage(name: str, **capability: Any) -> Callable[[Callable[..., 
     that it names, and options of its own; it returns (advantages, returns), both [B, T].
     """
     return ADVANTAGES.register(name, **capability)
-
-
-def advantage_options(name: str) -> frozenset[str]:
-    """The keyword options that the estimator takes beyond the common inputs."""
-    return ADVANTAGES.options(name, COMMON)

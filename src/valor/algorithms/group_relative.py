@@ -45,11 +45,7 @@ def grpo(
 
 @capability("only the best sample: best minus second", "https://arxiv.org/abs/2503.19595", min_group_size=2)
 def grpo_passk(
-    *,
-    rewards: Tensor,
-    response_mask: Tensor,
-    group_ids: GroupIds | None,
-    norm_adv_by_std_in_grpo: bool = True,
+    *, rewards: Tensor, response_mask: Tensor, group_ids: GroupIds | None, norm_adv_by_std_in_grpo: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Pass@k training with k = n: the best sample gets s_max − s_second, over (std + 1e-6) if normalised, the others 0.
 
@@ -108,12 +104,7 @@ def opo(
     natural_loss="gpg",
 )
 def gpg(
-    *,
-    rewards: Tensor,
-    response_mask: Tensor,
-    group_ids: GroupIds | None,
-    f_norm: float = 1.0,
-    singleton: str = "zero",
+    *, rewards: Tensor, response_mask: Tensor, group_ids: GroupIds | None, f_norm: float = 1.0, singleton: str = "zero"
 ) -> tuple[Tensor, Tensor]:
     """GPG: A_i = α (s_i − mean) / f_norm, α = B / #{s ≠ 0} (https://arxiv.org/abs/2504.02546).
 

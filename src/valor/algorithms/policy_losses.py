@@ -15,6 +15,7 @@ from valor.errors import UserError
 
 POLICY_LOSSES = Registry(
     "policy loss",
+    ("inputs", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"),
     {
         "ppo": ppo,
         "vanilla": ppo,
@@ -31,7 +32,6 @@ POLICY_LOSSES = Registry(
         "dppo_kl": dppo_kl,
     },
 )
-_SHARED_OPTIONS = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
 
 
 def policy_loss(
@@ -104,8 +104,3 @@ def register_policy_loss(name: str, **capability: Any) -> Callable[[Callable[...
     `inputs.fraction(per_token)` put them over the global denominators.
     """
     return POLICY_LOSSES.register(name, **capability)
-
-
-def policy_loss_options(name: str) -> frozenset[str]:
-    """The keyword options that the loss takes beyond the common inputs."""
-    return POLICY_LOSSES.options(name, ("inputs", *_SHARED_OPTIONS))

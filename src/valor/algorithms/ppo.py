@@ -58,11 +58,7 @@ def clip_bounds(clip_ratio_low: float, clip_ratio_high: float) -> tuple[float, f
 
 @capability("clipped surrogate, asymmetric and dual clip", "https://arxiv.org/abs/1707.06347")
 def ppo(
-    inputs: LossInputs,
-    *,
-    clip_ratio_low: float = 0.2,
-    clip_ratio_high: float = 0.2,
-    clip_ratio_c: float | None = 3.0,
+    inputs: LossInputs, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2, clip_ratio_c: float | None = 3.0
 ) -> tuple[Tensor, Metrics]:
     """L = max(−Aρ, −A·clip(ρ, 1−low, 1+high)), and for A < 0 at most −A·c; ρ = π/π_old.
 

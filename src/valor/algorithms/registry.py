@@ -69,11 +69,12 @@ def capability(summary: str, paper: str = "", **needs: Any) -> Callable[[Functio
 
 @dataclass(frozen=True)
 class Entry:
-    """A registered function and its capability."""
+    """A registered function, its capability, and the `common` inputs that every function of its kind may name."""
 
     name: str
     function: Callable[..., Any]
     capability: Capability
+    common: frozenset[str]
     builtin: bool = True
 
     @property
@@ -86,6 +87,11 @@ class Entry:
         )
 
     @property
+    def options(self) -> frozenset[str]:
+        """The keywords of its own, beyond the common inputs."""
+        return self.parameters - self.common
+
+    @property
     def takes_any(self) -> bool:
         """Whether it takes any keyword (**options)."""
         kinds = {parameter.kind for parameter in inspect.signature(self.function).parameters.values()}
@@ -96,7 +102,7 @@ class Entry:
         parameters, takes_any = self.parameters, self.takes_any
         if not takes_any:
             for option in options:
-                choose(option, sorted(parameters - common.keys()), f"option of {self.name}")
+                choose(option, sorted(self.options), f"option of {self.name}")
         wanted = common if takes_any else {name: value for name, value in common.items() if name in parameters}
         return self.function(**wanted, **options)
 
@@ -106,11 +112,10 @@ class Registry:
 
     all: ClassVar[list["Registry"]] = []
 
-    def __init__(self, kind: str, functions: Mapping[str, Callable[..., Any]]) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, common: Iterable[str], functions: Mapping[str, Callable[..., Any]]) -> None:
+        self.kind, self.common = kind, frozenset(common)
         self._entries = {
-            name: Entry(name, function, _CAPABILITIES.get(function, Capability()))
-            for name, function in functions.items()
+            name: Entry(name, function, _CAPABILITIES[function], self.common) for name, function in functions.items()
         }
         Registry.all.append(self)
 
@@ -123,13 +128,6 @@ class Registry:
     def names(self) -> list[str]:
         return list(self._entries)
 
-    def capabilities(self) -> dict[str, Capability]:
-        return {name: entry.capability for name, entry in self._entries.items()}
-
-    def options(self, name: str, common: Iterable[str] = ()) -> frozenset[str]:
-        """Keyword options of `name` beyond the `common` inputs, for callers that hold a config of many algorithms."""
-        return self[name].parameters - frozenset(common)
-
     def register(self, name: str, **capability: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Decorator that adds a user's function; keywords are fields of `Capability`.
 
@@ -141,7 +139,7 @@ class Registry:
             present = self._entries.get(name)
             if present is not None and (present.builtin or _origin(present.function) != _origin(function)):
                 raise UserError(f"{self.kind} '{name}' is already registered; choose another name")
-            self._entries[name] = Entry(name, function, Capability(**capability), builtin=False)
+            self._entries[name] = Entry(name, function, Capability(**capability), self.common, builtin=False)
             return function
 
         return add

@@ -1,6 +1,7 @@
-"""Losses of the critic: regression (clipped or not), classification for 0/1 returns, and over bins."""
+"""Losses of the critic: regression (clipped or not), classification (0/1 returns, bins); and the loss of reward models."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,13 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from valor.algorithms.ppo import Metrics
-from valor.algorithms.reductions import (
-    Denominator,
-    aggregate_loss,
-    keep_masked,
-    loss_denominator,
-    token_fraction,
-)
+from valor.algorithms.reductions import Denominator, aggregate_loss, keep_masked, loss_denominator, token_fraction
 from valor.algorithms.registry import Registry, capability, choose
 from valor.errors import UserError
 
@@ -41,10 +36,8 @@ def huber(
     """½ e² for |e| ≤ δ, δ(|e| − δ/2) beyond: outlying returns pull with bounded force; clipped like mse if asked."""
     if huber_delta <= 0:
         raise UserError("huber_delta must be positive")
-
-    def loss(error: Tensor) -> Tensor:
-        return functional.huber_loss(error, torch.zeros_like(error), reduction="none", delta=huber_delta)
-
+    zero = torch.zeros_like(returns)
+    loss = partial(functional.huber_loss, target=zero, reduction="none", delta=huber_delta)
     return _clipped(values, returns, old_values, cliprange_value, loss)
 
 
@@ -121,8 +114,11 @@ def _clipped(
     return torch.maximum(loss, clipped_loss), (clipped_loss > loss).float(), values.detach()
 
 
-VALUE_LOSSES = Registry("value loss", {"mse": clipped_mse, "huber": huber, "bce": bce, "hl_gauss": hl_gauss})
-_COMMON = ("values", "returns", "old_values", "cliprange_value")
+VALUE_LOSSES = Registry(
+    "value loss",
+    ("values", "returns", "old_values", "cliprange_value"),
+    {"mse": clipped_mse, "huber": huber, "bce": bce, "hl_gauss": hl_gauss},
+)
 
 
 def value_loss(
@@ -179,11 +175,6 @@ def register_value_loss(name: str, **capability: Any) -> Callable[[Callable[...,
     its own; it returns three [B, T] tensors: loss, 1 where a clip binds, predicted value.
     """
     return VALUE_LOSSES.register(name, **capability)
-
-
-def value_loss_options(name: str) -> frozenset[str]:
-    """The keyword options that the value loss takes beyond the common inputs."""
-    return VALUE_LOSSES.options(name, _COMMON)
 
 
 def bradley_terry_loss(

@@ -180,5 +180,5 @@ def policy_loss_options(
     }
     own = config.policy_loss.model_dump(exclude={"loss_mode", "loss_kwargs"})
     own |= {"tau_pos": config.tau_pos, "tau_neg": config.tau_neg, "generator": generator}
-    accepted = algorithms.policy_loss_options(loss_mode)
+    accepted = algorithms.POLICY_LOSSES[loss_mode].options
     return shared | {k: v for k, v in own.items() if k in accepted} | config.policy_loss.loss_kwargs
