@@ -4,6 +4,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,9 +33,22 @@ def cluster() -> Iterator[None]:
     """A Ray cluster for the runs of all tests: a run that finds one uses it and leaves it as it is."""
     import ray
 
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init(address="local", num_cpus=16, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def kept_hosts(cluster: None) -> Any:
+    from kept_hosts import KeptHosts
+
+    return KeptHosts()
+
+
+@pytest.fixture
+def hosts(kept_hosts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a test of what happens under Ray, not of how processes start and end: they may be those of an earlier run."""
+    kept_hosts.patch(monkeypatch)
 
 
 @pytest.fixture(scope="session")
