@@ -373,9 +373,9 @@ def _command(process: psutil.Process) -> str:
 
 def until(condition: Any, seconds: float = 20.0) -> bool:
     end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
+    while not (met := condition()) and time.monotonic() < end:
         time.sleep(0.05)
-    return bool(condition())
+    return bool(met)
 
 
 def test_a_grader_that_is_killed_takes_its_sandbox_along(tmp_path: Path) -> None:
