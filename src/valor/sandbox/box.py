@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from valor.rewards.sandbox import payload, walls
+from valor.sandbox import payload, walls
 
 _HERE = str(Path(__file__).parent)
 _START = f"import sys; sys.path.insert(0, {_HERE!r}); import launcher; del sys.path[0]; launcher.main()"
