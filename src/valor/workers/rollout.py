@@ -43,12 +43,12 @@ class RolloutWorker:
         """Number of the share of the requests that this rank generates."""
         return self._context.rank // self.engine.parallel_size
 
-    @dispatch("all")
+    @dispatch("all", light=True)
     def keeps_weights(self) -> bool:
         """Whether the engine generates with weights of its own, whatever the policy learns."""
         return self.engine.weight_mode == "fixed"
 
-    @dispatch("all")
+    @dispatch("all", light=True)
     def weights_version(self) -> int | None:
         """Number of updates of the weights that the engine generates with; None: it has none."""
         return self.engine.weights_version
