@@ -25,6 +25,7 @@ from valor.models.load import load_policy, load_value_model
 from valor.trainer.export import export_checkpoint
 from valor.trainer.main_ppo import main
 from valor.trainer.main_sft import main as train_policy
+from valor.trainer.main_sft import rm_train as train_reward_model
 from valor.workers.host import WorkerContext
 from valor.workers.reference import ReferenceWorker
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from valor.trainer.main_rm import main
 
 from tiny_reward_models import TEMPLATE, make_backbone, make_classifier, make_deberta
+from valor.trainer.main_sft import rm_train as main
 
 pytestmark = pytest.mark.slow
 
