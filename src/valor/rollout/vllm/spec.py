@@ -7,21 +7,11 @@ from valor.rollout.base import RolloutEngine
 from valor.rollout.spec import BuildContext, GenerationEngineSpec
 
 _READS = (
-    *("gpu_memory_utilization", "tensor_model_parallel_size", "data_parallel_size", "expert_parallel_size"),
-    *("pipeline_model_parallel_size", "max_model_len", "max_num_batched_tokens", "enforce_eager"),
+    *("gpu_memory_utilization", "tensor_model_parallel_size", "max_model_len", "max_num_batched_tokens"),
+    "enforce_eager",
     *("cudagraph_capture_sizes", "free_cache_engine", "enable_chunked_prefill", "enable_prefix_caching"),
     *("load_format", "disable_log_stats", "engine_kwargs.vllm*"),
 )
-
-
-def _check(config: PPOConfig) -> list[str]:
-    rollout = config.actor_rollout_ref.rollout
-    return [
-        f"actor_rollout_ref.rollout.{key}={getattr(rollout, key)} is not available: set it to 1 (replicas follow from "
-        "the processes and tensor_model_parallel_size)"
-        for key in ("data_parallel_size", "expert_parallel_size", "pipeline_model_parallel_size")
-        if getattr(rollout, key) > 1
-    ]
 
 
 def _check_start(config: PPOConfig, world_size: int) -> None:
@@ -48,7 +38,7 @@ def _build(context: BuildContext) -> RolloutEngine:
 VLLM = GenerationEngineSpec(
     name="vllm",
     reads=_READS,
-    check=_check,
+    check=lambda config: [],
     check_start=_check_start,
     plan=lambda config: "own weights, synced every step",
     build=_build,
