@@ -45,7 +45,7 @@ class Case:
     packed: bool = False
     room: int | None = None  # positions of a pass beyond which rank 0 runs out of memory
     where: str = "forward"  # or, in a backward pass, the name of the module whose gradient it has no memory for
-    shared: int = 1  # ranks that share rows
+    shared: int = 1  # ranks that compute a part of every row
     family: str = "qwen2"
 
     @property
@@ -125,9 +125,9 @@ def run_case(case: Case, out: Path) -> None:
     """Outputs, then two steps; the first one's gradients and both steps' metrics go to files of this rank."""
     rank, batch = dist.get_rank(), whole_batch()
     lengths = (batch["prompt_lengths"] + batch["response_lengths"]).tolist()
-    rows = partition_rows(lengths, dist.get_world_size())[rank]
-    share = batch.take(rows)
     engine = build(case)
+    rows = partition_rows(lengths, engine.data_parallel_size)[engine.data_parallel_rank]
+    share = batch.take(rows)
     if case.room is not None and rank == 0:
 
         def full(module: Any, args: Any, output: Any) -> None:
@@ -156,7 +156,9 @@ def run_case(case: Case, out: Path) -> None:
     save_file({f"{name}": value.contiguous() for name, value in outputs.items()}, out / f"{case.name}.{rank}.outputs")
     if rank == 0:
         save_file(grads, out / f"{case.name}.grads")
-    (out / f"{case.name}.{rank}.json").write_text(json.dumps({"steps": steps, "rows": rows}))
+    (out / f"{case.name}.{rank}.json").write_text(
+        json.dumps({"steps": steps, "rows": rows, "share": engine.data_parallel_rank})
+    )
 
 
 def run_checkpoint(out: Path) -> None:

@@ -11,18 +11,25 @@ class WeightPublisher:
 
     def __init__(self, roles: Roles) -> None:
         self._roles = roles
-        self._version: int | None = None  # what was transferred last
+        self._keeps_weights: bool | None = None  # not asked yet
         self._address: tuple[str, int] | None = None
 
     def publish(self) -> None:
-        """After it, `generate` uses the actor's present weights. RuntimeError when they did not arrive bit for bit."""
+        """After it, `generate` uses the actor's present weights. RuntimeError when they did not arrive bit for bit.
+
+        An engine that generates with weights of its own keeps them.
+        """
         roles = self._roles
-        if not isinstance(roles, Pools) or roles.placement.pool_of("rollout") == roles.placement.pool_of("actor"):
-            roles["rollout"].update_weights()
-            return
         actor, rollout = roles["actor"], roles["rollout"]
+        if self._keeps_weights is None:
+            self._keeps_weights = rollout.keeps_weights()
+        if self._keeps_weights:
+            return
         version = actor.version()
-        if version == self._version:
+        if rollout.weights_version() == version:
+            return
+        if not isinstance(roles, Pools) or roles.placement.pool_of("rollout") == roles.placement.pool_of("actor"):
+            rollout.update_weights()
             return
         if self._address is None:
             self._address = actor.open_channel()
@@ -31,4 +38,3 @@ class WeightPublisher:
         received = roles.submit("rollout", rollout.receive_weights, self._address, version)
         sent.result()
         received.result()
-        self._version = version

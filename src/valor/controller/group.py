@@ -28,6 +28,7 @@ class WorkerGroup(ABC):
     def __init__(self, pool: ResourcePool, specs: dict[str, RoleSpec]) -> None:
         self.pool = pool
         self.specs = specs
+        self._layouts: list[dict[str, int]] | None = None
 
     def __getitem__(self, role: str) -> RoleHandle:
         return RoleHandle(self, role, self.specs[role].cls)
@@ -42,6 +43,12 @@ class WorkerGroup(ABC):
         With a `sink` the method gets a keyword argument `sink`, and what it puts there on any rank arrives here one
         by one, in the calling thread, before `run` returns.
         """
+
+    def data_parallel_ranks(self, role: str) -> list[int]:
+        """Of each process the number of the share of a batch that it is given; several may work on one share."""
+        if self._layouts is None:
+            self._layouts = self.run(HOST, "layout", [((), {})] * self.pool.world_size)
+        return [layout[role] for layout in self._layouts]
 
     def peak_memory(self) -> dict[str, float]:
         """GiB that the fullest rank held in each kind of call since the last time, as metrics."""
@@ -117,24 +124,24 @@ class RoleHandle:
     def _call_dp(
         self, method: str, keep_together: str | None, batch: Batch, *args: Any, sink: Sink | None = None, **kwargs: Any
     ) -> Any:
-        world_size = self._group.pool.world_size
-        if world_size == 1:
+        if self._group.pool.world_size == 1:
             return self._group.run(self._role, method, [((batch, *args), kwargs)], sink)[0]
-        parts = split_rows(batch, world_size, keep_together)
-        shards = batch.split(parts)
-        results = self._group.run(self._role, method, [((shard, *args), kwargs) for shard in shards], sink)
+        ranks = self._group.data_parallel_ranks(self._role)
+        parts = split_rows(batch, max(ranks) + 1, keep_together)
+        calls: list[Call] = [((shard, *args), kwargs) for shard in batch.split(parts)]
+        results = self._group.run(self._role, method, [calls[rank] for rank in ranks], sink)
         if not isinstance(results[0], Batch):
             return results[0]
         order = torch.tensor([i for part in parts for i in part])
-        return Batch.concat(results).take(torch.argsort(order))
+        return Batch.concat([results[ranks.index(rank)] for rank in range(len(parts))]).take(torch.argsort(order))
 
 
 Roles = WorkerGroup | Pools
 """Roles by name, in one pool or several."""
 
 
-def split_rows(batch: Batch, world_size: int, keep_together: str | None) -> list[list[int]]:
-    """Row indices for each rank, balanced by prompt + response tokens; deterministic, ranks may stay empty."""
+def split_rows(batch: Batch, num_parts: int, keep_together: str | None) -> list[list[int]]:
+    """Row indices of each part, balanced by prompt + response tokens; deterministic, parts may stay empty."""
     tokens = batch["prompt_lengths"].clone()
     if "response_lengths" in batch:
         tokens += batch["response_lengths"]
@@ -143,4 +150,4 @@ def split_rows(batch: Batch, world_size: int, keep_together: str | None) -> list
         rows_of.setdefault(key, []).append(i)
     units = list(rows_of.values())
     work = [int(tokens[rows].sum()) for rows in units]
-    return [sorted(i for u in part for i in units[u]) for part in partition_rows(work, world_size)]
+    return [sorted(i for u in part for i in units[u]) for part in partition_rows(work, num_parts)]

@@ -21,7 +21,7 @@ from valor.algorithms.value_quality import (
     pearson,
 )
 from valor.lab.statistics import bootstrap_interval, sign_flip_p
-from valor.tracking.metrics import explained_variance, fit_sums
+from valor.tracking.metrics import explained_variance
 
 PLACES = 11  # relative positions: 0, 0.1, …, 1
 _RESAMPLES = 1000
@@ -66,7 +66,7 @@ def scorecard(judged: Judged, branches: Branches | None = None) -> dict[str, Any
         "threshold": _finite(threshold),
         "accuracy": accuracy,
         "majority": max(share, 1 - share),
-        "explained_variance": _finite(explained_variance(fit_sums(judged.values, judged.returns, judged.mask))),
+        "explained_variance": _finite(explained_variance(judged.values, judged.returns, judged.mask)),
         "verdicts": _histogram(last, judged.right),
         "calibration": {
             "last": _calibration(last, returns_along[:, -1]),
@@ -83,7 +83,7 @@ def scorecard(judged: Judged, branches: Branches | None = None) -> dict[str, Any
 
 def _at(values: Tensor, returns: Tensor, right: Tensor) -> dict[str, Any]:
     """One value of each response: how it tells right from wrong, and the mean and quartiles of either."""
-    fit = explained_variance(fit_sums(values, returns, torch.ones_like(values)))
+    fit = explained_variance(values, returns, torch.ones_like(values))
     sides = {"right": values[right], "wrong": values[~right]}
     return {"auc": _finite(auc(values, right)), "explained_variance": _finite(fit)} | {
         name: dict(zip(("low", "mean", "high"), _spread(side), strict=True)) if len(side) else None

@@ -5,6 +5,8 @@ turn of an episode is a request whose prompt is the conversation so far. Batchin
 are the engine's business, so the same caller drives the native engine, an external server or a multi-turn loop.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
@@ -59,12 +61,14 @@ class Request:
 
     `seed` alone, with the token's index, decides the random numbers: two requests with equal prompt, parameters and
     seed give equal samples wherever and in whatever company they run. Vary one number of it to get another sample.
+    `on_finish` is called with the output as soon as it is complete.
     """
 
     request_id: str
     prompt_ids: Sequence[int]
     params: SamplingParams = field(default_factory=SamplingParams)
     seed: tuple[int, ...] = (0,)
+    on_finish: Callable[[Output], None] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.prompt_ids) == 0:
@@ -95,9 +99,6 @@ class Output:
     spans: tuple[Span, ...] = ()
 
 
-OnFinish = Callable[[Output], None]
-
-
 @runtime_checkable
 class RolloutEngine(Protocol):
     """A generation engine: native, or an adapter to an external one."""
@@ -110,8 +111,8 @@ class RolloutEngine(Protocol):
     weights_checksum: int | None
     """Of all weights that an engine with a copy of its own holds (`valor.rollout.transfer.checksum`)."""
 
-    def generate(self, requests: Sequence[Request], on_finish: OnFinish | None = None) -> list[Output]:
-        """Run all requests; outputs in the order of `requests`, `on_finish` called as each one completes."""
+    def generate(self, requests: Sequence[Request]) -> list[Output]:
+        """Run all requests; outputs in the order of `requests`."""
         ...
 
     def sync_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None = None, *, version: int) -> None:

@@ -1,33 +1,17 @@
-"""What a generation engine tells of itself; imports no torch, so that a plan is made in no time."""
+"""What a generation engine tells of itself."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal
+
+import torch
 
 from valor.config.model import ModelConfig
 from valor.config.ppo import PPOConfig
 from valor.config.rollout import RolloutConfig
-
-if TYPE_CHECKING:
-    import torch
-
-    from valor.rollout.base import RolloutEngine
-
-
-class TrainingNeighbour(Protocol):
-    """The actor's training engine in the same process, as far as generation may use it."""
-
-    @property
-    def whole_module(self) -> Any:
-        """The transformers model to generate with inside `unsharded`; None: this process holds only parts of it."""
-        ...
-
-    def unsharded(self) -> AbstractContextManager[Any]:
-        """The parameters of `whole_module` are whole inside."""
-        ...
+from valor.rollout.base import RolloutEngine
 
 
 @dataclass(frozen=True)
@@ -38,7 +22,7 @@ class BuildContext:
     model: ModelConfig
     eos_token_ids: Sequence[int]
     device: torch.device
-    actor: TrainingNeighbour | None  # None: generation has processes of its own
+    actor: Any  # the actor's engine (valor.engines.base.TrainingEngine); None: generation has processes of its own
 
 
 @dataclass(frozen=True)
@@ -51,7 +35,7 @@ class GenerationEngineSpec:
         check: contradictions that the configuration alone shows, one line each.
         check_start: UserError when the engine is not installed, or the model or that many processes do not fit it.
         plan: what a plan says about the engine's weights.
-        build: makes the engine; what it needs is imported here.
+        build: makes the engine; what is slow to import is imported here.
         weight_names: under which names it takes weights (see `valor.engines.base.WeightNames`).
     """
 

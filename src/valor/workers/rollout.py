@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
+from functools import partial
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from transformers import GenerationConfig
 
-from valor.agents.episode import Episode, episode_rows
+from valor.agents.episode import Episode, EpisodeKey, episode_rows
 from valor.config import ModelConfig, RolloutConfig
 from valor.data.batch import Batch
-from valor.engines.base import WeightNames
 from valor.models.load import load_model_config
-from valor.rollout.base import Output, Request, SamplingParams, Span
+from valor.rollout.base import Output, Request, SamplingParams
 from valor.rollout.registry import BuildContext, generation_engine
 from valor.rollout.transfer import TIMEOUT, NamedTensors, WeightChannel
+from valor.workers.actor import Address
 from valor.workers.dispatch import dispatch
 from valor.workers.host import WorkerContext
 from valor.workers.model_role import ModelRole
 
-Address = tuple[str, int]
+Sink = Callable[[Episode], None]
 
 
 class RolloutWorker:
@@ -33,11 +33,10 @@ class RolloutWorker:
         self._context = context
         self._actor: ModelRole | None = context.roles.get("actor")  # None: in a pool of its own
         self._channel: WeightChannel | None = None
-        spec = generation_engine(config.name)
-        self._weight_names: WeightNames = spec.weight_names
+        self._spec = generation_engine(config.name)
         beside = None if self._actor is None else self._actor.engine
         ends = _end_token_ids(model, eos_token_ids)
-        self.engine = spec.build(BuildContext(config, model, ends, context.device, beside))
+        self.engine = self._spec.build(BuildContext(config, model, ends, context.device, beside))
 
     @property
     def data_parallel_rank(self) -> int:
@@ -45,27 +44,25 @@ class RolloutWorker:
         return self._context.rank // self.engine.parallel_size
 
     @dispatch("all")
-    def weights_version(self) -> int | None:
-        """Number of updates of the weights that the engine generates with; None: it has none yet, or its own."""
-        return self.engine.weights_version
-
-    @dispatch("all")
     def keeps_weights(self) -> bool:
         """Whether the engine generates with weights of its own, whatever the policy learns."""
         return self.engine.weight_mode == "fixed"
 
     @dispatch("all")
+    def weights_version(self) -> int | None:
+        """Number of updates of the weights that the engine generates with; None: it has none."""
+        return self.engine.weights_version
+
+    @dispatch("all")
     def update_weights(self) -> None:
-        """Beside the actor: give the engine its present weights, unless it has them."""
-        assert self._actor is not None, "in a pool of its own the weights are received"
+        """Beside the actor: give the engine its present weights."""
+        assert self._actor is not None, "a rollout in a pool of its own receives weights"
         version = self._actor.engine.version
-        if self.engine.weight_mode == "fixed" or self.engine.weights_version == version:
-            return
         if self.engine.weight_mode == "shared":
             self.engine.sync_weights(version=version)
             return
         with self._actor.on_device() as engine:
-            self.engine.sync_weights(engine.named_weights(self._weight_names), version=version)
+            self.engine.sync_weights(engine.named_weights(self._spec.weight_names), version=version)
 
     @dispatch("all")
     def receive_weights(self, address: Address, version: int) -> None:
@@ -94,33 +91,29 @@ class RolloutWorker:
         self.engine.close()
 
     @dispatch("dp", keep_together="uid")
-    def generate(
-        self, prompts: Batch, params: SamplingParams, *, sink: Callable[[Episode], None] | None = None
-    ) -> Batch:
+    def generate(self, prompts: Batch, params: SamplingParams, *, sink: Sink | None = None) -> Batch:
         """One response for each row of `prompts` (n samples of a prompt are n rows that share a `uid`).
 
         Needs `prompts`, `prompt_lengths` and `episode_key` [B, 3] = (run seed, step, sample number): the key alone
         decides what is drawn, whichever rank draws it. Returns the columns of `episode_rows`. An episode goes to
         `sink` as soon as it has ended.
         """
-        keys = [tuple(key) for key in prompts["episode_key"].tolist()]
+        keys: list[EpisodeKey] = [tuple(key) for key in prompts["episode_key"].tolist()]
         rows = zip(prompts["prompts"].tolist(), prompts["prompt_lengths"].tolist(), keys, strict=True)
-        requests = [Request(str(i), row[:length], params, key) for i, (row, length, key) in enumerate(rows)]
-
-        def finished(output: Output) -> None:
-            if sink is not None:
-                sink(self._episode(keys[int(output.request_id)], output))
-
-        if self._actor is not None:
-            self.update_weights()
+        if self._context.rank % self.engine.parallel_size:
+            sink = None  # the first of the processes that generate together tells
+        requests = [
+            Request(str(i), row[:length], params, key, None if sink is None else partial(_tell, sink, key))
+            for i, (row, length, key) in enumerate(rows)
+        ]
         shared = self._actor is not None and self.engine.weight_mode == "shared"
         with self._actor.on_device() if self._actor is not None and shared else nullcontext():
-            outputs = self.engine.generate(requests, finished)
-        return episode_rows([self._episode(key, output) for key, output in zip(keys, outputs, strict=True)])
+            outputs = self.engine.generate(requests)
+        return episode_rows([Episode.of_one_turn(*pair) for pair in zip(keys, outputs, strict=True)])
 
-    def _episode(self, key: tuple[int, ...], output: Output) -> Episode:
-        spans = (Span(len(output.token_ids), self.engine.weights_version or 0),)
-        return Episode.of_one_turn(key, replace(output, spans=spans))
+
+def _tell(sink: Sink, key: EpisodeKey, output: Output) -> None:
+    sink(Episode.of_one_turn(key, output))
 
 
 def _end_token_ids(model: ModelConfig, given: list[int]) -> list[int]:

@@ -39,14 +39,18 @@ class Doubler:
 
 
 class Threads(WorkerGroup):
-    """A group whose ranks are plain objects."""
+    """A group whose ranks are plain objects; `model_parallel` neighbours work on one share."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, model_parallel: int = 1) -> None:
         super().__init__(ResourcePool(1, world_size, "cpu", 1), {"doubler": RoleSpec(Doubler, {})})
         self.ranks = [Doubler(r) for r in range(world_size)]
+        self.model_parallel = model_parallel
 
     def run(self, role, method, calls, sink=None):
+        if method == "layout":
+            return [{"doubler": rank // self.model_parallel} for rank in range(len(self.ranks))]
         given = {} if sink is None else {"sink": sink}
+        self.given = [args[0] for args, _ in calls if args]
         return [
             getattr(w, method)(*args, **kwargs, **given) for w, (args, kwargs) in zip(self.ranks, calls, strict=True)
         ]
@@ -67,6 +71,18 @@ def test_rows_come_back_in_order_whatever_the_world_size(world_size, rows):
     batch = batch_of([3 * i + 1 for i in range(rows)])
     out = Threads(world_size)["doubler"].double(batch, plus=1.0)
     assert out["y"].tolist() == [2.0 * i + 1.0 for i in range(rows)]
+
+
+@pytest.mark.parametrize(("world_size", "model_parallel"), [(2, 2), (4, 2), (6, 3)])
+def test_processes_of_one_data_parallel_rank_get_the_same_rows(world_size, model_parallel):
+    batch = batch_of([3 * i + 1 for i in range(7)])
+    group = Threads(world_size, model_parallel)
+    assert group["doubler"].double(batch)["y"].tolist() == [2.0 * i for i in range(7)]
+    rows = [given["x"].tolist() for given in group.given]
+    shares = [rows[start : start + model_parallel] for start in range(0, world_size, model_parallel)]
+    assert all(one == share[0] for share in shares for one in share)
+    assert sorted(x for share in shares for x in share[0]) == batch["x"].tolist()
+    assert group["doubler"].who(batch)["rank"].unique().tolist() == list(range(0, world_size, model_parallel))
 
 
 def test_samples_of_a_prompt_stay_on_one_rank():

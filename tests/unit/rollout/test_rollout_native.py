@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import FalconConfig, FalconForCausalLM, Lfm2Config, Lfm2ForCau
 from valor.errors import UserError
 from valor.rollout.base import Output, Request, RolloutEngine, SamplingParams
 from valor.rollout.native.engine import NativeEngine
+from valor.tracking.progress import add_listener, phase
 
 PROMPT = [5, 9, 23, 40, 11]
 
@@ -65,7 +67,9 @@ def test_rows_with_different_stop_tokens_share_a_batch(qwen: PreTrainedModel) ->
 
 
 def test_the_context_length_limits_the_response(qwen: PreTrainedModel) -> None:
-    engine = NativeEngine(qwen, eos_token_ids=[], max_model_len=9)
+    short = random_model("qwen2")
+    short.config.max_position_embeddings = 9
+    engine = NativeEngine(short, eos_token_ids=[])
     output = engine.generate([Request("a", PROMPT, SamplingParams(max_tokens=50), (3,))])[0]
     assert output.token_ids == generate(qwen, SamplingParams(max_tokens=4)).token_ids
     assert output.finish_reason == "length"
@@ -82,7 +86,7 @@ def test_the_models_own_positions_are_the_default_limit() -> None:
 def test_long_generations_grow_their_memory(qwen: PreTrainedModel) -> None:
     params = SamplingParams(max_tokens=120)
     work = [Request(str(i), [7], params, (i,)) for i in range(3)] + [Request("x", PROMPT, params, (3,))]
-    long = NativeEngine(random_model("qwen2"), eos_token_ids=[], max_model_len=126).generate(work)
+    long = NativeEngine(random_model("qwen2"), eos_token_ids=[]).generate(work)
     assert len(long[3].token_ids) == 120
     ids = torch.tensor([PROMPT + long[3].token_ids])
     with torch.no_grad():
@@ -90,7 +94,7 @@ def test_long_generations_grow_their_memory(qwen: PreTrainedModel) -> None:
     assert long[3].log_probs == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-@pytest.mark.parametrize("limits", [{"max_num_seqs": 1}, {"max_num_seqs": 3}, {"max_cache_tokens": 30}])
+@pytest.mark.parametrize("limits", [{"max_num_seqs": 1}, {"max_num_seqs": 3}])
 def test_bounds_on_memory_change_nothing_but_the_company(qwen: PreTrainedModel, limits: dict[str, int]) -> None:
     widest = 0
 
@@ -104,8 +108,7 @@ def test_bounds_on_memory_change_nothing_but_the_company(qwen: PreTrainedModel, 
     hook.remove()
     free = NativeEngine(qwen, eos_token_ids=[]).generate(batch(7))
     assert [output.token_ids for output in bounded] == [output.token_ids for output in free]
-    # 30 tokens of cache hold two requests of 6 + 8 tokens.
-    assert widest == limits.get("max_num_seqs", 2)
+    assert widest == limits["max_num_seqs"]
 
 
 def test_each_prompt_is_prefilled_once(qwen: PreTrainedModel) -> None:
@@ -133,19 +136,26 @@ def test_finished_sequences_leave_the_batch(qwen: PreTrainedModel) -> None:
 
 def test_on_finish_comes_at_once_and_progress_counts(qwen: PreTrainedModel) -> None:
     finished: list[str] = []
-    progress: list[tuple[int, int]] = []
-    engine = NativeEngine(qwen, eos_token_ids=[], progress=lambda done, total: progress.append((done, total)))
-    work = [Request(name, [5], SamplingParams(max_tokens=n), (n,)) for name, n in [("late", 9), ("soon", 2)]]
-    outputs = engine.generate(work, on_finish=lambda output: finished.append(output.request_id))
+    progress: list[tuple[float, float | None]] = []
+    engine = NativeEngine(qwen, eos_token_ids=[])
+    names = [("late", 9), ("soon", 2)]
+    work = [
+        Request(name, [5], SamplingParams(max_tokens=n), (n,), lambda output: finished.append(output.request_id))
+        for name, n in names
+    ]
+    remove = add_listener(lambda told: progress.append((told.done, told.total)))
+    with phase("rollout"):
+        outputs = engine.generate(work)
+    remove()
     assert finished == ["soon", "late"]
     assert [output.request_id for output in outputs] == ["late", "soon"]
-    assert progress == [(1, 2), (2, 2)]
+    assert [told for told in progress if told[0]][:2] == [(1, 2), (2, 2)]
 
 
 def test_listeners_may_make_tensors_that_need_gradients(qwen: PreTrainedModel) -> None:
     kept: list[torch.Tensor] = []
     engine = NativeEngine(qwen, eos_token_ids=[])
-    engine.generate(batch(2), on_finish=lambda output: kept.append(torch.tensor(output.log_probs)))
+    engine.generate([replace(one, on_finish=lambda o: kept.append(torch.tensor(o.log_probs))) for one in batch(2)])
     (kept[0].requires_grad_() * 2).sum().backward()
     assert kept[0].grad is not None
 
@@ -185,7 +195,7 @@ def test_the_model_is_left_as_it_was_found() -> None:
     engine = NativeEngine(model, eos_token_ids=[])
     engine.generate(batch(2))
     with pytest.raises(ZeroDivisionError):
-        engine.generate(batch(2), on_finish=lambda _output: 1 // 0)
+        engine.generate([replace(request, on_finish=lambda _output: 1 // 0) for request in batch(2)])
     assert [module.training for module in model.modules()] == training
     assert [module.forward.__func__ for module in model.modules()] == forwards
     assert model.config._attn_implementation == attention

@@ -6,8 +6,8 @@ def request(name: str, prompt: list[int], tokens: int = 10) -> Request:
     return Request(name, prompt, SamplingParams(max_tokens=tokens))
 
 
-def queue(requests: list[Request], max_num_seqs: int = 100, max_cache_tokens: int | None = None) -> Waiting:
-    return Waiting(requests, 1000, max_num_seqs, max_cache_tokens)
+def queue(requests: list[Request], max_num_seqs: int = 100) -> Waiting:
+    return Waiting(requests, max_num_seqs)
 
 
 def names(groups: list[Group]) -> list[list[str]]:
@@ -28,22 +28,6 @@ def test_a_group_is_split_only_when_it_cannot_fit_at_all() -> None:
     assert names(waiting.admit(0)) == [["a"]]
     assert names(waiting.admit(1)) == []
     assert names(waiting.admit(0)) == [["b0", "b1", "b2"]]
-
-
-def test_cache_tokens_are_reserved_until_released() -> None:
-    work = [request(str(i), [i], tokens=9) for i in range(3)]
-    waiting = queue(work, max_cache_tokens=25)
-    assert names(waiting.admit(0)) == [["0"], ["1"]]
-    assert not waiting.can_join(2)
-    waiting.release(work[0])
-    assert waiting.can_join(1)
-    assert names(waiting.admit(1)) == [["2"]]
-
-
-def test_a_request_larger_than_the_bound_runs_alone() -> None:
-    waiting = queue([request("big", [1, 2], tokens=500), request("small", [1])], max_cache_tokens=50)
-    assert names(waiting.admit(0)) == [["big"]]
-    assert names(waiting.admit(1)) == []
 
 
 def test_requests_join_once_a_quarter_of_the_rows_is_free() -> None:

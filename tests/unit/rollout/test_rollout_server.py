@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -57,8 +58,8 @@ def test_requests_say_everything_and_samples_of_a_prompt_share_a_server(servers)
     for fake in servers:
         fake.pause = 0.02
     finished: list[Output] = []
-    work = requests(12, temperature=0.5, top_k=4)
-    outputs = engine.generate(work, finished.append)
+    work = [replace(one, on_finish=finished.append) for one in requests(12, temperature=0.5, top_k=4)]
+    outputs = engine.generate(work)
     assert [o.request_id for o in outputs] == [r.request_id for r in work]
     assert sorted(map(id, finished)) == sorted(map(id, outputs))
     norm = torch.tensor(LOGITS).div(0.5).logsumexp(0).item()

@@ -211,7 +211,7 @@ def test_aborted_requests_return_what_they_have(start):
         finished.append(output.request_id)
         engine.abort(["long"])
 
-    outputs = engine.generate([long, short], on_finish)
+    outputs = engine.generate([replace(request, on_finish=on_finish) for request in (long, short)])
     assert finished == ["short", "long"] and [o.request_id for o in outputs] == ["long", "short"]
     assert outputs[0].finish_reason == "abort" and 4 <= len(outputs[0].token_ids) < 30
     assert outputs[0].token_ids == full.token_ids[: len(outputs[0].token_ids)] and len(full.token_ids) == 30

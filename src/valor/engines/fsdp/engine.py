@@ -21,8 +21,7 @@ from valor.engines import checkpoint
 from valor.engines.base import LossFn, WeightNames
 from valor.engines.fsdp.loading import built_once
 from valor.engines.fsdp.recovery import Recovery
-from valor.engines.fsdp.row_sharing import RowSharing, sequence_group
-from valor.engines.fsdp.sharding import gathered, rank_mesh, shard
+from valor.engines.fsdp.sharding import gathered, rank_mesh, sequence_group, shard
 from valor.engines.microbatch import MicroBatches, TokenBudget
 from valor.engines.optim import build_optimizer, clip_gradients, lr_factor
 from valor.models.export import export_hf, plain_weights, published_weights
@@ -80,13 +79,11 @@ class FSDPEngine:
             module.requires_grad_(False)
         mesh = rank_mesh(device, fsdp)
         self._fsdp, self._sequence_parallel = fsdp, sequence_parallel
-        self._sharing: RowSharing | None = None
-        if fsdp.tensor_parallel_size > 1:
-            self._sharing = RowSharing(mesh.get_group("tp"))
-        elif sequence_parallel > 1:
-            self._sharing = RowSharing(sequence_group(module, sequence_parallel))
-        sharing = max(fsdp.tensor_parallel_size, sequence_parallel)
-        self.data_parallel_rank, self.data_parallel_size = dist.get_rank() // sharing, dist.get_world_size() // sharing
+        if sequence_parallel > 1:
+            cast(Any, module).sequence_group = sequence_group(module, sequence_parallel)
+        model_parallel = max(fsdp.tensor_parallel_size, sequence_parallel)
+        self.data_parallel_rank = dist.get_rank() // model_parallel
+        self.data_parallel_size = dist.get_world_size() // model_parallel
         self.module: Any = module
         self.device = device
         self.total_steps = total_steps
@@ -111,10 +108,6 @@ class FSDPEngine:
         self, batch: Batch, *, max_tokens: int | None = None, max_rows: int | None = None, **options: Any
     ) -> dict[str, Tensor]:
         self.module.eval()
-        if self._sharing:
-            batch, own = self._sharing.gather(batch.select(ROW_FIELDS))
-        else:
-            own = slice(None)
         responses = batch["responses"]
         outputs: dict[str, Tensor] = {}
         todo = self._micro_batches("forward", batch, max_tokens, max_rows)
@@ -134,7 +127,7 @@ class FSDPEngine:
             todo.advance()
             report_progress(todo.done, len(batch))
         self._reshard()
-        return {name: value[own] for name, value in outputs.items()}
+        return outputs
 
     def forward_backward(
         self,
@@ -150,9 +143,7 @@ class FSDPEngine:
         assert self.optimizer is not None, "a frozen engine has no gradients"
         self.module.train(self._checkpointing)  # dropout is off; checkpointing acts in training mode alone
         earlier = {p: p.grad.clone() for p in self.module.parameters() if p.grad is not None}
-        if self._sharing:
-            batch, _ = self._sharing.gather(batch)
-        if self._recovery.to_rehearse and self._sharing is None:
+        if self._recovery.to_rehearse and not self._model_parallel:
             self._recovery.rehearse(self._loss(batch, [], loss_fn, options)[0])
             self._recovery.restore_gradients(earlier)
         todo = self._micro_batches("train", batch, max_tokens, max_rows)
@@ -176,8 +167,6 @@ class FSDPEngine:
             todo.advance()
             report_progress(todo.done, len(batch))
         self._reshard()
-        if self._sharing and not self._sharing.first:
-            return {}  # the group's metrics count once
         return reduce_metrics([*metrics, *(budget.take_metrics() for budget in self._budgets.values())])
 
     def optimizer_step(self, *, advance_schedule: bool = True) -> dict[str, float]:
@@ -289,9 +278,13 @@ class FSDPEngine:
         packed = getattr(self.module, "packed", False)
         return MicroBatches(lengths, self._budgets[verb], max_tokens=max_tokens, max_rows=max_rows, packed=packed)
 
+    @property
+    def _model_parallel(self) -> bool:
+        return self.data_parallel_size < dist.get_world_size()
+
     def _recoverable(self, options: Mapping[str, Any]) -> bool:
-        """A sharded reference, or ranks that share rows, exchange more in a pass than one that failed can serve."""
-        return dist.get_world_size() == 1 or (options.get("reference") is None and self._sharing is None)
+        """A sharded reference, or model parallelism, exchanges more in a pass than a rank that failed can serve."""
+        return dist.get_world_size() == 1 or (options.get("reference") is None and not self._model_parallel)
 
     def _outputs(self, batch: Batch, indices: list[int], options: dict[str, Any]) -> dict[str, Tensor]:
         return self.module(self._rows(batch.take(indices)) if indices else self._empty_rows(), **options)

@@ -111,3 +111,22 @@ def transformer_layers(module: nn.Module) -> list[nn.Module]:
     found = [part for part in module.modules() if type(part).__name__ in names and part is not module]
     inner = {id(p) for part in found for p in part.modules() if p is not part}
     return [part for part in found if id(part) not in inner and any(True for _ in part.parameters())]
+
+
+def sequence_group(module: nn.Module, size: int) -> dist.ProcessGroup:
+    """This rank's group of `size` neighbours, each of which computes a part of every row (Ulysses).
+
+    UserError: a number that does not divide the ranks or the heads, or a model that cannot read packed rows.
+    """
+    world, model, key = dist.get_world_size(), cast(Any, module), "ulysses_sequence_parallel_size"
+    if not getattr(model, "packed", False):
+        raise UserError(
+            f"{key}={size} shares packed rows out: leave model.use_remove_padding at true; a model that cannot "
+            f"read them (a warning has said so of {type(model.hf).__name__}) needs {key}=1"
+        )
+    heads = model.hf.config.get_text_config().num_attention_heads
+    for what, count in (("attention heads of the model", heads), ("processes", world)):
+        if count % size:
+            raise UserError(f"{key}={size} does not divide the {count} {what}: set it to a number that does")
+    groups: list[Any] = [dist.new_group(list(range(start, start + size))) for start in range(0, world, size)]
+    return groups[dist.get_rank() // size]

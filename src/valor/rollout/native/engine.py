@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from valor.errors import UserError
 from valor.models.export import plain_weights
 from valor.models.policy import PolicyModel
-from valor.rollout.base import FinishReason, OnFinish, Output, Request, WeightMode
+from valor.rollout.base import FinishReason, Output, Request, Span, WeightMode
 from valor.rollout.native.attention import check_supported, generation_mode, serving
 from valor.rollout.native.kv_cache import PromptCache, SlotCache
 from valor.rollout.native.packed_linear import packed_linears
@@ -65,9 +65,8 @@ class NativeEngine:
     Every process generates by itself.
 
     `unsharded` is entered around all model calls of one `generate` (FSDP2: parameters gathered and kept).
-    `max_num_seqs` bounds the rows decoded together, `max_cache_tokens` the tokens (prompts + `max_tokens`) for which
-    they may need memory, `max_batched_tokens` the padded tokens of one prefill call. `max_model_len` (default: the
-    model's `max_position_embeddings`) bounds prompt + response; a row that reaches it ends with "length".
+    `max_num_seqs` bounds the rows decoded together, `max_batched_tokens` the padded tokens of one prefill call. A row
+    that reaches the model's `max_position_embeddings` ends with "length".
     """
 
     weight_mode: WeightMode = "shared"
@@ -80,28 +79,22 @@ class NativeEngine:
         eos_token_ids: Sequence[int],
         unsharded: Callable[[], AbstractContextManager[object]] = nullcontext,
         max_num_seqs: int = 256,
-        max_cache_tokens: int | None = None,
         max_batched_tokens: int = 8192,
-        max_model_len: int | None = None,
         pack_weights: bool = True,
-        progress: Callable[[int, int], None] = report_progress,
     ) -> None:
         check_supported(hf)
         self._hf = hf
         self._eos = frozenset(eos_token_ids)
         self._unsharded = unsharded
         self._max_num_seqs = max_num_seqs
-        self._max_cache_tokens = max_cache_tokens
         self._max_batched_tokens = max_batched_tokens
         config = hf.config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
-        limit = getattr(config, "max_position_embeddings", None)
-        self._max_model_len = min(x for x in (max_model_len, limit, 2**31) if x is not None)
+        self._max_model_len = getattr(config, "max_position_embeddings", None) or 2**31
         self._pack = packed_linears if pack_weights else nullcontext
-        self._progress = progress
         self.weights_version: int | None = 0
         self.weights_checksum: int | None = None
 
-    def generate(self, requests: Sequence[Request], on_finish: OnFinish | None = None) -> list[Output]:
+    def generate(self, requests: Sequence[Request]) -> list[Output]:
         """Outputs in the order of `requests`; raises UserError when a prompt leaves no room for a new token."""
         for request in requests:
             if len(request.prompt_ids) >= self._max_model_len:
@@ -114,14 +107,15 @@ class NativeEngine:
 
         def finish(row: Row, reason: FinishReason) -> None:
             nonlocal done
-            output = Output(row.request.request_id, row.token_ids, row.log_probs, reason)
+            spans = (Span(len(row.token_ids), self.weights_version or 0),)
+            output = Output(row.request.request_id, row.token_ids, row.log_probs, reason, spans)
             outputs[row.index] = output
             done += 1
-            # Tensors made by the listeners are theirs, and may need gradients later.
+            # Tensors made by the receivers are theirs, and may need gradients later.
             with torch.inference_mode(False):
-                if on_finish is not None:
-                    on_finish(output)
-                self._progress(done, len(requests))
+                if row.request.on_finish is not None:
+                    row.request.on_finish(output)
+                report_progress(done, len(requests))
 
         if requests:
             with self._unsharded(), generation_mode(self._hf), torch.inference_mode(), self._pack(self._hf):
@@ -141,7 +135,7 @@ class NativeEngine:
         """Nothing to end."""
 
     def _run(self, requests: Sequence[Request], finish: Callable[[Row, FinishReason], None]) -> None:
-        waiting = Waiting(requests, self._max_model_len, self._max_num_seqs, self._max_cache_tokens)
+        waiting = Waiting(requests, self._max_num_seqs)
         cache = SlotCache(min(self._max_num_seqs, len(requests)), shared=waiting.worth_sharing())
         rows: list[Row] = []
         while rows or waiting:
@@ -188,9 +182,7 @@ class NativeEngine:
             for slot in reversed(range(len(rows))):
                 reason = rows[slot].finish_reason()
                 if reason is not None:
-                    row = _remove(rows, slot, cache)
-                    waiting.release(row.request)
-                    finish(row, reason)
+                    finish(_remove(rows, slot, cache), reason)
 
     def _decode_segment(self, cache: SlotCache, rows: list[Row]) -> None:
         """Give all rows one token after another until one of them ends, or for MAX_SEGMENT steps.

@@ -1,4 +1,4 @@
-"""Which requests run together: samples of one prompt are grouped, prompts are sorted by length, memory is bounded."""
+"""Which requests run together: samples of one prompt are grouped, prompts are sorted by length."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,15 +20,9 @@ class Group:
 
 
 class Waiting:
-    """The queue of groups that have not started, longest prompts first, and the account of what may start.
+    """The queue of groups that have not started, longest prompts first; at most `max_num_seqs` requests run at once."""
 
-    A request reserves memory for its prompt and its `max_tokens` until it is released, so a running row never has to
-    be evicted. A request that alone exceeds `max_cache_tokens` still runs, by itself.
-    """
-
-    def __init__(
-        self, requests: Sequence[Request], max_model_len: int, max_num_seqs: int, max_cache_tokens: int | None
-    ) -> None:
+    def __init__(self, requests: Sequence[Request], max_num_seqs: int) -> None:
         groups: dict[tuple[int, ...], Group] = {}
         for index, request in enumerate(requests):
             key = tuple(request.prompt_ids)
@@ -37,10 +31,7 @@ class Waiting:
         self._longest_prompt = max(len(key) for key in groups)
         # Popped from the end; the sort is stable, so equal lengths keep the caller's order.
         self._queue = sorted(groups.values(), key=lambda g: -len(g.prompt_ids))[::-1]
-        self._max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
-        self._max_cache_tokens = max_cache_tokens
-        self._reserved = 0
 
     def __bool__(self) -> bool:
         return bool(self._queue)
@@ -52,37 +43,21 @@ class Waiting:
     def can_join(self, active: int) -> bool:
         """Whether it is time to call `admit` while `active` rows are running."""
         free = self._max_num_seqs - active
-        return bool(self._queue) and free >= self._max_num_seqs * JOIN_SHARE and self._room(self._queue[-1], active) > 0
+        return bool(self._queue) and free >= self._max_num_seqs * JOIN_SHARE and self._room(active) > 0
 
     def admit(self, active: int) -> list[Group]:
         """Take the groups that may start beside `active` running rows, longest prompts first."""
         admitted: list[Group] = []
-        while self._queue and (room := self._room(self._queue[-1], active)):
+        while self._queue and (room := self._room(active)):
             group = self._queue[-1]
-            part = Group(group.prompt_ids, group.members[:room])
+            admitted.append(Group(group.prompt_ids, group.members[:room]))
             del group.members[:room]
             if not group.members:
                 self._queue.pop()
-            self._reserved += sum(self._need(request) for _, request in part.members)
-            active += len(part.members)
-            admitted.append(part)
+            active += room
         return admitted
 
-    def release(self, request: Request) -> None:
-        """Give back what a finished request had reserved."""
-        self._reserved -= self._need(request)
-
-    def _need(self, request: Request) -> int:
-        return min(len(request.prompt_ids) + request.params.max_tokens, self._max_model_len)
-
-    def _room(self, group: Group, active: int) -> int:
-        """How many of the group may start: all or none, and when nothing else runs as many as fit, at least one."""
-        fitting, reserved = 0, self._reserved
-        for _, request in group.members[: self._max_num_seqs - active]:
-            reserved += self._need(request)
-            if self._max_cache_tokens is not None and reserved > self._max_cache_tokens:
-                break
-            fitting += 1
-        if active == 0:
-            return max(1, fitting)
-        return fitting if fitting == len(group.members) else 0
+    def _room(self, active: int) -> int:
+        """How many of the next group may start: all or none, and when nothing else runs as many as there may be."""
+        members, free = len(self._queue[-1].members), self._max_num_seqs - active
+        return min(members, free) if members <= free or active == 0 else 0

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
 from valor.config.ppo import PPOConfig
+from valor.rollout.base import RolloutEngine
 from valor.rollout.spec import BuildContext, GenerationEngineSpec
-
-if TYPE_CHECKING:
-    from valor.rollout.native.engine import NativeEngine
 
 
 def _check(config: PPOConfig) -> list[str]:
@@ -27,17 +25,15 @@ def _plan(config: PPOConfig) -> str:
     return "shares the actor's weights" if shares else "own weights, synced every step"
 
 
-def _build(context: BuildContext) -> NativeEngine:
+def _build(context: BuildContext) -> RolloutEngine:
     """With the actor's own parameters where they are in this process, whole; else with a copy of the model."""
-    import torch
-
     from valor.models.load import load_policy
     from valor.rollout.native.engine import NativeCopy, NativeEngine
 
     settings = {"eos_token_ids": context.eos_token_ids, "max_num_seqs": context.config.max_num_seqs}
-    shared = context.actor.whole_module if context.actor is not None else None
-    if context.actor is not None and shared is not None:
-        return NativeEngine(shared, unsharded=context.actor.unsharded, **settings)
+    actor = context.actor
+    if actor is not None and actor.whole_module is not None:
+        return NativeEngine(actor.whole_module, unsharded=actor.unsharded, **settings)
     base = context.model.model_copy(update={"lora_rank": 0, "lora_adapter_path": None})  # it is sent merged weights
     policy = load_policy(base, dtype=getattr(torch, context.config.dtype))
     return NativeCopy(policy.to(context.device), **settings)

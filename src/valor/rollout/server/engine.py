@@ -25,7 +25,7 @@ from torch import Tensor
 from valor.config import RolloutConfig
 from valor.config.rollout import ServerConfig
 from valor.errors import TrainingStopped
-from valor.rollout.base import OnFinish, Output, Request, WeightMode
+from valor.rollout.base import Output, Request, Span, WeightMode
 from valor.rollout.sampling import uniform_stream
 from valor.rollout.transfer import buckets, checksum
 from valor.tracking.progress import report_progress
@@ -54,11 +54,11 @@ class ServerEngine:
         self._config, self._server = config, config.server
         self._eos = frozenset(eos_token_ids)
 
-    def generate(self, requests: Sequence[Request], on_finish: OnFinish | None = None) -> list[Output]:
+    def generate(self, requests: Sequence[Request]) -> list[Output]:
         """Outputs in the order of `requests`."""
         if self.weights_version is None and self.weight_mode == "copied":
             raise ValueError("the servers have no weights: sync_weights comes first")
-        return asyncio.run(self._generate(requests, on_finish))
+        return asyncio.run(self._generate(requests))
 
     def sync_weights(self, weights: Iterable[tuple[str, Tensor]] | None = None, *, version: int) -> None:
         """Replace the servers' weights in place, and have them forget what they computed with the old ones.
@@ -87,16 +87,17 @@ class ServerEngine:
 
     # ---- inside
 
-    async def _generate(self, requests: Sequence[Request], on_finish: OnFinish | None) -> list[Output]:
+    async def _generate(self, requests: Sequence[Request]) -> list[Output]:
         urls, prompts, done = addresses(self._server), {}, 0
 
         async def one(request: Request) -> Output:
             nonlocal done
             url = urls[prompts.setdefault(tuple(request.prompt_ids), len(prompts)) % len(urls)]
-            output = _output(request, url, await self._post(client, f"{url}/completions", self._body(request)))
+            reply = await self._post(client, f"{url}/completions", self._body(request))
+            output = _output(request, url, reply, self.weights_version or 0)
             done += 1
-            if on_finish is not None:
-                on_finish(output)
+            if request.on_finish is not None:
+                request.on_finish(output)
             report_progress(done, len(requests))
             return output
 
@@ -225,7 +226,7 @@ def headers(config: ServerConfig) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def _output(request: Request, url: str, reply: Any) -> Output:
+def _output(request: Request, url: str, reply: Any, version: int) -> Output:
     try:
         choice = reply["choices"][0]
         tokens, log_probs, reason = choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"]
@@ -241,4 +242,4 @@ def _output(request: Request, url: str, reply: Any) -> Output:
             f"the rollout server at {url} cut a response of up to {asked} tokens at {len(tokens)}: let it take "
             "responses as long as data.max_response_length (vLLM: --generation-config vllm)"
         )
-    return Output(request.request_id, tokens, log_probs, reason)
+    return Output(request.request_id, tokens, log_probs, reason, (Span(len(tokens), version),))

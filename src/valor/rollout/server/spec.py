@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from valor.config.ppo import PPOConfig
+from valor.rollout.base import RolloutEngine
 from valor.rollout.spec import BuildContext, GenerationEngineSpec
-
-if TYPE_CHECKING:
-    from valor.rollout.server.engine import ServerEngine
 
 _KEY = "actor_rollout_ref.rollout"
 
@@ -47,7 +43,7 @@ def _plan(config: PPOConfig) -> str:
     return f"{', '.join(server.base_url)}, {weights}"
 
 
-def _build(context: BuildContext) -> ServerEngine:
+def _build(context: BuildContext) -> RolloutEngine:
     from valor.rollout.server.engine import ServerEngine
 
     return ServerEngine(context.config, eos_token_ids=context.eos_token_ids)

@@ -25,7 +25,7 @@ from transformers import PretrainedConfig
 
 from valor.config import ModelConfig, RolloutConfig
 from valor.errors import UserError
-from valor.rollout.base import OnFinish, Output, Request, WeightMode
+from valor.rollout.base import Output, Request, Span, WeightMode
 from valor.rollout.vllm.options import engine_options
 from valor.tracking.progress import report_progress
 
@@ -62,8 +62,8 @@ class VLLMEngine:
     """Generates with a vLLM engine of its own; see `valor.rollout.base.RolloutEngine`.
 
     Collective over all ranks of the process group, which must exist: every rank makes one, and calls `sync_weights`
-    and `generate` when the others of its tensor-parallel group do. `hf` is the model's config, `device` this rank's.
-    The first `generate` must come after a `sync_weights`.
+    and `generate`, with the same requests, when the others of its tensor-parallel group do. `hf` is the model's
+    config, `device` this rank's. The first `generate` must come after a `sync_weights`.
     """
 
     weight_mode: WeightMode = "copied"
@@ -100,7 +100,6 @@ class VLLMEngine:
         self._no_compiler = device.type == "cpu" and settings.enforce_eager
         tp = parallel_state.get_tp_group()
         self._group = tp.cpu_group if tp.world_size > 1 else None
-        self._rank_in_group = tp.rank_in_group
         worker = self._llm.model_executor.driver_worker.worker  # type: ignore[attr-defined]
         try:
             self._held = HeldWeights(worker.get_model(), settings.dtype, self._group)
@@ -108,7 +107,7 @@ class VLLMEngine:
             self.close()
             raise
 
-    def generate(self, requests: Sequence[Request], on_finish: OnFinish | None = None) -> list[Output]:
+    def generate(self, requests: Sequence[Request]) -> list[Output]:
         """Outputs in the order of `requests`; UserError when a prompt leaves no room for a new token."""
         if self.weights_version is None:
             raise ValueError("the engine has no weights: sync_weights comes first")
@@ -126,7 +125,7 @@ class VLLMEngine:
             for place, output in self._run(requests):
                 outputs[place] = output
                 done += 1
-                if on_finish is not None:
+                if (on_finish := requests[place].on_finish) is not None:
                     on_finish(output)
                 report_progress(done, len(requests))
         return outputs
@@ -134,7 +133,7 @@ class VLLMEngine:
     def abort(self, request_ids: Iterable[str]) -> None:
         """Cut running requests off: `generate` returns what they have so far, with finish reason "abort".
 
-        Called from `on_finish` or another thread; under tensor parallelism from `on_finish` on all ranks alike.
+        Called from `on_finish` or another thread; under tensor parallelism on all ranks alike.
         """
         self._aborted |= set(request_ids)
 
@@ -174,30 +173,19 @@ class VLLMEngine:
             self._asleep.remove(part)
 
     def _run(self, requests: Sequence[Request]) -> Iterator[tuple[int, Output]]:
-        """Run the requests of all ranks of the group; yield this rank's own as they complete, with their places."""
-        parts: list[Any] = [requests]
-        if self._group is not None:
-            parts = [None] * dist.get_world_size(self._group)
-            dist.all_gather_object(parts, requests, group=self._group)
+        """Run the requests; yield outputs as they complete, with their places."""
         self._aborted.clear()
-        running: dict[str, Request] = {}  # by "rank.place"
-        internal: dict[str, str] = {}  # vLLM's own name for it
-        for rank, part in enumerate(parts):
-            for place, request in enumerate(part):
-                name = f"{rank}.{place}"
-                running[name], internal[name] = request, self._add(name, request)
+        running = {str(place): request for place, request in enumerate(requests)}
+        internal = {name: self._add(name, request) for name, request in running.items()}  # vLLM's own names
+        version = self.weights_version or 0
         while running:
             finished: list[Any] = list(self._llm.step())
             finished += self._cut_off({internal[name] for name, r in running.items() if r.request_id in self._aborted})
             for found in finished:
-                request = running.pop(found.request_id)
-                rank, place = map(int, found.request_id.split("."))
-                if rank == self._rank_in_group:
-                    text: Any = found.outputs[0]
-                    yield (
-                        place,
-                        Output(request.request_id, list(text.token_ids), text.logprobs.logprobs, text.finish_reason),
-                    )
+                request, text = running.pop(found.request_id), found.outputs[0]
+                token_ids, spans = list(text.token_ids), (Span(len(text.token_ids), version),)
+                output = Output(request.request_id, token_ids, text.logprobs.logprobs, text.finish_reason, spans)
+                yield int(found.request_id), output
 
     def _cut_off(self, names: set[str]) -> list[Any]:
         """End the named requests; what they have as their last output."""

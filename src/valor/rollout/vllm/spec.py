@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from valor.config.ppo import PPOConfig
+from valor.rollout.base import RolloutEngine
 from valor.rollout.spec import BuildContext, GenerationEngineSpec
-
-if TYPE_CHECKING:
-    from valor.rollout.vllm.engine import VLLMEngine
 
 _READS = (
     *("gpu_memory_utilization", "tensor_model_parallel_size", "data_parallel_size", "expert_parallel_size"),
@@ -36,7 +32,7 @@ def _check_start(config: PPOConfig, world_size: int) -> None:
     check_vllm(shared.rollout, load_model_config(shared.model), world_size)
 
 
-def _build(context: BuildContext) -> VLLMEngine:
+def _build(context: BuildContext) -> RolloutEngine:
     from valor.models.load import load_model_config
     from valor.rollout.vllm.engine import VLLMEngine
 
