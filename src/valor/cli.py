@@ -25,9 +25,9 @@ class Command(NamedTuple):
 COMMANDS: dict[str, Command] = {
     "ppo": Command("valor.trainer.main_ppo:main", "train with PPO, GRPO or a relative: key=value …"),
     "sft": Command("valor.trainer.main_sft:main", "supervised fine-tuning: key=value …"),
-    "rm train": Command("valor.trainer.main_rm:main", "a reward model from preference pairs: key=value …"),
+    "rm train": Command("valor.trainer.main_sft:rm_train", "a reward model from preference pairs: key=value …"),
     "demo": Command("valor.lab.demo:main", "a tiny model made, warm-started and trained by PPO with a critic here"),
-    "critic pretrain": Command("valor.trainer.main_critic:main", "fit a critic to rollouts: key=value …"),
+    "critic pretrain": Command("valor.trainer.main_ppo:critic_pretrain", "fit a critic to rollouts: key=value …"),
     "critic score": Command("valor.lab.critic_score:main", "the scorecard of a critic: key=value … [--mc K]"),
     "critic publish": Command("valor.lab.publish:main", "CKPT_OR_HF_DIR OUT: a critic as a model with its card"),
     "lab sweep": Command("valor.lab.sweep:main", "FILE.yaml: arms x seeds of a command, with intervals and tests"),

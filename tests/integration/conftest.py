@@ -3,17 +3,21 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from valor.lab import arithmetic
 
+TRAIN_ROWS = 384  # more would be read and tokenised by every run, for nothing
+
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """`model`, `train`, `val`: paths of the embedded task, as `valor demo` makes them."""
+    """`model`, `train`, `val`: paths of the embedded task, as `valor demo` makes them, but for fewer prompts."""
     root = tmp_path_factory.mktemp("tiny")
     model = arithmetic.make_model(root / "model", seed=0)
-    files = arithmetic.make_data(root / "data", seed=0)
+    files = arithmetic.make_data(root / "data", seed=0, num_val=64, num_demonstrations=1, num_sft_val=1)
+    pq.write_table(pq.read_table(files.train)[:TRAIN_ROWS], files.train)
     return {"model": model, "train": files.train, "val": files.val}
 
 

@@ -18,7 +18,6 @@ from valor import algorithms
 from valor.config.engine import FSDPConfig, OptimConfig
 from valor.data.balance import partition_rows
 from valor.data.batch import Batch
-from valor.engines import distributed
 from valor.engines.fsdp.engine import FSDPEngine
 from valor.models.policy import PolicyModel
 from valor.models.value import ValueModel
@@ -190,14 +189,11 @@ def whole_state(engine: FSDPEngine) -> dict[str, torch.Tensor]:
     return {name: t.full_tensor().detach().clone() for name, t in tensors.items() if isinstance(t, DTensor)}
 
 
-def run_rank(rank: int, world: int, port: int, out: str, cases: list[Case], models: str) -> None:
-    """All cases, and the loading of `models`, on one rank of a gloo group."""
-    torch.set_num_threads(1)
-    distributed.init_process_group("cpu", rank=rank, world_size=world, address="127.0.0.1", port=port)
-    Path(out).mkdir(exist_ok=True)
+def run_all(out: Path, cases: list[Case], models: Path) -> None:
+    """All cases, and the loading of `models`, on this rank; its files go to `out`."""
+    out.mkdir(exist_ok=True)
     dist.barrier()
     for case in cases:
-        run_case(case, Path(out))
-    run_loading(Path(models), Path(out))
-    run_checkpoint(Path(out))
-    distributed.destroy_process_group()
+        run_case(case, out)
+    run_loading(models, out)
+    run_checkpoint(out)

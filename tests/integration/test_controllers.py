@@ -1,5 +1,8 @@
 """The same run in this process, in one Ray process and in two: one semantics."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from runs import assert_same_run, read_metrics, weights
@@ -20,10 +23,13 @@ def local_run(overrides, tmp_path_factory):
 
 
 def test_ray_with_one_process_is_the_local_run_bit_for_bit(local_run, overrides, tmp_path):
-    assert main(overrides(tmp_path / "ray", STEPS, "trainer.controller=ray")) == 0
+    """As a user starts it: a process that starts Ray, and ends it."""
+    command = [sys.executable, "-m", "valor", "ppo", *overrides(tmp_path / "ray", STEPS, "trainer.controller=ray")]
+    subprocess.run(command, check=True, start_new_session=True)
     assert_same_run(local_run, tmp_path / "ray")
 
 
+@pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("more", [[], TENSOR], ids=["sharded", "tensor parallel"])
 def test_two_processes_draw_the_same_samples_and_take_the_same_steps(more, local_run, overrides, tmp_path):
     run_dir = tmp_path / "two"
@@ -39,6 +45,7 @@ def test_two_processes_draw_the_same_samples_and_take_the_same_steps(more, local
             assert torch.allclose(tensor, weights(run_dir, role)[name], atol=1e-3), name
 
 
+@pytest.mark.usefixtures("cluster")
 def test_a_checkpoint_of_two_ranks_resumes_on_one_and_back(overrides, tmp_path):
     run_dir = tmp_path / "moves"
     two = ["trainer.n_gpus_per_node=2"]
@@ -48,6 +55,7 @@ def test_a_checkpoint_of_two_ranks_resumes_on_one_and_back(overrides, tmp_path):
     assert [row["step"] for row in read_metrics(run_dir)] == [0, 1, 2, 3]
 
 
+@pytest.mark.usefixtures("cluster")
 def test_an_error_in_a_ray_process_is_one_clear_line(overrides, tmp_path, capsys):
     arguments = overrides(tmp_path / "bad", STEPS, "trainer.controller=ray", f"critic.model.path={tmp_path}")
     assert main(arguments) == 2

@@ -4,8 +4,6 @@ import json
 import random
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -191,7 +189,7 @@ def test_a_fresh_critic_is_at_chance(tiny, scored, tmp_path):
     assert card["auc"] == {"value": 0.5, "low": 0.5, "high": 0.5}
 
 
-def test_a_published_critic_speaks_for_itself(pretrained, scored, tmp_path):
+def test_a_published_critic_speaks_for_itself(pretrained, scored, without_valor, tmp_path):
     """The card's own example runs where valor is not, and gives what the critic gave here."""
     source, out = pretrained / "huggingface" / "critic", tmp_path / "my-critic"
     assert valor(["critic", "publish", str(source), str(out), "--scorecard", str(scored)]) == 0
@@ -206,7 +204,8 @@ def test_a_published_critic_speaks_for_itself(pretrained, scored, tmp_path):
     ids = tokenizer(chat + "06 04 46", add_special_tokens=False, return_tensors="pt").input_ids
     with torch.no_grad():
         ours = AutoModelForTokenClassification.from_pretrained(source).eval()(input_ids=ids).logits[0, :, 0]
-    assert _values_by_card(out) == pytest.approx(ours.tolist(), abs=1e-6)
+    printed = without_valor(_code_of_card(out), cwd=out)
+    assert json.loads(printed.strip().splitlines()[-1]) == pytest.approx(ours.tolist(), abs=1e-6)
 
 
 def test_another_critics_scorecard_is_refused(tiny, rollouts, pretrained, scored, tmp_path, capsys):
@@ -270,14 +269,6 @@ def test_rollouts_without_a_difference_are_refused(tiny, tmp_path, capsys):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert valor(pretraining(tiny, file, tmp_path / "run")) == 2
     assert "nothing to tell" in capsys.readouterr().err
-
-
-def _values_by_card(folder: Path) -> list[float]:
-    """What the README's example prints, run as it stands in a process that never has valor."""
-    code = _code_of_card(folder)
-    code += "import sys\nassert not any(name.startswith('valor') for name in sys.modules)\n"
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def _code_of_card(folder: Path) -> str:

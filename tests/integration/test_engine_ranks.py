@@ -2,12 +2,12 @@
 
 import json
 import math
-import socket
 from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+import torch.distributed as dist
+from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForTokenClassification
@@ -102,11 +102,9 @@ def value_step(engine: FSDPEngine, share: Batch) -> dict:
     return {**engine.forward_backward(share, value_loss, max_tokens=14), **engine.optimizer_step()}
 
 
-def run_rank(rank: int, world: int, port: int, root: str) -> None:
-    """Everything the tests ask of one rank of two, left as files under `root`."""
-    torch.set_num_threads(1)
-    distributed.init_process_group("cpu", rank=rank, world_size=world, address="127.0.0.1", port=port)
-    out, batch = Path(root), whole_batch()
+def run_rank(out: Path) -> None:
+    """Everything the tests ask of one rank of two, left as files under `out`."""
+    rank, batch = dist.get_rank(), whole_batch()
     share = batch.take(SHARES[rank])
     log: dict = {}
 
@@ -171,11 +169,10 @@ def run_rank(rank: int, world: int, port: int, root: str) -> None:
     frozen = build(frozen=True, forward_prefetch=True, reshard_after_forward=False)
     log["frozen"] = list(frozen.forward(everything_on_one)["log_probs"].shape)
     (out / f"log_{rank}.json").write_text(json.dumps(log))
-    distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
+def root(forks, tmp_path_factory):
     """One run of two ranks for all tests, given a checkpoint of one rank; this process is a group of one."""
     path = tmp_path_factory.mktemp("ranks")
     distributed.init_process_group("cpu")
@@ -183,10 +180,7 @@ def root(tmp_path_factory):
     for _ in range(3):
         step(single, whole_batch())
     single.save(path / "from_one")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(run_rank, args=(2, port, str(path)), nprocs=2)  # type: ignore[attr-defined]
+    run_ranks(forks, path, 2, run_rank, path)
     yield path
     distributed.destroy_process_group()
 

@@ -15,31 +15,25 @@ APART = "resource_pools={values: {roles: [critic, ref]}}"
 
 
 @pytest.mark.slow
-def test_a_critic_and_a_reference_apart_change_nothing(overrides, tmp_path, capsys):
-    shared = ["actor_rollout_ref.actor.use_kl_loss=true", "trainer.controller=ray"]
+@pytest.mark.usefixtures("cluster")
+def test_a_critic_and_a_reference_apart_change_nothing_and_are_updated_at_the_same_time(overrides, tmp_path, capsys):
+    shared = ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
     assert main(overrides(tmp_path / "together", *shared)) == 0
     capsys.readouterr()
     assert main(overrides(tmp_path / "apart", *shared, APART)) == 0
     said = capsys.readouterr().out
     assert "main" in said and "actor, rollout" in said and "critic" in said
     assert_same_run(tmp_path / "together", tmp_path / "apart")
-
-
-@pytest.mark.slow
-@pytest.mark.alone
-def test_their_updates_overlap(overrides, tmp_path):
-    run_dir = tmp_path / "apart"
-    apart = "resource_pools={values: {roles: critic}}"
-    assert main(overrides(run_dir, apart, "actor_rollout_ref.actor.ppo_mini_batch_size=2")) == 0
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()][2:]
-    for row in rows:
+    rows = [json.loads(line) for line in (tmp_path / "apart" / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 5
+    for row in rows[2:]:
         began = {role: row[f"timing_began_s/update_{role}"] for role in ("critic", "actor")}
         ended = {role: began[role] + row[f"timing_s/update_{role}"] for role in began}
         assert max(began.values()) < min(ended.values())
-    assert len(read_metrics(run_dir)) == 5
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
 def test_generation_apart_changes_nothing(overrides, tmp_path, capsys):
     """Two processes that generate; the actor's weights reach them before every step and every validation."""
     more = ["trainer.test_freq=1", "actor_rollout_ref.rollout.temperature=0.8"]
@@ -55,6 +49,7 @@ def test_generation_apart_changes_nothing(overrides, tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
 def test_adapters_reach_generation_apart_as_merged_weights(overrides, tmp_path):
     lora = ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.optim.lr=0.03", f"{ROLLOUT}.nnodes=1"]
     assert main(overrides(tmp_path / "run", *lora, "trainer.total_training_steps=3")) == 0

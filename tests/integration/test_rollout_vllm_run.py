@@ -72,6 +72,7 @@ def test_adapters_arrive_merged(native_run, overrides, tmp_path):
 SPLIT = f"{ROLLOUT}.tensor_model_parallel_size=2"
 
 
+@pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize(
     ("is_tied", "placed"),
     [

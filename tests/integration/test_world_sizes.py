@@ -1,16 +1,14 @@
 """One batch, 1, 2 and 4 ranks over gloo, every way of saving memory: the same outputs, losses, gradients, updates."""
 
 import json
-import multiprocessing
-import socket
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
-from engine_rank import ROWS, SIZES, Case, build, run_case, run_checkpoint, run_rank, whole_state
-from loading_rank import loaders, make_models, run_loading
+from engine_rank import ROWS, SIZES, Case, build, run_all, whole_state
+from loading_rank import loaders, make_models
+from ranks import run_ranks
 from safetensors.torch import load_file
 
 from valor.engines import distributed
@@ -56,25 +54,13 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict[int, Path]:
+def found(forks, tmp_path_factory) -> dict[int, Path]:
     """A folder of results for each world size."""
     root = tmp_path_factory.mktemp("worlds")
-    multiprocessing.set_forkserver_preload(["engine_rank"])  # imports once for all ranks
     folders = {world: root / str(world) for world in CASES}
-    folders[1].mkdir()
     make_models(root, **SIZES)
-    distributed.init_process_group("cpu")
-    for case in CASES[1]:
-        run_case(case, folders[1])
-    run_loading(root, folders[1])
-    run_checkpoint(folders[1])
-    distributed.destroy_process_group()
-    for world in (2, 4):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        arguments = (world, port, str(folders[world]), CASES[world], str(root))
-        mp.start_processes(run_rank, arguments, nprocs=world, start_method="forkserver")  # type: ignore[attr-defined]
+    for world, cases in CASES.items():
+        run_ranks(forks, root, world, run_all, folders[world], cases, root)
     return folders
 
 

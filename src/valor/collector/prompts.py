@@ -46,7 +46,7 @@ def prompt_batch(
 def training_params(rollout: RolloutConfig) -> SamplingParams:
     """How training samples are drawn."""
     return SamplingParams(
-        temperature=rollout.temperature if rollout.do_sample else 0.0,
+        temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         max_tokens=rollout.response_length,

@@ -6,12 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from valor.config.base import DType, Section, Share, inherits
-from valor.config.engine import CheckpointConfig, FSDPConfig, OptimConfig
+from valor.config.base import DType, Section, Share, inherits, key, section
+from valor.config.engine import CheckpointConfig, ForwardFSDPConfig, FSDPConfig, OptimConfig, Strategy
 
-Strategy = Literal["fsdp", "fsdp2", "megatron"]
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 
+_EXACT = {"needs_ref_log_probs": "the reference takes the actor's micro-batches with the exact KL"}
+_OWN_WEIGHTS = {"ref_has_weights": "with lora_rank the reference is the actor without its adapters"}
 KLEstimator = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"
 ]
@@ -35,7 +36,7 @@ class PolicyLossConfig(Section):
     """kl_cov: weight of that penalty."""
     dro_beta: PositiveFloat | None = None
     """dro: weight of the quadratic log-ratio term; required by dro."""
-    loss_kwargs: dict[str, Any] = Field(default_factory=dict)
+    loss_kwargs: dict[str, Any] = key({})
     """Further keyword options of a loss of your own."""
 
 
@@ -43,7 +44,7 @@ class ActorConfig(Section):
     """The policy's update."""
 
     strategy: Strategy = "fsdp2"
-    """Training engine; fsdp and fsdp2 both name the FSDP2 engine."""
+    """Training engine: fsdp2."""
     ppo_mini_batch_size: PositiveInt = 256
     """PROMPTS per optimizer step (times rollout.n samples); at most data.train_batch_size."""
     ppo_micro_batch_size_per_gpu: PositiveInt | None = None
@@ -70,8 +71,7 @@ class ActorConfig(Section):
     """sapo: temperature for positive advantages."""
     tau_neg: PositiveFloat = 1.05
     """sapo: temperature for negative advantages."""
-    policy_loss: PolicyLossConfig = PolicyLossConfig()
-    """Policy loss and its own options."""
+    policy_loss: PolicyLossConfig = section(PolicyLossConfig)
     loss_agg_mode: LossAggMode = "token-mean"
     """How token losses become one number; denominators count the whole mini-batch."""
     loss_scale_factor: PositiveFloat = inherits("data.max_response_length")
@@ -82,22 +82,15 @@ class ActorConfig(Section):
     """Compute and log the entropy although entropy_coeff is 0."""
     use_kl_loss: bool = False
     """Add the KL divergence from the reference model to the loss."""
-    kl_loss_coef: float = 0.001
+    kl_loss_coef: float = key(0.001, ".use_kl_loss")
     """Weight of that term."""
-    kl_loss_type: KLKind = "low_var_kl"
+    kl_loss_type: KLKind = key("low_var_kl", ".use_kl_loss")
     """KL estimator of that term; full is the exact divergence, by a pass of the reference beside the actor's."""
-    use_torch_compile: bool = True
-    """Accepted without effect: nothing is compiled."""
     ulysses_sequence_parallel_size: PositiveInt = 1
     """Processes that share their rows, each a part of every row (Ulysses); must divide the attention heads."""
-    optim: OptimConfig = OptimConfig()
-    """Optimizer."""
-    fsdp_config: FSDPConfig = FSDPConfig()
-    """Sharding, precision, offload."""
-    megatron_config: dict[str, Any] = Field(default_factory=dict)
-    """Options of strategy=megatron."""
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    """Parts of a checkpoint."""
+    optim: OptimConfig = section(OptimConfig)
+    fsdp_config: FSDPConfig = section(FSDPConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
 
     @property
     def max_rows(self) -> int | None:
@@ -110,7 +103,7 @@ class ActorConfig(Section):
         return self.use_kl_loss and self.kl_loss_type == "full"
 
 
-class RefFSDPConfig(FSDPConfig):
+class RefFSDPConfig(ForwardFSDPConfig):
     """The reference model's sharding; its precision follows the actor's, so that their KL starts at zero."""
 
     model_dtype: DType = inherits("actor_rollout_ref.actor.fsdp_config.model_dtype")
@@ -125,16 +118,13 @@ class RefConfig(Section):
     """The frozen reference model (present when a KL term needs it)."""
 
     strategy: Strategy = inherits("actor_rollout_ref.actor.strategy")
-    """Engine; fsdp and fsdp2 both name the FSDP2 engine."""
-    fsdp_config: RefFSDPConfig = Field(default_factory=lambda: RefFSDPConfig())
-    """Sharding, precision, offload."""
-    megatron_config: dict[str, Any] = Field(default_factory=dict)
-    """Options of strategy=megatron."""
-    log_prob_micro_batch_size_per_gpu: PositiveInt | None = None
+    """Engine: fsdp2."""
+    fsdp_config: RefFSDPConfig = section(RefFSDPConfig, _OWN_WEIGHTS)
+    log_prob_micro_batch_size_per_gpu: PositiveInt | None = key(None, _EXACT)
     """Most samples in a forward micro-batch of one process; null leaves it to the token budget."""
-    log_prob_use_dynamic_bsz: bool = inherits("actor_rollout_ref.actor.use_dynamic_bsz")
+    log_prob_use_dynamic_bsz: bool = inherits("actor_rollout_ref.actor.use_dynamic_bsz", _EXACT)
     """true: form micro-batches by tokens alone."""
-    log_prob_max_token_len_per_gpu: PositiveInt = inherits("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
+    log_prob_max_token_len_per_gpu: PositiveInt = inherits("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", _EXACT)
     """Most tokens (padding included) in a forward micro-batch of one process."""
     ulysses_sequence_parallel_size: PositiveInt = inherits("actor_rollout_ref.actor.ulysses_sequence_parallel_size")
     """Processes that share their rows, each a part of every row (Ulysses); must divide the attention heads."""

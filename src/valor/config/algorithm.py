@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from valor.config.actor import KLKind
-from valor.config.base import PathStr, Section, Share, inherits
+from valor.config.base import PathStr, Section, Share, inherits, key, section
 
 
 class KLControlConfig(Section):
@@ -17,9 +17,9 @@ class KLControlConfig(Section):
     """Constant weight, or one that steers the measured KL to target_kl."""
     kl_coef: NonNegativeFloat = 0.001
     """Weight (adaptive: its starting value)."""
-    horizon: PositiveInt = 10000
+    horizon: PositiveInt = key(10000, ".type=adaptive")
     """adaptive: samples over which the weight moves."""
-    target_kl: PositiveFloat = 0.1
+    target_kl: PositiveFloat = key(0.1, ".type=adaptive")
     """adaptive: KL to hold."""
 
 
@@ -28,7 +28,7 @@ class PFPPOConfig(Section):
 
     reweight_method: Literal["pow", "max_min", "max_random"] = "pow"
     """Sampling weights from scores."""
-    weight_pow: PositiveFloat = 2.0
+    weight_pow: PositiveFloat = key(2.0, ".reweight_method=pow")
     """pow: exponent."""
 
 
@@ -43,23 +43,41 @@ class FilterGroupsConfig(Section):
     """Most generation batches per step, after which the run stops; 0 sets no limit."""
 
 
+_RATIO_DIFFERS = {".ratio_weighs=false": "with bypass_mode and ppo_clip the ratio is the importance weight already"}
+
+
 class RolloutCorrectionConfig(Section):
     """The gap between the distribution that generated the samples and the one being trained."""
 
-    rollout_is: Literal["token", "sequence"] | None = None
+    rollout_is: Literal["token", "sequence"] | None = key(None, _RATIO_DIFFERS)
     """Importance weights of the policy loss, per token or per sequence; null uses none."""
-    rollout_is_threshold: PositiveFloat | str = 2.0
+    rollout_is_threshold: PositiveFloat | str = key(2.0, ".weighs")
     """Upper bound of the weights, or "low_high" bounds outside of which a weight is 0."""
-    rollout_is_batch_normalize: bool = False
+    rollout_is_batch_normalize: bool = key(False, ".weighs")
     """Divide the weights by their mean over the batch."""
     rollout_rs: str | None = None
     """Statistics by which tokens or responses are left out of training, such as token_k1 or seq_mean_k3,seq_max_k2."""
-    rollout_rs_threshold: float | str | None = None
+    rollout_rs_threshold: float | str | None = key(None, ".rollout_rs")
     """Their bounds, comma-separated: "low_high" for k1 (on rollout over trained probability), else an upper bound."""
     bypass_mode: bool = False
     """Take the rollout's log-probs as the old ones instead of recomputing them."""
-    loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
+    loss_type: Literal["ppo_clip", "reinforce"] = key("ppo_clip", ".bypass_mode")
     """bypass_mode: actor.policy_loss, whose ratio then is the importance weight; or REINFORCE with rollout_is."""
+
+    def contradictions(self, at: str) -> list[str]:
+        if self.rollout_rs is not None and self.rollout_rs_threshold is None:
+            return [f"{at}rollout_rs={self.rollout_rs} needs {at}rollout_rs_threshold"]
+        return []
+
+    @property
+    def ratio_weighs(self) -> bool:
+        """Whether the policy loss's ratio is the importance weight already."""
+        return self.bypass_mode and self.loss_type == "ppo_clip"
+
+    @property
+    def weighs(self) -> bool:
+        """Whether importance weights are computed."""
+        return self.rollout_is is not None and not self.ratio_weighs
 
 
 class AlgorithmConfig(Section):
@@ -71,13 +89,13 @@ class AlgorithmConfig(Section):
     """Python file that registers advantage estimators or losses of your own."""
     gamma: Share = 1.0
     """Discount per token."""
-    lam: Share = 1.0
+    lam: Share = key(1.0, {".reward_source!=critic": "the advantage is V(last) - V"})
     """GAE's lambda."""
-    lam_actor: Share = inherits(".lam")
+    lam_actor: Share = inherits(".lam", {".reward_source!=critic": "the advantage is V(last) - V"})
     """Lambda of the advantages."""
-    lam_critic: Share = inherits(".lam")
+    lam_critic: Share = inherits(".lam", {".reward_source!=critic": "the advantage is V(last) - V"})
     """Lambda of the critic's targets."""
-    adaptive_lam_alpha: PositiveFloat | None = None
+    adaptive_lam_alpha: PositiveFloat | None = key(None, {".reward_source!=critic": "the advantage is V(last) - V"})
     """Lambda of the advantages by response length: 1 - 1 / (alpha * length); null uses lam_actor."""
     adv_whitening: Literal["batch", "mini_batch", "none"] = "batch"
     """Over which tokens gae, reinforce_plus_plus, reinforce_plus_plus_baseline and gdpo normalise advantages."""
@@ -91,38 +109,59 @@ class AlgorithmConfig(Section):
     """gdpo: reward components, by the names the grader reports them under."""
     gdpo_reward_weights: list[float] | None = None
     """gdpo: their weights; null weighs them alike."""
-    adv_kwargs: dict[str, Any] = Field(default_factory=dict)
+    adv_kwargs: dict[str, Any] = key({})
     """Further keyword options of the estimator, such as reward_on_masked, f_norm, or those of your own."""
     reward_source: Literal["rule_based", "critic"] = "rule_based"
     """Where the reward comes from: the score of reward.*, or the critic's value at the last token (A = V(last) - V)."""
-    reward_binarize: bool = False
+    reward_binarize: bool = key(False, ".reward_source!=critic")
     """Replace a response's score by 1 where it exceeds reward_threshold, else 0 (before the KL penalty)."""
-    reward_threshold: float = 0.5
+    reward_threshold: float = key(0.5, {".reward_source!=critic": "", ".reward_binarize": ""})
     """reward_binarize: the score to exceed."""
     reward_mask_ratio: Share = 0.0
     """Share of trajectories whose reward is taken away (after the KL penalty, which goes with it)."""
-    reward_mask_type: Literal["fixed_ratio", "bernoulli"] = "fixed_ratio"
+    reward_mask_type: Literal["fixed_ratio", "bernoulli"] = key("fixed_ratio", ".reward_mask_ratio")
     """Exactly that share, fractions carried over the steps; or each trajectory with that probability."""
-    reward_mask_level: Literal["trajectory", "group"] = "trajectory"
+    reward_mask_level: Literal["trajectory", "group"] = key("trajectory", ".reward_mask_ratio")
     """Draw single trajectories, or all samples of a prompt together."""
-    missing_reward: Literal["zero", "bootstrap", "exclude", "critic"] = "zero"
+    missing_reward: Literal["zero", "bootstrap", "exclude", "critic"] = key("zero", ".reward_mask_ratio")
     """A trajectory without reward: reward 0; V(last) through the estimator; out of the losses; A = V(last) - V."""
-    reward_mask_flip_adv_when_masked: bool = False
+    reward_mask_flip_adv_when_masked: bool = key(False, {".reward_mask_ratio": "", ".missing_reward!=exclude": ""})
     """Multiply the advantages of trajectories without reward by -1 (a cure for missing_reward=zero)."""
     use_kl_in_reward: bool = False
     """Subtract a KL penalty from each token's reward."""
-    kl_penalty: KLKind = "kl"
+    kl_penalty: KLKind = key("kl", ".use_kl_in_reward")
     """KL estimator of that penalty; full is the exact divergence, by a pass of the reference beside the actor's."""
-    kl_ctrl: KLControlConfig = KLControlConfig()
-    """Weight of that penalty."""
+    kl_ctrl: KLControlConfig = section(KLControlConfig, ".use_kl_in_reward")
     use_pf_ppo: bool = False
     """PF-PPO: resample a batch by its scores."""
-    pf_ppo: PFPPOConfig = PFPPOConfig()
-    """PF-PPO's options."""
-    filter_groups: FilterGroupsConfig = FilterGroupsConfig()
-    """DAPO's dynamic sampling."""
-    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
-    """Correction of the gap between rollout and training."""
+    pf_ppo: PFPPOConfig = section(PFPPOConfig, ".use_pf_ppo")
+    filter_groups: FilterGroupsConfig = section(FilterGroupsConfig, ".filter_groups.enable")
+    rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
+
+    def contradictions(self, at: str) -> list[str]:
+        lines, masked = [], self.reward_mask_ratio > 0
+        if self.reward_source == "critic" and masked:
+            lines.append(
+                f"{at}reward_source=critic replaces every reward and {at}reward_mask_ratio takes some away: for a part "
+                "of them use reward_source=rule_based with missing_reward=critic"
+            )
+        if masked and self.reward_mask_flip_adv_when_masked and self.adv_whitening == "mini_batch":
+            lines.append(
+                f"{at}reward_mask_flip_adv_when_masked=true acts after whitening: set "
+                f"{at}adv_whitening to batch or none"
+            )
+        if self.rollout_correction.bypass_mode and self.exact_kl_in_reward:
+            lines.append(
+                f"{at}kl_penalty=full needs a pass of the actor over each batch, which {at}rollout_correction."
+                "bypass_mode leaves out: set bypass_mode=false, or an estimator such as kl"
+            )
+        keys, weights = self.gdpo_reward_keys or [], self.gdpo_reward_weights
+        if weights is not None and len(keys) != len(weights):
+            lines.append(
+                f"{at}gdpo_reward_keys names {len(keys)} components and {at}gdpo_reward_weights has {len(weights)} "
+                "numbers: give one weight per component"
+            )
+        return lines
 
     @property
     def exact_kl_in_reward(self) -> bool:

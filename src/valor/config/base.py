@@ -1,45 +1,70 @@
-"""What every section of the config tree has in common: frozen, closed, documented, and able to inherit a value."""
+"""How a section of the config tree and its keys are declared: frozen, closed, documented, with their own rules."""
 
 from __future__ import annotations
 
 import os
 import re
-from typing import Annotated, Any, Literal, get_args
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+from valor.config.tree import REFERENCE, inherited_from, lookup
+
+Rules = str | Mapping[str, str]
 
 
-def default_at(key: str) -> Any:
-    """The value of `key` in a PPO tree where nothing is set."""
-    from valor.config.inheritance import lookup
-    from valor.config.ppo import PPOConfig
+def key(default: Any, only_with: Rules = "", *, derived: str = "") -> Any:
+    """Field default of a key that has rules.
 
-    return lookup(PPOConfig, {}, key)
+    `only_with`: where the key has an effect, `KEY` (is set, is not 0), `KEY=value` or `KEY!=value`, several joined by
+    ` or `; KEY is dotted from the root, `.name` is in the same section, and both may be properties. A mapping gives
+    several conditions, each with the reason to tell ("": told from the condition). `derived`: what null means, in
+    words; the root fills it in.
+    """
+    return Field(default, json_schema_extra=_extra(only_with, derived=derived))
 
 
-def inherits(source: str) -> Any:
+def inherits(source: str, only_with: Rules = "") -> Any:
     """Field default: null takes the value of another key.
 
     `a.b.c` is a key from the root, `.c` a key of the same section (declared before this one), and a text with
-    `${...}` references is filled in. `Inherits` is data on the field; `valor.config.inheritance` resolves it.
+    `${...}` references is filled in.
     """
-    extra: dict[str, Any] = {"inherits": source}
-    if source.startswith("."):
-        return Field(default_factory=lambda data: data.get(source[1:]), json_schema_extra=extra)
-    if "${." in source:
-        return Field(
-            default_factory=lambda data: REFERENCE.sub(lambda match: str(data.get(match[1][1:])), source),
-            json_schema_extra=extra,
-        )
-    return Field(default_factory=lambda: default_at(source), json_schema_extra=extra)
+
+    def default(data: dict[str, Any]) -> Any:
+        if source.startswith("."):
+            return data.get(source[1:])
+        if "${." in source:
+            return REFERENCE.sub(lambda match: str(data.get(match[1][1:])), source)
+        return lookup(_MAIN_TREE[0], {}, source)
+
+    return Field(default_factory=default, json_schema_extra=_extra(only_with, inherits=source))
 
 
-def inherited_from(cls: type[BaseModel], name: str) -> str | None:
-    """What field `name` inherits from, or None."""
-    extra = cls.model_fields[name].json_schema_extra
-    return extra.get("inherits") if isinstance(extra, dict) else None  # type: ignore[return-value]
+def section(cls: type[BaseModel], only_with: Rules = "") -> Any:
+    """Field default of a section: its own defaults. `only_with` holds for each of its keys."""
+    return Field(default_factory=cls, json_schema_extra=_extra(only_with))
+
+
+def _extra(only_with: Rules, **more: str) -> dict[str, Any]:
+    conditions = {only_with: ""} if isinstance(only_with, str) else dict(only_with)
+    return {"only_with": {one: reason for one, reason in conditions.items() if one}, **more}
+
+
+def is_set(value: Any) -> bool:
+    """Whether a value asks for something."""
+    return value not in (None, False, 0, "", [], {})
+
+
+@dataclass(frozen=True)
+class Unavailable:
+    """In a key's annotation: values for which `asks` is true are a feature that this version does not have."""
+
+    what: str
+    instead: str
+    asks: Callable[[Any], bool] = is_set
 
 
 class Section(BaseModel):
@@ -54,6 +79,14 @@ class Section(BaseModel):
         validate_default=True,
         protected_namespaces=(),
     )
+
+    def contradictions(self, at: str) -> list[str]:
+        """Keys of this section that do not go together, a line each; `at`: the section's own key, with a dot."""
+        return []
+
+    def unused(self) -> dict[str, str]:
+        """Of a root: patterns of keys (joined by spaces) that this kind of run does not read, by the reason."""
+        return {}
 
     @model_validator(mode="before")
     @classmethod
@@ -74,6 +107,16 @@ class Section(BaseModel):
         if isinstance(value, bool) and not _mentions(cls.model_fields[info.field_name].annotation, bool):
             raise ValueError("true/false is not a value for this key")
         return value
+
+
+Root = TypeVar("Root", bound=type[Section])
+_MAIN_TREE: list[type[Section]] = []
+
+
+def main_tree(root: Root) -> Root:
+    """Decorator: a section that is made alone inherits from the defaults of this tree."""
+    _MAIN_TREE.append(root)
+    return root
 
 
 def _mentions(annotation: Any, kind: type) -> bool:

@@ -20,12 +20,11 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
 from yaml import YAMLError
 
-from valor.config.aliases import find_alias
 from valor.config.command_line import CommandLine, Job, literal
-from valor.config.mistakes import not_a_section
-from valor.config.names import unknown_key
+from valor.config.mistakes import not_a_section, unknown_key
 from valor.config.presets import DEFAULTS, config_nodes, default_tree
 from valor.config.tree import exists, find_field, flatten, get_at, is_open, is_section
+from valor.config.verl import find_spelling
 from valor.errors import UserError
 
 
@@ -165,7 +164,7 @@ def _resets(root: type[BaseModel], key: str) -> list[str]:
 def _may_replace(root: type[BaseModel], override: Override) -> bool:
     """A section can be given as a dict of its keys, or by a value that is an alias for one of them."""
     value = override.value()
-    return isinstance(value, dict) or find_alias(root, override.key_or_group, value) is not None
+    return isinstance(value, dict) or find_spelling(root, override.key_or_group, value) is not None
 
 
 def _is_group(key: str) -> bool:

@@ -6,9 +6,25 @@ from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from valor.config.base import PathList, PathStr, Section
+from valor.config.base import PathList, PathStr, Section, section
 from valor.config.ppo import PPOConfig
 from valor.config.trainer import TrainerConfig
+
+_OF_POLICY_TRAINING = """
+    actor_rollout_ref.actor.optim.* actor_rollout_ref.actor.policy_loss.* actor_rollout_ref.actor.clip_*
+    actor_rollout_ref.actor.entropy* actor_rollout_ref.actor.*kl_* actor_rollout_ref.ref.*
+    actor_rollout_ref.rollout.val_kwargs.* actor_rollout_ref.rollout.log_prob_* algorithm.lam* algorithm.ad[av]*
+    algorithm.norm_* algorithm.singleton algorithm.gdpo_* algorithm.truncation_bootstrap algorithm.reward_source
+    algorithm.reward_mask_* algorithm.missing_reward algorithm.use_* algorithm.kl_* algorithm.pf_ppo.*
+    algorithm.filter_groups.* algorithm.rollout_correction.* data.gen_batch_size trainer.critic_warmup trainer.val_*
+    trainer.test_freq trainer.keep_best trainer.log_* trainer.rollout_data_dir trainer.validation_data_dir
+    trainer.rollout_probs_diff_warn
+"""
+_OF_CRITIC_TRAINING = """
+    critic.optim.* critic.freeze* critic.value_loss* critic.cliprange_value critic.loss_* critic.ppo_epochs
+    critic.ppo_mini* critic.shuffle critic.data_loader_seed data.train_* data.shuffle trainer.default_local_dir
+    trainer.total_* trainer.save_freq trainer.resume_* trainer.max_* trainer.logger trainer.report trainer.*_name
+"""
 
 
 class PretrainConfig(Section):
@@ -42,14 +58,38 @@ class CriticRunConfig(PPOConfig):
             return {**data, "critic": {**(critic or {}), "enable": True}}
         return data
 
+    def unused(self) -> dict[str, str]:
+        return {
+            "the policy is not trained here, and returns are outcomes (lambda 1)": _OF_POLICY_TRAINING,
+            "policy and critic take turns on all processes of trainer.*": (
+                "resource_pools* actor_rollout_ref.rollout.nnodes"
+            ),
+        }
+
+    def contradictions(self, at: str) -> list[str]:
+        if self.critic.enable:
+            return self._lengths()
+        return [*self._lengths(), "critic.enable=false leaves nothing to do here: leave it at true"]
+
 
 class CriticPretrainConfig(CriticRunConfig):
     """One run that fits a critic to the outcomes of rollouts, with the policy as it is."""
 
-    pretrain: PretrainConfig = PretrainConfig()
-    """Rollouts, held-out share, early stop."""
-    trainer: PretrainTrainerConfig = Field(default_factory=lambda: PretrainTrainerConfig())
-    """Length of the run, devices, logging, checkpoints."""
+    pretrain: PretrainConfig = section(PretrainConfig)
+    trainer: PretrainTrainerConfig = section(PretrainTrainerConfig)
+
+    def unused(self) -> dict[str, str]:
+        held_out = {"pretrain.holdout keeps prompts back": "data.val_* data.validation_shuffle"}
+        given = {"pretrain.rollouts is what is read": "data.train_[fm]*"} if self.pretrain.rollouts is not None else {}
+        return super().unused() | held_out | given
+
+    def contradictions(self, at: str) -> list[str]:
+        lines = [*super().contradictions(at), *self._batches()]
+        if self.critic.freeze or self.critic.freeze_steps:
+            lines.append(
+                "critic.freeze and critic.freeze_steps hold the critic still, and here it is to learn: drop them"
+            )
+        return lines
 
 
 class ScoreConfig(Section):
@@ -70,5 +110,15 @@ class ScoreConfig(Section):
 class CriticScoreConfig(CriticRunConfig):
     """One scorecard of a critic."""
 
-    score: ScoreConfig = ScoreConfig()
-    """On what the critic is judged."""
+    score: ScoreConfig = section(ScoreConfig)
+
+    def unused(self) -> dict[str, str]:
+        return super().unused() | {"nothing is trained here": _OF_CRITIC_TRAINING}
+
+    def contradictions(self, at: str) -> list[str]:
+        lines = super().contradictions(at)
+        if self.score.rollouts is None and self.data.val_files is None:
+            lines.append("a critic is scored on prompts that it has not seen: set data.val_files, or score.rollouts")
+        if self.score.rollouts is not None and self.score.mc:
+            lines.append("score.mc branches off answers of the policy itself: set data.val_files, not score.rollouts")
+        return lines

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import PositiveInt
 
-from valor.config.base import PathList, PathStr, Section, inherits
+from valor.config.base import PathList, PathStr, Section, inherits, key
 
 Truncation = Literal["error", "left", "right", "middle"]
-
-
-class CustomClassConfig(Section):
-    """A class of the user's own."""
-
-    path: PathStr | None = None
-    """Python file."""
-    name: str | None = None
-    """Class in it."""
 
 
 class DataConfig(Section):
     """Prompts: where they are, how they are read, how many go into a step."""
 
-    train_files: PathList = Field(default_factory=lambda: ["~/data/gsm8k/train.parquet"])
+    train_files: PathList = key(["~/data/gsm8k/train.parquet"])
     """Training prompts: one parquet or jsonl file, or a list."""
     val_files: PathList | None = None
     """Validation prompts; null runs no validation."""
@@ -43,7 +34,7 @@ class DataConfig(Section):
     """Longest response in tokens."""
     train_batch_size: PositiveInt = 1024
     """PROMPTS per training step."""
-    gen_batch_size: PositiveInt | None = None
+    gen_batch_size: PositiveInt | None = key(None, "algorithm.filter_groups.enable")
     """Prompts generated at once by dynamic sampling; null takes train_batch_size."""
     val_batch_size: PositiveInt | None = None
     """Prompts per validation batch; null takes all at once."""
@@ -55,11 +46,7 @@ class DataConfig(Section):
     """Draw validation prompts in random order."""
     filter_overlong_prompts: bool = False
     """Leave out prompts longer than max_prompt_length."""
-    filter_overlong_prompts_workers: PositiveInt = 1
-    """Accepted without effect: one process measures prompts."""
     truncation: Truncation = "error"
     """What happens to a prompt that is too long and was not filtered: stop, or cut that part."""
-    apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    apply_chat_template_kwargs: dict[str, Any] = key({})
     """Extra arguments of the tokenizer's chat template, such as enable_thinking."""
-    custom_cls: CustomClassConfig = CustomClassConfig()
-    """Dataset class of your own."""

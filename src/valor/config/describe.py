@@ -1,51 +1,63 @@
-"""What `valor config keys` prints, from the schema."""
+"""Fields and values in words: `integer > 0`, `one of a, b or null`, `= other.key`."""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import types
+from os.path import expanduser
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import AfterValidator, BaseModel
 
-from valor.config.base import inherited_from
-from valor.config.field_types import type_text
-from valor.config.inheritance import absolute
-from valor.config.names import unknown_key
-from valor.config.ppo import PPOConfig
-from valor.config.tree import walk_keys
-from valor.errors import UserError
+from valor.config.base import BARE_ITEM
+from valor.config.tree import absolute, declared, inherited_from
 
-
-def describe_keys(prefix: str = "", root: type[BaseModel] = PPOConfig) -> str:
-    """A line per key below `prefix`: key, type, default, meaning. UserError: nothing has that prefix."""
-    rows = [
-        (
-            key,
-            _compact(type_text(section, name)),
-            default_text(section, name, key),
-            doc_text(section, name),
-        )
-        for key, section, name in walk_keys(root)
-        if not prefix or key == prefix or key.startswith(prefix if prefix.endswith(".") else f"{prefix}.")
-    ]
-    if not rows:
-        raise UserError(unknown_key(root, prefix))
-    widths = [min(max(len(row[column]) for row in rows), limit) for column, limit in ((0, 80), (1, 34), (2, 48))]
-    return "\n".join(_aligned(row, widths) for row in rows)
+_WORDS = {int: "integer", float: "number", bool: "true/false", str: "text", dict: "dict", type(None): "null"}
+_SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
-def _compact(text: str) -> str:
-    """Choices as `a|b|c`, to keep the columns narrow."""
-    return text.replace("one of ", "").replace("any of ", "").replace(", ", "|")
+def type_text(section: type[BaseModel], name: str) -> str:
+    """What field `name` of `section` takes."""
+    field = section.model_fields[name]
+    return _text(field.annotation, field.metadata)
 
 
-def _aligned(row: tuple[str, str, str, str], widths: list[int]) -> str:
-    cells = [cell.ljust(width) for cell, width in zip(row[:3], widths, strict=True)]
-    return "  ".join([*cells, row[3]]).rstrip()
+def _text(annotation: Any, metadata: list[Any] | tuple[Any, ...] = ()) -> str:
+    if get_origin(annotation) is Annotated:
+        inner, *more = get_args(annotation)
+        return _text(inner, [*metadata, *more])
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return ("one of " if len(arguments) > 1 else "") + ", ".join(str(option) for option in arguments)
+    if origin in (Union, types.UnionType):
+        parts = [_text(part, () if part is type(None) else metadata) for part in arguments]
+        return " or ".join(parts)
+    if origin is list:
+        if any(item is BARE_ITEM for item in metadata):
+            return f"{_text(arguments[0])} or a list of them"
+        return f"list of {_plural(_text(arguments[0]))}"
+    if origin is tuple:
+        return f"list of {len(arguments)} {_plural(_text(arguments[0]))}"
+    if origin is dict:
+        return "dict"
+    if any(isinstance(item, AfterValidator) and item.func is expanduser for item in metadata):
+        return "path"
+    return _WORDS.get(annotation, "value") + _bounds(metadata)
 
 
-def doc_text(section: type[BaseModel], name: str) -> str:
-    """The doc string of a field."""
-    return section.model_fields[name].description or ""
+def _bounds(metadata: list[Any] | tuple[Any, ...]) -> str:
+    flat: list[Any] = []
+    for item in metadata:
+        flat += getattr(item, "metadata", [item])
+    limits = {kind: getattr(item, kind) for item in flat for kind in _SIGNS if hasattr(item, kind)}
+    if limits == {"ge": 0, "le": 1}:
+        return " from 0 to 1"
+    return " and".join(f" {sign} {limits[kind]}" for kind, sign in _SIGNS.items() if kind in limits)
+
+
+def _plural(text: str) -> str:
+    plurals = {"integer": "integers", "number": "numbers", "text": "texts", "path": "paths"}
+    return plurals.get(text, text.replace("one of", "any of"))
 
 
 def default_text(section: type[BaseModel], name: str, key: str) -> str:
@@ -53,18 +65,15 @@ def default_text(section: type[BaseModel], name: str, key: str) -> str:
     source = inherited_from(section, name)
     if source is not None:
         return source.replace("${.", "${") if "${" in source else f"= {absolute(source, key)}"
-    field = section.model_fields[name]
-    if isinstance(field.json_schema_extra, dict) and "derived" in field.json_schema_extra:
-        return str(field.json_schema_extra["derived"])
-    return literal_text(field.get_default(call_default_factory=True))
+    default = section.model_fields[name].get_default(call_default_factory=True)
+    return declared(section, name, "derived") or show(default).strip("'")
 
 
-def literal_text(value: Any) -> str:
-    """A value as one types it."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(literal_text(item) for item in value)}]"
-    return str(value)
+def show(value: Any) -> str:
+    """A value as one would type it."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, str):
+        return f"'{value}'"
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,4 +1,4 @@
-"""The text of docs/configuration.md, from the schema and the tables of aliases and unavailable features."""
+"""The keys as text: `valor config keys` and docs/configuration.md, from the schema and the table of spellings."""
 
 from __future__ import annotations
 
@@ -6,16 +6,45 @@ import inspect
 
 from pydantic import BaseModel
 
-from valor.config.aliases import ALIASES
 from valor.config.critic_runs import CriticPretrainConfig, CriticScoreConfig, PretrainConfig, ScoreConfig
-from valor.config.describe import default_text, doc_text, literal_text
-from valor.config.field_types import type_text
+from valor.config.describe import default_text, show, type_text
+from valor.config.mistakes import unknown_key
 from valor.config.ppo import PPOConfig
 from valor.config.presets import PRESETS
-from valor.config.rm import RMConfig
-from valor.config.sft import SFTConfig
-from valor.config.tree import find_field, section_type
-from valor.config.unavailable import TABLE as UNAVAILABLE
+from valor.config.rules import unavailable_values
+from valor.config.supervised import RMConfig, SFTConfig
+from valor.config.tree import find_field, section_type, walk_keys
+from valor.config.verl import SPELLINGS
+from valor.errors import UserError
+
+
+def describe_keys(prefix: str = "", root: type[BaseModel] = PPOConfig) -> str:
+    """A line per key below `prefix`: key, type, default, meaning. UserError: nothing has that prefix."""
+    rows = [
+        (
+            key,
+            _compact(type_text(section, name)),
+            default_text(section, name, key),
+            section.model_fields[name].description or "",
+        )
+        for key, section, name in walk_keys(root)
+        if not prefix or key == prefix or key.startswith(prefix if prefix.endswith(".") else f"{prefix}.")
+    ]
+    if not rows:
+        raise UserError(unknown_key(root, prefix))
+    widths = [min(max(len(row[column]) for row in rows), limit) for column, limit in ((0, 80), (1, 34), (2, 48))]
+    return "\n".join(_aligned(row, widths) for row in rows)
+
+
+def _compact(text: str) -> str:
+    """Choices as `a|b|c`, to keep the columns narrow."""
+    return text.replace("one of ", "").replace("any of ", "").replace(", ", "|")
+
+
+def _aligned(row: tuple[str, str, str, str], widths: list[int]) -> str:
+    cells = [cell.ljust(width) for cell, width in zip(row[:3], widths, strict=True)]
+    return "  ".join([*cells, row[3]]).rstrip()
+
 
 _DOC_HEAD = """\
 # Configuration keys
@@ -49,14 +78,14 @@ def render_docs() -> str:
     parts.append("The keys of `valor ppo` (`trainer.total_epochs` is 4 in pre-training), and a section each.\n")
     parts.append(_section_docs(CriticPretrainConfig, "pretrain", PretrainConfig))
     parts.append(_section_docs(CriticScoreConfig, "score", ScoreConfig))
-    parts += [_unavailable_docs(), _alias_docs()]
+    parts += [_unavailable_docs(), _spelling_docs()]
     return "\n".join(parts).rstrip() + "\n"
 
 
 def _preset_docs() -> str:
     lines = ["## Named configurations\n", "`ppo_trainer`, `sft_trainer` and `rm_trainer` hold the defaults.\n"]
     for name, (_, flat) in PRESETS.items():
-        settings = ", ".join(f"`{key}={literal_text(value)}`" for key, value in flat.items())
+        settings = ", ".join(f"`{key}={show(value)}`" for key, value in flat.items())
         lines.append(f"- `{name}`: {settings}")
     return "\n".join(lines) + "\n"
 
@@ -78,24 +107,30 @@ def _section_docs(root: type[BaseModel], prefix: str, section: type[BaseModel]) 
     for name in section.model_fields:
         if section_type(section, name) is None:
             cells = (type_text(section, name), f"`{default_text(section, name, f'{prefix}.{name}')}`")
-            doc = doc_text(section, name).replace("|", "\\|")
+            doc = (section.model_fields[name].description or "").replace("|", "\\|")
             lines.append(f"| `{name}` | {cells[0]} | {cells[1]} | {doc} |")
     return "\n".join(lines) + "\n"
 
 
 def _unavailable_docs() -> str:
+    asked = {(one.pattern, one.unavailable): None for one in SPELLINGS if one.unavailable is not None}
+    for root in (PPOConfig, SFTConfig):
+        for key, section, name in walk_keys(root):
+            asked |= {(key, one): None for one in unavailable_values(section, name)}
     lines = ["## Not available in this version\n", "| key | what it asks for | instead |", "|---|---|---|"]
-    lines += [f"| `{entry.pattern}` | {entry.what} | {entry.instead} |" for entry in UNAVAILABLE]
+    lines += [f"| `{key}` | {one.what} | {one.instead} |" for key, one in sorted(asked, key=lambda item: item[0])]
     return "\n".join(lines) + "\n"
 
 
-def _alias_docs() -> str:
+def _spelling_docs() -> str:
     lines = ["## Other spellings from verl\n", "`*` stands for any rest of a key.\n", "| key | |", "|---|---|"]
-    for alias in ALIASES:
-        if alias.target is not None:
-            what = f"read as `{alias.target}`" + (f"; {alias.reason}" if alias.reason else "")
+    for one in SPELLINGS:
+        meant = one.target or one.value
+        if meant is not None:
+            what = f"read as `{meant}`" + (f"; {one.reason}" if one.reason else "")
         else:
-            what = f"{'refused' if alias.refused else 'no effect'}: {alias.reason}"
-        only = f" with {' or '.join(f'`{value}`' for value in alias.only)}" if alias.only else ""
-        lines.append(f"| `{alias.pattern}`{only} | {what} |")
+            what = f"{'refused' if one.refused else 'no effect'}: {one.reason}"
+            what += f" (see above: {one.unavailable.what})" if one.unavailable is not None else ""
+        only = f" with {' or '.join(f'`{value}`' for value in one.only)}" if one.only else ""
+        lines.append(f"| `{one.pattern}`{only} | {what} |")
     return "\n".join(lines) + "\n"

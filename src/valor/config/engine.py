@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
-from valor.config.base import CountOrOff, DType, Section, Share, inherits
+from valor.config.base import CountOrOff, DType, Section, Share, Unavailable, key
 
-CheckpointPart = Literal["model", "optimizer", "extra", "hf_model"]
+MEGATRON = "the Megatron backend", "use strategy=fsdp2 and no megatron_config"
+Strategy = Annotated[str, Unavailable(*MEGATRON, lambda value: value == "megatron")]
+RESUMABLE = "model", "optimizer", "extra"
+PARTS = "a checkpoint without model, optimizer or extra", "list all three, so that a run resumes exactly"
+
+
+def lacks_parts(contents: list[str]) -> bool:
+    return not set(RESUMABLE) <= set(contents)
+
+
+CheckpointParts = Annotated[list[Literal["model", "optimizer", "extra", "hf_model"]], Unavailable(*PARTS, lacks_parts)]
 
 
 class FSDPConfig(Section):
@@ -18,7 +28,7 @@ class FSDPConfig(Section):
     """Keep parameters in host memory while the role is idle."""
     optimizer_offload: bool = False
     """Keep optimizer state in host memory while the role is idle."""
-    offload_policy: bool = False
+    offload_policy: bool = key(False, "trainer.device!=cpu")
     """Parameters, gradients and optimizer state live in host memory also while computing (CUDA)."""
     reshard_after_forward: bool = True
     """Free the gathered parameters of a layer after its forward (less memory, one more gather in backward)."""
@@ -34,11 +44,17 @@ class FSDPConfig(Section):
     """Precision of the forward and backward pass."""
 
 
-class OptimConfig(Section):
-    """Optimizer, gradient clipping and learning-rate schedule; one scheduler step per training step."""
+class ForwardFSDPConfig(FSDPConfig):
+    """Sharding and precision of a model that is not trained."""
 
-    optimizer: Literal["AdamW"] = "AdamW"
-    """Optimizer (torch.optim's, fused)."""
+    optimizer_offload: bool = key(False, {"never": "no optimizer"})
+    """Without effect: there is no optimizer."""
+
+
+class OptimConfig(Section):
+    """AdamW (torch.optim's, fused), gradient clipping and learning-rate schedule; one scheduler step per training
+    step."""
+
     lr: NonNegativeFloat = 1e-6
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -51,22 +67,18 @@ class OptimConfig(Section):
     """Largest global gradient norm; larger gradients are scaled down to it. null never scales."""
     lr_warmup_steps: CountOrOff = -1
     """Linear warm-up steps (the last one has the full rate); -1 takes lr_warmup_steps_ratio of the run."""
-    lr_warmup_steps_ratio: Share = 0.0
+    lr_warmup_steps_ratio: Share = key(0.0, ".lr_warmup_steps=-1")
     """Warm-up as a share of all training steps, used when lr_warmup_steps is -1."""
     lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
     """Learning rate after warm-up."""
-    min_lr_ratio: Share = 0.0
+    min_lr_ratio: Share = key(0.0, ".lr_scheduler_type!=constant")
     """Floor of the cosine and linear schedules as a share of lr."""
-    num_cycles: PositiveFloat = 0.5
+    num_cycles: PositiveFloat = key(0.5, ".lr_scheduler_type=cosine")
     """Cosine periods over the run; 0.5 falls once from lr to the floor."""
 
 
 class CheckpointConfig(Section):
     """What a role writes into a checkpoint and reads back."""
 
-    save_contents: list[CheckpointPart] = Field(default_factory=lambda: ["model", "optimizer", "extra"])
+    save_contents: CheckpointParts = key([*RESUMABLE])
     """Parts to write; hf_model adds a plain Hugging Face directory to every checkpoint."""
-    load_contents: list[CheckpointPart] = inherits(".save_contents")
-    """Parts to read on resume."""
-    async_save: bool = False
-    """Write checkpoints in the background."""

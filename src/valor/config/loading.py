@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from hydra.core.override_parser.types import Override
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from valor.config.checks import check
+from valor.config.base import Section
 from valor.config.command_line import (
     CommandLine,
     Job,
@@ -20,14 +20,15 @@ from valor.config.command_line import (
     sweep_keys,
 )
 from valor.config.composition import compose_tree
-from valor.config.inheritance import fill_inherited
 from valor.config.mistakes import describe_errors
 from valor.config.ppo import PPOConfig
+from valor.config.rules import contradictions, unavailable_lines, unavailable_settings
 from valor.config.translation import translate
-from valor.config.unavailable import unavailable_settings
+from valor.config.tree import fill_inherited
 from valor.errors import UserError
 
-Root = TypeVar("Root", bound=BaseModel)
+Root = TypeVar("Root", bound=Section)
+Check = Callable[[Root], list[str]]
 
 
 @dataclass(frozen=True)
@@ -48,31 +49,34 @@ class LoadedConfig(Generic[Root]):
     label: str | None = None
 
 
-def load(argv: Sequence[str], root: type[Root] = PPOConfig) -> LoadedConfig[Root]:
+def load(argv: Sequence[str], root: type[Root] = PPOConfig, check: Check[Root] | None = None) -> LoadedConfig[Root]:
     """The configuration of one run. UserError: every mistake in the command line, one line each."""
-    runs = load_runs(argv, root)
+    runs = load_runs(argv, root, check)
     if len(runs) != 1:
         raise UserError(f"the command line describes {len(runs)} runs, one is expected here: leave out -m")
     return runs[0]
 
 
-def load_runs(argv: Sequence[str], root: type[Root] = PPOConfig) -> list[LoadedConfig[Root]]:
+def load_runs(
+    argv: Sequence[str], root: type[Root] = PPOConfig, check: Check[Root] | None = None
+) -> list[LoadedConfig[Root]]:
     """The configuration of a run, or of every job of a multirun, all validated before the first one starts.
 
+    `check` is asked for the mistakes that a valid tree still has in the eyes of those who act on it, a line each.
     Jobs of a multirun get names and folders of their own: their swept settings are appended to
     trainer.experiment_name (and to a trainer.default_local_dir that was given). UserError as in `load`.
     """
     line = read_arguments(argv)
     overrides, mistakes = parse_overrides(line.overrides)
     if not line.multirun:
-        return [_load(root, line, overrides, mistakes, None)]
+        return [_load(root, check, line, overrides, mistakes, None)]
     keys = sweep_keys(overrides)
     loaded: list[LoadedConfig[Root]] = []
     lines: list[str] = []
     for texts in expand_sweep(overrides):
         parsed, _ = parse_overrides(texts)
         try:
-            loaded.append(_load(root, line, parsed, mistakes, make_job(texts, keys)))
+            loaded.append(_load(root, check, line, parsed, mistakes, make_job(texts, keys)))
         except UserError as error:
             lines += str(error).splitlines()
     if lines:
@@ -81,7 +85,12 @@ def load_runs(argv: Sequence[str], root: type[Root] = PPOConfig) -> list[LoadedC
 
 
 def _load(
-    root: type[Root], line: CommandLine, overrides: Sequence[Override], mistakes: Sequence[str], job: Job | None
+    root: type[Root],
+    check: Check[Root] | None,
+    line: CommandLine,
+    overrides: Sequence[Override],
+    mistakes: Sequence[str],
+    job: Job | None,
 ) -> LoadedConfig[Root]:
     mistakes = list(mistakes)
     try:
@@ -91,10 +100,15 @@ def _load(
     translated = translate(root, composed.tree, composed.set_keys)
     mistakes += [*composed.mistakes, *translated.mistakes]
     config, wrong = _validated(root, translated.tree, translated.set_keys)
+    asked = unavailable_settings(config) if config is not None else {}
+    for feature, settings in translated.unavailable.items():
+        asked[feature] = [*asked.get(feature, []), *settings]
+    unavailable = unavailable_lines(asked)
+    if config is not None and not unavailable and check is not None:
+        wrong += check(config)
     mistakes += wrong
     if config is None or mistakes:
         raise UserError("\n".join(mistakes))
-    unavailable = unavailable_settings(config)
     if unavailable and not line.dry_run:
         raise UserError("\n".join(unavailable))
     return LoadedConfig(
@@ -112,4 +126,4 @@ def _validated(root: type[Root], tree: dict[str, Any], set_keys: set[str]) -> tu
         config = root.model_validate(fill_inherited(root, tree))
     except ValidationError as error:
         return None, describe_errors(root, error, set_keys)
-    return config, check(config)
+    return config, contradictions(config)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat
+from pydantic import NonNegativeInt, PositiveFloat
 
-from valor.config.base import PathStr, Section, inherits
+from valor.config.base import PathStr, Section, inherits, key
 
 DEFAULT_MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
+_NO_ADAPTER = {".lora_rank": "", ".lora_adapter_path=null": "the adapter at lora_adapter_path says which"}
 
 
 class BackboneConfig(Section):
@@ -18,32 +19,29 @@ class BackboneConfig(Section):
     """Hugging Face hub id or local directory."""
     trust_remote_code: bool = False
     """Run Python code that the model directory brings along."""
-    override_config: dict[str, Any] = Field(default_factory=dict)
+    override_config: dict[str, Any] = key({})
     """Attributes of the Hugging Face config to replace, such as attn_implementation."""
     external_lib: str | None = None
     """Python module(s) to import before loading, separated by commas (they register architectures)."""
     enable_gradient_checkpointing: bool = True
     """Recompute activations in the backward pass instead of keeping them."""
-    enable_activation_offload: bool = False
-    """Move activations to host memory between forward and backward."""
     use_remove_padding: bool = True
     """Policy and critic read the rows of a micro-batch one behind the other; false pads them to the longest."""
-    use_liger: bool = False
-    """Accepted without effect: there are no such kernels here."""
-    use_fused_kernels: bool = False
-    """Accepted without effect: log-probs never hold all logits at once as it is."""
-    use_shm: bool = False
-    """Accepted without effect: weights are read from where they are."""
     lora_rank: NonNegativeInt = 0
     """Rank of LoRA adapters, which alone are trained (with a critic's head); 0 trains all weights."""
-    lora_alpha: PositiveFloat = 16
+    lora_alpha: PositiveFloat = key(16, ".lora_rank")
     """LoRA scale: adapters are multiplied by lora_alpha / lora_rank."""
-    target_modules: str | list[str] = "all-linear"
+    target_modules: str | list[str] = key("all-linear", _NO_ADAPTER)
     """Layers that get adapters: all-linear (all below the head), names or ends of names, or one regular expression."""
-    exclude_modules: str | list[str] | None = None
+    exclude_modules: str | list[str] | None = key(None, _NO_ADAPTER)
     """Layers that get none, named in the same way."""
     lora_adapter_path: PathStr | None = None
     """Directory of adapters to go on from: `adapter` in an export, or one of peft's."""
+
+    def contradictions(self, at: str) -> list[str]:
+        if self.lora_rank or self.lora_adapter_path is None:
+            return []
+        return [f"{at}lora_adapter_path={self.lora_adapter_path} needs {at}lora_rank: set it to that adapter's rank"]
 
 
 class ModelConfig(BackboneConfig):

@@ -4,73 +4,44 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import ConfigDict, Field, PositiveInt, model_validator
+from pydantic import model_validator
 
 from valor.config.actor import ActorConfig, RefConfig
 from valor.config.algorithm import AlgorithmConfig
-from valor.config.base import Section
+from valor.config.base import Section, key, main_tree, section
 from valor.config.critic import CriticConfig
 from valor.config.data import DataConfig
-from valor.config.inheritance import fill_inherited
 from valor.config.model import ModelConfig
-from valor.config.pools import PoolConfig
 from valor.config.reward import RewardConfig
 from valor.config.rollout import RolloutConfig
-from valor.config.trainer import TrainerConfig
+from valor.config.trainer import PoolConfig, RayKwargsConfig, TrainerConfig
+from valor.config.tree import fill_inherited
 
-NEEDS_CRITIC = frozenset({"gae"})
-"""Built-in estimators that cannot work without values."""
+CRITIC_BY_DEFAULT = "gae"
+"""The estimator with which critic.enable is true where it is not set."""
 
 
 class ActorRolloutRefConfig(Section):
     """The policy in its three uses."""
 
-    model: ModelConfig = ModelConfig()
-    """Network."""
-    actor: ActorConfig = Field(default_factory=lambda: ActorConfig())
-    """Update of the policy."""
-    ref: RefConfig = Field(default_factory=lambda: RefConfig())
-    """Reference model."""
-    rollout: RolloutConfig = Field(default_factory=lambda: RolloutConfig())
-    """Generation."""
+    model: ModelConfig = section(ModelConfig)
+    actor: ActorConfig = section(ActorConfig)
+    ref: RefConfig = section(RefConfig, {"needs_reference": "no KL term is on"})
+    rollout: RolloutConfig = section(RolloutConfig)
 
 
-class RayInitConfig(Section):
-    """Arguments of ray.init; any that Ray knows may be added."""
-
-    model_config = ConfigDict(extra="allow")
-
-    address: str | None = None
-    """Cluster to join; null starts one on this machine, auto joins the one that runs here."""
-    num_cpus: PositiveInt | None = None
-    """CPUs to announce when a cluster is started; null counts them."""
-
-
-class RayKwargsConfig(Section):
-    """Ray."""
-
-    ray_init: RayInitConfig = RayInitConfig()
-    """Arguments of ray.init."""
-
-
+@main_tree
 class PPOConfig(Section):
     """One run of PPO, GRPO or a relative of theirs."""
 
-    actor_rollout_ref: ActorRolloutRefConfig = Field(default_factory=lambda: ActorRolloutRefConfig())
-    """The policy in its three uses."""
-    critic: CriticConfig = Field(default_factory=lambda: CriticConfig())
-    """The value model."""
-    data: DataConfig = Field(default_factory=lambda: DataConfig())
-    """Prompts."""
-    reward: RewardConfig = Field(default_factory=lambda: RewardConfig())
-    """Scoring."""
-    algorithm: AlgorithmConfig = Field(default_factory=lambda: AlgorithmConfig())
-    """From rewards to advantages."""
-    trainer: TrainerConfig = Field(default_factory=lambda: TrainerConfig())
-    """Length of the run, devices, logging, checkpoints."""
-    ray_kwargs: RayKwargsConfig = RayKwargsConfig()
-    """Ray."""
-    resource_pools: dict[str, PoolConfig] = Field(default_factory=dict)
+    actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig)
+    critic: CriticConfig = section(CriticConfig, {"critic.enable": "this run has no critic"})
+    data: DataConfig = section(DataConfig)
+    reward: RewardConfig = section(RewardConfig)
+    algorithm: AlgorithmConfig = section(AlgorithmConfig)
+    trainer: TrainerConfig = section(TrainerConfig)
+    ray_kwargs: RayKwargsConfig = section(RayKwargsConfig)
+    resource_pools: dict[str, PoolConfig] = key({})
     """Processes of their own for some roles, by a name of yours: {values: {roles: critic, n_gpus_per_node: 2}}."""
 
     @model_validator(mode="before")
@@ -83,8 +54,77 @@ class PPOConfig(Section):
         if isinstance(critic, dict) and critic.get("enable") is None:
             algorithm = tree.get("algorithm")
             estimator = algorithm.get("adv_estimator", "gae") if isinstance(algorithm, dict) else "gae"
-            critic["enable"] = estimator in NEEDS_CRITIC
+            critic["enable"] = estimator == CRITIC_BY_DEFAULT
         return tree
+
+    def contradictions(self, at: str) -> list[str]:
+        return [*self._lengths(), *self._batches(), *self._critic(), *self._losses(), *self._validation()]
+
+    def _lengths(self) -> list[str]:
+        rollout, options = self.actor_rollout_ref.rollout, self.reward.reward_kwargs
+        prompt, response = self.data.max_prompt_length, self.data.max_response_length
+        key = "actor_rollout_ref.rollout"
+        same = [(f"{key}.prompt_length", rollout.prompt_length, "data.max_prompt_length", prompt)]
+        same += [(f"{key}.response_length", rollout.response_length, "data.max_response_length", response)]
+        buffer, key = options.overlong_buffer_cfg, "reward.reward_kwargs"
+        lines = []
+        if buffer.enable and self.reward.reward_manager.name == "dapo":
+            same.append((f"{key}.max_resp_len", options.max_resp_len, "data.max_response_length", response))
+            if buffer.len > response:
+                lines.append(
+                    f"{key}.overlong_buffer_cfg.len={buffer.len} is more than data.max_response_length={response}: set "
+                    "it to less"
+                )
+        differ = [f"{a}={x} and {b}={y} differ: set {b} alone" for a, x, b, y in same if x != y]
+        return differ + lines
+
+    def _batches(self) -> list[str]:
+        prompts = self.data.train_batch_size
+        actor, critic = self.actor_rollout_ref.actor.ppo_mini_batch_size, self.critic.ppo_mini_batch_size
+        sizes = {"actor_rollout_ref.actor.ppo_mini_batch_size": actor}
+        if self.critic.enable and critic != actor:
+            sizes["critic.ppo_mini_batch_size"] = critic
+        return [
+            f"{key}={size} prompts is more than data.train_batch_size={prompts} prompts: set it to {prompts} or less"
+            for key, size in sizes.items()
+            if size > prompts
+        ]
+
+    def _critic(self) -> list[str]:
+        algorithm, critic, warmup = self.algorithm, self.critic, self.trainer.critic_warmup
+        if not critic.enable:
+            masked = algorithm.reward_mask_ratio > 0 and algorithm.missing_reward in ("bootstrap", "critic")
+            needs = {
+                f"trainer.critic_warmup={warmup}": warmup > 0,
+                "algorithm.reward_source=critic": algorithm.reward_source == "critic",
+                f"algorithm.missing_reward={algorithm.missing_reward}": masked,
+            }
+            return [f"{setting} needs a critic: set critic.enable=true" for setting, on in needs.items() if on]
+        lines = []
+        if critic.freeze and warmup > 0:
+            lines.append("trainer.critic_warmup trains the critic and critic.freeze=true does not: drop one of them")
+        own = critic.model.path != self.actor_rollout_ref.model.path or critic.model.lora_adapter_path is not None
+        if critic.freeze and not own:
+            lines.append(
+                "critic.freeze=true uses the critic as it is loaded, and critic.model.path is not set: set it to a "
+                "critic that has been trained (valor critic pretrain, or huggingface/critic in the folder of a run)"
+            )
+        return lines
+
+    def _losses(self) -> list[str]:
+        mode, correction = self.actor_rollout_ref.actor.policy_loss.loss_mode, self.algorithm.rollout_correction
+        if self.policy_loss == mode or mode in ("vanilla", "reinforce"):
+            return []
+        return [
+            f"algorithm.rollout_correction.loss_type={correction.loss_type} and actor_rollout_ref.actor.policy_loss."
+            f"loss_mode={mode} are two policy losses: use loss_type=ppo_clip, or leave loss_mode at vanilla"
+        ]
+
+    def _validation(self) -> list[str]:
+        if self.data.val_files is not None:
+            return []
+        needs = {"trainer.val_only": self.trainer.val_only, "trainer.keep_best": self.trainer.keep_best}
+        return [f"{key}=true needs validation prompts: set data.val_files" for key, on in needs.items() if on]
 
     @property
     def pools(self) -> dict[str, PoolConfig]:
@@ -104,6 +144,17 @@ class PPOConfig(Section):
             processes = rollout.n_gpus_per_node or 1
             pools["rollout"] = PoolConfig(roles=["rollout"], nnodes=rollout.nnodes, n_gpus_per_node=processes)
         return pools
+
+    @property
+    def uses_graders(self) -> bool:
+        """Whether some samples are scored by a grader."""
+        return not self.reward.reward_model.replaces_rule or self.data.val_files is not None
+
+    @property
+    def ref_has_weights(self) -> bool:
+        """Whether the reference is a model of its own, not the actor without its adapters."""
+        apart = any("ref" in pool.roles for pool in self.pools.values())
+        return apart or self.actor_rollout_ref.model.lora_rank == 0
 
     @property
     def rollout_apart(self) -> bool:

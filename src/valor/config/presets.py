@@ -7,13 +7,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from valor.config.base import REFERENCE, inherited_from
 from valor.config.critic_runs import CriticPretrainConfig, CriticScoreConfig
-from valor.config.inheritance import absolute
 from valor.config.ppo import PPOConfig
-from valor.config.rm import RMConfig
-from valor.config.sft import SFTConfig
-from valor.config.tree import nested, walk_keys
+from valor.config.supervised import RMConfig, SFTConfig
+from valor.config.tree import REFERENCE, absolute, declared, inherited_from, nested, walk_keys
 
 DEFAULTS: dict[type[BaseModel], str] = {
     PPOConfig: "ppo_trainer",
@@ -78,14 +75,13 @@ def default_tree(root: type[BaseModel]) -> dict[str, Any]:
     """
     flat: dict[str, Any] = {}
     for key, section, name in walk_keys(root):
-        field = section.model_fields[name]
         source = inherited_from(section, name)
         if source is not None:
             flat[key] = _interpolation(source, key)
-        elif isinstance(field.json_schema_extra, dict) and "derived" in field.json_schema_extra:
+        elif declared(section, name, "derived"):
             flat[key] = None
         else:
-            default = field.get_default(call_default_factory=True)
+            default = section.model_fields[name].get_default(call_default_factory=True)
             flat[key] = list(default) if isinstance(default, tuple) else default
     return nested(flat)
 

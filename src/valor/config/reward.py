@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import re
+from typing import Annotated, Any
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from valor.config.base import PathStr, Section, inherits
-from valor.config.engine import FSDPConfig
+from valor.config.base import PathStr, Section, Unavailable, inherits, key, section
+from valor.config.engine import ForwardFSDPConfig
+
+_SERVED = {".reward_manager.name!=remote": "a server grades"}
+_GRADED = {"uses_graders": "the reward model scores every sample (reward_model.rule_weight=0)"}
+_OWN = {".judge.url=null": "the judge has its own server"}
+_GRADERS = _SERVED | _GRADED
+MANAGERS = "this reward manager", "use naive (or prime, the same), dapo, batch or remote"
+Manager = Annotated[str, Unavailable(*MANAGERS, lambda name: name not in ("naive", "prime", "dapo", "batch", "remote"))]
 
 
 class CustomRewardFunctionConfig(Section):
@@ -17,16 +25,14 @@ class CustomRewardFunctionConfig(Section):
     """Python file; null uses the built-in grader of each data source."""
     name: str = "compute_score"
     """Function in it."""
-    reward_kwargs: dict[str, Any] = Field(default_factory=dict)
+    reward_kwargs: dict[str, Any] = key({})
     """Further keyword arguments of the function."""
 
 
 class RewardManagerConfig(Section):
     """Who calls the graders."""
 
-    source: Literal["register", "importlib"] = "register"
-    """register: a built-in manager; a class of your own (importlib) is not supported."""
-    name: str = "naive"
+    name: Manager = "naive"
     """naive, prime: sample by sample; dapo: and a penalty for length; batch: your function once a step; remote."""
 
 
@@ -43,7 +49,7 @@ class JudgeConfig(Section):
     """Its first group in the last match in the reply is the score; no match is a failure."""
     score_range: tuple[float, float] = (0.0, 10.0)
     """Scores outside are failures."""
-    request: dict[str, Any] = Field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 512})
+    request: dict[str, Any] = key({"temperature": 0.0, "max_tokens": 512})
     """Further fields of the chat completion request."""
     api_key_env: str = "OPENAI_API_KEY"
     """Environment variable that holds the key, if the server wants one."""
@@ -54,6 +60,23 @@ class JudgeConfig(Section):
     retries: NonNegativeInt = 3
     """Further attempts after a refused or broken request, with growing pauses."""
 
+    def contradictions(self, at: str) -> list[str]:
+        if self.url is None:
+            return []
+        lines = []
+        if self.model is None:
+            lines.append(f"{at}url needs {at}model: the model's name on that server")
+        try:
+            if re.compile(self.score_regex).groups < 1:
+                lines.append(f"{at}score_regex needs a group, (...), around the number")
+        except re.error as error:
+            lines.append(f"{at}score_regex is no regular expression: {error}")
+        if self.prompt_template is not None and "{response}" not in self.prompt_template:
+            lines.append(f"{at}prompt_template has no {{response}} in it: the judge would not see it")
+        if self.score_range[0] >= self.score_range[1]:
+            lines.append(f"{at}score_range must be [low, high] with low below high")
+        return lines
+
 
 class RewardModelConfig(Section):
     """A learned reward model, or a judge; it replaces the rule (in training) unless rule_weight says otherwise."""
@@ -62,36 +85,41 @@ class RewardModelConfig(Section):
     """Score with a reward model."""
     model_path: PathStr | None = None
     """Hugging Face hub id or directory of a sequence classifier of one label, or of a published critic."""
-    tokenizer_path: PathStr | None = inherits(".model_path")
+    tokenizer_path: PathStr | None = inherits(".model_path", _OWN)
     """Its tokenizer, if that is not beside the model."""
-    custom_chat_template: str | None = None
+    custom_chat_template: str | None = key(None, _OWN)
     """Jinja text that replaces its tokenizer's chat template."""
-    trust_remote_code: bool = False
+    trust_remote_code: bool = key(False, _OWN)
     """Run Python code that the model directory brings along."""
-    label: int | None = None
+    label: int | None = key(None, _OWN)
     """Of a classifier of several labels: the one whose log-odds are the score."""
     weight: float = 1.0
     """Weight of the model's score in the reward."""
     rule_weight: float = 0.0
     """Weight of the rule's score in the reward; 0 grades no training sample by rule."""
-    max_length: PositiveInt | None = None
+    max_length: PositiveInt | None = key(None, _OWN)
     """Most tokens of a text, the beginning of longer ones is cut; null takes what model and tokenizer name."""
-    micro_batch_size_per_gpu: PositiveInt | None = None
+    micro_batch_size_per_gpu: PositiveInt | None = key(None, _OWN)
     """Most texts in a forward micro-batch of one process; null leaves it to the token budget."""
-    max_token_len_per_gpu: PositiveInt = 16384
+    max_token_len_per_gpu: PositiveInt = key(16384, _OWN)
     """Most tokens (padding included) in a forward micro-batch of one process."""
-    fsdp_config: FSDPConfig = FSDPConfig()
-    """Sharding, precision, offload."""
-    judge: JudgeConfig = JudgeConfig()
-    """A judge behind a server in place of a model here."""
+    fsdp_config: ForwardFSDPConfig = section(ForwardFSDPConfig, _OWN)
+    judge: JudgeConfig = section(JudgeConfig, ".judge.url")
     enable_resource_pool: bool = False
     """Give it devices of its own."""
-    n_gpus_per_node: PositiveInt | None = None
+    n_gpus_per_node: PositiveInt | None = key(None, ".enable_resource_pool")
     """Devices per node of that pool."""
-    nnodes: NonNegativeInt = 0
+    nnodes: NonNegativeInt = key(0, ".enable_resource_pool")
     """Nodes of that pool."""
-    rollout: dict[str, Any] = Field(default_factory=dict)
-    """Accepted without effect: options of the server in which verl runs it."""
+
+    def contradictions(self, at: str) -> list[str]:
+        lines = []
+        if (self.model_path is None) == (self.judge.url is None):
+            found = "has neither" if self.model_path is None else "has both"
+            lines.append(f"{at}enable=true {found} {at}model_path and {at}judge.url: set one of them")
+        if self.weight == 0:
+            lines.append(f"{at}weight=0 leaves the reward model without effect: set {at}enable=false")
+        return lines
 
     @property
     def is_role(self) -> bool:
@@ -114,9 +142,9 @@ class SandboxFusionConfig(Section):
 
     url: str | None = None
     """Server address."""
-    max_concurrent: PositiveInt = 64
+    max_concurrent: PositiveInt = key(64, ".url")
     """Requests in flight."""
-    memory_limit_mb: PositiveInt = 1024
+    memory_limit_mb: PositiveInt = key(1024, ".url")
     """Memory of one execution."""
 
 
@@ -147,32 +175,39 @@ class OverlongBufferConfig(Section):
 class RewardKwargsConfig(Section):
     """Options of reward managers."""
 
-    overlong_buffer_cfg: OverlongBufferConfig = OverlongBufferConfig()
-    """dapo: penalty for length."""
-    max_resp_len: PositiveInt = inherits("data.max_response_length")
+    overlong_buffer_cfg: OverlongBufferConfig = section(OverlongBufferConfig, ".overlong_buffer_cfg.enable")
+    max_resp_len: PositiveInt = inherits("data.max_response_length", ".overlong_buffer_cfg.enable")
     """dapo: the limit."""
 
 
 class RewardConfig(Section):
     """Scoring."""
 
-    num_workers: PositiveInt | None = None
+    num_workers: PositiveInt | None = key(None, _GRADERS)
     """Grader processes; null takes 8, and up to 64 while graders wait rather than compute (Linux)."""
-    timeout: PositiveFloat = 10.0
+    timeout: PositiveFloat = key(10.0, _GRADED)
     """Seconds that one sample may take."""
-    memory_limit_mb: PositiveInt | None = 4096
+    memory_limit_mb: PositiveInt | None = key(4096, _GRADERS)
     """Megabytes of data that one grader process may hold (Linux); null sets no limit."""
     error_score: float = 0.0
     """Score of a sample whose grader failed or ran out of time (the failure is recorded)."""
-    custom_reward_function: CustomRewardFunctionConfig = CustomRewardFunctionConfig()
-    """A grader of your own."""
-    reward_manager: RewardManagerConfig = RewardManagerConfig()
-    """Who calls the graders."""
-    reward_kwargs: RewardKwargsConfig = Field(default_factory=lambda: RewardKwargsConfig())
-    """Options of the reward manager."""
-    reward_model: RewardModelConfig = RewardModelConfig()
-    """A learned reward model."""
-    remote: RemoteGraderConfig = RemoteGraderConfig()
-    """A grader behind an HTTP address."""
-    sandbox_fusion: SandboxFusionConfig = SandboxFusionConfig()
-    """Remote sandbox for code answers."""
+    custom_reward_function: CustomRewardFunctionConfig = section(CustomRewardFunctionConfig, _GRADED)
+    reward_manager: RewardManagerConfig = section(RewardManagerConfig)
+    reward_kwargs: RewardKwargsConfig = section(RewardKwargsConfig)
+    reward_model: RewardModelConfig = section(RewardModelConfig, ".reward_model.enable")
+    remote: RemoteGraderConfig = section(RemoteGraderConfig, ".reward_manager.name=remote")
+    sandbox_fusion: SandboxFusionConfig = section(SandboxFusionConfig, _SERVED)
+
+    def contradictions(self, at: str) -> list[str]:
+        manager, own, lines = self.reward_manager.name, self.custom_reward_function.path, []
+        named = f"{at}reward_manager.name={manager}"
+        if manager == "batch" and own is None:
+            lines.append(f"{named} calls a function of your own: set {at}custom_reward_function.path")
+        if manager == "remote" and self.remote.url is None:
+            lines.append(f"{named} asks a server: set {at}remote.url")
+        if manager == "remote" and own is not None:
+            lines.append(f"{named} and {at}custom_reward_function.path={own} are two graders: set one of them")
+        if self.reward_kwargs.overlong_buffer_cfg.enable and manager != "dapo":
+            key = f"{at}reward_kwargs.overlong_buffer_cfg"
+            lines.append(f"{key}.enable=true is read with {at}reward_manager.name=dapo, it is {manager}: set that too")
+        return lines

@@ -4,9 +4,27 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from valor.config.base import BARE_ITEM, CountOrOff, DType, PathStr, PositiveShare, Section, inherits
+from valor.config.base import (
+    BARE_ITEM,
+    CountOrOff,
+    DType,
+    PathStr,
+    PositiveShare,
+    Section,
+    Unavailable,
+    inherits,
+    key,
+    section,
+)
+
+_BUILT_IN = "use rollout.name=native, vllm or server"
+Engine = Annotated[
+    str,
+    Unavailable("the SGLang engine", _BUILT_IN, lambda name: name == "sglang"),
+    Unavailable("the TensorRT-LLM engine", _BUILT_IN, lambda name: name == "trtllm"),
+]
 
 
 class ValidationSamplingConfig(Section):
@@ -23,59 +41,34 @@ class ValidationSamplingConfig(Section):
     do_sample: bool | None = None
     """false forces greedy decoding; null samples when temperature is above 0."""
 
+    def contradictions(self, at: str) -> list[str]:
+        if self.do_sample and self.temperature == 0:
+            return [f"{at}do_sample=true with temperature=0 is greedy: set {at}temperature"]
+        return []
+
     @property
     def effective_temperature(self) -> float:
         """The temperature that generation uses: 0 where do_sample is false."""
         return 0.0 if self.do_sample is False else self.temperature
 
 
-class MultiTurnConfig(Section):
-    """Episodes of several turns with tools."""
-
-    enable: bool = False
-    """Let the policy call tools and go on."""
-    max_assistant_turns: PositiveInt | None = None
-    """Most policy turns."""
-    max_user_turns: PositiveInt | None = None
-    """Most tool or user turns."""
-    tool_config_path: PathStr | None = None
-    """YAML file that lists tools."""
-    function_tool_path: PathStr | None = None
-    """Python file whose functions are tools."""
-    max_parallel_calls: PositiveInt = 1
-    """Tool calls executed from one turn."""
-    max_tool_response_length: PositiveInt = 256
-    """Longest tool answer in characters."""
-    tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
-    """Which part of a longer answer is cut."""
-    format: str = "hermes"
-    """Syntax of tool calls."""
-
-
-class AgentConfig(Section):
-    """Episode runners."""
-
-    num_workers: PositiveInt = 8
-    """Runner processes."""
-    default_agent_loop: str = "single_turn_agent"
-    """Episode type of samples that name none."""
-    agent_loop_config_path: PathStr | None = None
-    """YAML file with further episode types."""
-
-
 class WeightSyncConfig(Section):
     """How weights reach an engine that does not share the actor's."""
 
-    backend: str = "naive"
-    """Transport."""
-    update_weights_bucket_megabytes: PositiveInt = 2048
+    update_weights_bucket_megabytes: PositiveInt = key(
+        2048,
+        {
+            "rollout_apart or actor_rollout_ref.rollout.name=server": "the rollout is in the actor's processes",
+            "actor_rollout_ref.rollout.keeps_weights=false": "",
+        },
+    )
     """rollout in a pool of its own, or server: most of a transfer at once (a larger tensor goes alone)."""
 
 
 class ServerConfig(Section):
     """An OpenAI-compatible server that is running already (name=server)."""
 
-    base_url: Annotated[list[str], BARE_ITEM] = Field(default_factory=list)
+    base_url: Annotated[list[str], BARE_ITEM] = key([])
     """Address up to the version, such as http://localhost:8000/v1, or a list: prompts are spread over the servers."""
     model: str = inherits("actor_rollout_ref.model.path")
     """The model's name on the server."""
@@ -83,7 +76,7 @@ class ServerConfig(Section):
     """Environment variable that holds the key, if the server wants one."""
     weight_updates: Literal["filesystem", "none"] = "filesystem"
     """filesystem: a vLLM server reads the policy's weights from files after every update; none: it keeps its own."""
-    weights_dir: PathStr | None = None
+    weights_dir: PathStr | None = key(None, ".weight_updates=filesystem")
     """Folder of these files, on a path that this machine and the server's share; null: the temporary directory."""
     timeout: PositiveFloat = 600.0
     """Seconds that one response, or one update of the weights, may take."""
@@ -92,10 +85,8 @@ class ServerConfig(Section):
 class RolloutConfig(Section):
     """Generation."""
 
-    name: Literal["native", "vllm", "server", "sglang", "trtllm"] = "native"
+    name: Engine = "native"
     """Engine: native with the actor's own weights, where it shares processes; vllm with a copy; server asks others."""
-    mode: Literal["sync", "async"] = "async"
-    """Accepted without effect: all engines generate request by request."""
     n: PositiveInt = 1
     """Responses (samples) per prompt."""
     temperature: PositiveFloat = 1.0
@@ -104,8 +95,6 @@ class RolloutConfig(Section):
     """Sample among the k likeliest tokens; -1 among all."""
     top_p: PositiveShare = 1.0
     """Sample among the likeliest tokens that together have this probability."""
-    do_sample: bool = True
-    """Training rollouts are always sampled."""
     ignore_eos: bool = False
     """Generate up to the length limit past the end-of-sequence token."""
     prompt_length: PositiveInt = inherits("data.max_prompt_length")
@@ -114,66 +103,56 @@ class RolloutConfig(Section):
     """Longest response in tokens."""
     max_model_len: PositiveInt | None = None
     """Longest prompt plus response in tokens; null takes their sum."""
-    dtype: DType = inherits("actor_rollout_ref.actor.fsdp_config.dtype")
+    dtype: DType = inherits("actor_rollout_ref.actor.fsdp_config.dtype", ".keeps_weights=false")
     """Precision of generation."""
-    calculate_log_probs: bool = True
-    """Keep the log-probs of the sampled tokens (the gap to training is measured with them)."""
     log_prob_micro_batch_size_per_gpu: PositiveInt | None = None
     """Old log-probs: most samples in a forward micro-batch of one process; null leaves it to the token budget."""
     log_prob_use_dynamic_bsz: bool = inherits("actor_rollout_ref.actor.use_dynamic_bsz")
     """Old log-probs: true forms micro-batches by tokens alone."""
     log_prob_max_token_len_per_gpu: PositiveInt = inherits("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
     """Old log-probs: most tokens (padding included) in a forward micro-batch of one process."""
-    val_kwargs: ValidationSamplingConfig = ValidationSamplingConfig()
-    """Sampling during validation."""
-    multi_turn: MultiTurnConfig = MultiTurnConfig()
-    """Episodes of several turns with tools."""
-    agent: AgentConfig = AgentConfig()
-    """Episode runners."""
-    checkpoint_engine: WeightSyncConfig = WeightSyncConfig()
-    """How weights reach an engine that does not share the actor's."""
-    server: ServerConfig = Field(default_factory=lambda: ServerConfig())
-    """An OpenAI-compatible server that is running already (name=server)."""
+    val_kwargs: ValidationSamplingConfig = section(ValidationSamplingConfig, "data.val_files")
+    checkpoint_engine: WeightSyncConfig = section(WeightSyncConfig)
+    server: ServerConfig = section(ServerConfig)
     nnodes: NonNegativeInt = 0
     """Nodes on which generation has processes of its own, beside those of the trainer; 0 shares the trainer's."""
-    n_gpus_per_node: PositiveInt | None = inherits("trainer.n_gpus_per_node")
+    n_gpus_per_node: PositiveInt | None = inherits("trainer.n_gpus_per_node", ".nnodes")
     """Processes (one per device) on each such node."""
     gpu_memory_utilization: PositiveShare = 0.5
     """vllm: share of device memory for weights and KV cache. CPU: bounds the KV cache of all processes together."""
     tensor_model_parallel_size: PositiveInt = 1
     """vllm: processes that share one replica."""
-    data_parallel_size: PositiveInt = 1
-    """Only 1: replicas follow from the processes and tensor_model_parallel_size."""
-    expert_parallel_size: PositiveInt = 1
-    """Only 1."""
-    pipeline_model_parallel_size: PositiveInt = 1
-    """Only 1."""
     max_num_batched_tokens: PositiveInt = 8192
     """vllm: most tokens in one forward pass."""
     max_num_seqs: PositiveInt = 256
     """Most sequences generated at once by one process (server: requests in flight)."""
-    enforce_eager: bool = False
+    enforce_eager: bool = key(False, "trainer.device!=cpu")
     """vllm: no CUDA graphs and no compilation (always so on a CPU)."""
-    cudagraph_capture_sizes: list[int] | None = None
+    cudagraph_capture_sizes: list[int] | None = key(None, "trainer.device!=cpu")
     """vllm: batch sizes to capture."""
-    free_cache_engine: bool = True
+    free_cache_engine: bool = key(
+        True, {"trainer.device!=cpu": "", "rollout_apart=false": "nothing else is on the rollout's devices"}
+    )
     """vllm on CUDA: release weights and KV cache while training."""
     enable_chunked_prefill: bool = True
     """vllm: split long prefills."""
     enable_prefix_caching: bool = True
     """vllm: reuse the KV cache of equal prefixes (dropped at every update of the weights)."""
-    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    """Accepted without effect: requests have no priorities."""
     load_format: str = "dummy"
     """vllm: where initial weights come from; the actor's replace them before the first response."""
-    layered_summon: bool = False
-    """Accepted without effect: weights are always gathered one tensor at a time."""
     disable_log_stats: bool = True
     """vllm: keep its own statistics quiet."""
-    skip_tokenizer_init: bool = True
-    """Accepted without effect: engines take and give token ids."""
-    engine_kwargs: dict[str, Any] = Field(default_factory=dict)
+    engine_kwargs: dict[str, Any] = key({})
     """More options of an engine, as engine_kwargs.vllm.<option> (of vLLM's EngineArgs), with the last word."""
+
+    def contradictions(self, at: str) -> list[str]:
+        longest = self.prompt_length + self.response_length
+        if self.max_model_len is None or self.max_model_len >= longest:
+            return []
+        return [
+            f"{at}max_model_len={self.max_model_len} is less than data.max_prompt_length + data.max_response_length = "
+            f"{longest}: raise it, or lower one of them"
+        ]
 
     @property
     def keeps_weights(self) -> bool:

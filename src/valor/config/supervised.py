@@ -1,22 +1,23 @@
-"""What the runs that learn from given texts have in common: `valor sft` and `valor rm train`."""
+"""The trees of runs that learn from given texts: `valor sft` and `valor rm train`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
+from pydantic import NonNegativeFloat, PositiveInt, model_validator
 
-from valor.config.base import PathList, Section
+from valor.config.base import PathList, Section, Share, key, section
+from valor.config.data import Truncation
 from valor.config.engine import CheckpointConfig, FSDPConfig, OptimConfig
-from valor.config.inheritance import fill_inherited
 from valor.config.model import ModelConfig
 from valor.config.trainer import RunConfig
+from valor.config.tree import fill_inherited
 
 
 class SupervisedDataConfig(Section):
     """Given texts; a sample is a row of the files."""
 
-    train_files: PathList = Field(default_factory=list)
+    train_files: PathList = key([])
     """Training samples: one parquet or jsonl file, or a list."""
     val_files: PathList | None = None
     """Validation samples; null measures nothing."""
@@ -46,20 +47,98 @@ class SupervisedOptimConfig(OptimConfig):
 class SupervisedConfig(Section):
     """One run that learns from given texts."""
 
-    model: ModelConfig = ModelConfig()
-    """Network."""
-    data: SupervisedDataConfig = SupervisedDataConfig()
-    """Samples."""
-    optim: SupervisedOptimConfig = SupervisedOptimConfig()
-    """Optimizer."""
-    fsdp_config: FSDPConfig = FSDPConfig()
-    """Sharding, precision, offload."""
-    checkpoint: CheckpointConfig = Field(default_factory=lambda: CheckpointConfig())
-    """Parts of a checkpoint."""
-    trainer: RunConfig = Field(default_factory=lambda: RunConfig())
-    """Length of the run, devices, logging, checkpoints."""
+    model: ModelConfig = section(ModelConfig)
+    data: SupervisedDataConfig = section(SupervisedDataConfig)
+    optim: SupervisedOptimConfig = section(SupervisedOptimConfig)
+    fsdp_config: FSDPConfig = section(FSDPConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
+    trainer: RunConfig = section(RunConfig)
 
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, data: Any) -> Any:
         return fill_inherited(cls, data) if isinstance(data, dict) else data
+
+
+class SFTDataConfig(SupervisedDataConfig):
+    """Demonstrations: chats, or pairs of prompt and response."""
+
+    train_files: PathList = key(["~/data/gsm8k_sft/train.parquet"])
+    """Training demonstrations: one parquet or jsonl file, or a list."""
+    val_files: PathList | None = None
+    """Validation demonstrations; null measures no validation loss."""
+    messages_key: str = "messages"
+    """Column with the chat messages; where it is missing, prompt_key and response_key are read."""
+    prompt_key: str = "prompt"
+    """Column with the prompt (text or messages)."""
+    response_key: str = "response"
+    """Column with the response text."""
+    truncation: Truncation = "error"
+    """What happens to a longer sample: stop, or cut that part."""
+    apply_chat_template_kwargs: dict[str, Any] = key({})
+    """Extra arguments of the tokenizer's chat template."""
+
+
+class SFTTrainerConfig(RunConfig):
+    """The supervised run."""
+
+    experiment_name: str = "sft"
+    """Second part of the run's name."""
+    total_epochs: PositiveInt = 4
+    """Passes over the training samples."""
+
+
+class SFTConfig(SupervisedConfig):
+    """One run of supervised fine-tuning."""
+
+    data: SFTDataConfig = section(SFTDataConfig)
+    trainer: SFTTrainerConfig = section(SFTTrainerConfig)
+
+
+class RMDataConfig(SupervisedDataConfig):
+    """Preference pairs: a prompt with a better and a worse response; a sample is a pair."""
+
+    train_files: PathList = key(["~/data/ultrafeedback/train.parquet"])
+    """Training pairs: one parquet or jsonl file, or a list."""
+    val_files: PathList | None = None
+    """Validation pairs; null holds out val_share of the training files."""
+    val_share: Share = 0.1
+    """Share of the prompts of each source to hold out; 0 holds out none."""
+    prompt_key: str = "prompt"
+    """Column with the prompt (text or messages); may be missing where the responses are whole chats."""
+    chosen_key: str = "chosen"
+    """Column with the better response (text, or messages that end with it)."""
+    rejected_key: str = "rejected"
+    """Column with the worse response."""
+    source_key: str = "source"
+    """Column by which accuracy is told apart; may be missing."""
+    margin_key: str | None = None
+    """Column with how much better the better response is; null takes loss.margin."""
+    train_batch_size: PositiveInt = 64
+    """PAIRS per optimizer step."""
+
+
+class RMLossConfig(Section):
+    """The Bradley-Terry loss, -log sigmoid(chosen - rejected - margin)."""
+
+    margin: NonNegativeFloat = 0.0
+    """By how much the better response has to win, in every pair (unless data.margin_key says it)."""
+    center_coef: NonNegativeFloat = 0.0
+    """Weight of the mean of (chosen + rejected)^2, which keeps scores around 0; 0.01 is usual."""
+
+
+class RMTrainerConfig(RunConfig):
+    """The reward model's run."""
+
+    experiment_name: str = "rm"
+    """Second part of the run's name."""
+    total_epochs: PositiveInt = 1
+    """Passes over the training pairs."""
+
+
+class RMConfig(SupervisedConfig):
+    """One run that trains a reward model from preference pairs."""
+
+    data: RMDataConfig = section(RMDataConfig)
+    loss: RMLossConfig = section(RMLossConfig)
+    trainer: RMTrainerConfig = section(RMTrainerConfig)

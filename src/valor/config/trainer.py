@@ -1,13 +1,14 @@
-"""`trainer`: length of the run, devices, logging, validation, checkpoints."""
+"""`trainer`, `resource_pools` and `ray_kwargs`: the run's length, processes, logging, validation, checkpoints."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 
-from valor.config.base import BARE_ITEM, CountOrOff, PathStr, Section, inherits
+from valor.config.base import BARE_ITEM, CountOrOff, PathStr, Section, inherits, key, section
 
+MovableRole = Literal["critic", "ref", "reward_model", "rollout"]
 Logger = Literal["console", "file", "tensorboard", "wandb"]
 
 
@@ -20,7 +21,7 @@ class RunConfig(Section):
     """Second part of the run's name."""
     default_local_dir: PathStr = inherits("checkpoints/${.project_name}/${.experiment_name}")
     """Folder of the run: checkpoints, logs, report."""
-    logger: Annotated[list[Logger], BARE_ITEM] = Field(default_factory=lambda: ["console", "file"])
+    logger: Annotated[list[Logger], BARE_ITEM] = key(["console", "file"])
     """Where metrics go; file is jsonl in the run's folder."""
     total_epochs: PositiveInt = 30
     """Passes over the training prompts."""
@@ -28,7 +29,7 @@ class RunConfig(Section):
     """Length in steps; null is total_epochs."""
     save_freq: CountOrOff = -1
     """Checkpoint every so many steps (and after the last); -1 or 0 after the last alone."""
-    test_freq: CountOrOff = -1
+    test_freq: CountOrOff = key(-1, "data.val_files or data.val_share")
     """Validate every so many steps (and after the last); -1 or 0 after the last alone."""
     max_ckpt_to_keep: PositiveInt | None = None
     """Keep the newest checkpoints; null keeps all."""
@@ -46,6 +47,13 @@ class RunConfig(Section):
     """Seed of everything random in the run; what is sampled depends on (seed, step, sample) alone."""
     max_skipped_updates: PositiveInt = 5
     """Stop after so many updates in a row with gradients that are not finite."""
+
+    def contradictions(self, at: str) -> list[str]:
+        if self.resume_mode == "resume_path" and self.resume_from_path is None:
+            return [f"{at}resume_mode=resume_path needs {at}resume_from_path=<a checkpoint folder>"]
+        if self.resume_mode != "resume_path" and self.resume_from_path is not None:
+            return [f"{at}resume_from_path is read with {at}resume_mode=resume_path: set that too"]
+        return []
 
     @property
     def processes_per_node(self) -> int | None:
@@ -70,17 +78,17 @@ class TrainerConfig(RunConfig):
     """local runs all roles in this process; ray in processes of their own; auto takes local for one CPU process."""
     critic_warmup: NonNegativeInt = 0
     """Steps in which only the critic is trained."""
-    val_before_train: bool = True
+    val_before_train: bool = key(True, "data.val_files")
     """Validate before the first step."""
     val_only: bool = False
     """Validate and stop."""
     log_generations: NonNegativeInt = 4
     """Training samples per step to keep, with each token's value and advantage."""
-    log_val_generations: NonNegativeInt = 0
+    log_val_generations: NonNegativeInt = key(0, "data.val_files")
     """Validation samples to log."""
     rollout_data_dir: PathStr | None = None
     """Write every step's rollouts to this folder as jsonl."""
-    validation_data_dir: PathStr | None = None
+    validation_data_dir: PathStr | None = key(None, "data.val_files")
     """Write every validation's samples to this folder as jsonl."""
     keep_best: bool = False
     """Keep the checkpoint with the best validation score besides the newest ones."""
@@ -88,3 +96,47 @@ class TrainerConfig(RunConfig):
     """Write report.html into the run's folder."""
     rollout_probs_diff_warn: PositiveFloat = 0.05
     """Warn when rollout and training probabilities of the sampled tokens differ by more than this on average."""
+
+    def contradictions(self, at: str) -> list[str]:
+        lines = super().contradictions(at)
+        if self.node_rank is None:
+            if self.master_addr is not None or self.master_port is not None:
+                lines.append(f"{at}master_addr is for a run started once per node: set {at}node_rank on each")
+            return lines
+        if self.master_addr is None:
+            lines.append(
+                f"{at}node_rank is for a run started once per node: set {at}master_addr, the address of node 0"
+            )
+        if self.node_rank >= self.nnodes:
+            lines.append(f"{at}node_rank={self.node_rank} counts from 0 to {at}nnodes - 1 = {self.nnodes - 1}")
+        return lines
+
+
+class PoolConfig(Section):
+    """Processes for the named roles; the others share those of `trainer.nnodes` and `trainer.n_gpus_per_node`."""
+
+    roles: Annotated[list[MovableRole], BARE_ITEM]
+    """Who lives there: critic (with its ensemble), ref, reward_model, rollout (with weights of its own)."""
+    nnodes: PositiveInt = 1
+    """Nodes."""
+    n_gpus_per_node: PositiveInt = 1
+    """Processes (one per device) on each node."""
+    num_threads: PositiveInt | None = None
+    """CPU threads of each process; null is trainer.num_threads."""
+
+
+class RayInitConfig(Section):
+    """Arguments of ray.init; any that Ray knows may be added."""
+
+    model_config = ConfigDict(extra="allow")
+
+    address: str | None = None
+    """Cluster to join; null starts one on this machine, auto joins the one that runs here."""
+    num_cpus: PositiveInt | None = None
+    """CPUs to announce when a cluster is started; null counts them."""
+
+
+class RayKwargsConfig(Section):
+    """Ray."""
+
+    ray_init: RayInitConfig = section(RayInitConfig)

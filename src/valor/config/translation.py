@@ -1,4 +1,4 @@
-"""Put a composed tree into the terms of the schema: move aliases, drop what has no effect, name what is unknown."""
+"""Put a composed tree into the terms of the schema: read verl's spellings, drop what has no effect, name the rest."""
 
 from __future__ import annotations
 
@@ -8,26 +8,31 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from valor.config.aliases import Alias, find_alias
-from valor.config.mistakes import show
-from valor.config.names import unknown_key
+from valor.config.describe import show
+from valor.config.mistakes import unknown_key
+from valor.config.rules import Asked
 from valor.config.tree import exists, flatten, get_at, is_section
+from valor.config.verl import SPELLINGS, Spelling, find_spelling
+
+_VALUES = [one for one in SPELLINGS if one.value is not None]
 
 
 @dataclass
 class Translated:
-    """The tree with real keys alone, the real keys that were set, notes to print once, and mistakes."""
+    """The tree with real keys alone, the real keys that were set, and what there is to tell about the others."""
 
     tree: dict[str, Any]
     set_keys: set[str]
     notes: list[str] = field(default_factory=list)
     mistakes: list[str] = field(default_factory=list)
+    unavailable: Asked = field(default_factory=dict)
 
 
 def translate(root: type[BaseModel], tree: dict[str, Any], set_keys: Collection[str]) -> Translated:
-    """Split `tree` into real keys and the rest, and put the rest through the table of aliases."""
+    """Split `tree` into real keys and the rest, and put the rest through the table of spellings."""
+    result = Translated({}, {key for key in set_keys if exists(root, key)})
     rest: dict[str, Any] = {}
-    result = Translated(_known(root, tree, "", rest), {key for key in set_keys if exists(root, key)})
+    result.tree = _known(root, tree, "", rest, result)
     for key, value in rest.items():
         _translate_key(root, key, value, result)
     result.notes = list(dict.fromkeys(result.notes))
@@ -35,37 +40,53 @@ def translate(root: type[BaseModel], tree: dict[str, Any], set_keys: Collection[
     return result
 
 
-def _known(root: type[BaseModel], tree: dict[str, Any], prefix: str, rest: dict[str, Any]) -> dict[str, Any]:
+def _known(
+    root: type[BaseModel], tree: dict[str, Any], prefix: str, rest: dict[str, Any], result: Translated
+) -> dict[str, Any]:
     """The part of `tree` that the schema has; the other plain keys go into `rest`."""
     known: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if is_section(root, key) and isinstance(value, dict):
-            known[name] = _known(root, value, f"{key}.", rest)
-        elif exists(root, key) and not (is_section(root, key) and find_alias(root, key, value)):
-            known[name] = value
+            known[name] = _known(root, value, f"{key}.", rest, result)
+        elif exists(root, key) and not (is_section(root, key) and find_spelling(root, key, value)):
+            known[name] = _meant(key, value, result)
         else:
             rest |= flatten(value, f"{key}.")
     return known
 
 
+def _meant(key: str, value: Any, result: Translated) -> Any:
+    for one in _VALUES:
+        if one.match(key, value) is not None:
+            if key in result.set_keys:
+                result.notes.append(f"{key}={value} is read as {one.value}")
+            return one.value
+    return value
+
+
 def _translate_key(root: type[BaseModel], key: str, value: Any, result: Translated) -> None:
-    rule = find_alias(root, key, value)
+    rule = find_spelling(root, key, value)
     if rule is None:
         result.mistakes.append(unknown_key(root, key))
         return
-    alias, target = rule
-    if alias.refused:
-        if value not in (None, False, {}):
-            result.mistakes.append(f"{key} is a verl key that Valor does not have: {alias.reason}")
-    elif target is None:
-        if value is not None:
-            result.notes.append(f"{key} has no effect: {alias.reason}")
-    elif value is not None:
-        _move(root, key, target, value, alias, result)
+    spelling, target = rule
+    feature = spelling.unavailable
+    if value is None:
+        return
+    if target is not None:
+        _move(root, key, target, value, spelling, result)
+    elif spelling.refused:
+        if value not in (False, {}):
+            result.mistakes.append(f"{key} is a verl key that Valor does not have: {spelling.reason}")
+    elif feature is not None and feature.asks(value):
+        result.unavailable.setdefault((feature.what, feature.instead), []).append(f"{key}={show(value)}")
+    else:
+        result.notes.append(f"{key} has no effect: {spelling.reason}")
 
 
-def _move(root: type[BaseModel], key: str, target: str, value: Any, alias: Alias, result: Translated) -> None:
+def _move(root: type[BaseModel], key: str, target: str, value: Any, spelling: Spelling, result: Translated) -> None:
+    value = _meant(target, value, result)
     if target in result.set_keys and get_at(result.tree, target) != value:
         there = get_at(result.tree, target)
         result.mistakes.append(f"{key}={show(value)} and {target}={show(there)} are the same setting: give one of them")
@@ -76,5 +97,5 @@ def _move(root: type[BaseModel], key: str, target: str, value: Any, alias: Alias
         node = node.setdefault(name, {})
     node[last] = value
     result.set_keys.add(target)
-    why = f" ({alias.reason})" if alias.reason else ""
+    why = f" ({spelling.reason})" if spelling.reason else ""
     result.notes.append(f"{key} is read as {target}{why}")

@@ -1,11 +1,14 @@
-"""Walking the schema and plain trees by dotted keys."""
+"""Keys by their dotted names: walking the schema and plain trees, and the values that keys inherit."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any, get_origin
 
 from pydantic import BaseModel
+
+REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
 def section_type(cls: type[BaseModel], name: str) -> type[BaseModel] | None:
@@ -60,6 +63,12 @@ def exists(root: type[BaseModel], key: str) -> bool:
     return find_field(root, key) is not None or is_open(root, key)
 
 
+def declared(cls: type[BaseModel], name: str, what: str) -> Any:
+    """What `key(what=...)` says about field `name`, or None."""
+    extra = cls.model_fields[name].json_schema_extra
+    return extra.get(what) if isinstance(extra, dict) else None
+
+
 def get_at(tree: Any, key: str) -> Any:
     """The value at a dotted key of nested dicts, or None."""
     for name in key.split("."):
@@ -89,3 +98,53 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
             node = node.setdefault(name, {})
         node[last] = value
     return tree
+
+
+def absolute(source: str, key: str) -> str:
+    """`.name` written at `key` as a key from the root; other references are returned unchanged."""
+    return f"{key.rpartition('.')[0]}{source}".removeprefix(".") if source.startswith(".") else source
+
+
+def inherited_from(cls: type[BaseModel], name: str) -> str | None:
+    """What field `name` inherits from, or None."""
+    return declared(cls, name, "inherits")
+
+
+def lookup(root: type[BaseModel], tree: dict[str, Any], key: str) -> Any:
+    """The value of `key`: from `tree`, else inherited, else the field's default."""
+    value = get_at(tree, key)
+    found = find_field(root, key)
+    if value is not None or found is None:
+        return value
+    section, name = found
+    source = inherited_from(section, name)
+    if source is None:
+        return section.model_fields[name].get_default(call_default_factory=True)
+    if "${" in source:
+        return REFERENCE.sub(lambda match: str(lookup(root, tree, absolute(match[1], key))), source)
+    return lookup(root, tree, absolute(source, key))
+
+
+def fill_inherited(root: type[BaseModel], tree: dict[str, Any]) -> dict[str, Any]:
+    """A copy of `tree` in which every inheriting key that is absent or null has its source's value.
+
+    Sections given as model objects are copied as dicts of what was set on them.
+    """
+    filled = _as_dicts(tree)
+    for key, section, name in walk_keys(root):
+        if not inherited_from(section, name) or get_at(filled, key) is not None:
+            continue
+        node: Any = filled
+        for part in key.split(".")[:-1]:
+            node = node.setdefault(part, {}) if isinstance(node, dict) else None
+        if isinstance(node, dict):
+            node[name] = lookup(root, filled, key)
+    return filled
+
+
+def _as_dicts(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(exclude_unset=True)
+    if isinstance(value, dict):
+        return {key: _as_dicts(item) for key, item in value.items()}
+    return value

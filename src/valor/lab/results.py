@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from valor.config.mistakes import show
+from valor.config.describe import show
 from valor.lab.statistics import bootstrap_interval, holm, paired_t_p, sign_flip_p
 from valor.lab.sweep_file import HEADLINE
 from valor.lab.sweep_runs import Run, Sweep

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from valor.config.mistakes import show
+from valor.config.describe import show
 from valor.errors import UserError
 from valor.lab.sweep_file import read_sweep, texts
 from valor.lab.sweep_runs import Sweep, plan_sweep

@@ -15,10 +15,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from valor.config import load_runs
-from valor.config.base import inherited_from
-from valor.config.inheritance import absolute
-from valor.config.mistakes import show
-from valor.config.tree import find_field, flatten
+from valor.config.describe import show
+from valor.config.tree import absolute, find_field, flatten, inherited_from
 from valor.errors import UserError
 from valor.lab.sweep_file import ENTRIES, Arm, SweepConfig, expand, texts
 from valor.tracking.rundir import write_atomically

@@ -1,4 +1,4 @@
-"""`python -m valor.trainer.main_ppo key=value …`: PPO, GRPO and relatives from one configuration."""
+"""`python -m valor.trainer.main_ppo key=value …`: PPO, GRPO and relatives; `critic_pretrain`: a critic before them."""
 
 from __future__ import annotations
 
@@ -6,32 +6,44 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 
-from valor.config import PPOConfig
+from valor.config import CriticPretrainConfig, PPOConfig
 from valor.trainer.command import run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run (each job of) the command line; the exit code."""
-    return run_command("ppo", argv, PPOConfig, _start)
+    return run_command("ppo", argv, PPOConfig, _ppo)
 
 
-def _start(config: PPOConfig, command: str) -> int:
+def critic_pretrain(argv: Sequence[str] | None = None) -> int:
+    """The same for `valor critic pretrain`: a critic fitted to rollouts before, or without, any PPO."""
+    return run_command("critic pretrain", argv, CriticPretrainConfig, _critic_pretrain)
+
+
+def _ppo(config: PPOConfig, command: str) -> int:
     from valor.collector.inputs import RunInputs
     from valor.controller import resolve_placement
     from valor.controller.nodes import node_zero, serve
-    from valor.trainer.capabilities import check_algorithms, check_engine
+    from valor.rollout.registry import generation_engine
     from valor.trainer.critic_tokenizer import check_critic_tokenizer
     from valor.trainer.ppo import PPORun
 
-    check_algorithms(config)
     placement, rank = resolve_placement(config), config.trainer.node_rank
-    check_engine(config, placement.pools[placement.pool_of("rollout")].world_size)
+    engine = generation_engine(config.actor_rollout_ref.rollout.name)
+    engine.check_start(config, placement.pools[placement.pool_of("rollout")].world_size)
     if rank:
         return serve(config.trainer, placement)
     inputs = RunInputs(config)
     check_critic_tokenizer(config, inputs.tokenizer)
     with nullcontext() if rank is None else node_zero(config.trainer, placement):
         return PPORun(config, inputs, placement, command).fit()
+
+
+def _critic_pretrain(config: CriticPretrainConfig, command: str) -> int:
+    from valor.controller import resolve_pool
+    from valor.trainer.pretrain import CriticPretrainRun
+
+    return CriticPretrainRun(config, *resolve_pool(config.trainer), command).fit()
 
 
 if __name__ == "__main__":

@@ -1,23 +1,34 @@
-"""`python -m valor.trainer.main_sft key=value …`: supervised fine-tuning on demonstrations."""
+"""`python -m valor.trainer.main_sft key=value …`: supervised fine-tuning; `rm_train`: reward models from pairs."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 
-from valor.config import SFTConfig
+from valor.config import RMConfig, SFTConfig
 from valor.trainer.command import run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run (each job of) the command line; the exit code."""
-    return run_command("sft", argv, SFTConfig, _start)
+    return run_command("sft", argv, SFTConfig, _sft)
 
 
-def _start(config: SFTConfig, command: str) -> int:
+def rm_train(argv: Sequence[str] | None = None) -> int:
+    """The same for `valor rm train`: a reward model from preference pairs."""
+    return run_command("rm train", argv, RMConfig, _rm_train)
+
+
+def _sft(config: SFTConfig, command: str) -> int:
     from valor.trainer.sft import SFTRun
 
     return SFTRun(config, command).fit()
+
+
+def _rm_train(config: RMConfig, command: str) -> int:
+    from valor.trainer.rm import RewardModelRun
+
+    return RewardModelRun(config, command).fit()
 
 
 if __name__ == "__main__":

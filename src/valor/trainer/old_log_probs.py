@@ -40,16 +40,14 @@ class OldLogProbs:
         correction, actor = config.algorithm.rollout_correction, config.actor_rollout_ref.actor
         bypass = correction.bypass_mode
         updates = math.ceil(config.data.train_batch_size / actor.ppo_mini_batch_size) * actor.ppo_epochs
-        weighs = correction.rollout_is is not None
-        rejects = correction.rollout_rs is not None
+        weighs, rejects = correction.weighs, correction.rollout_rs is not None
         needed = config.algorithm.use_kl_in_reward or weighs or rejects or needs_sum_pi_squared(config)
         return OldLogProbs(
             bypass=bypass,
             on_policy=updates == 1 and not bypass,
             recompute=not bypass and (updates > 1 or needed),
             correct_batch=not bypass and (weighs or rejects),
-            # With ppo_clip the ratio to the rollout's log-probs is the importance weight already.
-            correct_mini_batches=bypass and (rejects or (weighs and correction.loss_type == "reinforce")),
+            correct_mini_batches=bypass and (rejects or weighs),
         )
 
 
@@ -64,12 +62,11 @@ def corrected(batch: Batch, log_probs: Tensor, config: RolloutCorrectionConfig) 
     `log_probs` [B, T] are the training model's. Metrics: `rollout_corr/*`.
     """
     rollout, mask = batch["rollout_log_probs"], batch["response_mask"]
-    weighs = config.rollout_is is not None and not (config.bypass_mode and config.loss_type == "ppo_clip")
     found = algorithms.rollout_correction(
         log_probs=log_probs,
         rollout_log_probs=rollout,
         response_mask=mask,
-        rollout_is=config.rollout_is if weighs else None,
+        rollout_is=config.rollout_is if config.weighs else None,
         rollout_is_threshold=config.rollout_is_threshold,
         rollout_is_batch_normalize=config.rollout_is_batch_normalize,
         rollout_rs=config.rollout_rs,

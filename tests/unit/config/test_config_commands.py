@@ -6,8 +6,9 @@ import shlex
 
 import pytest
 
-from valor.config import LoadedConfig, PPOConfig, inert_settings, load
+from valor.config import LoadedConfig, PPOConfig, load
 from valor.errors import UserError
+from valor.trainer.checks import check, inert_settings
 
 BASE = ["algorithm.adv_estimator=gae", "data.train_files=train.parquet"]
 RUN = ["python3", "-m", "valor.trainer.main_ppo"]
@@ -22,10 +23,10 @@ def commands(text: str) -> tuple[list[list[str]], list[list[str]]]:
 
 
 def resolve(argv: list[str]) -> LoadedConfig[PPOConfig]:
-    loaded = load([*argv, "--dry-run"])
+    loaded = load([*argv, "--dry-run"], PPOConfig, check)
     if loaded.unavailable:
         with pytest.raises(UserError) as caught:
-            load(argv)
+            load(argv, PPOConfig, check)
         assert str(caught.value).splitlines() == list(loaded.unavailable)
     return loaded
 
@@ -81,7 +82,7 @@ def test_verl_scripts_resolve_to_what_they_say(shared_dir):
     assert config.data.train_batch_size == 512 and config.actor_rollout_ref.actor.ppo_mini_batch_size == 128
     assert config.critic.model.path == "google/gemma-2-2b-it" and config.critic.max_rows == 4
     assert config.trainer.logger == ["console", "wandb"] and config.trainer.n_gpus_per_node == 2
-    inert = dict(inert_settings(config, loaded.explicit_keys))
+    inert = inert_settings(config, loaded.explicit_keys)
     assert inert["actor_rollout_ref.rollout.gpu_memory_utilization"] == "no effect with rollout.name=native"
     assert "critic.optim.lr" not in inert
 

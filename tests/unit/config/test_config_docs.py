@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from valor.config import PPOConfig, SFTConfig, describe_keys
+from valor.config.describe import type_text
 from valor.config.document import render_docs
-from valor.config.field_types import type_text
 from valor.config.presets import PRESETS, default_tree
 from valor.config.tree import find_field, flatten, walk_keys
 from valor.errors import UserError

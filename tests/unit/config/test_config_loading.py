@@ -300,16 +300,10 @@ def test_load_yaml_mistakes(tmp_path):
     assert len(str(caught.value).splitlines()) == 2
 
 
-SERVER = ["actor_rollout_ref.rollout.name=server", "actor_rollout_ref.rollout.server.base_url=http://h:1/v1"]
-SERVER += ["actor_rollout_ref.rollout.top_k=5"]
-
-
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        (["critic.enable=false"], "algorithm.adv_estimator=gae needs a critic: "),
         (["algorithm.adv_estimator=grpo", "trainer.critic_warmup=3"], "trainer.critic_warmup=3 needs a critic"),
-        (["algorithm.adv_estimator=grpo", "algorithm.truncation_bootstrap=true"], "algorithm.truncation_bootstrap"),
         (["critic.freeze=true", "critic.model.path=x", "trainer.critic_warmup=3"], "critic_warmup trains the critic"),
         (["critic.freeze=true"], "critic.model.path is not set"),
         (["critic.freeze_steps=5-2"], "no range of steps"),
@@ -317,8 +311,6 @@ SERVER += ["actor_rollout_ref.rollout.top_k=5"]
         (["algorithm.reward_mask_ratio=1.2"], "algorithm.reward_mask_ratio"),
         (["algorithm.reward_source=critic", "algorithm.adv_estimator=grpo"], "reward_source=critic needs a critic"),
         (["algorithm.reward_source=critic", "algorithm.reward_mask_ratio=0.5"], "missing_reward=critic"),
-        (["algorithm.reward_source=critic", "algorithm.use_kl_in_reward=true"], "use_kl_loss"),
-        (["algorithm.reward_source=critic", "algorithm.truncation_bootstrap=true"], "rewards by rule"),
         (
             [
                 "algorithm.reward_mask_ratio=0.5",
@@ -341,10 +333,8 @@ SERVER += ["actor_rollout_ref.rollout.top_k=5"]
         ),
         (["critic.ppo_mini_batch_size=2000"], "critic.ppo_mini_batch_size=2000 prompts is more than"),
         (["actor_rollout_ref.rollout.prompt_length=99"], "actor_rollout_ref.rollout.prompt_length=99 and data.max_p"),
-        (["actor_rollout_ref.rollout.dtype=float32"], "actor_rollout_ref.rollout.dtype=float32, but rollout.name=nat"),
         (["actor_rollout_ref.rollout.max_model_len=1000"], "actor_rollout_ref.rollout.max_model_len=1000 is less than"),
         (["actor_rollout_ref.rollout.val_kwargs.do_sample=true"], "actor_rollout_ref.rollout.val_kwargs.do_sample=tr"),
-        (["actor_rollout_ref.actor.policy_loss.loss_mode=dro"], "actor_rollout_ref.actor.policy_loss.loss_mode=dro n"),
         (["algorithm.gdpo_reward_keys=[a]", "algorithm.gdpo_reward_weights=[1,2]"], "algorithm.gdpo_reward_keys nam"),
         (
             ["algorithm.rollout_correction.rollout_rs=token_k1"],
@@ -374,61 +364,6 @@ SERVER += ["actor_rollout_ref.rollout.top_k=5"]
             ],
             "algorithm.kl_penalty=full needs a pass of the actor",
         ),
-        (
-            [
-                "actor_rollout_ref.actor.use_kl_loss=true",
-                "actor_rollout_ref.actor.kl_loss_type=full",
-                "+resource_pools.own.roles=[ref]",
-            ],
-            "take ref out of resource_pools.own.roles",
-        ),
-        (
-            ["critic.ulysses_sequence_parallel_size=2", "critic.model.use_remove_padding=false"],
-            "sequence parallelism shares packed rows out: set critic.model.use_remove_padding=true",
-        ),
-        (
-            [
-                "actor_rollout_ref.actor.use_kl_loss=true",
-                "actor_rollout_ref.actor.kl_loss_type=full",
-                "actor_rollout_ref.ref.ulysses_sequence_parallel_size=2",
-            ],
-            "set actor_rollout_ref.ref.ulysses_sequence_parallel_size=1, as the actor's",
-        ),
-        (
-            ["trainer.n_gpus_per_node=3", "critic.fsdp_config.tensor_parallel_size=2"],
-            "critic.fsdp_config.tensor_parallel_size=2 does not divide the number of processes, 3",
-        ),
-        (
-            ["actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2", "trainer.device=cpu"],
-            "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2 does not divide the number of processes, 1",
-        ),
-        (
-            [
-                "critic.fsdp_config.tensor_parallel_size=2",
-                "+resource_pools.values.roles=critic",
-                "+resource_pools.values.n_gpus_per_node=5",
-            ],
-            "critic.fsdp_config.tensor_parallel_size=2 does not divide the number of processes, 5",
-        ),
-        (
-            ["critic.fsdp_config.tensor_parallel_size=2", "critic.ulysses_sequence_parallel_size=2"],
-            "critic.ulysses_sequence_parallel_size=2 do not go together: set one to 1",
-        ),
-        (
-            ["actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2", "actor_rollout_ref.model.lora_rank=4"],
-            "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2 does not go with LoRA",
-        ),
-        (
-            [
-                "actor_rollout_ref.actor.use_kl_loss=true",
-                "actor_rollout_ref.actor.kl_loss_type=full",
-                "actor_rollout_ref.ref.fsdp_config.tensor_parallel_size=2",
-            ],
-            "set actor_rollout_ref.ref.fsdp_config.tensor_parallel_size=1, as the actor's",
-        ),
-        (["actor_rollout_ref.rollout.name=server"], "set actor_rollout_ref.rollout.server.base_url, such as http"),
-        ([*SERVER, "actor_rollout_ref.rollout.nnodes=1"], "generates on the server's devices: drop"),
-        ([*SERVER, "actor_rollout_ref.rollout.temperature=0.7"], "log-probs at temperature 0.7 before"),
         (["trainer.val_only=true"], "trainer.val_only=true needs validation prompts: set data.val_files"),
         (["trainer.keep_best=true"], "trainer.keep_best=true needs validation prompts: set data.val_files"),
         (["trainer.resume_mode=resume_path"], "trainer.resume_mode=resume_path needs trainer.resume_from_path"),
@@ -438,6 +373,18 @@ SERVER += ["actor_rollout_ref.rollout.top_k=5"]
 def test_contradictions_between_keys(argv, line):
     [found] = mistakes(*argv)
     assert line in found
+
+
+def test_higher_rooms_are_asked_once_the_tree_is_valid():
+    def check(config: PPOConfig) -> list[str]:
+        return [f"seed {config.trainer.seed} is taken"]
+
+    with pytest.raises(UserError) as caught:
+        load(["trainer.seed=3", "trainer.val_only=true"], PPOConfig, check)
+    needs = "trainer.val_only=true needs validation prompts: set data.val_files"
+    assert str(caught.value).splitlines() == [needs, "seed 3 is taken"]
+    with pytest.raises(UserError, match=r"^trainer.seed: [^\n]*$"):
+        load(["trainer.seed=x"], PPOConfig, check)
 
 
 def test_no_contradiction_without_a_critic_to_train():

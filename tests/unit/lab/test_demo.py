@@ -41,7 +41,7 @@ def test_accuracy_is_that_of_the_first_and_the_last_validation(tmp_path):
 
 @pytest.mark.slow
 def test_ppo_lifts_accuracy_on_unseen_problems_over_nine_tenths(tmp_path, capsys):
-    assert demo.main(["--out", str(tmp_path), "trainer.total_training_steps=30"]) == 0
+    assert demo.main(["--out", str(tmp_path), "trainer.total_training_steps=20"]) == 0
     before, after = demo.read_accuracy(tmp_path / "ppo")
     assert before.validation < 0.6 < 0.9 < after.validation
     assert before.sampled < 0.6 < 0.8 < after.sampled

@@ -111,6 +111,7 @@ def save_tokenizer(folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
+@pytest.mark.alone
 def test_graders_of_your_own(check: Any, tmp_path: Path) -> None:
     grader = tmp_path / "grader.py"
     grader.write_text(CUSTOM + HOOK)

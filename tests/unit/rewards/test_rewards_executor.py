@@ -21,6 +21,8 @@ from valor.rewards.manager import summarize
 from valor.rewards.registry import BUILT_IN, register_reward, registered_graders
 from valor.rewards.worker import LIMITS_MEMORY, Grading, WorkerSetup, gather
 
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
+
 TIMEOUT = 0.4
 
 BEHAVIOURS = """
@@ -181,7 +183,6 @@ def test_hung_graders_of_one_chunk_are_waited_for_together(reward_file: Path) ->
     assert 3.0 < elapsed < 5.9  # one timeout, not two
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not LIMITS_MEMORY, reason="this system does not limit a process's memory")
 def test_a_batch_of_bad_graders_takes_about_one_timeout_and_far_less_than_a_loop(reward_file: Path) -> None:
     kinds = {"sleep": ("timeout", 4), "spin": ("timeout", 1), "exit3": ("crash", 3), "grow": ("memory", 2)}

@@ -122,6 +122,7 @@ def test_a_failure_has_a_reason_and_the_error_score(server, reply, attempts, rea
     assert len(server.requests) == attempts
 
 
+@pytest.mark.alone
 def test_a_slow_judge_costs_its_own_sample_alone(server):
     def answer(asked: str) -> tuple[int, str]:
         time.sleep(1.0 if "answer 1" in asked else 0.0)

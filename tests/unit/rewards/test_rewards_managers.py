@@ -138,6 +138,7 @@ def test_a_server_grades(url: str) -> None:
     assert Grader.most == 2
 
 
+@pytest.mark.alone
 def test_a_server_that_hangs_or_is_down_costs_its_samples_and_one_timeout(url: str) -> None:
     manager = remote(url, timeout=1.5)
     start = time.monotonic()

@@ -2,16 +2,14 @@
 
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from valor.trainer.main_rm import main
 
 from tiny_reward_models import TEMPLATE, make_backbone, make_classifier, make_deberta
-from valor.trainer.main_rm import main
 
 WORDS = ["good", "fine", "kind", "calm", "bad", "rude", "dull", "mean"]
 
@@ -82,9 +80,8 @@ def test_a_run_learns_and_says_how_well(trained):
     assert "36 preference pairs (pairs.jsonl)" in card and "| a " in card and str(trained) not in card
 
 
-def test_the_model_is_an_ordinary_one(trained):
+def test_the_model_is_an_ordinary_one(trained, without_valor):
     code = (
-        "import sys\n"
         "from transformers import AutoModelForSequenceClassification, AutoTokenizer\n"
         f"path = {str(trained / 'huggingface' / 'reward_model')!r}\n"
         "tok, model = AutoTokenizer.from_pretrained(path), AutoModelForSequenceClassification.from_pretrained(path)\n"
@@ -93,9 +90,8 @@ def test_the_model_is_an_ordinary_one(trained):
         "inputs = tok(texts, add_special_tokens=False, padding=True, return_tensors='pt')\n"
         "good, bad = model(**inputs).logits[:, 0].tolist()\n"
         "assert good > bad + 1, (good, bad)\n"
-        "assert not any(m.startswith('valor') for m in sys.modules)\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    without_valor(code)
 
 
 def test_a_finished_run_started_again_measures_again(trained, backbone, pairs, capsys):
@@ -133,6 +129,7 @@ def test_an_encoder_learns_from_pairs_of_texts(pairs, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
 def test_two_processes_take_the_same_steps_as_one(backbone, pairs, tmp_path):
     assert main(overrides(backbone, pairs, tmp_path / "one")) == 0
     assert main(overrides(backbone, pairs, tmp_path / "two", "trainer.n_gpus_per_node=2")) == 0

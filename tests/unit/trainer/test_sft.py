@@ -269,6 +269,7 @@ def test_micro_batches_do_not_change_the_run(model_dir, chats, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
 def test_two_processes_take_the_same_steps_as_one(model_dir, chats, tmp_path):
     assert main(overrides(model_dir, chats, tmp_path / "one")) == 0
     assert main(overrides(model_dir, chats, tmp_path / "two", "trainer.n_gpus_per_node=2")) == 0

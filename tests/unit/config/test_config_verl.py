@@ -3,8 +3,8 @@
 import pytest
 
 from valor.config import PPOConfig, SFTConfig, load
-from valor.config.aliases import ALIASES, find_alias
 from valor.config.tree import exists, get_at
+from valor.config.verl import SPELLINGS, find_spelling
 from valor.errors import UserError
 
 ALL = "model,optimizer,extra,hf_model"
@@ -138,16 +138,16 @@ def test_features_that_are_not_asked_for_are_not_refused():
 
 
 def test_every_rule_is_about_something_that_is_not_a_key():
-    for alias in ALIASES:
-        if "*" not in alias.pattern:
-            real = [root for root in (PPOConfig, SFTConfig) if exists(root, alias.pattern)]
-            assert not real or alias.pattern == "reward.reward_manager", alias.pattern
+    for one in SPELLINGS:
+        if "*" not in one.pattern:
+            real = [root for root in (PPOConfig, SFTConfig) if exists(root, one.pattern)]
+            assert not real or one.value or one.pattern == "reward.reward_manager", one.pattern
 
 
 def test_every_plain_target_exists():
-    for alias in ALIASES:
-        if alias.target is not None and "*" not in alias.target:
-            assert any(exists(root, alias.target) for root in (PPOConfig, SFTConfig)), alias.target
+    for one in SPELLINGS:
+        if one.target is not None and "*" not in one.target:
+            assert any(exists(root, one.target) for root in (PPOConfig, SFTConfig)), one.target
 
 
 VERL = """
@@ -240,5 +240,5 @@ def test_verls_whole_tree_is_known():
         for name in names.split()
     ]
     assert len(keys) > 300
-    unknown = [key for key in keys if not exists(PPOConfig, key) and find_alias(PPOConfig, key, "sync") is None]
+    unknown = [key for key in keys if not exists(PPOConfig, key) and find_spelling(PPOConfig, key, "sync") is None]
     assert unknown == ["algorithm.filter_groups.max_inflight_gen_batches"] or unknown == []

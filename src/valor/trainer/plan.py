@@ -1,45 +1,46 @@
-"""What a run would do, in words and numbers, from its configuration alone: the text of --dry-run."""
+"""What a run would do, in words and numbers, before anything of it is loaded: the text of --dry-run."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection
 
-from pydantic import BaseModel
+from valor.config import (
+    ActorConfig,
+    AlgorithmConfig,
+    BackboneConfig,
+    CriticConfig,
+    CriticPretrainConfig,
+    CriticRunConfig,
+    CriticScoreConfig,
+    PoolConfig,
+    PPOConfig,
+    RMConfig,
+    RunConfig,
+    Section,
+    SupervisedConfig,
+    TrainerConfig,
+)
+from valor.rollout.registry import generation_engines
+from valor.trainer.checks import inert_settings
+from valor.trainer.old_log_probs import OldLogProbs
 
-from valor.config.actor import ActorConfig
-from valor.config.algorithm import AlgorithmConfig
-from valor.config.critic import CriticConfig
-from valor.config.critic_runs import CriticPretrainConfig, CriticRunConfig, CriticScoreConfig
-from valor.config.inert import inert_settings
-from valor.config.model import BackboneConfig
-from valor.config.pools import PoolConfig
-from valor.config.ppo import PPOConfig
-from valor.config.rm import RMConfig
-from valor.config.sft import SFTConfig
-from valor.config.supervised import SupervisedConfig
-from valor.config.trainer import RunConfig, TrainerConfig
-from valor.config.unavailable import unavailable_settings
 
-
-def plan(config: BaseModel, explicit_keys: Collection[str] = (), *, num_train_prompts: int | None = None) -> str:
+def plan(config: Section, explicit_keys: Collection[str] = (), unavailable: Collection[str] = ()) -> str:
     """A readable plan: roles, placement, steps, batch arithmetic in prompts, samples and tokens.
 
-    `explicit_keys` are examined for settings without effect; `num_train_prompts` (rows of the training files, when
-    the caller has read them) turns epochs into steps.
+    `explicit_keys` are examined for settings without effect; `unavailable`: what the run would stop at.
     """
     if isinstance(config, CriticRunConfig):
         rows = _critic_rows(config)
     elif isinstance(config, PPOConfig):
-        rows = _ppo_rows(config, num_train_prompts)
-    elif isinstance(config, SFTConfig):
-        rows = _supervised_rows(config, num_train_prompts, "samples")
-    elif isinstance(config, RMConfig):
-        rows = _supervised_rows(config, num_train_prompts, "pairs")
+        rows = _ppo_rows(config)
+    elif isinstance(config, SupervisedConfig):
+        rows = _supervised_rows(config, "pairs" if isinstance(config, RMConfig) else "samples")
     else:
         raise ValueError(f"no plan for a {type(config).__name__}")
-    rows += [("note", f"{key}: {reason}") for key, reason in inert_settings(config, explicit_keys)]
-    rows += [("stops here", line) for line in unavailable_settings(config)]
+    rows += [("note", f"{key}: {reason}") for key, reason in inert_settings(config, explicit_keys).items()]
+    rows += [("stops here", line) for line in unavailable]
     width = max(len(title) for title, _ in rows)
     lines, last = [], ""
     for title, text in rows:
@@ -48,7 +49,7 @@ def plan(config: BaseModel, explicit_keys: Collection[str] = (), *, num_train_pr
     return "\n".join(lines)
 
 
-def _ppo_rows(config: PPOConfig, num_prompts: int | None) -> list[tuple[str, str]]:
+def _ppo_rows(config: PPOConfig) -> list[tuple[str, str]]:
     policy, critic = config.actor_rollout_ref, config.critic
     loss = policy.actor.policy_loss.loss_mode
     rows = [("run", _run(config.trainer)), ("algorithm", f"{_estimator(config)}, policy loss {loss}")]
@@ -69,7 +70,7 @@ def _ppo_rows(config: PPOConfig, num_prompts: int | None) -> list[tuple[str, str
     rows += [("", f"pool {name}: {_pool(pool)}") for name, pool in config.pools.items()]
     rows += [("batch", text) for text in _batch(config)]
     rows.append(("old log-probs", _old_log_probs(config)))
-    rows.append(("length", _length(config.trainer, config.data.train_batch_size, "prompts", num_prompts)))
+    rows.append(("length", _length(config.trainer, config.data.train_batch_size, "prompts")))
     if config.trainer.critic_warmup:
         rows.append(("", f"the first {config.trainer.critic_warmup} steps train the critic alone"))
     rows.append(("training data", ", ".join(config.data.train_files)))
@@ -89,7 +90,7 @@ def _critic_rows(config: CriticRunConfig) -> list[tuple[str, str]]:
         how = f"; {config.pretrain.holdout:.0%} of the prompts held out"
         updates = f"{config.critic.ppo_mini_batch_size:,} prompts per update, {config.critic.ppo_epochs} epochs of each"
         rows += [("batch", f"{config.data.train_batch_size:,} prompts per step, {updates}")]
-        rows += [("length", _length(trainer, config.data.train_batch_size, "prompts", None))]
+        rows += [("length", _length(trainer, config.data.train_batch_size, "prompts"))]
         rows += [("checkpoints", _checkpoints(trainer)), ("logs", ", ".join(trainer.logger))]
         rows.insert(0, ("run", _run(trainer)))
     elif isinstance(config, CriticScoreConfig):
@@ -103,7 +104,7 @@ def _critic_rows(config: CriticRunConfig) -> list[tuple[str, str]]:
     return [("critic", critic), ("rollouts", (", ".join(rollouts) if rollouts else drawn) + how), *rows]
 
 
-def _supervised_rows(config: SupervisedConfig, num_samples: int | None, unit: str) -> list[tuple[str, str]]:
+def _supervised_rows(config: SupervisedConfig, unit: str) -> list[tuple[str, str]]:
     data, trainer = config.data, config.trainer
     every = f"every {trainer.test_freq} steps and " if trainer.test_freq > 0 else ""
     validation = f"{every}at the end: {', '.join(data.val_files)}" if data.val_files else "none"
@@ -113,12 +114,12 @@ def _supervised_rows(config: SupervisedConfig, num_samples: int | None, unit: st
         ("run", _run(trainer)),
         (
             "model",
-            f"{_model(config.model)}, {config.optim.optimizer} lr {config.optim.lr:g}, {config.fsdp_config.dtype}",
+            f"{_model(config.model)}, AdamW lr {config.optim.lr:g}, {config.fsdp_config.dtype}",
         ),
         ("placement", _processes(trainer, 1)),
         ("batch", f"{data.train_batch_size:,} {unit} per update, each text at most {data.max_length:,} tokens"),
         ("", f"micro-batches of at most {data.max_token_len_per_gpu:,} tokens per process"),
-        ("length", _length(trainer, data.train_batch_size, unit, num_samples)),
+        ("length", _length(trainer, data.train_batch_size, unit)),
         ("training data", ", ".join(data.train_files)),
         ("validation", validation),
         ("checkpoints", _checkpoints(trainer)),
@@ -143,7 +144,7 @@ def _estimator(config: PPOConfig) -> str:
 def _optimizer(role: ActorConfig | CriticConfig) -> str:
     optim = role.optim
     schedule = "" if optim.lr_scheduler_type == "constant" else f" {optim.lr_scheduler_type}"
-    return f"{optim.optimizer} lr {optim.lr:g}{schedule}"
+    return f"AdamW lr {optim.lr:g}{schedule}"
 
 
 def _precision(role: ActorConfig | CriticConfig) -> str:
@@ -156,16 +157,10 @@ def _precision(role: ActorConfig | CriticConfig) -> str:
 
 def _rollout(config: PPOConfig) -> str:
     rollout = config.actor_rollout_ref.rollout
-    own = "own weights, synced every step"
-    shared = config.actor_rollout_ref.actor.fsdp_config.tensor_parallel_size == 1 and not config.rollout_apart
-    if rollout.name == "native" and shared:
-        own = "shares the actor's weights"
-    if rollout.name == "server":
-        own = ", ".join(rollout.server.base_url)
-        own += ", which keeps its weights" if rollout.keeps_weights else ", synced every step"
+    weights = [f" ({engine.plan(config)})" for engine in generation_engines() if engine.name == rollout.name]
     cut = f", top-p {rollout.top_p:g}" if rollout.top_p < 1 else ""
     cut += f", top-k {rollout.top_k}" if rollout.top_k > 0 else ""
-    return f"{rollout.name} ({own}), temperature {rollout.temperature:g}{cut}"
+    return f"{rollout.name}{''.join(weights)}, temperature {rollout.temperature:g}{cut}"
 
 
 def _model(model: BackboneConfig) -> str:
@@ -280,30 +275,21 @@ def _count(number: int, noun: str) -> str:
 
 
 def _old_log_probs(config: PPOConfig) -> str:
-    actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
-    steps = {
-        f"{correction.rollout_is} importance weights": correction.rollout_is is not None
-        and not (correction.bypass_mode and correction.loss_type == "ppo_clip"),
-        f"rejection by {correction.rollout_rs}": correction.rollout_rs is not None,
-    }
-    corrections = " and ".join(name for name, on in steps.items() if on)
-    if correction.bypass_mode:
-        measured = f", {corrections} before each update" if corrections else ""
-        return f"the rollout's own (bypass_mode){measured}"
-    if corrections:
-        return f"recomputed once per step, {corrections}"
-    if math.ceil(config.data.train_batch_size / actor.ppo_mini_batch_size) * actor.ppo_epochs == 1:
+    old, correction = OldLogProbs.of(config), config.algorithm.rollout_correction
+    steps = [f"{correction.rollout_is} importance weights"] if correction.weighs else []
+    steps += [f"rejection by {correction.rollout_rs}"] if correction.rollout_rs is not None else []
+    corrections = " and ".join(steps)
+    if old.bypass:
+        return "the rollout's own (bypass_mode)" + (f", {corrections} before each update" if corrections else "")
+    if not old.recompute:
         return "none needed: one update per batch, the ratio is exactly 1"
-    return "recomputed once per step"
+    return "recomputed once per step" + (f", {corrections}" if corrections else "")
 
 
-def _length(trainer: RunConfig, batch: int, unit: str, rows: int | None) -> str:
+def _length(trainer: RunConfig, batch: int, unit: str) -> str:
     if trainer.total_training_steps is not None:
         return _count(trainer.total_training_steps, "step")
-    epochs = _count(trainer.total_epochs, "epoch")
-    if rows is None:
-        return f"{epochs} x ({unit} in the training data / {batch:,}) steps"
-    return f"{epochs} x {rows // batch:,} steps = {_count(trainer.total_epochs * (rows // batch), 'step')}"
+    return f"{_count(trainer.total_epochs, 'epoch')} x ({unit} in the training data / {batch:,}) steps"
 
 
 def _validation(config: PPOConfig) -> str:

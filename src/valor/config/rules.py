@@ -1,0 +1,101 @@
+"""What follows from the rules on keys and sections: contradictions, settings without effect, features not there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from fnmatch import fnmatchcase
+from functools import reduce
+from typing import Any
+
+from valor.config.base import Section, Unavailable, is_set
+from valor.config.describe import show
+from valor.config.tree import absolute, declared, find_field, get_at, inherited_from, walk_keys
+
+Asked = dict[tuple[str, str], list[str]]
+"""Features that are not there, as (what, what to do instead), and the settings that ask for each."""
+
+
+def contradictions(section: Section, at: str = "") -> list[str]:
+    """What `section` and those below it find in themselves; one that is off (`enable`: false) is not asked."""
+    if getattr(section, "enable", True) is False:
+        return []
+    lines = section.contradictions(at)
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            lines += contradictions(value, f"{at}{name}.")
+    return lines
+
+
+def inert_settings(config: Section, explicit_keys: Collection[str]) -> dict[str, str]:
+    """Those of `explicit_keys` that change nothing in this run, each with the reason."""
+    reasons = {key: next(_reasons(config, key), None) for key in sorted(explicit_keys)}
+    return {key: reason for key, reason in reasons.items() if reason is not None}
+
+
+def _reasons(config: Section, key: str) -> Iterator[str]:
+    for reason, patterns in config.unused().items():
+        if any(fnmatchcase(key, pattern) for pattern in patterns.split()):
+            yield f"no effect: {reason}"
+    for condition, reason, place in conditions(type(config), key):
+        keys = [_named(alternative, place) for alternative in condition.split(" or ")]
+        if key not in keys and not any(_holds(config, one, place) for one in condition.split(" or ")):
+            value = _value(config, keys[0])
+            short = ".".join(keys[0].split(".")[-2:])
+            told = f"no effect with {short}={show(value).strip(chr(39))}" if value is not None else None
+            yield f"no effect: {reason}" if reason else told or f"no effect: {short} is not set"
+
+
+def conditions(root: type[Section], key: str) -> Iterator[tuple[str, str, str]]:
+    """Every `only_with` on `key` and on the sections around it, as (condition, reason, the key where it stands)."""
+    names = key.split(".")
+    for length in range(1, len(names) + 1):
+        place = ".".join(names[:length])
+        found = find_field(root, place)
+        for condition, reason in (declared(*found, "only_with") or {}).items() if found else ():
+            yield condition, reason, place
+
+
+def _named(condition: str, place: str) -> str:
+    """The key that a condition is about."""
+    return absolute(condition.partition("=")[0].removesuffix("!"), place)
+
+
+def _holds(config: Section, condition: str, place: str) -> bool:
+    value = _value(config, _named(condition, place))
+    left, equals, wanted = condition.partition("=")
+    if not equals:
+        return is_set(value)
+    return (show(value).strip("'") == wanted) != left.endswith("!")
+
+
+def _value(config: Section, key: str) -> Any:
+    """None where this tree has no such key."""
+    return reduce(lambda section, name: getattr(section, name, None), key.split("."), config)
+
+
+def unavailable_settings(config: Section) -> Asked:
+    """What the values of keys ask for and cannot have."""
+    tree, root = config.model_dump(), type(config)
+    asked: Asked = {}
+    for key, section, name in walk_keys(root):
+        value, source = get_at(tree, key), inherited_from(section, name)
+        if source is not None and get_at(tree, absolute(source, key)) == value:
+            continue  # the key that it inherits from is named
+        for one in unavailable_values(section, name):
+            if one.asks(value):
+                asked.setdefault((one.what, one.instead), []).append(f"{key}={show(value)}")
+    return asked
+
+
+def unavailable_values(section: type[Any], name: str) -> list[Unavailable]:
+    """What a field's annotation says is not available."""
+    return [item for item in section.model_fields[name].metadata if isinstance(item, Unavailable)]
+
+
+def unavailable_lines(asked: Asked) -> list[str]:
+    """One line for each feature, with the settings that ask for it."""
+    return [
+        f"{what[0].upper()}{what[1:]} is not available in this version: {instead} ({', '.join(settings)})"
+        for (what, instead), settings in asked.items()
+    ]

@@ -1,0 +1,209 @@
+"""What contradicts the algorithms, engines and places that a configuration names: asked before any model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from fnmatch import fnmatchcase
+
+import torch
+from pydantic import BaseModel
+
+from valor import algorithms
+from valor.algorithms import ADVANTAGES, POLICY_LOSSES, VALUE_LOSSES
+from valor.algorithms.custom import load_custom
+from valor.algorithms.registry import Entry
+from valor.config import CriticRunConfig, PPOConfig, Section, SupervisedConfig
+from valor.config import inert_settings as inert_by_rules
+from valor.controller.placement import check_placement, check_tensor_parallel
+from valor.errors import UserError
+from valor.rollout.registry import generation_engine, generation_engines
+from valor.trainer.advantage import FROM_THE_RUN, from_critic, offered_settings
+from valor.workers.actor import policy_loss_options
+from valor.workers.critic import value_head
+
+
+def check(config: BaseModel) -> list[str]:
+    """Every mistake that those who act on `config` find in it, a line each. Runs the file `algorithm.custom_path`."""
+    if isinstance(config, SupervisedConfig):
+        processes = config.trainer.processes_per_node
+        return check_tensor_parallel("", config.fsdp_config, processes, config.model.lora_rank)
+    if not isinstance(config, PPOConfig):
+        return []
+    lines = _found(_load_own, config)
+    if lines:
+        return lines  # its algorithms are not known
+    checks = [_value_loss, _engine]
+    if not isinstance(config, CriticRunConfig):
+        checks += [_estimator, _components, _policy_loss, _correction, check_placement]
+    return [line for one in checks for line in _found(one, config)]
+
+
+def _found(check: Callable[[PPOConfig], list[str]], config: PPOConfig) -> list[str]:
+    """What `check` returns, or the lines of the UserError that it raises."""
+    try:
+        return check(config)
+    except UserError as error:
+        return str(error).splitlines()
+
+
+def _load_own(config: PPOConfig) -> list[str]:
+    load_custom(config.algorithm.custom_path)
+    return []
+
+
+def _engine(config: PPOConfig) -> list[str]:
+    return generation_engine(config.actor_rollout_ref.rollout.name).check(config)
+
+
+def _estimator(config: PPOConfig) -> list[str]:
+    algorithm, n = config.algorithm, config.actor_rollout_ref.rollout.n
+    name = f"algorithm.adv_estimator={algorithm.adv_estimator}"
+    entry = ADVANTAGES[algorithm.adv_estimator]
+    needs, options, lines = entry.capability, algorithms.advantage_options(entry.name), []
+    if needs.needs_critic and not config.critic.enable:
+        lines.append(
+            f"{name} needs a critic: set critic.enable=true, or an estimator that does without, such as grpo or rloo"
+        )
+    alone_is_fine = "singleton" in options and algorithm.singleton == "raw"
+    if n < needs.min_group_size and not alone_is_fine:
+        lines.append(
+            f"{name} compares samples of one prompt: set actor_rollout_ref.rollout.n to at least "
+            f"{needs.min_group_size}, it is {n}"
+        )
+    if needs.needs_sum_pi_squared and algorithm.rollout_correction.bypass_mode:
+        lines.append(
+            f"{name} needs a pass of the actor over each batch, which bypass_mode leaves out: set "
+            "algorithm.rollout_correction.bypass_mode=false"
+        )
+    if algorithm.truncation_bootstrap and "bootstrap_mask" not in options:
+        lines.append(f"algorithm.truncation_bootstrap=true is not for {name}: use gae")
+    if from_critic(algorithm):  # A = V(last) - V has no place for these
+        if algorithm.use_kl_in_reward:
+            lines.append(
+                "algorithm.reward_source=critic leaves no reward to subtract algorithm.use_kl_in_reward from: use "
+                "actor_rollout_ref.actor.use_kl_loss=true"
+            )
+        if algorithm.truncation_bootstrap:
+            lines.append("algorithm.truncation_bootstrap=true is for rewards by rule: drop it")
+    taken = {*offered_settings(algorithm), *FROM_THE_RUN}
+    return lines + _options(entry, "algorithm.adv_kwargs", algorithm.adv_kwargs, options, taken)
+
+
+def _components(config: PPOConfig) -> list[str]:
+    algorithm = config.algorithm
+    if not ADVANTAGES[algorithm.adv_estimator].capability.needs_components:
+        return []
+    name, lines = f"algorithm.adv_estimator={algorithm.adv_estimator}", []
+    if not algorithm.gdpo_reward_keys:
+        lines.append(f"{name} needs algorithm.gdpo_reward_keys: the reward components that the graders report")
+    if algorithm.use_kl_in_reward:
+        lines.append(
+            f"{name} reads reward components, which algorithm.use_kl_in_reward does not touch: use "
+            "actor_rollout_ref.actor.use_kl_loss instead"
+        )
+    if algorithm.reward_mask_ratio > 0 or algorithm.reward_binarize:
+        lines.append(
+            f"{name} reads reward components, which algorithm.reward_mask_ratio and algorithm.reward_binarize do not "
+            "touch: drop them or take another estimator"
+        )
+    return lines
+
+
+def _policy_loss(config: PPOConfig) -> list[str]:
+    actor, name, lines = config.actor_rollout_ref.actor, config.policy_loss, []
+    entry = POLICY_LOSSES[name]
+    fixed = entry.capability.aggregation
+    if fixed is not None and actor.loss_agg_mode not in ("token-mean", fixed):
+        lines.append(
+            f"actor_rollout_ref.actor.policy_loss.loss_mode={name} always aggregates as {fixed}: remove "
+            f"actor_rollout_ref.actor.loss_agg_mode={actor.loss_agg_mode}"
+        )
+    key, given = "actor_rollout_ref.actor.policy_loss.loss_kwargs", actor.policy_loss.loss_kwargs
+    taken = {*type(actor).model_fields, *type(actor.policy_loss).model_fields, "generator"}
+    lines += _options(entry, key, given, algorithms.policy_loss_options(name), taken)
+    if entry.builtin and not lines:  # options that contradict each other are found by trying them
+        one, options = torch.ones(1, 1), policy_loss_options(actor, name)
+        try:
+            algorithms.policy_loss(
+                name, log_probs=-one, old_log_probs=-one, advantages=one, response_mask=one, **options
+            )
+        except UserError as error:
+            lines.append(f"actor_rollout_ref.actor.policy_loss.loss_mode={name}: {error}")
+    return lines
+
+
+def _value_loss(config: PPOConfig) -> list[str]:
+    if not config.critic.enable:
+        return []
+    name, given = config.critic.value_loss, config.critic.value_loss_kwargs
+    entry = VALUE_LOSSES[name]
+    lines = _options(entry, "critic.value_loss_kwargs", given, algorithms.value_loss_options(name))
+    if entry.builtin and not lines:
+        one, outputs = torch.ones(1, 1), torch.ones(1, 1, value_head(config.critic).size).squeeze(-1)
+        algorithms.value_loss(name, values=outputs, old_values=one, returns=one, response_mask=one, **given)
+    return lines
+
+
+def _correction(config: PPOConfig) -> list[str]:
+    correction, one = config.algorithm.rollout_correction, torch.ones(1, 1)
+    options = correction.model_dump(exclude={"bypass_mode", "loss_type"})
+    algorithms.rollout_correction(log_probs=-one, rollout_log_probs=-one, response_mask=one, **options)
+    return []
+
+
+def _options(
+    entry: Entry, key: str, given: Collection[str], options: Collection[str], taken: Collection[str] = ()
+) -> list[str]:
+    """Names under `key` must be `options` of the algorithm, and have no source of their own (`taken`)."""
+    lines = []
+    for option in given:
+        if option in taken:
+            lines.append(f"{key}.{option} is not set here: it has a key of its own or comes from the run")
+        elif option not in options and not entry.takes_any:
+            known = ", ".join(sorted(set(options) - set(taken))) or "none"
+            lines.append(f"{key}.{option}: {entry.name} has no such option (it has {known})")
+    return lines
+
+
+def inert_settings(config: Section, explicit_keys: Collection[str]) -> dict[str, str]:
+    """Those of `explicit_keys` that change nothing in this run, with the reason: by the keys' own rules, and because
+    the chosen engine, estimator or loss does not read them."""
+    found = inert_by_rules(config, explicit_keys)
+    if isinstance(config, PPOConfig):
+        found = dict(_not_read(config, explicit_keys)) | found
+    return dict(sorted(found.items()))
+
+
+# Settings of `algorithm` whose option has another name.
+_OPTION = {"lam": "lam_actor", "gdpo_reward_keys": "component_scores", "gdpo_reward_weights": "component_weights"}
+
+
+def _not_read(config: PPOConfig, keys: Collection[str]) -> Iterator[tuple[str, str]]:
+    shared, algorithm = config.actor_rollout_ref, config.algorithm
+    reads = {engine.name: engine.reads for engine in generation_engines()}
+    special = [pattern for patterns in reads.values() for pattern in patterns] + ["engine_kwargs.*"]
+    estimator, loss = ADVANTAGES[algorithm.adv_estimator], POLICY_LOSSES[config.policy_loss]
+    of_estimators = offered_settings(algorithm).keys() - {"whitening"} | _OPTION.keys() | set(_OPTION.values())
+    of_losses = {*type(shared.actor.policy_loss).model_fields, "tau_pos", "tau_neg"} - {"loss_mode", "loss_kwargs"}
+    for key in keys:
+        section, _, name = key.rpartition(".")
+        below_rollout = key.removeprefix("actor_rollout_ref.rollout.")
+        if below_rollout != key and _matches(below_rollout, special):
+            if not _matches(below_rollout, reads.get(shared.rollout.name, special)):
+                yield key, f"no effect with rollout.name={shared.rollout.name}"
+        elif section == "algorithm" and name in of_estimators:
+            if not _takes(estimator, _OPTION.get(name, name)):
+                yield key, f"no effect: adv_estimator={estimator.name} does not read it"
+        elif section in ("actor_rollout_ref.actor", "actor_rollout_ref.actor.policy_loss") and name in of_losses:
+            if not _takes(loss, name):
+                yield key, f"no effect: the policy loss {loss.name} does not read it"
+        elif key == "critic.cliprange_value" and not _takes(VALUE_LOSSES[config.critic.value_loss], name):
+            yield key, f"no effect with critic.value_loss={config.critic.value_loss}, which does not clip"
+
+
+def _matches(key: str, patterns: Collection[str]) -> bool:
+    return any(fnmatchcase(key, pattern) for pattern in patterns)
+
+
+def _takes(entry: Entry, option: str) -> bool:
+    return entry.takes_any or option in entry.parameters

@@ -1,0 +1,170 @@
+"""The rules on keys: settings without effect, and things that this version cannot do."""
+
+from fnmatch import fnmatchcase
+
+import pytest
+
+from valor.config import (
+    CriticPretrainConfig,
+    CriticScoreConfig,
+    PPOConfig,
+    RMConfig,
+    SFTConfig,
+    inert_settings,
+    load,
+)
+from valor.config.rules import conditions, unavailable_settings
+from valor.config.tree import absolute, find_field, walk_keys
+from valor.errors import UserError
+
+ROOTS = [PPOConfig, CriticPretrainConfig, CriticScoreConfig, SFTConfig, RMConfig]
+MASK = ["algorithm.reward_mask_type=bernoulli"]
+RM = ["reward.reward_model.enable=true", "reward.reward_model.model_path=m"]
+
+
+def named(condition: str, place: str) -> str:
+    return absolute(condition.partition("=")[0].removesuffix("!"), place)
+
+
+def resolves(root, key: str) -> bool:
+    """Whether `key` is a key or a property of a section of `root`."""
+    parent, _, name = key.rpartition(".")
+    found = find_field(root, parent) if parent else None
+    section = root if not parent else found[0].model_fields[found[1]].annotation if found else None
+    return section is not None and (name in section.model_fields or isinstance(getattr(section, name, None), property))
+
+
+def test_settings_without_effect_are_listed_with_their_reason():
+    argv = ["algorithm.adv_estimator=grpo", "critic.optim.lr=1", "actor_rollout_ref.actor.kl_loss_coef=0.1"]
+    loaded = load([*argv, "actor_rollout_ref.rollout.n=4", "trainer.test_freq=5", *MASK])
+    assert inert_settings(loaded.config, loaded.explicit_keys) == {
+        "actor_rollout_ref.actor.kl_loss_coef": "no effect with actor.use_kl_loss=false",
+        "algorithm.reward_mask_type": "no effect with algorithm.reward_mask_ratio=0.0",
+        "critic.optim.lr": "no effect: this run has no critic",
+        "trainer.test_freq": "no effect: data.val_files is not set",
+    }
+    assert inert_settings(SFTConfig(), {"trainer.seed", "trainer.test_freq", "model.lora_alpha"}) == {
+        "model.lora_alpha": "no effect with model.lora_rank=0",
+        "trainer.test_freq": "no effect: data.val_files is not set",
+    }
+
+
+def test_a_rule_is_not_about_the_key_that_it_asks():
+    argv = ["critic.enable=false", "algorithm.adv_estimator=grpo", "reward.reward_model.enable=false"]
+    loaded = load([*argv, "actor_rollout_ref.rollout.server.weight_updates=none"])
+    assert inert_settings(loaded.config, loaded.explicit_keys) == {}
+
+
+@pytest.mark.parametrize(
+    ("key", "argv", "reason"),
+    [
+        ("algorithm.lam=0.9", ["algorithm.reward_source=critic"], "the advantage is V(last) - V"),
+        ("critic.freeze_steps=1-3", ["critic.freeze=true", "critic.model.path=c"], "with critic.freeze=true"),
+        ("actor_rollout_ref.rollout.free_cache_engine=false", ["trainer.device=cpu"], "with trainer.device=cpu"),
+        ("reward.num_workers=2", ["reward.reward_manager.name=remote", "reward.remote.url=u"], "a server grades"),
+        ("reward.timeout=2", RM, "the reward model scores every sample (reward_model.rule_weight=0)"),
+        ("reward.reward_model.judge.timeout=2", RM, "judge.url is not set"),
+        ("reward.reward_model.fsdp_config.optimizer_offload=true", RM, "no optimizer"),
+        ("algorithm.rollout_correction.loss_type=reinforce", [], "with rollout_correction.bypass_mode=false"),
+        ("actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=1", [], "is in the actor's proc"),
+        ("actor_rollout_ref.actor.optim.num_cycles=1", [], "with optim.lr_scheduler_type=constant"),
+    ],
+)
+def test_rules_that_do_not_hold(key, argv, reason):
+    loaded = load([key, *argv])
+    assert reason in inert_settings(loaded.config, loaded.explicit_keys)[key.partition("=")[0]]
+
+
+def test_what_other_kinds_of_runs_do_not_read():
+    keys = {"algorithm.lam", "data.val_files", "critic.optim.lr", "actor_rollout_ref.rollout.n", "data.train_files"}
+    policy = {"algorithm.lam": "no effect: the policy is not trained here, and returns are outcomes (lambda 1)"}
+    held_out = {"data.val_files": "no effect: pretrain.holdout keeps prompts back"}
+    assert inert_settings(CriticPretrainConfig(), keys) == policy | held_out
+    given = CriticPretrainConfig.model_validate({"pretrain": {"rollouts": "r"}})
+    assert inert_settings(given, keys).keys() == {"algorithm.lam", "data.val_files", "data.train_files"}
+    assert inert_settings(CriticScoreConfig(), keys).keys() == {"algorithm.lam", "critic.optim.lr", "data.train_files"}
+
+
+@pytest.mark.parametrize("root", ROOTS)
+def test_every_condition_and_pattern_is_about_something_in_a_tree(root):
+    keys = [key for key, _, _ in walk_keys(root)]
+    for key in keys:
+        for condition, _, place in conditions(root, key):
+            for one in condition.split(" or "):
+                asked = [tree for tree in ROOTS if one == "never" or resolves(tree, named(one, place))]
+                assert asked, f"{place}: {condition}"
+    for patterns in root().unused().values():
+        for pattern in patterns.split():
+            assert any(fnmatchcase(key, pattern) for key in keys), pattern
+
+
+def test_keys_that_act_are_not_listed():
+    acting = [
+        "data.val_files=v",
+        "trainer.test_freq=5",
+        "critic.optim.lr=1e-5",
+        "actor_rollout_ref.rollout.max_num_seqs=8",
+    ]
+    loaded = load([*acting, "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_coef=0.1"])
+    assert inert_settings(loaded.config, loaded.explicit_keys) == {}
+
+
+def test_a_server_that_keeps_its_weights():
+    key = "actor_rollout_ref.rollout"
+    asked = [f"{key}.name=server", f"{key}.server.base_url=http://h:1/v1", f"{key}.dtype=float32"]
+    assert inert_settings(load(asked).config, load(asked).explicit_keys) == {}
+    loaded = load([*asked, f"{key}.server.weight_updates=none", f"{key}.server.weights_dir=w"])
+    assert inert_settings(loaded.config, loaded.explicit_keys).keys() == {f"{key}.dtype", f"{key}.server.weights_dir"}
+
+
+def test_a_default_run_asks_for_nothing_unavailable():
+    assert unavailable_settings(PPOConfig()) == unavailable_settings(SFTConfig()) == {}
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "actor_rollout_ref.rollout.name=sglang",
+        "actor_rollout_ref.rollout.multi_turn.enable=true",
+        "actor_rollout_ref.rollout.do_sample=false",
+        "actor_rollout_ref.actor.checkpoint.save_contents=[model]",
+        "critic.checkpoint.load_contents=[model,optimizer]",
+        "critic.checkpoint.async_save=true",
+        "reward.reward_manager.name=gdpo",
+        "data.custom_cls.path=x.py",
+    ],
+)
+def test_unavailable_features_are_one_line(override):
+    dry = load([override, "--dry-run"])
+    [line] = dry.unavailable
+    assert " is not available in this version: " in line and override.partition("=")[0] in line
+
+
+def test_what_a_dry_run_shows_a_run_raises():
+    argv = ["actor_rollout_ref.rollout.name=sglang", "critic.checkpoint.async_save=true"]
+    with pytest.raises(UserError) as caught:
+        load(argv)
+    assert str(caught.value).splitlines() == list(load([*argv, "--dry-run"]).unavailable)
+
+
+def test_one_line_per_feature_not_per_key():
+    argv = ["actor_rollout_ref.actor.strategy=megatron", "critic.strategy=megatron"]
+    loaded = load([*argv, "actor_rollout_ref.actor.megatron_config.tensor_model_parallel_size=4", "--dry-run"])
+    [line] = loaded.unavailable
+    assert line == (
+        "The Megatron backend is not available in this version: use strategy=fsdp2 and no megatron_config "
+        "(actor_rollout_ref.actor.strategy='megatron', "
+        "actor_rollout_ref.actor.megatron_config.tensor_model_parallel_size=4)"
+    )
+
+
+def test_number_of_keys_stays_readable():
+    assert len(list(walk_keys(PPOConfig))) < 320
+
+
+def test_a_reference_without_weights_of_its_own_has_no_precision():
+    argv = ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.ref.fsdp_config.dtype=float32"]
+    loaded = load([*argv, "actor_rollout_ref.model.lora_rank=8"])
+    [(key, reason)] = inert_settings(loaded.config, loaded.explicit_keys).items()
+    assert key == argv[1].partition("=")[0] and reason.endswith("the actor without its adapters")
+    assert inert_settings(load(argv).config, loaded.explicit_keys) == {}

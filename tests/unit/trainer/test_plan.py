@@ -1,0 +1,102 @@
+"""What --dry-run prints, asked from those who act."""
+
+import pytest
+
+from valor.config import SFTConfig, load
+from valor.errors import UserError
+from valor.trainer.plan import plan
+
+OTB = ["algorithm.adv_estimator=optimal_token_baseline"]
+
+
+def row(text: str, title: str) -> str:
+    [line] = [line for line in text.splitlines() if line.startswith(title)]
+    return line.removeprefix(title).strip()
+
+
+def test_batch_arithmetic_in_prompts_samples_and_tokens():
+    argv = ["data.train_batch_size=256", "actor_rollout_ref.actor.ppo_mini_batch_size=64"]
+    argv += ["actor_rollout_ref.rollout.n=4", "data.max_response_length=1024"]
+    text = plan(load(argv).config)
+    assert row(text, "batch") == (
+        "256 prompts x 4 samples = 1,024 samples/step, at most 512 + 1,024 tokens each = 1,572,864 tokens/step"
+    )
+    assert "actor: 64-prompt mini-batches = 256 samples -> 4 updates x 1 epoch;" in text
+    assert row(text, "length") == "30 epochs x (prompts in the training data / 256) steps"
+    assert row(text, "old log-probs") == "recomputed once per step"
+
+
+def test_uneven_mini_batches_and_row_bounds():
+    argv = ["data.train_batch_size=100", "actor_rollout_ref.actor.ppo_mini_batch_size=30", "critic.ppo_epochs=2"]
+    text = plan(load([*argv, "critic.ppo_micro_batch_size_per_gpu=8"]).config)
+    assert "actor: 30-prompt mini-batches = 30 samples -> 4 updates (the last one 10 prompts) x 1 epoch" in text
+    assert "x 2 epochs; micro-batches of at most 32,768 tokens and 8 samples per process" in text
+    assert "30 epochs x (prompts in the training data / 100) steps" in text
+
+
+def test_one_update_needs_no_old_log_probs():
+    argv = ["data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=64"]
+    assert row(plan(load(argv).config), "old log-probs").startswith("none needed")
+    for also in (["algorithm.use_kl_in_reward=true"], [*OTB, "actor_rollout_ref.rollout.n=4"]):
+        assert row(plan(load([*argv, *also]).config), "old log-probs") == "recomputed once per step"
+    argv.append("algorithm.rollout_correction.bypass_mode=true")
+    assert row(plan(load(argv).config), "old log-probs") == "the rollout's own (bypass_mode)"
+
+
+def test_rollout_correction_recomputes_and_says_so():
+    head = "algorithm.rollout_correction"
+    argv = ["data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=64"]
+    argv += [f"{head}.rollout_is=token", f"{head}.rollout_rs=seq_mean_k3", f"{head}.rollout_rs_threshold=0.1"]
+    said = row(plan(load(argv).config), "old log-probs")
+    assert said == "recomputed once per step, token importance weights and rejection by seq_mean_k3"
+    bypass = row(plan(load([*argv, f"{head}.bypass_mode=true"]).config), "old log-probs")
+    assert bypass == "the rollout's own (bypass_mode), rejection by seq_mean_k3 before each update"
+
+
+def test_roles():
+    gae = plan(load(["critic.model.path=small", "algorithm.lam_critic=0.9", "trainer.critic_warmup=5"]).config)
+    assert row(gae, "critic").startswith("small, AdamW lr 1e-05")
+    assert "lambda 1 (critic 0.9)" in gae and "the first 5 steps train the critic alone" in gae
+    assert row(gae, "reference") == "none (no KL term is on)"
+    grpo = plan(load(["-cn", "grpo_config", "algorithm.use_kl_in_reward=true"]).config)
+    assert row(grpo, "critic") == "none"
+    assert row(grpo, "reference").endswith("fixed KL penalty 0.001 in the reward, KL loss 0.001 (low_var_kl)")
+    assert row(grpo, "validation").startswith("before the first step, every 5 steps, after the last; 1 response")
+    split = plan(load(["actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2"]).config)
+    assert row(split, "actor").endswith("tensor parallel over 2") and "own weights" in row(split, "rollout")
+    assert "frozen" in row(plan(load(["critic.freeze=true", "critic.model.path=trained"]).config), "critic")
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        ([], "one process per GPU, or one CPU process where there is none, on this machine; all roles share"),
+        (["trainer.device=cpu"], "one CPU process, on this machine"),
+        (["trainer.device=cpu", "trainer.n_gpus_per_node=2"], "2 CPU processes on this machine"),
+        (["trainer.n_gpus_per_node=8", "trainer.nnodes=4"], "8 GPUs on each of 4 nodes = 32"),
+    ],
+)
+def test_placement(argv, text):
+    assert row(plan(load(argv).config), "placement").startswith(text)
+
+
+def test_sft_plan():
+    text = plan(load(["data.train_batch_size=32"], SFTConfig).config)
+    assert row(text, "batch").startswith("32 samples per update")
+    assert row(text, "length") == "4 epochs x (samples in the training data / 32) steps"
+
+
+def test_adapters_are_in_the_plan_and_need_a_rank():
+    argv = ["actor_rollout_ref.model.path=m", "actor_rollout_ref.model.lora_adapter_path=a"]
+    text = plan(load([*argv, "actor_rollout_ref.model.lora_rank=8"]).config)
+    assert row(text, "actor").startswith("m with LoRA adapters of rank 8 from a, ")
+    assert row(text, "critic").startswith("m, ")
+    with pytest.raises(UserError, match=r"lora_adapter_path=a needs actor_rollout_ref\.model\.lora_rank"):
+        load(argv)
+
+
+def test_what_a_run_would_stop_at_is_its_last_row():
+    dry = load(["actor_rollout_ref.rollout.name=sglang", "--dry-run"])
+    text = plan(dry.config, dry.explicit_keys, dry.unavailable)
+    assert [row(text, "stops here")] == list(dry.unavailable)
+    assert row(text, "rollout") == "sglang, temperature 1"

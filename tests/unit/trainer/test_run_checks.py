@@ -1,0 +1,153 @@
+"""What algorithms, engines and places find in a configuration: all at once, a line each, before anything is loaded."""
+
+import pytest
+
+from valor.algorithms import ADVANTAGES
+from valor.config import PPOConfig, SFTConfig, load
+from valor.errors import UserError
+from valor.trainer.checks import check, inert_settings
+
+SERVER = ["actor_rollout_ref.rollout.name=server", "actor_rollout_ref.rollout.server.base_url=http://h:1/v1"]
+SERVER += ["actor_rollout_ref.rollout.top_k=5"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["critic.enable=false"], "algorithm.adv_estimator=gae needs a critic: "),
+        (
+            ["algorithm.adv_estimator=reinforce_plus_plus", "algorithm.truncation_bootstrap=true"],
+            "algorithm.truncation_bootstrap",
+        ),
+        (["algorithm.reward_source=critic", "algorithm.use_kl_in_reward=true"], "use_kl_loss"),
+        (["algorithm.reward_source=critic", "algorithm.truncation_bootstrap=true"], "rewards by rule"),
+        (["actor_rollout_ref.rollout.dtype=float32"], "actor_rollout_ref.rollout.dtype=float32, but rollout.name=nat"),
+        (["actor_rollout_ref.actor.policy_loss.loss_mode=dro"], "policy_loss.loss_mode=dro: dro needs dro_beta > 0"),
+        (
+            [
+                "actor_rollout_ref.actor.use_kl_loss=true",
+                "actor_rollout_ref.actor.kl_loss_type=full",
+                "+resource_pools.own.roles=[ref]",
+            ],
+            "take ref out of resource_pools.own.roles",
+        ),
+        (
+            ["critic.ulysses_sequence_parallel_size=2", "critic.model.use_remove_padding=false"],
+            "sequence parallelism shares packed rows out: set critic.model.use_remove_padding=true",
+        ),
+        (
+            [
+                "actor_rollout_ref.actor.use_kl_loss=true",
+                "actor_rollout_ref.actor.kl_loss_type=full",
+                "actor_rollout_ref.ref.ulysses_sequence_parallel_size=2",
+            ],
+            "set actor_rollout_ref.ref.ulysses_sequence_parallel_size=1, as the actor's",
+        ),
+        (
+            ["trainer.n_gpus_per_node=3", "critic.fsdp_config.tensor_parallel_size=2"],
+            "critic.fsdp_config.tensor_parallel_size=2 does not divide the number of processes, 3",
+        ),
+        (
+            ["actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2", "trainer.device=cpu"],
+            "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2 does not divide the number of processes, 1",
+        ),
+        (
+            [
+                "critic.fsdp_config.tensor_parallel_size=2",
+                "+resource_pools.values.roles=critic",
+                "+resource_pools.values.n_gpus_per_node=5",
+            ],
+            "critic.fsdp_config.tensor_parallel_size=2 does not divide the number of processes, 5",
+        ),
+        (
+            ["critic.fsdp_config.tensor_parallel_size=2", "critic.ulysses_sequence_parallel_size=2"],
+            "critic.ulysses_sequence_parallel_size=2 do not go together: set one to 1",
+        ),
+        (
+            ["actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2", "actor_rollout_ref.model.lora_rank=4"],
+            "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2 does not go with LoRA",
+        ),
+        (
+            [
+                "actor_rollout_ref.actor.use_kl_loss=true",
+                "actor_rollout_ref.actor.kl_loss_type=full",
+                "actor_rollout_ref.ref.fsdp_config.tensor_parallel_size=2",
+            ],
+            "set actor_rollout_ref.ref.fsdp_config.tensor_parallel_size=1, as the actor's",
+        ),
+        (["actor_rollout_ref.rollout.name=server"], "set actor_rollout_ref.rollout.server.base_url, such as http"),
+        ([*SERVER, "actor_rollout_ref.rollout.nnodes=1"], "generates on the server's devices: drop"),
+        ([*SERVER, "actor_rollout_ref.rollout.temperature=0.7"], "log-probs at temperature 0.7 before"),
+    ],
+)
+def test_contradictions_that_those_who_act_find(argv, line):
+    with pytest.raises(UserError) as caught:
+        load(argv, PPOConfig, check)
+    [found] = str(caught.value).splitlines()
+    assert line in found
+
+
+def test_everything_is_told_at_once():
+    argv = [
+        "algorithm.adv_estimator=gdpo",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=drow",
+        "trainer.val_only=true",
+    ]
+    with pytest.raises(UserError) as caught:
+        load([*argv, "actor_rollout_ref.rollout.dtype=float32", "algorithm.reward_binarize=true"], PPOConfig, check)
+    assert [line.partition(":")[0] for line in str(caught.value).splitlines()] == [
+        "trainer.val_only=true needs validation prompts",
+        "actor_rollout_ref.rollout.dtype=float32, but rollout.name=native generates with the actor's own weights in "
+        "bfloat16",
+        "algorithm.adv_estimator=gdpo compares samples of one prompt",
+        "algorithm.adv_estimator=gdpo needs algorithm.gdpo_reward_keys",
+        "algorithm.adv_estimator=gdpo reads reward components, which algorithm.reward_mask_ratio and "
+        "algorithm.reward_binarize do not touch",
+        "unknown policy loss 'drow'; did you mean dro?",
+    ]
+
+
+def test_unknown_names_offer_the_nearest():
+    with pytest.raises(UserError, match=r"unknown advantage estimator 'gea'; did you mean gae"):
+        load(["algorithm.adv_estimator=gea"], PPOConfig, check)
+    with pytest.raises(UserError, match=r"tensor_parallel_size=2 does not divide the number of processes, 3"):
+        load(["fsdp_config.tensor_parallel_size=2", "trainer.n_gpus_per_node=3"], SFTConfig, check)
+
+
+@pytest.mark.parametrize("name", [name for name in ADVANTAGES.names() if ADVANTAGES[name].builtin])
+def test_a_critic_is_on_by_default_exactly_where_the_estimator_needs_values(name):
+    config = PPOConfig.model_validate({"algorithm": {"adv_estimator": name}})
+    assert config.critic.enable == ADVANTAGES[name].capability.needs_critic
+
+
+def inert(*argv: str) -> dict[str, str]:
+    loaded = load(argv)
+    return inert_settings(loaded.config, loaded.explicit_keys)
+
+
+def test_settings_that_the_chosen_engine_does_not_read():
+    key = "actor_rollout_ref.rollout"
+    vllm = [f"{key}.gpu_memory_utilization=0.4", f"{key}.engine_kwargs.vllm.x=1", f"{key}.enforce_eager=true"]
+    native = inert(*vllm, f"{key}.max_num_seqs=8", f"{key}.engine_kwargs.sglang.x=1")
+    assert native.keys() == {one.partition("=")[0] for one in [*vllm, f"{key}.engine_kwargs.sglang.x"]}
+    assert set(native.values()) == {"no effect with rollout.name=native"}
+    assert inert(f"{key}.name=vllm", *vllm) == {}
+    assert inert(f"{key}.server.base_url=u").keys() == {f"{key}.server.base_url"}
+    assert inert(*SERVER, *vllm, f"{key}.max_model_len=9000").keys() == {
+        *(one.partition("=")[0] for one in vllm),
+        f"{key}.max_model_len",
+    }
+
+
+def test_settings_that_the_chosen_algorithms_do_not_read():
+    assert inert("algorithm.lam_critic=0.9", "algorithm.adaptive_lam_alpha=1", "critic.cliprange_value=0.2") == {}
+    argv = ["algorithm.adv_estimator=grpo", "algorithm.lam=0.9", "algorithm.norm_adv_by_std_in_grpo=false"]
+    argv += ["algorithm.gdpo_reward_keys=[a]", "actor_rollout_ref.actor.tau_pos=2", "data.val_files=v"]
+    assert inert(*argv) == {
+        "actor_rollout_ref.actor.tau_pos": "no effect: the policy loss vanilla does not read it",
+        "algorithm.gdpo_reward_keys": "no effect: adv_estimator=grpo does not read it",
+        "algorithm.lam": "no effect: adv_estimator=grpo does not read it",
+    }
+    assert inert("actor_rollout_ref.actor.policy_loss.loss_mode=sapo", "actor_rollout_ref.actor.tau_pos=2") == {}
+    clipped = inert("critic.value_loss=bce", "critic.cliprange_value=0.2")
+    assert clipped == {"critic.cliprange_value": "no effect with critic.value_loss=bce, which does not clip"}
