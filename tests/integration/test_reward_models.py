@@ -30,7 +30,7 @@ def deberta(tmp_path_factory) -> Path:
     return make_deberta(tmp_path_factory.mktemp("deberta") / "rm")
 
 
-@pytest.mark.usefixtures("cluster")
+@pytest.mark.usefixtures("hosts")
 def test_a_cross_encoder_with_its_own_tokenizer_scores_a_run(overrides, deberta, tmp_path):
     fp32 = "reward.reward_model.fsdp_config.dtype=float32"
     assert main(overrides(tmp_path / "local", *with_model(deberta, fp32))) == 0

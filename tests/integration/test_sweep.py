@@ -12,13 +12,14 @@ import pytest
 import yaml
 from runs import assert_same_run
 
+from valor.cli import main as valor
 from valor.lab.sweep_file import RESERVED, key_of
 
 pytestmark = pytest.mark.slow
 
 
 def command(file: Path, out: Path) -> list[str]:
-    return [sys.executable, "-m", "valor", "lab", "sweep", str(file), "--out", str(out)]
+    return ["lab", "sweep", str(file), "--out", str(out)]
 
 
 def without_times(out: Path) -> dict:
@@ -35,9 +36,9 @@ def test_a_killed_sweep_finishes_repeats_nothing_and_gives_the_same_table(overri
     file = tmp_path / "killed.yaml"
     file.write_text(yaml.safe_dump({"base": base, "arms": arms, "seeds": [0], "control": "long"}, sort_keys=False))
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert subprocess.run(command(file, whole), timeout=900).returncode == 0
+    assert valor(command(file, whole)) == 0
 
-    sweep = subprocess.Popen(command(file, cut), start_new_session=True)
+    sweep = subprocess.Popen([sys.executable, "-m", "valor", *command(file, cut)], start_new_session=True)
     second = cut / "long" / "seed_0"
     end = time.monotonic() + 900
     while not (second / "global_step_1").exists() and time.monotonic() < end:
@@ -49,7 +50,7 @@ def test_a_killed_sweep_finishes_repeats_nothing_and_gives_the_same_table(overri
     assert not (second / "huggingface").exists()
     first = (cut / "short" / "seed_0" / "metrics.jsonl").stat().st_mtime_ns
 
-    assert subprocess.run(command(file, cut), timeout=900).returncode == 0
+    assert valor(command(file, cut)) == 0
     assert (cut / "short" / "seed_0" / "metrics.jsonl").stat().st_mtime_ns == first
     assert "resumed from" in (second / "console.log").read_text()
     assert (cut / "table.md").read_bytes() == (whole / "table.md").read_bytes()

@@ -123,7 +123,7 @@ def test_an_ensemble_disagrees_is_saved_and_resumes(overrides, tmp_path) -> None
     assert same(weights(resumed, "actor"), weights(whole, "actor"))
 
 
-@pytest.mark.usefixtures("cluster")
+@pytest.mark.usefixtures("hosts")
 def test_the_same_masks_under_ray(overrides, tmp_path) -> None:
     masked = ["algorithm.reward_mask_ratio=0.5", "algorithm.missing_reward=critic"]
     assert main(overrides(tmp_path / "here", *masked)) == 0

@@ -1,25 +1,16 @@
 """The mathematics of Valor: pure functions on tensors and floats. This list is the public interface."""
 
-from valor.algorithms.advantages import ADVANTAGES, advantage_options, compute_advantages, register_advantage
-from valor.algorithms.deviations import DEVIATIONS, Deviation
+from valor.algorithms.advantages import ADVANTAGES, compute_advantages, register_advantage
 from valor.algorithms.distributions import entropy_from_logits, full_kl_from_logits, sum_pi_squared_from_logits
-from valor.algorithms.kl import (
-    KL_KINDS,
-    AdaptiveKLController,
-    FixedKLController,
-    KLController,
-    apply_kl_penalty,
-    kl_penalty,
-    make_kl_controller,
-    subtract_divergence,
-)
-from valor.algorithms.mismatch import off_policy_metrics, rollout_probs_diff
-from valor.algorithms.policy_losses import POLICY_LOSSES, policy_loss, policy_loss_options, register_policy_loss
+from valor.algorithms.kl import AdaptiveKLController, KLController, kl_penalty, make_kl_controller, subtract_divergence
+from valor.algorithms.mismatch import mismatch_sums, off_policy_metrics
+from valor.algorithms.policy_losses import POLICY_LOSSES, policy_loss, register_policy_loss
 from valor.algorithms.ppo import LossInputs
 from valor.algorithms.reductions import (
     LOSS_AGG_MODES,
     aggregate_loss,
     keep_masked,
+    last_token,
     loss_denominator,
     masked_count,
     masked_mean,
@@ -27,76 +18,54 @@ from valor.algorithms.reductions import (
     masked_var,
     masked_whiten,
 )
-from valor.algorithms.registry import Capability, describe_algorithms
+from valor.algorithms.registry import Capability, describe_algorithms, load_custom
 from valor.algorithms.reward_shaping import (
-    MISSING_REWARD,
-    REWARD_MASK_LEVELS,
-    REWARD_MASK_TYPES,
     advantages_with_missing_rewards,
     apply_missing_reward,
     binarize,
     critic_advantages,
     draw_reward_mask,
-    flip_advantages,
-    last_token,
     overlong_penalty,
     place_at_end,
     value_at_end,
 )
-from valor.algorithms.rollout_correction import (
-    RolloutCorrection,
-    importance_weights,
-    rejection_mask,
-    rollout_correction,
-)
+from valor.algorithms.rollout_correction import rollout_correction
 from valor.algorithms.selection import filter_groups, pf_ppo_resample, pf_ppo_weights
 from valor.algorithms.value_losses import (
     VALUE_LOSSES,
-    explained_variance,
+    bradley_terry_loss,
     hl_gauss_value,
     predict_values,
     register_value_loss,
     value_loss,
-    value_loss_options,
 )
 
 __all__ = [
     "ADVANTAGES",
-    "DEVIATIONS",
-    "KL_KINDS",
     "LOSS_AGG_MODES",
-    "MISSING_REWARD",
     "POLICY_LOSSES",
-    "REWARD_MASK_LEVELS",
-    "REWARD_MASK_TYPES",
     "VALUE_LOSSES",
     "AdaptiveKLController",
     "Capability",
-    "Deviation",
-    "FixedKLController",
     "KLController",
     "LossInputs",
-    "RolloutCorrection",
-    "advantage_options",
     "advantages_with_missing_rewards",
     "aggregate_loss",
-    "apply_kl_penalty",
     "apply_missing_reward",
     "binarize",
+    "bradley_terry_loss",
     "compute_advantages",
     "critic_advantages",
     "describe_algorithms",
     "draw_reward_mask",
     "entropy_from_logits",
-    "explained_variance",
     "filter_groups",
-    "flip_advantages",
     "full_kl_from_logits",
     "hl_gauss_value",
-    "importance_weights",
     "keep_masked",
     "kl_penalty",
     "last_token",
+    "load_custom",
     "loss_denominator",
     "make_kl_controller",
     "masked_count",
@@ -104,23 +73,20 @@ __all__ = [
     "masked_sum",
     "masked_var",
     "masked_whiten",
+    "mismatch_sums",
     "off_policy_metrics",
     "overlong_penalty",
     "pf_ppo_resample",
     "pf_ppo_weights",
     "place_at_end",
     "policy_loss",
-    "policy_loss_options",
     "predict_values",
     "register_advantage",
     "register_policy_loss",
     "register_value_loss",
-    "rejection_mask",
     "rollout_correction",
-    "rollout_probs_diff",
     "subtract_divergence",
     "sum_pi_squared_from_logits",
     "value_at_end",
     "value_loss",
-    "value_loss_options",
 ]

@@ -7,96 +7,28 @@ import torch
 from torch import Tensor
 
 from valor.algorithms.gae import gae
-from valor.algorithms.gdpo import gdpo
-from valor.algorithms.group_relative import gpg, grpo, grpo_passk, opo, rloo
+from valor.algorithms.group_relative import gdpo, gpg, grpo, grpo_passk, opo, rloo
 from valor.algorithms.groups import GroupIds
-from valor.algorithms.optimal_baseline import optimal_token_baseline
-from valor.algorithms.registry import Capability, Entry, Registry
-from valor.algorithms.reinforce import reinforce_plus_plus, reinforce_plus_plus_baseline, remax
+from valor.algorithms.registry import Registry
+from valor.algorithms.reinforce import optimal_token_baseline, reinforce_plus_plus, reinforce_plus_plus_baseline, remax
 from valor.errors import UserError
-
-COMMON = ("rewards", "response_mask", "values", "group_ids", "reward_baselines", "gamma", "lam")
 
 ADVANTAGES = Registry(
     "advantage estimator",
-    [
-        Entry(
-            "gae",
-            gae,
-            Capability("TD errors of a critic, decayed by γλ", "https://arxiv.org/abs/1506.02438", needs_critic=True),
-        ),
-        Entry(
-            "grpo",
-            grpo,
-            Capability("score minus group mean, over group std", "https://arxiv.org/abs/2402.03300", min_group_size=2),
-        ),
-        Entry(
-            "grpo_passk",
-            grpo_passk,
-            Capability("only the best sample: best minus second", "https://arxiv.org/abs/2503.19595", min_group_size=2),
-        ),
-        Entry(
-            "rloo",
-            rloo,
-            Capability("score minus mean of the others", "https://arxiv.org/abs/2402.14740", min_group_size=2),
-        ),
-        Entry(
-            "reinforce_plus_plus",
-            reinforce_plus_plus,
-            Capability("discounted return to go, whitened over the batch", "https://arxiv.org/abs/2501.03262"),
-        ),
-        Entry(
-            "reinforce_plus_plus_baseline",
-            reinforce_plus_plus_baseline,
-            Capability(
-                "score minus group mean, whitened over the batch", "https://arxiv.org/abs/2501.03262", min_group_size=2
-            ),
-        ),
-        Entry(
-            "remax",
-            remax,
-            Capability(
-                "return minus the greedy response's reward",
-                "https://arxiv.org/abs/2310.10505",
-                needs_greedy_baseline=True,
-            ),
-        ),
-        Entry(
-            "opo",
-            opo,
-            Capability("score minus length-weighted group mean", "https://arxiv.org/abs/2505.23585", min_group_size=2),
-        ),
-        Entry(
-            "gpg",
-            gpg,
-            Capability(
-                "score minus group mean, scaled up for samples without signal",
-                "https://arxiv.org/abs/2504.02546",
-                min_group_size=2,
-                natural_loss="gpg",
-            ),
-        ),
-        Entry(
-            "gdpo",
-            gdpo,
-            Capability(
-                "GRPO per reward component, weighted sum, whitened",
-                "https://arxiv.org/abs/2601.05242",
-                min_group_size=2,
-                needs_components=True,
-            ),
-        ),
-        Entry(
-            "optimal_token_baseline",
-            optimal_token_baseline,
-            Capability(
-                "return minus the least-variance baseline of each step",
-                "https://arxiv.org/abs/2602.07078",
-                min_group_size=2,
-                needs_sum_pi_squared=True,
-            ),
-        ),
-    ],
+    ("rewards", "response_mask", "values", "group_ids", "reward_baselines", "gamma", "lam"),
+    {
+        "gae": gae,
+        "grpo": grpo,
+        "grpo_passk": grpo_passk,
+        "rloo": rloo,
+        "reinforce_plus_plus": reinforce_plus_plus,
+        "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+        "remax": remax,
+        "opo": opo,
+        "gpg": gpg,
+        "gdpo": gdpo,
+        "optimal_token_baseline": optimal_token_baseline,
+    },
 )
 
 
@@ -174,8 +106,3 @@ def register_advantage(name: str, **capability: Any) -> Callable[[Callable[..., 
     that it names, and options of its own; it returns (advantages, returns), both [B, T].
     """
     return ADVANTAGES.register(name, **capability)
-
-
-def advantage_options(name: str) -> frozenset[str]:
-    """The keyword options that the estimator takes beyond the common inputs."""
-    return ADVANTAGES.options(name, COMMON)

@@ -1,16 +1,37 @@
 """Generalised advantage estimation with a critic (Schulman et al. 2015, https://arxiv.org/abs/1506.02438)."""
 
-from functools import reduce
-
 import torch
 from torch import Tensor
 
-from valor.algorithms.reductions import WHITENING_SCOPES, Moments, masked_whiten
-from valor.algorithms.registry import choose
-from valor.algorithms.scan import Packing, over_rows, result_like, suffix_scan
+from valor.algorithms.reductions import last_token, masked_whiten, over_rows, zeroed
+from valor.algorithms.registry import capability
+from valor.algorithms.scan import Packing, at_next_policy_token, credit_policy_tokens, suffix_scan, sums_to_go
 from valor.errors import UserError
 
 
+def gae_by_loop(
+    rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float | Tensor, end_values: Tensor
+) -> Tensor:
+    """The definition, token by token from the end: advantages [B, T] before whitening; `gae` gives the same, faster.
+
+    end_values [B]: V after the last policy token, 0 where the end is terminal. lam: one λ, or one per row [B].
+    """
+    advantages = torch.zeros_like(values)
+    next_advantage, next_value, pending = torch.zeros_like(end_values), end_values, torch.zeros_like(end_values)
+    for t in reversed(range(values.shape[1])):
+        is_policy = response_mask[:, t] == 1
+        reward = rewards[:, t] + pending  # a reward on an observation belongs to the policy token before it
+        delta = reward + gamma * next_value - values[:, t]
+        advantage = delta + gamma * lam * next_advantage
+        advantages[:, t] = advantage.where(is_policy, 0.0)
+        # An observation token is stepped over: it hands on what came after it.
+        next_advantage = advantage.where(is_policy, next_advantage)
+        next_value = values[:, t].where(is_policy, next_value)
+        pending = reward.masked_fill(is_policy, 0.0)
+    return advantages
+
+
+@capability("TD errors of a critic, decayed by γλ", "https://arxiv.org/abs/1506.02438", needs_critic=True)
 def gae(
     *,
     rewards: Tensor,
@@ -30,7 +51,7 @@ def gae(
     """A_t = δ_t + γλ A_{t'}, δ_t = r_t + γ V_{t'} − V_t, return_t = A_t + V_t; t' is the next POLICY token after t.
 
     Observation tokens inside a response (mask 0) are stepped over: they neither discount, nor decay, nor contribute a
-    value, and their values are never read. All inputs and outputs [B, T].
+    value, and their values are never read. All inputs and outputs [B, T]. `gae_by_loop` is the plain form.
 
     lam_actor, lam_critic: decoupled GAE (VC-PPO, https://arxiv.org/abs/2503.01491): λ of the advantages and of the
         returns; None takes `lam`.
@@ -44,59 +65,46 @@ def gae(
     zero_masked: False leaves at masked positions what the recursion carries, whitened, as verl does.
     Degenerate: a row without policy tokens is all 0; λ = 0 is the TD error, λ = 1 the Monte-Carlo return minus V.
     """
-    response_mask, rewards = response_mask.to(values.dtype), rewards.to(values.dtype)
-    advantages, returns = result_like(values), result_like(values)
     if adaptive_lam_alpha is not None and adaptive_lam_alpha <= 0:
         raise UserError(f"adaptive_lam_alpha must be positive, got {adaptive_lam_alpha}")
     lam_actor = lam if lam_actor is None else lam_actor
     lam_critic = lam if lam_critic is None else lam_critic
-    # Without decay, Σ δ is Σ r − V whatever lies between: no token needs to move.
-    undecayed = gamma == lam_actor == lam_critic == 1.0 and adaptive_lam_alpha is None
-    in_place = undecayed and bootstrap_mask is None and zero_masked
+    response_mask, rewards = response_mask.to(values.dtype), rewards.to(values.dtype)
+    advantages, returns = (torch.empty_like(values, memory_format=torch.contiguous_format) for _ in range(2))
+    decay: float | Tensor = gamma * lam_actor
+    if adaptive_lam_alpha is not None:
+        lengths = response_mask.sum(1).clamp(min=1).double()
+        decay = gamma * (1.0 - 1.0 / (adaptive_lam_alpha * lengths)).clamp(min=0.0)
+    if bootstrap_mask is not None:  # γ V(end) is a reward of the last policy token
+        last = last_token(response_mask).unsqueeze(1)
+        end_values = values.gather(1, last) if bootstrap_values is None else bootstrap_values.unsqueeze(1)
+        cut_off = (bootstrap_mask.bool() & response_mask.any(1)).unsqueeze(1)
+        rewards = rewards.scatter_add(1, last, (gamma * end_values.to(values.dtype)).masked_fill(~cut_off, 0.0))
+    one_lambda = adaptive_lam_alpha is None and lam_actor == lam_critic
+    # Where nothing decays, Σ δ is Σ r − V whatever lies between: no token needs to move.
+    telescopes = one_lambda and gamma == lam_actor == 1.0 and bootstrap_mask is None and zero_masked
 
-    def of_rows(rows: slice) -> Moments:
-        packing = Packing(response_mask[rows], in_place=in_place)
-        value = packing.pack(values[rows])
-        reward = packing.pack_rewards(rewards[rows], reward_on_masked)
-        count = packing.counts.sum().item()
-        if in_place:
-            target = packing.unpack(suffix_scan(reward, 1.0), out=returns[rows])
-            return Moments.of(torch.sub(target, value, out=advantages[rows]), count)
-        if bootstrap_mask is not None:
-            final = None if bootstrap_values is None else bootstrap_values[rows]
-            reward = _add_bootstrap(reward, value, packing, bootstrap_mask[rows], final, gamma)
-        delta = reward.sub_(value)
-        delta[:, :-1].add_(value[:, 1:], alpha=gamma)
+    def of_rows(rows: slice) -> None:
+        mask = response_mask[rows]
+        value = zeroed(values[rows], mask)
+        if telescopes:
+            target = sums_to_go(rewards[rows], mask, reward_on_masked, out=returns[rows])
+            torch.sub(target, value, out=advantages[rows])
+            return
+        reward = credit_policy_tokens(rewards[rows], mask, reward_on_masked)
+        packing = Packing(mask)
+        packed_value = packing.pack(value)
+        delta = packing.pack(reward) - packed_value
+        delta[:, :-1].add_(packed_value[:, 1:], alpha=gamma)
+        advantage = suffix_scan(delta, decay[rows] if isinstance(decay, Tensor) else decay)
+        target = advantage if one_lambda else suffix_scan(delta, gamma * lam_critic)
+        advantage, target = packing.unpack(advantage), packing.unpack(target)
+        if not zero_masked:
+            advantage, target = at_next_policy_token(advantage, mask), at_next_policy_token(target, mask)
+            value = values[rows]
+        advantages[rows] = advantage
+        torch.add(target, value, out=returns[rows])
 
-        if adaptive_lam_alpha is None:
-            advantage = suffix_scan(delta, gamma * lam_actor)
-        else:
-            lengths = packing.counts.clamp(min=1).double()
-            advantage = suffix_scan(delta, gamma * (1.0 - 1.0 / (adaptive_lam_alpha * lengths)).clamp(min=0.0))
-        moments = Moments.of(packing.emptied(advantage), count)
-        if adaptive_lam_alpha is None and lam_critic == lam_actor:
-            target = advantage
-        else:
-            target = suffix_scan(delta, gamma * lam_critic)
-
-        if zero_masked:
-            packing.unpack(advantage, out=advantages[rows])
-            packing.unpack(target.add_(value), out=returns[rows])
-        else:
-            advantages[rows] = packing.unpack_carried(advantage)
-            returns[rows] = packing.unpack_carried(target) + values[rows]
-        return moments
-
-    moments = reduce(Moments.merge, over_rows(of_rows, values), Moments())
-    if choose(whitening, WHITENING_SCOPES, "whitening") == "batch":
-        masked_whiten(advantages, response_mask, zero_masked=zero_masked, moments=moments, out=advantages)
+    over_rows(of_rows, values)
+    masked_whiten(advantages, response_mask, scope=whitening, zero_masked=zero_masked, out=advantages)
     return advantages, returns
-
-
-def _add_bootstrap(
-    reward: Tensor, value: Tensor, packing: Packing, cut_off: Tensor, final: Tensor | None, gamma: float
-) -> Tensor:
-    """Adds γ V(end) to the packed reward of the last policy token of rows that were cut off."""
-    end_value = value.gather(1, packing.last) if final is None else final.to(reward.dtype).unsqueeze(1)
-    applies = (cut_off.bool() & (packing.counts > 0)).unsqueeze(1)
-    return reward.scatter_add(1, packing.last, (gamma * end_value).masked_fill(~applies, 0.0))

@@ -5,10 +5,15 @@ the rewards of sample i, n the size of its group. Groups whose samples all agree
 singleton: groups of one have nothing to compare with: "zero", or "raw" for what verl does.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from valor.algorithms.groups import GroupIds, Groups, sequence_scores, settle_singletons, spread_over_tokens
+from valor.algorithms.reductions import masked_whiten
+from valor.algorithms.registry import capability
+from valor.errors import UserError
 
 
 def grpo_scores(scores: Tensor, groups: Groups, norm_by_std: bool, singleton: str) -> Tensor:
@@ -18,6 +23,7 @@ def grpo_scores(scores: Tensor, groups: Groups, norm_by_std: bool, singleton: st
     return settle_singletons(advantage, scores / (1.0 + 1e-6) if norm_by_std else scores, groups, singleton)
 
 
+@capability("score minus group mean, over group std", "https://arxiv.org/abs/2402.03300", min_group_size=2)
 def grpo(
     *,
     rewards: Tensor,
@@ -37,12 +43,9 @@ def grpo(
     return advantage, advantage
 
 
+@capability("only the best sample: best minus second", "https://arxiv.org/abs/2503.19595", min_group_size=2)
 def grpo_passk(
-    *,
-    rewards: Tensor,
-    response_mask: Tensor,
-    group_ids: GroupIds | None,
-    norm_adv_by_std_in_grpo: bool = True,
+    *, rewards: Tensor, response_mask: Tensor, group_ids: GroupIds | None, norm_adv_by_std_in_grpo: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Pass@k training with k = n: the best sample gets s_max − s_second, over (std + 1e-6) if normalised, the others 0.
 
@@ -62,6 +65,7 @@ def grpo_passk(
     return advantage, advantage
 
 
+@capability("score minus mean of the others", "https://arxiv.org/abs/2402.14740", min_group_size=2)
 def rloo(
     *, rewards: Tensor, response_mask: Tensor, group_ids: GroupIds | None, singleton: str = "zero"
 ) -> tuple[Tensor, Tensor]:
@@ -73,6 +77,7 @@ def rloo(
     return advantage, advantage
 
 
+@capability("score minus length-weighted group mean", "https://arxiv.org/abs/2505.23585", min_group_size=2)
 def opo(
     *, rewards: Tensor, response_mask: Tensor, group_ids: GroupIds | None, singleton: str = "zero"
 ) -> tuple[Tensor, Tensor]:
@@ -92,13 +97,14 @@ def opo(
     return advantage, advantage
 
 
+@capability(
+    "score minus group mean, scaled up for samples without signal",
+    "https://arxiv.org/abs/2504.02546",
+    min_group_size=2,
+    natural_loss="gpg",
+)
 def gpg(
-    *,
-    rewards: Tensor,
-    response_mask: Tensor,
-    group_ids: GroupIds | None,
-    f_norm: float = 1.0,
-    singleton: str = "zero",
+    *, rewards: Tensor, response_mask: Tensor, group_ids: GroupIds | None, f_norm: float = 1.0, singleton: str = "zero"
 ) -> tuple[Tensor, Tensor]:
     """GPG: A_i = α (s_i − mean) / f_norm, α = B / #{s ≠ 0} (https://arxiv.org/abs/2504.02546).
 
@@ -109,4 +115,46 @@ def gpg(
     alpha = scores.shape[0] / scores.count_nonzero().clamp(min=1)
     centred = settle_singletons(scores.double() - groups.mean(scores), scores, groups, singleton)
     advantage = spread_over_tokens(alpha * centred / f_norm, response_mask)
+    return advantage, advantage
+
+
+@capability(
+    "GRPO per reward component, weighted sum, whitened",
+    "https://arxiv.org/abs/2601.05242",
+    min_group_size=2,
+    needs_components=True,
+)
+def gdpo(
+    *,
+    rewards: Tensor,
+    response_mask: Tensor,
+    group_ids: GroupIds | None,
+    component_scores: Mapping[str, Tensor] | None = None,
+    component_weights: Mapping[str, float] | None = None,
+    norm_adv_by_std_in_grpo: bool = True,
+    whitening: str = "batch",
+    singleton: str = "zero",
+) -> tuple[Tensor, Tensor]:
+    """A = whiten(Σ_k w_k · GRPO(component k)) over the batch's tokens (https://arxiv.org/abs/2601.05242).
+
+    component_scores: name to score [B]; component_weights: name to w_k, default 1 each; returns equal advantages.
+    `rewards` is not read: the components take its place. singleton: a group of one is 0 and no part of the whitening
+    ("zero"), or its raw scores are whitened with the rest ("raw", as verl).
+    """
+    if not component_scores:
+        raise UserError("gdpo needs component_scores: the named reward components, one score per sample each")
+    weights = dict.fromkeys(component_scores, 1.0) if component_weights is None else component_weights
+    if set(weights) != set(component_scores):
+        raise UserError(
+            f"gdpo: component_weights name {sorted(weights)}, but the components are {sorted(component_scores)}"
+        )
+    groups = Groups(group_ids, response_mask.shape[0], response_mask.device)
+    total = torch.zeros(response_mask.shape[0], dtype=torch.float64, device=response_mask.device)
+    for key, scores in component_scores.items():
+        total += weights[key] * grpo_scores(scores, groups, norm_adv_by_std_in_grpo, singleton)
+    advantage = spread_over_tokens(total, response_mask)
+    compared = response_mask
+    if singleton == "zero" and bool(groups.singleton.any()):
+        compared = response_mask.masked_fill(groups.singleton.unsqueeze(1), 0.0)
+    masked_whiten(advantage, compared, scope=whitening, out=advantage)
     return advantage, advantage

@@ -3,8 +3,6 @@
 http://joschu.net/blog/kl-approx.html derives k1, k2 and k3.
 """
 
-from typing import Any, Protocol
-
 from torch import Tensor
 
 from valor.algorithms.reductions import keep_masked, masked_mean
@@ -47,60 +45,37 @@ def _estimate(x: Tensor, kind: str) -> Tensor:
     return (reverse.exp() - reverse - 1.0).clamp(-10.0, 10.0)
 
 
-def apply_kl_penalty(
-    token_level_scores: Tensor,
-    log_probs: Tensor,
-    ref_log_probs: Tensor,
-    response_mask: Tensor,
-    *,
-    kl_coef: float,
-    kind: str = "kl",
-) -> tuple[Tensor, float]:
-    """Rewards [B, T] = scores − kl_coef · KL at policy tokens, and the current KL for the controller.
-
-    The current KL is the mean over sequences (those with a policy token) of their mean over tokens.
-    """
-    divergence = kl_penalty(log_probs, ref_log_probs, kind)
-    return subtract_divergence(token_level_scores, divergence, response_mask, kl_coef=kl_coef)
-
-
 def subtract_divergence(
     token_level_scores: Tensor, divergence: Tensor, response_mask: Tensor, *, kl_coef: float
 ) -> tuple[Tensor, float]:
-    """`apply_kl_penalty` with a divergence [B, T] that is known, such as the exact one."""
+    """Rewards [B, T] = scores − kl_coef · divergence at policy tokens, and the current KL for the controller.
+
+    divergence [B, T]: of `kl_penalty`, or the exact one. The current KL is the mean over sequences (those with a policy
+    token) of their mean over tokens.
+    """
     divergence = keep_masked(divergence, response_mask)
     per_row = masked_mean(divergence, response_mask, dim=-1)
     current = masked_mean(per_row, (response_mask != 0).any(-1))
     return token_level_scores - kl_coef * divergence, current.item()
 
 
-class KLController(Protocol):
-    """Holds the KL coefficient `value` of the reward penalty and may move it after each step."""
-
-    value: float
-
-    def update(self, current_kl: float, n_steps: int) -> None: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-class FixedKLController:
-    """A constant coefficient."""
+class KLController:
+    """Holds the KL coefficient `value` of the reward penalty: a constant, unless a subclass moves it."""
 
     def __init__(self, kl_coef: float) -> None:
         self.value = kl_coef
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Nothing moves."""
+        """Called after each step with the mean KL of its `n_steps` sequences."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, float]:
         return {"value": self.value}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, float]) -> None:
         self.value = float(state["value"])
 
 
-class AdaptiveKLController(FixedKLController):
+class AdaptiveKLController(KLController):
     """β ← β · (1 + clip(KL/target − 1, ±0.2) · n_steps / horizon) (https://arxiv.org/abs/1909.08593, section 2.2)."""
 
     def __init__(self, init_kl_coef: float, target_kl: float, horizon: float) -> None:
@@ -111,7 +86,6 @@ class AdaptiveKLController(FixedKLController):
         self.horizon = horizon
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Moves the coefficient after `n_steps` sequences whose mean KL was `current_kl`."""
         error = min(max(current_kl / self.target_kl - 1.0, -0.2), 0.2)
         self.value *= 1.0 + error * n_steps / self.horizon
 
@@ -121,5 +95,5 @@ def make_kl_controller(
 ) -> KLController:
     """The controller `fixed` or `adaptive`."""
     if choose(kind, ("fixed", "adaptive"), "KL controller") == "fixed":
-        return FixedKLController(kl_coef)
+        return KLController(kl_coef)
     return AdaptiveKLController(kl_coef, target_kl, horizon)

@@ -1,4 +1,4 @@
-"""How far the sampling engine and the training model are apart: numbers for logs, over a whole batch, as floats."""
+"""How far the sampling engine and the training model are apart: numbers for logs."""
 
 import torch
 from torch import Tensor
@@ -41,24 +41,19 @@ def off_policy_metrics(log_probs: Tensor, rollout_log_probs: Tensor, response_ma
     return {key: value.item() for key, value in numbers.items()}
 
 
-@torch.no_grad()
-def rollout_probs_diff(log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, float]:
-    """|p_train − p_rollout| of the sampled tokens (mean, max, std) and the correlation of the two probabilities."""
-    present = response_mask.bool()
-    train, rollout = log_probs[present].double().exp(), rollout_log_probs[present].double().exp()
-    if not train.numel():
-        return {}
-    gap = (train - rollout).abs()
-    metrics = {
-        "rollout_probs_diff_mean": gap.mean().item(),
-        "rollout_probs_diff_max": gap.max().item(),
-        "rollout_probs_diff_std": gap.std(correction=0).item(),
+def mismatch_sums(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, num_tokens: float) -> dict[str, Tensor]:
+    """Mean and largest |Δp| and |Δ log p| between training forward and rollout engine, of the sampled tokens [B, T].
+
+    num_tokens: of the whole mini-batch, so that the means of its parts add up.
+    """
+    logs = (log_probs - rollout_log_probs).abs() * mask
+    probs = (log_probs.exp() - rollout_log_probs.exp()).abs() * mask
+    return {
+        "training/rollout_probs_diff_mean": probs.sum() / num_tokens,
+        "training/rollout_probs_diff_max": probs.max(),
+        "training/rollout_log_probs_diff_mean": logs.sum() / num_tokens,
+        "training/rollout_log_probs_diff_max": logs.max(),
     }
-    a, b = train - train.mean(), rollout - rollout.mean()
-    norm = (a.norm() * b.norm()).item()
-    if norm > 0:
-        metrics["rollout_actor_probs_pearson_corr"] = torch.dot(a, b).item() / norm
-    return metrics
 
 
 def importance_metrics(

@@ -6,55 +6,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from valor.algorithms.covariance import clip_cov, kl_cov
-from valor.algorithms.divergence_mask import dppo_kl, dppo_tv
 from valor.algorithms.policy_gradient import cispo, dro, gpg, reinforce, sapo
 from valor.algorithms.ppo import LossInputs, Metrics, ppo
 from valor.algorithms.reductions import Denominator, keep_masked
-from valor.algorithms.registry import Capability, Entry, Registry
-from valor.algorithms.sequence_level import geo_mean, gspo
+from valor.algorithms.registry import Entry, Registry
+from valor.algorithms.trust_regions import clip_cov, dppo_kl, dppo_tv, geo_mean, gspo, kl_cov
 from valor.errors import UserError
-
-_PPO = Capability("clipped surrogate, asymmetric and dual clip", "https://arxiv.org/abs/1707.06347")
-_SEQUENCES = "seq-mean-token-mean"
 
 POLICY_LOSSES = Registry(
     "policy loss",
-    [
-        Entry("ppo", ppo, _PPO),
-        Entry("vanilla", ppo, _PPO),
-        Entry("reinforce", reinforce, Capability("-A log π", "https://doi.org/10.1007/BF00992696")),
-        Entry("gpg", gpg, Capability("-A log π", "https://arxiv.org/abs/2504.02546")),
-        Entry(
-            "gspo",
-            gspo,
-            Capability("clip on the response's mean ratio", "https://arxiv.org/abs/2507.18071", aggregation=_SEQUENCES),
-        ),
-        Entry(
-            "geo_mean",
-            geo_mean,
-            Capability("geometric mean of clipped ratios", "https://arxiv.org/abs/2507.20673", aggregation=_SEQUENCES),
-        ),
-        Entry("cispo", cispo, Capability("clipped weight on -A log π", "https://arxiv.org/abs/2506.13585")),
-        Entry(
-            "sapo",
-            sapo,
-            Capability("soft gate on the ratio", "https://arxiv.org/abs/2511.20347", aggregation=_SEQUENCES),
-        ),
-        Entry("dro", dro, Capability("-A log π with a quadratic leash", "https://arxiv.org/abs/2405.19107")),
-        Entry(
-            "clip_cov",
-            clip_cov,
-            Capability("PPO, high-covariance tokens held back", "https://arxiv.org/abs/2505.22617"),
-        ),
-        Entry(
-            "kl_cov", kl_cov, Capability("-A·ratio, KL on high-covariance tokens", "https://arxiv.org/abs/2505.22617")
-        ),
-        Entry("dppo_tv", dppo_tv, Capability("trust region in total variation", "https://arxiv.org/abs/2602.04879")),
-        Entry("dppo_kl", dppo_kl, Capability("trust region in binary KL", "https://arxiv.org/abs/2602.04879")),
-    ],
+    ("inputs", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"),
+    {
+        "ppo": ppo,
+        "vanilla": ppo,
+        "reinforce": reinforce,
+        "gpg": gpg,
+        "gspo": gspo,
+        "geo_mean": geo_mean,
+        "cispo": cispo,
+        "sapo": sapo,
+        "dro": dro,
+        "clip_cov": clip_cov,
+        "kl_cov": kl_cov,
+        "dppo_tv": dppo_tv,
+        "dppo_kl": dppo_kl,
+    },
 )
-_SHARED_OPTIONS = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
 
 
 def policy_loss(
@@ -127,8 +104,3 @@ def register_policy_loss(name: str, **capability: Any) -> Callable[[Callable[...
     `inputs.fraction(per_token)` put them over the global denominators.
     """
     return POLICY_LOSSES.register(name, **capability)
-
-
-def policy_loss_options(name: str) -> frozenset[str]:
-    """The keyword options that the loss takes beyond the common inputs."""
-    return POLICY_LOSSES.options(name, ("inputs", *_SHARED_OPTIONS))

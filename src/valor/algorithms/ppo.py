@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from valor.algorithms.reductions import Denominator, aggregate_loss, loss_denominator, token_fraction
+from valor.algorithms.registry import capability
 from valor.errors import UserError
 
 Metrics = dict[str, Tensor]
@@ -55,12 +56,9 @@ def clip_bounds(clip_ratio_low: float, clip_ratio_high: float) -> tuple[float, f
     return 1.0 - clip_ratio_low, 1.0 + clip_ratio_high
 
 
+@capability("clipped surrogate, asymmetric and dual clip", "https://arxiv.org/abs/1707.06347")
 def ppo(
-    inputs: LossInputs,
-    *,
-    clip_ratio_low: float = 0.2,
-    clip_ratio_high: float = 0.2,
-    clip_ratio_c: float | None = 3.0,
+    inputs: LossInputs, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2, clip_ratio_c: float | None = 3.0
 ) -> tuple[Tensor, Metrics]:
     """L = max(−Aρ, −A·clip(ρ, 1−low, 1+high)), and for A < 0 at most −A·c; ρ = π/π_old.
 

@@ -5,17 +5,17 @@ infinities included, in the result and in the gradient; a reduction over nothing
 """
 
 import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import reduce
-from typing import Literal
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from valor.algorithms.registry import choose
-from valor.algorithms.scan import over_rows, result_like
 
-LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 LOSS_AGG_MODES: tuple[str, ...] = (
     "token-mean",
     "token-sum",
@@ -25,14 +25,23 @@ LOSS_AGG_MODES: tuple[str, ...] = (
 )
 WHITENING_SCOPES: tuple[str, ...] = ("batch", "none")
 
+# Elements per block of rows: temporaries of this size stay in the outer cache, and their memory is used again.
+_BLOCK_ELEMENTS = 2**18
 _WIDE_ELEMENTS = 2**16  # of a float64 copy that stays in the inner cache
 
 Denominator = float | Tensor | None
+Result = TypeVar("Result")
 
 
 def keep_masked(x: Tensor, mask: Tensor) -> Tensor:
     """x where the mask is 1, exactly 0 elsewhere (a product would let NaN * 0 through)."""
-    return x.masked_fill(~mask.bool(), 0.0)
+    return x.masked_fill(mask == 0, 0.0)
+
+
+def zeroed(x: Tensor, mask: Tensor, out: Tensor | None = None) -> Tensor:
+    """`keep_masked` without gradient, by a product: half the time. mask 0/1; out: may be x itself."""
+    product = torch.mul(x, mask, out=out)
+    return product if bool(product.sum().isfinite()) else product.masked_fill_(mask == 0, 0.0)
 
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
@@ -58,49 +67,72 @@ def masked_var(x: Tensor, mask: Tensor, *, unbiased: bool = True) -> Tensor:
     return torch.tensor(moments.squares / max(moments.count - float(unbiased), 1.0), dtype=x.dtype, device=x.device)
 
 
+def last_token(response_mask: Tensor) -> Tensor:
+    """[B] int64 position of the last policy token; 0 in a row without any."""
+    position = torch.arange(response_mask.shape[1], device=response_mask.device)
+    return (position * response_mask.bool()).amax(1)
+
+
+def over_rows(work: Callable[[slice], Result], x: Tensor) -> list[Result]:
+    """[work(rows)] over blocks of the rows of x [B, T], without gradient; on the CPU several blocks at a time.
+
+    A block's temporaries stay in its core's cache (2 to 3 times as fast at [1024, 8192]). Each block is worked by one
+    thread and the results come in order, so numbers do not depend on how many threads there are. An accelerator gets
+    all rows at once.
+    """
+    if x.device.type != "cpu":
+        return [work(slice(0, x.shape[0]))]
+    height = max(1, _BLOCK_ELEMENTS // max(1, x.shape[1]))
+    blocks = [slice(start, min(start + height, x.shape[0])) for start in range(0, x.shape[0], height)]
+
+    def work_alone(rows: slice) -> Result:
+        with torch.no_grad():  # which a thread does not inherit
+            return work(rows)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # torch's own threads would split the work of ours, and with it the order of sums
+    try:
+        if min(threads, len(blocks)) <= 1:
+            return [work_alone(rows) for rows in blocks]
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return list(pool.map(work_alone, blocks))
+    finally:
+        torch.set_num_threads(threads)
+
+
 @dataclass(frozen=True)
 class Moments:
-    """Count, mean and Σ (x − mean)² of masked-in entries; clean: nothing non-finite lies at the masked-out ones."""
+    """Count, mean and Σ (x − mean)² of masked-in entries."""
 
     count: float = 0.0
     mean: float = 0.0
     squares: float = 0.0
-    clean: bool = True
 
     @staticmethod
-    def of(kept: Tensor, count: float, clean: bool = True) -> "Moments":
-        """Those of `count` numbers, from a tensor that holds them and otherwise 0s."""
-        flat, total, squares = kept.reshape(-1), 0.0, 0.0
+    def of(x: Tensor, mask: Tensor) -> "Moments":
+        """Those of the masked-in entries, summed in float64, in which the squares of float32 numbers are exact."""
+        flat, total, squares = zeroed(x, mask).reshape(-1), 0.0, 0.0
         for piece in flat.split(_WIDE_ELEMENTS if flat.device.type == "cpu" else max(1, flat.numel())):
-            # In float64 the squares of float32 numbers are exact: subtracting the mean afterwards costs nothing.
             wide = piece.double()
             total, squares = total + wide.sum().item(), squares + wide.dot(wide).item()
+        count = mask.sum(-1).double().sum().item()
         squares -= total * total / max(count, 1.0)
-        return Moments(count, total / max(count, 1.0), max(squares, 0.0), clean)
+        return Moments(count, total / max(count, 1.0), max(squares, 0.0))
 
     def merge(self, other: "Moments") -> "Moments":
         """Those of both parts together (Chan et al. 1983, https://doi.org/10.2307/2683386)."""
         count, gap = self.count + other.count, other.mean - self.mean
         if count == 0:
-            return Moments(clean=self.clean and other.clean)
+            return Moments()
         share = other.count / count
         squares = self.squares + other.squares + gap * gap * self.count * share
-        return Moments(count, self.mean + gap * share, squares, self.clean and other.clean)
+        return Moments(count, self.mean + gap * share, squares)
 
 
-@torch.no_grad()
 def masked_moments(x: Tensor, mask: Tensor) -> Moments:
-    """Moments of the masked-in entries of x [..., T], summed in float64."""
+    """Moments of the masked-in entries of x [..., T]."""
     x, mask = _as_rows(x), _as_rows(mask)
-
-    def of_rows(rows: slice) -> Moments:
-        kept = x[rows] * mask[rows]
-        clean = bool(kept.sum().isfinite())
-        if not clean:
-            kept = keep_masked(x[rows], mask[rows])
-        return Moments.of(kept, mask[rows].sum(dtype=torch.float64).item(), clean)
-
-    return reduce(Moments.merge, over_rows(of_rows, x), Moments())
+    return reduce(Moments.merge, over_rows(lambda rows: Moments.of(x[rows], mask[rows]), x), Moments())
 
 
 @torch.no_grad()
@@ -112,7 +144,6 @@ def masked_whiten(
     zero_masked: bool = True,
     scope: str = "batch",
     eps: float = 1e-8,
-    moments: Moments | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """(x − mean) / sqrt(var + eps) with the statistics of the masked-in entries of what is given.
@@ -120,13 +151,13 @@ def masked_whiten(
     scope: "batch" (all of it) or "none" (x unchanged but for `zero_masked`). To whiten by mini-batch, call it on each.
     shift_mean: False scales only and leaves the mean where it was.
     zero_masked: masked-out entries become 0; False sends them through the same affine map (verl does).
-    moments: those of x under mask, where they are known. out: contiguous tensor to write to, x itself allowed.
+    out: contiguous tensor to write to, x itself allowed.
     A single masked-in entry has no spread: it becomes 0 (verl raises). No gradient.
     """
-    out = result_like(x) if out is None else out
+    out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     if choose(scope, WHITENING_SCOPES, "whitening scope") == "none":
         return out.copy_(keep_masked(x, mask) if zero_masked else x)
-    moments = masked_moments(x, mask) if moments is None else moments
+    moments = masked_moments(x, mask)
     scale = (moments.squares / max(moments.count - 1.0, 1.0) + eps) ** -0.5
     flat, flat_mask, flat_out = (_as_rows(tensor) for tensor in (x, mask, out))
 
@@ -134,10 +165,8 @@ def masked_whiten(
         whitened = torch.sub(flat[rows], moments.mean, out=flat_out[rows]).mul_(scale)
         if not shift_mean:
             whitened.add_(moments.mean)
-        if zero_masked and moments.clean:
-            whitened.mul_(flat_mask[rows])
-        elif zero_masked:
-            whitened.masked_fill_(~flat_mask[rows].bool(), 0.0)
+        if zero_masked:
+            zeroed(whitened, flat_mask[rows], out=whitened)
 
     over_rows(whiten_rows, flat)
     return out

@@ -3,10 +3,13 @@
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
 
 from valor.errors import UserError
+from valor.user_files import load_file
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def choose(name: str, known: Iterable[str], what: str) -> str:
@@ -51,17 +54,32 @@ class Capability:
         return [word for word, needed in words.items() if needed]
 
 
+_CAPABILITIES: dict[Callable[..., Any], Capability] = {}
+
+
+def capability(summary: str, paper: str = "", **needs: Any) -> Callable[[Function], Function]:
+    """Decorator of a built-in algorithm: its `Capability`, beside its code."""
+
+    def attach(function: Function) -> Function:
+        _CAPABILITIES[function] = Capability(summary, paper, **needs)
+        return function
+
+    return attach
+
+
 @dataclass(frozen=True)
 class Entry:
-    """A registered function, its capability and the keyword options it takes (None: any)."""
+    """A registered function, its capability, and the `common` inputs that every function of its kind may name."""
 
     name: str
     function: Callable[..., Any]
-    capability: Capability = field(default_factory=Capability)
+    capability: Capability
+    common: frozenset[str]
     builtin: bool = True
 
     @property
     def parameters(self) -> frozenset[str]:
+        """The keywords that the function names."""
         return frozenset(
             name
             for name, parameter in inspect.signature(self.function).parameters.items()
@@ -69,7 +87,13 @@ class Entry:
         )
 
     @property
+    def options(self) -> frozenset[str]:
+        """The keywords of its own, beyond the common inputs."""
+        return self.parameters - self.common
+
+    @property
     def takes_any(self) -> bool:
+        """Whether it takes any keyword (**options)."""
         kinds = {parameter.kind for parameter in inspect.signature(self.function).parameters.values()}
         return inspect.Parameter.VAR_KEYWORD in kinds
 
@@ -78,19 +102,21 @@ class Entry:
         parameters, takes_any = self.parameters, self.takes_any
         if not takes_any:
             for option in options:
-                choose(option, sorted(parameters - common.keys()), f"option of {self.name}")
+                choose(option, sorted(self.options), f"option of {self.name}")
         wanted = common if takes_any else {name: value for name, value in common.items() if name in parameters}
         return self.function(**wanted, **options)
 
 
 class Registry:
-    """Names to functions of one kind. Built-in entries are given as one literal; users add theirs by decorator."""
+    """Names to functions of one kind. The built-in ones are given as one literal; users add theirs by decorator."""
 
     all: ClassVar[list["Registry"]] = []
 
-    def __init__(self, kind: str, entries: Iterable[Entry]) -> None:
-        self.kind = kind
-        self._entries = {entry.name: entry for entry in entries}
+    def __init__(self, kind: str, common: Iterable[str], functions: Mapping[str, Callable[..., Any]]) -> None:
+        self.kind, self.common = kind, frozenset(common)
+        self._entries = {
+            name: Entry(name, function, _CAPABILITIES[function], self.common) for name, function in functions.items()
+        }
         Registry.all.append(self)
 
     def __getitem__(self, name: str) -> Entry:
@@ -101,13 +127,6 @@ class Registry:
 
     def names(self) -> list[str]:
         return list(self._entries)
-
-    def capabilities(self) -> dict[str, Capability]:
-        return {name: entry.capability for name, entry in self._entries.items()}
-
-    def options(self, name: str, common: Iterable[str] = ()) -> frozenset[str]:
-        """Keyword options of `name` beyond the `common` inputs, for callers that hold a config of many algorithms."""
-        return self[name].parameters - frozenset(common)
 
     def register(self, name: str, **capability: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Decorator that adds a user's function; keywords are fields of `Capability`.
@@ -120,7 +139,7 @@ class Registry:
             present = self._entries.get(name)
             if present is not None and (present.builtin or _origin(present.function) != _origin(function)):
                 raise UserError(f"{self.kind} '{name}' is already registered; choose another name")
-            self._entries[name] = Entry(name, function, Capability(**capability), builtin=False)
+            self._entries[name] = Entry(name, function, Capability(**capability), self.common, builtin=False)
             return function
 
         return add
@@ -129,6 +148,15 @@ class Registry:
 def _origin(function: Callable[..., Any]) -> tuple[str, str]:
     code = getattr(function, "__code__", None)
     return (code.co_filename if code else "", getattr(function, "__qualname__", repr(function)))
+
+
+def load_custom(path: str | None) -> None:
+    """Runs the user's file that registers algorithms (`algorithm.custom_path`), once a process; nothing for None.
+
+    Every process that looks names up calls this. UserError: no such file, or it fails.
+    """
+    if path is not None:
+        load_file(path, "algorithm.custom_path")
 
 
 def describe_algorithms() -> str:

@@ -10,21 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from valor.algorithms.advantages import advantage_options, compute_advantages
+from valor.algorithms.advantages import ADVANTAGES, compute_advantages
 from valor.algorithms.groups import GroupIds, Groups
-from valor.algorithms.reductions import keep_masked, masked_whiten
+from valor.algorithms.reductions import keep_masked, last_token, masked_whiten
 from valor.algorithms.registry import choose
 from valor.errors import UserError
 
 REWARD_MASK_TYPES: tuple[str, ...] = ("fixed_ratio", "bernoulli")
 REWARD_MASK_LEVELS: tuple[str, ...] = ("trajectory", "group")
 MISSING_REWARD: tuple[str, ...] = ("zero", "bootstrap", "exclude", "critic")
-
-
-def last_token(response_mask: Tensor) -> Tensor:
-    """[B] int64 position of the last policy token; 0 in a row without any."""
-    position = torch.arange(response_mask.shape[1], device=response_mask.device)
-    return (position * response_mask.bool()).amax(1)
 
 
 def place_at_end(scores: Tensor, response_mask: Tensor) -> Tensor:
@@ -117,12 +111,6 @@ def critic_advantages(values: Tensor, response_mask: Tensor, *, whitening: str =
     )
 
 
-def flip_advantages(advantages: Tensor, missing: Tensor) -> Tensor:
-    """Advantages times −1 in the rows of `missing`: with missing_reward "zero" these rows end in δ = −V, which pushes
-    high-value trajectories down; the flip turns the push around."""
-    return torch.where(missing.bool().unsqueeze(1), -advantages, advantages)
-
-
 def advantages_with_missing_rewards(
     name: str,
     *,
@@ -139,12 +127,13 @@ def advantages_with_missing_rewards(
 
     zero: their reward is 0. bootstrap: V(last) is their reward, through the estimator. critic: their advantages are
     V(last) − V_t whatever λ. exclude: they take no part in any statistic and their loss mask is 0.
-    flip: advantages × −1 in these rows, after whitening; useful with "zero". Other inputs as in `compute_advantages`.
+    flip: advantages × −1 in these rows, after whitening: with "zero" they end in δ = −V, which pushes high-value
+    trajectories down, and the flip turns the push around. Other inputs as in `compute_advantages`.
     """
     rewards = apply_missing_reward(rewards, response_mask, missing, missing_reward, values)
     excluded = missing.bool() if missing_reward == "exclude" else torch.zeros_like(missing, dtype=torch.bool)
     loss_mask = response_mask.masked_fill(excluded.unsqueeze(1), 0.0)
-    whitens = "whitening" in advantage_options(name)
+    whitens = "whitening" in ADVANTAGES[name].options
     if whitens:
         inputs["whitening"] = "none"
     advantages, returns = compute_advantages(
@@ -156,7 +145,9 @@ def advantages_with_missing_rewards(
         advantages, returns = own_advantages.where(rows, advantages), own_returns.where(rows, returns)
     if whitens:
         advantages = masked_whiten(advantages, loss_mask, scope=whitening)
-    return (flip_advantages(advantages, missing) if flip else advantages), returns, loss_mask
+    if flip:
+        advantages = torch.where(missing.bool().unsqueeze(1), -advantages, advantages)
+    return advantages, returns, loss_mask
 
 
 def _require(values: Tensor | None, policy: str) -> Tensor:

@@ -1,83 +1,21 @@
-"""Linear scans along a response, without a Python loop over tokens, and the packing that lets them skip gaps.
+"""Linear scans along a response without a Python loop over tokens.
 
-Shapes: [R, T] is R rows of T positions; a packed row holds only its policy tokens, moved to the left, in order.
+Shapes: [R, T] is R rows of T positions; a packed row [R, W] holds only its policy tokens, moved to the left, in order.
 """
 
-import mmap
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from functools import lru_cache
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from valor.algorithms.reductions import over_rows, zeroed
 from valor.algorithms.registry import choose
 from valor.errors import UserError
 
-Result = TypeVar("Result")
-
 REWARD_ON_MASKED: tuple[str, ...] = ("carry", "drop")
 
-# Elements per block: temporaries of this size stay in the outer cache and their memory is reused from block to block.
-_BLOCK_ELEMENTS = 2**18
-_HUGE_BYTES = 2**24  # below, the allocator reuses memory that it has
 _CHUNK = 16  # the fastest width for `_chunked_scan` on CPUs
-
-
-def row_blocks(x: Tensor) -> Iterator[slice]:
-    """Slices over the rows of x [B, T] of about a quarter million elements each; one slice on an accelerator."""
-    rows = max(1, _BLOCK_ELEMENTS // max(1, x.shape[1])) if x.device.type == "cpu" else max(1, x.shape[0])
-    return (slice(start, min(start + rows, x.shape[0])) for start in range(0, x.shape[0], rows))
-
-
-def result_like(x: Tensor) -> Tensor:
-    """Uninitialised contiguous memory of x's shape and type; a large result on the CPU asks for huge pages, as handing
-    out small ones would take a third of the time of an estimator."""
-    size = x.numel() * x.element_size()
-    if x.device.type != "cpu" or size < _HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty_like(x, memory_format=torch.contiguous_format)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without huge pages: small ones do as well
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=x.dtype).view(x.shape)
-
-
-def over_rows(work: Callable[[slice], Result], x: Tensor) -> list[Result]:
-    """[work(rows) for rows in row_blocks(x)], on the CPU several blocks at a time, each on one thread.
-
-    A block's temporaries stay in its core's cache, and since every block is worked by one thread and the results come
-    in order, numbers do not depend on how many there are.
-    """
-    blocks = list(row_blocks(x))
-    threads = min(torch.get_num_threads(), len(blocks)) if x.device.type == "cpu" else 1
-    with _one_thread(x.device):
-        if threads <= 1:
-            return [work(rows) for rows in blocks]
-        with_grad = torch.is_grad_enabled()  # known to the calling thread alone
-
-        def worked(rows: slice) -> Result:
-            with torch.set_grad_enabled(with_grad):
-                return work(rows)
-
-        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            return list(pool.map(worked, blocks))
-
-
-@contextmanager
-def _one_thread(device: torch.device) -> Iterator[None]:
-    """torch's own threads are out of the way of ours: its kernels inside run on the thread that calls them."""
-    threads = torch.get_num_threads()
-    if device.type != "cpu" or threads == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def suffix_scan(x: Tensor, decay: float | Tensor) -> Tensor:
@@ -127,86 +65,80 @@ def _doubling_scan(x: Tensor, decay: Tensor) -> Tensor:
     return y
 
 
-def _has_gaps(mask: Tensor) -> bool:
-    """Whether a 1 follows a 0 in any row of mask [R, T]."""
-    return mask.shape[1] > 1 and bool((mask[:, 1:] > mask[:, :-1]).any())
-
-
 class Packing:
-    """Moves the policy tokens of rows (mask [R, T], 0/1, float) to the left of a buffer [R, W], in order, and back.
+    """Moves the policy tokens of rows (mask [R, T], 0/1) to the left of a buffer [R, W], in order, and back.
 
-    Where no row has a gap, or nothing decays (in_place), nothing needs to move: W = T. Otherwise W > T, policy
-    tokens start at slot 1, and slot 0 is a bin: masked positions write there and, since it is emptied, read 0 from
-    there. Slots after a row's policy tokens are 0.
+    Without a gap in any row nothing moves and W = T. With gaps W > T: policy tokens start at slot 1, and masked
+    positions write their 0 to slot 0 and read it from there. Slots after the policy tokens hold 0.
     """
 
-    def __init__(self, mask: Tensor, in_place: bool = False) -> None:
-        self.mask = mask
-        self.in_place = in_place
-        self.width = -(-(mask.shape[1] + 1) // _CHUNK) * _CHUNK  # of a buffer: whole chunks need no copy in a scan
-        self.gaps = not in_place and _has_gaps(mask)
-        if self.gaps:
+    def __init__(self, mask: Tensor) -> None:
+        self.has_gaps = mask.shape[1] > 1 and bool((mask[:, 1:] > mask[:, :-1]).any())
+        if self.has_gaps:
             present = mask.bool()
-            self.seen = present.cumsum(1)
-            self.slots = self.seen * present
-            self.counts = self.seen[:, -1]
-        else:
-            self.counts = mask.sum(1).long()
-
-    @property
-    def last(self) -> Tensor:
-        """[R, 1] slot of each row's last policy token (slot 0 in a row without any)."""
-        return (self.counts if self.gaps else self.counts.sub(1).clamp(min=0)).unsqueeze(1)
+            self.slots = present.cumsum(1) * present
+            self.width = -(-(mask.shape[1] + 1) // _CHUNK) * _CHUNK  # whole chunks need no copy in a scan
 
     def pack(self, x: Tensor) -> Tensor:
-        """[R, T] to [R, W]; what masked positions hold is lost, non-finite filler included."""
-        if not self.gaps:
-            kept = x * self.mask
-            return kept if bool(kept.sum().isfinite()) else x.masked_fill(~self.mask.bool(), 0.0)
-        buffer = x.new_zeros(x.shape[0], self.width).scatter_(1, self.slots, x)
-        return self.emptied(buffer)
+        """[R, T], 0 at masked positions, to [R, W]."""
+        return x.new_zeros(x.shape[0], self.width).scatter_(1, self.slots, x) if self.has_gaps else x
 
-    def pack_rewards(self, rewards: Tensor, on_masked: str) -> Tensor:
-        """[R, T] to [R, W]; a reward at a masked position goes to the last policy token before it (else the first):
-        "carry", or is lost: "drop"."""
-        if choose(on_masked, REWARD_ON_MASKED, "reward_on_masked") == "drop":
-            return self.pack(rewards)
-        if self.gaps:
-            return self._carry(rewards, self.seen)
-        if self.in_place and bool(self.mask[:, :1].all()) and bool(rewards.sum().isfinite()):
-            return rewards  # what a scan without decay adds on its way to a policy token is that token's anyway
-        kept = rewards * self.mask
-        if not kept.numel() or all(end.item() == 0 for end in torch.aminmax(rewards - kept)):
-            return kept
-        seen = self.mask.bool().cumsum(1)
-        carried = self._carry(rewards, seen)
-        return carried.gather(1, seen) * self.mask if self.in_place else carried[:, 1 : rewards.shape[1] + 1]
-
-    def _carry(self, rewards: Tensor, seen: Tensor) -> Tensor:
-        """[R, T + 1] rewards at the slot of this or the last policy token, 1 for those before the first."""
-        if not bool(rewards.sum().isfinite()):
-            rewards = rewards.masked_fill(~self.mask.bool() & ~rewards.isfinite(), 0.0)
-        buffer = rewards.new_zeros(rewards.shape[0], self.width).scatter_add_(1, seen, rewards)
-        buffer[:, 1] += buffer[:, 0] * (self.counts > 0)
-        buffer[:, 0] = 0.0
-        return buffer
-
-    def emptied(self, buffer: Tensor) -> Tensor:
-        """The buffer [R, W] with nothing in the bin, if there is one; in place."""
-        if self.gaps:
-            buffer[:, 0] = 0.0
-        return buffer
-
-    def unpack(self, buffer: Tensor, out: Tensor | None = None) -> Tensor:
-        """[R, W] back to [R, T]; masked positions 0."""
-        if not self.gaps:
-            # In place, masked positions hold what is carried over them; otherwise they hold 0 already.
-            return torch.mul(buffer, self.mask if self.in_place else 1.0, out=out)
-        return torch.gather(self.emptied(buffer), 1, self.slots, out=out)
-
-    def unpack_carried(self, buffer: Tensor) -> Tensor:
-        """[R, W] back to [R, T]; a masked position shows what the next policy token has (0 after the last)."""
-        if not self.gaps:
+    def unpack(self, buffer: Tensor) -> Tensor:
+        """[R, W] back to [R, T]; masked positions 0. Empties slot 0, where a scan leaves what it carries."""
+        if not self.has_gaps:
             return buffer
-        upcoming = (self.seen + (self.mask == 0)).clamp(max=buffer.shape[1] - 1)
-        return buffer.gather(1, upcoming).masked_fill(upcoming > self.counts.unsqueeze(1), 0.0)
+        buffer[:, 0] = 0.0
+        return buffer.gather(1, self.slots)
+
+
+def credit_policy_tokens(rewards: Tensor, mask: Tensor, on_masked: str) -> Tensor:
+    """[R, T] rewards that are 0 at masked positions (a new tensor).
+
+    on_masked: a reward there goes to the last policy token before it, else to the first one ("carry"), or is lost
+    ("drop"). Non-finite filler at masked positions is ignored.
+    """
+    kept = zeroed(rewards, mask)
+    if choose(on_masked, REWARD_ON_MASKED, "reward_on_masked") == "drop" or torch.equal(kept, rewards):
+        return kept
+    finite = rewards.masked_fill(~mask.bool() & ~rewards.isfinite(), 0.0)
+    position = torch.arange(mask.shape[1], device=mask.device)
+    latest = torch.where(mask.bool(), position, mask.argmax(1, keepdim=True)).cummax(1).values
+    return torch.zeros_like(kept).scatter_add_(1, latest, finite).mul_(mask)
+
+
+def sums_to_go(rewards: Tensor, mask: Tensor, on_masked: str, out: Tensor) -> Tensor:
+    """out [R, T]: Σ of the rewards from here to the end, 0 at masked positions."""
+    # Without decay the scan itself brings a reward on a masked position to the policy token before it, if there is one.
+    if on_masked != "carry" or not (bool(mask[:, :1].all()) and bool(rewards.sum().isfinite())):
+        rewards = credit_policy_tokens(rewards, mask, on_masked)
+    return torch.mul(suffix_scan(rewards, 1.0), mask, out=out)
+
+
+def at_next_policy_token(x: Tensor, mask: Tensor) -> Tensor:
+    """x [R, T] whose masked positions show what the next policy token has (0 after the last)."""
+    width = mask.shape[1]
+    position = torch.arange(width, device=mask.device).masked_fill(~mask.bool(), width)
+    upcoming = position.flip(1).cummin(1).values.flip(1)
+    return functional.pad(x, (0, 1)).gather(1, upcoming)
+
+
+def returns_to_go(
+    rewards: Tensor, response_mask: Tensor, gamma: float, reward_on_masked: str = "carry", zero_masked: bool = True
+) -> Tensor:
+    """G_t = r_t + γ G_{t'}, t' the next policy token; [B, T]. Masked positions do not discount and are 0, or, with
+    zero_masked=False, what the next policy token has."""
+    mask = response_mask.to(rewards.dtype)
+    returns = torch.empty_like(rewards, memory_format=torch.contiguous_format)
+
+    def of_rows(rows: slice) -> None:
+        if gamma == 1.0:
+            sums_to_go(rewards[rows], mask[rows], reward_on_masked, out=returns[rows])
+        else:
+            packing = Packing(mask[rows])
+            reward = credit_policy_tokens(rewards[rows], mask[rows], reward_on_masked)
+            returns[rows] = packing.unpack(suffix_scan(packing.pack(reward), gamma))
+        if not zero_masked:
+            returns[rows] = at_next_policy_token(returns[rows], mask[rows])
+
+    over_rows(of_rows, rewards)
+    return returns

@@ -10,15 +10,11 @@ from valor.errors import UserError
 PF_PPO_METHODS: tuple[str, ...] = ("pow", "max_min", "max_random")
 
 
-def filter_groups(metric: Tensor, group_ids: GroupIds, *, keep_singletons: bool = True) -> Tensor:
+def filter_groups(metric: Tensor, group_ids: GroupIds) -> Tensor:
     """[B] bool: samples of groups whose metric [B] is not the same for all, as only these carry a group-relative signal
-    (DAPO's dynamic sampling, https://arxiv.org/abs/2503.14476).
-
-    keep_singletons: a group of one cannot differ; it is kept unless this is False.
-    """
+    (DAPO's dynamic sampling, https://arxiv.org/abs/2503.14476). A group of one, which cannot differ, is kept."""
     groups = Groups(group_ids, metric.shape[0], metric.device)
-    differs = groups.extreme(metric, "amax") != groups.extreme(metric, "amin")
-    return differs | groups.singleton if keep_singletons else differs
+    return (groups.extreme(metric, "amax") != groups.extreme(metric, "amin")) | groups.singleton
 
 
 def pf_ppo_weights(scores: Tensor, *, reweight_method: str = "pow", weight_pow: float = 2.0) -> Tensor:
@@ -38,11 +34,7 @@ def pf_ppo_weights(scores: Tensor, *, reweight_method: str = "pow", weight_pow: 
 
 
 def pf_ppo_resample(
-    scores: Tensor,
-    *,
-    reweight_method: str = "pow",
-    weight_pow: float = 2.0,
-    generator: torch.Generator | None = None,
+    scores: Tensor, *, reweight_method: str = "pow", weight_pow: float = 2.0, generator: torch.Generator | None = None
 ) -> Tensor:
     """[B] int64 sample indices drawn with replacement by `pf_ppo_weights`; every field of the batch follows them."""
     if not scores.numel():

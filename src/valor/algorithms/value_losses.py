@@ -1,6 +1,7 @@
-"""Losses of the critic: regression (clipped or not), classification for 0/1 returns, and over bins."""
+"""Losses of the critic: regression (clipped or not), classification (0/1 returns, bins); and the loss of reward models."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,20 +9,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from valor.algorithms.ppo import Metrics
-from valor.algorithms.reductions import (
-    Denominator,
-    aggregate_loss,
-    keep_masked,
-    loss_denominator,
-    masked_var,
-    token_fraction,
-)
-from valor.algorithms.registry import Capability, Entry, Registry, choose
+from valor.algorithms.reductions import Denominator, aggregate_loss, keep_masked, loss_denominator, token_fraction
+from valor.algorithms.registry import Registry, capability, choose
 from valor.errors import UserError
 
 PerToken = tuple[Tensor, Tensor, Tensor]  # loss, 1 where clipping binds, predicted value; each [B, T]
 
 
+@capability("squared error, clipped around the old value", "https://arxiv.org/abs/1707.06347")
 def clipped_mse(
     values: Tensor, returns: Tensor, *, old_values: Tensor | None = None, cliprange_value: float | None = 0.5
 ) -> PerToken:
@@ -29,6 +24,7 @@ def clipped_mse(
     return _clipped(values, returns, old_values, cliprange_value, lambda error: 0.5 * error.square())
 
 
+@capability("squared near, linear far", "https://doi.org/10.1214/aoms/1177703732")
 def huber(
     values: Tensor,
     returns: Tensor,
@@ -40,13 +36,12 @@ def huber(
     """½ e² for |e| ≤ δ, δ(|e| − δ/2) beyond: outlying returns pull with bounded force; clipped like mse if asked."""
     if huber_delta <= 0:
         raise UserError("huber_delta must be positive")
-
-    def loss(error: Tensor) -> Tensor:
-        return functional.huber_loss(error, torch.zeros_like(error), reduction="none", delta=huber_delta)
-
+    zero = torch.zeros_like(returns)
+    loss = partial(functional.huber_loss, target=zero, reduction="none", delta=huber_delta)
     return _clipped(values, returns, old_values, cliprange_value, loss)
 
 
+@capability("cross-entropy for returns in [0, 1]")
 def bce(values: Tensor, returns: Tensor) -> PerToken:
     """−R log σ(z) − (1 − R) log(1 − σ(z)): z the head's output, σ(z) the value, for returns in [0, 1].
 
@@ -57,6 +52,7 @@ def bce(values: Tensor, returns: Tensor) -> PerToken:
     return loss, torch.zeros_like(loss), values.detach().sigmoid()
 
 
+@capability("classification over bins", "https://arxiv.org/abs/2403.03950")
 def hl_gauss(
     values: Tensor,
     returns: Tensor,
@@ -118,17 +114,11 @@ def _clipped(
     return torch.maximum(loss, clipped_loss), (clipped_loss > loss).float(), values.detach()
 
 
-_PPO = "https://arxiv.org/abs/1707.06347"
 VALUE_LOSSES = Registry(
     "value loss",
-    [
-        Entry("mse", clipped_mse, Capability("squared error, clipped around the old value", _PPO)),
-        Entry("huber", huber, Capability("squared near, linear far", "https://doi.org/10.1214/aoms/1177703732")),
-        Entry("bce", bce, Capability("cross-entropy for returns in [0, 1]")),
-        Entry("hl_gauss", hl_gauss, Capability("classification over bins", "https://arxiv.org/abs/2403.03950")),
-    ],
+    ("values", "returns", "old_values", "cliprange_value"),
+    {"mse": clipped_mse, "huber": huber, "bce": bce, "hl_gauss": hl_gauss},
 )
-_COMMON = ("values", "returns", "old_values", "cliprange_value")
 
 
 def value_loss(
@@ -178,13 +168,6 @@ def predict_values(name: str, outputs: Tensor, **options: float) -> Tensor:
     return hl_gauss_value(outputs, **options) if name == "hl_gauss" else outputs
 
 
-def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -> Tensor:
-    """1 − var(R − V) / var(R) over the policy tokens of a whole batch; 0 where the returns do not vary."""
-    spread = masked_var(returns, response_mask)
-    unexplained = masked_var(returns - values, response_mask)
-    return torch.where(spread > 0, 1.0 - unexplained / spread.clamp(min=1e-12), torch.zeros_like(spread))
-
-
 def register_value_loss(name: str, **capability: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: adds a value loss under `name`; keywords are `Capability` fields.
 
@@ -194,6 +177,14 @@ def register_value_loss(name: str, **capability: Any) -> Callable[[Callable[...,
     return VALUE_LOSSES.register(name, **capability)
 
 
-def value_loss_options(name: str) -> frozenset[str]:
-    """The keyword options that the value loss takes beyond the common inputs."""
-    return VALUE_LOSSES.options(name, _COMMON)
+def bradley_terry_loss(
+    chosen: Tensor, rejected: Tensor, *, margin: Tensor | float = 0.0, center_coef: float = 0.0
+) -> Tensor:
+    """Per pair [B]: -log sigmoid(chosen - rejected - margin) + center_coef * (chosen + rejected)^2.
+
+    The likelihood that the better response wins (Bradley and Terry 1952); the margin is Llama 2's, arXiv:2307.09288
+    eq. 2. Scores matter only up to a constant for each prompt; the second term keeps them around 0 (arXiv:2312.09244
+    section 2).
+    """
+    loss = -functional.logsigmoid(chosen - rejected - margin)
+    return loss + center_coef * (chosen + rejected).square() if center_coef else loss

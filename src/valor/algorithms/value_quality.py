@@ -6,22 +6,21 @@ import math
 from dataclasses import dataclass
 
 import torch
+from scipy import stats
 from torch import Tensor
 
 
 def auc(values: Tensor, right: Tensor) -> float:
     """P(V of a right one > V of a wrong one) + ½ P(equal), over all pairs: the area under the ROC curve.
 
-    values [N], right [N] (bool). Mann and Whitney's statistic from mid-ranks, so that equal values count half (a
-    constant critic has ½ exactly). NaN when all are right or all are wrong.
+    values [N], right [N] (bool). A constant critic has exactly ½. NaN when all are right or all are wrong.
     """
     positive = right.bool()
     first, second = int(positive.sum()), int((~positive).sum())
     if not first or not second:
         return math.nan
-    _, place, count = values.double().unique(return_inverse=True, return_counts=True)
-    mid_rank = (count.cumsum(0) - (count - 1) / 2)[place]  # ranks from 1
-    return float((mid_rank[positive].sum() - first * (first + 1) / 2) / (first * second))
+    ranks = stats.rankdata(values.double())[positive]  # from 1; equal values share their mean rank
+    return float((ranks.sum() - first * (first + 1) / 2) / (first * second))
 
 
 def best_threshold(values: Tensor, right: Tensor) -> tuple[float, float]:
@@ -52,18 +51,12 @@ def calibration(values: Tensor, outcomes: Tensor, bins: int = 10) -> list[Calibr
 
     values, outcomes [N]. Equal counts instead of equal widths: values need not lie in [0, 1], and no bin is empty.
     """
-    order = values.double().argsort(stable=True)
-    v, y = values.double()[order], outcomes.double()[order]
-    ends = [round(len(v) * (i + 1) / bins) for i in range(bins)]
-    found: list[CalibrationBin] = []
-    start = 0
-    for end in ends:
-        while 0 < end < len(v) and v[end] == v[end - 1]:
-            end += 1
-        if end > start:
-            found.append(CalibrationBin(end - start, float(v[start:end].mean()), float(y[start:end].mean())))
-            start = end
-    return found
+    v, order = values.double().sort(stable=True)
+    y = outcomes.double()[order]
+    cuts = torch.tensor([round(len(v) * (i + 1) / bins) for i in range(bins)])
+    ends = torch.searchsorted(v, v[cuts[cuts > 0] - 1], right=True).unique()
+    parts = zip(v.tensor_split(ends[:-1]), y.tensor_split(ends[:-1]), strict=True)
+    return [CalibrationBin(len(some), float(some.mean()), float(outcome.mean())) for some, outcome in parts]
 
 
 def calibration_error(bins: list[CalibrationBin]) -> float:
@@ -73,9 +66,9 @@ def calibration_error(bins: list[CalibrationBin]) -> float:
 
 def pearson(x: Tensor, y: Tensor) -> float:
     """Correlation of x and y [N]; NaN where either does not vary."""
-    x, y = x.double() - x.double().mean(), y.double() - y.double().mean()
-    spread = float((x.square().sum() * y.square().sum()).sqrt())
-    return float((x * y).sum()) / spread if spread > 1e-300 else math.nan
+    if len(x) < 2 or x.double().std() == 0 or y.double().std() == 0:
+        return math.nan
+    return float(stats.pearsonr(x.double(), y.double()).statistic)
 
 
 def pair_agreement(values: Tensor, truth: Tensor) -> float:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from valor.config.tree import REFERENCE, inherited_from, lookup
+from valor.config.tree import REFERENCE, lookup, schema
 
 Rules = str | Mapping[str, str]
 
@@ -96,7 +96,7 @@ class Section(BaseModel):
         return {
             key: value
             for key, value in data.items()
-            if not (value is None and key in cls.model_fields and inherited_from(cls, key))
+            if not (value is None and key in cls.model_fields and schema(cls)[key].inherits)
         }
 
     @field_validator("*", mode="before")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -26,55 +27,43 @@ usage: valor ppo|sft|rm train [options] key=value ...
 
 valor config keys [PREFIX] lists the keys."""
 
-_VALUED = {
-    "--config-name": "config_name",
-    "-cn": "config_name",
-    "--config-path": "config_path",
-    "-cp": "config_path",
-    "--config-dir": "config_path",
-    "-cd": "config_path",
-}
-_FLAGS = {"--multirun": "multirun", "-m": "multirun", "--dry-run": "dry_run"}
 _STRUCTURED = re.compile(r"[\[\]{}(),'\"\\]")
 
 
-@dataclass(frozen=True)
-class CommandLine:
+_OPTIONS = "--config-name (-cn), --config-path (-cp), --multirun (-m), --dry-run, --help"
+
+
+class CommandLine(argparse.Namespace):
     """Options, and the override arguments in the order typed."""
 
-    overrides: tuple[str, ...] = ()
-    config_name: str | None = None
-    config_path: str | None = None
-    multirun: bool = False
-    dry_run: bool = False
+    overrides: list[str]
+    config_name: str | None
+    config_path: str | None
+    multirun: bool
+    dry_run: bool
 
 
 def read_arguments(argv: Sequence[str]) -> CommandLine:
-    """Split a command line; --help prints USAGE and exits.
-
-    UserError: unknown options, options without their value (all of them at once).
-    """
-    if "--help" in argv or "-h" in argv:
+    """Split a command line; --help prints USAGE and exits. UserError: unknown options, options without their value."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config-name", "-cn")
+    parser.add_argument("--config-path", "--config-dir", "-cp", "-cd")
+    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--help", "-h", action="store_true")
+    try:
+        line, rest = parser.parse_known_args(argv, CommandLine())
+    except argparse.ArgumentError as error:
+        name = next((word for word in argv if word in str(error.argument_name).split("/")), error.argument_name)
+        raise UserError(f"{name} needs a value") from None
+    if line.help:
         print(USAGE)
         raise SystemExit(0)
-    line, overrides, mistakes = CommandLine(), [], []
-    words = iter(argv)
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not word.startswith("-"):
-            overrides.append(word)
-        elif word in _FLAGS:
-            line = replace(line, **{_FLAGS[word]: True})
-        elif name in _VALUED:
-            value = value if equals else next(words, "")
-            if not value:
-                mistakes.append(f"{name} needs a value")
-            line = replace(line, **{_VALUED[name]: value})
-        else:
-            mistakes.append(f"unknown option '{name}': there are {', '.join([*_VALUED, *_FLAGS])}")
-    if mistakes:
-        raise UserError("\n".join(mistakes))
-    return replace(line, overrides=tuple(overrides))
+    line.overrides = [word for word in rest if not word.startswith("-")]
+    unknown = [word.partition("=")[0] for word in rest if word.startswith("-")]
+    if unknown:
+        raise UserError("\n".join(f"unknown option '{name}': there are {_OPTIONS}" for name in unknown))
+    return line
 
 
 # "low_high" of a threshold; as a number, 0.5_5 would be 0.55.
@@ -134,11 +123,6 @@ def expand_sweep(overrides: Sequence[Override]) -> list[list[str]]:
     except HydraException as error:
         raise UserError("a multirun takes values: key=1,2,3, range(1,4), choice(a,b) or glob(*)") from error
     return [[*job, *deletions] for job in jobs]
-
-
-def sweep_keys(overrides: Sequence[Override]) -> list[str]:
-    """The keys that a multirun varies."""
-    return [override.key_or_group for override in overrides if override.is_sweep_override()]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,49 +23,53 @@ from yaml import YAMLError
 from valor.config.command_line import CommandLine, Job, literal
 from valor.config.mistakes import not_a_section, unknown_key
 from valor.config.presets import DEFAULTS, config_nodes, default_tree
-from valor.config.tree import exists, find_field, flatten, get_at, is_open, is_section
+from valor.config.rules import Asked
+from valor.config.tree import exists, flatten, get_at, is_open, is_section, plain_keys
 from valor.config.verl import find_spelling
 from valor.errors import UserError
 
 
-@dataclass(frozen=True)
-class Composed:
-    """A composed tree, the keys that were set by an override or differ from the default, and what went wrong."""
+@dataclass
+class Reading:
+    """What has been read of a command line so far: a tree, the keys that were set by an override or differ from the
+    default, notes to print once, mistakes, and features that are asked for and not there."""
 
-    tree: dict[str, Any]
-    set_keys: frozenset[str]
-    mistakes: tuple[str, ...]
-    notes: tuple[str, ...]
+    tree: dict[str, Any] = field(default_factory=dict)
+    set_keys: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+    mistakes: list[str] = field(default_factory=list)
+    unavailable: Asked = field(default_factory=dict)
 
 
 def compose_tree(
-    root: type[BaseModel], line: CommandLine, overrides: Sequence[Override], job: Job | None = None
-) -> Composed:
-    """Compose named configuration, yaml files and overrides.
+    root: type[BaseModel], line: CommandLine, overrides: Sequence[Override], job: Job | None, reading: Reading
+) -> None:
+    """Compose named configuration, yaml files and overrides into `reading`.
 
     A `job` of a multirun gets its label appended to the run's name and folder, where these are not swept themselves.
-    UserError: no such configuration, malformed yaml, an override that Hydra refuses.
+    UserError: what was wrong so far, and no such configuration, malformed yaml, or an override that Hydra refuses.
     """
     store_configs(root)
     name = line.config_name or DEFAULTS[root]
-    mistakes: list[str] = []
-    notes: list[str] = []
-    with _all_errors(line, name, root, mistakes), _initialized(line.config_path):
-        texts = _for_hydra(root, overrides, mistakes, notes)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            config = compose(config_name=name.removesuffix(".yaml"), overrides=texts)
-        notes += [_first_line(warning.message) for warning in caught]
-        written = flatten(OmegaConf.to_container(config, resolve=False))
-        missing = [key for key, value in written.items() if value == "???"]
-        if missing:
-            raise UserError("\n".join(f"{key}: has no value yet (???)" for key in missing))
-        if job is not None:
-            _relabel(root, config, job)
-        set_keys = _differing(root, config) | _typed_keys(root, overrides)
-        tree = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(tree, dict)
-    return Composed(tree, frozenset(set_keys), tuple(mistakes), tuple(notes))  # type: ignore[arg-type]
+    try:
+        with _initialized(line.config_path):
+            texts = _for_hydra(root, overrides, reading)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                config = compose(config_name=name.removesuffix(".yaml"), overrides=texts)
+            reading.notes += [_first_line(warning.message) for warning in caught]
+            if job is not None:
+                _relabel(root, config, job)
+            written = flatten(OmegaConf.to_container(config, resolve=False))
+            missing = [f"{key}: has no value yet (???)" for key, value in written.items() if value == "???"]
+            if missing:
+                raise UserError("\n".join(missing))
+            defaults = default_tree(root)
+            reading.set_keys = {key for key, value in written.items() if value != get_at(defaults, key)}
+            reading.set_keys |= _typed_keys(root, overrides)
+            reading.tree = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
+    except (UserError, YAMLError, OmegaConfBaseException, HydraException) as error:
+        raise UserError("\n".join([*reading.mistakes, _one_line(error, line, name, root)])) from error
 
 
 @cache
@@ -86,15 +90,6 @@ def _initialized(config_path: str | None) -> Iterator[None]:
         raise UserError(f"--config-path {config_path}: there is no such folder")
     with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
         yield
-
-
-@contextmanager
-def _all_errors(line: CommandLine, name: str, root: type[BaseModel], mistakes: list[str]) -> Iterator[None]:
-    """Whatever goes wrong inside as one UserError: the `mistakes` noted so far, and a line about this one."""
-    try:
-        yield
-    except (UserError, YAMLError, OmegaConfBaseException, HydraException) as error:
-        raise UserError("\n".join([*mistakes, _one_line(error, line, name, root)])) from error
 
 
 def _one_line(error: Exception, line: CommandLine, name: str, root: type[BaseModel]) -> str:
@@ -124,15 +119,14 @@ def _first_line(error: Exception | Warning | str) -> str:
     return next((text.strip() for text in str(error).splitlines() if text.strip()), "")
 
 
-def _for_hydra(
-    root: type[BaseModel], overrides: Sequence[Override], mistakes: list[str], notes: list[str]
-) -> list[str]:
+def _for_hydra(root: type[BaseModel], overrides: Sequence[Override], reading: Reading) -> list[str]:
     """Overrides as Hydra shall see them: values are force-added, so that unknown keys are collected, not raised."""
+    mistakes = reading.mistakes
     texts: list[str] = []
     for override in overrides:
         key, text = override.key_or_group, override.input_line or ""
         if key == "hydra" or key.startswith("hydra."):
-            notes.append(f"{key} has no effect: Valor composes with Hydra but writes nothing through it")
+            reading.notes.append(f"{key} has no effect: Valor composes with Hydra but writes nothing through it")
         elif _is_group(key) or override.package is not None:
             texts.append(text)
         elif override.is_delete():
@@ -172,14 +166,10 @@ def _is_group(key: str) -> bool:
     return "." not in key and bool(loader.get_group_options(key))
 
 
-def _below_value(root: type[BaseModel], key: str) -> str | None:
-    """The plain key of which `key` would be a part, as `trainer.logger` of `trainer.logger.console`."""
-    names = key.split(".")
-    for length in range(1, len(names)):
-        prefix = ".".join(names[:length])
-        if find_field(root, prefix) and not is_section(root, prefix) and not is_open(root, key):
-            return prefix
-    return None
+def _below_value(root: type[BaseModel], name: str) -> str | None:
+    """The plain key of which `name` would be a part, as `trainer.logger` of `trainer.logger.console`."""
+    around = [key for key in plain_keys(root) if name.startswith(f"{key.name}.")]
+    return around[0].name if around and not is_open(root, name) else None
 
 
 def _relabel(root: type[BaseModel], config: DictConfig, job: Job) -> None:
@@ -191,13 +181,6 @@ def _relabel(root: type[BaseModel], config: DictConfig, job: Job) -> None:
         OmegaConf.update(config, name_key, f"{name}-{job.label}", force_add=True)
     if folder is not None and folder_key not in job.swept and f"${{{name_key}}}" not in str(folder):
         OmegaConf.update(config, folder_key, f"{folder}/{job.label}", force_add=True)
-
-
-def _differing(root: type[BaseModel], config: DictConfig) -> set[str]:
-    """Plain keys whose text in the composed configuration is not the default's."""
-    defaults = default_tree(root)
-    given = flatten(OmegaConf.to_container(config, resolve=False))
-    return {key for key, value in given.items() if value != get_at(defaults, key)}
 
 
 def _typed_keys(root: type[BaseModel], overrides: Sequence[Override]) -> set[str]:

@@ -7,19 +7,18 @@ import types
 from os.path import expanduser
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel
+from pydantic import AfterValidator
 
 from valor.config.base import BARE_ITEM
-from valor.config.tree import absolute, declared, inherited_from
+from valor.config.tree import Key
 
 _WORDS = {int: "integer", float: "number", bool: "true/false", str: "text", dict: "dict", type(None): "null"}
 _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
-def type_text(section: type[BaseModel], name: str) -> str:
-    """What field `name` of `section` takes."""
-    field = section.model_fields[name]
-    return _text(field.annotation, field.metadata)
+def type_text(key: Key) -> str:
+    """What `key` takes."""
+    return _text(key.info.annotation, key.info.metadata)
 
 
 def _text(annotation: Any, metadata: list[Any] | tuple[Any, ...] = ()) -> str:
@@ -60,13 +59,12 @@ def _plural(text: str) -> str:
     return plurals.get(text, text.replace("one of", "any of"))
 
 
-def default_text(section: type[BaseModel], name: str, key: str) -> str:
-    """The default of field `name` at `key`; `= other.key` where it is inherited."""
-    source = inherited_from(section, name)
+def default_text(key: Key) -> str:
+    """The default of `key`; `= other.key` where it is inherited."""
+    source = key.inherits
     if source is not None:
-        return source.replace("${.", "${") if "${" in source else f"= {absolute(source, key)}"
-    default = section.model_fields[name].get_default(call_default_factory=True)
-    return declared(section, name, "derived") or show(default).strip("'")
+        return source if "${" in source else f"= {source}"
+    return key.declared("derived") or show(key.info.get_default(call_default_factory=True)).strip("'")
 
 
 def show(value: Any) -> str:

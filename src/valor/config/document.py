@@ -6,44 +6,37 @@ import inspect
 
 from pydantic import BaseModel
 
-from valor.config.critic_runs import CriticPretrainConfig, CriticScoreConfig, PretrainConfig, ScoreConfig
+from valor.config.critic_runs import CriticPretrainConfig, CriticScoreConfig
 from valor.config.describe import default_text, show, type_text
 from valor.config.mistakes import unknown_key
 from valor.config.ppo import PPOConfig
 from valor.config.presets import PRESETS
 from valor.config.rules import unavailable_values
 from valor.config.supervised import RMConfig, SFTConfig
-from valor.config.tree import find_field, section_type, walk_keys
+from valor.config.tree import Key, plain_keys, schema
 from valor.config.verl import SPELLINGS
 from valor.errors import UserError
 
 
 def describe_keys(prefix: str = "", root: type[BaseModel] = PPOConfig) -> str:
     """A line per key below `prefix`: key, type, default, meaning. UserError: nothing has that prefix."""
-    rows = [
-        (
-            key,
-            _compact(type_text(section, name)),
-            default_text(section, name, key),
-            section.model_fields[name].description or "",
-        )
-        for key, section, name in walk_keys(root)
-        if not prefix or key == prefix or key.startswith(prefix if prefix.endswith(".") else f"{prefix}.")
-    ]
-    if not rows:
+    below = prefix and f"{prefix.removesuffix('.')}."
+    keys = [key for key in plain_keys(root) if key.name == prefix or key.name.startswith(below)]
+    if not keys:
         raise UserError(unknown_key(root, prefix))
-    widths = [min(max(len(row[column]) for row in rows), limit) for column, limit in ((0, 80), (1, 34), (2, 48))]
-    return "\n".join(_aligned(row, widths) for row in rows)
+    rows = [(key.name, _compact(type_text(key)), default_text(key)) for key in keys]
+    widths = [
+        min(max(map(len, column)), limit) for column, limit in zip(zip(*rows, strict=True), (80, 34, 48), strict=True)
+    ]
+    return "\n".join(
+        "  ".join([*map(str.ljust, row, widths), key.info.description or ""]).rstrip()
+        for row, key in zip(rows, keys, strict=True)
+    )
 
 
 def _compact(text: str) -> str:
     """Choices as `a|b|c`, to keep the columns narrow."""
     return text.replace("one of ", "").replace("any of ", "").replace(", ", "|")
-
-
-def _aligned(row: tuple[str, str, str, str], widths: list[int]) -> str:
-    cells = [cell.ljust(width) for cell, width in zip(row[:3], widths, strict=True)]
-    return "  ".join([*cells, row[3]]).rstrip()
 
 
 _DOC_HEAD = """\
@@ -73,13 +66,13 @@ def render_docs() -> str:
     }
     for title, root in trees.items():
         parts.append(f"## {title}\n")
-        parts += [_section_docs(root, prefix, section) for prefix, section in _sections(root)]
+        parts += [_section_docs(root, key) for key in schema(root).values() if key.section is not None]
     parts.append("## Critics alone (`valor critic pretrain`, `valor critic score`)\n")
     parts.append("The keys of `valor ppo` (`trainer.total_epochs` is 4 in pre-training), and a section each.\n")
-    parts.append(_section_docs(CriticPretrainConfig, "pretrain", PretrainConfig))
-    parts.append(_section_docs(CriticScoreConfig, "score", ScoreConfig))
+    parts.append(_section_docs(CriticPretrainConfig, schema(CriticPretrainConfig)["pretrain"]))
+    parts.append(_section_docs(CriticScoreConfig, schema(CriticScoreConfig)["score"]))
     parts += [_unavailable_docs(), _spelling_docs()]
-    return "\n".join(parts).rstrip() + "\n"
+    return "\n".join(filter(None, parts)).rstrip() + "\n"
 
 
 def _preset_docs() -> str:
@@ -90,33 +83,21 @@ def _preset_docs() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _sections(root: type[BaseModel], prefix: str = "") -> list[tuple[str, type[BaseModel]]]:
-    """Every section that has plain keys of its own, outer ones first."""
-    found: list[tuple[str, type[BaseModel]]] = []
-    for name in root.model_fields:
-        section = section_type(root, name)
-        if section is not None:
-            found += [(f"{prefix}{name}", section), *_sections(section, f"{prefix}{name}.")]
-    return [item for item in found if any(section_type(item[1], name) is None for name in item[1].model_fields)]
-
-
-def _section_docs(root: type[BaseModel], prefix: str, section: type[BaseModel]) -> str:
-    found = find_field(root, prefix)
-    assert found is not None
-    lines = [f"### `{prefix}`\n", inspect.getdoc(section) or "", "", "| key | type | default | |", "|---|---|---|---|"]
-    for name in section.model_fields:
-        if section_type(section, name) is None:
-            cells = (type_text(section, name), f"`{default_text(section, name, f'{prefix}.{name}')}`")
-            doc = (section.model_fields[name].description or "").replace("|", "\\|")
-            lines.append(f"| `{name}` | {cells[0]} | {cells[1]} | {doc} |")
-    return "\n".join(lines) + "\n"
+def _section_docs(root: type[BaseModel], section: Key) -> str:
+    """The section's own keys, "" where it has none."""
+    keys = [key for key in plain_keys(root) if key.name.rpartition(".")[0] == section.name]
+    title = [f"### `{section.name}`\n", inspect.getdoc(section.section) or "", ""]
+    table = ["| key | type | default | |", "|---|---|---|---|"]
+    for key in keys:
+        doc = (key.info.description or "").replace("|", "\\|")
+        table.append(f"| `{key.field}` | {type_text(key)} | `{default_text(key)}` | {doc} |")
+    return "\n".join([*title, *table]) + "\n" if keys else ""
 
 
 def _unavailable_docs() -> str:
     asked = {(one.pattern, one.unavailable): None for one in SPELLINGS if one.unavailable is not None}
     for root in (PPOConfig, SFTConfig):
-        for key, section, name in walk_keys(root):
-            asked |= {(key, one): None for one in unavailable_values(section, name)}
+        asked |= {(key.name, one): None for key in plain_keys(root) for one in unavailable_values(key)}
     lines = ["## Not available in this version\n", "| key | what it asks for | instead |", "|---|---|---|"]
     lines += [f"| `{key}` | {one.what} | {one.instead} |" for key, one in sorted(asked, key=lambda item: item[0])]
     return "\n".join(lines) + "\n"

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from hydra.core.override_parser.types import Override
 from pydantic import ValidationError
 
 from valor.config.base import Section
-from valor.config.command_line import (
-    CommandLine,
-    Job,
-    expand_sweep,
-    make_job,
-    parse_overrides,
-    read_arguments,
-    sweep_keys,
-)
-from valor.config.composition import compose_tree
+from valor.config.command_line import CommandLine, Job, expand_sweep, make_job, parse_overrides, read_arguments
+from valor.config.composition import Reading, compose_tree
 from valor.config.mistakes import describe_errors
 from valor.config.ppo import PPOConfig
 from valor.config.rules import contradictions, unavailable_lines, unavailable_settings
@@ -68,15 +60,15 @@ def load_runs(
     """
     line = read_arguments(argv)
     overrides, mistakes = parse_overrides(line.overrides)
-    if not line.multirun:
-        return [_load(root, check, line, overrides, mistakes, None)]
-    keys = sweep_keys(overrides)
+    jobs: list[tuple[list[Override], Job | None]] = [(overrides, None)]
+    if line.multirun:
+        keys = [override.key_or_group for override in overrides if override.is_sweep_override()]
+        jobs = [(parse_overrides(texts)[0], make_job(texts, keys)) for texts in expand_sweep(overrides)]
     loaded: list[LoadedConfig[Root]] = []
     lines: list[str] = []
-    for texts in expand_sweep(overrides):
-        parsed, _ = parse_overrides(texts)
+    for parsed, job in jobs:
         try:
-            loaded.append(_load(root, check, line, parsed, mistakes, make_job(texts, keys)))
+            loaded.append(_load(root, check, line, parsed, job, Reading(mistakes=[*mistakes])))
         except UserError as error:
             lines += str(error).splitlines()
     if lines:
@@ -89,41 +81,28 @@ def _load(
     check: Check[Root] | None,
     line: CommandLine,
     overrides: Sequence[Override],
-    mistakes: Sequence[str],
     job: Job | None,
+    reading: Reading,
 ) -> LoadedConfig[Root]:
-    mistakes = list(mistakes)
+    compose_tree(root, line, overrides, job, reading)
+    translate(root, reading)
     try:
-        composed = compose_tree(root, line, overrides, job)
-    except UserError as error:
-        raise UserError("\n".join([*mistakes, str(error)])) from error
-    translated = translate(root, composed.tree, composed.set_keys)
-    mistakes += [*composed.mistakes, *translated.mistakes]
-    config, wrong = _validated(root, translated.tree, translated.set_keys)
-    asked = unavailable_settings(config) if config is not None else {}
-    for feature, settings in translated.unavailable.items():
+        config = root.model_validate(fill_inherited(root, reading.tree))
+    except ValidationError as error:
+        raise UserError("\n".join([*reading.mistakes, *describe_errors(root, error, reading.set_keys)])) from error
+    asked = unavailable_settings(config)
+    for feature, settings in reading.unavailable.items():
         asked[feature] = [*asked.get(feature, []), *settings]
     unavailable = unavailable_lines(asked)
-    if config is not None and not unavailable and check is not None:
-        wrong += check(config)
-    mistakes += wrong
-    if config is None or mistakes:
-        raise UserError("\n".join(mistakes))
-    if unavailable and not line.dry_run:
-        raise UserError("\n".join(unavailable))
+    mistakes = [*reading.mistakes, *contradictions(config)]
+    mistakes += check(config) if check is not None and not unavailable else []
+    if mistakes or (unavailable and not line.dry_run):
+        raise UserError("\n".join(mistakes or unavailable))
     return LoadedConfig(
         config=config,
-        explicit_keys=frozenset(translated.set_keys),
+        explicit_keys=frozenset(reading.set_keys),
         dry_run=line.dry_run,
-        notes=(*composed.notes, *translated.notes),
+        notes=tuple(dict.fromkeys(reading.notes)),
         unavailable=tuple(unavailable),
         label=job.label if job else None,
     )
-
-
-def _validated(root: type[Root], tree: dict[str, Any], set_keys: set[str]) -> tuple[Root | None, list[str]]:
-    try:
-        config = root.model_validate(fill_inherited(root, tree))
-    except ValidationError as error:
-        return None, describe_errors(root, error, set_keys)
-    return config, contradictions(config)

@@ -4,24 +4,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection
-from functools import cache
 from typing import Any, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from valor.config.describe import show, type_text
-from valor.config.tree import absolute, find_field, inherited_from, is_section, walk_keys
-
-
-@cache
-def all_keys(root: type[BaseModel]) -> tuple[str, ...]:
-    """Every plain key and every section, from the root."""
-    keys: dict[str, None] = {}
-    for key, _, _ in walk_keys(root):
-        names = key.split(".")
-        keys |= dict.fromkeys(".".join(names[:length]) for length in range(1, len(names) + 1))
-    return tuple(keys)
+from valor.config.tree import is_section, schema
 
 
 def nearest(root: type[BaseModel], key: str, limit: int = 3) -> list[str]:
@@ -30,7 +19,7 @@ def nearest(root: type[BaseModel], key: str, limit: int = 3) -> list[str]:
     In this order: keys that end with what was typed; keys of the same section with a similar or abbreviated last
     name; keys elsewhere with the same or an abbreviated last name; keys that look alike as a whole.
     """
-    keys = all_keys(root)
+    keys = list(schema(root))
     parent, _, last = key.rpartition(".")
     suffix = [k for k in keys if k.endswith(f".{key}")]
     siblings = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == parent}
@@ -71,39 +60,32 @@ def describe_errors(root: type[BaseModel], error: ValidationError, set_keys: Col
 
 
 def _key_of(root: type[BaseModel], location: tuple[int | str, ...]) -> str:
-    """The longest leading part of a pydantic location that is a key (the rest are union branches and indices)."""
-    names: list[str] = []
-    for part in location:
-        candidate = ".".join([*names, str(part)])
-        if names and find_field(root, ".".join(names)) and not find_field(root, candidate) and isinstance(part, int):
-            break
-        if not find_field(root, candidate) and names and not is_section(root, ".".join(names)):
-            break
-        names.append(str(part))
-    return ".".join(names)
+    """The longest leading part of a pydantic location that is a key (the rest are union branches and indices), and
+    of an unknown key the part after that."""
+    names = [str(part) for part in location]
+    known = [length for length in range(1, len(names) + 1) if ".".join(names[:length]) in schema(root)]
+    end = max(known, default=0)
+    return ".".join(names[:end] if end and not is_section(root, ".".join(names[:end])) else names[: end + 1])
 
 
-def _inherits_mistake(root: type[BaseModel], key: str, wrong: Collection[str]) -> bool:
-    found = find_field(root, key)
-    source = inherited_from(*found) if found else None
-    return source is not None and absolute(source, key) in wrong
+def _inherits_mistake(root: type[BaseModel], name: str, wrong: Collection[str]) -> bool:
+    return name in schema(root) and schema(root)[name].inherits in wrong
 
 
 def _line(root: type[BaseModel], key: str, details: list[ErrorDetails]) -> str:
     detail = details[0]
-    found = find_field(root, key)
+    found = schema(root).get(key)
     if detail["type"] == "extra_forbidden" or found is None:
         return unknown_key(root, key)
     if detail["type"] in ("model_type", "dict_type") and is_section(root, key):
         return not_a_section(key, detail["input"])
     if detail["type"] == "value_error":
         return f"{key}: {detail['ctx']['error']}"  # type: ignore[typeddict-item]
-    section, name = found
     value, location = detail["input"], ".".join(map(str, detail["loc"]))
-    if get_origin(section.model_fields[name].annotation) is dict and location != key:  # entries of a user's own naming
+    if get_origin(found.info.annotation) is dict and location != key:  # entries of a user's own naming
         message = detail["msg"]
         return f"{location}: {message[0].lower()}{message[1:]}, got {show(value)}"
-    text = f"{key}: expected {type_text(section, name)}, got {show(value)}"
+    text = f"{key}: expected {type_text(found)}, got {show(value)}"
     allowed = detail.get("ctx", {}).get("expected", "")
     options = [option.strip("' ") for option in str(allowed).replace(" or ", ",").split(",")]
     near = difflib.get_close_matches(str(value), options, n=1, cutoff=0.7) if detail["type"] == "literal_error" else []

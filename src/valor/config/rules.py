@@ -9,7 +9,7 @@ from typing import Any
 
 from valor.config.base import Section, Unavailable, is_set
 from valor.config.describe import show
-from valor.config.tree import absolute, declared, find_field, get_at, inherited_from, walk_keys
+from valor.config.tree import Key, absolute, get_at, plain_keys, schema
 
 Asked = dict[tuple[str, str], list[str]]
 """Features that are not there, as (what, what to do instead), and the settings that ask for each."""
@@ -50,10 +50,10 @@ def conditions(root: type[Section], key: str) -> Iterator[tuple[str, str, str]]:
     """Every `only_with` on `key` and on the sections around it, as (condition, reason, the key where it stands)."""
     names = key.split(".")
     for length in range(1, len(names) + 1):
-        place = ".".join(names[:length])
-        found = find_field(root, place)
-        for condition, reason in (declared(*found, "only_with") or {}).items() if found else ():
-            yield condition, reason, place
+        place = schema(root).get(".".join(names[:length]))
+        rules = place and place.declared("only_with")
+        for condition, reason in (rules or {}).items():
+            yield condition, reason, ".".join(names[:length])
 
 
 def _named(condition: str, place: str) -> str:
@@ -76,21 +76,21 @@ def _value(config: Section, key: str) -> Any:
 
 def unavailable_settings(config: Section) -> Asked:
     """What the values of keys ask for and cannot have."""
-    tree, root = config.model_dump(), type(config)
+    tree = config.model_dump()
     asked: Asked = {}
-    for key, section, name in walk_keys(root):
-        value, source = get_at(tree, key), inherited_from(section, name)
-        if source is not None and get_at(tree, absolute(source, key)) == value:
+    for key in plain_keys(type(config)):
+        value = get_at(tree, key.name)
+        if key.inherits is not None and get_at(tree, key.inherits) == value:
             continue  # the key that it inherits from is named
-        for one in unavailable_values(section, name):
+        for one in unavailable_values(key):
             if one.asks(value):
-                asked.setdefault((one.what, one.instead), []).append(f"{key}={show(value)}")
+                asked.setdefault((one.what, one.instead), []).append(f"{key.name}={show(value)}")
     return asked
 
 
-def unavailable_values(section: type[Any], name: str) -> list[Unavailable]:
-    """What a field's annotation says is not available."""
-    return [item for item in section.model_fields[name].metadata if isinstance(item, Unavailable)]
+def unavailable_values(key: Key) -> list[Unavailable]:
+    """What a key's annotation says is not available."""
+    return [item for item in key.info.metadata if isinstance(item, Unavailable)]
 
 
 def unavailable_lines(asked: Asked) -> list[str]:

@@ -1,72 +1,89 @@
-"""Keys by their dotted names: walking the schema and plain trees, and the values that keys inherit."""
+"""Keys by their dotted names: the schema, plain trees, and the values that keys inherit."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, get_origin
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
-def section_type(cls: type[BaseModel], name: str) -> type[BaseModel] | None:
-    """The section class of field `name`, or None if the field is a plain key."""
-    annotation = cls.model_fields[name].annotation
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+@dataclass(frozen=True)
+class Key:
+    """A key or a section of a tree: its dotted `name` and the `owner` that declares it as `field`."""
+
+    name: str
+    owner: type[BaseModel]
+    field: str
+
+    @property
+    def info(self) -> FieldInfo:
+        return self.owner.model_fields[self.field]
+
+    @property
+    def section(self) -> type[BaseModel] | None:
+        """The class of a section, None of a plain key."""
+        annotation = self.info.annotation
+        return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+    def declared(self, what: str) -> Any:
+        """What the field's `key(what=...)` says, or None."""
+        extra = self.info.json_schema_extra
+        return extra.get(what) if isinstance(extra, dict) else None
+
+    @property
+    def inherits(self) -> str | None:
+        """The key whose value this one takes where it is null, or a text with `${keys}`; all from the root."""
+        source = self.declared("inherits")
+        if source is None or "${" not in source:
+            return source and absolute(source, self.name)
+        return REFERENCE.sub(lambda match: f"${{{absolute(match[1], self.name)}}}", source)
 
 
-def walk_keys(root: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel], str]]:
-    """Every plain key below `root` as (dotted key, section class, field name), in declaration order."""
-    for name in root.model_fields:
-        section = section_type(root, name)
-        if section is None:
-            yield prefix + name, root, name
-        else:
-            yield from walk_keys(section, f"{prefix}{name}.")
+def absolute(source: str, name: str) -> str:
+    """`.field` written at the key `name` as a key from the root; other references are returned unchanged."""
+    return f"{name.rpartition('.')[0]}{source}".removeprefix(".") if source.startswith(".") else source
 
 
-def find_field(root: type[BaseModel], key: str) -> tuple[type[BaseModel], str] | None:
-    """The section class and field name of a dotted key, or None if the tree has no such key."""
-    *parents, last = key.split(".")
-    section: type[BaseModel] | None = root
-    for name in parents:
-        if section is None or name not in section.model_fields:
-            return None
-        section = section_type(section, name)
-    return (section, last) if section is not None and last in section.model_fields else None
+@cache
+def schema(root: type[BaseModel], prefix: str = "") -> dict[str, Key]:
+    """Every section and plain key below `root` by its dotted name, in declaration order, a section before its keys."""
+    found: dict[str, Key] = {}
+    for field in root.model_fields:
+        key = found[prefix + field] = Key(prefix + field, root, field)
+        if key.section is not None:
+            found |= schema(key.section, f"{prefix}{field}.")
+    return found
 
 
-def is_open(root: type[BaseModel], key: str) -> bool:
-    """Whether `key` lies inside an open dict or a section that takes any key (third-party options)."""
-    *parents, _ = key.split(".")
-    section = root
-    for name in parents:
-        if name not in section.model_fields:
-            break
-        inner = section_type(section, name)
-        if inner is None:
-            return get_origin(section.model_fields[name].annotation) is dict
-        section = inner
-    return section.model_config.get("extra") == "allow"
+def plain_keys(root: type[BaseModel]) -> list[Key]:
+    """The keys without the sections."""
+    return [key for key in schema(root).values() if key.section is None]
 
 
-def is_section(root: type[BaseModel], key: str) -> bool:
-    """Whether `key` names a section rather than a plain key."""
-    found = find_field(root, key)
-    return found is not None and section_type(*found) is not None
+def is_open(root: type[BaseModel], name: str) -> bool:
+    """Whether `name` lies inside an open dict or a section that takes any key (third-party options)."""
+    parents = name.split(".")[:-1]
+    around = [schema(root)[place] for i in range(len(parents)) if (place := ".".join(parents[: i + 1])) in schema(root)]
+    if not around:
+        return False
+    section, annotation = around[-1].section, around[-1].info.annotation
+    return get_origin(annotation) is dict if section is None else section.model_config.get("extra") == "allow"
 
 
-def exists(root: type[BaseModel], key: str) -> bool:
-    """Whether `key` is a section, a plain key, or inside an open dict."""
-    return find_field(root, key) is not None or is_open(root, key)
+def is_section(root: type[BaseModel], name: str) -> bool:
+    """Whether `name` is a section rather than a plain key."""
+    return name in schema(root) and schema(root)[name].section is not None
 
 
-def declared(cls: type[BaseModel], name: str, what: str) -> Any:
-    """What `key(what=...)` says about field `name`, or None."""
-    extra = cls.model_fields[name].json_schema_extra
-    return extra.get(what) if isinstance(extra, dict) else None
+def exists(root: type[BaseModel], name: str) -> bool:
+    """Whether `name` is a section, a plain key, or inside an open dict."""
+    return name in schema(root) or is_open(root, name)
 
 
 def get_at(tree: Any, key: str) -> Any:
@@ -100,29 +117,17 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def absolute(source: str, key: str) -> str:
-    """`.name` written at `key` as a key from the root; other references are returned unchanged."""
-    return f"{key.rpartition('.')[0]}{source}".removeprefix(".") if source.startswith(".") else source
-
-
-def inherited_from(cls: type[BaseModel], name: str) -> str | None:
-    """What field `name` inherits from, or None."""
-    return declared(cls, name, "inherits")
-
-
-def lookup(root: type[BaseModel], tree: dict[str, Any], key: str) -> Any:
-    """The value of `key`: from `tree`, else inherited, else the field's default."""
-    value = get_at(tree, key)
-    found = find_field(root, key)
-    if value is not None or found is None:
+def lookup(root: type[BaseModel], tree: dict[str, Any], name: str) -> Any:
+    """The value of the key `name`: from `tree`, else inherited, else the field's default."""
+    value, key = get_at(tree, name), schema(root).get(name)
+    if value is not None or key is None:
         return value
-    section, name = found
-    source = inherited_from(section, name)
+    source = key.inherits
     if source is None:
-        return section.model_fields[name].get_default(call_default_factory=True)
+        return key.info.get_default(call_default_factory=True)
     if "${" in source:
-        return REFERENCE.sub(lambda match: str(lookup(root, tree, absolute(match[1], key))), source)
-    return lookup(root, tree, absolute(source, key))
+        return REFERENCE.sub(lambda match: str(lookup(root, tree, match[1])), source)
+    return lookup(root, tree, source)
 
 
 def fill_inherited(root: type[BaseModel], tree: dict[str, Any]) -> dict[str, Any]:
@@ -131,14 +136,15 @@ def fill_inherited(root: type[BaseModel], tree: dict[str, Any]) -> dict[str, Any
     Sections given as model objects are copied as dicts of what was set on them.
     """
     filled = _as_dicts(tree)
-    for key, section, name in walk_keys(root):
-        if not inherited_from(section, name) or get_at(filled, key) is not None:
+    for name in (key.name for key in plain_keys(root) if key.inherits):
+        if get_at(filled, name) is not None:
             continue
+        *parents, last = name.split(".")
         node: Any = filled
-        for part in key.split(".")[:-1]:
+        for part in parents:
             node = node.setdefault(part, {}) if isinstance(node, dict) else None
         if isinstance(node, dict):
-            node[name] = lookup(root, filled, key)
+            node[last] = lookup(root, filled, name)
     return filled
 
 

@@ -1,4 +1,4 @@
-"""From the records of a data set to the rows of its files: duplicates told, nothing written before all was read."""
+"""Makes the files of a data set from its records, which are all read and checked before a file is written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from valor.data.duplicates import Messages, same_text
 from valor.data.files import parse_row, write_parquet
 from valor.data.recipes.recipe import QUESTION, Example, Pair, Recipe, Record
 from valor.data.sampler import subset
-from valor.data.sources import Source, from_files, from_hub, local_files, told_splits
+from valor.data.sources import Source, from_files, from_hub, local_files, named_splits
 from valor.errors import UserError
 
 Row = dict[str, Any]
@@ -48,7 +48,7 @@ class Request:
 
 
 def prepare(request: Request, out: Path) -> list[str]:
-    """Write `out`/SPLIT.parquet for every split; nothing before all was read. What was done, as lines of text."""
+    """Write `out`/SPLIT.parquet for every split, once all records are read. Returns lines that say what was done."""
     notes: list[str] = []
     if request.generates:
         splits = _generated(request, notes)
@@ -67,7 +67,7 @@ def prepare(request: Request, out: Path) -> list[str]:
 
 def _sources(request: Request) -> dict[str, list[Source]]:
     recipe = request.recipe
-    splits = tuple(request.splits) or recipe.splits or told_splits(request.local)
+    splits = tuple(request.splits) or recipe.splits or named_splits(request.local)
     if recipe.splits and (unknown := [split for split in splits if split not in recipe.splits]):
         raise UserError(f"{recipe.name} has no {unknown[0]} split; it has {', '.join(recipe.splits)}")
     if request.local:
@@ -82,7 +82,7 @@ def _read(request: Request, notes: list[str]) -> dict[str, list[Row]]:
     sources = _sources(request)
     drop = request.drop_duplicates or request.recipe.one_each
     splits: dict[str, list[Row]] = {}
-    for split in sorted(sources):  # test before train: then it is known what train must not have
+    for split in sorted(sources):  # test before train, so that train can be compared with it
         rows = (row for source in sources[split] for row in _rows(request, split, source, notes))
         in_test = {_identity(row) for row in splits.get("test", ())}
         splits[split] = list(_without_duplicates(rows, split, in_test, drop, notes))
@@ -92,7 +92,7 @@ def _read(request: Request, notes: list[str]) -> dict[str, list[Row]]:
 def _without_duplicates(
     rows: Iterable[Row], split: str, in_test: set[str], drop: bool, notes: list[str]
 ) -> Iterable[Row]:
-    """Count prompts that occur again, and those that are in test; with `drop`, leave them out."""
+    """Note how many prompts occur again, and how many are in test as well; with `drop`, leave both out."""
     seen: set[str] = set()
     repeated = leaked = 0
     for row in rows:

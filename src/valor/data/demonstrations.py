@@ -1,4 +1,4 @@
-"""Demonstrations for supervised training: chats tokenised into a prompt and a response of which some tokens count."""
+"""Demonstrations for supervised training: chats as a prompt and a response, with a mask of the assistant's tokens."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Piece = tuple[str, bool]  # text, and whether the assistant wrote it
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """Tokens of one chat up to the last one that counts; `counts` is 1 where the assistant produced the token.
+    """Tokens of one chat up to the last one of the assistant; `loss_mask` is 1 where the assistant wrote the token.
 
-    The first `prompt_length` tokens are the prompt: what stands before the assistant's first turn, none of it counts.
+    The first `prompt_length` tokens are the prompt: what stands before the assistant's first turn.
     """
 
     tokens: array[int]
-    counts: array[int]
+    loss_mask: array[int]
     prompt_length: int
 
 
@@ -40,7 +40,7 @@ class DemonstrationDataset(Sequence[Demonstration]):
 
     Every piece of a chat (prompt, assistant turn, what comes between) is tokenised by itself, so the prompt has the
     very tokens that a rollout will see. Samples over `data.max_length` are cut (`truncation` left, right, middle) or a
-    UserError that names the first one; those left without a token that counts are dropped, with a warning.
+    UserError that names the first one; those left without a token of the assistant are dropped, with a warning.
     """
 
     def __init__(self, data: SFTDataConfig, tokenizer: Any, split: Literal["train", "val"], seed: int) -> None:
@@ -77,7 +77,7 @@ class DemonstrationDataset(Sequence[Demonstration]):
         """The samples as prompts, responses and response_mask, with the counts that the loss divides by."""
         rows = [self._rows[i] for i in indices]
         batch = text_rows([r.tokens[: r.prompt_length] for r in rows], [r.tokens[r.prompt_length :] for r in rows])
-        batch["response_mask"], _ = pad_rows([r.counts[r.prompt_length :] for r in rows], torch.float32)
+        batch["response_mask"], _ = pad_rows([r.loss_mask[r.prompt_length :] for r in rows], torch.float32)
         batch.meta = {"num_tokens": float(batch["response_mask"].sum()), "num_sequences": float(len(rows))}
         return batch
 
@@ -125,18 +125,18 @@ def _pieces(
 
 def _join(pieces: Sequence[tuple[Sequence[int], bool]], eos_token_id: int | None) -> Demonstration:
     """One row from tokenised pieces. What a template puts after the end token of a turn was not the assistant's."""
-    tokens, counts = array("i"), array("b")
+    tokens, mask = array("i"), array("b")
     for ids, own in pieces:
         end = len(ids)
         if own and eos_token_id is not None and eos_token_id in ids:
             end -= list(reversed(ids)).index(eos_token_id)
         tokens.extend(ids)
-        counts.extend([int(own)] * end + [0] * (len(ids) - end))
-    return Demonstration(tokens, counts, prompt_length=len(pieces[0][0]))
+        mask.extend([int(own)] * end + [0] * (len(ids) - end))
+    return Demonstration(tokens, mask, prompt_length=len(pieces[0][0]))
 
 
 def _cut(row: Demonstration, limit: int, truncation: str, where: str) -> Demonstration | None:
-    """At most `limit` tokens, ending with one that counts; None if none does."""
+    """At most `limit` tokens, ending with one of the assistant; None if none of them is left."""
     kept = list(range(len(row.tokens)))
     if len(kept) > limit:
         if truncation == "error":
@@ -146,9 +146,9 @@ def _cut(row: Demonstration, limit: int, truncation: str, where: str) -> Demonst
             )
         kept = truncated(kept, limit, truncation)
     prompt = max(1, sum(i < row.prompt_length for i in kept))  # the first token has nothing that could predict it
-    while len(kept) > prompt and not row.counts[kept[-1]]:
+    while len(kept) > prompt and not row.loss_mask[kept[-1]]:
         kept.pop()
-    if not any(row.counts[i] for i in kept[prompt:]):
+    if not any(row.loss_mask[i] for i in kept[prompt:]):
         return None
-    counts = [0] * prompt + [row.counts[i] for i in kept[prompt:]]
-    return Demonstration(array("i", [row.tokens[i] for i in kept]), array("b", counts), prompt)
+    mask = [0] * prompt + [row.loss_mask[i] for i in kept[prompt:]]
+    return Demonstration(array("i", [row.tokens[i] for i in kept]), array("b", mask), prompt)

@@ -16,10 +16,10 @@ _FEWEST_WORDS = 5  # shorter questions say too little without their instruction
 
 def same_text(messages: Messages) -> str:
     """What two prompts that differ in capitals and white space alone have in common."""
-    return normal("\n".join(f"{m.get('role')}: {m.get('content')}" for m in messages))
+    return normalized("\n".join(f"{m.get('role')}: {m.get('content')}" for m in messages))
 
 
-def normal(text: str) -> str:
+def normalized(text: str) -> str:
     """Text without differences in capitals, white space and Unicode composition."""
     return " ".join(unicodedata.normalize("NFC", text).casefold().split())
 
@@ -29,7 +29,7 @@ def bare_questions(prompts: Sequence[Messages], groups: Sequence[str]) -> list[s
 
     Those words are the instruction. The whole text stays where a group is small or the rest would be too short.
     """
-    words = [normal(str(messages[-1].get("content"))).split() for messages in prompts]
+    words = [normalized(str(messages[-1].get("content"))).split() for messages in prompts]
     members: dict[str, list[int]] = defaultdict(list)
     for i, group in enumerate(groups):
         members[group].append(i)

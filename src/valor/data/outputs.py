@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from valor.data.duplicates import bare_questions, normal, same_text
+from valor.data.duplicates import bare_questions, normalized, same_text
 from valor.data.files import DataRow, read_records
 from valor.errors import UserError
 
@@ -78,7 +78,7 @@ class _RowFinder:
         prompt = next((record[name] for name in _PROMPTS if record.get(name)), None)
         if prompt is None:
             raise UserError(f"{where}: says neither its 'row' nor its prompt ({', '.join(_PROMPTS)})")
-        text = normal(prompt) if isinstance(prompt, str) else same_text(prompt)
+        text = normalized(prompt) if isinstance(prompt, str) else same_text(prompt)
         if text in self._places:
             return self._places[text]
         if text not in self._known:

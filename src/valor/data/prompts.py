@@ -62,9 +62,7 @@ class PromptDataset(Sequence[PromptRow]):
             numbers = [numbers[i] for i in shuffled(len(numbers), data.seed, 0, VALIDATION_STREAM)]
         self.split = split
         self.num_overlong = 0
-        self._rows: list[DataRow] = []
-        self._numbers: list[int] = []
-        self._ids: list[array[int]] = []
+        self._rows: list[tuple[int, array[int], DataRow]] = []
         texts = (render(tokenizer, rows[n].messages, data.apply_chat_template_kwargs, rows[n].where) for n in numbers)
         for number, ids in zip(numbers, tokenized(tokenizer, texts, len(numbers)), strict=True):
             if not ids:
@@ -80,9 +78,8 @@ class PromptDataset(Sequence[PromptRow]):
                         "rows out) or data.truncation=left|right|middle (cut them)"
                     )
                 ids = truncated(ids, data.max_prompt_length, data.truncation)
-            self._rows.append(rows[number])
-            self._numbers.append(number)
-            self._ids.append(array("i", ids))  # a tenth of the memory of a list of int objects
+            # An array takes a tenth of the memory of a list of int objects.
+            self._rows.append((number, array("i", ids), rows[number]))
         if not self._rows:
             raise UserError(
                 f"data.{split}_files: all {len(numbers)} prompts are longer than data.max_prompt_length="
@@ -98,23 +95,18 @@ class PromptDataset(Sequence[PromptRow]):
         return len(self._rows)
 
     def __getitem__(self, i: int) -> PromptRow:  # type: ignore[override]  # slices are of no use here
-        row = self._rows[i]
-        return PromptRow(
-            self._numbers[i], self._ids[i].tolist(), row.messages, row.data_source, row.ground_truth, row.extra_info
-        )
-
-    def __iter__(self) -> Iterator[PromptRow]:
-        return (self[i] for i in range(len(self)))
+        number, ids, row = self._rows[i]
+        return PromptRow(number, ids.tolist(), row.messages, row.data_source, row.ground_truth, row.extra_info)
 
     @property
     def data_sources(self) -> Counter[str]:
         """How many prompts each data source has."""
-        return Counter(row.data_source for row in self._rows)
+        return Counter(row.data_source for _, _, row in self._rows)
 
     @property
     def summary(self) -> str:
         """One line: how many prompts, of what length, from where, and what was left out."""
-        lengths = [len(ids) for ids in self._ids]
+        lengths = [len(ids) for _, ids, _ in self._rows]
         sources = ", ".join(f"{name} {count}" for name, count in self.data_sources.most_common())
         overlong = f", {self.num_overlong} over the limit" if self.num_overlong else ""
         return f"{self.split}: {len(self)} prompts of {min(lengths)}-{max(lengths)} tokens ({sources}){overlong}"

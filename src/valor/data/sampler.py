@@ -27,17 +27,17 @@ def shuffled(num_rows: int, *key: int) -> np.ndarray:
     return np.argsort(words, kind="stable")
 
 
+def keyed_generator(*key: int) -> torch.Generator:
+    """A CPU generator seeded by non-negative integers, such as (run seed, step, what it is for)."""
+    seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
+    return torch.Generator().manual_seed(seed >> 1)  # torch takes a signed number
+
+
 def subset(num_rows: int, limit: int, *key: int, shuffle: bool = True) -> list[int]:
     """At most `limit` row numbers, ascending: drawn by `key`, or the first ones. A limit of 0 or less means all."""
     if not 0 < limit < num_rows:
         return list(range(num_rows))
     return sorted(shuffled(num_rows, *key)[:limit].tolist()) if shuffle else list(range(limit))
-
-
-def keyed_generator(*key: int) -> torch.Generator:
-    """A CPU generator seeded by non-negative integers, such as (run seed, step, what it is for)."""
-    seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
-    return torch.Generator().manual_seed(seed >> 1)  # torch takes a signed number
 
 
 class PromptSampler:

@@ -54,10 +54,12 @@ def from_files(recipe: Recipe, split: str, files: Sequence[Path]) -> list[Source
     return [Source(_read(file, columns), _own_data_source(recipe, split, file)) for file in files]
 
 
-def told_splits(given: Sequence[str]) -> tuple[str, ...]:
+def named_splits(given: Sequence[str]) -> tuple[str, ...]:
     """The splits that these files name, as SPLIT=FILE or in the file's own name; train when none of them does."""
-    told = [one.partition("=")[0] if one.partition("=")[0] in _WORDS else _told(Path(one)) for one in given]
-    return tuple(split for split in _WORDS if split in told or (None in told and set(told) != {None})) or ("train",)
+    named = {split or _split_in_name(path) for split, path in map(_split_and_path, given)}
+    if named <= {None}:
+        return ("train",)
+    return tuple(split for split in _WORDS if split in named or None in named)
 
 
 def local_files(recipe: Recipe, splits: Sequence[str], given: Sequence[str]) -> dict[str, list[Path]]:
@@ -68,11 +70,9 @@ def local_files(recipe: Recipe, splits: Sequence[str], given: Sequence[str]) -> 
     when a file's split is unknown or a split has no file.
     """
     found: dict[str, list[Path]] = {split: [] for split in splits}
-    for one in given:
-        split, mark, rest = one.partition("=")
-        path = Path(rest if mark and split in _WORDS else one).expanduser()
-        if mark and split in _WORDS:
-            found.setdefault(split, []).append(path)
+    for said, path in map(_split_and_path, given):
+        if said:
+            found.setdefault(said, []).append(path)
         elif path.is_dir():
             for split in splits:
                 found[split] += _in_folder(recipe, split, path)
@@ -87,20 +87,25 @@ def local_files(recipe: Recipe, splits: Sequence[str], given: Sequence[str]) -> 
     return {split: found[split] for split in splits}
 
 
+def _split_and_path(given: str) -> tuple[str | None, Path]:
+    """`train=FILE` as split and path; other texts are a path of no given split."""
+    split, mark, path = given.partition("=")
+    is_given = bool(mark) and split in _WORDS
+    return split if is_given else None, Path(path if is_given else given).expanduser()
+
+
 def _split_of(file: Path, splits: Sequence[str]) -> str:
-    if len(splits) == 1:
-        return splits[0]
-    told = _told(file)
-    if told is None or told not in splits:
+    split = splits[0] if len(splits) == 1 else _split_in_name(file)
+    if split not in splits:
         raise UserError(f"{file}: which split is it? say {' or '.join(f'{s}={file.name}' for s in splits)}")
-    return told
+    return str(split)
 
 
-def _told(file: Path) -> str | None:
-    """The split that the file's name tells, None when it tells none or both."""
+def _split_in_name(file: Path) -> str | None:
+    """The split that the file's name names, None when it names none or both."""
     words = set(re.split(r"[^a-z]+", file.name.lower()))
-    told = [split for split, names in _WORDS.items() if words & set(names)]
-    return told[0] if len(told) == 1 else None
+    named = [split for split, names in _WORDS.items() if words & set(names)]
+    return named[0] if len(named) == 1 else None
 
 
 def _in_folder(recipe: Recipe, split: str, folder: Path) -> list[Path]:

@@ -118,8 +118,8 @@ class TrainingEngine(Protocol):
 
 
 BuildEngine = Callable[..., TrainingEngine]
-"""`build(section, model, load, *, device, total_steps, trainable)`: an engine for `model` under a role's configuration.
+"""`build(section, model, load, *, device, total_steps, trainable)`: an engine for `model` under a role's settings.
 
-`section` is that of the role (actor, critic, ref, …), `model` its BackboneConfig; `load(dtype=…)` reads the module on the
-CPU; `total_steps` is the length of the learning-rate schedule; trainable: with an optimizer, by the section's `optim`.
+`section` is the role's configuration (actor, critic, ref, …), `model` its BackboneConfig; `load(dtype=…)` reads the
+module on the CPU; `total_steps` is the length of the learning-rate schedule; trainable: with the section's `optim`.
 """

@@ -10,9 +10,10 @@ from valor.collector.collector import Collector
 from valor.collector.prompts import PROMPT_OBJECTS, training_params
 from valor.collector.rollouts import BRANCH_STREAM
 from valor.data.batch import Batch, pad_rows
-from valor.data.sampler import shuffled
+from valor.data.sampler import subset
 from valor.errors import UserError
 from valor.lab.scorecard import Branches
+from valor.report.run_data import evenly_spaced
 from valor.tracking.progress import phase
 
 _CHOICE_STREAM = 4  # last word of a random key
@@ -33,8 +34,8 @@ def draw_branches(
         raise UserError(
             "score.mc branches off answers of one turn, and these have tokens that the policy did not write"
         )
-    chosen = sorted(shuffled(len(rollouts), seed, 0, _CHOICE_STREAM)[:responses].tolist())
-    points = [(row, token) for row in chosen for token in _spaced(int(lengths[row]), positions)]
+    chosen = subset(len(rollouts), responses, seed, 0, _CHOICE_STREAM)
+    points = [(row, token) for row in chosen for token in evenly_spaced(range(int(lengths[row])), positions)]
     rows, tokens = (torch.tensor(column) for column in zip(*points, strict=True))
 
     so_far = [rollouts["responses"][row, :token].tolist() for row, token in points]
@@ -43,8 +44,7 @@ def draw_branches(
     objects = {name: [rollouts.objects[name][row] for row, _ in points] for name in PROMPT_OBJECTS}
     objects["uid"] = [f"{row}@{token}" for row, token in points]
     states = Batch({"prompts": prompts, "prompt_lengths": prompt_lengths}, objects).repeat(branches)
-    keys = torch.tensor([[seed, BRANCH_STREAM, number] for number in range(len(states))])
-    states["episode_key"] = keys
+    states["episode_key"] = torch.tensor([[seed, BRANCH_STREAM, number] for number in range(len(states))])
     # One call for all: a branch that goes on beyond the limit is cut afterwards, as its tokens do not depend on it.
     params = replace(training_params(collector.rollout), max_tokens=limit - int(tokens.min()))
     with phase("branches", len(states), unit="sample"):
@@ -61,8 +61,3 @@ def draw_branches(
         scores = collector.scores(collector.inputs.with_text(answers))
     to_go = torch.tensor([len(end) - 1 for end in ends])
     return Branches(rows, tokens, (scores * gamma**to_go).view(len(points), branches))
-
-
-def _spaced(length: int, positions: int) -> list[int]:
-    """At most `positions` tokens of a response, from the first to the last."""
-    return sorted({round(i * (length - 1) / (positions - 1)) for i in range(positions)})

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
+
 from valor.lab import arithmetic
 from valor.tracking.console import format_seconds, get_console
 from valor.tracking.rundir import METRICS_FILE
@@ -63,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (run_dir / name).exists():
             _say(f"  {name.partition('.')[0]:<8} {run_dir / name}")
     before, after = read_accuracy(run_dir)
-    _say(f"accuracy on {_rows(files.val)} unseen problems, greedy: {before.validation:.3f} -> {after.validation:.3f}")
+    unseen = pq.read_metadata(files.val).num_rows
+    _say(f"accuracy on {unseen} unseen problems, greedy: {before.validation:.3f} -> {after.validation:.3f}")
     _say(f"mean reward of the samples drawn in training: {before.sampled:.3f} -> {after.sampled:.3f}")
     _say(f"{format_seconds(time.monotonic() - began)} in all")
     return 0
@@ -166,12 +169,6 @@ def _loaded(folder: Path, role: str) -> str:
         model: Any = AutoModelForCausalLM.from_pretrained(folder)
         out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
     return f"({chat[0]['content']} {tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)})"
-
-
-def _rows(path: Path) -> int:
-    import pyarrow.parquet as pq
-
-    return pq.read_metadata(path).num_rows
 
 
 def _say(line: str) -> None:

@@ -17,7 +17,7 @@ from jinja2 import Template
 from valor.config.tree import get_at
 from valor.errors import UserError
 from valor.report.scorecard_page import main_numbers
-from valor.report.skeleton import three
+from valor.report.skeleton import short
 
 SCORECARD_FILES = ("scorecard.json", "scorecard.html")
 CARD_FILE = "README.md"
@@ -78,7 +78,7 @@ def model_card(
     numbers = list(main_numbers(scorecard)) if scorecard else []
     if scorecard:
         half = next(one for one in scorecard["positions"] if one["at"] == 0.5)
-        numbers.append(("AUC at half of the answer", three(half["auc"]), ""))
+        numbers.append(("AUC at half of the answer", short(half["auc"]), ""))
     return template.render(name=name, config=config, labels=labels, training=training, card=scorecard, numbers=numbers)
 
 

@@ -12,7 +12,7 @@ from valor.config.describe import show
 from valor.lab.statistics import bootstrap_interval, holm, paired_t_p, sign_flip_p
 from valor.lab.sweep_file import HEADLINE
 from valor.lab.sweep_runs import Run, Sweep
-from valor.report.run_data import Series, read_metrics, rounded, spread
+from valor.report.run_data import Series, evenly_spaced, read_metrics, rounded
 from valor.report.sweep_page import comparison, render
 from valor.tracking.console import format_number, format_seconds
 from valor.tracking.rundir import METRICS_FILE, write_atomically
@@ -171,7 +171,7 @@ def _curve(sweep: Sweep, arm: str, key: str, measured: Mapping[str, Any]) -> dic
     if not found:
         return None
     values = [{s: v for s, v in zip(one.steps, one.values, strict=True) if v is not None} for one in found]
-    steps = spread(sorted(set.intersection(*map(set, values))), _MAX_POINTS)
+    steps = evenly_spaced(sorted(set.intersection(*map(set, values))), _MAX_POINTS)
     points = [_estimate([one[step] for one in values]) for step in steps]
     return {"steps": steps} | {name: [rounded(point[name]) for point in points] for name in ("mean", "low", "high")}
 

@@ -21,7 +21,7 @@ from valor.algorithms.value_quality import (
     pearson,
 )
 from valor.lab.statistics import bootstrap_interval, sign_flip_p
-from valor.tracking.metrics import explained_variance, fit_sums
+from valor.tracking.metrics import explained_variance
 
 PLACES = 11  # relative positions: 0, 0.1, …, 1
 _RESAMPLES = 1000
@@ -66,7 +66,7 @@ def scorecard(judged: Judged, branches: Branches | None = None) -> dict[str, Any
         "threshold": _finite(threshold),
         "accuracy": accuracy,
         "majority": max(share, 1 - share),
-        "explained_variance": _finite(explained_variance(fit_sums(judged.values, judged.returns, judged.mask))),
+        "explained_variance": _finite(explained_variance(judged.values, judged.returns, judged.mask)),
         "verdicts": _histogram(last, judged.right),
         "calibration": {
             "last": _calibration(last, returns_along[:, -1]),
@@ -83,7 +83,7 @@ def scorecard(judged: Judged, branches: Branches | None = None) -> dict[str, Any
 
 def _at(values: Tensor, returns: Tensor, right: Tensor) -> dict[str, Any]:
     """One value of each response: how it tells right from wrong, and the mean and quartiles of either."""
-    fit = explained_variance(fit_sums(values, returns, torch.ones_like(values)))
+    fit = explained_variance(values, returns, torch.ones_like(values))
     sides = {"right": values[right], "wrong": values[~right]}
     return {"auc": _finite(auc(values, right)), "explained_variance": _finite(fit)} | {
         name: dict(zip(("low", "mean", "high"), _spread(side), strict=True)) if len(side) else None
@@ -108,8 +108,8 @@ def _relative_places(mask: Tensor) -> Tensor:
 
 def _by_turn(judged: Judged) -> list[dict[str, Any]]:
     """The same at the last token of each turn (a run of policy tokens), over the responses that have the turn."""
-    on = judged.mask > 0
-    ends = on & ~torch.cat([on[:, 1:], torch.zeros_like(on[:, :1])], 1)
+    mask = judged.mask > 0
+    ends = mask & ~torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], 1)
     turn = ends.cumsum(1) * ends  # at a turn's last token its number
     out = []
     for number in range(1, int(turn.max()) + 1):
@@ -139,19 +139,16 @@ def _monte_carlo(judged: Judged, branches: Branches) -> dict[str, Any]:
     """Values against branch means, over all points and, by order alone, within each response."""
     values = judged.values[branches.rows, branches.tokens].double()
     truth = branches.returns.double().mean(1)
-    agreements = []
-    for row in branches.rows.unique():
-        here = branches.rows == row
-        agreements.append(pair_agreement(values[here], truth[here]))
-    agreements = [
-        one for one in agreements if not math.isnan(one)
-    ]  # a response whose states are all alike says nothing
+    points = [branches.rows == row for row in branches.rows.unique()]
+    agreements = [pair_agreement(values[of_row], truth[of_row]) for of_row in points]
+    # A response whose states are all worth the same says nothing about their order.
+    agreements = [one for one in agreements if not math.isnan(one)]
     low, high = bootstrap_interval(agreements) or (None, None)
     ceiling, correlation = noise_ceiling(branches.returns), pearson(values, truth)
     return {
         "branches": branches.returns.shape[1],
         "points": len(values),
-        "responses": len(branches.rows.unique()),
+        "responses": len(points),
         "correlation": _finite(correlation),
         "noise_ceiling": _finite(ceiling),
         "abs_error": float((values - truth).abs().mean()),

@@ -22,7 +22,7 @@ HEADLINE = "validation score"
 class Entry(NamedTuple):
     """A command that takes key=value: the tree that it reads, and the metric by which its runs are compared."""
 
-    root: type[BaseModel]
+    root: type[Section]
     metric: str
 
 

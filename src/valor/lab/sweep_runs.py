@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from valor.config import load_runs
 from valor.config.describe import show
-from valor.config.tree import absolute, find_field, flatten, inherited_from
+from valor.config.tree import flatten, schema
 from valor.errors import UserError
 from valor.lab.sweep_file import ENTRIES, Arm, SweepConfig, expand, texts
 from valor.tracking.rundir import write_atomically
@@ -159,7 +159,6 @@ def _differing(root: type[BaseModel], runs: Sequence[Run]) -> tuple[str, ...]:
     )
 
 
-def _follows(root: type[BaseModel], key: str, runs: Sequence[Run]) -> bool:
-    found = find_field(root, key)
-    source = inherited_from(*found) if found else None
-    return source is not None and all(run.settings.get(key) == run.settings.get(absolute(source, key)) for run in runs)
+def _follows(root: type[BaseModel], name: str, runs: Sequence[Run]) -> bool:
+    source = schema(root)[name].inherits if name in schema(root) else None
+    return source is not None and all(run.settings.get(name) == run.settings.get(source) for run in runs)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from valor.report.run_data import Spread, spread
+from valor.report.run_data import StepHistogram, evenly_spaced
 
 NUM_ROWS = 40
 MAX_COLUMNS = 160
@@ -45,7 +45,7 @@ PICTURES = (
 )
 
 
-def histogram_specs(histograms: Mapping[str, list[Spread]]) -> list[dict[str, Any]]:
+def histogram_specs(histograms: Mapping[str, list[StepHistogram]]) -> list[dict[str, Any]]:
     """The pictures that the run has data for: `steps`, bin centres `rows`, and `shares` [row][step]."""
     return [
         {"id": one.id, "section": one.section, "title": one.title, "note": one.note, **_columns(histograms[one.key])}
@@ -54,8 +54,8 @@ def histogram_specs(histograms: Mapping[str, list[Spread]]) -> list[dict[str, An
     ]
 
 
-def _columns(spreads: list[Spread]) -> dict[str, Any]:
-    shown = spread(spreads, MAX_COLUMNS)
+def _columns(spreads: list[StepHistogram]) -> dict[str, Any]:
+    shown = evenly_spaced(spreads, MAX_COLUMNS)
     low, high = _ends(shown)
     edges = np.linspace(low, high, NUM_ROWS + 1)
     shares = np.stack([_shares(one, edges) for one in shown], axis=1)
@@ -66,7 +66,7 @@ def _columns(spreads: list[Spread]) -> dict[str, Any]:
     }
 
 
-def _ends(spreads: list[Spread]) -> tuple[float, float]:
+def _ends(spreads: list[StepHistogram]) -> tuple[float, float]:
     """Where the run's entries begin and end, but for their tails."""
     centres = np.concatenate([(edges[:-1] + edges[1:]) / 2 for edges in (one.edges for one in spreads)])
     counts = np.concatenate([one.counts for one in spreads]).astype(float)
@@ -77,7 +77,7 @@ def _ends(spreads: list[Spread]) -> tuple[float, float]:
     return low - room, high + room
 
 
-def _shares(one: Spread, edges: np.ndarray) -> np.ndarray:
+def _shares(one: StepHistogram, edges: np.ndarray) -> np.ndarray:
     """The step's share of entries in each of the common bins; its own bins are spread evenly over what they cover."""
     reached = np.concatenate([[0.0], np.cumsum(one.counts)]) / sum(one.counts)
     inner = np.interp(edges[1:-1], one.edges, reached)

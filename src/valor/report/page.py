@@ -12,7 +12,7 @@ from typing import Any
 from valor.report.histograms import histogram_specs
 from valor.report.panels import SECTIONS, panel_specs
 from valor.report.run_data import RunData, Series, read_run, rounded, thin
-from valor.report.skeleton import render_page, three
+from valor.report.skeleton import render_page, short
 from valor.report.timing import timeline_spec, timing_spec
 from valor.tracking.console import format_seconds
 from valor.tracking.rundir import METRICS_FILE, write_atomically
@@ -152,11 +152,11 @@ def _journey(
         return
     window = max(min(window, len(numbers) // 2), 1)
     last, first = median(numbers[-window:]), median(numbers[:window])
-    detail = f"from {three(first)}" if len(numbers) > 1 else ""
+    detail = f"from {short(first)}" if len(numbers) > 1 else ""
     if best and max(numbers) > last:
         step = series.steps[series.values.index(max(numbers))]
-        detail += f"; best {three(max(numbers))} at step {step}"
-    yield label, three(last), detail
+        detail += f"; best {short(max(numbers))} at step {step}"
+    yield label, short(last), detail
 
 
 def _short_count(count: float) -> str:

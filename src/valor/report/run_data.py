@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,7 +36,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Spread:
+class StepHistogram:
     """A histogram at one step: `counts` in equal bins between `low` and `high`."""
 
     step: int
@@ -68,7 +69,7 @@ class RunData:
     config: dict[str, Any]
     info: dict[str, Any]
     samples: list[SampleGroup]
-    histograms: dict[str, list[Spread]]
+    histograms: dict[str, list[StepHistogram]]
 
     @property
     def last_step(self) -> int:
@@ -105,13 +106,13 @@ def read_metrics(path: Path) -> dict[str, Series]:
     return metrics
 
 
-def read_histograms(path: Path) -> dict[str, list[Spread]]:
+def read_histograms(path: Path) -> dict[str, list[StepHistogram]]:
     """Each histogram of metrics.jsonl, by step."""
-    found: dict[str, list[Spread]] = {}
+    found: dict[str, list[StepHistogram]] = {}
     for step, record in _by_step(path):
         for key, value in record.items():
             if isinstance(value, dict) and value.keys() == {"low", "high", "counts"}:
-                found.setdefault(key, []).append(Spread(step, **value))
+                found.setdefault(key, []).append(StepHistogram(step, **value))
     return found
 
 
@@ -131,17 +132,17 @@ def read_samples(run_dir: Path) -> list[SampleGroup]:
             found["val" if path.name.startswith("val_") else "train"].append((step, path))
     groups = []
     for split, files in found.items():
-        for step, path in spread(sorted(files), MAX_SAMPLE_STEPS):
+        for step, path in evenly_spaced(sorted(files), MAX_SAMPLE_STEPS):
             records = _read_lines(path)
             shown = [_shorten(record) for record in records[:MAX_SAMPLES_PER_STEP]]
             groups.append(SampleGroup(step, split, shown, len(records)))
     return groups
 
 
-def spread(items: list[T], count: int) -> list[T]:
+def evenly_spaced(items: Sequence[T], count: int) -> list[T]:
     """`count` of the items at even distances, the first and the last among them; all if there are no more."""
     if len(items) <= count:
-        return items
+        return list(items)
     return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
 
 

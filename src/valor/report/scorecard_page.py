@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
-from valor.report.skeleton import render_page, three
+from valor.report.skeleton import render_page, short
 
 
 def render(card: Mapping[str, Any]) -> str:
@@ -39,16 +39,16 @@ def render(card: Mapping[str, Any]) -> str:
 def main_numbers(card: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """(name, value, remark) of what a reader wants first, as texts."""
     area, threshold = card["auc"], card["threshold"]
-    yield "AUC", three(area["value"]), f"95 % {three(area['low'])} to {three(area['high'])}; chance 0.5"
-    at = f" at V \u2265 {three(threshold)}" if threshold is not None else ""
-    yield "Accuracy", three(card["accuracy"]), f"best threshold{at}; always the same: {three(card['majority'])}"
-    yield "Explained variance", three(card["explained_variance"]), "of the returns of all policy tokens"
+    yield "AUC", short(area["value"]), f"95 % {short(area['low'])} to {short(area['high'])}; chance 0.5"
+    at = f" at V \u2265 {short(threshold)}" if threshold is not None else ""
+    yield "Accuracy", short(card["accuracy"]), f"best threshold{at}; always the same: {short(card['majority'])}"
+    yield "Explained variance", short(card["explained_variance"]), "of the returns of all policy tokens"
     ece = card["calibration"]
-    yield "Calibration error", three(ece["last"]["ece"]), f"at the last token; {three(ece['all']['ece'])} along the way"
+    yield "Calibration error", short(ece["last"]["ece"]), f"at the last token; {short(ece['all']['ece'])} along the way"
     if found := card["monte_carlo"]:
         order = found["agreement"]
-        ceiling = f"noise of {found['branches']} branches leaves room for {three(found['noise_ceiling'])}"
-        yield "Correlation with branches", three(found["correlation"]), ceiling
+        ceiling = f"noise of {found['branches']} branches leaves room for {short(found['noise_ceiling'])}"
+        yield "Correlation with branches", short(found["correlation"]), ceiling
         p = "" if order["p"] is None else f", p {order['p']:.2g}"
-        interval = f"95 % {three(order['low'])} to {three(order['high'])}; chance 0.5{p}"
-        yield "Order of states right", three(order["mean"]), interval
+        interval = f"95 % {short(order['low'])} to {short(order['high'])}; chance 0.5{p}"
+        yield "Order of states right", short(order["mean"]), interval

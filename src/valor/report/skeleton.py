@@ -37,7 +37,7 @@ def embed_json(data: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def three(value: float | None, sign: str = "") -> str:
+def short(value: float | None, sign: str = "") -> str:
     """About three digits: `0.934`, `1.08`, `95.0`, `1,320`, `0.0012`; with `sign="+"` always a sign; else `none`."""
     if value is None:
         return "none"

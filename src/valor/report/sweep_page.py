@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from valor.report.skeleton import render_page, three
+from valor.report.skeleton import render_page, short
 from valor.tracking.console import format_seconds
 
 SECTIONS = {"compared": "Compared", "curves": "Learning curves", "differences": "What differs", "runs": "Runs"}
@@ -56,13 +56,19 @@ def _row(arm: Mapping[str, Any]) -> list[str]:
 def _runs(results: Mapping[str, Any]) -> Iterator[list[str]]:
     for arm in results["arms"]:
         for seed, one in arm["finished"].items():
-            yield [arm["name"], seed, three(one["first"]), three(one["last"]), format_seconds(one["seconds"])]
+            yield [
+                arm["name"],
+                seed,
+                short(one["first"]),
+                short(one["last"]),
+                format_seconds(one["seconds"]),
+            ]
         for seed, error in arm["errors"].items():
             yield [arm["name"], seed, error, "", ""]
 
 
 def _number(value: float | None, sign: str = "") -> str:
-    return "" if value is None else three(value, sign)
+    return "" if value is None else short(value, sign)
 
 
 def _interval(estimate: Mapping[str, Any], sign: str = "") -> str:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from valor.rewards.answers import after_thinking
 from valor.rewards.sandbox import Limits, Sandbox, strongest_level
+from valor.rewards.sandbox.payload import same_number
 
 if TYPE_CHECKING:
     from valor.rewards.sandbox.fusion import SandboxFusion
@@ -142,8 +143,8 @@ def extract_code(text: str, name: str = "") -> tuple[str, bool]:
 
 
 def same_output(output: str, expected: str) -> bool:
-    """Equal line by line but for white space, blank lines and the spelling of numbers; a fraction may be a millionth
-    off."""
+    """Equal line by line but for white space, blank lines and the spelling of numbers; a fraction may be off by a
+    millionth of its size."""
     ours, theirs = ([line.split() for line in text.splitlines() if line.strip()] for text in (output, expected))
     if ours == theirs:
         return True
@@ -202,27 +203,35 @@ def _tests_of_mapping(given: Mapping[str, Any]) -> ProgramTests | FunctionTests:
 
 
 def _assertions(tests: Sequence[str], setup: Sequence[str] = ()) -> FunctionTests:
-    for test in tests:
-        if not _asserts(test):
-            raise ValueError(f"the ground truth has a test that checks nothing: {test[:80]!r}")
-    called = re.findall(r"(?<![\w.])([A-Za-z_]\w*)\s*\(", "\n".join(tests))
+    nodes = [node for test in tests for node in _nodes(test)]
+    called = dict.fromkeys(name for name in map(_called, nodes) if name)
     unknown = [name for name in called if not any(_defines(text, name) for text in (*setup, *tests))]
+    judges: set[str | None] = set()  # what is asserted of the result of another function has to be the tests' own
+    for node in nodes:
+        if isinstance(node, ast.Assert):
+            asserted = getattr(node.test, "operand", node.test)  # assert f(x), assert not f(x)
+            if any(_called(inner) in unknown for inner in ast.walk(asserted) if inner is not asserted):
+                judges.add(_called(asserted))
     # Names that Python has are Python's, or `abs = lambda x: 0` would pass many tests; unless no others are called.
-    return FunctionTests(tests, setup, ([n for n in unknown if not hasattr(builtins, n)] or unknown or [""])[:1])
+    own = [n for n in unknown if not (hasattr(builtins, n) or hasattr(math, n) or n in judges)]
+    return FunctionTests(tests, setup, own or unknown or [""])
 
 
-def _asserts(test: str) -> bool:
+def _called(node: ast.AST) -> str | None:
+    return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else None
+
+
+def _nodes(test: str) -> list[ast.AST]:
+    """What a test consists of, in the order of the text."""
     try:
-        statements = ast.parse(test).body
+        tree = ast.parse(test)
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"the ground truth has a test that is not Python: {test[:80]!r} ({error})") from None
     # Definitions alone check nothing: HumanEval's check() has to be called.
-    return any(
-        isinstance(node, ast.Call | ast.Assert)
-        for s in statements
-        if not isinstance(s, _DEFINITIONS)
-        for node in ast.walk(s)
-    )
+    statements = [s for s in tree.body if not isinstance(s, _DEFINITIONS)]
+    if not any(isinstance(node, ast.Call | ast.Assert) for s in statements for node in ast.walk(s)):
+        raise ValueError(f"the ground truth has a test that checks nothing: {test[:80]!r}")
+    return sorted(ast.walk(tree), key=lambda node: (getattr(node, "lineno", 0), getattr(node, "col_offset", 0)))
 
 
 def _call_tests(name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> FunctionTests:
@@ -317,4 +326,4 @@ def _same_token(ours: str, right: str) -> bool:
         return False
     if right.lstrip("+-").isdigit():
         return Fraction(ours) == Fraction(right)
-    return math.isclose(float(ours), float(right), rel_tol=1e-6, abs_tol=1e-6)
+    return same_number(float(ours), float(right))

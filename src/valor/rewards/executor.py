@@ -1,8 +1,7 @@
 """Grades samples in processes: a grader that fails, hangs or dies costs its own sample, and nothing else.
 
-Samples travel in chunks, so that thousands of cheap gradings are fast; those behind a slow one go to other processes,
-and more processes are started while graders wait rather than compute. When a process has to be killed or has died, the
-sample it was grading gets the error, and the others are graded again.
+A process that hangs is killed and replaced, as is one that has died. More are started while graders wait rather than
+compute.
 """
 
 from __future__ import annotations
@@ -21,14 +20,13 @@ from typing import Any
 from valor.rewards import registry
 from valor.rewards.code import CodeSettings
 from valor.rewards.custom import CustomFunction, FunctionSource
-from valor.rewards.process import GraderProcess, Job
-from valor.rewards.worker import CHUNK_SECONDS, OUT_OF_MEMORY, RewardResult, Sample, WorkerSetup, gather
+from valor.rewards.process import GraderProcess, GradingJob
+from valor.rewards.worker import OUT_OF_MEMORY, RewardResult, Sample, WorkerSetup, gather
 
 _NUM_WORKERS, _MOST_WORKERS = 8, 64  # at first, and when graders wait or hang
 _NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-_MAX_CHUNK = 64
-_LOOK_SECONDS = 0.1  # between two looks at the processes
-_IDLE_LOOKS = 2  # in a row, at which most processes waited, and so did samples: more processes are started
+_POLL_SECONDS = 0.1
+_IDLE_POLLS = 2  # in a row, at which most processes waited, and so did samples: more processes are started
 _MAX_VAIN = 3  # processes in a row that die before they have graded anything: waiting samples are given up
 _START_SECONDS = 120.0  # a custom function may import a heavy library before the first sample
 _CODE_SHARE = 0.8  # of the timeout for running code: a solution without an end is wrong, it is no error
@@ -70,9 +68,9 @@ class RewardExecutor:
         # are its own.
         self._processes: list[GraderProcess] = []
         self._limit = self.num_workers  # on the number of processes, for now
-        self._pending: deque[Job] = deque()
-        self._pending_computing: deque[Job] = deque()  # those that mostly compute
-        self._idle_looks = self._num_vain = 0
+        self._pending: deque[GradingJob] = deque()
+        self._pending_computing: deque[GradingJob] = deque()  # those that mostly compute
+        self._idle_polls = self._num_vain = 0
 
     def __enter__(self) -> RewardExecutor:
         return self
@@ -119,12 +117,12 @@ class RewardExecutor:
             atexit.unregister(self.close)
 
     def _submit(self, samples: Sequence[Sample | list[Sample]]) -> list[Future[Any]]:
-        jobs: list[Job] = []
+        jobs: list[GradingJob] = []
         for sample in samples:
             try:
-                jobs.append(Job(pickle.dumps(sample), self._is_computed(sample)))
+                jobs.append(GradingJob(pickle.dumps(sample), self._is_computed(sample)))
             except Exception as error:
-                jobs.append(Job(b""))
+                jobs.append(GradingJob(b""))
                 jobs[-1].future.set_result(self._error(f"the sample cannot be sent to a grader: {error}"))
         waiting = [job for job in jobs if job.sample]
         for job in waiting:
@@ -141,7 +139,7 @@ class RewardExecutor:
         sources = tuple((p, FunctionSource.of(f)) for p, f in registry.registered_graders().items())
         self._setup = WorkerSetup(self.custom, sources, self.error_score, self.code, self.memory_mb)
         self._loop = asyncio.new_event_loop()
-        self._loop.call_soon(self._look)
+        self._loop.call_soon(self._poll)
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -154,89 +152,83 @@ class RewardExecutor:
     def _error(self, reason: str, kind: str = "exception", seconds: float = 0.0) -> RewardResult:
         return RewardResult(self.error_score, {}, reason, seconds, kind)
 
-    def _take(self, jobs: Sequence[Job]) -> None:
+    def _take(self, jobs: Sequence[GradingJob]) -> None:
         for job in jobs:
             (self._pending_computing if job.computes else self._pending).append(job)
         self._dispatch()
 
     def _dispatch(self) -> None:
         """Give pending samples to processes that have none; start as many as there is work for."""
-        free = [process for process in self._processes if process.ready and not process.jobs]
+        free = [process for process in self._processes if process.ready and not process.job]
         while free and ((computes := self._pending_computing and self._cores_left() > 0) or self._pending):
-            fair_share = -(-len(self._pending) // self._limit)
-            pending, count = (self._pending_computing, 1) if computes else (self._pending, min(fair_share, _MAX_CHUNK))
-            free.pop().send([pending.popleft() for _ in range(count)])
+            free.pop().send((self._pending_computing if computes else self._pending).popleft())
         num_wanted = len(self._pending) + min(len(self._pending_computing), self._cores_left())
         if num_wanted > sum(not process.ready for process in self._processes) and self.num_processes < self._limit:
             process = GraderProcess(self._setup)
             self._processes.append(process)
-            self._loop.add_reader(process.channel.fileno(), self._hear, process)
+            for file in process.files:
+                self._loop.add_reader(file, self._receive, process)
             self._loop.call_soon(self._dispatch)  # one at a time: others may be free by then
 
     def _cores_left(self) -> int:
-        return _NUM_CORES - sum(process.jobs[0].computes for process in self._processes if process.jobs)
+        return _NUM_CORES - sum(process.job.computes for process in self._processes if process.job)
 
-    def _hear(self, process: GraderProcess) -> None:
-        """Something came from a process: results, or its end."""
-        results = process.receive()
-        if results is None:
-            self._lose(process)
+    def _receive(self, process: GraderProcess) -> None:
+        """Something came from a process: it is ready, a result, nonsense, or its end."""
+        try:
+            reply = process.receive()
+        except EOFError:
+            self._drop(process)
+        except Exception as error:
+            self._drop(process, self._error(str(error), "crash"))
         else:
-            process.ready = True
-            jobs, process.jobs = process.jobs, []
-            self._num_vain = 0 if results else self._num_vain
-            self._wait_again(jobs[len(results) :])
-            for job, result in zip(jobs, results, strict=False):
-                job.future.set_result(result)
+            if reply is None:
+                return
+            job, process.job, process.ready = process.job, None, True
+            if job:
+                self._num_vain = 0
+                job.future.set_result(reply[0])
         self._dispatch()
 
-    def _look(self) -> None:
-        """End processes that take too long, give what waits behind slow samples to others, let more be started."""
-        self._loop.call_later(_LOOK_SECONDS, self._look)
+    def _poll(self) -> None:
+        """End processes that take too long, let more be started while the others wait."""
+        self._loop.call_later(_POLL_SECONDS, self._poll)
         for process in list(self._processes):
-            place, seconds = process.under_way()
-            if place < 0:
-                if seconds > _START_SECONDS and (process.jobs or not process.ready):
-                    self._lose(process)
-            elif process.jobs and seconds > self.timeout:
+            if process.job and process.seconds > self.timeout:
                 reason = f"no score within {self.timeout:g} s (reward.timeout)"
-                self._lose(process, self._error(reason, "timeout", self.timeout))
-            elif seconds > 1.5 * CHUNK_SECONDS:  # its time is up: the process begins no further sample
-                self._wait_again(process.jobs[place + 1 :])
-                del process.jobs[place + 1 :]
+                self._drop(process, self._error(reason, "timeout", self.timeout))
+            elif not process.ready and process.seconds > _START_SECONDS:
+                self._drop(process)
         size = len(self._processes)
         wait = bool(self._pending) and 2 * sum(process.computes() for process in self._processes) < size
-        self._idle_looks = self._idle_looks + 1 if wait and size == self._limit else 0
-        if self._idle_looks >= _IDLE_LOOKS:
+        self._idle_polls = self._idle_polls + 1 if wait and size == self._limit else 0
+        if self._idle_polls >= _IDLE_POLLS:
             self._limit = min(2 * self._limit, self.most_workers)
         self._dispatch()
 
-    def _lose(self, process: GraderProcess, error: RewardResult | None = None) -> None:
-        """End a process: the sample that is under way gets the error (None: it died, how will be seen)."""
-        self._loop.remove_reader(process.channel.fileno())
+    def _drop(self, process: GraderProcess, error: RewardResult | None = None) -> None:
+        """End a process: its sample gets the error (None: it has ended by itself, how will be seen)."""
         self._processes.remove(process)
-        (place, _), status, jobs = process.under_way(), process.end(), process.jobs
-        if jobs and place >= 0:
-            guilty = jobs.pop(place)
-            self._wait_again(jobs)
-            guilty.future.set_result(error or self._death(status))
+        job, status = process.job, self._end_process(process)
+        if job and (error or process.has_begun):
+            job.future.set_result(error or self._death(status))
             return
-        self._wait_again(jobs)
-        if jobs or not process.ready:
-            self._num_vain += 1
+        if job:
+            (self._pending_computing if job.computes else self._pending).appendleft(job)
+        self._num_vain += bool(job) or not process.ready
         if self._num_vain >= _MAX_VAIN:
             self._give_up("grader processes die before they can grade it", "crash")
+
+    def _end_process(self, process: GraderProcess) -> int:
+        for file in process.files:
+            self._loop.remove_reader(file)
+        return process.end()
 
     def _death(self, status: int) -> RewardResult:
         if status == OUT_OF_MEMORY:
             return self._error(f"needed more than {self.memory_mb} MB (reward.memory_limit_mb)", "memory")
         how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
         return self._error(f"the grader ended its process ({how})", "crash")
-
-    def _wait_again(self, jobs: Sequence[Job]) -> None:
-        """Before the others; all of one kind."""
-        pending = self._pending_computing if jobs and jobs[0].computes else self._pending
-        pending.extendleft(reversed(jobs))
 
     def _give_up(self, reason: str, kind: str = "exception") -> None:
         """An error for all samples that wait."""
@@ -249,9 +241,9 @@ class RewardExecutor:
 
     def _end(self) -> None:
         for process in self._processes:
-            self._loop.remove_reader(process.channel.fileno())
-            process.end()
-            self._wait_again(process.jobs)
+            self._end_process(process)
+            if process.job:
+                self._pending.appendleft(process.job)
         self._processes.clear()
         self._give_up("graders were shut down before this sample's turn")
         self._loop.stop()

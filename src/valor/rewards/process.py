@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import secrets
+import signal
+import socket
+import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerContext, ForkServerProcess
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from valor.rewards.worker import RewardResult, WorkerSetup, serve
+import psutil
+
+from valor.rewards.worker import HEADER, RewardResult, WorkerSetup, serve
+
+_MAX_REPLY = 1 << 28  # bytes; what says it is longer is no reply
+_SEND_SECONDS = 5  # for a process that does not read what it is sent
 
 
 @dataclass(eq=False)
-class Job:
-    """A sample and the future of its result."""
+class GradingJob:
+    """A sample (or a batch of them, for a function of batches) and the future of its result."""
 
     sample: bytes  # pickled here: one that cannot be is nobody else's trouble
     computes: bool = False
@@ -27,58 +37,85 @@ class Job:
 
 
 class GraderProcess:
-    """Grades one chunk of samples after another; it is `ready` when it has said so, and busy while it has `jobs`.
+    """Grades one job after another; it is `ready` when it has said so, and busy while it has a `job`.
 
-    Before each sample it notes the sample's place in the chunk, in memory that it shares with this process: so it is
-    known whose grader is running, and for how long.
+    Every job has a number of its own, drawn at random, which its reply must carry. Graders are code of others: whatever
+    they write into the pipe or leave running, nobody waits for it and no sample gets the result of another.
     """
 
     def __init__(self, setup: WorkerSetup) -> None:
         context = _GraderContext()
         context.set_forkserver_preload([__name__])  # with all that a process needs: it starts at once
         self.ready = False
-        self.jobs: list[Job] = []
-        self._note = context.RawValue("i", -1)
-        self._seen, self._since = -1, time.monotonic()
-        self.channel, theirs = context.Pipe()
-        self._process: Any = context.Process(target=serve, args=(setup, self._note, theirs), daemon=True)
+        self.job: GradingJob | None = None
+        self._number, self._since, self._received = 0, time.monotonic(), b""
+        self._begun = context.RawValue("q", 0)  # memory that it shares with this process: the number of its last job
+        self._channel, theirs = socket.socketpair()
+        self._channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_SECONDS, 0))
+        self._process: Any = context.Process(target=serve, args=(setup, self._begun, theirs), daemon=True)
         self._process.start()
         theirs.close()
+        # One can be read when something came, the other when it has ended (a child of its may keep the first one open).
+        self.files = self._channel.fileno(), self._process.sentinel
 
-    def send(self, jobs: Sequence[Job]) -> None:
-        """Have these graded."""
-        self.jobs = list(jobs)
-        self._note.value = self._seen = -1
-        self._since = time.monotonic()
-        with suppress(OSError):  # it has died; `receive` will say so
-            self.channel.send([job.sample for job in jobs])
+    @property
+    def seconds(self) -> float:
+        """Since it was started or has got its job."""
+        return time.monotonic() - self._since
 
-    def receive(self) -> list[RewardResult] | None:
-        """Results of the first of its jobs, none when it has just become ready; None when it has died."""
-        try:
-            return self.channel.recv()
-        except (EOFError, OSError):
+    @property
+    def has_begun(self) -> bool:
+        """Whether its grader has been called for its job."""
+        return self.job is not None and self._begun.value == self._number
+
+    def send(self, job: GradingJob) -> None:
+        """Have this graded."""
+        self.job, self._number, self._since = job, secrets.randbits(62), time.monotonic()
+        with suppress(OSError):  # it has died or does not read; `receive` or the time limit will say so
+            self._channel.sendall(pickle.dumps((self._number, job.sample)))
+
+    def receive(self) -> tuple[RewardResult | list[RewardResult] | None] | None:
+        """Its reply: the job's result, or None when it has just become ready. None while the reply is incomplete.
+
+        To be called when one of `files` can be read. Raises EOFError when it has ended, ValueError for anything that is
+        no reply to its job.
+        """
+        with suppress(OSError):
+            self._received += self._channel.recv(1 << 20, socket.MSG_DONTWAIT)
+        size, number = HEADER.unpack_from(self._received) if len(self._received) >= HEADER.size else (1, self._number)
+        reply = self._received[HEADER.size :]
+        if size > _MAX_REPLY or number != self._number or len(reply) > size:
+            raise ValueError("the grader wrote into the pipe of its process")
+        if len(reply) < size:
+            if not self._process.is_alive():
+                raise EOFError
             return None
-
-    def under_way(self) -> tuple[int, float]:
-        """Place in the chunk of the sample that it has begun last (-1: none yet), and for how long that is so (s)."""
-        now = time.monotonic()
-        if self._note.value != self._seen:
-            self._seen, self._since = self._note.value, now
-        return self._seen, now - self._since
+        self._received = b""
+        return (pickle.loads(reply),)
 
     def computes(self) -> bool:
         """Whether it has a processor or waits for one; True where the system does not say."""
         try:
-            return Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "R"
-        except OSError:
+            return psutil.Process(self._process.pid).status() == psutil.STATUS_RUNNING
+        except psutil.Error:
             return True
 
     def end(self) -> int:
-        """Kill it, if it still runs. Returns the exit status, or minus the signal that ended it."""
+        """Kill it, if it still runs, and what its graders have started.
+
+        Returns the exit status, or minus the signal that ended it.
+        """
+        started: list[psutil.Process] = []
+        with suppress(psutil.Error):
+            started = psutil.Process(self._process.pid).children(recursive=True)
+        with suppress(OSError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        for process in started:  # those with a process group of their own
+            with suppress(psutil.Error):
+                process.kill()
         self._process.kill()
         self._process.join()
-        self.channel.close()
+        self._channel.close()
         return self._process.exitcode
 
 

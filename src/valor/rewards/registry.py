@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from valor.errors import UserError
-from valor.rewards import arithmetic, choice, code, countdown, format, gsm8k, qa, reasoning_gym
-from valor.rewards.mathematics import grader as mathematics
+from valor.rewards import arithmetic, choice, code, countdown, format, gsm8k, mathematics, qa, reasoning_gym
 
 # Called by keyword: data_source, solution_str, ground_truth, extra_info. Returns a number, or a dict with "score".
 Grader = Callable[..., Any]

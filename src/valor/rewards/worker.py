@@ -8,6 +8,8 @@ import math
 import os
 import pickle
 import signal
+import socket
+import struct
 import sys
 import threading
 import time
@@ -24,10 +26,9 @@ from valor.rewards.code import CodeSettings, configure
 from valor.rewards.custom import CustomFunction, FunctionSource
 from valor.tracking.progress import report_progress
 
-# A chunk that has run this long gives the rest of its samples back, so that slow graders spread over the processes.
-CHUNK_SECONDS = 0.25
-
 OUT_OF_MEMORY = 83  # exit status of a process that is so full that a fresh one has to take its place
+
+HEADER = struct.Struct("!Qq")  # of a reply: its bytes, the number of its job
 
 _MAX_TEXT = 300  # characters of an error or of a component that is neither number nor text
 
@@ -82,12 +83,11 @@ class WorkerSetup:
 
 
 class Grading:
-    """The grader of this process. In `note.value` it writes the place of the sample that is under way."""
+    """The grader of this process."""
 
-    def __init__(self, setup: WorkerSetup, note: Any) -> None:
+    def __init__(self, setup: WorkerSetup) -> None:
         self.error_score = setup.error_score
         self._memory = (setup.memory_mb or 0) * 2**20
-        self._note = note
         self._kwargs = dict(setup.custom.kwargs) if setup.custom else {}
         self._names = setup.custom.arguments if setup.custom else Sample._fields
         self._loop: asyncio.Runner | None = None
@@ -100,17 +100,6 @@ class Grading:
                 self._grader = setup.custom.load()
         except BaseException as error:  # raising here would end the process, and the next one, for ever
             self._broken = describe_error(error)
-
-    def chunk(self, samples: Sequence[bytes]) -> list[Any]:
-        """Results of the first samples, at least one; the rest is left to others when time is up."""
-        results = []
-        end = time.perf_counter() + CHUNK_SECONDS
-        for i, sample in enumerate(samples):
-            self._note.value = i
-            results.append(self.one(sample))
-            if time.perf_counter() > end:
-                break
-        return results
 
     def one(self, pickled: bytes) -> RewardResult | list[RewardResult]:
         """Grade one sample (or a list of samples in one call); an exception of any kind is the result's error."""
@@ -187,21 +176,33 @@ def _plain(value: Any) -> Any:
 LIMITS_MEMORY = sys.platform == "linux"  # other systems let RLIMIT_DATA be exceeded
 
 
-def serve(setup: WorkerSetup, note: Any, channel: Any) -> None:
-    """What a grader process does: say that it is ready (no results), then answer chunks of samples with results."""
+def serve(setup: WorkerSetup, begun: Any, channel: socket.socket) -> None:
+    """What a grader process does: say that it is ready (None), then answer each sample with its result.
+
+    In `begun.value` it writes the number of the job whose grader it calls.
+    """
+    os.setsid()  # what graders start can be ended with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     # More grader processes than cores: each one's libraries get one thread.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    # What a grader forks has no way to answer in the place of this process.
+    pid, nowhere = os.getpid(), os.open(os.devnull, os.O_RDWR)
+    os.register_at_fork(after_in_child=lambda: os.dup2(nowhere, channel.fileno(), inheritable=False))
     configure(setup.code)
     if setup.memory_mb and LIMITS_MEMORY:
         _limit_memory(setup.memory_mb * 2**20)
-    grading = Grading(setup, note)
-    samples: Sequence[bytes] = ()
+    grading = Grading(setup)
+    number, result, samples = 0, None, channel.makefile("rb")
     with suppress(EOFError, OSError):  # nobody is left to hear of it
         while True:
-            channel.send(grading.chunk(samples))
-            samples = channel.recv()
+            reply = pickle.dumps(result)
+            channel.sendall(HEADER.pack(len(reply), number) + reply)
+            number, sample = pickle.load(samples)
+            begun.value = number
+            result = grading.one(sample)
+            if os.getpid() != pid:  # a grader has forked, and its child has come back from it
+                os._exit(0)
 
 
 def _limit_memory(size: int) -> None:
@@ -224,4 +225,4 @@ def _end_with_parent() -> None:
     parent = parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])
-        os._exit(0)
+        os.killpg(0, signal.SIGKILL)  # and what graders have started

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 _EXTREME = re.compile(r"[_/](max|min)$")
-FIT_KEYS = ("fit/count", "fit/returns", "fit/returns_squared", "fit/errors", "fit/errors_squared")
 
 
 def reduce_metrics(metrics: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -53,30 +52,22 @@ def summarize(name: str, array: Any, mask: Any = None) -> dict[str, float]:
     }
 
 
-def fit_sums(values: Any, returns: Any, mask: Any) -> dict[str, float]:
-    """The five sums (`FIT_KEYS`) that explained variance needs; they add up over micro-batches and ranks.
+def explained_variance(values: Any, returns: Any, mask: Any) -> float:
+    """1 − Var(returns − values) / Var(returns) over the entries with mask 1; NaN where the returns do not vary.
 
-    values, returns, mask: [B, T]; entries with mask 0 do not count.
+    values, returns, mask: [B, T] of a whole batch. Population variances from sums. (verl adds 1e-5 to the denominator,
+    which turns constant returns into a large negative number instead of NaN.)
     """
     target = _selected(returns, mask)
     error = target - _selected(values, mask)
-    sums = (target.size, target.sum(), (target**2).sum(), error.sum(), (error**2).sum())
-    return dict(zip(FIT_KEYS, map(float, sums), strict=True))
-
-
-def explained_variance(sums: Mapping[str, float]) -> float:
-    """1 − Var(returns − values) / Var(returns) from the summed `fit_sums`; NaN where the returns do not vary.
-
-    Population variances of all tokens together, so the result does not depend on how the batch was split.
-    (verl adds 1e-5 to the denominator, which turns constant returns into a large negative number instead of NaN.)
-    """
-    count, returns, returns_squared, errors, errors_squared = (float(sums[key]) for key in FIT_KEYS)
-    if count < 2:
+    if target.size < 2:
         return math.nan
-    spread = returns_squared / count - (returns / count) ** 2
-    if spread <= 1e-12 * max(returns_squared / count, 1e-30):  # what rounding leaves of a variance of zero
+    mean_square = (target**2).sum() / target.size
+    spread = mean_square - (target.sum() / target.size) ** 2
+    if spread <= 1e-12 * max(mean_square, 1e-30):  # what rounding leaves of a variance of zero
         return math.nan
-    return 1.0 - (errors_squared / count - (errors / count) ** 2) / spread
+    unexplained = (error**2).sum() / error.size - (error.sum() / error.size) ** 2
+    return float(1.0 - unexplained / spread)
 
 
 class Timer:

@@ -40,7 +40,7 @@ def compute_advantages(batch: Batch, config: AlgorithmConfig, error_score: float
         offered["component_scores"] = component_scores(
             batch.objects["reward_info"], config.gdpo_reward_keys, error_score
         )
-    accepted = algorithms.advantage_options(config.adv_estimator)
+    accepted = algorithms.ADVANTAGES[config.adv_estimator].options
     common: dict[str, Any] = {
         "rewards": tensors["token_level_rewards"],
         "response_mask": tensors["response_mask"],

@@ -9,8 +9,7 @@ import torch
 from pydantic import BaseModel
 
 from valor import algorithms
-from valor.algorithms import ADVANTAGES, POLICY_LOSSES, VALUE_LOSSES
-from valor.algorithms.custom import load_custom
+from valor.algorithms import ADVANTAGES, POLICY_LOSSES, VALUE_LOSSES, load_custom
 from valor.algorithms.registry import Entry
 from valor.config import CriticRunConfig, PPOConfig, Section, SupervisedConfig
 from valor.config import inert_settings as inert_by_rules
@@ -59,7 +58,7 @@ def _estimator(config: PPOConfig) -> list[str]:
     algorithm, n = config.algorithm, config.actor_rollout_ref.rollout.n
     name = f"algorithm.adv_estimator={algorithm.adv_estimator}"
     entry = ADVANTAGES[algorithm.adv_estimator]
-    needs, options, lines = entry.capability, algorithms.advantage_options(entry.name), []
+    needs, options, lines = entry.capability, entry.options, []
     if needs.needs_critic and not config.critic.enable:
         lines.append(
             f"{name} needs a critic: set critic.enable=true, or an estimator that does without, such as grpo or rloo"
@@ -120,7 +119,7 @@ def _policy_loss(config: PPOConfig) -> list[str]:
         )
     key, given = "actor_rollout_ref.actor.policy_loss.loss_kwargs", actor.policy_loss.loss_kwargs
     taken = {*type(actor).model_fields, *type(actor.policy_loss).model_fields, "generator"}
-    lines += _options(entry, key, given, algorithms.policy_loss_options(name), taken)
+    lines += _options(entry, key, given, entry.options, taken)
     if entry.builtin and not lines:  # options that contradict each other are found by trying them
         one, options = torch.ones(1, 1), policy_loss_options(actor, name)
         try:
@@ -137,7 +136,7 @@ def _value_loss(config: PPOConfig) -> list[str]:
         return []
     name, given = config.critic.value_loss, config.critic.value_loss_kwargs
     entry = VALUE_LOSSES[name]
-    lines = _options(entry, "critic.value_loss_kwargs", given, algorithms.value_loss_options(name))
+    lines = _options(entry, "critic.value_loss_kwargs", given, entry.options)
     if entry.builtin and not lines:
         one, outputs = torch.ones(1, 1), torch.ones(1, 1, value_head(config.critic).size).squeeze(-1)
         algorithms.value_loss(name, values=outputs, old_values=one, returns=one, response_mask=one, **given)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from valor.algorithms import mismatch_sums
 from valor.collector.collector import Collector
 from valor.collector.inputs import RunInputs
 from valor.config import PPOConfig
@@ -28,7 +29,6 @@ from valor.trainer.shaping import RewardShaping
 from valor.trainer.step_metrics import batch_metrics, critic_diagnostics, throughput_metrics
 from valor.trainer.updates import Updates
 from valor.trainer.validation import headline, validation_metrics
-from valor.workers.actor import mismatch_sums
 from valor.workers.roles import critic_names, role_specs
 
 

@@ -26,7 +26,7 @@ from valor.data.batch import Batch
 from valor.data.sampler import PromptSampler, shuffled
 from valor.errors import UserError
 from valor.rewards.manager import RewardManager
-from valor.tracking.metrics import Timer, explained_variance, fit_sums, summarize
+from valor.tracking.metrics import Timer, explained_variance, summarize
 from valor.tracking.progress import phase
 from valor.trainer.critic_tokenizer import check_critic_tokenizer
 from valor.trainer.critics import Critics
@@ -111,7 +111,7 @@ class CriticPretrainRun(Run):
                 **summarize("critic/score", batch["scores"]),
                 **summarize("critic/values", batch["values"], mask),
                 **summarize("critic/returns", batch["returns"], mask),
-                "critic/vf_explained_var": explained_variance(fit_sums(batch["values"], batch["returns"], mask)),
+                "critic/vf_explained_var": explained_variance(batch["values"], batch["returns"], mask),
                 **critic_diagnostics(batch, self.config),
             }
             with timer("update_critic"):
@@ -128,7 +128,7 @@ class CriticPretrainRun(Run):
         with phase("held out", len(self.held), unit="sample"):
             values = self.critics.compute_values(self.held)[0]["values"]
         returns, mask = self.held["returns"], self.held["response_mask"]
-        fit = explained_variance(fit_sums(values, returns, mask))
+        fit = explained_variance(values, returns, mask)
         metrics = {
             "critic/holdout/vf_explained_var": fit,
             "critic/holdout/abs_error": float(((values - returns).abs() * mask).sum() / mask.sum()),

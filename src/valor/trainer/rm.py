@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, ClassVar
 
-from valor.algorithms.preference import bradley_terry_loss
+from valor.algorithms import bradley_terry_loss
 from valor.config import RMConfig
 from valor.data.preference_accuracy import as_metrics, as_table, preference_accuracy
 from valor.data.preferences import PreferenceDataset, load_preferences

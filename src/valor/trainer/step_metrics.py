@@ -10,7 +10,7 @@ import torch
 from valor.config import PPOConfig
 from valor.data.batch import Batch
 from valor.tracking.histogram import Histogram, histogram
-from valor.tracking.metrics import Timer, explained_variance, fit_sums, summarize
+from valor.tracking.metrics import Timer, explained_variance, summarize
 
 _SPREAD = ("values", "returns", "advantages")
 _NUM_PARTS = 5
@@ -30,7 +30,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     }
     if "values" in batch:
         out |= summarize("critic/values", batch["values"], mask)
-        out["critic/vf_explained_var"] = explained_variance(fit_sums(batch["values"], batch["returns"], mask))
+        out["critic/vf_explained_var"] = explained_variance(batch["values"], batch["returns"], mask)
     return out
 
 

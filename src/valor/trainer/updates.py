@@ -26,7 +26,7 @@ class Updates:
         self.config, self.roles, self.skips, self._say = config, roles, skips, say
         self.old = OldLogProbs.of(config)
         estimator = config.algorithm.adv_estimator
-        whitens = "whitening" in algorithms.advantage_options(estimator)
+        whitens = "whitening" in algorithms.ADVANTAGES[estimator].options
         self._whiten = whitens and config.algorithm.adv_whitening == "mini_batch"
 
     def run(self, role: str, batch: Batch, step: int, *, member: int = 0) -> dict[str, float]:

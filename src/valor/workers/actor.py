@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from valor import algorithms
-from valor.algorithms.custom import load_custom
+from valor.algorithms import load_custom
 from valor.config import ActorConfig, ActorRolloutRefConfig
 from valor.data.batch import Batch
 from valor.data.sampler import keyed_generator
@@ -164,23 +164,10 @@ class ActorWorker(ModelRole):
             metrics["kl_loss"] = kl_loss.detach()
         metrics["loss"] = loss.detach()
         if "rollout_log_probs" in rows:  # the weights are still those that sampled: measure the gap
-            metrics |= mismatch_sums(log_probs.detach(), rows["rollout_log_probs"], mask, counts["num_tokens"])
+            metrics |= algorithms.mismatch_sums(
+                log_probs.detach(), rows["rollout_log_probs"], mask, counts["num_tokens"]
+            )
         return loss, metrics
-
-
-def mismatch_sums(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, num_tokens: float) -> dict[str, Tensor]:
-    """How far the training forward is from what the rollout engine sampled under, per sampled token.
-
-    Shares of the mini-batch's mean |Δp| and mean |Δ log p|, and these rows' largest ones.
-    """
-    logs = (log_probs - rollout_log_probs).abs() * mask
-    probs = (log_probs.exp() - rollout_log_probs.exp()).abs() * mask
-    return {
-        "training/rollout_probs_diff_mean": probs.sum() / num_tokens,
-        "training/rollout_probs_diff_max": probs.max(),
-        "training/rollout_log_probs_diff_mean": logs.sum() / num_tokens,
-        "training/rollout_log_probs_diff_max": logs.max(),
-    }
 
 
 def policy_loss_options(
@@ -193,5 +180,5 @@ def policy_loss_options(
     }
     own = config.policy_loss.model_dump(exclude={"loss_mode", "loss_kwargs"})
     own |= {"tau_pos": config.tau_pos, "tau_neg": config.tau_neg, "generator": generator}
-    accepted = algorithms.policy_loss_options(loss_mode)
+    accepted = algorithms.POLICY_LOSSES[loss_mode].options
     return shared | {k: v for k, v in own.items() if k in accepted} | config.policy_loss.loss_kwargs

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from valor import algorithms
-from valor.algorithms.custom import load_custom
+from valor.algorithms import load_custom
 from valor.config import CriticConfig
 from valor.data.batch import Batch
 from valor.errors import UserError

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from valor.algorithms.preference import bradley_terry_loss
+from valor.algorithms import bradley_terry_loss
 from valor.config import RMConfig
 from valor.config.reward import RewardModelConfig
 from valor.data.batch import Batch

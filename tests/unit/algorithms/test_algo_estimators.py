@@ -30,7 +30,7 @@ def test_a_group_that_agrees_has_advantage_exactly_zero(name: str) -> None:
 
 
 def whitening_off(name: str) -> dict[str, str]:
-    return {"whitening": "none"} if "whitening" in algorithms.advantage_options(name) else {}
+    return {"whitening": "none"} if "whitening" in algorithms.ADVANTAGES[name].options else {}
 
 
 @pytest.mark.parametrize("name", GROUPED)

@@ -162,14 +162,13 @@ def test_adaptive_kl_controller() -> None:
     assert controller.value == pytest.approx(0.09999738, abs=1e-8)
 
 
-def test_apply_kl_penalty() -> None:
-    rewards, current = algorithms.apply_kl_penalty(
+def test_kl_penalty_in_the_reward() -> None:
+    log_probs, ref_log_probs = torch.tensor([[-1.0, -2], [-3, -1]]), torch.tensor([[-1.5, -1], [-2, -5]])
+    rewards, current = algorithms.subtract_divergence(
         torch.tensor([[0.0, 1], [1, 0]]),
-        torch.tensor([[-1.0, -2], [-3, -1]]),
-        torch.tensor([[-1.5, -1], [-2, -5]]),
+        algorithms.kl_penalty(log_probs, ref_log_probs, "k1"),
         torch.tensor([[1.0, 1], [1, 0]]),
         kl_coef=0.1,
-        kind="k1",
     )
     close(rewards, [[-0.05, 1.1], [1.1, 0.0]])
     assert current == pytest.approx(-0.625)

@@ -50,10 +50,9 @@ def test_aliases_and_unknown_kinds() -> None:
 
 def test_penalty_leaves_masked_positions_and_rows_without_tokens_alone() -> None:
     scores = torch.tensor([[0.0, 3.0], [7.0, 0.0]])
-    nan = torch.tensor([[-1.0, torch.nan], [torch.nan, torch.inf]])
-    rewards, current = algorithms.apply_kl_penalty(
-        scores, nan, torch.full((2, 2), -2.0), torch.tensor([[1.0, 0], [0, 0]]), kl_coef=0.5
-    )
+    log_probs = torch.tensor([[-1.0, torch.nan], [torch.nan, torch.inf]])
+    divergence = algorithms.kl_penalty(log_probs, torch.full((2, 2), -2.0), "k1")
+    rewards, current = algorithms.subtract_divergence(scores, divergence, torch.tensor([[1.0, 0], [0, 0]]), kl_coef=0.5)
     assert rewards.tolist() == [[-0.5, 3.0], [7.0, 0.0]] and current == 1.0
 
 

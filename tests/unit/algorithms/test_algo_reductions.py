@@ -61,7 +61,7 @@ def test_whitening_keeps_its_precision_far_from_zero() -> None:
 
 
 def test_moments_of_blocks_merge(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("valor.algorithms.scan._BLOCK_ELEMENTS", 40)
+    monkeypatch.setattr("valor.algorithms.reductions._BLOCK_ELEMENTS", 40)
     generator = torch.Generator().manual_seed(1)
     x, mask = torch.randn(30, 20, generator=generator) * 3 + 5, (torch.rand(30, 20, generator=generator) > 0.5).float()
     mask[4:8] = 0

@@ -72,7 +72,7 @@ def test_a_users_file_adds_algorithms_and_may_be_read_twice(tmp_path: Path, clea
     load(path)
     advantages, _ = algorithms.compute_advantages("my_own", **CASE, bonus=1.0, group_ids=[0], gamma=0.5)
     assert advantages.tolist() == [[1.0, 2.0]]
-    assert algorithms.advantage_options("my_own") == {"bonus"}
+    assert algorithms.ADVANTAGES["my_own"].options == {"bonus"}
     assert algorithms.ADVANTAGES["my_own"].capability.natural_loss == "reinforce"
     log_probs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     loss, metrics = algorithms.policy_loss(
@@ -119,7 +119,7 @@ def test_unknown_names_and_options_are_corrected() -> None:
 
 def test_capabilities_are_data() -> None:
     ours = builtin(algorithms.ADVANTAGES)
-    table = {name: one for name, one in algorithms.ADVANTAGES.capabilities().items() if name in ours}
+    table = {name: algorithms.ADVANTAGES[name].capability for name in ours}
     assert [name for name, one in table.items() if one.needs_critic] == ["gae"]
     assert [name for name, one in table.items() if one.needs_greedy_baseline] == ["remax"]
     assert [name for name, one in table.items() if one.needs_components] == ["gdpo"]
@@ -137,13 +137,16 @@ def test_the_description_names_everything() -> None:
     assert "needs critic" in text and "policy losses" in text
 
 
-def test_deviations_name_real_places_and_options() -> None:
-    assert len({one.name for one in algorithms.DEVIATIONS}) == len(algorithms.DEVIATIONS)
-    for one in algorithms.DEVIATIONS:
-        assert all((one.ours, one.verl, one.reason, one.restore))
-        for place in one.where:
+def test_the_documented_deviations_name_real_places_and_options() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "from_verl.md").read_text()
+    table = page.partition("| what (where) |")[2].partition("\n\n")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    assert len(rows) == 8 and all(len(row) == 5 for row in rows)
+    for row in rows:
+        name, _, places = row[0].partition(" (")
+        option = row[4].strip("`").split("=")[0]
+        assert name.startswith("**") and places
+        for place in places.rstrip(")").replace("`", "").split(", "):
             assert place in algorithms.ADVANTAGES or place in algorithms.POLICY_LOSSES or hasattr(algorithms, place)
-        option = one.restore.split("=")[0]
-        for place in one.where:
             if place in algorithms.ADVANTAGES and option in ("zero_masked", "singleton", "reward_on_masked", "compact"):
-                assert option in algorithms.advantage_options(place)
+                assert option in algorithms.ADVANTAGES[place].options

@@ -101,20 +101,18 @@ def test_a_batch_without_policy_tokens() -> None:
         **inputs, rollout_is="token", rollout_is_batch_normalize=True, rollout_rs="seq_mean_k3", rollout_rs_threshold=1
     )
     assert correction.weights is not None and not correction.weights.any() and correction.metrics == {}
-    assert algorithms.off_policy_metrics(**inputs) == {} and algorithms.rollout_probs_diff(**inputs) == {}
+    assert algorithms.off_policy_metrics(**inputs) == {}
 
 
-def test_probability_differences() -> None:
-    inputs = {
-        "log_probs": torch.tensor([[0.5, 0.25, 0.9]]).log(),
-        "rollout_log_probs": torch.tensor([[0.4, 0.30, 0.1]]).log(),
-        "response_mask": torch.tensor([[1.0, 1.0, 0.0]]),
-    }
-    metrics = algorithms.rollout_probs_diff(**inputs)
-    assert metrics["rollout_probs_diff_mean"] == pytest.approx(0.075)
-    assert metrics["rollout_probs_diff_max"] == pytest.approx(0.1)
-    assert metrics["rollout_probs_diff_std"] == pytest.approx(0.025)
-    assert metrics["rollout_actor_probs_pearson_corr"] == pytest.approx(1.0)
+def test_mismatch_of_the_sampled_tokens() -> None:
+    train, rollout = torch.tensor([[0.5, 0.25, 0.9]]).log(), torch.tensor([[0.4, 0.30, 0.1]]).log()
+    mask = torch.tensor([[1.0, 1.0, 0.0]])
+    metrics = algorithms.mismatch_sums(train, rollout, mask, num_tokens=4.0)  # the other half lies in another part
+    assert metrics["training/rollout_probs_diff_mean"].item() == pytest.approx(0.15 / 4)
+    assert metrics["training/rollout_probs_diff_max"].item() == pytest.approx(0.1)
+    log_gaps = (train - rollout).abs()[0, :2]
+    assert metrics["training/rollout_log_probs_diff_mean"].item() == pytest.approx(log_gaps.sum().item() / 4)
+    assert metrics["training/rollout_log_probs_diff_max"].item() == pytest.approx(log_gaps.max().item())
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Value losses against finite differences and closed forms; explained variance."""
+"""Value losses against finite differences and closed forms."""
 
 import math
 
@@ -117,15 +117,6 @@ def test_parts_add_up_and_an_empty_mask_is_zero() -> None:
 def test_mistakes_are_named(name: str, options: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         algorithms.value_loss(name, **{**case(), **options})
-
-
-def test_explained_variance() -> None:
-    returns = torch.tensor([[0.0, 1.0, 2.0, 9.0]])
-    mask = torch.tensor([[1.0, 1, 1, 0]])
-    assert algorithms.explained_variance(returns, returns, mask).item() == 1.0
-    assert algorithms.explained_variance(torch.ones(1, 4), returns, mask).item() == pytest.approx(0.0)
-    assert algorithms.explained_variance(-returns, returns, mask).item() == pytest.approx(-3.0)
-    assert algorithms.explained_variance(returns, torch.ones(1, 4), mask).item() == 0.0
 
 
 def test_what_a_head_predicts() -> None:

@@ -8,13 +8,13 @@ from valor.config import PPOConfig, SFTConfig, describe_keys
 from valor.config.describe import type_text
 from valor.config.document import render_docs
 from valor.config.presets import PRESETS, default_tree
-from valor.config.tree import find_field, flatten, walk_keys
+from valor.config.tree import flatten, plain_keys, schema
 from valor.errors import UserError
 
 
 def test_every_key_has_a_line():
     lines = describe_keys().splitlines()
-    assert [line.split()[0] for line in lines] == [key for key, _, _ in walk_keys(PPOConfig)]
+    assert [line.split()[0] for line in lines] == [key.name for key in plain_keys(PPOConfig)]
 
 
 def test_a_line_says_key_type_default_and_meaning():
@@ -57,13 +57,12 @@ def test_prefixes():
     ],
 )
 def test_types_in_words(key, text):
-    found = find_field(PPOConfig, key)
-    assert found is not None and type_text(*found) == text
+    assert type_text(schema(PPOConfig)[key]) == text
 
 
 def test_presets_set_keys_that_exist():
     for name, (root, flat) in PRESETS.items():
-        assert [key for key in flat if find_field(root, key) is None] == [], name
+        assert [key for key in flat if key not in schema(root)] == [], name
 
 
 def test_default_tree_names_sources_as_interpolations():

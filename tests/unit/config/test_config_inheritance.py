@@ -3,16 +3,16 @@
 import pytest
 
 from valor.config import ActorConfig, CriticConfig, PPOConfig, RolloutConfig, SFTConfig
-from valor.config.tree import REFERENCE, absolute, fill_inherited, find_field, inherited_from, lookup, walk_keys
+from valor.config.tree import REFERENCE, fill_inherited, lookup, plain_keys, schema
 
 
 @pytest.mark.parametrize("root", [PPOConfig, SFTConfig])
 def test_every_source_is_a_key(root):
-    for key, section, name in walk_keys(root):
-        source = inherited_from(section, name)
+    for key in plain_keys(root):
+        source = key.inherits
         if source is not None:
             sources = REFERENCE.findall(source) if "${" in source else [source]
-            assert all(find_field(root, absolute(one, key)) for one in sources), f"{key} inherits from {source}"
+            assert all(one in schema(root) for one in sources), f"{key.name} inherits from {source}"
 
 
 def test_a_chain_is_followed_to_its_end():

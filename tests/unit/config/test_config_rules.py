@@ -14,7 +14,7 @@ from valor.config import (
     load,
 )
 from valor.config.rules import conditions, unavailable_settings
-from valor.config.tree import absolute, find_field, walk_keys
+from valor.config.tree import absolute, plain_keys, schema
 from valor.errors import UserError
 
 ROOTS = [PPOConfig, CriticPretrainConfig, CriticScoreConfig, SFTConfig, RMConfig]
@@ -29,8 +29,7 @@ def named(condition: str, place: str) -> str:
 def resolves(root, key: str) -> bool:
     """Whether `key` is a key or a property of a section of `root`."""
     parent, _, name = key.rpartition(".")
-    found = find_field(root, parent) if parent else None
-    section = root if not parent else found[0].model_fields[found[1]].annotation if found else None
+    section = root if not parent else schema(root)[parent].section if parent in schema(root) else None
     return section is not None and (name in section.model_fields or isinstance(getattr(section, name, None), property))
 
 
@@ -87,7 +86,7 @@ def test_what_other_kinds_of_runs_do_not_read():
 
 @pytest.mark.parametrize("root", ROOTS)
 def test_every_condition_and_pattern_is_about_something_in_a_tree(root):
-    keys = [key for key, _, _ in walk_keys(root)]
+    keys = [key.name for key in plain_keys(root)]
     for key in keys:
         for condition, _, place in conditions(root, key):
             for one in condition.split(" or "):
@@ -159,7 +158,7 @@ def test_one_line_per_feature_not_per_key():
 
 
 def test_number_of_keys_stays_readable():
-    assert len(list(walk_keys(PPOConfig))) < 320
+    assert len(plain_keys(PPOConfig)) < 320
 
 
 def test_a_reference_without_weights_of_its_own_has_no_precision():

@@ -8,12 +8,12 @@ import pytest
 from pydantic import ValidationError
 
 from valor.config import ActorConfig, CriticConfig, DataConfig, FSDPConfig, PPOConfig, RolloutConfig, SFTConfig
-from valor.config.tree import exists, flatten, is_open, is_section, nested, walk_keys
+from valor.config.tree import exists, flatten, is_open, is_section, nested, plain_keys
 
 
 @pytest.mark.parametrize("root", [PPOConfig, SFTConfig])
 def test_every_key_and_section_has_a_doc_string(root):
-    undocumented = [key for key, section, name in walk_keys(root) if not section.model_fields[name].description]
+    undocumented = [key.name for key in plain_keys(root) if not key.info.description]
     assert undocumented == []
 
 

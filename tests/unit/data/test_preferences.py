@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tiny_reward_models import TEMPLATE, character_tokenizer
-from valor.algorithms.preference import bradley_terry_loss
+from valor.algorithms import bradley_terry_loss
 from valor.config import RMConfig
 from valor.data.preference_accuracy import as_metrics, as_table, preference_accuracy
 from valor.data.preferences import PreferenceDataset, load_preferences, read_preferences

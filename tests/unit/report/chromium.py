@@ -32,6 +32,16 @@ class Page:
     def __init__(self, port: int, session: str) -> None:
         self._at = f"http://127.0.0.1:{port}/session/{session}"
 
+    def become(self, *, width: int = 1280, height: int = 900, dark: bool = False, phone: bool = False) -> None:
+        """Another screen for what is opened next; `phone`: a touch screen with two pixels per point."""
+        scale = 2.0 if phone else 1.0
+        screen = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": phone}
+        self.devtools("Emulation.setDeviceMetricsOverride", **screen)
+        self.devtools("Emulation.setTouchEmulationEnabled", enabled=phone)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.devtools("Emulation.setEmulatedMedia", features=[scheme])
+        self.console()  # what the pages before have said
+
     def open(self, path: Path) -> None:
         _call("POST", f"{self._at}/url", {"url": path.as_uri()})
 
@@ -61,8 +71,8 @@ class Page:
 
 
 @contextmanager
-def browse(profile: Path, *, width: int = 1280, height: int = 900, dark: bool = False, phone: bool = False) -> Iterator:
-    """A `Page` in a fresh profile folder; `phone`: a touch screen of that width with two pixels per point."""
+def browser(profile: Path) -> Iterator[Page]:
+    """A browser with a fresh profile folder: starting one takes longer than a test of a page."""
     driver = subprocess.Popen([str(DRIVER), "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert driver.stdout is not None
@@ -71,18 +81,12 @@ def browse(profile: Path, *, width: int = 1280, height: int = 900, dark: bool = 
         )
         options: dict[str, Any] = {
             "binary": str(BROWSER),
-            "args": [*FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}"],
+            "args": [*FLAGS, f"--user-data-dir={profile}"],
         }
-        if phone:
-            metrics = {"width": width, "height": height, "pixelRatio": 2.0, "touch": True}
-            options["mobileEmulation"] = {"deviceMetrics": metrics}
         wanted = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
         started = _call("POST", f"http://127.0.0.1:{port}/session", {"capabilities": {"alwaysMatch": wanted}})
-        page = Page(port, started["sessionId"])
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        page.devtools("Emulation.setEmulatedMedia", features=[scheme])
         try:
-            yield page
+            yield Page(port, started["sessionId"])
         finally:
             _call("DELETE", f"http://127.0.0.1:{port}/session/{started['sessionId']}")
     finally:

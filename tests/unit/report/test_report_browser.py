@@ -1,7 +1,7 @@
 """The report in a real browser, phone-sized and desktop-sized: it draws, it reacts, and the console stays silent."""
 
 import pytest
-from chromium import BROWSER, DRIVER, Page, browse
+from chromium import BROWSER, DRIVER, Page
 from synthetic_run import HOSTILE, make_run
 
 from valor.report.page import build_report
@@ -39,8 +39,8 @@ def enter(page: Page, element: str, value: str | int, event: str) -> None:
 @pytest.mark.parametrize(
     ("width", "phone", "dark"), [(1280, False, False), (390, True, True)], ids=["desktop, light", "phone, dark"]
 )
-def test_report_opens(report, tmp_path, width, phone, dark):
-    with browse(tmp_path, width=width, height=844, phone=phone, dark=dark) as page:
+def test_report_opens(report, browse, width, phone, dark):
+    with browse(width=width, height=844, phone=phone, dark=dark) as page:
         page.open(report)
         page.wait_for("document.documentElement.dataset.ready === 'yes'")
         assert charts_without_curves(page) == []
@@ -78,12 +78,12 @@ def test_report_opens(report, tmp_path, width, phone, dark):
         assert page.console() == []
 
 
-def test_sparse_runs_open_without_errors(tmp_path):
+def test_sparse_runs_open_without_errors(browse, tmp_path):
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "metrics.jsonl").write_text('{"step": 1, "mine/odd": null, "training/rollout_probs_diff_mean": 0.0}\n')
     grpo = make_run(tmp_path / "grpo", steps=2, critic=False)
-    with browse(tmp_path / "profile") as page:
+    with browse() as page:
         for run_dir in (bare, grpo):
             page.open(build_report(run_dir))
             page.wait_for("document.documentElement.dataset.ready === 'yes'")

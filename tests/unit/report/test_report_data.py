@@ -6,7 +6,7 @@ import pytest
 
 from valor.errors import UserError
 from valor.report.panels import panel_specs
-from valor.report.run_data import Series, read_metrics, read_run, read_samples, spread, thin
+from valor.report.run_data import Series, evenly_spaced, read_metrics, read_run, read_samples, thin
 from valor.report.timing import timing_spec
 from valor.tracking.generations import Sample, write_samples
 
@@ -65,8 +65,8 @@ def test_thinning_keeps_every_spike_and_both_ends():
 
 
 def test_spread_takes_the_first_and_the_last():
-    assert spread(list(range(100)), 4) == [0, 33, 66, 99]
-    assert spread([1, 2], 8) == [1, 2]
+    assert evenly_spaced(list(range(100)), 4) == [0, 33, 66, 99]
+    assert evenly_spaced([1, 2], 8) == [1, 2]
 
 
 def test_samples_are_cut_to_what_a_page_can_show(tmp_path):

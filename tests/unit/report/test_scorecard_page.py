@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from chromium import BROWSER, DRIVER, browse
+from chromium import BROWSER, DRIVER
 
 from valor.lab.scorecard import Branches, Judged, scorecard
 from valor.report.scorecard_page import render
@@ -49,10 +49,10 @@ def test_the_page_has_the_numbers_and_leaves_out_what_there_is_not():
     [(1280, False, False, False), (390, True, True, False), (1280, False, False, True)],
     ids=["desktop, light", "phone, dark", "all right, no branches"],
 )
-def test_a_browser_draws_it(tmp_path, width, phone, dark, bare):
+def test_a_browser_draws_it(browse, tmp_path, width, phone, dark, bare):
     file = tmp_path / "scorecard.html"
     file.write_text(render(card(branches=not bare, all_right=bare)), encoding="utf-8")
-    with browse(tmp_path / "profile", width=width, height=844, phone=phone, dark=dark) as page:
+    with browse(width=width, height=844, phone=phone, dark=dark) as page:
         page.open(file)
         page.wait_for("document.documentElement.dataset.ready === 'yes'")
         empty = page.run(

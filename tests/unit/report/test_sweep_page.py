@@ -1,7 +1,7 @@
 """The page of a sweep: every arm in it, nothing loaded from elsewhere, silent in a real browser on two screens."""
 
 import pytest
-from chromium import BROWSER, DRIVER, browse
+from chromium import BROWSER, DRIVER
 
 from valor.report.sweep_page import comparison, render
 
@@ -73,10 +73,10 @@ def test_the_page_is_complete_and_closed():
 @pytest.mark.parametrize(
     ("width", "phone", "dark"), [(1280, False, False), (390, True, True)], ids=["desktop, light", "phone, dark"]
 )
-def test_the_page_opens(tmp_path, width, phone, dark):
+def test_the_page_opens(browse, tmp_path, width, phone, dark):
     path = tmp_path / "sweep.html"
     path.write_text(render(results()), encoding="utf-8")
-    with browse(tmp_path / "profile", width=width, height=844, phone=phone, dark=dark) as page:
+    with browse(width=width, height=844, phone=phone, dark=dark) as page:
         page.open(path)
         page.wait_for("document.documentElement.dataset.ready === 'yes'")
         assert page.run("return document.documentElement.scrollWidth") <= width

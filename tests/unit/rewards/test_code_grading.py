@@ -373,9 +373,9 @@ def _command(process: psutil.Process) -> str:
 
 def until(condition: Any, seconds: float = 20.0) -> bool:
     end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
+    while not (met := condition()) and time.monotonic() < end:
         time.sleep(0.05)
-    return bool(condition())
+    return bool(met)
 
 
 def test_a_grader_that_is_killed_takes_its_sandbox_along(tmp_path: Path) -> None:
@@ -443,3 +443,26 @@ def test_continuous_as_the_documentation_says_it() -> None:
     with RewardExecutor(num_workers=1, timeout=60.0, custom=custom) as executor:
         [result] = executor.score([Sample("any", response, SQUARE)])
     assert (result.error, result.score, result.correct) == (None, pytest.approx(2 / 3), False)
+
+
+@pytest.mark.parametrize(
+    ("expected", "right", "wrong"),
+    [
+        ("Infinity", "float('inf')", "1.0"),
+        ("[1, Infinity]", "[1, float('inf')]", "[1, 7.0]"),
+        ('{"a": -Infinity}', "{'a': -float('inf')}", "{'a': -1e308}"),
+        ("4e-7", "4.0000001e-7", "0"),
+        ("[4e-7]", "[4e-7]", "[0.0]"),
+        ("0.0", "0.1 + 0.2 - 0.3", "1e-7"),
+        ("1e9", "1e9 + 1", "1e9 + 2000"),
+    ],
+)
+def test_numbers_are_compared_by_their_size(expected: str, right: str, wrong: str) -> None:
+    truth = {"fn_name": "f", "inputs": ["1"], "outputs": [expected]}
+    for value, score in ((right, 1.0), (wrong, 0.0)):
+        assert code.grade("apps", f"```python\ndef f(x): return {value}\n```", truth)["score"] == score
+
+
+def test_printed_numbers_are_compared_by_their_size() -> None:
+    assert code.same_output("0.33333331", "0.33333333") and code.same_output("4.0000001e-7", "0.0000004")
+    assert not code.same_output("0", "0.0000004") and not code.same_output("0.000001", "0.0")

@@ -73,6 +73,8 @@ HOSTILE = {
     "thoughts": "<think>" * 10_000,
     "tags": "<answer>" * 10_000,
     "arithmetic": "Answer: " + "1+" * 40_000 + "1",
+    "words after a number": "\\boxed{5 " + "ab " * 600 + "!}",
+    "long word after a number": "\\boxed{5 " + "ab" * 900 + "!}",
     "null bytes": "\0" * 1000 + r"The answer is \boxed{" + "\0" + "}",
     "unicode": "\u202e答案是\u0301\u0301٤٢ 😀 ½ \ud800 \ufeff" * 100,
     "nothing": "",

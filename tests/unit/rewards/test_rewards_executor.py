@@ -1,25 +1,22 @@
 """The grader pool under graders that fail, hang, die, lie about their type, and load late."""
 
 import os
-import pickle
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from valor.errors import UserError
-from valor.rewards.code import CodeSettings
 from valor.rewards.custom import CustomFunction
 from valor.rewards.executor import RewardExecutor, RewardResult, Sample
 from valor.rewards.manager import summarize
 from valor.rewards.registry import BUILT_IN, register_reward, registered_graders
-from valor.rewards.worker import LIMITS_MEMORY, Grading, WorkerSetup, gather
+from valor.rewards.worker import LIMITS_MEMORY, gather
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
@@ -254,17 +251,6 @@ def test_slow_graders_share_the_processes(executor: RewardExecutor) -> None:
     results = grade(executor, *["slow"] * 40)  # the other process has 2 s to start, if it must
     assert len({r.components["pid"] for r in results}) == 2
     assert all(r.seconds >= 0.05 for r in results)
-
-
-def test_a_slow_chunk_gives_its_rest_back(reward_file: Path) -> None:
-    note = SimpleNamespace(value=-1)
-    grading = Grading(WorkerSetup(CustomFunction(str(reward_file)), (), 0.0, CodeSettings(), None), note)
-    slow, good = pickle.dumps(Sample("a", "slow", "")), pickle.dumps(Sample("a", "good", ""))
-    num_graded = len(grading.chunk([slow] * 20))
-    assert 1 <= num_graded <= 6  # 0.05 s each, 0.25 s a chunk
-    assert note.value == num_graded - 1  # the last one it began
-    assert len(grading.chunk([good] * 20)) == 20
-    assert note.value == 19
 
 
 def test_components_are_plain_values(executor: RewardExecutor) -> None:

@@ -250,6 +250,33 @@ def test_modules_of_the_tests_are_real(nothing_left: None) -> None:
     assert code.grade("mbpp", "```python\ndef f(x): return x * 2.0\n```", truth)["score"] == 1.0
 
 
+BORROWED = {
+    "a module by its short name": (["assert np.allclose(f(2), 4)"], "class np: allclose = lambda *a: True"),
+    "a module of one's own": (["assert m.isclose(f(2), 4)"], "class m: isclose = lambda *a: True"),
+    "a function of math": (["assert isclose(f(2), 4)"], "isclose = lambda *a: True"),
+    "a function of numpy": (["assert allclose(f(2), 4)"], "allclose = lambda *a: True"),
+    "a comparison": (["assert same_value(f(2), 4)"], "same_value = lambda *a: True"),
+    "a comparison, denied": (["assert not differ(f(2), 4)"], "differ = lambda *a: False"),
+    "an object that is true": (["assert m.close(f(2), 4)"], "class m:\n  class close:\n    def __init__(*a): pass"),
+}
+
+
+@pytest.mark.parametrize("name", BORROWED)
+def test_what_a_test_does_not_define_is_not_taken_from_the_response(name: str, nothing_left: None) -> None:
+    tests, forgery = BORROWED[name]
+    assert code.grade("mbpp", f"```python\n{forgery}\ndef f(x): return 7\n```", tests)["score"] == 0.0
+
+
+def test_helpers_of_the_response_can_be_handed_to_its_functions(nothing_left: None) -> None:
+    solution = "class Node:\n  def __init__(self, v): self.v, self.left = v, None\n  def add(self, n): self.left = n\n"
+    solution += (
+        "def depth(n): return 1 + depth(n.left) if n else 0\ndef twice(x): return 2 * x\ndef half(x): return x / 2"
+    )
+    truth = {"test_setup_code": "root = Node(1)\nroot.add(Node(2))\nroot.left.left = Node(3)"}
+    truth["test_list"] = ["assert depth(root) == 3", "assert half(twice(4)) == 4", "assert np.allclose(depth(root), 3)"]
+    assert code.grade("mbpp", f"```python\n{solution}\n```", truth)["score"] == 1.0
+
+
 def naive(response: str) -> bool:
     """What a harness says that runs code and tests in one process, and looks at its exit status."""
     script = f"{response}\nassert f(2) == 4\nassert f(3) == 9\n"

@@ -11,7 +11,7 @@ import pytest
 
 from valor.rewards.sandbox import LEVELS, Limits, Sandbox, SandboxError, levels, strongest_level
 
-ORDER = ["bubblewrap", "namespaces", "landlock", "seccomp", "rlimits"]
+ORDER = ["namespaces", "landlock", "seccomp", "rlimits"]
 
 
 @pytest.fixture
@@ -42,17 +42,11 @@ def test_the_command_says_what_is_in_use(works: dict[str, str | None], capsys: p
     assert levels.main([]) == 0
     states = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
     assert dict(states) == {
-        "bubblewrap": "not here: no such thing here",
         "namespaces": "not here: no such thing here",
         "landlock": "in use",
         "seccomp": "works here",
         "rlimits": "not here: no such thing here",
     }
-
-
-def test_a_missing_program_is_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert dict(levels.try_levels())["bubblewrap"] == "bwrap is not installed"
 
 
 def test_a_busy_machine_does_not_weaken_the_level(monkeypatch: pytest.MonkeyPatch) -> None:

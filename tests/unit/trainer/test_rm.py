@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from valor.trainer.main_rm import main
 
 from tiny_reward_models import TEMPLATE, make_backbone, make_classifier, make_deberta
+from valor.trainer.main_sft import rm_train as main
 
 WORDS = ["good", "fine", "kind", "calm", "bad", "rude", "dull", "mean"]
 
@@ -129,7 +129,7 @@ def test_an_encoder_learns_from_pairs_of_texts(pairs, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("cluster")
+@pytest.mark.usefixtures("hosts")
 def test_two_processes_take_the_same_steps_as_one(backbone, pairs, tmp_path):
     assert main(overrides(backbone, pairs, tmp_path / "one")) == 0
     assert main(overrides(backbone, pairs, tmp_path / "two", "trainer.n_gpus_per_node=2")) == 0

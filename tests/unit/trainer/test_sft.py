@@ -72,7 +72,7 @@ def dataset(tokenizer, path: Path, **data) -> DemonstrationDataset:
 
 def text_of(tokenizer, row, counted: int | None = None) -> str:
     """The sample's text, or that of its tokens which count (1) or do not (0)."""
-    chosen = [t for t, c in zip(row.tokens, row.counts, strict=True) if counted is None or c == counted]
+    chosen = [t for t, c in zip(row.tokens, row.loss_mask, strict=True) if counted is None or c == counted]
     return tokenizer.decode(chosen)
 
 
@@ -202,7 +202,7 @@ def test_loss_and_accuracy_are_those_of_transformers(trainer, model_dir):
     with torch.no_grad():
         for row in trainer.val:
             ids = torch.tensor([row.tokens.tolist()])
-            labels = torch.where(torch.tensor([row.counts.tolist()]) > 0, ids, -100)
+            labels = torch.where(torch.tensor([row.loss_mask.tolist()]) > 0, ids, -100)
             n = int((labels != -100).sum())
             out = hf(input_ids=ids, labels=labels)
             total, count = total + float(out.loss) * n, count + n
@@ -219,8 +219,8 @@ def test_a_step_trains_on_the_batch_of_its_turn(trainer, model_dir):
         hf(torch.tensor([r.tokens.tolist()])).logits[0].log_softmax(-1)[i - 1, r.tokens[i]].item()
         for r in rows
         for i in range(len(r.tokens))
-        if r.counts[i]
-    ) / sum(sum(r.counts) for r in rows)
+        if r.loss_mask[i]
+    ) / sum(sum(r.loss_mask) for r in rows)
     assert trainer.train_step()["train/loss"] == pytest.approx(expected, abs=1e-5)
 
 
@@ -269,7 +269,7 @@ def test_micro_batches_do_not_change_the_run(model_dir, chats, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("cluster")
+@pytest.mark.usefixtures("hosts")
 def test_two_processes_take_the_same_steps_as_one(model_dir, chats, tmp_path):
     assert main(overrides(model_dir, chats, tmp_path / "one")) == 0
     assert main(overrides(model_dir, chats, tmp_path / "two", "trainer.n_gpus_per_node=2")) == 0

@@ -6,7 +6,6 @@ import functools
 import marshal
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -81,8 +80,7 @@ class Sandbox:
         )
         enclosure = asdict(limits) | {"level": level, "readable": _readable(), "seccomp": _seccomp(level)}
         del enclosure["wall_seconds"]
-        bubblewrap = _bubblewrap(limits.scratch_mb) if level == "bubblewrap" else []
-        self._send({"bubblewrap": bubblewrap, "walls": enclosure, "packages": _packages()})
+        self._send({"walls": enclosure, "packages": _packages()})
 
     def __enter__(self) -> Sandbox:
         return self
@@ -196,25 +194,7 @@ def _readable() -> list[str]:
 
 @functools.cache
 def _seccomp(level: str) -> bytes | None:
-    return None if level == "rlimits" else walls.seccomp_filter(scratch=level in ("bubblewrap", "namespaces"))
-
-
-def _bubblewrap(scratch_mb: int) -> list[str]:
-    """What comes before a command to give it the view that the level namespaces has."""
-    command = [shutil.which("bwrap") or "bwrap"]
-    if os.geteuid():
-        command += ["--unshare-all"]
-    else:  # root needs no user namespace, and becomes another user inside
-        command += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
-        command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-    for path in (*_readable(), _HERE, *walls.DEVICES):
-        for folder in reversed(Path(path).parents[:-1]):  # bwrap would make them so that root alone can enter
-            command += ["--perms", "0755", "--dir", str(folder)]
-        bind = "--dev-bind" if path in walls.DEVICES else "--ro-bind"
-        command += ["--symlink", os.readlink(path), path] if os.path.islink(path) else [bind, path, path]
-    command += ["--proc", "/proc", "--symlink", "/proc/self/fd/0", "/dev/stdin"]
-    command += ["--size", str(scratch_mb << 20), "--perms", "1777", "--tmpfs", walls.SCRATCH, "--remount-ro", "/"]
-    return [*command, "--chdir", walls.SCRATCH, "--die-with-parent", "--new-session", "--"]
+    return None if level == "rlimits" else walls.seccomp_filter(scratch=level == "namespaces")
 
 
 def _environment() -> dict[str, str]:

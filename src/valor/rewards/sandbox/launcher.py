@@ -39,14 +39,10 @@ class _Child:
             os.setsid()
             walls.die_with_parent()
             setup["walls"]["uid"] = _FIRST_UID + os.getpid()  # one that owns nothing and runs nothing else
-            if setup["bubblewrap"]:
-                extra = (*extra, _memory(marshal.dumps((setup, role))))
             copies = [os.dup(fd) for fd in (stdin, max(self.stdout, pipe), self.stderr, self.note, *extra)]
             for place, copy in enumerate(copies):
                 os.dup2(copy, place)
             os.closerange(len(copies), 256)
-            if setup["bubblewrap"]:
-                os.execv(setup["bubblewrap"][0], [*setup["bubblewrap"], *sys.orig_argv, str(len(copies) - 1)])
             _enter(setup, role)
 
     def end(self, wall_seconds: float) -> dict[str, Any]:
@@ -75,15 +71,12 @@ class _Child:
 
 
 def main() -> None:
-    """Serve until stdin ends. Also the way in for an enclosed process that bubblewrap has started."""
-    if len(sys.argv) > 1:
-        return _enter(*marshal.loads(_content(int(sys.argv[1]))))
+    """Serve until stdin ends."""
     walls.supervise()
     setup = marshal.loads(payload.receive(0) or b"")
     while (message := payload.receive(0)) is not None:
         job = marshal.loads(message)
         payload.send(1, marshal.dumps(_test(setup, job) if "functions" in job else _run(setup, job)))
-    return None
 
 
 def _run(setup: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:

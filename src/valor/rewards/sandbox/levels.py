@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -14,9 +13,8 @@ from valor.rewards.sandbox.box import Limits, Sandbox, SandboxError
 _TRIAL_SECONDS = 60.0
 
 LEVELS = {
-    "bubblewrap": "namespaces made by bwrap: no network, no other processes, a read-only view of Python and the "
-    "system's libraries, a small scratch folder in memory; Landlock and seccomp inside, where there",
-    "namespaces": "the same without bwrap",
+    "namespaces": "no network, no other processes, a read-only view of Python and the system's libraries, a small "
+    "scratch folder in memory; Landlock and seccomp inside, where there",
     "landlock": "the kernel refuses to open any file but Python and the system's libraries; seccomp refuses sockets, "
     "processes and signals to others; nothing can be written",
     "seccomp": "the kernel refuses sockets, processes, signals to others and all writing; what this user can read, "
@@ -56,8 +54,6 @@ def main(argv: list[str]) -> int:
 
 
 def _failure(level: str) -> str | None:
-    if level == "bubblewrap" and shutil.which("bwrap") is None:
-        return "bwrap is not installed"
     if sys.platform != "linux" and level != "rlimits":
         return "needs Linux"
     try:

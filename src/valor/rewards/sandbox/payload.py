@@ -8,6 +8,7 @@ test returns, patches or looks up can reach a comparison. Standard library only,
 from __future__ import annotations
 
 import builtins
+import math
 import os
 import sys
 import types
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 _MAX_MESSAGE = 1 << 26  # bytes
 _MAX_TEXT = 300  # characters of an error
 _MUTABLE = (list, dict, set)
+_ALIASES = {"np": "numpy", "pd": "pandas"}
+_OF_NUMPY = ("allclose", "array_equal")
 _COLLECTIONS = {b"l": list, b"t": tuple, b"e": set, b"z": frozenset}
 _BUILTIN_TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)}
 _OPERATIONS = {
@@ -224,11 +227,15 @@ class Wire:
     """The tests' end of the line to the code under test: requests out, replies in. File descriptors."""
 
     def __init__(self, requests: int, replies: int) -> None:
-        self._requests, self._replies = requests, replies
+        self._requests, self._replies, self._tested = requests, replies, True
 
     def ask(self, *request: Any) -> Any:
-        """The value that an operation has there; raises what it raised there."""
+        """The value that an operation has there; raises what it raised there.
+
+        Of an object that is not under test the tests learn nothing, or it could be made to give the verdict.
+        """
         message = encode(request)
+        self._tested = object.__getattribute__(request[1], "_tested")
         try:
             send(self._requests, message)
         except BrokenPipeError:
@@ -240,6 +247,8 @@ class Wire:
                 if data:  # the function wrote into what it was given
                     argument.clear()
                     getattr(argument, "extend" if type(argument) is list else "update")(decode(data, self._remote))
+        if not (self._tested or value is None or type(value) is Remote):
+            raise RemoteError("a test asks the code for something that the test itself has to define")
         return value
 
     def reply(self) -> tuple[Any, list[bytes]]:
@@ -256,17 +265,18 @@ class Wire:
         raise RemoteError(f"{value}: {rest}")
 
     def _remote(self, target: Any) -> Remote:
-        return Remote(self, target)
+        return Remote(self, target, self._tested)
 
 
 class Remote:
-    """A function or object of the code under test. Nothing else is equal to it."""
+    """A function or object of the code under test, `tested` or a helper. Nothing else is equal to it."""
 
-    __slots__ = ("_target", "_wire")
+    __slots__ = ("_target", "_tested", "_wire")
 
-    def __init__(self, wire: Wire, target: Any) -> None:
+    def __init__(self, wire: Wire, target: Any, tested: bool) -> None:
         object.__setattr__(self, "_wire", wire)
         object.__setattr__(self, "_target", target)
+        object.__setattr__(self, "_tested", tested)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         return self._wire.ask("call", self, args, options)
@@ -296,7 +306,7 @@ class Remote:
 
 
 class _Names(dict):
-    """The tests' names. What neither they nor Python define, and no module that they use, is the code under test's."""
+    """The tests' names. One that neither they nor Python define is a module's, or a helper from the code under test."""
 
     def __init__(self, wire: Wire, texts: Sequence[str]) -> None:
         super().__init__(__name__="tests", __same__=same)
@@ -305,21 +315,29 @@ class _Names(dict):
     def __missing__(self, name: str) -> Any:
         if hasattr(builtins, name):
             raise KeyError(name)
-        if name in sys.stdlib_module_names and any(f"{name}." in text for text in self._texts):
-            return __import__(name)  # tests may rely on an import in the code, but not on what it imports
-        return Remote(self._wire, name)
+        used = any(f"{name}." in text for text in self._texts)
+        if used and (name in sys.stdlib_module_names or name in _ALIASES):
+            return __import__(_ALIASES.get(name, name))  # tests may rely on an import, but not on what it imports
+        if hasattr(math, name) or name in _OF_NUMPY:
+            return getattr(__import__("numpy") if name in _OF_NUMPY else math, name)
+        return Remote(self._wire, name, tested=False)
 
 
 def same(value: Any, expected: Any) -> bool:
-    """Equal as JSON is: tuples are lists, keys are texts, and floats may differ by a millionth."""
+    """Equal as JSON is: tuples are lists, keys are texts, and floats may differ by a millionth of their size."""
     if isinstance(value, list | tuple) and isinstance(expected, list | tuple):
         return len(value) == len(expected) and all(map(same, value, expected))
     if isinstance(value, dict) and isinstance(expected, dict):
         value, expected = ({str(key): item for key, item in d.items()} for d in (value, expected))
         return value.keys() == expected.keys() and all(same(value[key], expected[key]) for key in value)
     if isinstance(value, int | float) and isinstance(expected, int | float) and float in (type(value), type(expected)):
-        return value == expected or abs(value - expected) <= 1e-6 * max(1.0, abs(expected))
+        return same_number(value, expected)
     return value == expected
+
+
+def same_number(value: float, expected: float) -> bool:
+    """Equal but for a millionth of the expected one, or for what calculating with floats leaves of a zero."""
+    return value == expected or math.isclose(value, expected, rel_tol=1e-6, abs_tol=1e-12)
 
 
 def check(wire: Wire, setup: Sequence[str], tests: Sequence[str], candidates: Sequence[str]) -> bytes:
@@ -335,7 +353,7 @@ def check(wire: Wire, setup: Sequence[str], tests: Sequence[str], candidates: Se
             exec(_compiled([text]), names)
     except BaseException as error:
         return encode((0, f"{type(error).__name__}: {error}"[:_MAX_TEXT]))
-    names |= {name: Remote(wire, name) for name in candidates}
+    names |= {name: Remote(wire, name, tested=True) for name in candidates}
     for text in tests:
         try:
             exec(_compiled([text]), names)

@@ -81,9 +81,9 @@ def enclose(
     `readable` are the files and folders that stay visible (of no effect at the levels seccomp and rlimits), `seccomp`
     the filter, `uid` the user to become when this one is root. Returns in another process where that is needed.
     """
-    if level not in ("bubblewrap", "namespaces", "landlock", "seccomp", "rlimits"):
+    if level not in ("namespaces", "landlock", "seccomp", "rlimits"):
         raise ValueError(f"no level '{level}'")
-    own_files = level in ("bubblewrap", "namespaces")
+    own_files = level == "namespaces"
     threads = _tasks() + _SPARE_THREADS if seccomp else 1  # without the filter, new processes would be allowed too
     if level == "namespaces":
         _enter_namespaces(readable, scratch_mb)

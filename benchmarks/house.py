@@ -1,0 +1,132 @@
+"""The size and the shape of the package, room by room: what `docs/architecture.md` shows, and what a refactoring moved.
+
+python benchmarks/house.py                     # a table of this checkout
+python benchmarks/house.py --before OTHER/src  # beside another one's
+python benchmarks/house.py --picture           # who imports whom, as a Mermaid graph
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+from collections import defaultdict
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[1] / "src"
+
+
+class House:
+    """The package below `source`/valor; a room is a folder of it, or a file beside the folders."""
+
+    def __init__(self, source: Path) -> None:
+        self.root = source / "valor"
+        self.files = sorted(self.root.rglob("*.py"))
+        self.modules = {self.module(path): path for path in self.files}
+
+    def module(self, path: Path) -> str:
+        return ".".join(("valor", *path.relative_to(self.root).with_suffix("").parts)).removesuffix(".__init__")
+
+    def room(self, path: Path) -> str:
+        return path.relative_to(self.root).parts[0].removesuffix(".py")
+
+    def rooms(self) -> dict[str, list[Path]]:
+        found: dict[str, list[Path]] = defaultdict(list)
+        for path in self.files:
+            found[self.room(path)].append(path)
+        return dict(found)
+
+    def imports(self, path: Path) -> set[str]:
+        """Modules of the package that a file imports, inside functions too."""
+        found: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names = {f"{node.module}.{alias.name}" for alias in node.names}
+                found |= {name if name in self.modules else str(node.module) for name in names}
+        return {name for name in found if name in self.modules} - {self.module(path)}
+
+    def circles(self) -> int:
+        """Groups of modules that import each other (strongly connected, more than one module)."""
+        edges = {name: self.imports(path) for name, path in self.modules.items()}
+        reach: dict[str, set[str]] = {}
+        for start in edges:
+            seen, todo = set(), [start]
+            while todo:
+                for other in edges[todo.pop()] - seen:
+                    seen.add(other)
+                    todo.append(other)
+            reach[start] = seen
+        return len({frozenset(b for b in reach[a] if a in reach[b]) for a in edges if a in reach[a]})
+
+    def room_imports(self) -> dict[str, set[str]]:
+        found = {room: set() for room in self.rooms()}
+        for path in self.files:
+            here = self.room(path)
+            found[here] |= {self.room(self.modules[name]) for name in self.imports(path)} - {here, "__init__"}
+        return found
+
+
+def lines_of(paths: list[Path]) -> int:
+    return sum(path.read_text().count("\n") for path in paths)
+
+
+def longest_function(paths: list[Path]) -> int:
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = (node for path in paths for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, functions))
+    return max((node.end_lineno - node.lineno + 1 for node in nodes), default=0)  # type: ignore[operator]
+
+
+def table(house: House, before: House | None) -> str:
+    """Lines, files and the longest function of each room, as Markdown."""
+    old, new = before.rooms() if before else {}, house.rooms()
+    rows = []
+    for room in sorted({*old, *new} - {"__init__", "__main__"}):
+        cells = [f"`{room}`"]
+        for paths in ([old.get(room, [])] if before else []) + [new.get(room, [])]:
+            cells += [f"{lines_of(paths):,}", str(len(paths)), str(longest_function(paths))] if paths else ["", "", ""]
+        rows.append(cells)
+    total = ["all"]
+    for one in [before, house] if before else [house]:
+        total += [f"{lines_of(one.files):,}", str(len(one.files)), str(longest_function(one.files))]
+    names = ["lines", "files", "longest function"]
+    head = ["room", *(f"{name} before" for name in names), *(f"{name} after" for name in names)]
+    head = head if before else ["room", *names]
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows, total]
+    circles = f"circles of imports: {before.circles()} before, " if before else "circles of imports: "
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + f"\n\n{circles}{house.circles()}"
+
+
+def picture(house: House) -> str:
+    """Rooms from the ground up; an arrow for each import that no chain of other arrows implies."""
+    edges = {room: set(others) for room, others in house.room_imports().items() if room not in _PLUMBING}
+    edges = {room: others - _PLUMBING for room, others in edges.items()}
+    try:
+        order = list(TopologicalSorter(edges).static_order())
+    except CycleError as error:
+        return f"rooms in a circle: {' -> '.join(error.args[1])}"
+    below: dict[str, set[str]] = {}
+    for room in order:
+        below[room] = set().union(*({other, *below[other]} for other in edges.get(room, ())))
+    lines = ["graph BT"]
+    for room in sorted(edges):
+        direct = {o for o in edges[room] if not any(o in below[other] for other in edges[room])}
+        lines += [f"    {room} --> {other}" for other in sorted(direct)]
+    return "\n".join(lines)
+
+
+_PLUMBING = {"__init__", "__main__", "errors", "user_files"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--before", type=Path, help="the src folder of another checkout")
+    parser.add_argument("--picture", action="store_true")
+    args = parser.parse_args()
+    house = House(SOURCE)
+    print(picture(house) if args.picture else table(house, House(args.before) if args.before else None))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+# ruff: noqa: RUF001  (mathematical characters are what this is about)
+"""Mathematics problems with one final answer: MATH, MATH-500, DAPO, AIME, AMC, Minerva, OlympiadBench, NuminaMath.
+
+Whether two formulas are equal is decided by math-verify, with its own parser and comparison. Decided here, because it
+is exact and a hundred times faster: plain numbers with their units, letters of options, words. Spellings that
+math-verify does not know are rewritten first. Its time limits are signals, which only reach the main thread and turn
+into a silent "wrong"; they are switched off, and `run_within` ends a comparison in any thread with an error.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+from valor.rewards.answers import after_marks, boxed, final_answers
+from valor.rewards.deadline import run_within
+from valor.rewards.quantities import CONJUNCTION, FLOAT_DIGITS, read_quantities, same_quantity
+
+SECONDS = 1.3  # of computing, for one comparison by math-verify
+_MAX_LENGTH, _MAX_TRUTHS = 2000, 10  # characters of an answer; a longer one is degenerate output, and wrong
+_MAX_FORMULA, _MAX_NESTING = 400, 12
+# What Python would compute in one call that nothing can interrupt: powers of powers, long numbers, huge factorials.
+_HUGE = re.compile(
+    r"\^\s*\{[^{}]*\^|\^\s*\([^()]*\^|\^\s*\w+\s*\^"  # a power in an exponent
+    r"|(?:\^|\*\*)\s*[{(]?\s*-?\d{5}|\*\*[^*]{0,20}\*\*|\d{40}|\d{4}\s*\)?!|!\s*\)?\s*!|binom\s*\{\s*(?:\d{5}|[^{}]*\^)"
+)
+
+_CHARACTERS = str.maketrans(
+    {
+        "−": "-", "–": "-", "—": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∗": "*", "÷": "/", "∕": "/",
+        "≠": r"\neq ", "≤": r"\leq ", "⩽": r"\leq ", "≥": r"\geq ", "⩾": r"\geq ", "∞": r"\infty ", "π": r"\pi ",
+        "²": "^2", "³": "^3", "½": r"\frac{1}{2}", "°": r"^\circ ", "±": r"\pm ", "∅": r"\emptyset ", "∪": r"\cup ",
+        "∈": r"\in ", "θ": r"\theta ", "√": r"\sqrt ", "≈": r"\approx ", "（": "(", "）": ")", "，": ",", "％": "%",
+        "\u00a0": " ", "\u2009": " ", "\u202f": " ", "′": "'",
+    }
+)  # fmt: skip
+# "\\text" and the like in data that went through a Python string without the r
+_DAMAGED = re.compile(
+    r"\t(?=ext|imes|heta|frac|an\b|au\b|riangle)|\f(?=rac|orall)|\x08(?=oxed|inom|eta\b)|\x07(?=lpha|ngle|pprox)"
+)
+_ESCAPES = {"\t": r"\t", "\f": r"\f", "\b": r"\b", "\a": r"\a"}
+_REPEATING = re.compile(r"(\d{0,15})\.(\d{0,15})(?:\\(?:overline|bar|dot)\s*\{?(\d{1,15})\}?|(?<=\.)\((\d{1,15})\))")
+_RULES: list[tuple[re.Pattern[str], str]] = [
+    (re.compile(r"(?<=\d)(?:\\[,!;: ]\s?|\{,\}\s?)+(?=\d{3}(?!\d))"), ""),  # 10\,000  10{,}000  10\ 000
+    (re.compile(r",\\!\s*(?=\d{3})"), ","),  # 11,\! 111
+    (re.compile(r"\\(?:!|displaystyle|textstyle|phantom\{[^{}]*\}|(?:text)?color\{[^{}]*\})"), ""),
+    (re.compile(r"\\[,;:> ]|~|\\q?quad(?![a-z])|\s+"), " "),
+    (re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?![a-z])"), ""),
+    (re.compile(r"\\(?:boxed|fbox|mathbf|boldsymbol|overline|mathit|underline|emph)\s*\{([^{}]*)\}"), r"{\1}"),
+    (re.compile(r"\\(?:mbox|mathrm|textbf|textit|textrm|operatorname)\s*(?=\{)"), r"\\text"),
+    (re.compile(r"\\text\s*\{\s*([-+]?\.?\d[^{}]*|\(?[A-J]\)?)\s*\}"), r"\1"),
+    (re.compile(r"^\{([^{},]*)\}$"), r"\1"),
+    (re.compile(r"\\langle"), "("),
+    (re.compile(r"\\rangle"), ")"),
+    (re.compile(r"\\[dtc]frac"), r"\\frac"),
+    (re.compile(r"\\frac ?(\d) ?(\d)(?!\d)"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\\varnothing"), r"\\emptyset "),
+    (re.compile(r"\^\s*\{?\s*(?:\\circ(?![a-z])|\\text\s*\{o\})\s*\}?"), r"^\\circ "),
+    (re.compile(r"(?<![A-Za-z\\])(pi|theta)(?![a-z])"), r"\\\1 "),
+    (re.compile(r"(?<![\d.,/])(\d{1,3}) (\d{3})(?![\d.,/])"), r"\1\2"),  # 10 000
+    (re.compile(r"\b([ap])\. ?m\b\.?", re.I), r"\1m"),
+    (re.compile(r"(?<=\d)[eE]([-+]?\d+)(?!\d)"), r" \\times 10^{\1}"),
+    (re.compile(r"^\\(?:approx|text ?\{ ?(?:approximately|about) ?\}) ?|^(?:approximately|about) ", re.I), ""),
+]
+_NAME = re.compile(r"([A-Za-z](?:'|_\{?\w\}?|\([a-z0-9]\))?|\\[a-z]+(?: ?[A-Z])*|\|[A-Z]+\|) ?(?:=|\\approx) ?(?!.*=)")
+_CHOSEN = re.compile(r"(?:option |choice )?[(\[]?([A-J])(?:[)\].:,](?!\w)|$| [-:] )", re.IGNORECASE)
+_LABELLED = re.compile(r"\(?([A-J])\s*[:.)]\s*(\S.*)")
+_PLAIN_WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:and|mod|sin|cos|tan|log|exp)\b)[A-Za-z]{3,}")
+_NOTHING = re.compile(
+    r"\\emptyset|(?:\\text ?\{ ?)?(?:empty set|no(?: real)? solutions?|none|does not exist|dne)\}?", re.I
+)
+_TRAILING_UNIT = re.compile(r"(?<=[\d})]) ?(?:\\text ?\{[^{}]*\}|[a-z]+)(?:\^\{?\d\}?)?$")
+
+
+class Undecided(Exception):
+    """Neither right nor wrong: it could not be found out."""
+
+
+def grade(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    r"""Score 1 when the final answer means the ground truth (or one of a list), else 0.
+
+    Components: `format` 1 when the answer is announced (`\boxed{}`, "The answer is", "Answer:", `####`, `<answer>`) and
+    not just the last formula or number; `pred` the answer in one spelling (for majority votes). When math-verify could
+    not decide in time, `error` says so, and the executor counts the sample as failed.
+    """
+    truths = _truths(ground_truth)
+    answers = final_answers(solution_str)
+    result: dict[str, Any] = {
+        "score": 0.0,
+        "format": float(bool(answers) and answers[0].stated),
+        "pred": one_spelling(answers[0].text) if answers else "",
+    }
+    pairs = [(truth, answer.text) for answer in answers if len(answer.text) <= _MAX_LENGTH for truth in truths]
+    verdicts = [equal(truth, text) for truth, text in pairs]
+    if True in verdicts:
+        return result | {"score": 1.0, "pred": one_spelling(pairs[verdicts.index(True)][1])}
+    try:
+        unread = [pair for pair, verdict in zip(pairs, verdicts, strict=True) if verdict is None]
+        return result | {"score": float(any_equal_by_algebra(unread))}
+    except Undecided as error:
+        return result | {"error": str(error)}
+
+
+def equal(truth: str, answer: str) -> bool | None:
+    """Whether the answer means the ground truth, both as written; None when that takes algebra."""
+    truth, answer = clean(truth), clean(answer)
+    if not truth or not answer:
+        return False
+    if truth.replace(" ", "") == answer.replace(" ", ""):
+        return True
+    for compare in (_same_choice, _same_number, _same_words):
+        verdict = compare(truth, answer)
+        if verdict is not None:
+            return verdict
+    return None
+
+
+def one_spelling(answer: str) -> str:
+    """The answer as text, the same for 1/2, 0.5 and \\frac{1}{2}."""
+    text = clean(answer[:_MAX_LENGTH])
+    numbers = read_quantities(text)
+    return text.replace(" ", "") if len(numbers) != 1 else f"{numbers[0].value}{'%' if numbers[0].percent else ''}"
+
+
+def clean(text: str) -> str:
+    """The text in LaTeX that math-verify reads: without dollars and spacing, one spelling for each command."""
+    text = _without_delimiters(_DAMAGED.sub(lambda m: _ESCAPES[m[0]], text).strip())
+    text = _REPEATING.sub(_as_fraction, text.replace(r"\$", "$").translate(_CHARACTERS))
+    text = re.sub(r"\$(?! ?[-+]?[\d.])", "", text)
+    for pattern, new in _RULES:
+        text = pattern.sub(new, text)
+    return text.rstrip(" .,;:\\").lstrip(" ,;:")
+
+
+def _without_delimiters(text: str) -> str:
+    for left, right in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`")):
+        inside = text[len(left) : -len(right)]
+        if text.startswith(left) and text.endswith(right) and len(text) > len(left) + len(right) and left not in inside:
+            return _without_delimiters(inside.strip())
+    return text
+
+
+def _as_fraction(match: re.Match[str]) -> str:
+    """Of repeating decimals: 0.1666… as 15/90."""
+    once, again = match[1] + match[2], match[3] or match[4]
+    return f"\\frac{{{int(once + again) - int(once or '0')}}}{{{10 ** len(match[2]) * (10 ** len(again) - 1)}}}"
+
+
+def _same_choice(truth: str, answer: str) -> bool | None:
+    choice, labelled = re.fullmatch(r"\(?([A-J])\)?", truth), _LABELLED.fullmatch(truth)
+    letter, chosen = _CHOSEN.match(answer), _LABELLED.fullmatch(answer)
+    if choice:
+        return letter[1].upper() == choice[1] if letter else None
+    if chosen and equal(truth, chosen[2]):  # "(B) 12" for 12
+        return True
+    if labelled:  # "B: -1" in data made of multiple choice
+        return equal(labelled[1], answer) or equal(labelled[2], answer)
+    return None
+
+
+def _same_words(truth: str, answer: str) -> bool | None:
+    if _NOTHING.fullmatch(truth) or _NOTHING.fullmatch(answer):
+        return bool(_NOTHING.fullmatch(truth) and _NOTHING.fullmatch(answer))
+    if not _has_words(truth):
+        return False if _has_words(answer) else None
+    if _words(truth) == _words(answer):
+        return True
+    if truth.lower() in ("yes", "no", "true", "false"):
+        return re.match(rf"{truth}\b", answer, re.IGNORECASE) is not None
+    return None if re.search(r"\d|\\(?!text)|[=<>]", truth) else False
+
+
+def _words(text: str) -> list[str]:
+    """In lower case, without articles; the items of a list in alphabetical order."""
+    items = text.lower().replace("\\text", "").split(",")
+    found = [re.findall(r"\w+|[^\w\s{}.;:!?'()\\-]", item) for item in items]
+    return sorted(" ".join(word for word in words if word not in ("the", "a", "an")) for words in found)
+
+
+def _has_words(text: str) -> bool:
+    """Whether there is a word of three letters or more that is no command, apart from a unit at the end."""
+    return bool(_PLAIN_WORD.search(_TRAILING_UNIT.sub("", CONJUNCTION.sub(",", text))))
+
+
+def _same_number(truth: str, answer: str) -> bool | None:
+    """Numbers, and lists of numbers in any order."""
+    named, other = _NAME.match(truth), _NAME.match(answer)
+    if bool(named) != bool(other) or (named and other and named[1] == other[1]):
+        truth, answer = _NAME.sub("", truth, count=1), _NAME.sub("", answer, count=1)
+    truths, answers = read_quantities(truth), read_quantities(answer)
+    if not truths or not answers:
+        return None
+    for a in truths:
+        found = next((b for b in answers if same_quantity(a, b)), None)
+        if found is None:
+            return False
+        answers.remove(found)
+    return not answers
+
+
+def is_too_large(text: str) -> bool:
+    """Whether parsing or evaluating the text could take long."""
+    depths = accumulate((c in "([{") - (c in ")]}") for c in text[:_MAX_FORMULA])
+    return len(text) > _MAX_FORMULA or max(depths, default=0) > _MAX_NESTING or bool(_HUGE.search(text))
+
+
+def any_equal_by_algebra(pairs: Sequence[tuple[str, str]]) -> bool:
+    """Whether math-verify finds an answer equal to its ground truth. A too large answer to a modest truth is not.
+
+    Raises Undecided after `SECONDS`, and for a ground truth that is too large.
+    """
+    safe = [(clean(truth), clean(answer)) for truth, answer in pairs if not any(map(is_too_large, (truth, answer)))]
+    if safe:
+        same, forget = _library()
+        try:
+            if run_within(SECONDS, lambda: any(same(truth, answer) for truth, answer in safe)):
+                return True
+        except TimeoutError:
+            forget()  # a computation that was cut off leaves half-made facts in sympy's caches
+            raise Undecided(f"computer algebra did not decide within {SECONDS:g} s") from None
+    if any(is_too_large(truth) for truth, _ in pairs):
+        raise Undecided("the ground truth is too large for computer algebra")
+    return False
+
+
+@functools.cache
+def _library() -> tuple[Callable[[str, str], bool], Callable[[], None]]:
+    """math-verify, imported at first use: it takes most of a second and 60 MB."""
+    from math_verify import LatexExtractionConfig, parse, verify
+    from math_verify.parser import extract_latex, parse_expr_cached, parse_latex_cached
+    from sympy.core.cache import clear_cache
+    from sympy.core.parameters import global_parameters
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
+    config = LatexExtractionConfig(boxed_match_priority=0)
+    # Without its units, or it would take the t of 2t for one.
+    configs = [replace(config, normalization_config=replace(config.normalization_config, units=False))]
+
+    def same(truth: str, answer: str) -> bool:
+        gold, pred = (parse(f"\\boxed{{{text}}}", configs, parsing_timeout=None) for text in (truth, answer))  # type: ignore[arg-type]
+        numbers = read_quantities(truth)
+        places = numbers[0].rounding if len(numbers) == 1 else None
+        return verify(
+            gold,
+            pred,
+            float_rounding=FLOAT_DIGITS if places is None else places,
+            allow_set_relation_comp=True,
+            timeout_seconds=None,
+        )
+
+    def forget() -> None:
+        for cached in (extract_latex, parse_expr_cached, parse_latex_cached):
+            cached.cache_clear()
+        clear_cache()
+        global_parameters.evaluate = True
+
+    return same, forget
+
+
+def _truths(ground_truth: Any) -> list[str]:
+    """The acceptable answers. Raises ValueError when there is none: the data is wrong."""
+    given = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
+    texts = [str(t).strip() for t in given if t is not None]
+    truths = [boxed(t) or after_marks(t) or t for t in texts if t]
+    if not truths:
+        raise ValueError("the ground truth is empty")
+    return truths[:_MAX_TRUTHS]
