@@ -50,8 +50,8 @@ class Run:
 
     def write(self, status: str) -> None:
         """`status`: running or finished."""
-        said = {"status": status, "arm": self.arm, "seed": self.seed, "command": shlex.join(self.command)}
-        write_atomically(self.folder / RESULT_FILE, json.dumps(said | {"settings": self.settings}, indent=1) + "\n")
+        record = {"status": status, "arm": self.arm, "seed": self.seed, "command": shlex.join(self.command)}
+        write_atomically(self.folder / RESULT_FILE, json.dumps(record | {"settings": self.settings}, indent=1) + "\n")
 
     @property
     def finished(self) -> bool:
