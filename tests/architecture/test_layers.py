@@ -103,6 +103,7 @@ def test_the_pages_that_the_code_writes_are_up_to_date():
     assert (house.DOCS / "map.md").read_text() == house.file_map(HOUSE), remedy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "unwanted"),
     [
