@@ -1,4 +1,4 @@
-"""Losses of the critic: regression (clipped or not), classification (0/1 returns, bins); and the loss of reward models."""
+"""Losses of the critic: regression, classification of 0/1 returns and over bins; and the loss of reward models."""
 
 from collections.abc import Callable
 from functools import partial

@@ -91,9 +91,9 @@ def _grade(report: DataReport, executor: RewardExecutor, limit: int | None, outp
             chosen = [row._replace(sample=_solved(row.sample)) for row in chosen]
         _add(report, "ground truths graded against themselves:", check_truths(chosen, executor))
     if outputs is not None:
-        found, lost = read_outputs(outputs, report.rows)
-        if lost:
-            report.note(f"{outputs}: {lost} outputs belong to no row and were not graded")
+        found, unmatched = read_outputs(outputs, report.rows)
+        if unmatched:
+            report.note(f"{outputs}: {unmatched} outputs belong to no row and were not graded")
         graded = [Output(rows[o.row], o.response, o.label, o.score) for o in found if gradable[o.row]]
         if graded:
             _add(report, f"outputs of {outputs}:", check_outputs(graded, executor))

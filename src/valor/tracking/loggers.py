@@ -28,10 +28,7 @@ class Logger(Protocol):
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What the destinations need to know of a run.
-
-    `resume_step`: the last step that the loaded checkpoint contains; None for a run that starts afresh.
-    """
+    """Facts about the run for the loggers; resume_step: last step of the loaded checkpoint, None for a new run."""
 
     run_dir: Path
     project: str = "valor"
@@ -42,10 +39,9 @@ class RunInfo:
 
 
 class Tracker:
-    """Sends each step's metrics to every named logger, and takes back what the run folder says after `resume_step`.
+    """Sends each step's metrics to every named logger; first removes records of steps after `resume_step`.
 
-    Raises UserError before anything is written if a name is unknown or its package is missing.
-    Use as a context manager, or call `close()`.
+    UserError, before anything is written: a name is unknown or its package is missing. A context manager.
     """
 
     def __init__(self, names: Sequence[str], run: RunInfo) -> None:
@@ -63,16 +59,12 @@ class Tracker:
         for logger in self._loggers:
             logger.log(step, plain, histograms)
 
-    def close(self) -> None:
-        """Close every logger."""
-        for logger in self._loggers:
-            logger.close()
-
     def __enter__(self) -> Tracker:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.close()
+        for logger in self._loggers:
+            logger.close()
 
 
 class FileLogger:
@@ -141,8 +133,9 @@ class WandbLogger:
                 resume="allow" if resumed else None,
             )
         except wandb.Error as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UserError(
-                f"wandb could not start ({_first_line(error)}): run `wandb login`, or set WANDB_MODE=offline"
+                f"wandb could not start ({reason}): run `wandb login`, or set WANDB_MODE=offline"
             ) from error
         id_file.write_text(self._run.id + "\n", encoding="utf-8")
         self._histogram = wandb.Histogram
@@ -163,10 +156,6 @@ LOGGERS: dict[str, Callable[[RunInfo], Logger]] = {
     "tensorboard": TensorboardLogger,
     "wandb": WandbLogger,
 }
-_NEEDS_PACKAGE = {
-    "wandb": ("wandb", "pip install 'valor-rl[wandb]'"),
-    "tensorboard": ("tensorboard", "pip install tensorboard"),
-}
 
 
 def check_loggers(names: Sequence[str]) -> None:
@@ -176,12 +165,12 @@ def check_loggers(names: Sequence[str]) -> None:
             near = difflib.get_close_matches(name, LOGGERS, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise UserError(f"trainer.logger: no logger is called {name!r}: {hint}there are {', '.join(LOGGERS)}")
-        package, install = _NEEDS_PACKAGE.get(name, ("json", ""))
-        spec = importlib.util.find_spec(package)
-        if spec is None or spec.origin is None:  # no origin: merely a folder of that name where the run was started
-            raise UserError(
-                f"trainer.logger: {name!r} needs a package that is not installed: {install}, or leave {name!r} out"
-            )
+    spec = importlib.util.find_spec("wandb") if "wandb" in names else None
+    if "wandb" in names and (spec is None or spec.origin is None):  # no origin: merely a folder of that name
+        raise UserError(
+            "trainer.logger: 'wandb' needs a package that is not installed: pip install 'valor-rl[wandb]', or leave "
+            "'wandb' out"
+        )
 
 
 def _plain_number(key: str, value: Any) -> float | int:
@@ -191,7 +180,3 @@ def _plain_number(key: str, value: Any) -> float | int:
     if not isinstance(value, int | float):
         raise ValueError(f"metric {key!r} is not a number: {value!r}")
     return int(value) if isinstance(value, bool) else value
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,8 +1,8 @@
-"""Ambient progress: whoever does long work says how far it is, without knowing who listens.
+"""Progress reports of long work, without a reference to whoever shows them.
 
-The driver opens a phase (`with phase("rollout", 512, unit="sample")`), the work inside calls `report_progress(done)`
-from any depth or thread. In one process the two meet directly. In a worker process of a cluster nobody has opened a
-phase: there the host keeps the `Latest` report, and the driver polls it and passes it on with `relay`.
+The driver opens a phase (`with phase("rollout", 512, unit="sample")`), and the work inside calls
+`report_progress(done)` from any depth or thread. A worker process of a cluster has no phase: it stores its `Latest`
+report, which the driver polls and passes on with `relay`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Listener = Callable[[Progress], None]
 
 @dataclass(eq=False)  # two phases of one name are still two
 class _Open:
-    """A phase that is under way, and the parts of it that are being worked on, outermost first."""
+    """A phase under way; parts: (index, count) of the nested `part` blocks, outermost first."""
 
     name: str
     unit: str
@@ -47,7 +47,7 @@ class _Open:
 
 
 class _Board:
-    """The process-wide state: open phases, innermost last, and those who want to hear of them."""
+    """The state of the process: open phases, innermost last, and the listeners."""
 
     def __init__(self) -> None:
         self.clear()
@@ -58,12 +58,12 @@ class _Board:
         self.phases: list[_Open] = []
         self.unnamed = _Open("", "", 0, None)
 
-    def tell(self, progress: Progress) -> None:
+    def notify(self, progress: Progress) -> None:
         for listener in list(self.listeners):
             listener(progress)
 
     def innermost(self) -> _Open:
-        """The last phase that this thread has opened; for a thread that has opened none, the last of all."""
+        """The newest open phase of this thread; for a thread without one, the newest of all."""
         own = [one for one in self.phases if one.thread == threading.get_ident()] or self.phases
         return own[-1] if own else self.unnamed
 
@@ -75,7 +75,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def add_listener(listener: Listener) -> Callable[[], None]:
-    """Call `listener` with every report from now on; the returned function takes it off again."""
+    """Call `listener` with every report from now on; the returned function removes it."""
     with _board.lock:
         _board.listeners.append(listener)
 
@@ -89,29 +89,29 @@ def add_listener(listener: Listener) -> Callable[[], None]:
 
 @contextmanager
 def phase(name: str, total: float | None = None, *, unit: str = "") -> Iterator[None]:
-    """The reports made inside the block are about `name`.
+    """Reports made inside the block belong to the phase `name`.
 
-    `total` and `unit` (singular: "sample") belong here only if the work inside counts in them too; otherwise leave
-    them out, and the total comes with the reports.
+    Give `total` and `unit` (singular: "sample") only if the work inside counts in that unit; otherwise the total comes
+    with the reports.
     """
     with _board.lock:
         thread = threading.get_ident()
         depth = sum(one.thread == thread for one in _board.phases)
         opened = _Open(name, unit, depth, total, thread)
         _board.phases.append(opened)
-        _board.tell(opened.snapshot("start"))
+        _board.notify(opened.snapshot("start"))
     try:
         yield
     finally:
         with _board.lock:
             _board.phases.remove(opened)
-            _board.tell(opened.snapshot("end"))
+            _board.notify(opened.snapshot("end"))
 
 
 def report_progress(done: float, total: float | None = None) -> None:
-    """Say that `done` of `total` is finished; without `total` the phase's own total stands.
+    """Report that `done` of `total` is finished; None: the total that the phase already has.
 
-    Any thread may call it, at any rate: with nobody listening it costs about a microsecond.
+    Any thread may call it, as often as it likes: without a listener it costs about a microsecond.
     """
     with _board.lock:
         opened = _board.innermost()
@@ -122,15 +122,14 @@ def report_progress(done: float, total: float | None = None) -> None:
                 share = done / count
         opened.done = done
         opened.total = opened.total if total is None else total
-        _board.tell(opened.snapshot("update"))
+        _board.notify(opened.snapshot("update"))
 
 
 @contextmanager
 def part(index: int, count: int) -> Iterator[None]:
-    """Reports inside the block are about piece `index` (from 0) of `count` equal pieces of what is under way.
+    """Reports inside the block belong to piece `index` (from 0) of `count` equal pieces of the phase. Parts nest.
 
-    A loop over mini-batches wraps its body in `part(i, n)`; the engine below reports micro-batches and stays
-    ignorant of the loop. Parts nest.
+    A loop over mini-batches wraps its body in `part(i, n)`; the engine inside reports its micro-batches.
     """
     with _board.lock:
         opened = _board.innermost()
@@ -144,10 +143,7 @@ def part(index: int, count: int) -> Iterator[None]:
 
 
 class Latest:
-    """Listener that keeps the last report: what a worker's host answers when the driver asks how far it is.
-
-    A host calls `reset()` when a call of the driver begins, so that the driver never sees the previous call's end.
-    """
+    """Listener that stores the last report, for a driver that polls it; `reset()` at the start of each call."""
 
     def __init__(self) -> None:
         self._progress: Progress | None = None
@@ -160,11 +156,12 @@ class Latest:
         return self._progress
 
     def reset(self) -> None:
+        """Forget the report of an earlier call."""
         self._progress = None
 
 
 def relay(snapshots: Sequence[Progress | None]) -> None:
-    """Report the sum over workers, one snapshot each; workers that said nothing yet count as not begun."""
+    """Report the sum over workers, one snapshot each; workers without a report yet count as not begun."""
     known = [one for one in snapshots if one is not None]
     if not known:
         return

@@ -1,11 +1,10 @@
-"""Shows ambient progress on a console: live bars on a terminal, now and then a plain line elsewhere."""
+"""Shows progress on a console: live bars on a terminal, now and then a plain line elsewhere. Rates are rich's."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from valor.tracking.console import format_number, format_seconds, get_console
@@ -14,9 +13,10 @@ from valor.tracking.progress import Progress, add_listener
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as RichProgress
-    from rich.progress import TaskID
+    from rich.progress import Task, TaskID
 
 PLAIN_EVERY = 10.0  # seconds between the plain lines of one phase
+_RATE_WINDOW = 3600.0  # seconds over which rich averages the rate
 
 
 @contextmanager
@@ -36,78 +36,38 @@ def show_progress(console: Console | None = None) -> Iterator[None]:
             listener.close()
 
 
-class Pace:
-    """How fast a phase goes: the mean over its reports, the first of which may stand above zero (a resumed run)."""
-
-    def __init__(self, now: float) -> None:
-        self.began = now
-        self._first: tuple[float, float] | None = None  # (time, done)
-        self._last = (now, 0.0)
-
-    def report(self, done: float, now: float) -> None:
-        """Take note that `done` units are finished at time `now` (seconds)."""
-        self._first = self._first or (now, done)
-        self._last = (now, done)
-
-    def rate(self) -> float | None:
-        """Units per second; None before the second report."""
-        if self._first is None or self._last[0] <= self._first[0] or self._last[1] <= self._first[1]:
-            return None
-        return (self._last[1] - self._first[1]) / (self._last[0] - self._first[0])
-
-    def seconds_left(self, total: float | None, now: float) -> float | None:
-        """Until `total` units at that rate; None if unknown."""
-        rate = self.rate()
-        if rate is None or total is None:
-            return None
-        return max((total - self._last[1]) / rate - (now - self._last[0]), 0.0)
-
-    def describe(self, total: float | None, unit: str, now: float) -> str:
-        """`12.3 samples/s, 32.0 s left`, as far as it is known."""
-        rate, left = self.rate(), self.seconds_left(total, now)
-        parts = [_rate(rate, unit)] if rate is not None and unit else []
-        return ", ".join([*parts, f"{format_seconds(left)} left"] if left is not None else parts)
-
-
 class PlainLines:
     """Listener for logs and pipes: a line every `every` seconds of a long phase, and one at its end; no thread."""
 
     def __init__(
         self, write: Callable[[str], object], every: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        from rich.progress import Progress as RichProgress
+
         self._write, self._every, self._clock = write, every, clock
-        self._paces: dict[tuple[int, str], Pace] = {}  # (depth, phase) -> pace
-        self._last_line: dict[tuple[int, str], float] = {}  # of the phases that were long enough for a line
+        self._tracked = RichProgress(disable=True, get_time=clock, speed_estimate_period=_RATE_WINDOW)
+        self._tasks: dict[tuple[int, str], TaskID] = {}  # (depth, phase) of the phases under way
+        self._last_line: dict[TaskID, float] = {}  # of the phases that were long enough for a line
 
     def __call__(self, progress: Progress) -> None:
         key, now = (progress.depth, progress.phase), self._clock()
         if progress.state == "start":
-            self._paces[key] = Pace(now)
-        if key not in self._paces:  # begun before anybody listened
+            self._tasks[key] = self._tracked.add_task(progress.phase, total=progress.total)
+        if key not in self._tasks:  # begun before anybody listened
             return
-        pace = self._paces[key]
+        number = self._tasks[key]
         if progress.state == "update":
-            pace.report(progress.done, now)
-            if now - self._last_line.get(key, pace.began) >= self._every:
-                self._last_line[key] = now
-                parts = (
-                    _count(progress.done, progress.total, progress.unit),
-                    pace.describe(progress.total, progress.unit, now),
-                )
+            self._tracked.update(number, completed=progress.done, total=progress.total)
+            [task] = [one for one in self._tracked.tasks if one.id == number]
+            if now - self._last_line.get(number, task.start_time or now) >= self._every:
+                self._last_line[number] = now
+                parts = (format_count(task.completed, task.total, progress.unit), format_pace(task, progress.unit))
                 self._write(f"{progress.phase}: {', '.join(part for part in parts if part)}")
         elif progress.state == "end":
-            del self._paces[key]
-            if self._last_line.pop(key, None) is not None:
-                self._write(f"{progress.phase}: finished in {format_seconds(now - pace.began)}")
-
-
-@dataclass
-class _Row:
-    depth: int
-    phase: str
-    task: TaskID
-    pace: Pace
-    done: float = 0.0
+            [task] = [one for one in self._tracked.tasks if one.id == number]
+            if self._last_line.pop(number, None) is not None:
+                self._write(f"{progress.phase}: finished in {format_seconds(now - (task.start_time or now))}")
+            self._tracked.remove_task(self._tasks.pop(key))
 
 
 class LiveBars:
@@ -120,25 +80,28 @@ class LiveBars:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._bars: RichProgress | None = None
-        self._rows: list[_Row] = []  # top to bottom
+        self._rows: list[tuple[int, str, TaskID]] = []  # (depth, phase, task), top to bottom
+        self._done: dict[TaskID, float] = {}
 
     def __call__(self, progress: Progress) -> None:
         if progress.state == "start":
             self._start(progress)
             return
-        row = self._newest(progress)
-        if self._bars is None or row is None:
+        key = (progress.depth, progress.phase)
+        # The newest row of that depth and name: a phase may come twice within one step.
+        task = next((task for *row, task in reversed(self._rows) if tuple(row) == key), None)
+        if self._bars is None or task is None:
             return
-        if progress.state == "end" or progress.done != row.done:
-            self._drop_below(progress.depth)
-        row.done = progress.done
-        row.pace.report(progress.done, time.monotonic())
+        if progress.state == "end" or progress.done != self._done[task]:
+            while self._rows[-1][0] > progress.depth:
+                self._bars.remove_task(self._rows.pop()[2])
+        self._done[task] = progress.done
         if progress.state == "update":
-            self._bars.update(row.task, completed=progress.done, total=progress.total)
+            self._bars.update(task, completed=progress.done, total=progress.total)
             return
         total = progress.total or progress.done or 1
-        self._bars.update(row.task, completed=total, total=total)
-        self._bars.stop_task(row.task)
+        self._bars.update(task, completed=total, total=total)
+        self._bars.stop_task(task)
         if progress.depth == 0:
             self.close()
 
@@ -146,44 +109,32 @@ class LiveBars:
         """Take the bars off the screen."""
         if self._bars is not None:
             self._bars.stop()
-        self._bars, self._rows = None, []
+        self._bars, self._rows, self._done = None, [], {}
 
     def _start(self, progress: Progress) -> None:
         if self._bars is None:
             self._bars = _make_bars(self._console)
             self._bars.start()
-        description = "  " * progress.depth + progress.phase
-        pace = Pace(time.monotonic())
-        task = self._bars.add_task(description, total=progress.total, unit=progress.unit, pace=pace)
-        self._rows.append(_Row(progress.depth, progress.phase, task, pace))
-
-    def _newest(self, progress: Progress) -> _Row | None:
-        """The newest row of that depth and name: a phase may come twice within one step."""
-        key = (progress.depth, progress.phase)
-        return next((row for row in reversed(self._rows) if (row.depth, row.phase) == key), None)
-
-    def _drop_below(self, depth: int) -> None:
-        """Remove the rows under the newest row of `depth`."""
-        while self._rows and self._rows[-1].depth > depth and self._bars is not None:
-            self._bars.remove_task(self._rows.pop().task)
+        task = self._bars.add_task("  " * progress.depth + progress.phase, total=progress.total, unit=progress.unit)
+        self._rows.append((progress.depth, progress.phase, task))
+        self._done[task] = 0.0
 
 
 def _make_bars(console: Console) -> RichProgress:
-    from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
+    from rich.progress import BarColumn, ProgressColumn, TextColumn
     from rich.progress import Progress as RichProgress
     from rich.text import Text
 
     class Count(ProgressColumn):
         def render(self, task: Task) -> Text:
-            return Text(_count(task.completed, task.total, task.fields["unit"]), justify="right")
+            return Text(format_count(task.completed, task.total, task.fields["unit"]), justify="right")
 
     class Speed(ProgressColumn):
         def render(self, task: Task) -> Text:
             elapsed = format_seconds(task.elapsed or 0.0)
             if task.stop_time is not None:
                 return Text(elapsed, style="green")
-            pace = task.fields["pace"].describe(task.total, task.fields["unit"], time.monotonic())
-            return Text(pace or elapsed, style="dim")
+            return Text(format_pace(task, task.fields["unit"]) or elapsed, style="dim")
 
     return RichProgress(
         TextColumn("{task.description}"),
@@ -193,11 +144,12 @@ def _make_bars(console: Console) -> RichProgress:
         console=console,
         transient=True,
         refresh_per_second=4,  # smooth enough, and a core is worth more to the training beside it
+        speed_estimate_period=_RATE_WINDOW,
     )
 
 
-def _count(done: float, total: float | None, unit: str) -> str:
-    """`120/512 samples`; `37%` where `done` is not whole; `` where nothing was counted."""
+def format_count(done: float, total: float | None, unit: str) -> str:
+    """`120/512 samples`; `37%` where `done` is not whole; nothing where nothing was counted."""
     if not float(done).is_integer():
         return f"{done / total:.0%}" if total else ""
     if total is None and done == 0:
@@ -206,11 +158,15 @@ def _count(done: float, total: float | None, unit: str) -> str:
     return f"{count} {unit if (total or done) == 1 else _plural(unit)}" if unit else count
 
 
-def _rate(rate: float, unit: str) -> str:
-    """`12.3 samples/s`, or `48.0 s per step` where that reads better."""
-    if rate < 0.5:
-        return f"{format_seconds(1 / rate)} per {unit}"
-    return f"{format_number(round(rate, 1) if rate < 100 else round(rate))} {_plural(unit)}/s"
+def format_pace(task: Task, unit: str) -> str:
+    """`12.3 samples/s, 32.0 s left`, or `48.0 s per step` where that reads better; nothing before the second report."""
+    rate, left, parts = task.speed, task.time_remaining, []
+    if rate and unit:
+        per_second = f"{format_number(round(rate, 1) if rate < 100 else round(rate))} {_plural(unit)}/s"
+        parts.append(per_second if rate >= 0.5 else f"{format_seconds(1 / rate)} per {unit}")
+    if left is not None:
+        parts.append(f"{format_seconds(left)} left")
+    return ", ".join(parts)
 
 
 def _plural(unit: str) -> str:

@@ -7,11 +7,12 @@ import threading
 
 import pytest
 from rich.console import Console
+from rich.progress import Progress as RichProgress
 
 from valor.tracking import progress
 from valor.tracking.console import get_console
 from valor.tracking.progress import Latest, Progress, part, phase, relay, report_progress
-from valor.tracking.progress_console import LiveBars, Pace, PlainLines, show_progress
+from valor.tracking.progress_console import LiveBars, PlainLines, format_pace, show_progress
 
 
 @pytest.fixture
@@ -135,16 +136,19 @@ def test_a_forked_child_listens_to_nobody(heard):
 
 
 def test_pace_starts_at_the_first_report():
-    pace = Pace(0.0)
-    assert pace.describe(100, "step", 1.0) == ""
-    pace.report(40, 10.0)  # resumed at step 40
-    assert pace.rate() is None
-    pace.report(50, 30.0)
-    assert pace.rate() == 0.5
-    assert pace.seconds_left(100, 40.0) == 90.0
-    assert pace.describe(100, "step", 40.0) == "0.5 steps/s, 90.0 s left"
-    pace.report(42, 80.0)
-    assert pace.describe(None, "step", 80.0) == "35.0 s per step"
+    now = [0.0]
+    bars = RichProgress(disable=True, get_time=lambda: now[0], speed_estimate_period=3600)
+    number = bars.add_task("training", total=100)
+
+    def pace(done: float, at: float) -> str:
+        now[0] = at
+        bars.update(number, completed=done)
+        return format_pace(bars.tasks[0], "step")
+
+    assert pace(0, 1.0) == ""
+    assert pace(40, 10.0) == ""  # resumed at step 40
+    assert pace(50, 30.0) == "0.5 steps/s, 1 min 40 s left"
+    assert pace(52, 80.0) == "5.83 s per step, 4 min 40 s left"
 
 
 def test_plain_lines_speak_every_ten_seconds_of_long_phases_only():
@@ -171,8 +175,8 @@ def test_plain_lines_speak_every_ten_seconds_of_long_phases_only():
     finally:
         remove()
     assert lines == [
-        "rollout: 100/512 samples, 10 samples/s, 41.2 s left",
-        "rollout: 200/512 samples, 10 samples/s, 31.2 s left",
+        "rollout: 100/512 samples, 10 samples/s, 42.0 s left",
+        "rollout: 200/512 samples, 10 samples/s, 32.0 s left",
         "rollout: finished in 25.0 s",
         "train actor: 38%",
         "train actor: finished in 20.0 s",
