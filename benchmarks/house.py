@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
 from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src"
+DOCS = Path(__file__).parents[1] / "docs"
 
 
 class House:
@@ -116,16 +118,44 @@ def picture(house: House) -> str:
     return "\n".join(lines)
 
 
+def file_map(house: House) -> str:
+    """A line for every file: the first sentence of its docstring."""
+    lines = [
+        "# A line for every file",
+        "",
+        "Written by `python benchmarks/house.py --write` from the files' docstrings.",
+    ]
+    for room, paths in house.rooms().items():
+        lines += ["", f"## `{room}`" if len(paths) > 1 else "", ""]
+        for path in paths:
+            docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+            name = path.relative_to(house.root)
+            if docstring and (path.name != "__init__.py" or len(docstring.splitlines()) > 1 or len(paths) > 1):
+                lines.append(f"* [`{name}`](../src/valor/{name}): {' '.join(docstring.split(chr(10) * 2)[0].split())}")
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)) + "\n"
+
+
+def with_picture(page: str, house: House) -> str:
+    """The architecture page with the picture of this checkout."""
+    block = f"<!-- rooms -->\n```mermaid\n{picture(house)}\n```\n<!-- /rooms -->"
+    return re.sub(r"<!-- rooms -->.*?<!-- /rooms -->", lambda _: block, page, flags=re.S)
+
+
 _PLUMBING = {"__init__", "__main__", "errors", "user_files"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, help="the src folder of another checkout")
-    parser.add_argument("--picture", action="store_true")
+    parser.add_argument("--write", action="store_true", help="bring the two pages up to date")
     args = parser.parse_args()
     house = House(SOURCE)
-    print(picture(house) if args.picture else table(house, House(args.before) if args.before else None))
+    if args.write:
+        (DOCS / "map.md").write_text(file_map(house))
+        page = DOCS / "architecture.md"
+        page.write_text(with_picture(page.read_text(), house))
+        return
+    print(table(house, House(args.before) if args.before else None))
 
 
 if __name__ == "__main__":

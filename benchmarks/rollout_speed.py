@@ -31,6 +31,7 @@ from valor.config import ModelConfig, RolloutConfig
 from valor.engines.distributed import init_process_group
 from valor.rollout.base import Request, RolloutEngine, SamplingParams
 from valor.rollout.native.engine import NativeEngine
+from valor.rollout.registry import BuildContext, generation_engine
 
 Prompts = list[list[int]]
 
@@ -74,11 +75,9 @@ def run_engine(engine: RolloutEngine, prompts: Prompts, lengths: list[int], roun
 
 def vllm_engine(model: PreTrainedModel, directory: str, longest: int, dtype: str) -> RolloutEngine:
     """The engine of `rollout.name=vllm` with the weights of `model`, whose config is in `directory`."""
-    from valor.rollout.vllm.engine import VLLMEngine
-
     device = init_process_group("cpu")
     config = RolloutConfig(name="vllm", dtype=dtype, prompt_length=longest, response_length=1, max_num_seqs=256)
-    engine = VLLMEngine(config, ModelConfig(path=directory), model.config, eos_token_ids=[], device=device)
+    engine = generation_engine("vllm").build(BuildContext(config, ModelConfig(path=directory), [], device, None))
     engine.sync_weights(model.named_parameters(), version=0)
     return engine
 

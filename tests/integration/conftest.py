@@ -8,7 +8,7 @@ import pytest
 
 from valor.lab import arithmetic
 
-TRAIN_ROWS = 384  # more would be read and tokenised by every run, for nothing
+TRAIN_ROWS = 640  # more would be read and tokenised by every run, for nothing
 
 
 @pytest.fixture(scope="session")

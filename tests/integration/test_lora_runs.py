@@ -11,7 +11,6 @@ from ranks import run_ranks
 from runs import read_metrics
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config
-from valor.trainer.main_rm import main as train_reward_model
 
 from tiny_reward_models import make_backbone
 from valor.config import ActorRolloutRefConfig

@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch
 from runs import read_metrics, weights
 from two_nodes import Node, two_nodes
 
+from forked import Forked
 from valor.controller.cluster import table
 from valor.trainer.main_ppo import main
 
@@ -32,7 +32,7 @@ def form(node: Node, rank: int, *, nnodes: int = 2) -> list[str]:
     ]
 
 
-def wait_for(path: Path, process: subprocess.Popen[bytes], log: Path, seconds: float = 240.0) -> None:
+def wait_for(path: Path, process: Forked, log: Path, seconds: float = 240.0) -> None:
     deadline = time.monotonic() + seconds
     while not path.exists():
         assert process.poll() is None, log.read_text()[-2000:]
@@ -40,24 +40,24 @@ def wait_for(path: Path, process: subprocess.Popen[bytes], log: Path, seconds: f
         time.sleep(0.05)
 
 
-def end(*processes: subprocess.Popen[bytes]) -> None:
+def end(*processes: Forked) -> None:
     for process in processes:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
-def raylet_of(process: subprocess.Popen[bytes]) -> psutil.Process:
+def raylet_of(process: Forked) -> psutil.Process:
     """The raylet among a node's processes."""
     return next(p for p in psutil.Process(process.pid).children(recursive=True) if p.name() == "raylet")
 
 
 @pytest.mark.usefixtures("hosts")
-def test_two_nodes_train_as_one_machine_and_leave_together(overrides, tmp_path):
+def test_two_nodes_train_as_one_machine_and_leave_together(forks, overrides, tmp_path):
     run_dir, logs = tmp_path / "nodes", [tmp_path / "0.log", tmp_path / "1.log"]
     with two_nodes() as (first, second):
         arguments = overrides(run_dir, "trainer.total_training_steps=2", "trainer.n_gpus_per_node=1")
-        processes = [n.start([*arguments, *form(first, i)], logs[i]) for i, n in enumerate((first, second))]
+        processes = [n.start(forks, [*arguments, *form(first, i)], logs[i]) for i, n in enumerate((first, second))]
         try:
             assert processes[0].wait(timeout=300) == 0, logs[0].read_text()[-2000:]
             assert processes[1].wait(timeout=60) == 0, logs[1].read_text()[-2000:]
@@ -74,11 +74,11 @@ def test_two_nodes_train_as_one_machine_and_leave_together(overrides, tmp_path):
         assert torch.equal(tensor, weights(run_dir, "actor")[name]), name
 
 
-def test_a_node_that_dies_ends_the_run_which_goes_on_with_what_is_left(overrides, tmp_path):
+def test_a_node_that_dies_ends_the_run_which_goes_on_with_what_is_left(forks, overrides, tmp_path):
     run_dir, logs = tmp_path / "dies", [tmp_path / "0.log", tmp_path / "1.log"]
     arguments = overrides(run_dir, "trainer.total_training_steps=6", "trainer.save_freq=1")
     with two_nodes() as (first, second):
-        processes = [n.start([*arguments, *form(first, i)], logs[i]) for i, n in enumerate((first, second))]
+        processes = [n.start(forks, [*arguments, *form(first, i)], logs[i]) for i, n in enumerate((first, second))]
         try:
             wait_for(run_dir / "samples" / "step_2.jsonl", processes[0], logs[0])
             raylet_of(processes[1]).kill()
@@ -91,7 +91,7 @@ def test_a_node_that_dies_ends_the_run_which_goes_on_with_what_is_left(overrides
         assert said.startswith("stopped: the process of rank 1 on node") and second.address in said
         orderly = tmp_path / "orderly"
         shutil.copytree(run_dir, orderly)
-        rest = first.start([*arguments, *form(first, 0, nnodes=1)], tmp_path / "rest.log")
+        rest = first.start(forks, [*arguments, *form(first, 0, nnodes=1)], tmp_path / "rest.log")
         try:
             assert rest.wait(timeout=300) == 0, (tmp_path / "rest.log").read_text()[-2000:]
         finally:

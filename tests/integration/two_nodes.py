@@ -5,44 +5,49 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from forked import VALOR, Forked, Forks
+
 _SPACES = ("valor-a", "valor-b")
 _HOSTS = ("10.231.77.1", "10.231.77.2")
 
 
+# In the process of a node: a process group of its own, and the network of a namespace.
+_ENTER = """
+import ctypes, os, sys
+os.setsid()
+if (space := sys.argv.pop(1)):
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(os.open(f"/run/netns/{space}", os.O_RDONLY), 0):
+        raise OSError(ctypes.get_errno(), "setns")
+sys.stdout.reconfigure(line_buffering=True)
+"""
+
+
 @dataclass(frozen=True)
 class Node:
-    """Where a command runs: its address, and what is put before the command."""
+    """Where a command runs: its address, and the network namespace that has it, if it has one of its own."""
 
     address: str
-    prefix: tuple[str, ...]
+    space: str = ""
 
-    def start(self, arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
+    def start(self, forks: Forks, arguments: list[str], log: Path) -> Forked:
         """`valor ppo` here, as the leader of a process group of its own."""
-        return subprocess.Popen(
-            [*self.prefix, sys.executable, "-m", "valor", "ppo", *arguments],
-            stdout=log.open("wb"),
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
-        )
+        return forks.start(_ENTER + VALOR, self.space, "ppo", *arguments, log=log)
 
 
 @contextmanager
 def two_nodes() -> Iterator[tuple[Node, Node]]:
     """Node 0 and node 1."""
     if os.geteuid() != 0 or shutil.which("ip") is None or not _make_spaces():
-        yield Node("127.0.0.1", ()), Node("127.0.0.1", ())
+        yield Node("127.0.0.1"), Node("127.0.0.1")
         return
     try:
-        first, second = (
-            Node(host, ("ip", "netns", "exec", space)) for host, space in zip(_HOSTS, _SPACES, strict=True)
-        )
+        first, second = map(Node, _HOSTS, _SPACES)
         yield first, second
     finally:
         _drop_spaces()

@@ -11,22 +11,17 @@ class WeightPublisher:
 
     def __init__(self, roles: Roles) -> None:
         self._roles = roles
-        self._keeps_weights: bool | None = None  # not asked yet
         self._address: tuple[str, int] | None = None
 
     def publish(self) -> None:
-        """After it, `generate` uses the actor's present weights. RuntimeError when they did not arrive bit for bit.
+        """After it, `generate` uses the actor's present weights, unless its engine keeps its own on purpose.
 
-        An engine that generates with weights of its own keeps them.
+        RuntimeError when they did not arrive bit for bit.
         """
         roles = self._roles
         actor, rollout = roles["actor"], roles["rollout"]
-        if self._keeps_weights is None:
-            self._keeps_weights = rollout.keeps_weights()
-        if self._keeps_weights:
-            return
         version = actor.version()
-        if rollout.weights_version() == version:
+        if not rollout.needs_weights(version):
             return
         if not isinstance(roles, Pools) or roles.placement.pool_of("rollout") == roles.placement.pool_of("actor"):
             rollout.update_weights()

@@ -13,7 +13,7 @@ from valor.data.sampler import PromptSampler
 from valor.models.load import load_tokenizer
 from valor.models.reward import reward_model_kind
 from valor.rewards.judge import Judge
-from valor.rewards.manager import RewardManager
+from valor.rewards.manager import make_graders
 from valor.rewards.registry import has_grader
 
 
@@ -28,7 +28,7 @@ class RunInputs:
         dynamic = config.algorithm.filter_groups.enable
         at_once = data.gen_batch_size if dynamic and data.gen_batch_size else data.train_batch_size
         self.sampler = PromptSampler(len(self.train), at_once, seed=data.seed, shuffle=data.shuffle)
-        self.rewards = RewardManager(config.reward)
+        self.rewards = make_graders(config.reward)
         reward_model = config.reward.reward_model
         if not reward_model.replaces_rule:  # where there is a reward model, it also validates what has no grader
             validated = self.val.data_sources if self.val and not reward_model.enable else ()

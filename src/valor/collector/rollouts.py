@@ -25,7 +25,7 @@ from valor.data.files import read_records
 from valor.data.prompts import PromptRow, render, token_ids
 from valor.errors import UserError
 from valor.rewards.executor import RewardResult, Sample
-from valor.rewards.manager import RewardManager
+from valor.rewards.manager import Graders
 from valor.rollout.registry import generation_engine
 from valor.tracking.generations import token_strings
 from valor.tracking.rundir import write_atomically
@@ -122,7 +122,7 @@ class _Rollout(NamedTuple):
     objects: dict[str, Any]
 
 
-def read_rollouts(paths: Sequence[str], tokenizer: Any, rewards: RewardManager) -> Batch:
+def read_rollouts(paths: Sequence[str], tokenizer: Any, rewards: Graders) -> Batch:
     """The rollouts in jsonl or parquet files, or in all such files of a folder. Rows without a score are graded.
 
     A row is one of three: what `trainer.rollout_data_dir` and `validation_data_dir` hold (prompt_ids, response_ids);
@@ -204,7 +204,7 @@ def _retokenized(record: Mapping[str, Any], where: str, tokenizer: Any) -> tuple
     return prompt, response
 
 
-def _grade(batch: Batch, tokenizer: Any, rewards: RewardManager) -> list[RewardResult]:
+def _grade(batch: Batch, tokenizer: Any, rewards: Graders) -> list[RewardResult]:
     columns = batch.objects
     rewards.check(set(columns["data_source"]))
     ids = [row[:n] for row, n in zip(batch["responses"].tolist(), batch["response_lengths"].tolist(), strict=True)]

@@ -18,10 +18,10 @@ Rules = str | Mapping[str, str]
 def key(default: Any, only_with: Rules = "", *, derived: str = "") -> Any:
     """Field default of a key that has rules.
 
-    `only_with`: where the key has an effect, `KEY` (is set, is not 0), `KEY=value` or `KEY!=value`, several joined by
-    ` or `; KEY is dotted from the root, `.name` is in the same section, and both may be properties. A mapping gives
-    several conditions, each with the reason to tell ("": told from the condition). `derived`: what null means, in
-    words; the root fills it in.
+    `only_with`: where the key has an effect: `KEY` (is set, is not 0), `KEY=value` or `KEY!=value`, several joined by
+    ` or `; or `never`. KEY is dotted from the root, `.name` is in the same section, and both may be properties. A
+    mapping gives several conditions, each with the reason to tell ("": told from the condition).
+    `derived`: what null means, in words; the root fills it in.
     """
     return Field(default, json_schema_extra=_extra(only_with, derived=derived))
 

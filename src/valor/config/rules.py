@@ -34,16 +34,22 @@ def inert_settings(config: Section, explicit_keys: Collection[str]) -> dict[str,
 
 
 def _reasons(config: Section, key: str) -> Iterator[str]:
+    """Why `key` has no effect, the outermost rule first; nothing where it has one."""
     for reason, patterns in config.unused().items():
         if any(fnmatchcase(key, pattern) for pattern in patterns.split()):
             yield f"no effect: {reason}"
     for condition, reason, place in conditions(type(config), key):
-        keys = [_named(alternative, place) for alternative in condition.split(" or ")]
-        if key not in keys and not any(_holds(config, one, place) for one in condition.split(" or ")):
-            value = _value(config, keys[0])
-            short = ".".join(keys[0].split(".")[-2:])
-            told = f"no effect with {short}={show(value).strip(chr(39))}" if value is not None else None
-            yield f"no effect: {reason}" if reason else told or f"no effect: {short} is not set"
+        alternatives = condition.split(" or ")
+        asked = [_named(one, place) for one in alternatives]
+        if key in asked or any(_holds(config, one, place) for one in alternatives):
+            continue
+        value, short = _value(config, asked[0]), ".".join(asked[0].split(".")[-2:])
+        if reason:
+            yield f"no effect: {reason}"
+        elif value is None:
+            yield f"no effect: {short} is not set"
+        else:
+            yield f"no effect with {short}={_as_typed(value)}"
 
 
 def conditions(root: type[Section], key: str) -> Iterator[tuple[str, str, str]]:
@@ -66,7 +72,11 @@ def _holds(config: Section, condition: str, place: str) -> bool:
     left, equals, wanted = condition.partition("=")
     if not equals:
         return is_set(value)
-    return (show(value).strip("'") == wanted) != left.endswith("!")
+    return (_as_typed(value) == wanted) != left.endswith("!")
+
+
+def _as_typed(value: Any) -> str:
+    return show(value).strip("'")
 
 
 def _value(config: Section, key: str) -> Any:

@@ -33,11 +33,11 @@ def read_outputs(path: str | Path, rows: Sequence[DataRow]) -> tuple[list[Output
     row.
     """
     find = _RowFinder(rows)
-    found, lost = [], 0
+    found, unmatched = [], 0
     for where, record in read_records(path):
         responses, row = _responses(record, where), find.row(record, where)
         if row is None:
-            lost += len(responses)
+            unmatched += len(responses)
             continue
         label = record.get("label") if isinstance(record.get("label"), bool) else None
         score = next((record[name] for name in _SCORES if isinstance(record.get(name), int | float)), None)
@@ -46,7 +46,7 @@ def read_outputs(path: str | Path, rows: Sequence[DataRow]) -> tuple[list[Output
         raise UserError(
             f"{path}: none of its prompts is among the {len(rows)} rows; is it the output for another file?"
         )
-    return found, lost
+    return found, unmatched
 
 
 def _responses(record: Mapping[str, Any], where: str) -> list[str]:

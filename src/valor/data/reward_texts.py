@@ -48,9 +48,9 @@ class RewardTexts:
 
     @property
     def separator_id(self) -> int | None:
-        """The token behind which the second text of a pair begins, for models that are told where; else None."""
-        told = self.as_pair and "token_type_ids" in self.tokenizer.model_input_names
-        return self.tokenizer.sep_token_id if told else None
+        """The token after which the second text of a pair begins, for models with token types; else None."""
+        has_types = self.as_pair and "token_type_ids" in self.tokenizer.model_input_names
+        return self.tokenizer.sep_token_id if has_types else None
 
     def encode(self, prompts: Sequence[Messages], responses: Sequence[str], where: str = "prompt") -> list[Encoded]:
         """One text a response. UserError when the chat template refuses a conversation (`where` names it)."""

@@ -49,7 +49,7 @@ def from_hub(recipe: Recipe, split: str) -> list[Source]:
 
 
 def from_files(recipe: Recipe, split: str, files: Sequence[Path]) -> list[Source]:
-    """The records of these files. A data source of its own is known where the file's name tells the place."""
+    """The records of these files. A file whose name holds one of the recipe's places has that place's data source."""
     columns = (*recipe.columns, *READY) if recipe.columns else None
     return [Source(_read(file, columns), _own_data_source(recipe, split, file)) for file in files]
 
@@ -65,14 +65,14 @@ def named_splits(given: Sequence[str]) -> tuple[str, ...]:
 def local_files(recipe: Recipe, splits: Sequence[str], given: Sequence[str]) -> dict[str, list[Path]]:
     """Which of the given files and folders hold which split.
 
-    `train=FILE` says so itself. A file belongs to the only split asked for, or to the one that its name tells; in a
+    `train=FILE` names its split. Another file belongs to the only split asked for, or to the one in its name; in a
     folder, the file is looked for under the names that it has on the hub and under NAME_SPLIT, SPLIT. Raises UserError
     when a file's split is unknown or a split has no file.
     """
     found: dict[str, list[Path]] = {split: [] for split in splits}
-    for said, path in map(_split_and_path, given):
-        if said:
-            found.setdefault(said, []).append(path)
+    for named, path in map(_split_and_path, given):
+        if named:
+            found.setdefault(named, []).append(path)
         elif path.is_dir():
             for split in splits:
                 found[split] += _in_folder(recipe, split, path)
@@ -102,7 +102,7 @@ def _split_of(file: Path, splits: Sequence[str]) -> str:
 
 
 def _split_in_name(file: Path) -> str | None:
-    """The split that the file's name names, None when it names none or both."""
+    """The split in the file's name; None when it holds none or both."""
     words = set(re.split(r"[^a-z]+", file.name.lower()))
     named = [split for split, names in _WORDS.items() if words & set(names)]
     return named[0] if len(named) == 1 else None

@@ -15,7 +15,6 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from valor.config.model import BackboneConfig
 from valor.data.batch import Batch
 from valor.models.policy import Reference
 
@@ -118,22 +117,9 @@ class TrainingEngine(Protocol):
         ...
 
 
-class BuildEngine(Protocol):
-    """How a registered engine is built."""
+BuildEngine = Callable[..., TrainingEngine]
+"""`build(section, model, load, *, device, total_steps, trainable)`: an engine for `model` under a role's settings.
 
-    def __call__(
-        self,
-        section: Any,
-        model: BackboneConfig,
-        load: Callable[..., nn.Module],
-        *,
-        device: torch.device,
-        total_steps: int = 0,
-        trainable: bool = True,
-    ) -> TrainingEngine:
-        """An engine for `model` under the role's configuration (`section`: actor, critic, ref, …).
-
-        `load(dtype=…)` reads the module on the CPU. `total_steps`: the length of the learning-rate schedule.
-        trainable: with an optimizer, by the section's `optim`. The process group exists already.
-        """
-        ...
+`section` is the role's configuration (actor, critic, ref, …), `model` its BackboneConfig; `load(dtype=…)` reads the
+module on the CPU; `total_steps` is the length of the learning-rate schedule; trainable: with the section's `optim`.
+"""

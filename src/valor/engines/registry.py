@@ -7,7 +7,7 @@ from valor.engines.base import BuildEngine
 from valor.engines.fsdp.engine import build_fsdp
 
 DEFAULT_STRATEGY = "fsdp2"  # of roles whose section has no key for it
-_ENGINES: dict[str, BuildEngine] = {DEFAULT_STRATEGY: build_fsdp, "fsdp": build_fsdp}
+_ENGINES: dict[str, BuildEngine] = {DEFAULT_STRATEGY: build_fsdp}
 
 
 def register_training_engine(name: str, build: BuildEngine) -> None:

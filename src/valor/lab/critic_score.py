@@ -110,11 +110,11 @@ def _rollouts(config: CriticScoreConfig, pool: ResourcePool, controller: str) ->
     from valor.collector.inputs import RunInputs, load_policy_tokenizer
     from valor.collector.rollouts import SCORE_STREAM, draw_rollouts, policy_group, read_rollouts
     from valor.lab.branches import draw_branches
-    from valor.rewards.manager import RewardManager
+    from valor.rewards.manager import make_graders
 
     score, data = config.score, config.data
     if score.rollouts:
-        rewards = RewardManager(config.reward)
+        rewards = make_graders(config.reward)
         try:
             return read_rollouts(score.rollouts, load_policy_tokenizer(config), rewards), None
         finally:

@@ -11,8 +11,7 @@ from valor.data.outputs import read_outputs
 from valor.data.recipes.puzzles import solve
 from valor.errors import UserError
 from valor.rewards import countdown
-from valor.rewards.check import Grading, Row, check_truths
-from valor.rewards.check_outputs import Output, check_outputs
+from valor.rewards.check import CheckedRow, GradingReport, Output, check_outputs, check_truths
 from valor.rewards.custom import CustomFunction
 from valor.rewards.executor import RewardExecutor
 from valor.rewards.registry import grader_for, has_grader
@@ -79,7 +78,7 @@ def _checked(args: argparse.Namespace, *, any_grader: bool) -> DataReport:
 def _grade(report: DataReport, executor: RewardExecutor, limit: int | None, outputs: Path | None) -> None:
     """Add to the report what graders make of the rows; those without grader or ground truth are in it already."""
     samples = [Sample(row.data_source, "", row.ground_truth, row.extra_info) for row in report.rows]
-    rows = [Row(place(row), sample) for row, sample in zip(report.rows, samples, strict=True)]
+    rows = [CheckedRow(place(row), sample) for row, sample in zip(report.rows, samples, strict=True)]
     gradable = [
         data.style == "rule" and not data.lacks_truth and (executor.custom is not None or has_grader(data.data_source))
         for data in report.rows
@@ -92,9 +91,9 @@ def _grade(report: DataReport, executor: RewardExecutor, limit: int | None, outp
             chosen = [row._replace(sample=_solved(row.sample)) for row in chosen]
         _add(report, "ground truths graded against themselves:", check_truths(chosen, executor))
     if outputs is not None:
-        found, lost = read_outputs(outputs, report.rows)
-        if lost:
-            report.note(f"{outputs}: {lost} outputs belong to no row and were not graded")
+        found, unmatched = read_outputs(outputs, report.rows)
+        if unmatched:
+            report.note(f"{outputs}: {unmatched} outputs belong to no row and were not graded")
         graded = [Output(rows[o.row], o.response, o.label, o.score) for o in found if gradable[o.row]]
         if graded:
             _add(report, f"outputs of {outputs}:", check_outputs(graded, executor))
@@ -115,7 +114,7 @@ def _solved(sample: Sample) -> Sample:
     return sample._replace(extra_info={**extra, "solution": solution})
 
 
-def _add(report: DataReport, title: str, grading: Grading) -> None:
+def _add(report: DataReport, title: str, grading: GradingReport) -> None:
     report.tables.append(f"{title}\n{grading}")
     report.unfit |= grading.unfit
     for problem in grading.problems:

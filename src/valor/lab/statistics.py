@@ -1,7 +1,8 @@
 """What a few seeds can say: bootstrap intervals, paired tests, and the correction for several comparisons.
 
 With few seeds no method is strong, so each function says what its result means there. Everything is deterministic:
-resamples and sign flips are enumerated while that is possible, and drawn from a fixed seed beyond.
+resamples and sign flips are enumerated while that is possible, and drawn from a fixed seed beyond. (scipy's bootstrap
+always draws, which with five seeds is coarser than the 3,125 resamples that there are.)
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ ENTRIES = {
     "rm train": Entry(RMConfig, "val/accuracy"),
     "critic pretrain": Entry(CriticPretrainConfig, "critic/holdout/auc"),
 }
-# What tells runs apart is the sweep's to say, and going on after an interruption is its promise.
+# Keys that the sweep itself sets: they name a run, and let it go on after an interruption.
 RESERVED = (
     "trainer.seed",
     "trainer.experiment_name",

@@ -20,6 +20,7 @@ from valor.config.tree import flatten, schema
 from valor.errors import UserError
 from valor.lab.sweep_file import ENTRIES, Arm, SweepConfig, expand, texts
 from valor.tracking.rundir import write_atomically
+from valor.trainer.checks import check
 
 RESULT_FILE = "result.json"
 _REFERENCE = re.compile(r"<run:([^<>]*)>")
@@ -49,8 +50,8 @@ class Run:
 
     def write(self, status: str) -> None:
         """`status`: running or finished."""
-        said = {"status": status, "arm": self.arm, "seed": self.seed, "command": shlex.join(self.command)}
-        write_atomically(self.folder / RESULT_FILE, json.dumps(said | {"settings": self.settings}, indent=1) + "\n")
+        record = {"status": status, "arm": self.arm, "seed": self.seed, "command": shlex.join(self.command)}
+        write_atomically(self.folder / RESULT_FILE, json.dumps(record | {"settings": self.settings}, indent=1) + "\n")
 
     @property
     def finished(self) -> bool:
@@ -128,7 +129,7 @@ def _arguments(config: SweepConfig, arm: Arm, seed: int, out: str) -> list[str]:
 
 def _settings(config: SweepConfig, arm: Arm) -> dict[str, Any]:
     """What an arm is: its resolved configuration, as for seed 0 in a folder OUT. UserError: its mistakes."""
-    [loaded] = load_runs(_arguments(config, arm, 0, config.out), ENTRIES[config.entry].root)
+    [loaded] = load_runs(_arguments(config, arm, 0, config.out), ENTRIES[config.entry].root, check)
     settings = json.dumps(flatten(loaded.config.model_dump(mode="json")))
     settings = json.loads(settings.replace(json.dumps(f"{config.out}/")[:-1], '"OUT/'))
     return {key: value for key, value in settings.items() if key not in _NAMES}

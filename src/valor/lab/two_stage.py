@@ -17,6 +17,7 @@ from valor.lab.demo import ppo_overrides, sft_overrides
 from valor.lab.sweep import run_sweep
 from valor.lab.sweep_file import RESERVED, SweepConfig, key_of
 from valor.lab.sweep_runs import plan_sweep
+from valor.trainer.checks import check
 
 RATIOS = (0.0, 0.3, 0.5, 0.7, 1.0)
 CONTROLLED = (0.5, 0.7, 1.0)  # ratios at which the critic's value stands in, and at which stage 1 is left out
@@ -75,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     base += [f"trainer.total_training_steps={args.steps}", f"trainer.test_freq={max(args.steps // 4, 1)}"]
     base += args.overrides
     stage1 = args.stage1 or ([] if own_task else _DEMO_STAGE_ONE)
-    [loaded], [first] = load_runs(base, PPOConfig), load_runs([*base, *stage1], PPOConfig)
+    [loaded], [first] = (load_runs(one, PPOConfig, check) for one in (base, [*base, *stage1]))
     if not any(key_of(one) == "trainer.total_training_steps" for one in stage1):
         # as many updates of the policy as the others get
         stage1 = [*stage1, f"trainer.total_training_steps={args.steps + first.config.trainer.critic_warmup}"]

@@ -1,4 +1,4 @@
-"""Do graders and ground truths fit together? A right answer must score, an empty one must not.
+"""Do graders and ground truths fit together? A right answer must score, an empty one must not; labels should agree.
 
 How a right answer is written follows from the ground truth (`right_answers`). A grader whose answers look otherwise
 says so in an attribute: `grader.answer = function(ground_truth, extra_info)` returns the text, or None where a right
@@ -19,18 +19,29 @@ from valor.rewards.worker import RewardResult, Sample
 WRONG = {"an empty response": "", '"I don\'t know."': "I don't know."}
 _WAYS = ("The answer is \\boxed{%s}.", "#### %s", "Answer: %s", "<answer>%s</answer>", "%s")
 _EXAMPLES, _NAMES = 3, 20  # rows of a problem that are shown, and that are named
+_FEWEST_OUTPUTS = 8  # of fewer, equal scores may be chance
+_END = 60  # characters of an output that a message shows
 _SLOW = 2.0  # s
 
 
-class Row(NamedTuple):
+class CheckedRow(NamedTuple):
     """A row to be graded (its sample's response is not looked at) and the words that say where it is."""
 
     place: str
     sample: Sample
 
 
+class Output(NamedTuple):
+    """A response to a row, and what its file says of it: whether it is right, which score it got."""
+
+    row: CheckedRow
+    response: str
+    label: bool | None = None
+    score: float | None = None
+
+
 @dataclass
-class Grading:
+class GradingReport:
     """What was found: a table by data source, problems that would spoil a run, and notes.
 
     `unfit` holds the places of rows that can never score or always do.
@@ -80,13 +91,15 @@ def _texts(truth: Any) -> list[str]:
     return [str(one).strip() for one in several if one is not None and str(one).strip()][:3]
 
 
-def check_truths(rows: Sequence[Row], executor: RewardExecutor) -> Grading:
+def check_truths(rows: Sequence[CheckedRow], executor: RewardExecutor) -> GradingReport:
     """Grade right answers until one of them scores, and wrong ones, for every row.
 
     UserError when a data source has no grader, unless the executor has a custom one.
     """
     custom = executor.custom.load() if executor.custom else None
-    report = Grading([("data source", "rows", "right answer scores", "not checked", "wrong answer scores", "slowest")])
+    report = GradingReport(
+        [("data source", "rows", "right answer scores", "not checked", "wrong answer scores", "slowest")]
+    )
     for source, members in by_source(rows).items():
         grader = custom or grader_for(source)
         ways = [right_answers(row.sample, grader) for row in members]
@@ -111,7 +124,9 @@ def check_truths(rows: Sequence[Row], executor: RewardExecutor) -> Grading:
     return report
 
 
-def _tries(rows: Sequence[Row], ways: Sequence[Sequence[str]], executor: RewardExecutor) -> list[list[RewardResult]]:
+def _tries(
+    rows: Sequence[CheckedRow], ways: Sequence[Sequence[str]], executor: RewardExecutor
+) -> list[list[RewardResult]]:
     """For every row the results of its ways, up to the first that scores or runs into the time limit."""
     tries: list[list[RewardResult]] = [[] for _ in rows]
     pending = [i for i, some in enumerate(ways) if some]
@@ -128,7 +143,7 @@ def _tries(rows: Sequence[Row], ways: Sequence[Sequence[str]], executor: RewardE
 
 
 def _report_always(
-    report: Grading, source: str, name: str, rows: Sequence[Row], results: Sequence[RewardResult]
+    report: GradingReport, source: str, name: str, rows: Sequence[CheckedRow], results: Sequence[RewardResult]
 ) -> None:
     cases = [
         (row.place, f"score {result.score:g} for ground truth {short(row.sample.ground_truth)}")
@@ -141,10 +156,10 @@ def _report_always(
 
 
 def _report_never(
-    report: Grading,
+    report: GradingReport,
     source: str,
     grader: Grader,
-    rows: Sequence[Row],
+    rows: Sequence[CheckedRow],
     ways: Sequence[Sequence[str]],
     tries: Sequence[Sequence[RewardResult]],
 ) -> None:
@@ -167,15 +182,85 @@ def _report_never(
     report.unfit |= {place for place, _ in cases}
 
 
-def score(executor: RewardExecutor, rows: Sequence[Row], responses: Sequence[str]) -> list[RewardResult]:
+def check_outputs(outputs: Sequence[Output], executor: RewardExecutor) -> GradingReport:
+    """Grade responses. That many of one source all get one score, or that a grader fails on one, is a problem.
+
+    UserError when a data source has no grader, unless the executor has a custom one.
+    """
+    report = GradingReport(
+        [("data source", "outputs", "correct", "mean score", "no answer found", "errors", "slowest")]
+    )
+    results = score(executor, [output.row for output in outputs], [output.response for output in outputs])
+    sources: dict[str, list[tuple[Output, RewardResult]]] = defaultdict(list)
+    for output, result in zip(outputs, results, strict=True):
+        sources[output.row.sample.data_source].append((output, result))
+    for source, graded in sources.items():
+        count, found = len(graded), [result for _, result in graded]
+        mean, right = sum(r.score for r in found) / count, sum(r.correct for r in found) / count
+        failed = [(o.row.place, f"{r.error}; the output ends {_end(o)}") for o, r in graded if r.error is not None]
+        unread = sum(result.components.get("pred") == "" for result in found)
+        slowest = f"{max(r.seconds for r in found) * 1000:.1f} ms"
+        report.table.append((source, count, f"{right:.1%}", f"{mean:.3f}", unread, len(failed), slowest))
+        if failed:
+            report.problem(f"{source}: the grader fails on {len(failed)} of {count} outputs", failed)
+        elif count >= _FEWEST_OUTPUTS and len({result.score for result in found}) == 1:
+            title = f"{source}: all {count} outputs get the score {mean:g}: nothing can be learned from that"
+            report.problem(title, [(o.row.place, f"{_truth(o)}; the output ends {_end(o)}") for o, _ in graded])
+        report.notes += _disagreements(source, graded) + _without_contrast(source, graded)
+    return report
+
+
+def _disagreements(source: str, graded: Sequence[tuple[Output, RewardResult]]) -> list[str]:
+    """Where the file says another thing of an output than the grader does now."""
+    notes = []
+    labelled = [(output, result) for output, result in graded if output.label is not None]
+    wrong = [(output, result) for output, result in labelled if output.label != result.correct]
+    if labelled:
+        agreement = f"{len(labelled) - len(wrong)} of {len(labelled)} ({1 - len(wrong) / len(labelled):.1%})"
+        lines = [f"{source}: the grader agrees with {agreement} labels"]
+        for output, result in wrong[:_EXAMPLES]:
+            said = "right" if output.label else "wrong"
+            lines.append(
+                f"{output.row.place}: labelled {said}, graded {result.score:g}; {_truth(output)}, ends {_end(output)}"
+            )
+        notes.append("\n    ".join(lines))
+    changed = sum(output.score is not None and abs(output.score - result.score) > 1e-6 for output, result in graded)
+    if changed:
+        notes.append(f"{source}: {changed} of {len(graded)} outputs had another score in their file")
+    return notes
+
+
+def _without_contrast(source: str, graded: Sequence[tuple[Output, RewardResult]]) -> list[str]:
+    """How many prompts have outputs of one kind only: group-relative algorithms learn nothing from them."""
+    groups: dict[str, list[bool]] = defaultdict(list)
+    for output, result in graded:
+        groups[output.row.place].append(result.correct)
+    several = [found for found in groups.values() if len(found) > 1]
+    if not several:
+        return []
+    return [
+        f"{source}: of {len(several)} prompts with several outputs, {sum(map(all, several))} are always right and "
+        f"{sum(not any(found) for found in several)} never"
+    ]
+
+
+def _truth(output: Output) -> str:
+    return f"ground truth {short(output.row.sample.ground_truth)}"
+
+
+def _end(output: Output) -> str:
+    return repr(output.response.strip()[-_END:])
+
+
+def score(executor: RewardExecutor, rows: Sequence[CheckedRow], responses: Sequence[str]) -> list[RewardResult]:
     """Results of these responses to these rows."""
     pairs = zip(rows, responses, strict=True)
     return executor.score([row.sample._replace(solution_str=response) for row, response in pairs])
 
 
-def by_source(rows: Sequence[Row]) -> dict[str, list[Row]]:
+def by_source(rows: Sequence[CheckedRow]) -> dict[str, list[CheckedRow]]:
     """The rows of every data source, in the order in which the sources first occur."""
-    sources: dict[str, list[Row]] = defaultdict(list)
+    sources: dict[str, list[CheckedRow]] = defaultdict(list)
     for row in rows:
         sources[row.sample.data_source].append(row)
     return dict(sources)

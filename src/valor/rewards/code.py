@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from valor.rewards.answers import after_thinking
 from valor.rewards.sandbox import Limits, Sandbox, strongest_level
-from valor.rewards.sandbox.payload import same_number
+from valor.rewards.sandbox.payload import same
 
 if TYPE_CHECKING:
     from valor.rewards.sandbox.fusion import SandboxFusion
@@ -326,4 +326,4 @@ def _same_token(ours: str, right: str) -> bool:
         return False
     if right.lstrip("+-").isdigit():
         return Fraction(ours) == Fraction(right)
-    return same_number(float(ours), float(right))
+    return same(float(ours), float(right))

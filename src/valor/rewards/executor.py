@@ -12,7 +12,7 @@ import os
 import pickle
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -83,6 +83,21 @@ class RewardExecutor:
         """How many there are by now."""
         return len(self._processes)
 
+    @property
+    def one_by_one(self) -> bool:
+        """Whether a sample can be graded before the others are there."""
+        return self.custom is None or not self.custom.whole_batch
+
+    @property
+    def grades_everything(self) -> bool:
+        """Whether samples of any data source can be graded, by a function of the user's own."""
+        return self.custom is not None
+
+    def check(self, data_sources: Iterable[str]) -> None:
+        """Before a run: raise a UserError that names the data sources nobody can grade."""
+        if not self.grades_everything:
+            registry.require_graders(data_sources)
+
     def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
         """Grade all samples; results in their order."""
         return gather(self.submit_all(samples))
@@ -92,7 +107,7 @@ class RewardExecutor:
 
         A custom function of whole batches gets them in one call, within one `timeout`.
         """
-        if self.custom is None or not self.custom.whole_batch or not samples:
+        if self.one_by_one or not samples:
             return self._submit(samples)
         parts: list[Future[RewardResult]] = [Future() for _ in samples]
 

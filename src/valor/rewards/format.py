@@ -1,6 +1,6 @@
-"""Rewards for how a response is written, as functions to be added to a grader's score: format, length, repetition.
+"""Rewards for how a response is written, as functions to be added to a grader's score: format and repetition.
 
-All take the text (or a length) and return a number; `combine` makes a grader of a grader and some of them.
+All take the text and return a number; `combine` makes a grader of a grader and some of them.
 """
 
 from __future__ import annotations
@@ -38,16 +38,6 @@ def has_think_and_box(text: str) -> float:
 def no_loop(text: str) -> float:
     """0 when the response ends in one piece repeated over and over, else 1."""
     return float(not ends_in_a_loop(text))
-
-
-def overlong_penalty(length: int, max_length: int, buffer: int, factor: float = 1.0) -> float:
-    """0 up to `max_length - buffer` tokens, then falling linearly to `-factor` at `max_length` and below it beyond.
-
-    Soft overlong punishment of DAPO (https://arxiv.org/abs/2503.14476, equation 13), as verl computes it.
-    """
-    if not 0 < buffer <= max_length:
-        raise ValueError(f"the buffer ({buffer}) must be above 0 and not over max_length ({max_length})")
-    return min(-(length - (max_length - buffer)) / buffer * factor, 0.0)
 
 
 def repetition_penalty(text: str, n: int = 4) -> float:

@@ -1,4 +1,4 @@
-"""Grade-school word problems (GSM8K): the answer is one number after `####`."""
+"""Problems with one number as answer: GSM8K, where it stands after `####`, and the arithmetic of the demonstration."""
 
 from __future__ import annotations
 
@@ -49,3 +49,15 @@ def grade_flexible(
     truth, found = ground_truth_number(ground_truth), last_number(solution_str)
     value = found[1] if found else None
     return {"score": float(value == truth), "pred": "" if value is None else str(value)}
+
+
+def grade_integer(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Score 1 when the last number is an integer equal to the ground truth, else 0.
+
+    Component: `pred` that number as text.
+    """
+    if ground_truth_number(ground_truth).denominator != 1:
+        raise ValueError(f"the ground truth is not an integer: {str(ground_truth)[:40]!r}")
+    return grade_flexible(data_source, solution_str, ground_truth)

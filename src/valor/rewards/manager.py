@@ -1,75 +1,43 @@
-"""Scores of a step: from samples to results, metrics and one line for the log."""
+"""Scores of a step: who grades, and what is logged of the results."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from valor.rewards.code import CodeSettings
 from valor.rewards.custom import CustomFunction
 from valor.rewards.executor import RewardExecutor
-from valor.rewards.registry import require_graders
 from valor.rewards.remote import RemoteGraders
-from valor.rewards.worker import RewardResult, Sample, gather
+from valor.rewards.worker import RewardResult
 
 if TYPE_CHECKING:
     from valor.config import RewardConfig
 
+Graders = RewardExecutor | RemoteGraders
 
-class RewardManager:
-    """The graders of a run, as `config.reward` asks for them. Raises UserError when a custom function is no good.
 
-    `one_by_one`: a sample can be graded before the others are there.
-    """
-
-    def __init__(self, config: RewardConfig) -> None:
-        self.one_by_one = config.reward_manager.name != "batch"
-        self._graders: RewardExecutor | RemoteGraders
-        if config.reward_manager.name == "remote":
-            self._graders = RemoteGraders(config.remote, timeout=config.timeout, error_score=config.error_score)
-            return
-        custom, server = config.custom_reward_function, config.sandbox_fusion
-        function, code = None, CodeSettings()
-        if custom.path:
-            function = CustomFunction(custom.path, custom.name, custom.reward_kwargs, whole_batch=not self.one_by_one)
-        if server.url is not None:
-            code = CodeSettings(
-                sandbox_fusion=server.url, max_concurrent=server.max_concurrent, memory_mb=server.memory_limit_mb
-            )
-        self._graders = RewardExecutor(
-            num_workers=config.num_workers,
-            timeout=config.timeout,
-            error_score=config.error_score,
-            custom=function,
-            code=code,
-            memory_mb=config.memory_limit_mb,
+def make_graders(config: RewardConfig) -> Graders:
+    """The graders of a run, as `config.reward` asks for them. Raises UserError when a custom function is no good."""
+    manager, custom, server = config.reward_manager.name, config.custom_reward_function, config.sandbox_fusion
+    if manager == "remote":
+        return RemoteGraders(config.remote, timeout=config.timeout, error_score=config.error_score)
+    function, code = None, CodeSettings()
+    if custom.path:
+        function = CustomFunction(custom.path, custom.name, custom.reward_kwargs, whole_batch=manager == "batch")
+    if server.url is not None:
+        code = CodeSettings(
+            sandbox_fusion=server.url, max_concurrent=server.max_concurrent, memory_mb=server.memory_limit_mb
         )
-
-    @property
-    def grades_everything(self) -> bool:
-        """Whether samples of any data source can be graded: by a function or a server of the user's own."""
-        return isinstance(self._graders, RemoteGraders) or self._graders.custom is not None
-
-    def check(self, data_sources: Iterable[str]) -> None:
-        """Before a run: raise a UserError that names the data sources nobody can grade."""
-        if isinstance(self._graders, RemoteGraders):
-            self._graders.check()
-        elif not self.grades_everything:
-            require_graders(data_sources)
-
-    def submit_all(self, samples: Sequence[Sample]) -> list[Future[RewardResult]]:
-        """Grade samples in the background. The futures never fail: errors are in their results."""
-        return self._graders.submit_all(samples)
-
-    def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
-        """Grade samples; results in their order."""
-        return gather(self.submit_all(samples))
-
-    def close(self) -> None:
-        """End the grader processes."""
-        self._graders.close()
+    return RewardExecutor(
+        num_workers=config.num_workers,
+        timeout=config.timeout,
+        error_score=config.error_score,
+        custom=function,
+        code=code,
+        memory_mb=config.memory_limit_mb,
+    )
 
 
 def summarize(data_sources: Sequence[str], results: Sequence[RewardResult]) -> tuple[dict[str, float], str]:

@@ -216,7 +216,8 @@ def any_equal_by_algebra(pairs: Sequence[tuple[str, str]]) -> bool:
 
     Raises Undecided after `SECONDS`, and for a ground truth that is too large.
     """
-    safe = [(clean(truth), clean(answer)) for truth, answer in pairs if not any(map(is_too_large, (truth, answer)))]
+    pairs = [(clean(truth), clean(answer)) for truth, answer in pairs]
+    safe = [pair for pair in pairs if not any(map(is_too_large, pair))]
     if safe:
         same, forget = _library()
         try:

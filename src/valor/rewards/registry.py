@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from valor.errors import UserError
-from valor.rewards import arithmetic, choice, code, countdown, format, gsm8k, mathematics, qa, reasoning_gym
+from valor.rewards import choice, code, countdown, format, gsm8k, mathematics, qa, reasoning_gym
 
 # Called by keyword: data_source, solution_str, ground_truth, extra_info. Returns a number, or a dict with "score".
 Grader = Callable[..., Any]
@@ -36,7 +36,7 @@ _CODE = (
 BUILT_IN: dict[str, Grader] = {
     "openai/gsm8k": gsm8k.grade_strict,
     "openai/gsm8k-flexible": gsm8k.grade_flexible,
-    "valor/arithmetic": arithmetic.grade,
+    "valor/arithmetic": gsm8k.grade_integer,
     **dict.fromkeys(_MATHEMATICS, mathematics.grade),
     "hiyouga/geometry3k": format.combine(
         mathematics.grade, {"think_and_box": format.has_think_and_box}, {"acc": 0.9, "think_and_box": 0.1}

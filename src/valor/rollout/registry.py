@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from valor.algorithms.registry import choose
 from valor.rollout.native.spec import NATIVE
-from valor.rollout.server.spec import SERVER
+from valor.rollout.server.checks import SERVER
 from valor.rollout.spec import BuildContext, GenerationEngineSpec
-from valor.rollout.vllm.spec import VLLM
+from valor.rollout.vllm.options import VLLM
 
 __all__ = ["BuildContext", "GenerationEngineSpec"]
 

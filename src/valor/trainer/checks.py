@@ -14,6 +14,7 @@ from valor.algorithms.registry import Entry
 from valor.config import CriticRunConfig, PPOConfig, Section, SupervisedConfig
 from valor.config import inert_settings as inert_by_rules
 from valor.controller.placement import check_placement, check_tensor_parallel
+from valor.engines.registry import training_engine
 from valor.errors import UserError
 from valor.rollout.registry import generation_engine, generation_engines
 from valor.trainer.advantage import FROM_THE_RUN, from_critic, offered_settings
@@ -31,7 +32,7 @@ def check(config: BaseModel) -> list[str]:
     lines = _found(_load_own, config)
     if lines:
         return lines  # its algorithms are not known
-    checks = [_value_loss, _engine]
+    checks = [_value_loss, _generation_engine, _training_engines]
     if not isinstance(config, CriticRunConfig):
         checks += [_estimator, _components, _policy_loss, _correction, check_placement]
     return [line for one in checks for line in _found(one, config)]
@@ -50,8 +51,16 @@ def _load_own(config: PPOConfig) -> list[str]:
     return []
 
 
-def _engine(config: PPOConfig) -> list[str]:
+def _generation_engine(config: PPOConfig) -> list[str]:
     return generation_engine(config.actor_rollout_ref.rollout.name).check(config)
+
+
+def _training_engines(config: PPOConfig) -> list[str]:
+    policy, critic = config.actor_rollout_ref, config.critic
+    roles = [(policy.actor, True), (policy.ref, config.needs_reference), (critic, critic.enable)]
+    for strategy in {role.strategy for role, is_there in roles if is_there}:
+        training_engine(strategy)
+    return []
 
 
 def _estimator(config: PPOConfig) -> list[str]:

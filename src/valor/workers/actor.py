@@ -100,7 +100,7 @@ class ActorWorker(ModelRole):
             step = engine.optimizer_step(advance_schedule=meta["last_of_step"])
         return self.sum_over_ranks(metrics) | step
 
-    @dispatch("all")
+    @dispatch("all", light=True)
     def version(self) -> int:
         """Number of updates that the weights have had."""
         return self.engine.version

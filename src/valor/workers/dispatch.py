@@ -12,7 +12,7 @@ Mode = Literal["dp", "all"]
 _Function = TypeVar("_Function", bound=Callable)
 
 
-def dispatch(mode: Mode, *, keep_together: str | None = None) -> Callable[[_Function], _Function]:
+def dispatch(mode: Mode, *, keep_together: str | None = None, light: bool = False) -> Callable[[_Function], _Function]:
     """Mark a worker method.
 
     `dp`: the first argument is a Batch whose rows are shared out over the ranks (any number of rows, balanced by
@@ -21,10 +21,13 @@ def dispatch(mode: Mode, *, keep_together: str | None = None) -> Callable[[_Func
     value go to the same rank (samples of a prompt share their prefill).
 
     `all`: every rank gets the same arguments; rank 0's result is returned.
+
+    `light`: it answers a question and computes nothing, so its memory is not measured.
     """
 
     def mark(function: _Function) -> _Function:
         function.valor_dispatch = (mode, keep_together)  # type: ignore[attr-defined]
+        function.valor_light = light  # type: ignore[attr-defined]
         return function
 
     return mark

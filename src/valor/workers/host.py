@@ -6,6 +6,7 @@ given order and each receives the ones built before it.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,8 +67,9 @@ class WorkerHost:
         """Run `method` of `role` here."""
         if role == HOST:
             return getattr(self, method)(*args, **kwargs)
-        with self._memory(f"{role}.{method}"):
-            return getattr(self.context.roles[role], method)(*args, **kwargs)
+        function = getattr(self.context.roles[role], method)
+        with nullcontext() if function.valor_light else self._memory(f"{role}.{method}"):
+            return function(*args, **kwargs)
 
     def peak_memory(self) -> dict[str, float]:
         """Metrics of the calls since the last time."""

@@ -43,15 +43,10 @@ class RolloutWorker:
         """Number of the share of the requests that this rank generates."""
         return self._context.rank // self.engine.parallel_size
 
-    @dispatch("all")
-    def keeps_weights(self) -> bool:
-        """Whether the engine generates with weights of its own, whatever the policy learns."""
-        return self.engine.weight_mode == "fixed"
-
-    @dispatch("all")
-    def weights_version(self) -> int | None:
-        """Number of updates of the weights that the engine generates with; None: it has none."""
-        return self.engine.weights_version
+    @dispatch("all", light=True)
+    def needs_weights(self, version: int) -> bool:
+        """Whether the engine generates with other weights than those after `version` updates, and should not."""
+        return self.engine.weight_mode != "fixed" and self.engine.weights_version != version
 
     @dispatch("all")
     def update_weights(self) -> None:

@@ -10,7 +10,7 @@ from valor.config import RewardConfig
 from valor.data.batch import Batch
 from valor.errors import UserError
 from valor.lab.arithmetic import make_tokenizer
-from valor.rewards.manager import RewardManager
+from valor.rewards.manager import make_graders
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def tokenizer():
 
 @pytest.fixture
 def rewards():
-    manager = RewardManager(RewardConfig(num_workers=1))
+    manager = make_graders(RewardConfig(num_workers=1))
     yield manager
     manager.close()
 

@@ -10,6 +10,8 @@ from valor.config import LoadedConfig, PPOConfig, load
 from valor.errors import UserError
 from valor.trainer.checks import check, inert_settings
 
+pytestmark = pytest.mark.slow
+
 BASE = ["algorithm.adv_estimator=gae", "data.train_files=train.parquet"]
 RUN = ["python3", "-m", "valor.trainer.main_ppo"]
 

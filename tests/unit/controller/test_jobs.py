@@ -10,6 +10,8 @@ import pytest
 
 from valor.controller.jobs import LOG_FILE, Job, run_jobs
 
+pytestmark = pytest.mark.slow
+
 
 def job(folder: Path, name: str, code: str = "", after: str = "") -> Job:
     return Job(name, (sys.executable, "-c", code), folder / name, frozenset(after.split()))
@@ -74,7 +76,6 @@ def test_a_request_to_stop_reaches_the_running_job(tmp_path):
     assert ended == [("a", "exit code 1: stopped")]
 
 
-@pytest.mark.slow
 def test_side_by_side_through_ray(tmp_path):
     """Each waits for a file of the other's, so neither ends alone; Ray's workers do not import torch for it."""
     meet = (

@@ -57,9 +57,9 @@ def test_an_arm_refers_to_another_arm_s_run_of_the_same_seed():
 
 
 def test_values_reach_the_run_as_written():
-    arms = {"a": {"algorithm.custom_path": "<seed>/my file.py", "data.train_files": ["x.parquet", "y 1.parquet"]}}
+    arms = {"a": {"trainer.rollout_data_dir": "<seed>/my files", "data.train_files": ["x.parquet", "y 1.parquet"]}}
     planned = plan_sweep(sweep(base={}, arms=arms))
-    assert "algorithm.custom_path=3/my file.py" in planned.runs[0].command
+    assert "trainer.rollout_data_dir=3/my files" in planned.runs[0].command
     assert planned.runs[0].settings["data.train_files"] == ["x.parquet", "y 1.parquet"]
 
 

@@ -11,6 +11,8 @@ from valor.lab import two_stage
 from valor.lab.random_reward import compute_score
 from valor.lab.sweep import Sweep
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def planned(monkeypatch):

@@ -23,6 +23,8 @@ from valor.rewards.custom import CustomFunction
 from valor.rewards.executor import RewardExecutor, Sample
 from valor.rewards.sandbox import SandboxError, strongest_level
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from valor.rewards import compute_score
 from valor.rewards.executor import RewardExecutor, Sample
 
+pytestmark = pytest.mark.slow
+
 TRUTHS: dict[str, Any] = {
     "math": "42",
     "openai/gsm8k": "42",

@@ -9,6 +9,8 @@ import pytest
 
 from valor.cli import main
 
+pytestmark = pytest.mark.slow
+
 CUSTOM = """
 import time
 

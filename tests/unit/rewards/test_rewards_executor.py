@@ -169,11 +169,11 @@ def test_a_grader_that_eats_memory_costs_its_own_sample(reward_file: Path, respo
     assert after[0].error is None  # no process is left full
 
 
-def test_hung_graders_of_one_chunk_are_waited_for_together(reward_file: Path) -> None:
+def test_hung_graders_are_waited_for_together(reward_file: Path) -> None:
     with RewardExecutor(num_workers=6, timeout=3.0, custom=CustomFunction(str(reward_file))) as pool:
         grade(pool, *["good"] * 40)  # the processes are up
         start = time.perf_counter()
-        results = grade(pool, *["sleep"] * 4, *["good"] * 60)  # 6 to a chunk
+        results = grade(pool, *["sleep"] * 4, *["good"] * 60)
         elapsed = time.perf_counter() - start
     assert [r.kind for r in results[:4]] == ["timeout"] * 4
     assert [r.score for r in results[4:]] == [1.0] * 60

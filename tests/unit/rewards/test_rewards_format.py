@@ -15,7 +15,6 @@ from valor.rewards.format import (
     has_think_and_answer,
     has_think_and_box,
     no_loop,
-    overlong_penalty,
     repetition_penalty,
 )
 
@@ -40,14 +39,6 @@ def test_boxes_and_loops() -> None:
     assert has_think_and_box(r"<think>x</think> \boxed{5}") == 1.0
     assert has_think_and_box(r"<think>x \boxed{5}</think> y") == 0.0
     assert (no_loop("again " * 50), no_loop("once")) == (0.0, 1.0)
-
-
-def test_overlong_penalty_of_dapo() -> None:
-    lengths = {0: 0.0, 16384: 0.0, 18432: -0.5, 20480: -1.0, 22528: -1.5}
-    assert {n: overlong_penalty(n, 20480, 4096) for n in lengths} == lengths
-    assert overlong_penalty(20480, 20480, 4096, factor=0.5) == -0.5
-    with pytest.raises(ValueError, match="buffer"):
-        overlong_penalty(1, 100, 200)
 
 
 def test_repetition_penalty() -> None:

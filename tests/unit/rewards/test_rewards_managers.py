@@ -13,7 +13,7 @@ import pytest
 from valor.config.reward import RewardConfig
 from valor.errors import UserError
 from valor.rewards.executor import Sample
-from valor.rewards.manager import RewardManager
+from valor.rewards.manager import Graders, make_graders
 
 BATCH = """
 def compute_score(data_sources, solution_strs, ground_truths, extra_infos, bonus=0.0):
@@ -31,7 +31,7 @@ def samples(*responses: str) -> list[Sample]:
 def test_a_function_of_whole_batches_is_called_once(tmp_path: Path) -> None:
     (tmp_path / "whole.py").write_text(BATCH)
     function = {"path": str(tmp_path / "whole.py"), "reward_kwargs": {"bonus": 0.5}}
-    manager = RewardManager(
+    manager = make_graders(
         RewardConfig.model_validate(
             {
                 "num_workers": 1,
@@ -59,7 +59,7 @@ def test_a_function_of_single_samples_is_no_function_of_batches(tmp_path: Path) 
     (tmp_path / "single.py").write_text("def compute_score(data_source, solution_str, ground_truth, extra_info): ...\n")
     config = {"custom_reward_function": {"path": str(tmp_path / "single.py")}, "reward_manager": {"name": "batch"}}
     with pytest.raises(UserError, match="must take data_sources, solution_strs, ground_truths, extra_infos"):
-        RewardManager(RewardConfig.model_validate(config))
+        make_graders(RewardConfig.model_validate(config))
 
 
 class Grader(BaseHTTPRequestHandler):
@@ -115,14 +115,14 @@ def url() -> Iterator[str]:
     server.server_close()
 
 
-def remote(url: str, timeout: float = 20.0, **options: Any) -> RewardManager:
+def remote(url: str, timeout: float = 20.0, **options: Any) -> Graders:
     config = {
         "reward_manager": {"name": "remote"},
         "remote": {"url": url, **options},
         "timeout": timeout,
         "error_score": -1.0,
     }
-    return RewardManager(RewardConfig.model_validate(config))
+    return make_graders(RewardConfig.model_validate(config))
 
 
 def test_a_server_grades(url: str) -> None:

@@ -13,7 +13,7 @@ from valor.rewards import compute_score, register_reward
 from valor.rewards.custom import CustomFunction, FunctionSource
 from valor.rewards.executor import RewardResult, Sample
 from valor.rewards.listing import describe
-from valor.rewards.manager import RewardManager, summarize
+from valor.rewards.manager import make_graders, summarize
 from valor.rewards.registry import BUILT_IN, grader_for, has_grader, known_data_sources, require_graders
 
 
@@ -160,7 +160,7 @@ def test_missing_files_and_modules() -> None:
 def test_functions_from_files_and_modules(tmp_path: Path) -> None:
     path = write(tmp_path / "reward.py", GOOD)
     assert CustomFunction(path).load()("a", "b", "c") == 0.25
-    assert CustomFunction("pkg://valor.rewards.arithmetic", "grade").load()("", "= 3", "3")["score"] == 1.0
+    assert CustomFunction("pkg://valor.rewards.gsm8k", "grade_integer").load()("", "= 3", "3")["score"] == 1.0
 
 
 def test_a_function_is_found_again_by_its_source() -> None:
@@ -203,7 +203,7 @@ def reward_config(path: str | None = None) -> RewardConfig:
 
 
 def test_manager_grades_and_checks_sources(tmp_path: Path) -> None:
-    manager = RewardManager(reward_config())
+    manager = make_graders(reward_config())
     try:
         with pytest.raises(UserError, match="no grader for data_source 'mine'"):
             manager.check(["mine"])
@@ -213,7 +213,7 @@ def test_manager_grades_and_checks_sources(tmp_path: Path) -> None:
         assert manager.score(samples)[3].components == {"pred": "3"}
     finally:
         manager.close()
-    custom = RewardManager(reward_config(write(tmp_path / "r.py", GOOD)))
+    custom = make_graders(reward_config(write(tmp_path / "r.py", GOOD)))
     custom.check(["mine"])  # the custom function grades everything
     custom.close()
 

@@ -25,6 +25,8 @@ import pytest
 from valor.rewards import code
 from valor.rewards.sandbox import LEVELS, Limits, Sandbox, try_levels
 
+pytestmark = pytest.mark.slow
+
 FAILURES = dict(try_levels())
 MARK = f"valor_attack_{secrets.token_hex(8)}"
 SECRET = f"secret{secrets.token_hex(8)}"

@@ -18,7 +18,7 @@ from json_http import JsonHandler
 from valor.config import RewardConfig
 from valor.rewards import code
 from valor.rewards.executor import Sample
-from valor.rewards.manager import RewardManager
+from valor.rewards.manager import make_graders
 from valor.rewards.sandbox import SandboxError
 
 
@@ -191,7 +191,7 @@ def test_configuration_reaches_the_grader_processes(server: Server) -> None:
             "sandbox_fusion": {"url": server.url, "max_concurrent": 4, "memory_limit_mb": 256},
         }
     )
-    manager = RewardManager(config)
+    manager = make_graders(config)
     try:
         results = manager.score([Sample("codecontests", ADD, SUM), Sample("codecontests", "print(3)", SUM)])
     finally:

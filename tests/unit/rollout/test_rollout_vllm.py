@@ -15,6 +15,7 @@ from valor.models.export import published_weights
 from valor.models.policy import PolicyModel
 from valor.rollout.base import Output, Request, RolloutEngine, SamplingParams
 from valor.rollout.native.engine import NativeEngine
+from valor.rollout.registry import BuildContext, generation_engine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -74,8 +75,6 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Ro
         destroy_process_group()
 
     def make(model: PreTrainedModel, **settings: object) -> RolloutEngine:
-        from valor.rollout.vllm.engine import VLLMEngine
-
         key = (type(model), model.config.tie_word_embeddings, str(settings))
         if key not in running:
             stop()
@@ -85,9 +84,8 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Ro
             init_process_group("cpu")
             lengths = {"prompt_length": 128, "response_length": 32, "max_num_seqs": 16}
             config = RolloutConfig(**({"name": "vllm", "dtype": "float32"} | lengths | settings))
-            running[key] = VLLMEngine(
-                config, ModelConfig(path=str(directory)), model.config, eos_token_ids=[2], device=torch.device("cpu")
-            )
+            context = BuildContext(config, ModelConfig(path=str(directory)), [2], torch.device("cpu"), None)
+            running[key] = generation_engine("vllm").build(context)
         return running[key]
 
     yield make

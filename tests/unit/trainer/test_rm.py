@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 from tiny_reward_models import TEMPLATE, make_backbone, make_classifier, make_deberta
 from valor.trainer.main_sft import rm_train as main
 
+pytestmark = pytest.mark.slow
+
 WORDS = ["good", "fine", "kind", "calm", "bad", "rude", "dull", "mean"]
 
 
@@ -128,7 +130,6 @@ def test_an_encoder_learns_from_pairs_of_texts(pairs, tmp_path):
     assert "as a pair of texts" in (tmp_path / "run" / "huggingface" / "reward_model" / "README.md").read_text()
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("hosts")
 def test_two_processes_take_the_same_steps_as_one(backbone, pairs, tmp_path):
     assert main(overrides(backbone, pairs, tmp_path / "one")) == 0
@@ -173,7 +174,6 @@ def test_dry_run_says_what_would_be_done(backbone, pairs, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
 def test_real_pairs_are_measured_by_source(shared_dir, backbone, tmp_path, capsys):
     files = shared_dir / "data" / "preference_pairs_sample.jsonl"
     more = ("data.max_length=96", "data.val_share=0.3", "trainer.total_training_steps=1")

@@ -110,6 +110,11 @@ def test_everything_is_told_at_once():
 def test_unknown_names_offer_the_nearest():
     with pytest.raises(UserError, match=r"unknown advantage estimator 'gea'; did you mean gae"):
         load(["algorithm.adv_estimator=gea"], PPOConfig, check)
+    with pytest.raises(UserError, match=r"there is no training engine 'fsdp3': set strategy to one of fsdp"):
+        load(["critic.strategy=fsdp3"], PPOConfig, check)
+    with pytest.raises(UserError, match=r"rollout.name=vlm: there is no such engine, set it to one of vllm"):
+        load(["actor_rollout_ref.rollout.name=vlm"], PPOConfig, check)
+    assert load(["actor_rollout_ref.actor.strategy=fsdp"], PPOConfig, check).config.critic.strategy == "fsdp2"
     with pytest.raises(UserError, match=r"tensor_parallel_size=2 does not divide the number of processes, 3"):
         load(["fsdp_config.tensor_parallel_size=2", "trainer.n_gpus_per_node=3"], SFTConfig, check)
 

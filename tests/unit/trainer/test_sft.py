@@ -19,6 +19,8 @@ from valor.trainer.main_sft import main
 from valor.trainer.sft import SFTRun
 from valor.workers.sft import token_loss
 
+pytestmark = pytest.mark.slow
+
 CHAT = [
     {"role": "user", "content": "1+1="},
     {"role": "assistant", "content": "2"},
@@ -268,7 +270,6 @@ def test_micro_batches_do_not_change_the_run(model_dir, chats, tmp_path):
         assert a["train/grad_norm"] == pytest.approx(b["train/grad_norm"], rel=1e-3)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("hosts")
 def test_two_processes_take_the_same_steps_as_one(model_dir, chats, tmp_path):
     assert main(overrides(model_dir, chats, tmp_path / "one")) == 0

@@ -35,7 +35,7 @@ def recipe(task: str) -> Recipe:
 
 
 def example(record: Record) -> Example:
-    """The whole puzzle as JSON goes along: the task grades by it, as many have more than one right answer."""
+    """The puzzle with its whole entry as JSON, by which the task grades: many have more than one right answer."""
     entry = json.dumps(dict(record), default=str)
     return Example(str(record["question"]).strip(), str(record["answer"]), {"entry": entry})
 

@@ -34,7 +34,8 @@ def conversation(transcript: str) -> list[dict[str, str]]:
     if first.strip() or not pieces:
         raise ValueError(f"the conversation must begin with 'Human:', got {transcript!r:.60}")
     turns = [
-        {"role": _ROLES[who], "content": said.strip()} for who, said in zip(pieces[::2], pieces[1::2], strict=True)
+        {"role": _ROLES[name], "content": content.strip()}
+        for name, content in zip(pieces[::2], pieces[1::2], strict=True)
     ]
     if turns[-1]["role"] == "assistant" and not turns[-1]["content"]:
         turns.pop()

@@ -84,6 +84,7 @@ class FSDPEngine:
         model_parallel = max(fsdp.tensor_parallel_size, sequence_parallel)
         self.data_parallel_rank = dist.get_rank() // model_parallel
         self.data_parallel_size = dist.get_world_size() // model_parallel
+        self._model_parallel = model_parallel > 1
         self.module: Any = module
         self.device = device
         self.total_steps = total_steps
@@ -278,16 +279,18 @@ class FSDPEngine:
         packed = getattr(self.module, "packed", False)
         return MicroBatches(lengths, self._budgets[verb], max_tokens=max_tokens, max_rows=max_rows, packed=packed)
 
-    @property
-    def _model_parallel(self) -> bool:
-        return self.data_parallel_size < dist.get_world_size()
-
     def _recoverable(self, options: Mapping[str, Any]) -> bool:
         """A sharded reference, or model parallelism, exchanges more in a pass than a rank that failed can serve."""
         return dist.get_world_size() == 1 or (options.get("reference") is None and not self._model_parallel)
 
     def _outputs(self, batch: Batch, indices: list[int], options: dict[str, Any]) -> dict[str, Tensor]:
-        return self.module(self._rows(batch.take(indices)) if indices else self._empty_rows(), **options)
+        """Of no rows: the model's outputs for a row of one token."""
+        if indices:
+            micro = batch.take(indices)
+            return self.module({name: micro[name].to(self.device) for name in ROW_FIELDS}, **options)
+        token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        one = torch.ones(1, dtype=torch.long, device=self.device)
+        return self.module(dict(zip(ROW_FIELDS, (token, one, token, one), strict=True)), **options)
 
     def _loss(
         self, batch: Batch, indices: list[int], loss_fn: LossFn, options: dict[str, Any]
@@ -298,14 +301,6 @@ class FSDPEngine:
             return torch.stack([value.sum() for value in outputs.values()]).sum() * 0.0, {}
         loss, values = loss_fn(outputs, batch.take(indices).to(self.device))
         return loss, {name: float(value) for name, value in values.items()}
-
-    def _rows(self, micro: Batch) -> dict[str, Tensor]:
-        return {name: micro[name].to(self.device) for name in ROW_FIELDS}
-
-    def _empty_rows(self) -> dict[str, Tensor]:
-        token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        one = torch.ones(1, dtype=torch.long, device=self.device)
-        return dict(zip(ROW_FIELDS, (token, one, token, one), strict=True))
 
     def _sync_gradients(self, *, last: bool) -> None:
         """One rank adds up gradients until the last micro-batch; several reduce each at once, to hold only shards."""

@@ -22,7 +22,6 @@ _MAX_MESSAGE = 1 << 26  # bytes
 _MAX_TEXT = 300  # characters of an error
 _MUTABLE = (list, dict, set)
 _ALIASES = {"np": "numpy", "pd": "pandas"}
-_OF_NUMPY = ("allclose", "array_equal")
 _COLLECTIONS = {b"l": list, b"t": tuple, b"e": set, b"z": frozenset}
 _BUILTIN_TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)}
 _OPERATIONS = {
@@ -318,8 +317,8 @@ class _Names(dict):
         used = any(f"{name}." in text for text in self._texts)
         if used and (name in sys.stdlib_module_names or name in _ALIASES):
             return __import__(_ALIASES.get(name, name))  # tests may rely on an import, but not on what it imports
-        if hasattr(math, name) or name in _OF_NUMPY:
-            return getattr(__import__("numpy") if name in _OF_NUMPY else math, name)
+        if hasattr(math, name):
+            return getattr(math, name)
         return Remote(self._wire, name, tested=False)
 
 
@@ -331,13 +330,9 @@ def same(value: Any, expected: Any) -> bool:
         value, expected = ({str(key): item for key, item in d.items()} for d in (value, expected))
         return value.keys() == expected.keys() and all(same(value[key], expected[key]) for key in value)
     if isinstance(value, int | float) and isinstance(expected, int | float) and float in (type(value), type(expected)):
-        return same_number(value, expected)
+        # Absolutely only what calculating with floats leaves of a zero.
+        return value == expected or math.isclose(value, expected, rel_tol=1e-6, abs_tol=1e-12)
     return value == expected
-
-
-def same_number(value: float, expected: float) -> bool:
-    """Equal but for a millionth of the expected one, or for what calculating with floats leaves of a zero."""
-    return value == expected or math.isclose(value, expected, rel_tol=1e-6, abs_tol=1e-12)
 
 
 def check(wire: Wire, setup: Sequence[str], tests: Sequence[str], candidates: Sequence[str]) -> bytes:

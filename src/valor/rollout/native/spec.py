@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from valor.config.ppo import PPOConfig
-from valor.rollout.base import RolloutEngine
+from valor.models.load import load_policy
+from valor.rollout.native.engine import NativeCopy, NativeEngine
 from valor.rollout.spec import BuildContext, GenerationEngineSpec
 
 
@@ -25,11 +26,8 @@ def _plan(config: PPOConfig) -> str:
     return "shares the actor's weights" if shares else "own weights, synced every step"
 
 
-def _build(context: BuildContext) -> RolloutEngine:
+def _build(context: BuildContext) -> NativeEngine:
     """With the actor's own parameters where they are in this process, whole; else with a copy of the model."""
-    from valor.models.load import load_policy
-    from valor.rollout.native.engine import NativeCopy, NativeEngine
-
     settings = {"eos_token_ids": context.eos_token_ids, "max_num_seqs": context.config.max_num_seqs}
     actor = context.actor
     if actor is not None and actor.whole_module is not None:

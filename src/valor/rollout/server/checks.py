@@ -1,4 +1,4 @@
-"""Does a server do what rollouts need? Asked before a run: each lack is one line that says how to start the server."""
+"""Servers in a configuration, and whether they do what rollouts need: a lack is one line that says what to start."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any
 
 import httpx2
 
-from valor.config import RolloutConfig
+from valor.config import PPOConfig, RolloutConfig
 from valor.errors import UserError
-from valor.rollout.server.engine import AS_TOKENS, CONNECT_SECONDS, addresses, headers, root
+from valor.models.load import load_tokenizer
+from valor.rollout.server.engine import AS_TOKENS, CONNECT_SECONDS, ServerEngine, addresses, headers, root
+from valor.rollout.spec import GenerationEngineSpec
 
 _KEY = "actor_rollout_ref.rollout"
 _PROBE = "What is 12 + 345? Zoë: "
@@ -134,3 +136,44 @@ def _check_updates(server: _Server, config: RolloutConfig) -> None:
             "has replicas or pipeline stages, and weights are sent to one whole model: start one server for each "
             "replica and list them all, split the model by --tensor-parallel-size alone"
         )
+
+
+def _check(config: PPOConfig) -> list[str]:
+    lines, rollout = [], config.actor_rollout_ref.rollout
+    if not rollout.server.base_url:
+        lines.append(
+            f"{_KEY}.name=server asks a server that is running: set {_KEY}.server.base_url, such as "
+            "http://localhost:8000/v1"
+        )
+    if config.rollout_apart:
+        lines.append(
+            f"{_KEY}.name=server generates on the server's devices: drop {_KEY}.nnodes, and rollout in resource_pools"
+        )
+    if rollout.temperature != 1 and (rollout.top_k > 0 or rollout.top_p < 1):
+        lines.append(
+            f"{_KEY}.name=server: no server tells log-probs at temperature {rollout.temperature:g} before {_KEY}.top_k "
+            "and top_p cut: drop them, or set temperature=1, or take name=vllm"
+        )
+    return lines
+
+
+def _check_start(config: PPOConfig, world_size: int) -> None:
+    shared = config.actor_rollout_ref
+    path = config.data.tokenizer or shared.model.tokenizer_path or shared.model.path
+    check_server(shared.rollout, load_tokenizer(path, trust_remote_code=shared.model.trust_remote_code))
+
+
+def _plan(config: PPOConfig) -> str:
+    server = config.actor_rollout_ref.rollout.server
+    weights = "which keeps its weights" if server.weight_updates == "none" else "synced every step"
+    return f"{', '.join(server.base_url)}, {weights}"
+
+
+SERVER = GenerationEngineSpec(
+    name="server",
+    reads=("server.*",),
+    check=_check,
+    check_start=_check_start,
+    plan=_plan,
+    build=lambda context: ServerEngine(context.config, eos_token_ids=context.eos_token_ids),
+)

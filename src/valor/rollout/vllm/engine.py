@@ -21,12 +21,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PretrainedConfig
 
-from valor.config import ModelConfig, RolloutConfig
 from valor.errors import UserError
 from valor.rollout.base import Output, Request, Span, WeightMode
-from valor.rollout.vllm.options import engine_options
 from valor.tracking.progress import report_progress
 
 # Read when vLLM is imported; what the user has set stays.
@@ -62,21 +59,13 @@ class VLLMEngine:
     """Generates with a vLLM engine of its own; see `valor.rollout.base.RolloutEngine`.
 
     Collective over all ranks of the process group, which must exist: every rank makes one, and calls `sync_weights`
-    and `generate`, with the same requests, when the others of its tensor-parallel group do. `hf` is the model's
-    config, `device` this rank's. The first `generate` must come after a `sync_weights`.
+    and `generate`, with the same requests, when the others of its tensor-parallel group do. `options` are those of
+    vLLM's EngineArgs, `device` is this rank's. The first `generate` must come after a `sync_weights`.
     """
 
     weight_mode: WeightMode = "copied"
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        model: ModelConfig,
-        hf: PretrainedConfig,
-        *,
-        eos_token_ids: Sequence[int],
-        device: torch.device,
-    ) -> None:
+    def __init__(self, options: dict[str, Any], *, eos_token_ids: Sequence[int], device: torch.device) -> None:
         if current_platform.device_type != device.type:
             raise UserError(
                 f"vLLM here is built for {current_platform.device_type or 'none'}, the run is on {device.type}: "
@@ -84,11 +73,11 @@ class VLLMEngine:
             )
         self.weights_version: int | None = None  # None: no weights that could generate
         self.weights_checksum: int | None = None
-        self.parallel_size = config.tensor_model_parallel_size
+        self.parallel_size: int = options["tensor_parallel_size"]
         self._eos = frozenset(eos_token_ids)
         self._aborted: set[str] = set()
         self._asleep: set[str] = set()
-        args = _engine_args(engine_options(config, model, hf, device, dist.get_world_size()))
+        args = _engine_args(options)
         name = [f"valor-{uuid4().hex}"]
         dist.broadcast_object_list(name)
         executor = type("_Placed", (_Executor,), {"place": (name[0], dist.get_rank(), device.index or 0)})

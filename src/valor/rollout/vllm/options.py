@@ -1,4 +1,4 @@
-"""What a configuration means for vLLM: its engine's options, and the mistakes that can be seen without it."""
+"""The vLLM engine in a configuration: its options, and the mistakes that can be seen without importing vLLM."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 from transformers import PretrainedConfig
 
-from valor.config import ModelConfig, RolloutConfig
+from valor.config import ModelConfig, PPOConfig, RolloutConfig
 from valor.errors import UserError
+from valor.models.load import load_model_config
+from valor.rollout.base import RolloutEngine
+from valor.rollout.spec import BuildContext, GenerationEngineSpec
 
 _KEY = "actor_rollout_ref.rollout"
 
@@ -83,3 +87,30 @@ def cpu_cache_bytes(rollout: RolloutConfig, hf: PretrainedConfig, options: dict[
     needed = 2 * text.num_hidden_layers * kv_heads * size * element * tokens
     share = int(rollout.gpu_memory_utilization * psutil.virtual_memory().total / world_size)
     return min(needed, share)
+
+
+def _check_start(config: PPOConfig, world_size: int) -> None:
+    shared = config.actor_rollout_ref
+    check_vllm(shared.rollout, load_model_config(shared.model), world_size)
+
+
+def _build(context: BuildContext) -> RolloutEngine:
+    from valor.rollout.vllm.engine import VLLMEngine  # 10 seconds
+
+    hf = load_model_config(context.model)
+    options = engine_options(context.config, context.model, hf, context.device, dist.get_world_size())
+    return VLLMEngine(options, eos_token_ids=context.eos_token_ids, device=context.device)
+
+
+VLLM = GenerationEngineSpec(
+    name="vllm",
+    reads=(
+        *("gpu_memory_utilization", "tensor_model_parallel_size", "max_model_len", "max_num_batched_tokens"),
+        *("enforce_eager", "cudagraph_capture_sizes", "free_cache_engine", "enable_chunked_prefill"),
+        *("enable_prefix_caching", "load_format", "disable_log_stats", "engine_kwargs.vllm*"),
+    ),
+    check=lambda config: [],
+    check_start=_check_start,
+    plan=lambda config: "own weights, synced every step",
+    build=_build,
+)
