@@ -13,7 +13,6 @@ from runs import read_metrics, weights
 from two_nodes import Node, two_nodes
 
 from forked import Forked
-from valor.controller.cluster import table
 from valor.trainer.main_ppo import main
 
 pytestmark = pytest.mark.slow
@@ -119,13 +118,3 @@ def test_mistakes(arguments, words, overrides, tmp_path, capsys):
     assert main(overrides(tmp_path / "run", "trainer.node_timeout=1", *arguments)) == 2
     [line] = [one for one in capsys.readouterr().err.splitlines() if not one.startswith("note:")]
     assert all(word in line for word in words)
-
-
-def test_the_table_of_a_cluster():
-    nodes = [
-        {"NodeManagerAddress": "10.0.0.2", "Alive": False, "Resources": {}},
-        {"NodeManagerAddress": "10.0.0.1", "Alive": True, "Resources": {"CPU": 8.0, "GPU": 2.0, "memory": 2.0**33}},
-    ]
-    lines = table(nodes).splitlines()
-    assert lines[1].split() == ["10.0.0.1", "alive", "8", "2", "8.0", "GiB"]
-    assert lines[2].split()[:2] == ["10.0.0.2", "dead"] and lines[3].split()[:4] == ["1", "alive", "8", "2"]

@@ -5,9 +5,10 @@ import json
 import pytest
 from runs import assert_same_run, read_metrics
 
-from valor.config import load
+from valor.config import PPOConfig, load
 from valor.controller import resolve_placement
 from valor.errors import UserError
+from valor.trainer.checks import check
 from valor.trainer.main_ppo import main
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -86,4 +87,4 @@ def test_placement_says_who_shares_what():
 )
 def test_mistakes(arguments, line):
     with pytest.raises(UserError, match=line):
-        load(["data.train_files=x", *arguments])
+        load(["data.train_files=x", *arguments], PPOConfig, check)

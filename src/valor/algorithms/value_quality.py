@@ -68,7 +68,7 @@ def pearson(x: Tensor, y: Tensor) -> float:
     """Correlation of x and y [N]; NaN where either does not vary."""
     if len(x) < 2 or x.double().std() == 0 or y.double().std() == 0:
         return math.nan
-    return float(stats.pearsonr(x.double(), y.double())[0])
+    return float(torch.corrcoef(torch.stack([x.double(), y.double()]))[0, 1])
 
 
 def pair_agreement(values: Tensor, truth: Tensor) -> float:

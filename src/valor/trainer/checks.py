@@ -93,6 +93,8 @@ def _estimator(config: PPOConfig) -> list[str]:
             )
         if algorithm.truncation_bootstrap:
             lines.append("algorithm.truncation_bootstrap=true is for rewards by rule: drop it")
+    if algorithm.filter_groups.enable and n < 2:
+        lines.append("algorithm.filter_groups drops prompts whose samples agree: set actor_rollout_ref.rollout.n")
     taken = {*offered_settings(algorithm), *FROM_THE_RUN}
     return lines + _options(entry, "algorithm.adv_kwargs", algorithm.adv_kwargs, options, taken)
 

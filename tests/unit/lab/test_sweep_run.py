@@ -12,6 +12,8 @@ from valor.lab.sweep import run_sweep
 from valor.lab.sweep_file import SweepConfig
 from valor.lab.sweep_runs import Sweep, plan_sweep
 
+pytestmark = pytest.mark.slow
+
 LEAVES_METRICS = """
 import json, pathlib, sys
 folder, value = pathlib.Path(sys.argv[1]), float(sys.argv[2])
