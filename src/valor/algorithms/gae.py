@@ -77,11 +77,8 @@ def gae(
     if adaptive_lam_alpha is not None:
         lengths = response_mask.sum(1).clamp(min=1).double()
         decay = gamma * (1.0 - 1.0 / (adaptive_lam_alpha * lengths)).clamp(min=0.0)
-    if bootstrap_mask is not None:  # γ V(end) is a reward of the last policy token
-        last = last_token(response_mask).unsqueeze(1)
-        end_values = values.gather(1, last) if bootstrap_values is None else bootstrap_values.unsqueeze(1)
-        cut_off = (bootstrap_mask.bool() & response_mask.any(1)).unsqueeze(1)
-        rewards = rewards.scatter_add(1, last, (gamma * end_values.to(values.dtype)).masked_fill(~cut_off, 0.0))
+    if bootstrap_mask is not None:
+        rewards = _add_end_values(rewards, values, response_mask, bootstrap_mask, bootstrap_values, gamma)
     one_lambda = adaptive_lam_alpha is None and lam_actor == lam_critic
     # Where nothing decays, Σ δ is Σ r − V whatever lies between: no token needs to move.
     telescopes = one_lambda and gamma == lam_actor == 1.0 and bootstrap_mask is None and zero_masked
@@ -112,3 +109,13 @@ def gae(
     moments = reduce(Moments.merge, over_rows(of_rows, values), Moments())
     masked_whiten(advantages, response_mask, scope=whitening, zero_masked=zero_masked, moments=moments, out=advantages)
     return advantages, returns
+
+
+def _add_end_values(
+    rewards: Tensor, values: Tensor, response_mask: Tensor, cut_off: Tensor, end_values: Tensor | None, gamma: float
+) -> Tensor:
+    """Rewards plus γ V(end) at the last policy token of rows that were cut off; V(end): that token's value if None."""
+    last = last_token(response_mask).unsqueeze(1)
+    end = values.gather(1, last) if end_values is None else end_values.to(values.dtype).unsqueeze(1)
+    applies = (cut_off.bool() & response_mask.any(1)).unsqueeze(1)
+    return rewards.scatter_add(1, last, (gamma * end).masked_fill(~applies, 0.0))
