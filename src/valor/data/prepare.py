@@ -49,13 +49,14 @@ def _request(args: argparse.Namespace) -> Request:
     if args.template is not None and QUESTION not in args.template:
         raise UserError(f"--template must say where the question goes: {QUESTION}")
     request = Request(
-        recipe=replace(recipe, system=args.system or recipe.system, data_source=args.data_source or recipe.data_source),
+        recipe=replace(recipe, data_source=args.data_source or recipe.data_source),
         local=args.local or (),
         splits=args.split or (),
         limit=args.limit,
         test_size=args.test_size,
         seed=args.seed,
         template=args.template,
+        system=args.system,
         form=args.form,
         drop_duplicates=args.drop_duplicates,
         options=dict(_option(one) for one in args.option),
@@ -77,7 +78,7 @@ def _known(args: argparse.Namespace) -> Recipe:
 def _own(args: argparse.Namespace) -> Recipe:
     prompt = args.prompt_column or "prompt"
     if args.chosen_column or args.rejected_column:
-        if args.answer_column or args.ability or args.extra_columns:
+        if args.answer_column or args.extra_columns:
             raise UserError("give --answer-column (questions) or --chosen-column and --rejected-column (pairs)")
         return own_pairs(
             prompt=prompt,
@@ -96,8 +97,7 @@ def _own(args: argparse.Namespace) -> Recipe:
         prompt=prompt,
         answer=args.answer_column,
         data_source=args.data_source,
-        ability=args.ability or "",
-        extra=tuple(args.extra_columns or ()),
+        extra=args.extra_columns or (),
     )
 
 
@@ -131,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
         "--local_dataset_path",
         nargs="+",
         metavar="PATH",
-        help="files or folders to read instead of the hub; train=FILE and test=FILE say which split a file is",
+        help="files (train=FILE, test=FILE) or a clone of the hub's repository, to read instead of the hub",
     )
     add("--split", nargs="+", choices=("train", "test"), help="only these splits")
     add("--limit", type=_rows, metavar="N", help="N rows a split, drawn by --seed; of a generator: training rows")
@@ -152,7 +152,6 @@ def _parser() -> argparse.ArgumentParser:
     own = parser.add_argument_group("custom: which column of your files is what (a dot goes into a dictionary)")
     for flag, text in _COLUMN_FLAGS.items():
         own.add_argument(flag, metavar="NAME", nargs="+" if flag == "--extra-columns" else None, help=text)
-    own.add_argument("--ability", help="the kind of task (default custom)")
     return parser
 
 
