@@ -181,16 +181,15 @@ def test_pairs_and_what_they_become(name: str, tmp_path: Path, hub: list[Any]) -
     assert chat["messages"] == [*pair["prompt"], {"role": "assistant", "content": "Well."}]
 
 
-def test_conversations_in_anthropics_own_files(tmp_path: Path) -> None:
+def test_pairs_of_one_text_are_left_out(tmp_path: Path) -> None:
     chat = "\n\nHuman: Hi\n\nAssistant: Hello.\n\nHuman: How?\n\nAssistant:"
     records = [
-        {"chosen": f"{chat} Well.", "rejected": f"{chat} Bad."},
-        {"chosen": f"{chat} Same.", "rejected": f"{chat} Same."},  # says nothing
-        {"chosen": f"{chat} Well.", "rejected": "\n\nHuman: Hi\n\nAssistant: Bad."},  # another prompt
+        {"prompt": chat, "chosen": " Well.", "rejected": " Bad."},
+        {"prompt": chat, "chosen": " Same.", "rejected": " Same."},  # says nothing
     ]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     lines = prepare(Request(find_recipe("hh_rlhf"), local=[str(tmp_path / "a.jsonl")], splits=["train"]), tmp_path)
-    assert lines[1] == "train: 2 records without a usable answer were left out"
+    assert lines[1] == "train: 1 records without a usable answer were left out"
     (pair,) = rows(tmp_path / "train.parquet")
     assert [m["content"] for m in pair["prompt"]] == ["Hi", "Hello.", "How?"]
     assert (pair["chosen"], pair["rejected"]) == ("Well.", "Bad.")

@@ -107,20 +107,11 @@ def mbpp(record: Record) -> Example:
 
 
 def hh_rlhf(record: Record) -> Pair | None:
-    """A conversation and two last turns of the assistant; left out where the two are the same.
-
-    Takes the columns prompt, chosen, rejected, or whole conversations in the last two (Anthropic's own files).
-    """
-    chosen, rejected = (str(value(record, name)) for name in ("chosen", "rejected"))
-    prompt = str(record.get("prompt") or "")
-    if not prompt:
-        prompt, chosen = _split_last_turn(chosen)
-        other, rejected = _split_last_turn(rejected)
-        if other != prompt:
-            return None  # a few conversations part ways earlier: then the two answer different questions
-    if chosen.strip() == rejected.strip():
+    """A conversation and two last turns of the assistant; left out where the two are the same."""
+    prompt, chosen, rejected = (text(record, name) for name in ("prompt", "chosen", "rejected"))
+    if chosen == rejected:
         return None
-    return Pair(conversation(prompt), chosen.strip(), rejected.strip(), str(record.get("source") or "hh_rlhf"))
+    return Pair(conversation(f"\n\n{prompt}"), chosen, rejected, str(record.get("source") or "hh_rlhf"))
 
 
 def conversation(transcript: str) -> list[dict[str, str]]:
@@ -135,13 +126,6 @@ def conversation(transcript: str) -> list[dict[str, str]]:
     if turns[-1]["role"] == "assistant" and not turns[-1]["content"]:
         turns.pop()
     return turns
-
-
-def _split_last_turn(transcript: str) -> tuple[str, str]:
-    before, mark, last = transcript.rpartition("\n\nAssistant:")
-    if not mark:
-        raise ValueError("has no 'Assistant:' turn")
-    return before + mark, last
 
 
 def ultrafeedback(record: Record) -> Pair | None:
