@@ -37,7 +37,7 @@ COMMANDS: dict[str, Command] = {
     "data check": Command("valor.lab.data_checks:data_check", "FILE: columns, lengths, duplicates, graders"),
     "rewards list": Command("valor.rewards.listing:main", "which grader scores which data_source, and its components"),
     "rewards check": Command("valor.lab.data_checks:rewards_check", "FILE: that, and do its graders work on it?"),
-    "rewards sandbox": Command("valor.rewards.sandbox.levels:main", "how this machine encloses code of models"),
+    "rewards sandbox": Command("valor.sandbox.levels:main", "how this machine encloses code of models"),
     "export": Command("valor.cli:export", "CKPT OUT [--role critic]: a checkpoint as a Hugging Face directory"),
     "report": Command("valor.cli:report", "RUN_DIR: build report.html from what a run has left so far"),
 }

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from valor.rewards.sandbox import payload, walls
+from valor.sandbox import payload, walls
 
 _HERE = str(Path(__file__).parent)
 _START = f"import sys; sys.path.insert(0, {_HERE!r}); import launcher; del sys.path[0]; launcher.main()"
@@ -188,7 +188,8 @@ def _readable() -> list[str]:
     """Files and folders that enclosed code may read: Python, its packages and the system's libraries."""
     libraries = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if path]
     wanted = [*_SYSTEM, sys.base_prefix, sys.prefix, *libraries, *_packages()]
-    paths = dict.fromkeys(os.path.abspath(path) for path in wanted if os.path.exists(path))
+    spellings = (os.path.abspath, os.path.realpath)  # a link, and what it leads to
+    paths = dict.fromkeys(spell(path) for path in wanted if os.path.exists(path) for spell in spellings)
     return [path for path in paths if not any(path.startswith(f"{other}/") for other in paths)]
 
 

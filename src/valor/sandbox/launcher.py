@@ -16,7 +16,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from valor.rewards.sandbox import payload, walls
+    from valor.sandbox import payload, walls
 else:  # as files beside this one: importing valor would take longer than the whole run
     import payload
     import walls

@@ -1,7 +1,7 @@
 """A closed place for code that a model has written."""
 
-from valor.rewards.sandbox.box import Limits, Outcome, Sandbox, SandboxError, Verdict
-from valor.rewards.sandbox.levels import LEVELS, strongest_level, try_levels
+from valor.sandbox.box import Limits, Outcome, Sandbox, SandboxError, Verdict
+from valor.sandbox.levels import LEVELS, strongest_level, try_levels
 
 __all__ = [
     "LEVELS",
