@@ -80,12 +80,8 @@ def _own(args: argparse.Namespace) -> Recipe:
     if args.chosen_column or args.rejected_column:
         if args.answer_column or args.extra_columns:
             raise UserError("give --answer-column (questions) or --chosen-column and --rejected-column (pairs)")
-        return own_pairs(
-            prompt=prompt,
-            chosen=args.chosen_column or "chosen",
-            rejected=args.rejected_column or "rejected",
-            source=args.source_column or "",
-        )
+        chosen, rejected = args.chosen_column or "chosen", args.rejected_column or "rejected"
+        return own_pairs(prompt, chosen, rejected, args.source_column)
     if args.source_column:
         raise UserError("--source-column belongs to pairs: give --chosen-column and --rejected-column")
     if not args.answer_column or not args.data_source:
@@ -93,12 +89,7 @@ def _own(args: argparse.Namespace) -> Recipe:
             "custom: say which column holds the right answer (--answer-column) and which grader compares with it "
             "(--data-source; valor rewards list); for pairs give --chosen-column and --rejected-column"
         )
-    return own_prompts(
-        prompt=prompt,
-        answer=args.answer_column,
-        data_source=args.data_source,
-        extra=args.extra_columns or (),
-    )
+    return own_prompts(prompt, args.answer_column, args.data_source, args.extra_columns or ())
 
 
 def _option(text: str) -> tuple[str, Any]:

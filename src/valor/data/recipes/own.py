@@ -11,7 +11,7 @@ from valor.data.recipes.convert import conversation
 from valor.data.recipes.recipe import Example, Pair, Recipe, Record, number, text, value
 
 
-def own_prompts(*, prompt: str, answer: str, data_source: str, extra: Sequence[str] = ()) -> Recipe:
+def own_prompts(prompt: str, answer: str, data_source: str, extra: Sequence[str] = ()) -> Recipe:
     """Questions with ground truths. `prompt` names text or messages, `answer` what the grader compares with.
 
     A dot in a name goes into a dictionary: `reward_model.ground_truth`.
@@ -24,7 +24,7 @@ def own_prompts(*, prompt: str, answer: str, data_source: str, extra: Sequence[s
     return Recipe("custom", "your own questions", convert, data_source, "custom")
 
 
-def own_pairs(*, prompt: str, chosen: str, rejected: str, source: str = "") -> Recipe:
+def own_pairs(prompt: str, chosen: str, rejected: str, source: str | None) -> Recipe:
     """Preference pairs. `source` names the column that says where a pair is from, if there is one."""
 
     def convert(record: Record) -> Pair:
