@@ -31,7 +31,6 @@ COMMANDS: dict[str, Command] = {
     "critic score": Command("valor.lab.critic_score:main", "the scorecard of a critic: key=value … [--mc K]"),
     "critic publish": Command("valor.lab.publish:main", "CKPT_OR_HF_DIR OUT: a critic as a model with its card"),
     "lab sweep": Command("valor.lab.sweep:main", "FILE.yaml: arms x seeds of a command, with intervals and tests"),
-    "lab two-stage": Command("valor.lab.two_stage:main", "PPO, then its critic under masked rewards, with controls"),
     "config keys": Command("valor.cli:config_keys", "[PREFIX]: every key with its type, default and meaning"),
     "algorithms": Command("valor.cli:algorithms", "the advantage estimators and losses, and what each needs"),
     "data prepare": Command("valor.data.prepare:main", "[NAME]: a public data set, or your own, as files to train on"),

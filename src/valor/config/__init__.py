@@ -8,7 +8,7 @@ from valor.config.critic_runs import CriticPretrainConfig, CriticRunConfig, Crit
 from valor.config.data import DataConfig
 from valor.config.document import describe_keys
 from valor.config.engine import CheckpointConfig, FSDPConfig, OptimConfig
-from valor.config.loading import LoadedConfig, load, load_runs
+from valor.config.loading import LoadedConfig, dump_yaml, load, load_runs, load_yaml
 from valor.config.model import BackboneConfig, CriticModelConfig, ModelConfig
 from valor.config.ppo import ActorRolloutRefConfig, PPOConfig
 from valor.config.reward import RewardConfig, RewardModelConfig
@@ -16,7 +16,6 @@ from valor.config.rollout import RolloutConfig, ValidationSamplingConfig
 from valor.config.rules import inert_settings
 from valor.config.supervised import RMConfig, RMDataConfig, RMLossConfig, SFTConfig, SFTDataConfig, SupervisedConfig
 from valor.config.trainer import PoolConfig, RunConfig, TrainerConfig
-from valor.config.yaml_files import dump_yaml, load_yaml
 
 __all__ = ["ActorConfig", "ActorRolloutRefConfig", "AlgorithmConfig", "BackboneConfig", "CheckpointConfig"]
 __all__ += ["CriticConfig", "CriticModelConfig", "CriticPretrainConfig", "CriticRunConfig", "CriticScoreConfig"]

@@ -1,13 +1,11 @@
 """`actor_rollout_ref.actor` and `actor_rollout_ref.ref`: the policy's update and the reference model."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from valor.config.base import DType, Section, Share, inherits, key, section
-from valor.config.engine import CheckpointConfig, ForwardFSDPConfig, FSDPConfig, OptimConfig, Strategy
+from valor.config.base import Section, Share, inherits, key, section
+from valor.config.engine import CheckpointConfig, FSDPConfig, OptimConfig, Strategy
 
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 
@@ -40,8 +38,8 @@ class PolicyLossConfig(Section):
     """Further keyword options of a loss of your own."""
 
 
-class ActorConfig(Section):
-    """The policy's update."""
+class UpdateConfig(Section):
+    """An update by mini-batches, each an optimizer step over micro-batches: what actor and critic share."""
 
     strategy: Strategy = "fsdp2"
     """Training engine: fsdp2."""
@@ -59,6 +57,25 @@ class ActorConfig(Section):
     """Draw mini-batches in random order."""
     data_loader_seed: int = inherits("trainer.seed")
     """Seed of that order."""
+    loss_agg_mode: LossAggMode = "token-mean"
+    """How token losses become one number; denominators count the whole mini-batch."""
+    loss_scale_factor: PositiveFloat = inherits("data.max_response_length")
+    """seq-mean-token-sum-norm: divisor of each sequence's sum."""
+    ulysses_sequence_parallel_size: PositiveInt = 1
+    """Processes that share their rows, each a part of every row (Ulysses); must divide the attention heads."""
+    optim: OptimConfig = section(OptimConfig)
+    fsdp_config: FSDPConfig = section(FSDPConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
+
+    @property
+    def max_rows(self) -> int | None:
+        """Upper bound on the rows of a micro-batch; None when tokens alone decide."""
+        return None if self.use_dynamic_bsz else self.ppo_micro_batch_size_per_gpu
+
+
+class ActorConfig(UpdateConfig):
+    """The policy's update."""
+
     clip_ratio: NonNegativeFloat = 0.2
     """PPO clip range: the ratio is kept within 1 - clip_ratio_low and 1 + clip_ratio_high."""
     clip_ratio_low: NonNegativeFloat = inherits(".clip_ratio")
@@ -72,10 +89,6 @@ class ActorConfig(Section):
     tau_neg: PositiveFloat = 1.05
     """sapo: temperature for negative advantages."""
     policy_loss: PolicyLossConfig = section(PolicyLossConfig)
-    loss_agg_mode: LossAggMode = "token-mean"
-    """How token losses become one number; denominators count the whole mini-batch."""
-    loss_scale_factor: PositiveFloat = inherits("data.max_response_length")
-    """seq-mean-token-sum-norm: divisor of each sequence's sum."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
     calculate_entropy: bool = False
@@ -86,16 +99,6 @@ class ActorConfig(Section):
     """Weight of that term."""
     kl_loss_type: KLKind = key("low_var_kl", ".use_kl_loss")
     """KL estimator of that term; full is the exact divergence, by a pass of the reference beside the actor's."""
-    ulysses_sequence_parallel_size: PositiveInt = 1
-    """Processes that share their rows, each a part of every row (Ulysses); must divide the attention heads."""
-    optim: OptimConfig = section(OptimConfig)
-    fsdp_config: FSDPConfig = section(FSDPConfig)
-    checkpoint: CheckpointConfig = section(CheckpointConfig)
-
-    @property
-    def max_rows(self) -> int | None:
-        """Upper bound on the rows of a micro-batch; None when tokens alone decide."""
-        return None if self.use_dynamic_bsz else self.ppo_micro_batch_size_per_gpu
 
     @property
     def exact_kl_loss(self) -> bool:
@@ -103,15 +106,13 @@ class ActorConfig(Section):
         return self.use_kl_loss and self.kl_loss_type == "full"
 
 
-class RefFSDPConfig(ForwardFSDPConfig):
+class RefFSDPConfig(
+    FSDPConfig,
+    model_dtype=inherits("actor_rollout_ref.actor.fsdp_config.model_dtype"),
+    dtype=inherits("actor_rollout_ref.actor.fsdp_config.dtype"),
+    tensor_parallel_size=inherits("actor_rollout_ref.actor.fsdp_config.tensor_parallel_size"),
+):
     """The reference model's sharding; its precision follows the actor's, so that their KL starts at zero."""
-
-    model_dtype: DType = inherits("actor_rollout_ref.actor.fsdp_config.model_dtype")
-    """Precision in which parameters are kept."""
-    dtype: DType = inherits("actor_rollout_ref.actor.fsdp_config.dtype")
-    """Precision of the forward pass."""
-    tensor_parallel_size: PositiveInt = inherits("actor_rollout_ref.actor.fsdp_config.tensor_parallel_size")
-    """Neighbouring processes among which heads and MLP columns are shared out; must divide both, and the processes."""
 
 
 class RefConfig(Section):

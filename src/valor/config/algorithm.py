@@ -1,7 +1,6 @@
 """`algorithm`: advantages, KL control, and what is done to rewards and samples before the update."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -64,10 +63,9 @@ class RolloutCorrectionConfig(Section):
     loss_type: Literal["ppo_clip", "reinforce"] = key("ppo_clip", ".bypass_mode")
     """bypass_mode: actor.policy_loss, whose ratio then is the importance weight; or REINFORCE with rollout_is."""
 
-    def contradictions(self, at: str) -> list[str]:
+    def contradictions(self, at: str) -> Iterator[str]:
         if self.rollout_rs is not None and self.rollout_rs_threshold is None:
-            return [f"{at}rollout_rs={self.rollout_rs} needs {at}rollout_rs_threshold"]
-        return []
+            yield f"{at}rollout_rs={self.rollout_rs} needs {at}rollout_rs_threshold"
 
     @property
     def ratio_weighs(self) -> bool:
@@ -138,30 +136,27 @@ class AlgorithmConfig(Section):
     filter_groups: FilterGroupsConfig = section(FilterGroupsConfig, ".filter_groups.enable")
     rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
 
-    def contradictions(self, at: str) -> list[str]:
-        lines, masked = [], self.reward_mask_ratio > 0
+    def contradictions(self, at: str) -> Iterator[str]:
+        masked = self.reward_mask_ratio > 0
         if self.reward_source == "critic" and masked:
-            lines.append(
+            yield (
                 f"{at}reward_source=critic replaces every reward and {at}reward_mask_ratio takes some away: for a part "
                 "of them use reward_source=rule_based with missing_reward=critic"
             )
         if masked and self.reward_mask_flip_adv_when_masked and self.adv_whitening == "mini_batch":
-            lines.append(
-                f"{at}reward_mask_flip_adv_when_masked=true acts after whitening: set "
-                f"{at}adv_whitening to batch or none"
-            )
+            key = f"{at}reward_mask_flip_adv_when_masked"
+            yield f"{key}=true acts after whitening: set {at}adv_whitening to batch or none"
         if self.rollout_correction.bypass_mode and self.exact_kl_in_reward:
-            lines.append(
+            yield (
                 f"{at}kl_penalty=full needs a pass of the actor over each batch, which {at}rollout_correction."
                 "bypass_mode leaves out: set bypass_mode=false, or an estimator such as kl"
             )
         keys, weights = self.gdpo_reward_keys or [], self.gdpo_reward_weights
         if weights is not None and len(keys) != len(weights):
-            lines.append(
+            yield (
                 f"{at}gdpo_reward_keys names {len(keys)} components and {at}gdpo_reward_weights has {len(weights)} "
                 "numbers: give one weight per component"
             )
-        return lines
 
     @property
     def exact_kl_in_reward(self) -> bool:

@@ -1,14 +1,14 @@
 """How a section of the config tree and its keys are declared: frozen, closed, documented, with their own rules."""
 
-from __future__ import annotations
-
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
 from valor.config.tree import REFERENCE, lookup, schema
 
@@ -68,7 +68,10 @@ class Unavailable:
 
 
 class Section(BaseModel):
-    """A frozen group of keys; unknown keys are errors."""
+    """A frozen group of keys; unknown keys are errors.
+
+    `class Mine(Theirs, lr=1e-5)` is Theirs with other defaults: values, or `key(...)`, `inherits(...)`.
+    """
 
     model_config = ConfigDict(
         frozen=True,
@@ -80,9 +83,22 @@ class Section(BaseModel):
         protected_namespaces=(),
     )
 
-    def contradictions(self, at: str) -> list[str]:
+    def __init_subclass__(cls, **defaults: Any) -> None:
+        super().__init_subclass__()
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **defaults: Any) -> None:
+        for name, default in defaults.items():
+            field = cls.model_fields[name] = copy(cls.model_fields[name])
+            given = default if isinstance(default, FieldInfo) else Field(default)
+            field.default, field.default_factory = given.default, given.default_factory
+            field.json_schema_extra = given.json_schema_extra or field.json_schema_extra
+        if defaults:
+            cls.model_rebuild(force=True)
+
+    def contradictions(self, at: str) -> Iterator[str]:
         """Keys of this section that do not go together, a line each; `at`: the section's own key, with a dot."""
-        return []
+        yield from ()
 
     def unused(self) -> dict[str, str]:
         """Of a root: patterns of keys (joined by spaces) that this kind of run does not read, by the reason."""
@@ -93,11 +109,8 @@ class Section(BaseModel):
     def _null_means_inherit(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        return {
-            key: value
-            for key, value in data.items()
-            if not (value is None and key in cls.model_fields and schema(cls)[key].inherits)
-        }
+        inheriting = {name for name, key in schema(cls).items() if key.inherits}
+        return {name: value for name, value in data.items() if value is not None or name not in inheriting}
 
     @field_validator("*", mode="before")
     @classmethod
@@ -123,25 +136,14 @@ def _mentions(annotation: Any, kind: type) -> bool:
     return annotation in (kind, Any) or any(_mentions(part, kind) for part in get_args(annotation))
 
 
-def _long_dtype(value: Any) -> Any:
-    return {"bf16": "bfloat16", "fp32": "float32", "float": "float32"}.get(value, value) if _is_text(value) else value
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _as_list(value: Any) -> Any:
-    return [value] if _is_text(value) else value
-
-
-DType = Annotated[Literal["bfloat16", "float32"], BeforeValidator(_long_dtype)]
+_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "float": "float32"}
+DType = Annotated[Literal["bfloat16", "float32"], BeforeValidator(lambda value: _DTYPES.get(str(value), value))]
 """Floating-point format; bf16 and fp32 are accepted spellings."""
 
 PathStr = Annotated[str, AfterValidator(os.path.expanduser)]
 """A path (a leading ~ is expanded) or a Hugging Face hub id."""
 
-BARE_ITEM = BeforeValidator(_as_list)
+BARE_ITEM = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 """Marks a list whose single item may be written without brackets."""
 
 PathList = Annotated[list[PathStr], BARE_ITEM]
@@ -165,16 +167,8 @@ def step_range(text: str) -> range:
     return range(first, last + 1)
 
 
-def _check_step_range(text: str) -> str:
-    step_range(text)
-    return text
-
-
-StepRange = Annotated[str, AfterValidator(_check_step_range)]
-"""Steps, counted from 1: `1-50`, `7`, `80-`."""
-
-StepRanges = Annotated[list[StepRange], BARE_ITEM]
-"""One range of steps or a list of them."""
+StepRanges = Annotated[list[Annotated[str, AfterValidator(lambda text: step_range(text) and text)]], BARE_ITEM]
+"""One range of steps, counted from 1 (`1-50`, `7`, `80-`), or a list of them."""
 
 CountOrOff = Annotated[int, Field(ge=-1)]
 """A count; -1 switches it off."""

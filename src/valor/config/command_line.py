@@ -1,12 +1,9 @@
 """What is typed: options, and Hydra overrides one by one, so that every mistake is found and not just the first."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -27,10 +24,10 @@ usage: valor ppo|sft|rm train [options] key=value ...
 
 valor config keys [PREFIX] lists the keys."""
 
-_STRUCTURED = re.compile(r"[\[\]{}(),'\"\\]")
-
-
 _OPTIONS = "--config-name (-cn), --config-path (-cp), --multirun (-m), --dry-run, --help"
+_STRUCTURED = re.compile(r"[\[\]{}(),'\"\\]")
+# "low_high" of a threshold; as a number, 0.5_5 would be 0.55.
+_TWO_BOUNDS = re.compile(r"[\d.eE+-]+_[\d.eE+-]+")
 
 
 class CommandLine(argparse.Namespace):
@@ -48,9 +45,8 @@ def read_arguments(argv: Sequence[str]) -> CommandLine:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config-name", "-cn")
     parser.add_argument("--config-path", "--config-dir", "-cp", "-cd")
-    parser.add_argument("--multirun", "-m", action="store_true")
-    parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--help", "-h", action="store_true")
+    for flags in (("--multirun", "-m"), ("--dry-run",), ("--help", "-h")):
+        parser.add_argument(*flags, action="store_true")
     try:
         line, rest = parser.parse_known_args(argv, CommandLine())
     except argparse.ArgumentError as error:
@@ -66,10 +62,6 @@ def read_arguments(argv: Sequence[str]) -> CommandLine:
     return line
 
 
-# "low_high" of a threshold; as a number, 0.5_5 would be 0.55.
-_TWO_BOUNDS = re.compile(r"[\d.eE+-]+_[\d.eE+-]+")
-
-
 def parse_overrides(texts: Sequence[str]) -> tuple[list[Override], list[str]]:
     """The overrides that can be read, and one line for each that cannot."""
     parser = OverridesParser.create()
@@ -78,9 +70,8 @@ def parse_overrides(texts: Sequence[str]) -> tuple[list[Override], list[str]]:
         try:
             override = _parse(parser, text)
         except HydraException:
-            mistakes.append(f"cannot read '{text}': {_advice(text)}")
-            continue
-        if override.key_or_group:
+            override = None
+        if override is not None and override.key_or_group:
             parsed.append(override)
         else:
             mistakes.append(f"cannot read '{text}': {_advice(text)}")
@@ -88,16 +79,17 @@ def parse_overrides(texts: Sequence[str]) -> tuple[list[Override], list[str]]:
 
 
 def _parse(parser: OverridesParser, text: str) -> Override:
-    key, equals, value = text.partition("=")
+    key, _, value = text.partition("=")
+    quoted = f"{key}='{value}'"
     if key.endswith("_threshold") and _TWO_BOUNDS.fullmatch(value):
-        return parser.parse_override(f"{key}='{value}'")
+        return parser.parse_override(quoted)
     try:
         return parser.parse_override(text)
     except HydraException:
-        if not equals or not value or _STRUCTURED.search(value):
+        if not value or _STRUCTURED.search(value):
             raise
         # A value outside Hydra's grammar without any list, dict or quote in it (a ~ path, a URL) is plain text.
-        return parser.parse_override(f"{key}='{value}'")
+        return parser.parse_override(quoted)
 
 
 def _advice(text: str) -> str:
@@ -125,9 +117,8 @@ def expand_sweep(overrides: Sequence[Override]) -> list[list[str]]:
     return [[*job, *deletions] for job in jobs]
 
 
-@dataclass(frozen=True)
-class Job:
-    """One job of a multirun: the keys that vary, and what tells it from the others."""
+class Job(NamedTuple):
+    """One job of a multirun: what tells it from the others, and the keys that vary."""
 
     label: str
     swept: tuple[str, ...]
@@ -141,10 +132,10 @@ def make_job(texts: Sequence[str], keys: Sequence[str]) -> Job | None:
     if not keys:
         return None
     values = {name: value for name, _, value in (text.lstrip("+").partition("=") for text in texts)}
-    last = [key.rpartition(".")[2] for key in keys]
-    unique = len(set(last)) == len(last)
-    parts = (f"{short if unique else key}={values[key]}" for key, short in zip(keys, last, strict=True))
-    return Job(re.sub(r"[^\w.=+-]+", "_", "-".join(parts)).strip("_"), tuple(keys))
+    short = {key.rpartition(".")[2]: key for key in keys}
+    names = short if len(short) == len(keys) else {key: key for key in keys}
+    label = "-".join(f"{name}={values[key]}" for name, key in names.items())
+    return Job(re.sub(r"[^\w.=+-]+", "_", label).strip("_"), tuple(keys))
 
 
 def literal(value: Any) -> str:

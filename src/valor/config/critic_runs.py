@@ -1,7 +1,6 @@
 """The trees that `valor critic pretrain` and `valor critic score` read: a PPO run's, and one section more."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
@@ -38,13 +37,8 @@ class PretrainConfig(Section):
     """Stop after so many epochs in a row that were no better on these; null goes on to the last epoch."""
 
 
-class PretrainTrainerConfig(TrainerConfig):
+class PretrainTrainerConfig(TrainerConfig, experiment_name="critic", total_epochs=4):
     """The pre-training run; a step is one batch of prompts with all their rollouts."""
-
-    experiment_name: str = "critic"
-    """Second part of the run's name."""
-    total_epochs: PositiveInt = 4
-    """Passes over the rollouts."""
 
 
 class CriticRunConfig(PPOConfig):
@@ -59,17 +53,16 @@ class CriticRunConfig(PPOConfig):
         return data
 
     def unused(self) -> dict[str, str]:
-        return {
+        pools = "resource_pools* actor_rollout_ref.rollout.nnodes"
+        return super().unused() | {
             "the policy is not trained here, and returns are outcomes (lambda 1)": _OF_POLICY_TRAINING,
-            "policy and critic take turns on all processes of trainer.*": (
-                "resource_pools* actor_rollout_ref.rollout.nnodes"
-            ),
+            "policy and critic take turns on all processes of trainer.*": pools,
         }
 
-    def contradictions(self, at: str) -> list[str]:
-        if self.critic.enable:
-            return self._lengths()
-        return [*self._lengths(), "critic.enable=false leaves nothing to do here: leave it at true"]
+    def contradictions(self, at: str) -> Iterator[str]:
+        yield from self._lengths()
+        if not self.critic.enable:
+            yield "critic.enable=false leaves nothing to do here: leave it at true"
 
 
 class CriticPretrainConfig(CriticRunConfig):
@@ -83,13 +76,11 @@ class CriticPretrainConfig(CriticRunConfig):
         given = {"pretrain.rollouts is what is read": "data.train_[fm]*"} if self.pretrain.rollouts is not None else {}
         return super().unused() | held_out | given
 
-    def contradictions(self, at: str) -> list[str]:
-        lines = [*super().contradictions(at), *self._batches()]
+    def contradictions(self, at: str) -> Iterator[str]:
+        yield from super().contradictions(at)
+        yield from self._batches()
         if self.critic.freeze or self.critic.freeze_steps:
-            lines.append(
-                "critic.freeze and critic.freeze_steps hold the critic still, and here it is to learn: drop them"
-            )
-        return lines
+            yield "critic.freeze and critic.freeze_steps hold the critic still, and here it is to learn: drop them"
 
 
 class ScoreConfig(Section):
@@ -115,10 +106,9 @@ class CriticScoreConfig(CriticRunConfig):
     def unused(self) -> dict[str, str]:
         return super().unused() | {"nothing is trained here": _OF_CRITIC_TRAINING}
 
-    def contradictions(self, at: str) -> list[str]:
-        lines = super().contradictions(at)
+    def contradictions(self, at: str) -> Iterator[str]:
+        yield from super().contradictions(at)
         if self.score.rollouts is None and self.data.val_files is None:
-            lines.append("a critic is scored on prompts that it has not seen: set data.val_files, or score.rollouts")
+            yield "a critic is scored on prompts that it has not seen: set data.val_files, or score.rollouts"
         if self.score.rollouts is not None and self.score.mc:
-            lines.append("score.mc branches off answers of the policy itself: set data.val_files, not score.rollouts")
-        return lines
+            yield "score.mc branches off answers of the policy itself: set data.val_files, not score.rollouts"

@@ -1,7 +1,5 @@
 """`data`: prompt files, lengths and batch sizes."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import PositiveInt

@@ -1,7 +1,5 @@
 """Fields and values in words: `integer > 0`, `one of a, b or null`, `= other.key`."""
 
-from __future__ import annotations
-
 import json
 import types
 from os.path import expanduser

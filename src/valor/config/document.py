@@ -1,7 +1,5 @@
 """The keys as text: `valor config keys` and docs/configuration.md, from the schema and the table of spellings."""
 
-from __future__ import annotations
-
 import inspect
 
 from pydantic import BaseModel
@@ -90,7 +88,7 @@ def _section_docs(root: type[BaseModel], section: Key) -> str:
     table = ["| key | type | default | |", "|---|---|---|---|"]
     for key in keys:
         doc = (key.info.description or "").replace("|", "\\|")
-        table.append(f"| `{key.field}` | {type_text(key)} | `{default_text(key)}` | {doc} |")
+        table.append(f"| `{key.name.rpartition('.')[2]}` | {type_text(key)} | `{default_text(key)}` | {doc} |")
     return "\n".join([*title, *table]) + "\n" if keys else ""
 
 

@@ -1,7 +1,5 @@
 """Sections shared by every role that trains: sharding and precision, optimizer, checkpoint contents."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
@@ -44,16 +42,8 @@ class FSDPConfig(Section):
     """Precision of the forward and backward pass."""
 
 
-class ForwardFSDPConfig(FSDPConfig):
-    """Sharding and precision of a model that is not trained."""
-
-    optimizer_offload: bool = key(False, {"never": "no optimizer"})
-    """Without effect: there is no optimizer."""
-
-
 class OptimConfig(Section):
-    """AdamW (torch.optim's, fused), gradient clipping and learning-rate schedule; one scheduler step per training
-    step."""
+    """AdamW (torch.optim's, fused), gradient clipping, and the learning rate, which changes once a training step."""
 
     lr: NonNegativeFloat = 1e-6
     """Peak learning rate."""

@@ -1,12 +1,12 @@
-"""`load`: from what was typed to a validated configuration, or to all mistakes at once, one line each."""
-
-from __future__ import annotations
+"""From what was typed, or a resolved yaml file, to a validated configuration, or to all mistakes, one line each."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from hydra.core.override_parser.types import Override
+from omegaconf import OmegaConf
 from pydantic import ValidationError
 
 from valor.config.base import Section
@@ -16,7 +16,6 @@ from valor.config.mistakes import describe_errors
 from valor.config.ppo import PPOConfig
 from valor.config.rules import contradictions, unavailable_lines, unavailable_settings
 from valor.config.translation import translate
-from valor.config.tree import fill_inherited
 from valor.errors import UserError
 
 Root = TypeVar("Root", bound=Section)
@@ -87,7 +86,7 @@ def _load(
     compose_tree(root, line, overrides, job, reading)
     translate(root, reading)
     try:
-        config = root.model_validate(fill_inherited(root, reading.tree))
+        config = root.model_validate(reading.tree)
     except ValidationError as error:
         raise UserError("\n".join([*reading.mistakes, *describe_errors(root, error, reading.set_keys)])) from error
     asked = unavailable_settings(config)
@@ -98,11 +97,30 @@ def _load(
     mistakes += check(config) if check is not None and not unavailable else []
     if mistakes or (unavailable and not line.dry_run):
         raise UserError("\n".join(mistakes or unavailable))
-    return LoadedConfig(
-        config=config,
-        explicit_keys=frozenset(reading.set_keys),
-        dry_run=line.dry_run,
-        notes=tuple(dict.fromkeys(reading.notes)),
-        unavailable=tuple(unavailable),
-        label=job.label if job else None,
-    )
+    notes, label = tuple(dict.fromkeys(reading.notes)), job.label if job else None
+    return LoadedConfig(config, frozenset(reading.set_keys), line.dry_run, notes, tuple(unavailable), label)
+
+
+def dump_yaml(config: Section) -> str:
+    """Every key with its value; `load_yaml`, and --config-path/--config-name, read it back to an equal tree."""
+    return OmegaConf.to_yaml(OmegaConf.create(_escaped(config.model_dump(mode="json"))))
+
+
+def load_yaml(path: Path, root: type[Root] = PPOConfig) -> Root:
+    """The tree that `dump_yaml` wrote. UserError: no such file, or not such a tree."""
+    if not path.is_file():
+        raise UserError(f"{path}: there is no such file")
+    tree = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    try:
+        return root.model_validate(tree)
+    except ValidationError as error:
+        raise UserError("\n".join(f"{path}: {line}" for line in describe_errors(root, error, ()))) from error
+
+
+def _escaped(value: Any) -> Any:
+    """Text with `${` in it protected, so that it is not taken for an interpolation."""
+    if isinstance(value, dict):
+        return {key: _escaped(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_escaped(item) for item in value]
+    return value.replace("${", "\\${") if isinstance(value, str) else value

@@ -1,7 +1,5 @@
 """What is wrong in a configuration, one line each: the key, what it takes, what it got, which one was meant."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Collection
 from typing import Any, get_origin

@@ -1,7 +1,6 @@
 """`actor_rollout_ref.model` and `critic.model`: which network, and how it is loaded."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import NonNegativeInt, PositiveFloat
@@ -38,10 +37,9 @@ class BackboneConfig(Section):
     lora_adapter_path: PathStr | None = None
     """Directory of adapters to go on from: `adapter` in an export, or one of peft's."""
 
-    def contradictions(self, at: str) -> list[str]:
-        if self.lora_rank or self.lora_adapter_path is None:
-            return []
-        return [f"{at}lora_adapter_path={self.lora_adapter_path} needs {at}lora_rank: set it to that adapter's rank"]
+    def contradictions(self, at: str) -> Iterator[str]:
+        if self.lora_adapter_path is not None and not self.lora_rank:
+            yield f"{at}lora_adapter_path={self.lora_adapter_path} needs {at}lora_rank: set it to that adapter's rank"
 
 
 class ModelConfig(BackboneConfig):
@@ -53,12 +51,12 @@ class ModelConfig(BackboneConfig):
     """Jinja text that replaces the tokenizer's chat template."""
 
 
-class CriticModelConfig(BackboneConfig):
-    """The value model: a backbone with a token-classification head."""
+class CriticModelConfig(
+    BackboneConfig,
+    path=inherits("actor_rollout_ref.model.path"),
+    trust_remote_code=inherits("actor_rollout_ref.model.trust_remote_code"),
+):
+    """The value model: a causal language model with a token-classification head, or a published critic."""
 
-    path: PathStr = inherits("actor_rollout_ref.model.path")
-    """Causal language model or published critic (`*ForTokenClassification`) to start from."""
-    trust_remote_code: bool = inherits("actor_rollout_ref.model.trust_remote_code")
-    """Run Python code that the model directory brings along."""
     value_head_init: Literal["zero", "normal"] = "zero"
     """Fresh value head: all zeros, or small normal weights. A published critic keeps its own."""

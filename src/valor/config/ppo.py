@@ -1,7 +1,6 @@
 """The root of the tree that `valor ppo` reads."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import model_validator
@@ -57,40 +56,45 @@ class PPOConfig(Section):
             critic["enable"] = estimator == CRITIC_BY_DEFAULT
         return tree
 
-    def contradictions(self, at: str) -> list[str]:
-        return [*self._lengths(), *self._batches(), *self._critic(), *self._losses(), *self._validation()]
+    def unused(self) -> dict[str, str]:
+        sections = "actor_rollout_ref.ref", "reward.reward_model"
+        return {"no optimizer": " ".join(f"{section}.fsdp_config.optimizer_offload" for section in sections)}
 
-    def _lengths(self) -> list[str]:
-        rollout, options = self.actor_rollout_ref.rollout, self.reward.reward_kwargs
-        prompt, response = self.data.max_prompt_length, self.data.max_response_length
-        key = "actor_rollout_ref.rollout"
-        same = [(f"{key}.prompt_length", rollout.prompt_length, "data.max_prompt_length", prompt)]
-        same += [(f"{key}.response_length", rollout.response_length, "data.max_response_length", response)]
-        buffer, key = options.overlong_buffer_cfg, "reward.reward_kwargs"
-        lines = []
+    def contradictions(self, at: str) -> Iterator[str]:
+        for lines in (self._lengths(), self._batches(), self._critic(), self._losses(), self._validation()):
+            yield from lines
+
+    def _lengths(self) -> Iterator[str]:
+        rollout, options, data = self.actor_rollout_ref.rollout, self.reward.reward_kwargs, self.data
+        dapo, buffer = "reward.reward_kwargs", options.overlong_buffer_cfg
+        same = [
+            ("actor_rollout_ref.rollout.prompt_length", rollout.prompt_length, "max_prompt_length"),
+            ("actor_rollout_ref.rollout.response_length", rollout.response_length, "max_response_length"),
+        ]
         if buffer.enable and self.reward.reward_manager.name == "dapo":
-            same.append((f"{key}.max_resp_len", options.max_resp_len, "data.max_response_length", response))
-            if buffer.len > response:
-                lines.append(
-                    f"{key}.overlong_buffer_cfg.len={buffer.len} is more than data.max_response_length={response}: set "
-                    "it to less"
-                )
-        differ = [f"{a}={x} and {b}={y} differ: set {b} alone" for a, x, b, y in same if x != y]
-        return differ + lines
+            same.append((f"{dapo}.max_resp_len", options.max_resp_len, "max_response_length"))
+            if buffer.len > data.max_response_length:
+                limit = f"data.max_response_length={data.max_response_length}"
+                yield f"{dapo}.overlong_buffer_cfg.len={buffer.len} is more than {limit}: set it to less"
+        for own, length, name in same:
+            limit = getattr(data, name)
+            if length != limit:
+                yield f"{own}={length} and data.{name}={limit} differ: set data.{name} alone"
 
-    def _batches(self) -> list[str]:
+    def _batches(self) -> Iterator[str]:
         prompts = self.data.train_batch_size
         actor, critic = self.actor_rollout_ref.actor.ppo_mini_batch_size, self.critic.ppo_mini_batch_size
         sizes = {"actor_rollout_ref.actor.ppo_mini_batch_size": actor}
         if self.critic.enable and critic != actor:
             sizes["critic.ppo_mini_batch_size"] = critic
-        return [
-            f"{key}={size} prompts is more than data.train_batch_size={prompts} prompts: set it to {prompts} or less"
-            for key, size in sizes.items()
-            if size > prompts
-        ]
+        for setting, size in sizes.items():
+            if size > prompts:
+                yield (
+                    f"{setting}={size} prompts is more than data.train_batch_size={prompts} prompts: "
+                    f"set it to {prompts} or less"
+                )
 
-    def _critic(self) -> list[str]:
+    def _critic(self) -> Iterator[str]:
         algorithm, critic, warmup = self.algorithm, self.critic, self.trainer.critic_warmup
         if not critic.enable:
             masked = algorithm.reward_mask_ratio > 0 and algorithm.missing_reward in ("bootstrap", "critic")
@@ -99,32 +103,27 @@ class PPOConfig(Section):
                 "algorithm.reward_source=critic": algorithm.reward_source == "critic",
                 f"algorithm.missing_reward={algorithm.missing_reward}": masked,
             }
-            return [f"{setting} needs a critic: set critic.enable=true" for setting, on in needs.items() if on]
-        lines = []
-        if critic.freeze and warmup > 0:
-            lines.append("trainer.critic_warmup trains the critic and critic.freeze=true does not: drop one of them")
-        own = critic.model.path != self.actor_rollout_ref.model.path or critic.model.lora_adapter_path is not None
-        if critic.freeze and not own:
-            lines.append(
-                "critic.freeze=true uses the critic as it is loaded, and critic.model.path is not set: set it to a "
-                "critic that has been trained (valor critic pretrain, or huggingface/critic in the folder of a run)"
-            )
-        return lines
+            yield from (f"{setting} needs a critic: set critic.enable=true" for setting, on in needs.items() if on)
+        elif critic.freeze:
+            if warmup > 0:
+                yield "trainer.critic_warmup trains the critic and critic.freeze=true does not: drop one of them"
+            if critic.model.path == self.actor_rollout_ref.model.path and critic.model.lora_adapter_path is None:
+                yield (
+                    "critic.freeze=true uses the critic as it is loaded, and critic.model.path is not set: set it to a "
+                    "critic that has been trained (valor critic pretrain, or huggingface/critic in the folder of a run)"
+                )
 
-    def _losses(self) -> list[str]:
+    def _losses(self) -> Iterator[str]:
         mode, correction = self.actor_rollout_ref.actor.policy_loss.loss_mode, self.algorithm.rollout_correction
-        if self.policy_loss == mode or mode in ("vanilla", "reinforce"):
-            return []
-        return [
-            f"algorithm.rollout_correction.loss_type={correction.loss_type} and actor_rollout_ref.actor.policy_loss."
-            f"loss_mode={mode} are two policy losses: use loss_type=ppo_clip, or leave loss_mode at vanilla"
-        ]
+        if self.policy_loss != mode and mode not in ("vanilla", "reinforce"):
+            both = f"loss_type={correction.loss_type} and actor_rollout_ref.actor.policy_loss.loss_mode={mode}"
+            remedy = "use loss_type=ppo_clip, or leave loss_mode at vanilla"
+            yield f"algorithm.rollout_correction.{both} are two policy losses: {remedy}"
 
-    def _validation(self) -> list[str]:
-        if self.data.val_files is not None:
-            return []
-        needs = {"trainer.val_only": self.trainer.val_only, "trainer.keep_best": self.trainer.keep_best}
-        return [f"{key}=true needs validation prompts: set data.val_files" for key, on in needs.items() if on]
+    def _validation(self) -> Iterator[str]:
+        for name in ("val_only", "keep_best"):
+            if getattr(self.trainer, name) and self.data.val_files is None:
+                yield f"trainer.{name}=true needs validation prompts: set data.val_files"
 
     @property
     def pools(self) -> dict[str, PoolConfig]:

@@ -1,7 +1,5 @@
 """The named configurations: the defaults of a tree, and presets that differ from them in a few keys."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,14 +1,13 @@
 """`reward`: how responses are scored."""
 
-from __future__ import annotations
-
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from valor.config.base import PathStr, Section, Unavailable, inherits, key, section
-from valor.config.engine import ForwardFSDPConfig
+from valor.config.engine import FSDPConfig
 
 _SERVED = {".reward_manager.name!=remote": "a server grades"}
 _GRADED = {"uses_graders": "the reward model scores every sample (reward_model.rule_weight=0)"}
@@ -60,22 +59,20 @@ class JudgeConfig(Section):
     retries: NonNegativeInt = 3
     """Further attempts after a refused or broken request, with growing pauses."""
 
-    def contradictions(self, at: str) -> list[str]:
+    def contradictions(self, at: str) -> Iterator[str]:
         if self.url is None:
-            return []
-        lines = []
+            return
         if self.model is None:
-            lines.append(f"{at}url needs {at}model: the model's name on that server")
+            yield f"{at}url needs {at}model: the model's name on that server"
         try:
             if re.compile(self.score_regex).groups < 1:
-                lines.append(f"{at}score_regex needs a group, (...), around the number")
+                yield f"{at}score_regex needs a group, (...), around the number"
         except re.error as error:
-            lines.append(f"{at}score_regex is no regular expression: {error}")
+            yield f"{at}score_regex is no regular expression: {error}"
         if self.prompt_template is not None and "{response}" not in self.prompt_template:
-            lines.append(f"{at}prompt_template has no {{response}} in it: the judge would not see it")
+            yield f"{at}prompt_template has no {{response}} in it: the judge would not see it"
         if self.score_range[0] >= self.score_range[1]:
-            lines.append(f"{at}score_range must be [low, high] with low below high")
-        return lines
+            yield f"{at}score_range must be [low, high] with low below high"
 
 
 class RewardModelConfig(Section):
@@ -103,7 +100,7 @@ class RewardModelConfig(Section):
     """Most texts in a forward micro-batch of one process; null leaves it to the token budget."""
     max_token_len_per_gpu: PositiveInt = key(16384, _OWN)
     """Most tokens (padding included) in a forward micro-batch of one process."""
-    fsdp_config: ForwardFSDPConfig = section(ForwardFSDPConfig, _OWN)
+    fsdp_config: FSDPConfig = section(FSDPConfig, _OWN)
     judge: JudgeConfig = section(JudgeConfig, ".judge.url")
     enable_resource_pool: bool = False
     """Give it devices of its own."""
@@ -112,14 +109,12 @@ class RewardModelConfig(Section):
     nnodes: NonNegativeInt = key(0, ".enable_resource_pool")
     """Nodes of that pool."""
 
-    def contradictions(self, at: str) -> list[str]:
-        lines = []
+    def contradictions(self, at: str) -> Iterator[str]:
         if (self.model_path is None) == (self.judge.url is None):
             found = "has neither" if self.model_path is None else "has both"
-            lines.append(f"{at}enable=true {found} {at}model_path and {at}judge.url: set one of them")
+            yield f"{at}enable=true {found} {at}model_path and {at}judge.url: set one of them"
         if self.weight == 0:
-            lines.append(f"{at}weight=0 leaves the reward model without effect: set {at}enable=false")
-        return lines
+            yield f"{at}weight=0 leaves the reward model without effect: set {at}enable=false"
 
     @property
     def is_role(self) -> bool:
@@ -198,16 +193,15 @@ class RewardConfig(Section):
     remote: RemoteGraderConfig = section(RemoteGraderConfig, ".reward_manager.name=remote")
     sandbox_fusion: SandboxFusionConfig = section(SandboxFusionConfig, _SERVED)
 
-    def contradictions(self, at: str) -> list[str]:
-        manager, own, lines = self.reward_manager.name, self.custom_reward_function.path, []
+    def contradictions(self, at: str) -> Iterator[str]:
+        manager, own = self.reward_manager.name, self.custom_reward_function.path
         named = f"{at}reward_manager.name={manager}"
         if manager == "batch" and own is None:
-            lines.append(f"{named} calls a function of your own: set {at}custom_reward_function.path")
+            yield f"{named} calls a function of your own: set {at}custom_reward_function.path"
         if manager == "remote" and self.remote.url is None:
-            lines.append(f"{named} asks a server: set {at}remote.url")
+            yield f"{named} asks a server: set {at}remote.url"
         if manager == "remote" and own is not None:
-            lines.append(f"{named} and {at}custom_reward_function.path={own} are two graders: set one of them")
+            yield f"{named} and {at}custom_reward_function.path={own} are two graders: set one of them"
         if self.reward_kwargs.overlong_buffer_cfg.enable and manager != "dapo":
-            key = f"{at}reward_kwargs.overlong_buffer_cfg"
-            lines.append(f"{key}.enable=true is read with {at}reward_manager.name=dapo, it is {manager}: set that too")
-        return lines
+            key = f"{at}reward_kwargs.overlong_buffer_cfg.enable"
+            yield f"{key}=true is read with {at}reward_manager.name=dapo, it is {manager}: set that too"

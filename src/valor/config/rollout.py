@@ -1,7 +1,6 @@
 """`actor_rollout_ref.rollout`: how responses are generated."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -41,10 +40,9 @@ class ValidationSamplingConfig(Section):
     do_sample: bool | None = None
     """false forces greedy decoding; null samples when temperature is above 0."""
 
-    def contradictions(self, at: str) -> list[str]:
+    def contradictions(self, at: str) -> Iterator[str]:
         if self.do_sample and self.temperature == 0:
-            return [f"{at}do_sample=true with temperature=0 is greedy: set {at}temperature"]
-        return []
+            yield f"{at}do_sample=true with temperature=0 is greedy: set {at}temperature"
 
     @property
     def effective_temperature(self) -> float:
@@ -122,37 +120,20 @@ class RolloutConfig(Section):
     """vllm: share of device memory for weights and KV cache. CPU: bounds the KV cache of all processes together."""
     tensor_model_parallel_size: PositiveInt = 1
     """vllm: processes that share one replica."""
-    max_num_batched_tokens: PositiveInt = 8192
-    """vllm: most tokens in one forward pass."""
     max_num_seqs: PositiveInt = 256
     """Most sequences generated at once by one process (server: requests in flight)."""
-    enforce_eager: bool = key(False, "trainer.device!=cpu")
-    """vllm: no CUDA graphs and no compilation (always so on a CPU)."""
-    cudagraph_capture_sizes: list[int] | None = key(None, "trainer.device!=cpu")
-    """vllm: batch sizes to capture."""
     free_cache_engine: bool = key(
         True, {"trainer.device!=cpu": "", "rollout_apart=false": "nothing else is on the rollout's devices"}
     )
     """vllm on CUDA: release weights and KV cache while training."""
-    enable_chunked_prefill: bool = True
-    """vllm: split long prefills."""
-    enable_prefix_caching: bool = True
-    """vllm: reuse the KV cache of equal prefixes (dropped at every update of the weights)."""
-    load_format: str = "dummy"
-    """vllm: where initial weights come from; the actor's replace them before the first response."""
-    disable_log_stats: bool = True
-    """vllm: keep its own statistics quiet."""
     engine_kwargs: dict[str, Any] = key({})
     """More options of an engine, as engine_kwargs.vllm.<option> (of vLLM's EngineArgs), with the last word."""
 
-    def contradictions(self, at: str) -> list[str]:
+    def contradictions(self, at: str) -> Iterator[str]:
         longest = self.prompt_length + self.response_length
-        if self.max_model_len is None or self.max_model_len >= longest:
-            return []
-        return [
-            f"{at}max_model_len={self.max_model_len} is less than data.max_prompt_length + data.max_response_length = "
-            f"{longest}: raise it, or lower one of them"
-        ]
+        if self.max_model_len is not None and self.max_model_len < longest:
+            both = f"data.max_prompt_length + data.max_response_length = {longest}"
+            yield f"{at}max_model_len={self.max_model_len} is less than {both}: raise it, or lower one of them"
 
     @property
     def keeps_weights(self) -> bool:

@@ -1,7 +1,5 @@
 """What follows from the rules on keys and sections: contradictions, settings without effect, features not there."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from fnmatch import fnmatchcase
 from functools import reduce
@@ -19,7 +17,7 @@ def contradictions(section: Section, at: str = "") -> list[str]:
     """What `section` and those below it find in themselves; one that is off (`enable`: false) is not asked."""
     if getattr(section, "enable", True) is False:
         return []
-    lines = section.contradictions(at)
+    lines = [*section.contradictions(at)]
     for name in type(section).model_fields:
         value = getattr(section, name)
         if isinstance(value, Section):

@@ -1,7 +1,5 @@
 """The trees of runs that learn from given texts: `valor sft` and `valor rm train`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import NonNegativeFloat, PositiveInt, model_validator
@@ -20,7 +18,7 @@ class SupervisedDataConfig(Section):
     train_files: PathList = key([])
     """Training samples: one parquet or jsonl file, or a list."""
     val_files: PathList | None = None
-    """Validation samples; null measures nothing."""
+    """Validation samples; null measures nothing (reward models: holds out val_share of the training files)."""
     train_max_samples: int = -1
     """Use only this many training samples; -1 all."""
     val_max_samples: int = -1
@@ -37,11 +35,8 @@ class SupervisedDataConfig(Section):
     """Draw samples in random order, anew in each epoch."""
 
 
-class SupervisedOptimConfig(OptimConfig):
+class SupervisedOptimConfig(OptimConfig, lr=1e-5):
     """Optimizer of supervised training."""
-
-    lr: NonNegativeFloat = 1e-5
-    """Peak learning rate."""
 
 
 class SupervisedConfig(Section):
@@ -60,13 +55,9 @@ class SupervisedConfig(Section):
         return fill_inherited(cls, data) if isinstance(data, dict) else data
 
 
-class SFTDataConfig(SupervisedDataConfig):
+class SFTDataConfig(SupervisedDataConfig, train_files=["~/data/gsm8k_sft/train.parquet"]):
     """Demonstrations: chats, or pairs of prompt and response."""
 
-    train_files: PathList = key(["~/data/gsm8k_sft/train.parquet"])
-    """Training demonstrations: one parquet or jsonl file, or a list."""
-    val_files: PathList | None = None
-    """Validation demonstrations; null measures no validation loss."""
     messages_key: str = "messages"
     """Column with the chat messages; where it is missing, prompt_key and response_key are read."""
     prompt_key: str = "prompt"
@@ -79,13 +70,8 @@ class SFTDataConfig(SupervisedDataConfig):
     """Extra arguments of the tokenizer's chat template."""
 
 
-class SFTTrainerConfig(RunConfig):
+class SFTTrainerConfig(RunConfig, experiment_name="sft", total_epochs=4):
     """The supervised run."""
-
-    experiment_name: str = "sft"
-    """Second part of the run's name."""
-    total_epochs: PositiveInt = 4
-    """Passes over the training samples."""
 
 
 class SFTConfig(SupervisedConfig):
@@ -95,13 +81,9 @@ class SFTConfig(SupervisedConfig):
     trainer: SFTTrainerConfig = section(SFTTrainerConfig)
 
 
-class RMDataConfig(SupervisedDataConfig):
+class RMDataConfig(SupervisedDataConfig, train_files=["~/data/ultrafeedback/train.parquet"], train_batch_size=64):
     """Preference pairs: a prompt with a better and a worse response; a sample is a pair."""
 
-    train_files: PathList = key(["~/data/ultrafeedback/train.parquet"])
-    """Training pairs: one parquet or jsonl file, or a list."""
-    val_files: PathList | None = None
-    """Validation pairs; null holds out val_share of the training files."""
     val_share: Share = 0.1
     """Share of the prompts of each source to hold out; 0 holds out none."""
     prompt_key: str = "prompt"
@@ -114,8 +96,6 @@ class RMDataConfig(SupervisedDataConfig):
     """Column by which accuracy is told apart; may be missing."""
     margin_key: str | None = None
     """Column with how much better the better response is; null takes loss.margin."""
-    train_batch_size: PositiveInt = 64
-    """PAIRS per optimizer step."""
 
 
 class RMLossConfig(Section):
@@ -127,13 +107,8 @@ class RMLossConfig(Section):
     """Weight of the mean of (chosen + rejected)^2, which keeps scores around 0; 0.01 is usual."""
 
 
-class RMTrainerConfig(RunConfig):
+class RMTrainerConfig(RunConfig, experiment_name="rm", total_epochs=1):
     """The reward model's run."""
-
-    experiment_name: str = "rm"
-    """Second part of the run's name."""
-    total_epochs: PositiveInt = 1
-    """Passes over the training pairs."""
 
 
 class RMConfig(SupervisedConfig):

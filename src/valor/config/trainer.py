@@ -1,7 +1,6 @@
 """`trainer`, `resource_pools` and `ray_kwargs`: the run's length, processes, logging, validation, checkpoints."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
@@ -48,12 +47,11 @@ class RunConfig(Section):
     max_skipped_updates: PositiveInt = 5
     """Stop after so many updates in a row with gradients that are not finite."""
 
-    def contradictions(self, at: str) -> list[str]:
+    def contradictions(self, at: str) -> Iterator[str]:
         if self.resume_mode == "resume_path" and self.resume_from_path is None:
-            return [f"{at}resume_mode=resume_path needs {at}resume_from_path=<a checkpoint folder>"]
+            yield f"{at}resume_mode=resume_path needs {at}resume_from_path=<a checkpoint folder>"
         if self.resume_mode != "resume_path" and self.resume_from_path is not None:
-            return [f"{at}resume_from_path is read with {at}resume_mode=resume_path: set that too"]
-        return []
+            yield f"{at}resume_from_path is read with {at}resume_mode=resume_path: set that too"
 
     @property
     def processes_per_node(self) -> int | None:
@@ -97,19 +95,15 @@ class TrainerConfig(RunConfig):
     rollout_probs_diff_warn: PositiveFloat = 0.05
     """Warn when rollout and training probabilities of the sampled tokens differ by more than this on average."""
 
-    def contradictions(self, at: str) -> list[str]:
-        lines = super().contradictions(at)
-        if self.node_rank is None:
-            if self.master_addr is not None or self.master_port is not None:
-                lines.append(f"{at}master_addr is for a run started once per node: set {at}node_rank on each")
-            return lines
-        if self.master_addr is None:
-            lines.append(
-                f"{at}node_rank is for a run started once per node: set {at}master_addr, the address of node 0"
-            )
-        if self.node_rank >= self.nnodes:
-            lines.append(f"{at}node_rank={self.node_rank} counts from 0 to {at}nnodes - 1 = {self.nnodes - 1}")
-        return lines
+    def contradictions(self, at: str) -> Iterator[str]:
+        yield from super().contradictions(at)
+        addressed = self.master_addr is not None or self.master_port is not None
+        if self.node_rank is None and addressed:
+            yield f"{at}master_addr is for a run started once per node: set {at}node_rank on each"
+        if self.node_rank is not None and self.master_addr is None:
+            yield f"{at}node_rank is for a run started once per node: set {at}master_addr, the address of node 0"
+        if self.node_rank is not None and self.node_rank >= self.nnodes:
+            yield f"{at}node_rank={self.node_rank} counts from 0 to {at}nnodes - 1 = {self.nnodes - 1}"
 
 
 class PoolConfig(Section):

@@ -1,7 +1,5 @@
 """Put a composed tree into the terms of the schema: read verl's spellings, drop what has no effect, name the rest."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import BaseModel
@@ -9,7 +7,7 @@ from pydantic import BaseModel
 from valor.config.composition import Reading
 from valor.config.describe import show
 from valor.config.mistakes import unknown_key
-from valor.config.tree import exists, flatten, get_at, is_section
+from valor.config.tree import exists, flatten, get_at, is_section, set_at
 from valor.config.verl import SPELLINGS, Spelling, find_spelling
 
 _VALUES = [one for one in SPELLINGS if one.value is not None]
@@ -77,11 +75,6 @@ def _move(root: type[BaseModel], key: str, target: str, value: Any, spelling: Sp
             f"{key}={show(value)} and {target}={show(there)} are the same setting: give one of them"
         )
         return
-    node = reading.tree
-    *parents, last = target.split(".")
-    for name in parents:
-        node = node.setdefault(name, {})
-    node[last] = value
+    set_at(reading.tree, target, value)
     reading.set_keys.add(target)
-    why = f" ({spelling.reason})" if spelling.reason else ""
-    reading.notes.append(f"{key} is read as {target}{why}")
+    reading.notes.append(f"{key} is read as {target}" + (f" ({spelling.reason})" if spelling.reason else ""))

@@ -1,7 +1,5 @@
 """Keys by their dotted names: the schema, plain trees, and the values that keys inherit."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -15,15 +13,10 @@ REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 @dataclass(frozen=True)
 class Key:
-    """A key or a section of a tree: its dotted `name` and the `owner` that declares it as `field`."""
+    """A key or a section of a tree: its dotted `name`, and its field in the class that declares it."""
 
     name: str
-    owner: type[BaseModel]
-    field: str
-
-    @property
-    def info(self) -> FieldInfo:
-        return self.owner.model_fields[self.field]
+    info: FieldInfo
 
     @property
     def section(self) -> type[BaseModel] | None:
@@ -54,8 +47,8 @@ def absolute(source: str, name: str) -> str:
 def schema(root: type[BaseModel], prefix: str = "") -> dict[str, Key]:
     """Every section and plain key below `root` by its dotted name, in declaration order, a section before its keys."""
     found: dict[str, Key] = {}
-    for field in root.model_fields:
-        key = found[prefix + field] = Key(prefix + field, root, field)
+    for field, info in root.model_fields.items():
+        key = found[prefix + field] = Key(prefix + field, info)
         if key.section is not None:
             found |= schema(key.section, f"{prefix}{field}.")
     return found
@@ -68,12 +61,12 @@ def plain_keys(root: type[BaseModel]) -> list[Key]:
 
 def is_open(root: type[BaseModel], name: str) -> bool:
     """Whether `name` lies inside an open dict or a section that takes any key (third-party options)."""
-    parents = name.split(".")[:-1]
-    around = [schema(root)[place] for i in range(len(parents)) if (place := ".".join(parents[: i + 1])) in schema(root)]
-    if not around:
-        return False
-    section, annotation = around[-1].section, around[-1].info.annotation
-    return get_origin(annotation) is dict if section is None else section.model_config.get("extra") == "allow"
+    while "." in name:
+        name = name.rpartition(".")[0]
+        if around := schema(root).get(name):
+            takes_any = around.section is not None and around.section.model_config.get("extra") == "allow"
+            return takes_any or get_origin(around.info.annotation) is dict
+    return False
 
 
 def is_section(root: type[BaseModel], name: str) -> bool:
@@ -89,10 +82,18 @@ def exists(root: type[BaseModel], name: str) -> bool:
 def get_at(tree: Any, key: str) -> Any:
     """The value at a dotted key of nested dicts, or None."""
     for name in key.split("."):
-        if not isinstance(tree, dict):
-            return None
-        tree = tree.get(name)
+        tree = tree.get(name) if isinstance(tree, dict) else None
     return tree
+
+
+def set_at(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Put a value at a dotted key of nested dicts; nothing happens where a plain value is in the way."""
+    *parents, last = key.split(".")
+    node: Any = tree
+    for name in parents:
+        node = node.setdefault(name, {}) if isinstance(node, dict) else None
+    if isinstance(node, dict):
+        node[last] = value
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
@@ -109,11 +110,7 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
     """`{"a.b": 1}` as `{"a": {"b": 1}}`."""
     tree: dict[str, Any] = {}
     for key, value in flat.items():
-        node = tree
-        *parents, last = key.split(".")
-        for name in parents:
-            node = node.setdefault(name, {})
-        node[last] = value
+        set_at(tree, key, value)
     return tree
 
 
@@ -136,21 +133,13 @@ def fill_inherited(root: type[BaseModel], tree: dict[str, Any]) -> dict[str, Any
     Sections given as model objects are copied as dicts of what was set on them.
     """
     filled = _as_dicts(tree)
-    for name in (key.name for key in plain_keys(root) if key.inherits):
-        if get_at(filled, name) is not None:
-            continue
-        *parents, last = name.split(".")
-        node: Any = filled
-        for part in parents:
-            node = node.setdefault(part, {}) if isinstance(node, dict) else None
-        if isinstance(node, dict):
-            node[last] = lookup(root, filled, name)
+    for key in plain_keys(root):
+        if key.inherits and get_at(filled, key.name) is None:
+            set_at(filled, key.name, lookup(root, filled, key.name))
     return filled
 
 
 def _as_dicts(value: Any) -> Any:
     if isinstance(value, BaseModel):
         return value.model_dump(exclude_unset=True)
-    if isinstance(value, dict):
-        return {key: _as_dicts(item) for key, item in value.items()}
-    return value
+    return {key: _as_dicts(item) for key, item in value.items()} if isinstance(value, dict) else value

@@ -116,7 +116,8 @@ class Sandbox:
         report = self._report(wall)
         passed, error = 0, self._failure(report, wall)
         if error is None:
-            passed, error = _parsed(report["stdout"])
+            passed, error = payload.decode(report["stdout"], lambda target: None)
+            passed, error = int(passed), str(error)
         if passed < len(tests) and report["functions"]["exit"] and not report["functions"]["late"]:
             error = self._failure(report["functions"], wall) or error
         return Verdict(passed, len(tests), error or None)
@@ -167,11 +168,6 @@ class Sandbox:
         # The system sends SIGKILL at the limit of CPU time, and says less exactly how much was used.
         used_up = report["cpu_seconds"] > 0.8 * self.limits.cpu_seconds
         return report["late"] or (report["exit"] == 128 + signal.SIGKILL and used_up)
-
-
-def _parsed(verdict: bytes) -> tuple[int, str]:
-    passed, error = payload.decode(verdict, lambda target: None)
-    return int(passed), str(error)
 
 
 def _last_line(messages: bytes) -> str:

@@ -34,6 +34,7 @@ A, M, R = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_r
         ("critic.optim.warmup_style=cosine", "critic.optim.lr_scheduler_type", "cosine"),
         (f"{A}.checkpoint.contents=[{ALL}]", f"{A}.checkpoint.save_contents", ALL.split(",")),
         ("trainer.max_actor_ckpt_to_keep=3", "trainer.max_ckpt_to_keep", 3),
+        (f"{R}.enforce_eager=true", f"{R}.engine_kwargs", {"vllm": {"enforce_eager": True}}),
         ("data.trust_remote_code=true", f"{M}.trust_remote_code", True),
         ("ray_init.num_cpus=4", "ray_kwargs.ray_init.num_cpus", 4),
         ("custom_reward_function.path=f.py", "reward.custom_reward_function.path", "f.py"),

@@ -54,13 +54,7 @@ def test_keys_become_engine_arguments():
         gpu_memory_utilization=0.7,
         tensor_model_parallel_size=2,
         max_num_seqs=7,
-        max_num_batched_tokens=99,
-        enforce_eager=True,
-        enable_chunked_prefill=False,
-        enable_prefix_caching=False,
-        load_format="auto",
-        cudagraph_capture_sizes=[1, 2],
-        engine_kwargs={"vllm": {"swap_space": 3, "max_num_seqs": 8}},
+        engine_kwargs={"vllm": {"swap_space": 3, "max_num_seqs": 8, "load_format": "auto"}},
     )
     model = ModelConfig(path="m", override_config={"rope_theta": 5.0, "attn_implementation": "eager"})
     found = engine_options(config, model, HF, torch.device("cuda", 0), world_size=2)
@@ -72,12 +66,9 @@ def test_keys_become_engine_arguments():
         "gpu_memory_utilization": 0.7,
         "tensor_parallel_size": 2,
         "max_num_seqs": 8,
-        "max_num_batched_tokens": 99,
-        "enforce_eager": True,
-        "enable_chunked_prefill": False,
-        "enable_prefix_caching": False,
+        "max_num_batched_tokens": 8192,
+        "enable_prefix_caching": True,
         "load_format": "auto",
-        "cudagraph_capture_sizes": [1, 2],
         "enable_sleep_mode": True,
         "swap_space": 3,
     }
@@ -85,7 +76,8 @@ def test_keys_become_engine_arguments():
 
 
 def test_a_cpu_has_no_graphs_no_sleep_and_a_cache_of_the_size_that_is_needed():
-    found = engine_options(rollout(max_num_seqs=7), ModelConfig(), HF, torch.device("cpu"), world_size=1)
+    config = rollout(max_num_seqs=7, engine_kwargs={"vllm": {"enforce_eager": False}})
+    found = engine_options(config, ModelConfig(), HF, torch.device("cpu"), world_size=1)
     assert found["enforce_eager"] and not found["enable_sleep_mode"]
     # keys and values, 2 layers, 4 heads of 8, 4 bytes; 8 sequences of one block of 32 tokens (30 used)
     assert found["kv_cache_memory_bytes"] == 2 * 2 * 4 * 8 * 4 * 8 * 32

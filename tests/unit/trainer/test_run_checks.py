@@ -132,7 +132,7 @@ def inert(*argv: str) -> dict[str, str]:
 
 def test_settings_that_the_chosen_engine_does_not_read():
     key = "actor_rollout_ref.rollout"
-    vllm = [f"{key}.gpu_memory_utilization=0.4", f"{key}.engine_kwargs.vllm.x=1", f"{key}.enforce_eager=true"]
+    vllm = [f"{key}.gpu_memory_utilization=0.4", f"{key}.engine_kwargs.vllm.x=1", f"{key}.free_cache_engine=true"]
     native = inert(*vllm, f"{key}.max_num_seqs=8", f"{key}.engine_kwargs.sglang.x=1")
     assert native.keys() == {one.partition("=")[0] for one in [*vllm, f"{key}.engine_kwargs.sglang.x"]}
     assert set(native.values()) == {"no effect with rollout.name=native"}

@@ -53,26 +53,25 @@ def engine_options(
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # no sampling defaults from the model's files
         "dtype": rollout.dtype,
-        "load_format": rollout.load_format,
+        "load_format": "dummy",  # the actor's weights replace them before the first response
         "max_model_len": rollout.max_model_len or rollout.prompt_length + rollout.response_length,
         "max_num_seqs": rollout.max_num_seqs,
-        "max_num_batched_tokens": rollout.max_num_batched_tokens,
-        "enable_chunked_prefill": rollout.enable_chunked_prefill,
-        "enable_prefix_caching": rollout.enable_prefix_caching,
+        "max_num_batched_tokens": 8192,
+        "enable_chunked_prefill": True,
+        "enable_prefix_caching": True,
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
         "tensor_parallel_size": rollout.tensor_model_parallel_size,
         "distributed_executor_backend": "external_launcher",
-        "enforce_eager": rollout.enforce_eager,
-        "disable_log_stats": rollout.disable_log_stats,
+        "disable_log_stats": True,
         "enable_sleep_mode": rollout.free_cache_engine and device.type == "cuda",
         "seed": 0,  # requests bring their own
     }
-    if rollout.cudagraph_capture_sizes is not None:
-        options["cudagraph_capture_sizes"] = rollout.cudagraph_capture_sizes
+    given = rollout.engine_kwargs.get("vllm", {})
     if device.type == "cpu":
-        options |= {"enforce_eager": True, "block_size": 32}
+        options["block_size"] = 32
         options["kv_cache_memory_bytes"] = cpu_cache_bytes(rollout, hf, options, world_size)
-    return options | rollout.engine_kwargs.get("vllm", {})
+        given = given | {"enforce_eager": True}  # compilation is for GPUs
+    return options | given
 
 
 def cpu_cache_bytes(rollout: RolloutConfig, hf: PretrainedConfig, options: dict[str, Any], world_size: int) -> int:
@@ -105,9 +104,8 @@ def _build(context: BuildContext) -> RolloutEngine:
 VLLM = GenerationEngineSpec(
     name="vllm",
     reads=(
-        *("gpu_memory_utilization", "tensor_model_parallel_size", "max_model_len", "max_num_batched_tokens"),
-        *("enforce_eager", "cudagraph_capture_sizes", "free_cache_engine", "enable_chunked_prefill"),
-        *("enable_prefix_caching", "load_format", "disable_log_stats", "engine_kwargs.vllm*"),
+        *("gpu_memory_utilization", "tensor_model_parallel_size", "max_model_len", "free_cache_engine"),
+        "engine_kwargs.vllm*",
     ),
     check=lambda config: [],
     check_start=_check_start,
