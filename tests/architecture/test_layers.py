@@ -21,6 +21,7 @@ FLOORS = {
     "user_files": 1,
     "algorithms": 2,
     "config": 2,
+    "sandbox": 2,
     "tracking": 2,
     "report": 3,
     "data": 3,

@@ -1,9 +1,11 @@
 """Generalised advantage estimation with a critic (Schulman et al. 2015, https://arxiv.org/abs/1506.02438)."""
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 
-from valor.algorithms.reductions import last_token, masked_whiten, over_rows, zeroed
+from valor.algorithms.reductions import Moments, last_token, masked_whiten, over_rows, result_like, zeroed
 from valor.algorithms.registry import capability
 from valor.algorithms.scan import Packing, at_next_policy_token, credit_policy_tokens, suffix_scan, sums_to_go
 from valor.errors import UserError
@@ -70,41 +72,50 @@ def gae(
     lam_actor = lam if lam_actor is None else lam_actor
     lam_critic = lam if lam_critic is None else lam_critic
     response_mask, rewards = response_mask.to(values.dtype), rewards.to(values.dtype)
-    advantages, returns = (torch.empty_like(values, memory_format=torch.contiguous_format) for _ in range(2))
+    advantages, returns = result_like(values), result_like(values)
     decay: float | Tensor = gamma * lam_actor
     if adaptive_lam_alpha is not None:
         lengths = response_mask.sum(1).clamp(min=1).double()
         decay = gamma * (1.0 - 1.0 / (adaptive_lam_alpha * lengths)).clamp(min=0.0)
-    if bootstrap_mask is not None:  # γ V(end) is a reward of the last policy token
-        last = last_token(response_mask).unsqueeze(1)
-        end_values = values.gather(1, last) if bootstrap_values is None else bootstrap_values.unsqueeze(1)
-        cut_off = (bootstrap_mask.bool() & response_mask.any(1)).unsqueeze(1)
-        rewards = rewards.scatter_add(1, last, (gamma * end_values.to(values.dtype)).masked_fill(~cut_off, 0.0))
+    if bootstrap_mask is not None:
+        rewards = _add_end_values(rewards, values, response_mask, bootstrap_mask, bootstrap_values, gamma)
     one_lambda = adaptive_lam_alpha is None and lam_actor == lam_critic
     # Where nothing decays, Σ δ is Σ r − V whatever lies between: no token needs to move.
     telescopes = one_lambda and gamma == lam_actor == 1.0 and bootstrap_mask is None and zero_masked
 
-    def of_rows(rows: slice) -> None:
+    def of_rows(rows: slice) -> Moments:
         mask = response_mask[rows]
         value = zeroed(values[rows], mask)
         if telescopes:
             target = sums_to_go(rewards[rows], mask, reward_on_masked, out=returns[rows])
-            torch.sub(target, value, out=advantages[rows])
-            return
+            return Moments.of(torch.sub(target, value, out=advantages[rows]), mask)
         reward = credit_policy_tokens(rewards[rows], mask, reward_on_masked)
         packing = Packing(mask)
         packed_value = packing.pack(value)
-        delta = packing.pack(reward) - packed_value
+        delta = packing.pack(reward).sub_(packed_value)
         delta[:, :-1].add_(packed_value[:, 1:], alpha=gamma)
         advantage = suffix_scan(delta, decay[rows] if isinstance(decay, Tensor) else decay)
         target = advantage if one_lambda else suffix_scan(delta, gamma * lam_critic)
-        advantage, target = packing.unpack(advantage), packing.unpack(target)
+        advantage = packing.unpack(advantage, out=advantages[rows])
+        target = advantage if one_lambda else packing.unpack(target, out=returns[rows])
+        moments = Moments.of(advantage, mask)
         if not zero_masked:
-            advantage, target = at_next_policy_token(advantage, mask), at_next_policy_token(target, mask)
+            target = at_next_policy_token(target, mask)
+            advantages[rows] = at_next_policy_token(advantage, mask)
             value = values[rows]
-        advantages[rows] = advantage
         torch.add(target, value, out=returns[rows])
+        return moments
 
-    over_rows(of_rows, values)
-    masked_whiten(advantages, response_mask, scope=whitening, zero_masked=zero_masked, out=advantages)
+    moments = reduce(Moments.merge, over_rows(of_rows, values), Moments())
+    masked_whiten(advantages, response_mask, scope=whitening, zero_masked=zero_masked, moments=moments, out=advantages)
     return advantages, returns
+
+
+def _add_end_values(
+    rewards: Tensor, values: Tensor, response_mask: Tensor, cut_off: Tensor, end_values: Tensor | None, gamma: float
+) -> Tensor:
+    """Rewards plus γ V(end) at the last policy token of rows that were cut off; V(end): that token's value if None."""
+    last = last_token(response_mask).unsqueeze(1)
+    end = values.gather(1, last) if end_values is None else end_values.to(values.dtype).unsqueeze(1)
+    applies = (cut_off.bool() & response_mask.any(1)).unsqueeze(1)
+    return rewards.scatter_add(1, last, (gamma * end).masked_fill(~applies, 0.0))

@@ -3,10 +3,7 @@
 float64 makes the mean of equal float32 scores exactly that score, so that a group which agrees has advantage 0.
 """
 
-from array import array
-from collections import defaultdict
 from collections.abc import Sequence
-from itertools import count
 from typing import Any
 
 import torch
@@ -27,11 +24,10 @@ def group_index(group_ids: GroupIds | None, size: int, device: torch.device | No
     if isinstance(group_ids, Tensor):
         index = torch.unique(group_ids, return_inverse=True)[1]
     else:
-        to_list = getattr(group_ids, "tolist", None)  # a numpy array's elements compare and hash best as Python's
-        ids = to_list() if to_list else list(group_ids)
-        position: defaultdict[Any, int] = defaultdict(count().__next__)  # the next free place for a new id
-        places = array("q", list(map(position.__getitem__, ids)))  # torch.tensor(list) takes three times as long
-        index = torch.frombuffer(places, dtype=torch.int64) if ids else torch.empty(0, dtype=torch.int64)
+        place: dict[Any, int] = {}  # of an id, in order of first appearance
+        to_list = getattr(group_ids, "tolist", None)  # numpy's elements hash slowly
+        ids = to_list() if to_list else group_ids
+        index = torch.tensor([place.setdefault(one, len(place)) for one in ids], dtype=torch.int64)
     if index.shape != (size,):
         raise UserError(f"group_ids must hold one id per sample: {size} samples, ids of shape {tuple(index.shape)}")
     return index.to(device)

@@ -5,8 +5,10 @@ infinities included, in the result and in the gradient; a reduction over nothing
 """
 
 import math
+import mmap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
 from typing import TypeVar
@@ -27,6 +29,7 @@ WHITENING_SCOPES: tuple[str, ...] = ("batch", "none")
 
 # Elements per block of rows: temporaries of this size stay in the outer cache, and their memory is used again.
 _BLOCK_ELEMENTS = 2**18
+_HUGE_BYTES = 2**24  # below, the allocator reuses memory that it has
 _WIDE_ELEMENTS = 2**16  # of a float64 copy that stays in the inner cache
 
 Denominator = float | Tensor | None
@@ -100,6 +103,17 @@ def over_rows(work: Callable[[slice], Result], x: Tensor) -> list[Result]:
         torch.set_num_threads(threads)
 
 
+def result_like(x: Tensor) -> Tensor:
+    """Uninitialised contiguous memory of x's shape and type; a large one on the CPU asks for huge pages."""
+    size = x.numel() * x.element_size()
+    if x.device.type != "cpu" or size < _HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    memory = mmap.mmap(-1, size)
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=x.dtype).view(x.shape)
+
+
 @dataclass(frozen=True)
 class Moments:
     """Count, mean and Σ (x − mean)² of masked-in entries."""
@@ -110,8 +124,8 @@ class Moments:
 
     @staticmethod
     def of(x: Tensor, mask: Tensor) -> "Moments":
-        """Those of the masked-in entries, summed in float64, in which the squares of float32 numbers are exact."""
-        flat, total, squares = zeroed(x, mask).reshape(-1), 0.0, 0.0
+        """Those of x, 0 where the mask is 0; summed in float64, in which the squares of float32 numbers are exact."""
+        flat, total, squares = x.reshape(-1), 0.0, 0.0
         for piece in flat.split(_WIDE_ELEMENTS if flat.device.type == "cpu" else max(1, flat.numel())):
             wide = piece.double()
             total, squares = total + wide.sum().item(), squares + wide.dot(wide).item()
@@ -132,7 +146,9 @@ class Moments:
 def masked_moments(x: Tensor, mask: Tensor) -> Moments:
     """Moments of the masked-in entries of x [..., T]."""
     x, mask = _as_rows(x), _as_rows(mask)
-    return reduce(Moments.merge, over_rows(lambda rows: Moments.of(x[rows], mask[rows]), x), Moments())
+    return reduce(
+        Moments.merge, over_rows(lambda rows: Moments.of(zeroed(x[rows], mask[rows]), mask[rows]), x), Moments()
+    )
 
 
 @torch.no_grad()
@@ -144,6 +160,7 @@ def masked_whiten(
     zero_masked: bool = True,
     scope: str = "batch",
     eps: float = 1e-8,
+    moments: Moments | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """(x − mean) / sqrt(var + eps) with the statistics of the masked-in entries of what is given.
@@ -151,13 +168,13 @@ def masked_whiten(
     scope: "batch" (all of it) or "none" (x unchanged but for `zero_masked`). To whiten by mini-batch, call it on each.
     shift_mean: False scales only and leaves the mean where it was.
     zero_masked: masked-out entries become 0; False sends them through the same affine map (verl does).
-    out: contiguous tensor to write to, x itself allowed.
+    moments: those of x under mask, where they are known. out: contiguous tensor to write to, x itself allowed.
     A single masked-in entry has no spread: it becomes 0 (verl raises). No gradient.
     """
-    out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+    out = result_like(x) if out is None else out
     if choose(scope, WHITENING_SCOPES, "whitening scope") == "none":
         return out.copy_(keep_masked(x, mask) if zero_masked else x)
-    moments = masked_moments(x, mask)
+    moments = masked_moments(x, mask) if moments is None else moments
     scale = (moments.squares / max(moments.count - 1.0, 1.0) + eps) ** -0.5
     flat, flat_mask, flat_out = (_as_rows(tensor) for tensor in (x, mask, out))
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from valor.algorithms.groups import SINGLETON, GroupIds, Groups, sequence_scores, spread_over_tokens
-from valor.algorithms.reductions import masked_whiten
+from valor.algorithms.reductions import masked_whiten, result_like
 from valor.algorithms.registry import capability, choose
 from valor.algorithms.scan import Packing, returns_to_go
 
@@ -69,7 +69,7 @@ def remax(
     returns = returns_to_go(rewards, response_mask, 1.0, reward_on_masked, zero_masked)
     baselines = reward_baselines.to(returns.dtype).unsqueeze(-1)
     mask = response_mask.to(returns.dtype)
-    return torch.addcmul(returns, mask, baselines, value=-1.0), returns
+    return torch.addcmul(returns, mask, baselines, value=-1.0, out=result_like(returns)), returns
 
 
 @capability(
@@ -114,7 +114,7 @@ def optimal_token_baseline(
     advantage = (gain - baseline.index_select(0, groups.index)).mul_(present)
     if choose(singleton, SINGLETON, "singleton") == "zero" and bool(groups.singleton.any()):
         advantage.masked_fill_(groups.singleton.unsqueeze(1), 0.0)
-    return (advantage if packing is None else packing.unpack(advantage)), returns
+    return (advantage if packing is None else packing.unpack(advantage, out=torch.empty_like(returns))), returns
 
 
 def _per_group(x: Tensor, groups: Groups) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from valor.algorithms.reductions import over_rows, zeroed
+from valor.algorithms.reductions import over_rows, result_like, zeroed
 from valor.algorithms.registry import choose
 from valor.errors import UserError
 
@@ -73,7 +73,7 @@ class Packing:
     """
 
     def __init__(self, mask: Tensor) -> None:
-        self.has_gaps = mask.shape[1] > 1 and bool((mask[:, 1:] > mask[:, :-1]).any())
+        self.has_gaps = mask.shape[1] > 1 and bool((mask[:, 1:] - mask[:, :-1]).max() > 0)
         if self.has_gaps:
             present = mask.bool()
             self.slots = present.cumsum(1) * present
@@ -83,12 +83,12 @@ class Packing:
         """[R, T], 0 at masked positions, to [R, W]."""
         return x.new_zeros(x.shape[0], self.width).scatter_(1, self.slots, x) if self.has_gaps else x
 
-    def unpack(self, buffer: Tensor) -> Tensor:
-        """[R, W] back to [R, T]; masked positions 0. Empties slot 0, where a scan leaves what it carries."""
+    def unpack(self, buffer: Tensor, out: Tensor) -> Tensor:
+        """[R, W] back to `out` [R, T]; masked positions 0. Empties slot 0, where a scan leaves what it carries."""
         if not self.has_gaps:
-            return buffer
+            return out.copy_(buffer)
         buffer[:, 0] = 0.0
-        return buffer.gather(1, self.slots)
+        return torch.gather(buffer, 1, self.slots, out=out)
 
 
 def credit_policy_tokens(rewards: Tensor, mask: Tensor, on_masked: str) -> Tensor:
@@ -128,7 +128,7 @@ def returns_to_go(
     """G_t = r_t + γ G_{t'}, t' the next policy token; [B, T]. Masked positions do not discount and are 0, or, with
     zero_masked=False, what the next policy token has."""
     mask = response_mask.to(rewards.dtype)
-    returns = torch.empty_like(rewards, memory_format=torch.contiguous_format)
+    returns = result_like(rewards)
 
     def of_rows(rows: slice) -> None:
         if gamma == 1.0:
@@ -136,7 +136,7 @@ def returns_to_go(
         else:
             packing = Packing(mask[rows])
             reward = credit_policy_tokens(rewards[rows], mask[rows], reward_on_masked)
-            returns[rows] = packing.unpack(suffix_scan(packing.pack(reward), gamma))
+            packing.unpack(suffix_scan(packing.pack(reward), gamma), out=returns[rows])
         if not zero_masked:
             returns[rows] = at_next_policy_token(returns[rows], mask[rows])
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from valor.data.duplicates import Messages, same_text
-from valor.data.files import parse_row, write_parquet
-from valor.data.recipes.recipe import QUESTION, Example, Pair, Recipe, Record
+from valor.data.files import Messages, parse_row, same_text, write_parquet
+from valor.data.recipes.recipe import QUESTION, Pair, Recipe, Record
 from valor.data.sampler import subset
-from valor.data.sources import Source, from_files, from_hub, local_files, named_splits
+from valor.data.sources import SPLITS, Source, from_hub, from_local, split_and_path
 from valor.errors import UserError
 
 Row = dict[str, Any]
@@ -27,8 +26,9 @@ class Request:
 
     `local`: files and folders instead of the hub. `splits` empty: all that it has. `limit`: rows a split, drawn by
     `seed`; of a generator, training rows to make. `test_size`: rows of a test split that is held out of train, for data
-    that has none. `template` takes the place of the recipe's, in ready-made messages too. `form` turns pairs into RL
-    `prompts` or `sft` conversations. `options` are a generator's settings.
+    that has none. `template` takes the place of the recipe's, in ready-made messages too. `system`: a message before
+    prompts that have none. `form` turns pairs into RL `prompts` or `sft` conversations. `options` are a generator's
+    settings.
     """
 
     recipe: Recipe
@@ -38,6 +38,7 @@ class Request:
     test_size: int | None = None
     seed: int = 0
     template: str | None = None
+    system: str | None = None
     form: str = "pairs"
     drop_duplicates: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -67,12 +68,12 @@ def prepare(request: Request, out: Path) -> list[str]:
 
 def _sources(request: Request) -> dict[str, list[Source]]:
     recipe = request.recipe
-    splits = tuple(request.splits) or recipe.splits or named_splits(request.local)
+    named = {split for split, _ in map(split_and_path, request.local)}
+    splits = tuple(request.splits) or recipe.splits or tuple(s for s in SPLITS if s in named) or SPLITS[:1]
     if recipe.splits and (unknown := [split for split in splits if split not in recipe.splits]):
         raise UserError(f"{recipe.name} has no {unknown[0]} split; it has {', '.join(recipe.splits)}")
     if request.local:
-        files = local_files(recipe, splits, request.local)
-        return {split: from_files(recipe, split, files[split]) for split in splits}
+        return from_local(recipe, splits, request.local)
     if not recipe.hub:
         raise UserError(f"{recipe.name} reads your own files: give them with --local PATH …")
     return {split: from_hub(recipe, split) for split in splits}
@@ -124,14 +125,8 @@ def _rows(request: Request, split: str, source: Source, notes: list[str]) -> Ite
 
 
 def _row(request: Request, record: Record, data_source: str) -> Row | None:
-    """The row of a record. One that is in training format already keeps its prompt and ground truth."""
     recipe = request.recipe
-    if recipe.takes_rows and isinstance(record.get("reward_model"), Mapping) and isinstance(record.get("prompt"), list):
-        given = (record.get("extra_info") or {}).items()
-        extra = {k: v for k, v in given if v is not None and k not in ("split", "index")}
-        made: Example | Pair | None = Example(record["prompt"], record["reward_model"].get("ground_truth"), extra)
-    else:
-        made = recipe.convert(record)
+    made = recipe.convert(record)
     if made is None:
         return None
     if isinstance(made, Pair):
@@ -146,9 +141,8 @@ def _row(request: Request, record: Record, data_source: str) -> Row | None:
 
 
 def _messages(request: Request, question: str | Messages) -> list[Row]:
-    recipe = request.recipe
     if isinstance(question, str):
-        template = recipe.template if request.template is None else request.template
+        template = request.recipe.template if request.template is None else request.template
         messages = [{"role": "user", "content": template.replace(QUESTION, question)}]
     else:
         messages = [{key: found for key, found in message.items() if found is not None} for message in question]
@@ -156,7 +150,7 @@ def _messages(request: Request, question: str | Messages) -> list[Row]:
         if request.template is not None and last.get("role") == "user":
             last["content"] = request.template.replace(QUESTION, str(last["content"]))
     has_system = bool(messages) and messages[0].get("role") == "system"
-    return [{"role": "system", "content": recipe.system}, *messages] if recipe.system and not has_system else messages
+    return messages if has_system or not request.system else [{"role": "system", "content": request.system}, *messages]
 
 
 def _generated(request: Request, notes: list[str]) -> dict[str, list[Row]]:

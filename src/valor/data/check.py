@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import pyarrow.parquet as pq
 
-from valor.data.duplicates import repeats, same_text, shared_prompts
-from valor.data.files import OPTIONAL_COLUMNS, REQUIRED_COLUMNS, DataRow, parse_row, read_records, read_rows
+from valor.data.files import (
+    OPTIONAL_COLUMNS,
+    REQUIRED_COLUMNS,
+    DataRow,
+    parse_row,
+    read_records,
+    read_rows,
+    same_text,
+)
 from valor.data.prompts import render, token_ids
 from valor.errors import UserError
 
@@ -175,7 +182,10 @@ def _check_graders(has_grader: Callable[[str], bool] | None, report: DataReport)
 
 def _check_duplicates(report: DataReport) -> None:
     rows = report.rows
-    repeated = [[rows[i] for i in places] for places in repeats(same_text(row.messages) for row in rows)]
+    groups: dict[str, list[DataRow]] = defaultdict(list)
+    for row in rows:
+        groups[same_text(row.messages)].append(row)
+    repeated = [group for group in groups.values() if len(group) > 1]
     contradicting = [g for g in repeated if len({json.dumps(r.ground_truth, default=str) for r in g}) > 1]
     if contradicting:
         example = " and ".join(f"{place(r)} ({r.ground_truth})" for r in contradicting[0][:2])
@@ -192,17 +202,14 @@ def _check_overlap(test_path: str | Path, report: DataReport) -> None:
     except UserError as error:
         report.problem(str(error))
         return
-    rows = report.rows
-    shared = shared_prompts(
-        [r.messages for r in rows], [r.data_source for r in rows],
-        [r.messages for r in test], [r.data_source for r in test],
-    )  # fmt: skip
+    tested = {same_text(row.messages): row for row in test}
+    shared = [(row, tested[key]) for row in report.rows if (key := same_text(row.messages)) in tested]
     if shared:
-        examples = ", ".join(f"{place(rows[i])} = {place(test[j])}" for i, j in shared[:NAMED_ROWS])
+        examples = ", ".join(f"{place(row)} = {place(other)}" for row, other in shared[:NAMED_ROWS])
         report.problem(
-            f"{len(shared)} of {len(rows)} prompts are in {test_path} too ({examples}), so validation would measure "
-            "memory: leave them out (valor data prepare --drop-duplicates)",
-            [rows[i] for i, _ in shared],
+            f"{len(shared)} of {len(report.rows)} prompts are in {test_path} too ({examples}), so validation would "
+            "measure memory: leave them out (valor data prepare --drop-duplicates)",
+            [row for row, _ in shared],
         )
 
 

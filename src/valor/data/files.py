@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from valor.errors import UserError
+
+Messages = Sequence[Mapping[str, Any]]
 
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".json.gz")
 REQUIRED_COLUMNS = ("prompt", "data_source", "reward_model")
@@ -156,6 +159,16 @@ def parse_messages(value: Any, where: str, name: str, text_role: str | None = No
         # Parquet gives every message the union of all keys, filled with nulls that chat templates would render.
         messages.append({k: v for k, v in message.items() if v is not None})
     return messages
+
+
+def same_text(messages: Messages) -> str:
+    """What two prompts that differ in capitals, white space and Unicode composition alone have in common."""
+    return normalized("\n".join(f"{m.get('role')}: {m.get('content')}" for m in messages))
+
+
+def normalized(text: str) -> str:
+    """Text without differences in capitals, white space and Unicode composition."""
+    return " ".join(unicodedata.normalize("NFC", text).casefold().split())
 
 
 def write_rows(path: str | Path, records: Iterable[Mapping[str, Any]]) -> int:

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from valor.data.duplicates import bare_questions, normalized, same_text
-from valor.data.files import DataRow, read_records
+from valor.data.files import DataRow, normalized, read_records, same_text
 from valor.errors import UserError
 
-_RESPONSES = ("output", "outputs", "response", "responses", "completion", "tokens")
-_PROMPTS = ("prompt", "input", "question", "problem")
+_RESPONSES = ("output", "response", "responses", "tokens")
+_PROMPTS = ("prompt", "input", "question")
 _SCORES = ("score", "reward")
 
 
@@ -27,15 +26,26 @@ class OutputRecord(NamedTuple):
 def read_outputs(path: str | Path, rows: Sequence[DataRow]) -> tuple[list[OutputRecord], int]:
     """The outputs that belong to a row, and the number of those that belong to none.
 
-    A record has the response (`output`, `response`, `responses` as a list, …) and either the row's number (`row`, from
-    0) or its prompt (`prompt`, `input`, `question`: messages, the question, or the text that the model saw). What a run
-    has generated (`samples/step_N.jsonl`) and verl's dumps are such files. Raises UserError when no output belongs to a
-    row.
+    A record has the response (`output`, `response`, `responses` as a list, `tokens`) and either the row's number
+    (`row`, from 0) or its prompt (`prompt`, `input`, `question`): messages, or a text in which the row's last message
+    stands, such as what the model saw. What a run has generated (`samples/step_N.jsonl`) and verl's dumps are such
+    files. Raises UserError when no output belongs to a row.
     """
-    find = _RowFinder(rows)
+    questions = [normalized(row.messages[-1]["content"]) for row in rows]
+    known: dict[str, int | None] = {}
     found, unmatched = [], 0
     for where, record in read_records(path):
-        responses, row = _responses(record, where), find.row(record, where)
+        responses, row = _responses(record, where), record.get("row")
+        if not isinstance(row, int):
+            prompt = next((record[name] for name in _PROMPTS if record.get(name)), None)
+            if prompt is None:
+                raise UserError(f"{where}: says neither its 'row' nor its prompt ({', '.join(_PROMPTS)})")
+            text = normalized(prompt) if isinstance(prompt, str) else same_text(prompt)
+            if text not in known:
+                known[text] = _longest_inside(text, questions)
+            row = known[text]
+        elif not 0 <= row < len(rows):
+            raise UserError(f"{where}: row {row} is none of the {len(rows)} rows, counted from 0")
         if row is None:
             unmatched += len(responses)
             continue
@@ -49,40 +59,16 @@ def read_outputs(path: str | Path, rows: Sequence[DataRow]) -> tuple[list[Output
     return found, unmatched
 
 
+def _longest_inside(prompt: str, questions: Sequence[str]) -> int | None:
+    inside = (i for i, question in enumerate(questions) if question in prompt)
+    return max(inside, key=lambda i: len(questions[i]), default=None)
+
+
 def _responses(record: Mapping[str, Any], where: str) -> list[str]:
     name = next((name for name in _RESPONSES if record.get(name) is not None), None)
     if name is None:
         raise UserError(f"{where}: has no response; its column must be named one of {', '.join(_RESPONSES)}")
-    value = record[name]
+    found = record[name]
     if name == "tokens":
-        return ["".join(value)]
-    return [str(v) for v in value] if isinstance(value, list) else [str(value)]
-
-
-class _RowFinder:
-    """Finds the row that a record belongs to, by its number or its prompt."""
-
-    def __init__(self, rows: Sequence[DataRow]) -> None:
-        self._bare = bare_questions([row.messages for row in rows], [row.data_source for row in rows])
-        self._places = {question: i for i, question in enumerate(self._bare)}
-        self._places |= {same_text(row.messages): i for i, row in enumerate(rows)}
-        self._known: dict[str, int | None] = {}
-
-    def row(self, record: Mapping[str, Any], where: str) -> int | None:
-        """The row's number; None when its prompt is none of theirs."""
-        number = record.get("row")
-        if isinstance(number, int):
-            if not 0 <= number < len(self._bare):
-                raise UserError(f"{where}: row {number} is none of the {len(self._bare)} rows, counted from 0")
-            return number
-        prompt = next((record[name] for name in _PROMPTS if record.get(name)), None)
-        if prompt is None:
-            raise UserError(f"{where}: says neither its 'row' nor its prompt ({', '.join(_PROMPTS)})")
-        text = normalized(prompt) if isinstance(prompt, str) else same_text(prompt)
-        if text in self._places:
-            return self._places[text]
-        if text not in self._known:
-            # A prompt as the model saw it has the chat template around the question.
-            inside = (i for i, question in enumerate(self._bare) if question in text)
-            self._known[text] = max(inside, key=lambda i: len(self._bare[i]), default=None)
-        return self._known[text]
+        return ["".join(found)]
+    return [str(one) for one in found] if isinstance(found, list) else [str(found)]

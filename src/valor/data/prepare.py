@@ -49,13 +49,14 @@ def _request(args: argparse.Namespace) -> Request:
     if args.template is not None and QUESTION not in args.template:
         raise UserError(f"--template must say where the question goes: {QUESTION}")
     request = Request(
-        recipe=replace(recipe, system=args.system or recipe.system, data_source=args.data_source or recipe.data_source),
+        recipe=replace(recipe, data_source=args.data_source or recipe.data_source),
         local=args.local or (),
         splits=args.split or (),
         limit=args.limit,
         test_size=args.test_size,
         seed=args.seed,
         template=args.template,
+        system=args.system,
         form=args.form,
         drop_duplicates=args.drop_duplicates,
         options=dict(_option(one) for one in args.option),
@@ -77,14 +78,10 @@ def _known(args: argparse.Namespace) -> Recipe:
 def _own(args: argparse.Namespace) -> Recipe:
     prompt = args.prompt_column or "prompt"
     if args.chosen_column or args.rejected_column:
-        if args.answer_column or args.ability or args.extra_columns:
+        if args.answer_column or args.extra_columns:
             raise UserError("give --answer-column (questions) or --chosen-column and --rejected-column (pairs)")
-        return own_pairs(
-            prompt=prompt,
-            chosen=args.chosen_column or "chosen",
-            rejected=args.rejected_column or "rejected",
-            source=args.source_column or "",
-        )
+        chosen, rejected = args.chosen_column or "chosen", args.rejected_column or "rejected"
+        return own_pairs(prompt, chosen, rejected, args.source_column)
     if args.source_column:
         raise UserError("--source-column belongs to pairs: give --chosen-column and --rejected-column")
     if not args.answer_column or not args.data_source:
@@ -92,13 +89,7 @@ def _own(args: argparse.Namespace) -> Recipe:
             "custom: say which column holds the right answer (--answer-column) and which grader compares with it "
             "(--data-source; valor rewards list); for pairs give --chosen-column and --rejected-column"
         )
-    return own_prompts(
-        prompt=prompt,
-        answer=args.answer_column,
-        data_source=args.data_source,
-        ability=args.ability or "",
-        extra=tuple(args.extra_columns or ()),
-    )
+    return own_prompts(prompt, args.answer_column, args.data_source, args.extra_columns or ())
 
 
 def _option(text: str) -> tuple[str, Any]:
@@ -131,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
         "--local_dataset_path",
         nargs="+",
         metavar="PATH",
-        help="files or folders to read instead of the hub; train=FILE and test=FILE say which split a file is",
+        help="files (train=FILE, test=FILE) or a clone of the hub's repository, to read instead of the hub",
     )
     add("--split", nargs="+", choices=("train", "test"), help="only these splits")
     add("--limit", type=_rows, metavar="N", help="N rows a split, drawn by --seed; of a generator: training rows")
@@ -152,7 +143,6 @@ def _parser() -> argparse.ArgumentParser:
     own = parser.add_argument_group("custom: which column of your files is what (a dot goes into a dictionary)")
     for flag, text in _COLUMN_FLAGS.items():
         own.add_argument(flag, metavar="NAME", nargs="+" if flag == "--extra-columns" else None, help=text)
-    own.add_argument("--ability", help="the kind of task (default custom)")
     return parser
 
 

@@ -5,15 +5,15 @@ The same function makes the texts that a reward model is trained on and those th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from valor.data.batch import Batch, pad_rows
+from valor.data.files import Messages
 from valor.data.prompts import render
 
-Messages = Sequence[Mapping[str, Any]]
 _TOO_LARGE = 1_000_000  # tokenizers without a limit name one such as 1e30
 
 

@@ -76,12 +76,6 @@ class PromptSampler:
             self._cached = (epoch, rows)
         return self._cached[1]
 
-    def batch(self, step: int) -> list[int]:
-        """The batch of step 0, 1, 2, … of a run that was never interrupted. Changes no state."""
-        epoch, nth = divmod(step, self.steps_per_epoch)
-        start = nth * self.batch_size
-        return self.order(epoch)[start : start + self.batch_size].tolist()
-
     def next_batch(self) -> list[int]:
         """The batch after the last one; starts the next epoch when this one has no batch left."""
         left = self.num_rows - self.position

@@ -111,17 +111,12 @@ def make_data(
     if not 0 < num_val < len(problems):
         raise ValueError(f"num_val must be between 1 and {len(problems) - 1}, got {num_val}")
     val, train = problems[:num_val], problems[num_val:]
-    files = data_files(out_dir)
+    files = DataFiles(*(Path(out_dir) / f"{name}.parquet" for name in ("train", "val", "sft_train", "sft_val")))
     write_rows(files.train, [_prompt_row(p, "train", i) for i, p in enumerate(train)])
     write_rows(files.val, [_prompt_row(p, "val", i) for i, p in enumerate(val)])
     for path, count in ((files.sft_train, num_demonstrations), (files.sft_val, num_sft_val)):
         write_parquet({path: [{"messages": demonstration(rng, *rng.choice(train))} for _ in range(count)]})
     return files
-
-
-def data_files(out_dir: Path | str) -> DataFiles:
-    """Where `make_data` writes."""
-    return DataFiles(*(Path(out_dir) / f"{name}.parquet" for name in ("train", "val", "sft_train", "sft_val")))
 
 
 def make_problems(rng: random.Random) -> list[tuple[int, int]]:

@@ -8,16 +8,12 @@ from pathlib import Path
 from valor.data.check import DataReport, check_file, place
 from valor.data.files import write_rows
 from valor.data.outputs import read_outputs
-from valor.data.recipes.puzzles import solve
 from valor.errors import UserError
-from valor.rewards import countdown
 from valor.rewards.check import CheckedRow, GradingReport, Output, check_outputs, check_truths
 from valor.rewards.custom import CustomFunction
 from valor.rewards.executor import RewardExecutor
-from valor.rewards.registry import grader_for, has_grader
+from valor.rewards.registry import has_grader
 from valor.rewards.worker import Sample
-
-_MOST_NUMBERS = 4  # of a puzzle that is solved here: five take a quarter of a second
 
 
 def data_check(argv: list[str]) -> int:
@@ -87,8 +83,6 @@ def _grade(report: DataReport, executor: RewardExecutor, limit: int | None, outp
     if limit is not None and limit < len(chosen):
         chosen = [chosen[i * len(chosen) // limit] for i in range(limit)]
     if chosen:
-        if executor.custom is None:
-            chosen = [row._replace(sample=_solved(row.sample)) for row in chosen]
         _add(report, "ground truths graded against themselves:", check_truths(chosen, executor))
     if outputs is not None:
         found, unmatched = read_outputs(outputs, report.rows)
@@ -97,21 +91,6 @@ def _grade(report: DataReport, executor: RewardExecutor, limit: int | None, outp
         graded = [Output(rows[o.row], o.response, o.label, o.score) for o in found if gradable[o.row]]
         if graded:
             _add(report, f"outputs of {outputs}:", check_outputs(graded, executor))
-
-
-def _solved(sample: Sample) -> Sample:
-    """A puzzle that comes without a solution gets one, so that it can be checked; what has none can never score."""
-    extra = sample.extra_info or {}
-    if grader_for(sample.data_source) is not countdown.grade or "solution" in extra:
-        return sample
-    try:
-        target, numbers = countdown.puzzle(sample.ground_truth, extra)
-    except ValueError:
-        return sample  # the grader will say so
-    if len(numbers) > _MOST_NUMBERS:
-        return sample
-    solution = solve(numbers, target) or f"no expression of {', '.join(map(str, numbers))} makes {target}"
-    return sample._replace(extra_info={**extra, "solution": solution})
 
 
 def _add(report: DataReport, title: str, grading: GradingReport) -> None:

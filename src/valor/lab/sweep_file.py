@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
 from valor.config import CriticPretrainConfig, PPOConfig, RMConfig, SFTConfig
 from valor.config.base import PathStr, Section, inherits
@@ -73,12 +73,11 @@ class SweepConfig(Section):
     """Folder of the sweep."""
 
 
-class Arm(BaseModel):
-    """One condition: what it sets besides the sweep's base, and those settings as a part of a name."""
+class Arm(NamedTuple):
+    """One condition: what it sets besides the sweep's base."""
 
     name: str
     overrides: list[str]
-    conditions: str = ""
 
 
 def read_sweep(path: Path, **given: Any) -> SweepConfig:
@@ -140,7 +139,7 @@ def expand(sweep: SweepConfig) -> list[Arm]:
         for point in points:
             job = make_job(point, keys)
             full = "-".join(part for part in (name, job.label if job else "") if part)
-            arms.append(Arm(name=full, overrides=[*texts(own), *point]))
+            arms.append(Arm(full, [*texts(own), *point]))
     names = [arm.name for arm in arms]
     if not any(names):
         mistakes.append("arms: there is nothing to compare: name arms, or give a grid of settings")
@@ -153,7 +152,7 @@ def expand(sweep: SweepConfig) -> list[Arm]:
         mistakes += _reserved(f"arm {arm.name}", arm.overrides, (*RESERVED, "data.seed"))
     if mistakes:
         raise UserError("\n".join(mistakes))
-    return [arm.model_copy(update={"conditions": _conditions(arm, arms)}) for arm in arms]
+    return arms
 
 
 def _reserved(place: str, overrides: list[str], keys: tuple[str, ...]) -> list[str]:
@@ -163,10 +162,3 @@ def _reserved(place: str, overrides: list[str], keys: tuple[str, ...]) -> list[s
         for one in overrides
         if key_of(one) in keys
     ]
-
-
-def _conditions(arm: Arm, arms: list[Arm]) -> str:
-    """What sets the arm apart, fit for a name: `lam=0.9-freeze=true`; "" where its name says all of it."""
-    own = [one for one in arm.overrides if one[0] != "~" and any(one not in other.overrides for other in arms)]
-    job = make_job(own, [key_of(one) for one in own])
-    return job.label if job and job.label not in arm.name else ""

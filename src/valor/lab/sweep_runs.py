@@ -114,14 +114,13 @@ def _arguments(config: SweepConfig, arm: Arm, seed: int, out: str) -> list[str]:
     def fill(text: str) -> str:
         return _REFERENCE.sub(lambda found: f"{out}/{found[1]}/seed_{seed}", text.replace("<seed>", str(seed)))
 
-    name = "-".join(part for part in (config.name, arm.name, arm.conditions, f"seed_{seed}") if part)
     options = [("--config-path", config.config_path), ("--config-name", config.config_name)]
     return [
         *(word for option, value in options if value for word in (option, value)),
         *texts(config.base),
         *map(fill, arm.overrides),
         f"trainer.seed={seed}",
-        f"trainer.experiment_name={name}",
+        f"trainer.experiment_name={config.name}-{arm.name}-seed_{seed}",
         f"trainer.default_local_dir={out}/{arm.name}/seed_{seed}",
         "trainer.resume_mode=auto",
     ]

@@ -81,6 +81,13 @@ def after_thinking(text: str) -> str:
     return rest if rest.strip() else text
 
 
+def answer_part(text: str) -> tuple[str, bool]:
+    """What follows the thoughts: the content of the last `<answer>` and True, else all of it and False."""
+    text = after_thinking(text)
+    inside = tagged(text)
+    return (text, False) if inside is None else (inside, True)
+
+
 def announced(text: str) -> str | None:
     """What follows the last "the answer is", "Answer:" and the like, up to the end of the sentence; or an "A:" line."""
     text = text[-_REACH:]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from valor.rewards.answers import after_thinking, announced, boxed, tagged
+from valor.rewards.answers import after_thinking, announced, answer_part, boxed
 from valor.rewards.qa import normalize
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -42,7 +42,8 @@ def grade(
     """
     options = _options((extra_info or {}).get("choices"))
     right = _right_letter(ground_truth, options)
-    answer = _final_statement(solution_str)
+    scope, is_tagged = answer_part(solution_str)
+    answer = boxed(scope) or announced(scope) or (scope if is_tagged else "")
     announced_letter = _read(answer, options) if answer else ""
     letter = announced_letter or _last_choice(after_thinking(solution_str)[-_TAIL:], options)
     return {
@@ -50,13 +51,6 @@ def grade(
         "format": float(bool(announced_letter)),
         "pred": letter.replace(_TWO, ""),
     }
-
-
-def _final_statement(text: str) -> str | None:
-    text = after_thinking(text)
-    inside = tagged(text)
-    scope = text if inside is None else inside
-    return boxed(scope) or announced(scope) or inside
 
 
 def _read(text: str, options: Mapping[str, str]) -> str:
@@ -73,8 +67,7 @@ def _read(text: str, options: Mapping[str, str]) -> str:
 
 def _last_choice(text: str, options: Mapping[str, str]) -> str:
     """The choice of a response that announces none: a bare letter or text, else the last one that is called right."""
-    last_line = text.strip().rpartition("\n")[2]
-    for line in (text.strip(), last_line):
+    for line in (text.strip(), text.strip().rpartition("\n")[2]):
         letter = _read(line, options)
         if letter:
             return letter

@@ -1,7 +1,7 @@
 """Programs: does the code in a response pass its tests? Competition problems (stdin to stdout), functions with asserts.
 
 The tests never meet the code: outputs of programs are compared here, results of functions in a process of their own
-(see valor.rewards.sandbox). So a response cannot print, patch or find its way to a verdict.
+(see valor.sandbox). So a response cannot print, patch or find its way to a verdict.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from valor.rewards.answers import after_thinking
-from valor.rewards.sandbox import Limits, Sandbox, strongest_level
-from valor.rewards.sandbox.payload import same
+from valor.sandbox import Limits, Sandbox, strongest_level
+from valor.sandbox.payload import same
 
 if TYPE_CHECKING:
-    from valor.rewards.sandbox.fusion import SandboxFusion
+    from valor.sandbox.fusion import SandboxFusion
 
 _PYTHON = ("python", "py", "python3")
 _FENCE = re.compile(r"(`{3,}|~{3,})\s*([\w+#.-]*)")
@@ -281,7 +281,7 @@ def _executor(cpu_seconds: int) -> Sandbox | SandboxFusion:
     limits = Limits(cpu_seconds=cpu_seconds, wall_seconds=_settings.seconds, memory_mb=_settings.memory_mb)
     if _settings.sandbox_fusion is None:
         return Sandbox(strongest_level(), limits)
-    from valor.rewards.sandbox.fusion import SandboxFusion  # an HTTP client that the others need not load
+    from valor.sandbox.fusion import SandboxFusion  # an HTTP client that the others need not load
 
     return SandboxFusion(_settings.sandbox_fusion, limits, _settings.max_concurrent)
 

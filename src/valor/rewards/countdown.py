@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import operator
 import re
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from valor.rewards.answers import after_thinking, boxed, tagged
+from valor.rewards.answers import answer_part, boxed
 
 
 class Expression(NamedTuple):
@@ -30,6 +31,7 @@ _ANNOUNCED = re.compile(r"^.*\b(?:answer|expression|solution|equation)\b[^:=\n\d
 _ARITHMETIC = re.compile(r"[-+*/().\d\s]*\d[-+*/().\d\s]*")
 _OPERATOR = re.compile(r"[\d)]\s*[-+*/]")
 _NOT_BEFORE, _NOT_AFTER = re.compile(r"[A-Za-z_^!%]$|[\^%]\s*$"), re.compile(r"[A-Za-z_^!%]")
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 _MAX_LENGTH, _MAX_DIGITS = 500, 12
 _GAME_OF_24 = 24
 
@@ -74,9 +76,7 @@ def puzzle(ground_truth: Any, extra_info: Mapping[str, Any]) -> tuple[Fraction, 
 
 def final_expression(text: str) -> str:
     """The expression that the response ends with, "" when there is none."""
-    text = after_thinking(text)
-    inside = tagged(text)
-    scope = text if inside is None else inside
+    scope, _ = answer_part(text)
     scope = boxed(scope) or scope
     lines = [line for line in scope.splitlines() if line.strip()]
     announced = [i for i, line in enumerate(lines) if _ANNOUNCED.match(line[:_MAX_LENGTH])]
@@ -88,18 +88,14 @@ def final_expression(text: str) -> str:
 
 def evaluate(text: str) -> Expression | None:
     """Exact value of sums, differences, products and quotients of whole numbers; None for anything else."""
-    try:
-        tree = ast.parse(text.strip(), mode="eval").body if len(text) <= _MAX_LENGTH else None
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return None
-    if tree is None:
+    if len(text) > _MAX_LENGTH:
         return None
     numbers: list[int] = []
     try:
-        return Expression(_value(tree, numbers), numbers)
+        return Expression(_value(ast.parse(text.strip(), mode="eval").body, numbers), numbers)
     except ZeroDivisionError:
         return Expression(None, numbers)
-    except TypeError:
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         return None
 
 
@@ -110,16 +106,8 @@ def _value(node: ast.expr, numbers: list[int]) -> Fraction:
             return Fraction(value)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_value(operand, numbers)
-        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div() as operator, right=right):
-            a, b = _value(left, numbers), _value(right, numbers)
-            match operator:
-                case ast.Add():
-                    return a + b
-                case ast.Sub():
-                    return a - b
-                case ast.Mult():
-                    return a * b
-            return a / b
+        case ast.BinOp(left=left, op=operation, right=right) if type(operation) in _OPERATORS:
+            return _OPERATORS[type(operation)](_value(left, numbers), _value(right, numbers))
     raise TypeError("not plain arithmetic")
 
 
@@ -138,8 +126,5 @@ def _expression(line: str) -> str:
     return ""
 
 
-def _solution(ground_truth: Any, extra_info: Mapping[str, Any]) -> str | None:
-    return extra_info.get("solution")
-
-
-grade.answer = _solution  # type: ignore[attr-defined]  # a right answer, for `valor rewards check`
+# A right answer, for `valor rewards check`.
+grade.answer = lambda ground_truth, extra_info: extra_info.get("solution")  # type: ignore[attr-defined]

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from valor.errors import UserError
@@ -48,7 +47,11 @@ class FunctionSource:
     def load(self) -> Callable[..., Any]:
         """The function itself. Raises UserError when its file, its module or its name is not there."""
         if self.path.startswith(_MODULE):
-            module = _import(self.path.removeprefix(_MODULE))
+            name = self.path.removeprefix(_MODULE)
+            try:
+                module = importlib.import_module(name)
+            except Exception as error:
+                raise UserError(f"module '{name}' cannot be imported ({type(error).__name__}: {error})") from error
         else:
             module = load_file(self.path, "reward.custom_reward_function.path")
         found: Any = module
@@ -95,10 +98,3 @@ class CustomFunction(FunctionSource):
         except ValueError:  # a builtin or extension function without a signature: the first call will tell
             pass
         return function
-
-
-def _import(module: str) -> ModuleType:
-    try:
-        return importlib.import_module(module)
-    except Exception as error:
-        raise UserError(f"module '{module}' cannot be imported ({type(error).__name__}: {error})") from error

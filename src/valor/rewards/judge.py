@@ -66,7 +66,7 @@ class Judge:
             reply = await self._server.post(url, json.dumps(body), seconds=config.timeout, attempts=attempts)
             score = self.read(reply.json()["choices"][0]["message"]["content"] or "")
             return RewardResult(score, {}, None, time.perf_counter() - began)
-        except (TimeoutError, RuntimeError, _NoScore) as error:
+        except (TimeoutError, RuntimeError) as error:
             reason = str(error)
         except Exception as error:
             reason = f"the reply is no chat completion ({type(error).__name__})"
@@ -78,20 +78,16 @@ class Judge:
         return _FIELD.sub(lambda field: str(values[field[1]]), self.config.prompt_template or DEFAULT_TEMPLATE)
 
     def read(self, text: str) -> float:
-        """The score in a reply."""
+        """The score in a reply. Raises RuntimeError when it has none."""
         found = self._score.findall(text)
         if not found:
-            raise _NoScore(f"no score in the reply: {' '.join(text.split())[-80:]!r}")
+            raise RuntimeError(f"no score in the reply: {' '.join(text.split())[-80:]!r}")
         last = found[-1] if isinstance(found[-1], str) else found[-1][0]
         low, high = self.config.score_range
         try:
             score = float(last)
         except ValueError:
-            raise _NoScore(f"the score is no number: {last[:40]!r}") from None
+            raise RuntimeError(f"the score is no number: {last[:40]!r}") from None
         if not low <= score <= high:
-            raise _NoScore(f"the score {score:g} is outside {low:g} to {high:g}")
+            raise RuntimeError(f"the score {score:g} is outside {low:g} to {high:g}")
         return score
-
-
-class _NoScore(Exception):
-    """Why a reply says nothing of what the response is worth."""

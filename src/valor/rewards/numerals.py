@@ -60,17 +60,18 @@ def number_value(match: re.Match[str]) -> Fraction | None:
 def last_number(text: str) -> tuple[str, Fraction] | None:
     """The last number anywhere in the text, as written and as value; None when there is none."""
     text = plain(text)
-    match = _last_match(text[-_TAIL:])
+    match = last_match(_NUMBER, text[-_TAIL:])
     # A number at the start of the tail may be the end of a longer one; only something that no number has parts them.
     if match is None or not _NOT_IN_NUMBER.search(text[-_TAIL:], 0, match.start()):
-        match = _last_match(text)
+        match = last_match(_NUMBER, text)
     value = number_value(match) if match else None
     return None if match is None or value is None else (match[0], value)
 
 
-def _last_match(text: str) -> re.Match[str] | None:
+def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    """The last of the pattern's matches, None without any."""
     last = None
-    for match in _NUMBER.finditer(text):
+    for match in pattern.finditer(text):
         last = match
     return last
 

@@ -11,9 +11,8 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from types import ModuleType
@@ -25,6 +24,7 @@ from valor.rewards.worker import HEADER, RewardResult, WorkerSetup, serve
 
 _MAX_REPLY = 1 << 28  # bytes; what says it is longer is no reply
 _SEND_SECONDS = 5  # for a process that does not read what it is sent
+_one_at_a_time = threading.Lock()  # executors start processes in threads of their own
 
 
 @dataclass(eq=False)
@@ -128,25 +128,18 @@ class _GraderProcess(ForkServerProcess):
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:
-        with _nameless_main():
-            return ForkServerProcess._Popen(process_obj)  # type: ignore[attr-defined]
+        with _one_at_a_time:
+            main = sys.modules["__main__"]
+            sys.modules["__main__"] = ModuleType(
+                "__main__"
+            )  # no __spec__, no __file__: nothing for the child to import
+            try:
+                return ForkServerProcess._Popen(process_obj)  # type: ignore[attr-defined]
+            finally:
+                sys.modules["__main__"] = main
 
 
 class _GraderContext(ForkServerContext):
     """Forks from a clean server process: the parent's threads, locks and sockets are not the graders'."""
 
     Process = _GraderProcess  # type: ignore[assignment]
-
-
-_one_at_a_time = threading.Lock()  # executors start processes in threads of their own
-
-
-@contextmanager
-def _nameless_main() -> Iterator[None]:
-    with _one_at_a_time:
-        main = sys.modules["__main__"]
-        sys.modules["__main__"] = ModuleType("__main__")  # no __spec__, no __file__: nothing for the child to import
-        try:
-            yield
-        finally:
-            sys.modules["__main__"] = main

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from valor.rewards.answers import after_thinking, tagged
+from valor.rewards.answers import answer_part, tagged
 from valor.rewards.numerals import with_digits
 
 _ARTICLES = frozenset(("a", "an", "the"))
@@ -42,14 +42,12 @@ def grade(
     in any order and a few between them, numbers as words or digits, a name without its middle), or is short and shares
     most words with one. Components: `em` and `f1` (SQuAD's), `contains`, `format` 1 with `<answer>`, `pred`.
     """
-    text = after_thinking(solution_str)
-    inside = tagged(text)
-    answer = (text if inside is None else inside)[:_MAX_LENGTH]
-    truths = aliases(ground_truth)
+    answer, is_tagged = answer_part(solution_str)
+    answer, truths = answer[:_MAX_LENGTH], aliases(ground_truth)
     result = _measures(answer, truths)
     plain, words = normalize(answer), content_words(answer)
     right = result["em"] or any(says(plain, words, truth) for truth in truths)
-    return {"score": float(right), **result, "format": float(inside is not None), "pred": plain[:_PRED]}
+    return {"score": float(right), **result, "format": float(is_tagged), "pred": plain[:_PRED]}
 
 
 def grade_exact(

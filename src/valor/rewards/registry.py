@@ -36,7 +36,7 @@ _CODE = (
 BUILT_IN: dict[str, Grader] = {
     "openai/gsm8k": gsm8k.grade_strict,
     "openai/gsm8k-flexible": gsm8k.grade_flexible,
-    "valor/arithmetic": gsm8k.grade_integer,
+    "valor/arithmetic": gsm8k.grade_flexible,
     **dict.fromkeys(_MATHEMATICS, mathematics.grade),
     "hiyouga/geometry3k": format.combine(
         mathematics.grade, {"think_and_box": format.has_think_and_box}, {"acc": 0.9, "think_and_box": 0.1}
@@ -71,11 +71,6 @@ def register_reward(pattern: str) -> Callable[[_G], _G]:
 def registered_graders() -> dict[str, Grader]:
     """What register_reward was given in this process, by pattern."""
     return dict(_registered)
-
-
-def known_data_sources() -> list[str]:
-    """Every name and pattern that has a grader."""
-    return sorted({*BUILT_IN, *_registered})
 
 
 def has_grader(data_source: str) -> bool:
@@ -122,7 +117,7 @@ def find_grader(data_source: str) -> Grader | None:
 
 
 def _no_grader(missing: list[str]) -> str:
-    near = difflib.get_close_matches(missing[0], known_data_sources(), n=1)
+    near = difflib.get_close_matches(missing[0], {*BUILT_IN, *_registered}, n=1)
     names = ", ".join(f"'{m}'" for m in missing)
     hint = f" Did you mean '{near[0]}'?" if near else ""
     return (

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from multiprocessing import connection, parent_process
 from typing import Any, NamedTuple
 
+import psutil
+
 from valor.rewards import registry
 from valor.rewards.code import CodeSettings, configure
 from valor.rewards.custom import CustomFunction, FunctionSource
@@ -124,23 +126,18 @@ class Grading:
             kind = "memory" if isinstance(error, MemoryError) else "exception"
             failed = RewardResult(self.error_score, {}, describe_error(error), time.perf_counter() - start, kind)
         # What the grader holds is free by now; what is left would make later samples fail.
-        if failed.kind == "memory" and self._memory and LIMITS_MEMORY and _data_bytes() > self._memory // 2:
+        if (
+            failed.kind == "memory"
+            and self._memory
+            and LIMITS_MEMORY
+            and psutil.Process().memory_info().data > self._memory // 2
+        ):
             os._exit(OUT_OF_MEMORY)
         return failed
 
 
 def as_result(value: Any, seconds: float, error_score: float) -> RewardResult:
     """What a grader returned for one sample, as result. Raises TypeError or ValueError when it is no score."""
-    score, components = checked(value)
-    error = components.get("error")
-    if isinstance(error, str) and error:  # a grader that could not decide says why
-        del components["error"]
-        return RewardResult(error_score, components, error[:_MAX_TEXT], seconds, "undecided")
-    return RewardResult(score, components, None, seconds)
-
-
-def checked(value: Any) -> tuple[float, dict[str, Any]]:
-    """A grader's return value as score and components. Raises TypeError or ValueError when it is no score."""
     components: dict[str, Any] = {}
     if isinstance(value, dict):
         if "score" not in value:
@@ -152,7 +149,11 @@ def checked(value: Any) -> tuple[float, dict[str, Any]]:
     score = float(value)
     if not math.isfinite(score):
         raise ValueError(f"the grader returned {score}")
-    return score, components
+    error = components.get("error")
+    if isinstance(error, str) and error:  # a grader that could not decide says why
+        del components["error"]
+        return RewardResult(error_score, components, error[:_MAX_TEXT], seconds, "undecided")
+    return RewardResult(score, components, None, seconds)
 
 
 def describe_error(error: BaseException) -> str:
@@ -212,12 +213,6 @@ def _limit_memory(size: int) -> None:
     # a grader starts under limits of their own.
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     resource.setrlimit(resource.RLIMIT_DATA, (size if hard == resource.RLIM_INFINITY else min(size, hard), hard))
-
-
-def _data_bytes() -> int:
-    """What counts against the limit, now."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[5]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _end_with_parent() -> None:

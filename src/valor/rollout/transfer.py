@@ -46,13 +46,13 @@ class WeightChannel:
             for bucket in buckets(weights, dtype, self._device, bucket_bytes):
                 flat = torch.cat([tensor.reshape(-1) for _, tensor in bucket])
                 shapes = [(name, list(tensor.shape)) for name, tensor in bucket]
-                self._tell({"dtype": str(flat.dtype).removeprefix("torch."), "shapes": shapes})
+                self._send_header({"dtype": str(flat.dtype).removeprefix("torch."), "shapes": shapes})
                 self._broadcast(flat)
                 total += checksum(flat)
         except BaseException as error:  # the receivers are waiting
-            self._tell({"failed": f"{type(error).__name__}: {error}"})
+            self._send_header({"failed": f"{type(error).__name__}: {error}"})
             raise
-        self._tell({"checksum": int(total)})
+        self._send_header({"checksum": int(total)})
         return int(total)
 
     def receive(self, take: Callable[[NamedTensors], int | None]) -> None:
@@ -61,17 +61,17 @@ class WeightChannel:
         RuntimeError when that is not the sender's, or when the sender gave up.
         """
         end: dict[str, Any] = {}
-        arriving = self._arriving(end)
+        incoming = self._incoming(end)
         try:
-            held = take(arriving)
+            held = take(incoming)
         finally:
-            for _ in arriving:  # the sender does not know who has given up
+            for _ in incoming:  # the sender does not know who has given up
                 pass
         if held != end["checksum"]:
             raise RuntimeError(f"the rollout engine's weights add up to {held}, those sent to {end['checksum']}")
 
-    def _arriving(self, end: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-        while "shapes" in (header := self._hear()):
+    def _incoming(self, end: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+        while "shapes" in (header := self._receive_header()):
             sizes = [torch.Size(shape) for _, shape in header["shapes"]]
             flat = torch.empty(
                 sum(size.numel() for size in sizes), dtype=getattr(torch, header["dtype"]), device=self._device
@@ -84,12 +84,12 @@ class WeightChannel:
             raise RuntimeError(f"the actor could not send its weights: {header['failed']}")
         end |= header
 
-    def _tell(self, header: dict[str, Any]) -> None:
+    def _send_header(self, header: dict[str, Any]) -> None:
         text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8).to(self._device)
         self._broadcast(torch.tensor([len(text)], device=self._device))
         self._broadcast(text)
 
-    def _hear(self) -> dict[str, Any]:
+    def _receive_header(self) -> dict[str, Any]:
         length = torch.zeros(1, dtype=torch.long, device=self._device)
         self._broadcast(length)
         text = torch.empty(int(length), dtype=torch.uint8, device=self._device)

@@ -66,6 +66,7 @@ class PPORun(Run):
             separator_id=self.inputs.separator_id,
         )
         roles = start_pools(self.placement, specs, self.config.ray_kwargs.ray_init.model_dump())
+        stack.callback(roles.close)
         self.collector = Collector(self.config, self.inputs, roles, self.record.say)
         self.updates = Updates(self.config, roles, self.skips, self.record.say)
         self.critics = Critics(self.config, roles, self.updates)

@@ -65,6 +65,7 @@ class CriticPretrainRun(Run):
         specs = {name: spec for name, spec in specs.items() if name in self.trained_roles}
         ray_init = self.config.ray_kwargs.ray_init.model_dump()
         roles = start_group(self.pool, specs, controller=self.controller, ray_init=ray_init)
+        stack.callback(roles.close)
         self.critics = Critics(self.config, roles, Updates(self.config, roles, self.skips, self.record.say))
         return roles
 

@@ -39,7 +39,7 @@ class Run(ABC):
 
     @abstractmethod
     def start(self, stack: ExitStack, *, resuming: bool) -> Roles:
-        """Start the processes. What else has to end with the run goes on the stack."""
+        """Start the processes. What has to end with the run, the processes among it, goes on the stack."""
 
     @abstractmethod
     def train_step(self) -> dict[str, Any]:
@@ -61,7 +61,6 @@ class Run(ABC):
             stop = stack.enter_context(StopRequest())
             checkpoint = store.resume_folder(trainer.resume_mode, trainer.resume_from_path)
             self.roles = self.start(stack, resuming=checkpoint is not None)
-            stack.callback(self.roles.close)
             if checkpoint is not None:
                 self.resume(checkpoint)
             stack.enter_context(self.record.opened(self.step, self.total_steps))

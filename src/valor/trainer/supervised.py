@@ -75,7 +75,9 @@ class SupervisedRun(Run):
         return [self.role]
 
     def start(self, stack: ExitStack, *, resuming: bool) -> Roles:
-        return start_group(self.pool, {self.role: self.role_spec()}, controller=self.controller)
+        roles = start_group(self.pool, {self.role: self.role_spec()}, controller=self.controller)
+        stack.callback(roles.close)
+        return roles
 
     def train_step(self) -> dict[str, Any]:
         """One optimizer step on the next batch; its metrics."""

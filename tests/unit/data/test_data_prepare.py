@@ -35,13 +35,17 @@ def gsm8k(tmp_path: Path) -> Path:
     for split, number in (("train", "1,072"), ("test", "-3")):
         record = {"question": f"A {split} question?", "answer": f"First <<1+1=2>>2.\n#### {number}"}
         write(folder / f"gsm8k_{split}.jsonl", record)
-    write(folder / "another_test.jsonl", {})
     return folder
+
+
+def given(folder: Path) -> list[str]:
+    """Both files of the folder, with their splits."""
+    return [f"{split}={folder / f'gsm8k_{split}.jsonl'}" for split in ("train", "test")]
 
 
 def test_gsm8k(gsm8k: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    assert main(["gsm8k", "--out", str(out), "--local", str(gsm8k)]) == 0
+    assert main(["gsm8k", "--out", str(out), "--local", *given(gsm8k)]) == 0
     assert capsys.readouterr().out == f"{out}/train.parquet: 1 rows\n{out}/test.parquet: 1 rows\n"
     (row,) = read_rows(out / "train.parquet")
     assert (row.data_source, row.ability, row.style, row.ground_truth) == ("openai/gsm8k", "math", "rule", "1072")
@@ -51,15 +55,14 @@ def test_gsm8k(gsm8k: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     }  # fmt: skip
     assert read_rows(out / "test.parquet")[0].ground_truth == "-3"
     options = ["--data-source", "openai/gsm8k-flexible", "--template", "Q: {question}", "--system", "Be brief."]
-    files = [str(gsm8k / "gsm8k_test.jsonl"), str(gsm8k / "gsm8k_train.jsonl")]  # their names tell the split
-    assert main(["gsm8k", "--out", str(out), "--local", *files, *options]) == 0
+    assert main(["gsm8k", "--out", str(out), "--local", *given(gsm8k), *options]) == 0
     (row,) = read_rows(out / "train.parquet")
     assert row.data_source == "openai/gsm8k-flexible"
     assert [m["content"] for m in row.messages] == ["Be brief.", "Q: A train question?"]
 
 
 def test_a_script_with_verls_flags(gsm8k: Path, tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPTS / "gsm8k.py"), "--local_dataset_path", str(gsm8k), "--local_save_dir"]
+    command = [sys.executable, str(SCRIPTS / "gsm8k.py"), "--local_dataset_path", *given(gsm8k), "--local_save_dir"]
     result = subprocess.run([*command, str(tmp_path / "out")], capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stderr) == (0, "")
     assert read_rows(tmp_path / "out" / "train.parquet")[0].ground_truth == "1072"
@@ -113,21 +116,21 @@ def test_mistakes_are_one_line_and_write_nothing(
         assert not out.exists()
         return error
 
-    folder = str(gsm8k)
+    files = given(gsm8k)
     write(gsm8k / "gsm8k_test.jsonl", {"question": "?", "answer": "3"})
-    assert "gsm8k_test.jsonl, line 1: 'answer' has no '####'" in mistake("gsm8k", "--local", folder)
+    assert "gsm8k_test.jsonl, line 1: 'answer' has no '####'" in mistake("gsm8k", "--local", *files)
     write(gsm8k / "gsm8k_test.jsonl", {"question": "?"})
-    assert "gsm8k_test.jsonl, line 1: has no 'answer' (it has question)" in mistake("gsm8k", "--local", folder)
-    (gsm8k / "gsm8k_test.jsonl").unlink()
-    assert "no file for the test split" in mistake("gsm8k", "--local", folder)
+    assert "gsm8k_test.jsonl, line 1: has no 'answer' (it has question)" in mistake("gsm8k", "--local", *files)
+    assert "no file for the test split" in mistake("gsm8k", "--local", files[0])
+    assert "cannot be loaded" in mistake("gsm8k", "--local", str(gsm8k))  # no clone of the hub's repository
     train = str(gsm8k / "gsm8k_train.jsonl")
     assert "which split is it? say train=" in mistake("gsm8k", "--local", str(write(tmp_path / "a.jsonl", {})))
     assert "has no train split; it has test" in mistake("math500", "--split", "train", "--local", train)
     assert "no data set 'gsm8'" in mistake("gsm8")
-    assert "is read, not generated here" in mistake("gsm8k", "--local", folder, "--option", "a=1")
-    assert "only pairs can be turned" in mistake("gsm8k", "--local", folder, "--as", "sft")
-    assert "where the question goes: {question}" in mistake("gsm8k", "--local", folder, "--template", "no place")
-    assert "describes your own files" in mistake("gsm8k", "--local", folder, "--answer-column", "a")
+    assert "is read, not generated here" in mistake("gsm8k", "--local", *files, "--option", "a=1")
+    assert "only pairs can be turned" in mistake("gsm8k", "--local", *files, "--as", "sft")
+    assert "where the question goes: {question}" in mistake("gsm8k", "--local", *files, "--template", "no place")
+    assert "describes your own files" in mistake("gsm8k", "--local", *files, "--answer-column", "a")
     twice = ("gsm8k", "--local", f"train={train}", f"test={train}", "--test-size", "1")
     assert "here there is one already" in mistake(*twice)
     assert "give them with --local" in mistake("custom", "--answer-column", "a", "--data-source", "s")
@@ -144,7 +147,8 @@ def test_duplicates_are_told_and_left_out_on_request(tmp_path: Path, capsys: pyt
 
     write(tmp_path / "train.jsonl", record("One?"), record("Two?"), record("ONE? "), record("Three?"))
     write(tmp_path / "test.jsonl", record("two?"), record("Four?"))
-    argv = ["gsm8k", "--local", str(tmp_path), "--out", str(tmp_path / "out")]
+    files = [f"{split}={tmp_path / split}.jsonl" for split in ("train", "test")]
+    argv = ["gsm8k", "--local", *files, "--out", str(tmp_path / "out")]
     assert main(argv) == 0
     told = capsys.readouterr().out
     assert "train: 1 rows repeat another row's prompt, kept (--drop-duplicates leaves them out)" in told
@@ -195,17 +199,17 @@ def test_your_own_questions_from_every_kind_of_file(tmp_path: Path) -> None:
     }
 
 
-def test_the_splits_of_your_own_files_are_told_by_their_names(tmp_path: Path) -> None:
-    for name in ("a_train", "a_val", "a"):
+def test_the_splits_of_your_own_files(tmp_path: Path) -> None:
+    for name in ("a_train", "a_val"):
         write(tmp_path / f"{name}.jsonl", {"prompt": name, "answer": 1})
     argv = ["custom", "--answer-column", "answer", "--data-source", "mine", "--out", str(tmp_path / "out"), "--local"]
-    assert main([*argv, str(tmp_path / "a_train.jsonl"), str(tmp_path / "a_val.jsonl")]) == 0
+    assert main([*argv, f"train={tmp_path / 'a_train.jsonl'}", f"test={tmp_path / 'a_val.jsonl'}"]) == 0
     for split, text in (("train", "a_train"), ("test", "a_val")):
         assert read_rows(tmp_path / "out" / f"{split}.parquet")[0].messages[0]["content"] == text
-    assert main([*argv, str(tmp_path / "a.jsonl")]) == 0
-    assert read_rows(tmp_path / "out" / "train.parquet")[0].messages[0]["content"] == "a"
+    assert main([*argv, str(tmp_path / "a_val.jsonl")]) == 0  # one file alone is for training
+    assert read_rows(tmp_path / "out" / "train.parquet")[0].messages[0]["content"] == "a_val"
     with pytest.raises(UserError, match="which split is it"):
-        main([*argv, str(tmp_path / "a.jsonl"), str(tmp_path / "a_val.jsonl")])
+        main([*argv, f"train={tmp_path / 'a_train.jsonl'}", f"test={tmp_path / 'a_val.jsonl'}", "b.jsonl"])
 
 
 def test_your_own_messages_and_a_held_out_test_set(tmp_path: Path) -> None:
@@ -261,10 +265,10 @@ def test_reasoning_gym(tmp_path: Path) -> None:
 
 def test_real_files(shared_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = shared_dir / "data"
+    gsm8k = [f"train={data / 'gsm8k_train.jsonl.gz'}", f"test={data / 'gsm8k_test.jsonl'}"]
     for name, local, options, expected in (
-        ("gsm8k", [data], [], {"train": 7473, "test": 1319}),
+        ("gsm8k", gsm8k, [], {"train": 7473, "test": 1319}),
         ("math500", [data / "math500.jsonl"], [], {"test": 500}),
-        ("aime", [data / "verlfmt_aime24.parquet", data / "verlfmt_aime25.parquet"], [], {"test": 60}),
         ("nq", [data / "nq_open_dev.jsonl"], ["--split", "test"], {"test": 3610}),
         ("game24", [data / "game24_1362.csv"], ["--test-size", "100"], {"train": 1262, "test": 100}),
     ):
@@ -276,7 +280,6 @@ def test_real_files(shared_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     rows = read_rows(tmp_path / "gsm8k" / "test.parquet")
     scores = [compute_score(r.data_source, f"So it is\n#### {r.ground_truth}", r.ground_truth) for r in rows[:200]]
     assert all(s["score"] == 1.0 for s in scores)  # type: ignore[index]
-    assert [r.data_source for r in read_rows(tmp_path / "aime" / "test.parquet")] == ["aime24"] * 30 + ["aime25"] * 30
     assert read_rows(tmp_path / "nq" / "test.parquet")[0].ground_truth == ["14 December 1972 UTC", "December 1972"]
     pairs = [data / "preference_pairs_sample.jsonl", "--chosen-column", "chosen", "--source-column", "source"]
     assert main(["custom", "--local", *map(str, pairs), "--out", str(tmp_path / "pairs")]) == 0

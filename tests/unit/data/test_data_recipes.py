@@ -12,7 +12,7 @@ import pytest
 from valor.data.build import Request, prepare
 from valor.data.files import read_rows
 from valor.data.recipes import RECIPES, find_recipe
-from valor.data.recipes.mathematics import last_boxed
+from valor.data.recipes.convert import last_boxed
 from valor.errors import UserError
 from valor.rewards import compute_score
 from valor.rewards.check import right_answers
@@ -181,16 +181,15 @@ def test_pairs_and_what_they_become(name: str, tmp_path: Path, hub: list[Any]) -
     assert chat["messages"] == [*pair["prompt"], {"role": "assistant", "content": "Well."}]
 
 
-def test_conversations_in_anthropics_own_files(tmp_path: Path) -> None:
+def test_pairs_of_one_text_are_left_out(tmp_path: Path) -> None:
     chat = "\n\nHuman: Hi\n\nAssistant: Hello.\n\nHuman: How?\n\nAssistant:"
     records = [
-        {"chosen": f"{chat} Well.", "rejected": f"{chat} Bad."},
-        {"chosen": f"{chat} Same.", "rejected": f"{chat} Same."},  # says nothing
-        {"chosen": f"{chat} Well.", "rejected": "\n\nHuman: Hi\n\nAssistant: Bad."},  # another prompt
+        {"prompt": chat, "chosen": " Well.", "rejected": " Bad."},
+        {"prompt": chat, "chosen": " Same.", "rejected": " Same."},  # says nothing
     ]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     lines = prepare(Request(find_recipe("hh_rlhf"), local=[str(tmp_path / "a.jsonl")], splits=["train"]), tmp_path)
-    assert lines[1] == "train: 2 records without a usable answer were left out"
+    assert lines[1] == "train: 1 records without a usable answer were left out"
     (pair,) = rows(tmp_path / "train.parquet")
     assert [m["content"] for m in pair["prompt"]] == ["Hi", "Hello.", "How?"]
     assert (pair["chosen"], pair["rejected"]) == ("Well.", "Bad.")
@@ -199,12 +198,20 @@ def test_conversations_in_anthropics_own_files(tmp_path: Path) -> None:
 def test_several_places_keep_their_data_sources(tmp_path: Path, hub: list[Any]) -> None:
     prepare(Request(find_recipe("nq_hotpotqa")), tmp_path)
     assert [r["data_source"] for r in rows(tmp_path / "train.parquet")] == ["searchR1_nq", "searchR1_hotpotqa"]
-    folder = tmp_path / "clone"  # as the hub's repository is laid out
+
+
+def test_a_clone_of_the_hub_s_repository(tmp_path: Path) -> None:
+    folder = tmp_path / "clone"
+    configs = []
     for name in ("nq", "hotpotqa"):
         (folder / name).mkdir(parents=True)
         (folder / name / "train.jsonl").write_text(json.dumps(PUBLISHED[name][0]) + "\n")
+        configs.append(f"- config_name: {name}\n  data_files: [{{split: train, path: {name}/train.jsonl}}]\n")
+    (folder / "README.md").write_text(f"---\nconfigs:\n{''.join(configs)}---\n")
     prepare(Request(find_recipe("nq_hotpotqa"), local=[str(folder)], splits=["train"]), tmp_path / "local")
-    assert rows(tmp_path / "local" / "train.parquet") == rows(tmp_path / "train.parquet")
+    made = rows(tmp_path / "local" / "train.parquet")
+    assert [r["data_source"] for r in made] == ["searchR1_nq", "searchR1_hotpotqa"]
+    assert [r["reward_model"]["ground_truth"] for r in made] == [["Ada", "Lady Ada"], ["Rome"]]
 
 
 def test_dapo_math_keeps_one_of_its_copies_and_can_hold_a_test_set_out(tmp_path: Path) -> None:

@@ -61,10 +61,8 @@ def test_resume_is_exact(rows: int, batch: int, drop_last: bool, steps: int) -> 
     state = json.loads(json.dumps(whole.state_dict()))
     resumed = PromptSampler(rows, batch, seed=9, drop_last=drop_last)
     resumed.load_state_dict(state)
-    for step in range(steps, steps + 12):
-        expected = whole.next_batch()
-        assert resumed.next_batch() == expected
-        assert PromptSampler(rows, batch, seed=9, drop_last=drop_last).batch(step) == expected
+    for _ in range(12):
+        assert resumed.next_batch() == whole.next_batch()
     assert resumed.state_dict() == whole.state_dict()
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from valor.lab import arithmetic
-from valor.rewards.gsm8k import grade_integer as grade
+from valor.rewards.gsm8k import grade_flexible as grade
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ def test_every_arm_of_a_seed_differs_in_its_settings_alone():
     assert first ^ second == {
         "algorithm.lam=0.9",
         "trainer.experiment_name=s-a-seed_3",
-        "trainer.experiment_name=s-b-lam=0.9-seed_3",
+        "trainer.experiment_name=s-b-seed_3",
         "trainer.default_local_dir=out/a/seed_3",
         "trainer.default_local_dir=out/b/seed_3",
     }

@@ -21,7 +21,7 @@ import pytest
 from valor.rewards import code, compute_score
 from valor.rewards.custom import CustomFunction
 from valor.rewards.executor import RewardExecutor, Sample
-from valor.rewards.sandbox import SandboxError, strongest_level
+from valor.sandbox import SandboxError, strongest_level
 
 pytestmark = pytest.mark.slow
 

@@ -77,7 +77,7 @@ def test_each_planted_fault_is_found(check: Any, tmp_path: Path) -> None:
         row("What is 1 + 1? " * 80 + "Write it after ####.", "2"),  # line 37: too long
         {**row("no messages", "2"), "prompt": "no messages"},  # line 38: cannot be read
     ]
-    test = [row(f"Q: what is the number of legs of {i} cats?\nAnswer it.", str(4 * i)) for i in range(60, 90)]
+    test = [row(f"what is the number of  legs of {i} cats?\nWrite it after ####.", str(4 * i)) for i in range(60, 90)]
     test.append(row("Q: what is love? Answer it.", "0"))
     tokenizer = tmp_path / "tokenizer"
     save_tokenizer(tokenizer)

@@ -14,7 +14,7 @@ from valor.rewards.custom import CustomFunction, FunctionSource
 from valor.rewards.executor import RewardResult, Sample
 from valor.rewards.listing import describe
 from valor.rewards.manager import make_graders, summarize
-from valor.rewards.registry import BUILT_IN, grader_for, has_grader, known_data_sources, require_graders
+from valor.rewards.registry import BUILT_IN, grader_for, has_grader, require_graders
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +86,7 @@ def test_an_unknown_data_source_names_the_known_ones_and_the_way_out() -> None:
     assert "\n" not in text
     with pytest.raises(UserError, match="'a', 'b'"):
         require_graders(["openai/gsm8k", "a", "b", "a"])
-    require_graders(known_data_sources())
+    require_graders(BUILT_IN)
     assert has_grader("openai/gsm8k") and not has_grader("")
 
 
@@ -160,7 +160,7 @@ def test_missing_files_and_modules() -> None:
 def test_functions_from_files_and_modules(tmp_path: Path) -> None:
     path = write(tmp_path / "reward.py", GOOD)
     assert CustomFunction(path).load()("a", "b", "c") == 0.25
-    assert CustomFunction("pkg://valor.rewards.gsm8k", "grade_integer").load()("", "= 3", "3")["score"] == 1.0
+    assert CustomFunction("pkg://valor.rewards.gsm8k", "grade_flexible").load()("", "= 3", "3")["score"] == 1.0
 
 
 def test_a_function_is_found_again_by_its_source() -> None:

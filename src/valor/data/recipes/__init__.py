@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import difflib
 
-from valor.data.recipes import code, gym, mathematics, preferences, puzzles, questions
+from valor.data.recipes import gym, hub, puzzles
 from valor.data.recipes.recipe import Recipe
 from valor.errors import UserError
 
-RECIPES: dict[str, Recipe] = {
-    recipe.name: recipe for module in (mathematics, questions, code, puzzles, preferences) for recipe in module.RECIPES
-}
+RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (*hub.RECIPES, *puzzles.RECIPES)}
 
 
 def find_recipe(name: str) -> Recipe:

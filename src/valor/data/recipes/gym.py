@@ -26,11 +26,10 @@ def recipe(task: str) -> Recipe:
         PREFIX + task,
         f"puzzles of the reasoning-gym task {task} (--option KEY=VALUE: its settings)",
         example,
-        data_source=PREFIX + task,
-        ability="reasoning",
-        columns=("question", "answer", "metadata"),
+        PREFIX + task,
+        "reasoning",
+        QUESTION + "\n\nThink step by step and give the final answer inside <answer> </answer>.",
         generate=partial(puzzles, task),
-        template=QUESTION + "\n\nThink step by step and give the final answer inside <answer> </answer>.",
     )
 
 

@@ -3,46 +3,35 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from valor.data.duplicates import Messages
-from valor.data.recipes.preferences import conversation
+from valor.data.files import Messages
+from valor.data.recipes.convert import conversation
 from valor.data.recipes.recipe import Example, Pair, Recipe, Record, number, text, value
 
 
-def own_prompts(
-    *, prompt: str, answer: str, data_source: str, ability: str = "", extra: tuple[str, ...] = ()
-) -> Recipe:
+def own_prompts(prompt: str, answer: str, data_source: str, extra: Sequence[str] = ()) -> Recipe:
     """Questions with ground truths. `prompt` names text or messages, `answer` what the grader compares with.
 
     A dot in a name goes into a dictionary: `reward_model.ground_truth`.
     """
 
     def convert(record: Record) -> Example:
-        return Example(
-            _text_or_messages(record, prompt),
-            _truth(value(record, answer)),
-            {name: value(record, name) for name in extra},
-        )
+        others = {name: value(record, name) for name in extra}
+        return Example(_text_or_messages(record, prompt), _truth(value(record, answer)), others)
 
-    columns = tuple(name.partition(".")[0] for name in (prompt, answer, *extra))
-    return Recipe("custom", "your own questions", convert, data_source, ability or "custom", columns, takes_rows=False)
+    return Recipe("custom", "your own questions", convert, data_source, "custom")
 
 
-def own_pairs(*, prompt: str, chosen: str, rejected: str, source: str = "") -> Recipe:
+def own_pairs(prompt: str, chosen: str, rejected: str, source: str | None) -> Recipe:
     """Preference pairs. `source` names the column that says where a pair is from, if there is one."""
 
     def convert(record: Record) -> Pair:
-        return Pair(
-            _text_or_messages(record, prompt),
-            text(record, chosen),
-            text(record, rejected),
-            str(value(record, source)) if source else "custom",
-        )
+        origin = str(value(record, source)) if source else "custom"
+        return Pair(_text_or_messages(record, prompt), text(record, chosen), text(record, rejected), origin)
 
-    columns = (prompt, chosen, rejected, *([source] if source else []))
-    return Recipe("custom", "your own pairs", convert, "custom", "alignment", columns, pairs=True, takes_rows=False)
+    return Recipe("custom", "your own pairs", convert, "custom", "alignment", pairs=True)
 
 
 def _text_or_messages(record: Record, name: str) -> str | Messages:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from valor.data.duplicates import Messages
+from valor.data.files import Messages
 
 Record = Mapping[str, Any]
 
 QUESTION = "{question}"  # where a template takes the question
-BOXED = QUESTION + "\n\nThink step by step and put the final answer in \\boxed{}."
 
 
 class Hub(NamedTuple):
@@ -45,50 +44,28 @@ class Recipe:
     """How a data set is prepared.
 
     `convert` makes an Example or a Pair of one record, or None to leave it out; a ValueError says what is wrong with
-    the record. `columns` are the ones that it reads. `generate(seed, **options)` makes records without end or as long
-    as there are any, instead of reading them from `hub`; `sizes` of train and test unless others are asked for.
-    `template` is the user's message around the question. `one_each`: the published data repeats its prompts, one of
-    each is kept. `takes_rows`: a record that is in training format already is taken as it is.
+    the record. `data_source` chooses the grader. `template` is the user's message around the question. `hub`: the
+    places of each split. `generate(seed, **options)` makes records without end or as long as there are any, instead
+    of reading them from `hub`; `sizes` of train and test unless others are asked for. `one_each`: the published data
+    repeats its prompts, one of each is kept.
     """
 
     name: str
     title: str
     convert: Callable[[Record], Example | Pair | None]
-    data_source: str = ""
-    ability: str = ""
-    columns: tuple[str, ...] = ()
-    hub: Mapping[str, tuple[Hub, ...]] = field(default_factory=dict)
+    data_source: str
+    ability: str
+    template: str = QUESTION
+    hub: Mapping[str, Sequence[Hub]] = field(default_factory=dict)
     generate: Callable[..., Iterator[Record]] | None = None
     sizes: tuple[int, int] = (10_000, 500)
-    template: str = QUESTION
-    system: str = ""
     one_each: bool = False
     pairs: bool = False
-    takes_rows: bool = True
 
     @property
     def splits(self) -> tuple[str, ...]:
         """The splits that the hub has: train, test or both."""
         return tuple(self.hub)
-
-
-def published(
-    name: str,
-    title: str,
-    convert: Callable[[Record], Example | Pair | None],
-    path: str,
-    config: str | None = None,
-    *,
-    train: str = "train",
-    test: str = "test",
-    **more: Any,
-) -> Recipe:
-    """The recipe of one data set on the hub, whose path is its data source too.
-
-    `train` and `test` are what it calls these splits, "" where it has none.
-    """
-    hub = {ours: (Hub(path, config, its),) for ours, its in (("train", train), ("test", test)) if its}
-    return Recipe(name, title, convert, hub=hub, **{"data_source": path, **more})
 
 
 def value(record: Record, *names: str) -> Any:

@@ -42,15 +42,15 @@ def built_once(build: Callable[[], nn.Module], prepare: Callable[[], Any]) -> nn
         _broadcast(_structure(module))
         return module
     prepare()
-    told = _broadcast()
-    if isinstance(told, Exception):
-        raise told
-    if isinstance(told, bytes):
+    received = _broadcast()
+    if isinstance(received, Exception):
+        raise received
+    if isinstance(received, bytes):
         try:
-            return pickle.loads(told)
+            return pickle.loads(received)
         except Exception as error:  # its code is not on this node, for one
-            told = error
-    logger.warning("this process reads the whole model, as its structure cannot be sent: %s", told)
+            received = error
+    logger.warning("this process reads the whole model, as its structure cannot be sent: %s", received)
     return build()
 
 

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from valor.rewards.sandbox.box import Limits, Sandbox, SandboxError
+from valor.sandbox.box import Limits, Sandbox, SandboxError
 
 _TRIAL_SECONDS = 60.0
 

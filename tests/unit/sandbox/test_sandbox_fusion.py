@@ -19,7 +19,7 @@ from valor.config import RewardConfig
 from valor.rewards import code
 from valor.rewards.executor import Sample
 from valor.rewards.manager import make_graders
-from valor.rewards.sandbox import SandboxError
+from valor.sandbox import SandboxError
 
 
 class Server(ThreadingHTTPServer):

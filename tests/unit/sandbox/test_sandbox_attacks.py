@@ -23,7 +23,7 @@ import psutil
 import pytest
 
 from valor.rewards import code
-from valor.rewards.sandbox import LEVELS, Limits, Sandbox, try_levels
+from valor.sandbox import LEVELS, Limits, Sandbox, try_levels
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from valor.rewards.sandbox import payload, walls
+    from valor.sandbox import payload, walls
 else:  # as files beside this one: importing valor would take longer than the whole run
     import payload
     import walls
@@ -64,7 +64,6 @@ class _Child:
             "exit": code if code >= 0 else 128 - code,
             "late": late,
             "cpu_seconds": usage.ru_utime + usage.ru_stime,
-            "seconds": time.monotonic() - self.began,
             "stdout": _content(self.stdout) if self.stdout >= 0 else b"",
             "stderr": _content(self.stderr)[-_TAIL:],
         }

@@ -76,7 +76,7 @@ def enclose(
     output_mb: int,
     uid: int,
 ) -> None:
-    """Close this process in; from here on it may run anything. Levels: see valor.rewards.sandbox.levels.
+    """Close this process in; from here on it may run anything. Levels: see valor.sandbox.levels.
 
     `readable` are the files and folders that stay visible (of no effect at the levels seccomp and rlimits), `seccomp`
     the filter, `uid` the user to become when this one is root. Returns in another process where that is needed.

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from valor.rewards.sandbox import payload, walls
+from valor.sandbox import payload, walls
 
 _HERE = str(Path(__file__).parent)
 _START = f"import sys; sys.path.insert(0, {_HERE!r}); import launcher; del sys.path[0]; launcher.main()"
@@ -116,7 +116,8 @@ class Sandbox:
         report = self._report(wall)
         passed, error = 0, self._failure(report, wall)
         if error is None:
-            passed, error = _parsed(report["stdout"])
+            passed, error = payload.decode(report["stdout"], lambda target: None)
+            passed, error = int(passed), str(error)
         if passed < len(tests) and report["functions"]["exit"] and not report["functions"]["late"]:
             error = self._failure(report["functions"], wall) or error
         return Verdict(passed, len(tests), error or None)
@@ -169,11 +170,6 @@ class Sandbox:
         return report["late"] or (report["exit"] == 128 + signal.SIGKILL and used_up)
 
 
-def _parsed(verdict: bytes) -> tuple[int, str]:
-    passed, error = payload.decode(verdict, lambda target: None)
-    return int(passed), str(error)
-
-
 def _last_line(messages: bytes) -> str:
     lines = messages.decode("utf-8", "replace").strip().splitlines()
     return lines[-1][:300] if lines else ""
@@ -188,7 +184,8 @@ def _readable() -> list[str]:
     """Files and folders that enclosed code may read: Python, its packages and the system's libraries."""
     libraries = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if path]
     wanted = [*_SYSTEM, sys.base_prefix, sys.prefix, *libraries, *_packages()]
-    paths = dict.fromkeys(os.path.abspath(path) for path in wanted if os.path.exists(path))
+    spellings = (os.path.abspath, os.path.realpath)  # a link, and what it leads to
+    paths = dict.fromkeys(spell(path) for path in wanted if os.path.exists(path) for spell in spellings)
     return [path for path in paths if not any(path.startswith(f"{other}/") for other in paths)]
 
 

@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from valor.rewards.sandbox import payload
-from valor.rewards.sandbox.box import Limits, Outcome, SandboxError, Verdict
+from valor.sandbox import payload
+from valor.sandbox.box import Limits, Outcome, SandboxError, Verdict
 
 _STANDALONE = Path(payload.__file__).read_text(encoding="utf-8") + "\n\nstandalone()\n"
 _COMPILE_SECONDS = 10.0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from valor.rewards.sandbox import LEVELS, Limits, Sandbox, SandboxError, levels, strongest_level
+from valor.sandbox import LEVELS, Limits, Sandbox, SandboxError, levels, strongest_level
 
 ORDER = ["namespaces", "landlock", "seccomp", "rlimits"]
 

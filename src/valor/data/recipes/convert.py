@@ -1,0 +1,144 @@
+"""How a record of each published data set becomes a question with a ground truth, or a pair of answers.
+
+Each function reads the columns of its data set and raises ValueError with what is wrong with the record.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from valor.data.recipes.recipe import Example, Pair, Record, number, text, value
+
+LETTERS = "ABCDEFGHIJ"
+_TURN = re.compile(r"\n\n(Human|Assistant): ?")
+_ROLES = {"Human": "user", "Assistant": "assistant"}
+
+
+def gsm8k(record: Record) -> Example:
+    """The number after `####` in the reference answer, without commas."""
+    solution, mark, answer = text(record, "answer").rpartition("####")
+    if not mark:
+        raise ValueError("'answer' has no '####' before its final number; is this GSM8K?")
+    question = text(record, "question")
+    return Example(question, answer.strip().replace(",", ""), {"question": question, "answer": solution.strip()})
+
+
+def competition(record: Record) -> Example:
+    """A problem with its answer, or with a solution whose last box holds it."""
+    if record.get("answer", record.get("Answer")) is None:
+        truth = last_boxed(text(record, "solution"))
+    else:
+        truth = number(value(record, "answer", "Answer"))
+    extra = {name: str(record[name]) for name in ("level", "type", "subject", "year") if record.get(name) is not None}
+    return Example(text(record, "problem", "question", "Problem"), truth, extra)
+
+
+def last_boxed(solution: str) -> str:
+    """What the last \\boxed{…} or \\fbox{…} holds. Raises ValueError when there is none."""
+    start = max(solution.rfind("\\boxed"), solution.rfind("\\fbox"))
+    if start < 0:
+        raise ValueError("'solution' has no \\boxed answer")
+    rest = solution[start:].partition("box" if solution[start + 1] == "f" else "boxed")[2]
+    if not rest.startswith("{"):
+        return rest.split("$")[0].strip()  # \boxed 5
+    depth = 0
+    for i, character in enumerate(rest):
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if depth == 0:
+            return rest[1:i].strip()
+    raise ValueError("'solution' ends inside its last \\boxed")
+
+
+def dapo(record: Record) -> Example:
+    """The problem as DAPO asks it: the instruction to end in `Answer: …` is a part of the prompt."""
+    return Example(value(record, "prompt"), number(value(record, "reward_model.ground_truth", "solution")))
+
+
+def open_question(record: Record) -> Example | None:
+    """A question with the answers that count as right; without one the record is left out."""
+    found: Any = value(record, "golden_answers", "answers", "answer", "reward_model.ground_truth.target")
+    answers = [str(a) for a in ([found] if isinstance(found, str) else found) if str(a).strip()]
+    question = text(record, "question")
+    return Example(question, answers, {"question": question}) if answers else None
+
+
+def mmlu(record: Record) -> Example:
+    """`answer` is the place of the right choice, or its letter."""
+    subject = {"subject": record["subject"]} if record.get("subject") is not None else {}
+    return _choice(text(record, "question"), value(record, "choices"), value(record, "answer"), subject)
+
+
+def hellaswag(record: Record) -> Example | None:
+    """How does the text go on? The test set has no labels and is left out."""
+    label = str(record.get("label", "")).strip()
+    if not label:
+        return None
+    return _choice(f"How does this go on?\n\n{text(record, 'ctx')} …", value(record, "endings"), int(label), {})
+
+
+def _choice(question: str, choices: list[str], right: int | str, extra: dict[str, Any]) -> Example:
+    """A question with lettered choices; the ground truth is the right one's letter."""
+    place = LETTERS.find(right.strip().upper()) if isinstance(right, str) else int(right)
+    if not 0 <= place < len(choices):
+        raise ValueError(f"the answer {right!r} is none of its {len(choices)} choices")
+    listed = "\n".join(f"{letter}. {one}" for letter, one in zip(LETTERS, choices, strict=False))
+    return Example(f"{question}\n\n{listed}", LETTERS[place], {"question": question, "choices": list(choices), **extra})
+
+
+def humaneval(record: Record) -> Example:
+    """The beginning of a function; the tests call it by its name."""
+    start = str(value(record, "prompt"))
+    truth = {"prompt": start, "test": text(record, "test"), "entry_point": text(record, "entry_point")}
+    extra = {"task_id": text(record, "task_id")}
+    if record.get("canonical_solution"):
+        extra["solution"] = start + str(record["canonical_solution"])
+    return Example(f"```python\n{start.strip()}\n```", json.dumps(truth), extra)
+
+
+def mbpp(record: Record) -> Example:
+    """A task in words, and the assertions that the code has to pass; they name the function, so they are shown."""
+    tests = list(value(record, "test_list"))
+    setup = "\n".join([*(record.get("test_imports") or ()), str(record.get("test_setup_code") or "")]).strip()
+    extra = {"task_id": str(value(record, "task_id"))} | ({"solution": record["code"]} if record.get("code") else {})
+    question = f"{text(record, 'text', 'prompt')}\n\nThe code has to pass these tests:\n\n" + "\n".join(tests)
+    return Example(question, json.dumps({"test_list": tests, "test_setup_code": setup}), extra)
+
+
+def hh_rlhf(record: Record) -> Pair | None:
+    """A conversation and two last turns of the assistant; left out where the two are the same."""
+    prompt, chosen, rejected = (text(record, name) for name in ("prompt", "chosen", "rejected"))
+    if chosen == rejected:
+        return None
+    return Pair(conversation(f"\n\n{prompt}"), chosen, rejected, str(record.get("source") or "hh_rlhf"))
+
+
+def conversation(transcript: str) -> list[dict[str, str]]:
+    """`\\n\\nHuman: … \\n\\nAssistant: …` as messages, up to the turn that the assistant is to write."""
+    first, *pieces = _TURN.split(transcript)
+    if first.strip() or not pieces:
+        raise ValueError(f"the conversation must begin with 'Human:', got {transcript!r:.60}")
+    turns = [
+        {"role": _ROLES[name], "content": content.strip()}
+        for name, content in zip(pieces[::2], pieces[1::2], strict=True)
+    ]
+    if turns[-1]["role"] == "assistant" and not turns[-1]["content"]:
+        turns.pop()
+    return turns
+
+
+def ultrafeedback(record: Record) -> Pair | None:
+    """Two whole conversations; left out where the judge gave both the same score or they end in the same words."""
+    chosen, rejected = value(record, "chosen"), value(record, "rejected")
+    if "score_chosen" in record and record["score_chosen"] == record.get("score_rejected"):
+        return None
+    best, worst = _last(chosen), _last(rejected)
+    prompt: Any = chosen[:-1] or text(record, "prompt")
+    return None if best == worst else Pair(prompt, best, worst, "ultrafeedback")
+
+
+def _last(messages: Any) -> str:
+    if not isinstance(messages, list) or not messages or messages[-1].get("role") != "assistant":
+        raise ValueError("'chosen' and 'rejected' must be lists of messages that end with the assistant's")
+    return str(messages[-1]["content"]).strip()

@@ -1,0 +1,82 @@
+"""The data sets on the Hugging Face hub: where each lies, which function reads its records, and how it is asked."""
+
+from __future__ import annotations
+
+from valor.data.recipes import convert
+from valor.data.recipes.recipe import QUESTION, Hub, Recipe
+
+_BOXED = QUESTION + "\n\nThink step by step and put the final answer in \\boxed{}."
+_CHOOSE = QUESTION + '\n\nThink step by step and end with "Answer: X", where X is the letter of the right choice.'
+_GSM8K = QUESTION + ' Think step by step, then write the final answer as a number after "####".'
+_COMPLETE = "Complete this Python function. Give the whole function in one ```python block.\n\n" + QUESTION
+_PROGRAM = QUESTION + "\n\nGive the code in one ```python block."
+_SEARCH = (
+    "Answer the question. Think inside <think> and </think> first. If you lack some knowledge, you can search with "
+    "<search> query </search>; results come back between <information> and </information>, and you can search as "
+    "often as you like. Give the short answer inside <answer> and </answer>, for example <answer> Beijing </answer>."
+    "\n\nQuestion: " + QUESTION
+)
+
+
+def _flashrag(config: str, split: str) -> Hub:
+    return Hub("RUC-NLPIR/FlashRAG_datasets", config, split, f"searchR1_{config}")
+
+
+def _splits(path: str, config: str | None = None, *, train: str = "train", test: str = "test") -> dict[str, list[Hub]]:
+    """One data set's place for each of our splits; `train` and `test` are its own names of them."""
+    return {"train": [Hub(path, config, train)], "test": [Hub(path, config, test)]}
+
+
+_MATH, _MBPP = "DigitalLearningGmbH/MATH-lighteval", "google-research-datasets/mbpp"
+_HH, _ULTRA = "Dahoas/full-hh-rlhf", "HuggingFaceH4/ultrafeedback_binarized"
+_DAPO = Hub("BytedTsinghua-SIA/DAPO-Math-17k")
+_MATH500 = Hub("HuggingFaceH4/MATH-500", None, "test")
+_AMC = Hub("math-ai/amc23", None, "test")
+_HUMANEVAL = Hub("openai/openai_humaneval", None, "test")
+_AIME24 = Hub("HuggingFaceH4/aime_2024", None, "train", "aime24")
+_AIME25 = Hub("math-ai/aime25", None, "test", "aime25")
+_AIME = "problems of the AIME; the answer is an integer from 0 to 999"
+_NQ = {"train": [_flashrag("nq", "train")], "test": [_flashrag("nq", "test")]}
+_HOTPOTQA = {"train": [_flashrag("hotpotqa", "train")], "test": [_flashrag("hotpotqa", "dev")]}
+_NQ_HOTPOTQA = {split: _NQ[split] + _HOTPOTQA[split] for split in _NQ}
+
+# Name and title; the function, data source, ability and template; the places.
+# fmt: off
+RECIPES = (
+    Recipe("gsm8k", "7,473 + 1,319 grade-school word problems",
+           convert.gsm8k, "openai/gsm8k", "math", _GSM8K, _splits("openai/gsm8k", "main")),
+    Recipe("math", "MATH, 7,500 + 5,000 competition problems (its test set holds MATH-500)",
+           convert.competition, _MATH, "math", _BOXED, _splits(_MATH)),
+    Recipe("math500", "MATH-500, 500 problems of MATH's test set",
+           convert.competition, _MATH500.path, "math", _BOXED, {"test": [_MATH500]}),
+    Recipe("aime24", f"30 (2024) {_AIME}",
+           convert.competition, "aime24", "math", _BOXED, {"test": [_AIME24]}),
+    Recipe("aime25", f"30 (2025) {_AIME}",
+           convert.competition, "aime25", "math", _BOXED, {"test": [_AIME25]}),
+    Recipe("aime", f"60 (2024 and 2025) {_AIME}",
+           convert.competition, "aime", "math", _BOXED, {"test": [_AIME24, _AIME25]}),
+    Recipe("amc", "40 problems of the AMC 12 of 2023",
+           convert.competition, _AMC.path, "math", _BOXED, {"test": [_AMC]}),
+    Recipe("dapo_math", "DAPO-Math-17k: about 17,000 problems with integer answers, published in about 100 copies",
+           convert.dapo, "math_dapo", "math", QUESTION, {"train": [_DAPO]}, one_each=True),
+    Recipe("nq", "Natural Questions (open), 79,168 + 3,610, asked in the manner of Search-R1",
+           convert.open_question, "searchR1_nq", "fact-reasoning", _SEARCH, _NQ),
+    Recipe("hotpotqa", "HotpotQA, 90,447 + 7,405 (dev), asked in the manner of Search-R1",
+           convert.open_question, "searchR1_hotpotqa", "fact-reasoning", _SEARCH, _HOTPOTQA),
+    Recipe("nq_hotpotqa", "NQ and HotpotQA together, the training data of Search-R1",
+           convert.open_question, "searchR1_nq_hotpotqa", "fact-reasoning", _SEARCH, _NQ_HOTPOTQA),
+    Recipe("mmlu", "MMLU: 99,842 auxiliary and 14,042 test questions with four choices, 57 subjects",
+           convert.mmlu, "cais/mmlu", "knowledge", _CHOOSE, _splits("cais/mmlu", "all", train="auxiliary_train")),
+    Recipe("hellaswag", "HellaSwag: 39,905 + 10,042 (validation) texts with four endings",
+           convert.hellaswag, "Rowan/hellaswag", "commonsense", _CHOOSE, _splits("Rowan/hellaswag", test="validation")),
+    Recipe("humaneval", "HumanEval, 164 Python functions to complete",
+           convert.humaneval, _HUMANEVAL.path, "code", _COMPLETE, {"test": [_HUMANEVAL]}),
+    Recipe("mbpp", "MBPP, 374 + 500 short Python tasks with three tests each",
+           convert.mbpp, _MBPP, "code", _PROGRAM, _splits(_MBPP, "full")),
+    Recipe("hh_rlhf", "helpful and harmless conversations, 112,052 + 12,451 pairs",
+           convert.hh_rlhf, _HH, "alignment", QUESTION, _splits(_HH), pairs=True),
+    Recipe("ultrafeedback", "UltraFeedback, 61,135 + 2,000 pairs scored by a judge",
+           convert.ultrafeedback, _ULTRA, "alignment", QUESTION,
+           _splits(_ULTRA, train="train_prefs", test="test_prefs"), pairs=True),
+)
+# fmt: on
