@@ -1,26 +1,26 @@
 """The typed config tree: every key, its type, default and meaning; composition and one-line errors."""
 
-from valor.config.actor import ActorConfig, PolicyLossConfig, RefConfig
+from valor.config.actor import ActorConfig
 from valor.config.algorithm import AlgorithmConfig, KLControlConfig, PFPPOConfig, RolloutCorrectionConfig
 from valor.config.base import Section
 from valor.config.critic import CriticConfig
 from valor.config.critic_runs import CriticPretrainConfig, CriticRunConfig, CriticScoreConfig
 from valor.config.data import DataConfig
 from valor.config.document import describe_keys
-from valor.config.engine import CheckpointConfig, FSDPConfig, OptimConfig
+from valor.config.engine import FSDPConfig, OptimConfig
 from valor.config.loading import LoadedConfig, dump_yaml, load, load_runs, load_yaml
 from valor.config.model import BackboneConfig, CriticModelConfig, ModelConfig
 from valor.config.ppo import ActorRolloutRefConfig, PPOConfig
 from valor.config.reward import RewardConfig, RewardModelConfig
 from valor.config.rollout import RolloutConfig, ValidationSamplingConfig
 from valor.config.rules import inert_settings
-from valor.config.supervised import RMConfig, RMDataConfig, RMLossConfig, SFTConfig, SFTDataConfig, SupervisedConfig
+from valor.config.supervised import RMConfig, RMDataConfig, SFTConfig, SFTDataConfig, SupervisedConfig
 from valor.config.trainer import PoolConfig, RunConfig, TrainerConfig
 
-__all__ = ["ActorConfig", "ActorRolloutRefConfig", "AlgorithmConfig", "BackboneConfig", "CheckpointConfig"]
+__all__ = ["ActorConfig", "ActorRolloutRefConfig", "AlgorithmConfig", "BackboneConfig"]
 __all__ += ["CriticConfig", "CriticModelConfig", "CriticPretrainConfig", "CriticRunConfig", "CriticScoreConfig"]
 __all__ += ["DataConfig", "FSDPConfig", "KLControlConfig", "LoadedConfig", "ModelConfig", "OptimConfig", "PFPPOConfig"]
-__all__ += ["PPOConfig", "PolicyLossConfig", "PoolConfig", "RMConfig", "RMDataConfig", "RMLossConfig", "RefConfig"]
+__all__ += ["PPOConfig", "PoolConfig", "RMConfig", "RMDataConfig"]
 __all__ += ["RewardConfig", "RewardModelConfig", "RolloutConfig", "RolloutCorrectionConfig", "RunConfig", "SFTConfig"]
 __all__ += ["SFTDataConfig", "Section", "SupervisedConfig", "TrainerConfig", "ValidationSamplingConfig"]
 __all__ += ["describe_keys", "dump_yaml", "inert_settings", "load", "load_runs", "load_yaml"]

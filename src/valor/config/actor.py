@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from valor.config.base import Section, Share, inherits, key, section
+from valor.config.base import Section, inherits, key, section
 from valor.config.engine import CheckpointConfig, FSDPConfig, OptimConfig, Strategy
 
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
@@ -18,24 +18,12 @@ KLKind = Literal[KLEstimator, "full"]
 
 
 class PolicyLossConfig(Section):
-    """Which policy loss, and the options that only some of them read."""
+    """Which policy loss."""
 
     loss_mode: str = "vanilla"
     """Name of a registered policy loss; vanilla is PPO's clipped loss."""
-    clip_cov_ratio: Share = 2e-4
-    """clip_cov: share of tokens whose gradient is cut."""
-    clip_cov_lb: float = 1.0
-    """clip_cov: lower bound of the covariances that may be cut."""
-    clip_cov_ub: float = 5.0
-    """clip_cov: upper bound of the covariances that may be cut."""
-    kl_cov_ratio: Share = 2e-4
-    """kl_cov: share of tokens with the largest covariance that get a KL penalty."""
-    ppo_kl_coef: NonNegativeFloat = 0.1
-    """kl_cov: weight of that penalty."""
-    dro_beta: PositiveFloat | None = None
-    """dro: weight of the quadratic log-ratio term; required by dro."""
     loss_kwargs: dict[str, Any] = key({})
-    """Further keyword options of a loss of your own."""
+    """Options that only some losses take, such as dro_beta, kl_cov_ratio, tau_pos, or those of your own."""
 
 
 class UpdateConfig(Section):
@@ -84,10 +72,6 @@ class ActorConfig(UpdateConfig):
     """Upper clip range (larger than the lower one in DAPO's clip-higher)."""
     clip_ratio_c: Annotated[float, Field(gt=1)] = 3.0
     """Dual clip: bound of the ratio where the advantage is negative."""
-    tau_pos: PositiveFloat = 1.0
-    """sapo: temperature for positive advantages."""
-    tau_neg: PositiveFloat = 1.05
-    """sapo: temperature for negative advantages."""
     policy_loss: PolicyLossConfig = section(PolicyLossConfig)
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""

@@ -1,4 +1,5 @@
-"""From a command line to one plain tree, by Hydra's compose API: nothing is written to disk."""
+"""From a command line to one plain tree in the schema's terms: Hydra composes it (and writes nothing to disk), and
+verl's spellings in it are read as the keys that they mean."""
 
 import warnings
 from collections.abc import Sequence
@@ -17,19 +18,21 @@ from pydantic import BaseModel
 from yaml import YAMLError
 
 from valor.config.command_line import CommandLine, Job, literal
-from valor.config.mistakes import not_a_section, unknown_key
+from valor.config.describe import not_a_section, show, unknown_key
 from valor.config.presets import DEFAULTS, config_nodes, default_tree
 from valor.config.rules import Asked
-from valor.config.tree import exists, flatten, get_at, is_open, is_section, plain_keys
-from valor.config.verl import find_spelling
+from valor.config.tree import exists, flatten, get_at, is_open, is_section, plain_keys, set_at
+from valor.config.verl import SPELLINGS, Spelling, find_spelling
 from valor.errors import UserError
 
 
 @dataclass
 class Reading:
-    """What has been read of a command line so far: a tree, the keys that were set by an override or differ from the
-    default, notes to print once, mistakes, and features that are asked for and not there."""
+    """What has been read of one job's overrides so far: a tree, the keys that were set by an override or differ from
+    the default, notes to print once, mistakes, and features that are asked for and not there."""
 
+    overrides: Sequence[Override]
+    job: Job | None = None
     tree: dict[str, Any] = field(default_factory=dict)
     set_keys: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
@@ -37,12 +40,10 @@ class Reading:
     unavailable: Asked = field(default_factory=dict)
 
 
-def compose_tree(
-    root: type[BaseModel], line: CommandLine, overrides: Sequence[Override], job: Job | None, reading: Reading
-) -> None:
+def compose_tree(root: type[BaseModel], line: CommandLine, reading: Reading) -> None:
     """Compose named configuration, yaml files and overrides into `reading`.
 
-    A `job` of a multirun gets its label appended to the run's name and folder, where these are not swept themselves.
+    A job of a multirun gets its label appended to the run's name and folder, where these are not swept themselves.
     UserError: what was wrong so far, and no such configuration, malformed yaml, or an override that Hydra refuses.
     """
     for preset, node in config_nodes(root).items():
@@ -53,19 +54,19 @@ def compose_tree(
         if folder is not None and not folder.is_dir():
             raise UserError(f"--config-path {line.config_path}: there is no such folder")
         with initialize_config_dir(str(folder), version_base="1.3") if folder else initialize(None, version_base="1.3"):
-            texts = _for_hydra(root, overrides, reading)
+            texts = _for_hydra(root, reading)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 config = compose(config_name=name, overrides=texts)
             reading.notes += [_first_line(warning.message) for warning in caught]
-            if job is not None:
-                _relabel(root, config, job)
+            if reading.job is not None:
+                _relabel(root, config, reading.job)
             written, defaults = flatten(OmegaConf.to_container(config, resolve=False)), flatten(default_tree(root))
             missing = [f"{key}: has no value yet (???)" for key, value in written.items() if value == "???"]
             if missing:
                 raise UserError("\n".join(missing))
             reading.set_keys = {key for key, value in written.items() if value != defaults.get(key)}
-            for override in overrides:
+            for override in reading.overrides:
                 if not override.is_delete() and not override.is_sweep_override():
                     reading.set_keys |= flatten(override.value(), f"{override.key_or_group}.").keys()
             reading.tree = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
@@ -100,12 +101,12 @@ def _first_line(error: Exception | Warning | str) -> str:
     return next((text.strip() for text in str(error).splitlines() if text.strip()), "")
 
 
-def _for_hydra(root: type[BaseModel], overrides: Sequence[Override], reading: Reading) -> list[str]:
+def _for_hydra(root: type[BaseModel], reading: Reading) -> list[str]:
     """Overrides as Hydra shall see them: values are force-added, so that unknown keys are collected, not raised."""
     mistakes, defaults = reading.mistakes, flatten(default_tree(root))
     groups = GlobalHydra.instance().config_loader()
     texts: list[str] = []
-    for override in overrides:
+    for override in reading.overrides:
         key, text, value = override.key_or_group, override.input_line or "", override.value()
         leaf = next((one.name for one in plain_keys(root) if key.startswith(f"{one.name}.")), None)
         if key.partition(".")[0] == "hydra":
@@ -139,3 +140,70 @@ def _relabel(root: type[BaseModel], config: DictConfig, job: Job) -> None:
         OmegaConf.update(config, name_key, f"{name}-{job.label}", force_add=True)
     if folder is not None and folder_key not in job.swept and f"${{{name_key}}}" not in str(folder):
         OmegaConf.update(config, folder_key, f"{folder}/{job.label}", force_add=True)
+
+
+def translate(root: type[BaseModel], reading: Reading) -> None:
+    """Leave real keys alone in the reading's tree, and put the rest through the table of spellings."""
+    rest: dict[str, Any] = {}
+    reading.set_keys = {key for key in reading.set_keys if exists(root, key)}
+    reading.tree = _known(root, reading.tree, "", rest, reading)
+    for key, value in rest.items():
+        _translate_key(root, key, value, reading)
+
+
+def _known(
+    root: type[BaseModel], tree: dict[str, Any], prefix: str, rest: dict[str, Any], reading: Reading
+) -> dict[str, Any]:
+    """The part of `tree` that the schema has; the other plain keys go into `rest`."""
+    known: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if is_section(root, key) and isinstance(value, dict):
+            known[name] = _known(root, value, f"{key}.", rest, reading)
+        elif exists(root, key) and not (is_section(root, key) and find_spelling(root, key, value)):
+            known[name] = _meant(key, value, reading)
+        else:
+            rest |= flatten(value, f"{key}.")
+    return known
+
+
+def _meant(key: str, value: Any, reading: Reading) -> Any:
+    for one in SPELLINGS:
+        if one.value is not None and one.match(key, value) is not None:
+            if key in reading.set_keys:
+                reading.notes.append(f"{key}={value} is read as {one.value}")
+            return one.value
+    return value
+
+
+def _translate_key(root: type[BaseModel], key: str, value: Any, reading: Reading) -> None:
+    rule = find_spelling(root, key, value)
+    if rule is None:
+        reading.mistakes.append(unknown_key(root, key))
+        return
+    spelling, target = rule
+    feature = spelling.unavailable
+    if value is None:
+        return
+    if target is not None:
+        _move(key, target, value, spelling, reading)
+    elif spelling.refused:
+        if value not in (False, {}):
+            reading.mistakes.append(f"{key} is a verl key that Valor does not have: {spelling.reason}")
+    elif feature is not None and feature.asks(value):
+        reading.unavailable.setdefault((feature.what, feature.instead), []).append(f"{key}={show(value)}")
+    else:
+        reading.notes.append(f"{key} has no effect: {spelling.reason}")
+
+
+def _move(key: str, target: str, value: Any, spelling: Spelling, reading: Reading) -> None:
+    value = _meant(target, value, reading)
+    if target in reading.set_keys and get_at(reading.tree, target) != value:
+        there = get_at(reading.tree, target)
+        reading.mistakes.append(
+            f"{key}={show(value)} and {target}={show(there)} are the same setting: give one of them"
+        )
+        return
+    set_at(reading.tree, target, value)
+    reading.set_keys.add(target)
+    reading.notes.append(f"{key} is read as {target}" + (f" ({spelling.reason})" if spelling.reason else ""))

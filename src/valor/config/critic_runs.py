@@ -1,9 +1,9 @@
 """The trees that `valor critic pretrain` and `valor critic score` read: a PPO run's, and one section more."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, ClassVar
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from valor.config.base import PathList, PathStr, Section, section
 from valor.config.ppo import PPOConfig
@@ -44,13 +44,7 @@ class PretrainTrainerConfig(TrainerConfig, experiment_name="critic", total_epoch
 class CriticRunConfig(PPOConfig):
     """A run that is about a critic, whatever algorithm.adv_estimator says."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _has_critic(cls, data: Any) -> Any:
-        critic = data.get("critic") if isinstance(data, dict) else None
-        if isinstance(critic, dict | None) and (critic or {}).get("enable") is None:
-            return {**data, "critic": {**(critic or {}), "enable": True}}
-        return data
+    always_critic: ClassVar[bool] = True
 
     def unused(self) -> dict[str, str]:
         pools = "resource_pools* actor_rollout_ref.rollout.nnodes"

@@ -9,21 +9,28 @@ from valor.config.base import PathList, PathStr, Section, inherits, key
 Truncation = Literal["error", "left", "right", "middle"]
 
 
-class DataConfig(Section):
-    """Prompts: where they are, how they are read, how many go into a step."""
+class FilesConfig(Section):
+    """Where the rows to train on are."""
 
     train_files: PathList = key(["~/data/gsm8k/train.parquet"])
-    """Training prompts: one parquet or jsonl file, or a list."""
+    """Training rows (prompts, demonstrations or preference pairs): one parquet or jsonl file, or a list."""
     val_files: PathList | None = None
-    """Validation prompts; null runs no validation."""
+    """Validation rows; null runs no validation (reward models: holds out val_share of the training rows)."""
     train_max_samples: int = -1
-    """Use only this many training prompts; -1 all."""
+    """Use only this many training rows; -1 all."""
     val_max_samples: int = -1
-    """Use only this many validation prompts; -1 all."""
+    """Use only this many validation rows; -1 all."""
+    prompt_key: str = "prompt"
+    """Column with the prompt: chat messages (supervised runs: or text)."""
+    shuffle: bool = True
+    """Draw training rows in random order, anew in each epoch."""
+
+
+class DataConfig(FilesConfig):
+    """Prompts: where they are, how they are read, how many go into a step."""
+
     tokenizer: PathStr | None = None
     """Tokenizer for the prompts; null takes the policy's."""
-    prompt_key: str = "prompt"
-    """Column with the chat messages."""
     reward_fn_key: str = "data_source"
     """Column by which a grader is chosen."""
     max_prompt_length: PositiveInt = 512
@@ -36,8 +43,6 @@ class DataConfig(Section):
     """Prompts generated at once by dynamic sampling; null takes train_batch_size."""
     val_batch_size: PositiveInt | None = None
     """Prompts per validation batch; null takes all at once."""
-    shuffle: bool = True
-    """Draw training prompts in random order, anew in each epoch."""
     seed: int = inherits("trainer.seed")
     """Seed of that order."""
     validation_shuffle: bool = False

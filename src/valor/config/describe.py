@@ -1,16 +1,20 @@
-"""Fields and values in words: `integer > 0`, `one of a, b or null`, `= other.key`."""
+"""Keys, values and mistakes in words: `integer > 0`, `= other.key`, `unknown key 'a': did you mean 'b'?`."""
 
+import difflib
 import json
 import types
+from collections.abc import Collection, Sequence
 from os.path import expanduser
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from valor.config.base import BARE_ITEM
-from valor.config.tree import Key
+from valor.config.tree import Key, is_section, schema
 
 _WORDS = {int: "integer", float: "number", bool: "true/false", str: "text", dict: "dict", type(None): "null"}
+_PLURALS = {"integer": "integers", "number": "numbers", "text": "texts", "path": "paths"}
 _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
@@ -19,42 +23,31 @@ def type_text(key: Key) -> str:
     return _text(key.info.annotation, key.info.metadata)
 
 
-def _text(annotation: Any, metadata: list[Any] | tuple[Any, ...] = ()) -> str:
-    if get_origin(annotation) is Annotated:
-        inner, *more = get_args(annotation)
-        return _text(inner, [*metadata, *more])
+def _text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _text(arguments[0], [*metadata, *arguments[1:]])
     if origin is Literal:
-        return ("one of " if len(arguments) > 1 else "") + ", ".join(str(option) for option in arguments)
+        return ("one of " if len(arguments) > 1 else "") + ", ".join(map(str, arguments))
     if origin in (Union, types.UnionType):
-        parts = [_text(part, () if part is type(None) else metadata) for part in arguments]
-        return " or ".join(parts)
-    if origin is list:
-        if any(item is BARE_ITEM for item in metadata):
-            return f"{_text(arguments[0])} or a list of them"
-        return f"list of {_plural(_text(arguments[0]))}"
-    if origin is tuple:
-        return f"list of {len(arguments)} {_plural(_text(arguments[0]))}"
-    if origin is dict:
-        return "dict"
+        return " or ".join(_text(part, () if part is type(None) else metadata) for part in arguments)
+    if origin in (list, tuple):
+        item = _text(arguments[0])
+        if BARE_ITEM in metadata:
+            return f"{item} or a list of them"
+        items = _PLURALS.get(item, item.replace("one of", "any of"))
+        return f"list of {len(arguments)} {items}" if origin is tuple else f"list of {items}"
     if any(isinstance(item, AfterValidator) and item.func is expanduser for item in metadata):
         return "path"
-    return _WORDS.get(annotation, "value") + _bounds(metadata)
+    return _WORDS.get(origin or annotation, "value") + _bounds(metadata)
 
 
-def _bounds(metadata: list[Any] | tuple[Any, ...]) -> str:
-    flat: list[Any] = []
-    for item in metadata:
-        flat += getattr(item, "metadata", [item])
+def _bounds(metadata: Sequence[Any]) -> str:
+    flat = [part for item in metadata for part in getattr(item, "metadata", [item])]
     limits = {kind: getattr(item, kind) for item in flat for kind in _SIGNS if hasattr(item, kind)}
     if limits == {"ge": 0, "le": 1}:
         return " from 0 to 1"
     return " and".join(f" {sign} {limits[kind]}" for kind, sign in _SIGNS.items() if kind in limits)
-
-
-def _plural(text: str) -> str:
-    plurals = {"integer": "integers", "number": "numbers", "text": "texts", "path": "paths"}
-    return plurals.get(text, text.replace("one of", "any of"))
 
 
 def default_text(key: Key) -> str:
@@ -73,3 +66,79 @@ def show(value: Any) -> str:
         return f"'{value}'"
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def nearest(root: type[BaseModel], key: str, limit: int = 3) -> list[str]:
+    """Existing keys that `key` may have meant, best first.
+
+    The first of these that gives any: keys that end with what was typed; keys of the same section with an abbreviated
+    or similar last name; keys elsewhere with the same or the abbreviated last name; keys that look alike as a whole.
+    """
+    keys, (parent, _, last) = list(schema(root)), key.rpartition(".")
+    initials = "".join(word[:1] for word in last.split("_"))
+    names: dict[str, list[str]] = {}
+    for name in keys:
+        names.setdefault(name.rpartition(".")[2], []).append(name)
+    siblings = {name.rpartition(".")[2]: name for name in keys if name.rpartition(".")[0] == parent}
+    similar = [*({initials} & siblings.keys()), *difflib.get_close_matches(last, siblings, n=limit)]
+    found = (
+        [name for name in keys if name.endswith(f".{key}")]
+        or [siblings[name] for name in similar]
+        or difflib.get_close_matches(key, names.get(last, []), n=limit, cutoff=0.0)
+        or names.get(initials, [])
+        or difflib.get_close_matches(key, keys, n=limit, cutoff=0.75)
+    )
+    return list(dict.fromkeys(found))[:limit]
+
+
+def unknown_key(root: type[BaseModel], key: str) -> str:
+    """One line about a key that does not exist."""
+    near = nearest(root, key)
+    if not near:
+        return f"unknown key '{key}': see `valor config keys`"
+    quoted = [f"'{name}'" for name in near]
+    choice = quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} or {quoted[-1]}"
+    return f"unknown key '{key}': did you mean {choice}?"
+
+
+def describe_errors(root: type[BaseModel], error: ValidationError, set_keys: Collection[str]) -> list[str]:
+    """One line per wrong key; a key that only inherited a wrong value is left out."""
+    wrong: dict[str, list[ErrorDetails]] = {}
+    for detail in error.errors(include_url=False):
+        if detail["type"] != "default_factory_not_called":
+            wrong.setdefault(_key_of(root, detail["loc"]), []).append(detail)
+    inherited = {key for key in wrong.keys() & schema(root).keys() if schema(root)[key].inherits in wrong}
+    return [_line(root, key, details[0]) for key, details in wrong.items() if key in set_keys or key not in inherited]
+
+
+def _key_of(root: type[BaseModel], location: tuple[int | str, ...]) -> str:
+    """The longest leading part of a pydantic location that is a key (the rest are union branches and indices), and
+    of an unknown key the part after that."""
+    names = [str(part) for part in location]
+    known = [length for length in range(1, len(names) + 1) if ".".join(names[:length]) in schema(root)]
+    end = max(known, default=0)
+    return ".".join(names[:end] if end and not is_section(root, ".".join(names[:end])) else names[: end + 1])
+
+
+def _line(root: type[BaseModel], key: str, detail: ErrorDetails) -> str:
+    found = schema(root).get(key)
+    if detail["type"] == "extra_forbidden" or found is None:
+        return unknown_key(root, key)
+    if detail["type"] in ("model_type", "dict_type") and is_section(root, key):
+        return not_a_section(key, detail["input"])
+    if detail["type"] == "value_error":
+        return f"{key}: {detail['ctx']['error']}"  # type: ignore[typeddict-item]
+    value, location = detail["input"], ".".join(map(str, detail["loc"]))
+    if get_origin(found.info.annotation) is dict and location != key:  # entries of a user's own naming
+        message = detail["msg"]
+        return f"{location}: {message[0].lower()}{message[1:]}, got {show(value)}"
+    text = f"{key}: expected {type_text(found)}, got {show(value)}"
+    allowed = detail.get("ctx", {}).get("expected", "")
+    options = [option.strip("' ") for option in str(allowed).replace(" or ", ",").split(",")]
+    near = difflib.get_close_matches(str(value), options, n=1, cutoff=0.7) if detail["type"] == "literal_error" else []
+    return f"{text} (did you mean {near[0]}?)" if near else text
+
+
+def not_a_section(key: str, value: Any) -> str:
+    """One line about a section that was given a single value."""
+    return f"{key}: is a section, got {show(value)}: set its keys (see `valor config keys {key}`)"

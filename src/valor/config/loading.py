@@ -5,17 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 from pydantic import ValidationError
 
 from valor.config.base import Section
-from valor.config.command_line import CommandLine, Job, expand_sweep, make_job, parse_overrides, read_arguments
-from valor.config.composition import Reading, compose_tree
-from valor.config.mistakes import describe_errors
+from valor.config.command_line import CommandLine, expand_sweep, make_job, parse_overrides, read_arguments
+from valor.config.composition import Reading, compose_tree, translate
+from valor.config.describe import describe_errors
 from valor.config.ppo import PPOConfig
 from valor.config.rules import contradictions, unavailable_lines, unavailable_settings
-from valor.config.translation import translate
 from valor.errors import UserError
 
 Root = TypeVar("Root", bound=Section)
@@ -59,15 +57,16 @@ def load_runs(
     """
     line = read_arguments(argv)
     overrides, mistakes = parse_overrides(line.overrides)
-    jobs: list[tuple[list[Override], Job | None]] = [(overrides, None)]
+    readings = [Reading(overrides, mistakes=mistakes)]
     if line.multirun:
         keys = [override.key_or_group for override in overrides if override.is_sweep_override()]
         jobs = [(parse_overrides(texts)[0], make_job(texts, keys)) for texts in expand_sweep(overrides)]
+        readings = [Reading(own, job, mistakes=[*mistakes]) for own, job in jobs]
     loaded: list[LoadedConfig[Root]] = []
     lines: list[str] = []
-    for parsed, job in jobs:
+    for reading in readings:
         try:
-            loaded.append(_load(root, check, line, parsed, job, Reading(mistakes=[*mistakes])))
+            loaded.append(_load(root, check, line, reading))
         except UserError as error:
             lines += str(error).splitlines()
     if lines:
@@ -75,15 +74,8 @@ def load_runs(
     return loaded
 
 
-def _load(
-    root: type[Root],
-    check: Check[Root] | None,
-    line: CommandLine,
-    overrides: Sequence[Override],
-    job: Job | None,
-    reading: Reading,
-) -> LoadedConfig[Root]:
-    compose_tree(root, line, overrides, job, reading)
+def _load(root: type[Root], check: Check[Root] | None, line: CommandLine, reading: Reading) -> LoadedConfig[Root]:
+    compose_tree(root, line, reading)
     translate(root, reading)
     try:
         config = root.model_validate(reading.tree)
@@ -97,7 +89,7 @@ def _load(
     mistakes += check(config) if check is not None and not unavailable else []
     if mistakes or (unavailable and not line.dry_run):
         raise UserError("\n".join(mistakes or unavailable))
-    notes, label = tuple(dict.fromkeys(reading.notes)), job.label if job else None
+    notes, label = tuple(dict.fromkeys(reading.notes)), reading.job.label if reading.job else None
     return LoadedConfig(config, frozenset(reading.set_keys), line.dry_run, notes, tuple(unavailable), label)
 
 

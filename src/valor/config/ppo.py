@@ -1,7 +1,7 @@
 """The root of the tree that `valor ppo` reads."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import model_validator
 
@@ -14,7 +14,7 @@ from valor.config.model import ModelConfig
 from valor.config.reward import RewardConfig
 from valor.config.rollout import RolloutConfig
 from valor.config.trainer import PoolConfig, RayKwargsConfig, TrainerConfig
-from valor.config.tree import fill_inherited
+from valor.config.tree import fill_inherited, get_at, set_at
 
 CRITIC_BY_DEFAULT = "gae"
 """The estimator with which critic.enable is true where it is not set."""
@@ -33,6 +33,8 @@ class ActorRolloutRefConfig(Section):
 class PPOConfig(Section):
     """One run of PPO, GRPO or a relative of theirs."""
 
+    always_critic: ClassVar[bool] = False
+
     actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig)
     critic: CriticConfig = section(CriticConfig, {"critic.enable": "this run has no critic"})
     data: DataConfig = section(DataConfig)
@@ -49,11 +51,9 @@ class PPOConfig(Section):
         if not isinstance(data, dict):
             return data
         tree = fill_inherited(cls, data)
-        critic = tree.setdefault("critic", {})
-        if isinstance(critic, dict) and critic.get("enable") is None:
-            algorithm = tree.get("algorithm")
-            estimator = algorithm.get("adv_estimator", "gae") if isinstance(algorithm, dict) else "gae"
-            critic["enable"] = estimator == CRITIC_BY_DEFAULT
+        if get_at(tree, "critic.enable") is None:
+            estimator = get_at(tree, "algorithm.adv_estimator") or CRITIC_BY_DEFAULT
+            set_at(tree, "critic.enable", cls.always_critic or estimator == CRITIC_BY_DEFAULT)
         return tree
 
     def unused(self) -> dict[str, str]:

@@ -42,22 +42,18 @@ def _reasons(config: Section, key: str) -> Iterator[str]:
         if key in asked or any(_holds(config, one, place) for one in alternatives):
             continue
         value, short = _value(config, asked[0]), ".".join(asked[0].split(".")[-2:])
-        if reason:
-            yield f"no effect: {reason}"
-        elif value is None:
-            yield f"no effect: {short} is not set"
+        if reason or value is None:
+            yield f"no effect: {reason or f'{short} is not set'}"
         else:
             yield f"no effect with {short}={_as_typed(value)}"
 
 
 def conditions(root: type[Section], key: str) -> Iterator[tuple[str, str, str]]:
     """Every `only_with` on `key` and on the sections around it, as (condition, reason, the key where it stands)."""
-    names = key.split(".")
-    for length in range(1, len(names) + 1):
-        place = schema(root).get(".".join(names[:length]))
-        rules = place and place.declared("only_with")
-        for condition, reason in (rules or {}).items():
-            yield condition, reason, ".".join(names[:length])
+    for place, one in schema(root).items():
+        if f"{key}.".startswith(f"{place}."):
+            for condition, reason in (one.declared("only_with") or {}).items():
+                yield condition, reason, place
 
 
 def _named(condition: str, place: str) -> str:
@@ -68,9 +64,7 @@ def _named(condition: str, place: str) -> str:
 def _holds(config: Section, condition: str, place: str) -> bool:
     value = _value(config, _named(condition, place))
     left, equals, wanted = condition.partition("=")
-    if not equals:
-        return is_set(value)
-    return (_as_typed(value) == wanted) != left.endswith("!")
+    return (_as_typed(value) == wanted) != left.endswith("!") if equals else is_set(value)
 
 
 def _as_typed(value: Any) -> str:

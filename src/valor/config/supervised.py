@@ -4,25 +4,17 @@ from typing import Any
 
 from pydantic import NonNegativeFloat, PositiveInt, model_validator
 
-from valor.config.base import PathList, Section, Share, key, section
-from valor.config.data import Truncation
+from valor.config.base import Section, Share, key, section
+from valor.config.data import FilesConfig, Truncation
 from valor.config.engine import CheckpointConfig, FSDPConfig, OptimConfig
 from valor.config.model import ModelConfig
 from valor.config.trainer import RunConfig
 from valor.config.tree import fill_inherited
 
 
-class SupervisedDataConfig(Section):
+class SupervisedDataConfig(FilesConfig):
     """Given texts; a sample is a row of the files."""
 
-    train_files: PathList = key([])
-    """Training samples: one parquet or jsonl file, or a list."""
-    val_files: PathList | None = None
-    """Validation samples; null measures nothing (reward models: holds out val_share of the training files)."""
-    train_max_samples: int = -1
-    """Use only this many training samples; -1 all."""
-    val_max_samples: int = -1
-    """Use only this many validation samples; -1 all."""
     max_length: PositiveInt = 1024
     """Longest text in tokens."""
     train_batch_size: PositiveInt = 256
@@ -31,8 +23,6 @@ class SupervisedDataConfig(Section):
     """Most samples in a micro-batch of one process; null leaves it to the token budget."""
     max_token_len_per_gpu: PositiveInt = 16384
     """Most tokens (padding included) in a micro-batch of one process."""
-    shuffle: bool = True
-    """Draw samples in random order, anew in each epoch."""
 
 
 class SupervisedOptimConfig(OptimConfig, lr=1e-5):
@@ -60,8 +50,6 @@ class SFTDataConfig(SupervisedDataConfig, train_files=["~/data/gsm8k_sft/train.p
 
     messages_key: str = "messages"
     """Column with the chat messages; where it is missing, prompt_key and response_key are read."""
-    prompt_key: str = "prompt"
-    """Column with the prompt (text or messages)."""
     response_key: str = "response"
     """Column with the response text."""
     truncation: Truncation = "error"
@@ -86,8 +74,6 @@ class RMDataConfig(SupervisedDataConfig, train_files=["~/data/ultrafeedback/trai
 
     val_share: Share = 0.1
     """Share of the prompts of each source to hold out; 0 holds out none."""
-    prompt_key: str = "prompt"
-    """Column with the prompt (text or messages); may be missing where the responses are whole chats."""
     chosen_key: str = "chosen"
     """Column with the better response (text, or messages that end with it)."""
     rejected_key: str = "rejected"

@@ -70,6 +70,7 @@ def _unavailable(
 ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 REWARD_MODEL, VLLM = "reward.reward_model", "actor_rollout_ref.rollout.engine_kwargs.vllm"
+LOSS = "actor_rollout_ref.actor.policy_loss"
 TOOLS = "multi-turn generation with tools", "leave multi_turn.enable at false"
 ONE_TURN = "responses have one turn"
 GREEDY = "greedy training rollouts", "leave rollout.do_sample at true"
@@ -113,6 +114,10 @@ _MOVED = [
     *_same_names(REWARD_MODEL, "reward_model", "enable enable_resource_pool n_gpus_per_node nnodes"),
     *_same_names(REWARD_MODEL, "reward_model", "max_length micro_batch_size_per_gpu"),
     *_same_names(REWARD_MODEL, "reward_model.model", "trust_remote_code"),
+    *_same_names(f"{LOSS}.loss_kwargs", ACTOR, "tau_pos tau_neg"),
+    *_same_names(
+        f"{LOSS}.loss_kwargs", LOSS, "clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio ppo_kl_coef dro_beta"
+    ),
     *_same_names(VLLM, ROLLOUT, "max_num_batched_tokens enable_chunked_prefill enable_prefix_caching load_format"),
     *_same_names(VLLM, ROLLOUT, "enforce_eager cudagraph_capture_sizes disable_log_stats"),
 ]

@@ -12,7 +12,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 from valor.config import CriticPretrainConfig, PPOConfig, RMConfig, SFTConfig
 from valor.config.base import PathStr, Section, inherits
 from valor.config.command_line import literal, make_job
-from valor.config.mistakes import describe_errors
+from valor.config.describe import describe_errors
 from valor.config.tree import flatten
 from valor.errors import UserError
 

@@ -137,7 +137,7 @@ def _policy_loss(config: PPOConfig) -> list[str]:
             algorithms.policy_loss(
                 name, log_probs=-one, old_log_probs=-one, advantages=one, response_mask=one, **options
             )
-        except UserError as error:
+        except (UserError, TypeError, ValueError) as error:
             lines.append(f"actor_rollout_ref.actor.policy_loss.loss_mode={name}: {error}")
     return lines
 
@@ -192,9 +192,8 @@ def _not_read(config: PPOConfig, keys: Collection[str]) -> Iterator[tuple[str, s
     shared, algorithm = config.actor_rollout_ref, config.algorithm
     reads = {engine.name: engine.reads for engine in generation_engines()}
     special = [pattern for patterns in reads.values() for pattern in patterns] + ["engine_kwargs.*"]
-    estimator, loss = ADVANTAGES[algorithm.adv_estimator], POLICY_LOSSES[config.policy_loss]
+    estimator = ADVANTAGES[algorithm.adv_estimator]
     of_estimators = offered_settings(algorithm).keys() - {"whitening"} | _OPTION.keys() | set(_OPTION.values())
-    of_losses = {*type(shared.actor.policy_loss).model_fields, "tau_pos", "tau_neg"} - {"loss_mode", "loss_kwargs"}
     for key in keys:
         section, _, name = key.rpartition(".")
         below_rollout = key.removeprefix("actor_rollout_ref.rollout.")
@@ -204,9 +203,6 @@ def _not_read(config: PPOConfig, keys: Collection[str]) -> Iterator[tuple[str, s
         elif section == "algorithm" and name in of_estimators:
             if not _takes(estimator, _OPTION.get(name, name)):
                 yield key, f"no effect: adv_estimator={estimator.name} does not read it"
-        elif section in ("actor_rollout_ref.actor", "actor_rollout_ref.actor.policy_loss") and name in of_losses:
-            if not _takes(loss, name):
-                yield key, f"no effect: the policy loss {loss.name} does not read it"
         elif key == "critic.cliprange_value" and not _takes(VALUE_LOSSES[config.critic.value_loss], name):
             yield key, f"no effect with critic.value_loss={config.critic.value_loss}, which does not clip"
 

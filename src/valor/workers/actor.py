@@ -173,12 +173,10 @@ class ActorWorker(ModelRole):
 def policy_loss_options(
     config: ActorConfig, loss_mode: str, generator: torch.Generator | None = None
 ) -> dict[str, Any]:
-    """The settings under `actor` for a policy loss: what all share, and of the rest what it takes."""
+    """The settings under `actor` for a policy loss: what all share, and its own options."""
     shared = {
         name: getattr(config, name)
         for name in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "loss_agg_mode", "loss_scale_factor")
     }
-    own = config.policy_loss.model_dump(exclude={"loss_mode", "loss_kwargs"})
-    own |= {"tau_pos": config.tau_pos, "tau_neg": config.tau_neg, "generator": generator}
-    accepted = algorithms.POLICY_LOSSES[loss_mode].options
-    return shared | {k: v for k, v in own.items() if k in accepted} | config.policy_loss.loss_kwargs
+    draws = {"generator": generator} if "generator" in algorithms.POLICY_LOSSES[loss_mode].options else {}
+    return shared | draws | config.policy_loss.loss_kwargs

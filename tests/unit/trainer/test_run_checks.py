@@ -24,6 +24,11 @@ SERVER += ["actor_rollout_ref.rollout.top_k=5"]
         (["actor_rollout_ref.rollout.dtype=float32"], "actor_rollout_ref.rollout.dtype=float32, but rollout.name=nat"),
         (["actor_rollout_ref.actor.policy_loss.loss_mode=dro"], "policy_loss.loss_mode=dro: dro needs dro_beta > 0"),
         (
+            ["actor_rollout_ref.actor.policy_loss.loss_mode=dro", "actor_rollout_ref.actor.policy_loss.dro_beta=a"],
+            "policy_loss.loss_mode=dro: ",
+        ),
+        (["actor_rollout_ref.actor.tau_pos=2"], "policy_loss.loss_kwargs.tau_pos: vanilla has no such option"),
+        (
             [
                 "actor_rollout_ref.actor.use_kl_loss=true",
                 "actor_rollout_ref.actor.kl_loss_type=full",
@@ -147,9 +152,8 @@ def test_settings_that_the_chosen_engine_does_not_read():
 def test_settings_that_the_chosen_algorithms_do_not_read():
     assert inert("algorithm.lam_critic=0.9", "algorithm.adaptive_lam_alpha=1", "critic.cliprange_value=0.2") == {}
     argv = ["algorithm.adv_estimator=grpo", "algorithm.lam=0.9", "algorithm.norm_adv_by_std_in_grpo=false"]
-    argv += ["algorithm.gdpo_reward_keys=[a]", "actor_rollout_ref.actor.tau_pos=2", "data.val_files=v"]
+    argv += ["algorithm.gdpo_reward_keys=[a]", "data.val_files=v"]
     assert inert(*argv) == {
-        "actor_rollout_ref.actor.tau_pos": "no effect: the policy loss vanilla does not read it",
         "algorithm.gdpo_reward_keys": "no effect: adv_estimator=grpo does not read it",
         "algorithm.lam": "no effect: adv_estimator=grpo does not read it",
     }
