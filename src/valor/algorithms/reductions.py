@@ -108,7 +108,7 @@ def result_like(x: Tensor) -> Tensor:
     size = x.numel() * x.element_size()
     if x.device.type != "cpu" or size < _HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty_like(x, memory_format=torch.contiguous_format)
-    memory = mmap.mmap(-1, size)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has no huge pages
     with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=x.dtype).view(x.shape)

@@ -89,6 +89,10 @@ class Batch:
         """One batch per list of row indices; lists may differ in length and may be empty."""
         return [self.take(p) for p in parts]
 
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch with its tensors on `device`."""
+        return Batch({k: v.to(device) for k, v in self.tensors.items()}, self.objects, self.meta)
+
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
         """Rows of all batches, in order. Narrow [B, T] fields are padded with zeros to the widest; metas merge.

@@ -39,6 +39,10 @@ class Output(NamedTuple):
     label: bool | None = None
     score: float | None = None
 
+    def __str__(self) -> str:
+        truth = short(self.row.sample.ground_truth)
+        return f"ground truth {truth}; the output ends {self.response.strip()[-_END:]!r}"
+
 
 @dataclass
 class GradingReport:
@@ -62,33 +66,27 @@ class GradingReport:
 
     def __str__(self) -> str:
         """The table, its columns aligned."""
-        rows = [[str(cell) for cell in row] for row in self.table]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = (
-            "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-            for row in rows
-        )
-        return "\n".join(f"  {line}" for line in lines)
+        names, *columns = [list(map(str, column)) for column in zip(*self.table, strict=True)]
+        aligned = [[cell.ljust(max(map(len, names))) for cell in names]]
+        aligned += [[cell.rjust(max(map(len, column))) for cell in column] for column in columns]
+        return "\n".join("  ".join(["", *row]) for row in zip(*aligned, strict=True))
 
 
 def right_answers(sample: Sample, grader: Grader) -> list[str]:
     """Responses of which one should be graded as right, in the order to try; none where nothing can be said.
 
     What the grader's own `answer` says. Without it the ground truth (of several, each of the first three; of a
-    dictionary, its `target`) in a box, after `####`, after "Answer:", in answer tags and bare.
+    dictionary, its `target`) in each of the usual ways.
     """
-    own = getattr(grader, "answer", None)
+    own, truth = getattr(grader, "answer", None), sample.ground_truth
     if own is not None:
-        text = own(sample.ground_truth, sample.extra_info or {})
+        text = own(truth, sample.extra_info or {})
         return [] if text is None else [str(text)]
-    return [way.replace("%s", text) for text in _texts(sample.ground_truth) for way in _WAYS]
-
-
-def _texts(truth: Any) -> list[str]:
     if isinstance(truth, Mapping):
         truth = truth.get("target")
     several = truth if isinstance(truth, list | tuple) else [truth]
-    return [str(one).strip() for one in several if one is not None and str(one).strip()][:3]
+    texts = [str(one).strip() for one in several if one is not None and str(one).strip()][:3]
+    return [way.replace("%s", text) for text in texts for way in _WAYS]
 
 
 def check_truths(rows: Sequence[CheckedRow], executor: RewardExecutor) -> GradingReport:
@@ -100,7 +98,10 @@ def check_truths(rows: Sequence[CheckedRow], executor: RewardExecutor) -> Gradin
     report = GradingReport(
         [("data source", "rows", "right answer scores", "not checked", "wrong answer scores", "slowest")]
     )
-    for source, members in by_source(rows).items():
+    sources: dict[str, list[CheckedRow]] = defaultdict(list)
+    for row in rows:
+        sources[row.sample.data_source].append(row)
+    for source, members in sources.items():
         grader = custom or grader_for(source)
         ways = [right_answers(row.sample, grader) for row in members]
         tries = _tries(members, ways, executor)
@@ -120,7 +121,15 @@ def check_truths(rows: Sequence[CheckedRow], executor: RewardExecutor) -> Gradin
             report.notes.append(f"{source}: one grading takes up to {max(seconds):.1f} s ({slowest})")
         _report_never(report, source, grader, members, ways, tries)
         for name, results in zip(WRONG, wrong, strict=True):
-            _report_always(report, source, name, members, results)
+            cases = [
+                (row.place, f"score {result.score:g} for ground truth {short(row.sample.ground_truth)}")
+                for row, result in zip(members, results, strict=True)
+                if result.correct
+            ]
+            if cases:
+                title = f"{source}: {len(cases)} of {len(members)} rows always score: {name} is graded as right"
+                report.problem(title, cases)
+                report.unfit |= {place for place, _ in cases}
     return report
 
 
@@ -140,19 +149,6 @@ def _tries(
             if not tries[i][-1].correct and tries[i][-1].seconds < executor.timeout and len(tries[i]) < len(ways[i])
         ]
     return tries
-
-
-def _report_always(
-    report: GradingReport, source: str, name: str, rows: Sequence[CheckedRow], results: Sequence[RewardResult]
-) -> None:
-    cases = [
-        (row.place, f"score {result.score:g} for ground truth {short(row.sample.ground_truth)}")
-        for row, result in zip(rows, results, strict=True)
-        if result.correct
-    ]
-    if cases:
-        report.problem(f"{source}: {len(cases)} of {len(rows)} rows always score: {name} is graded as right", cases)
-        report.unfit |= {place for place, _ in cases}
 
 
 def _report_never(
@@ -197,7 +193,7 @@ def check_outputs(outputs: Sequence[Output], executor: RewardExecutor) -> Gradin
     for source, graded in sources.items():
         count, found = len(graded), [result for _, result in graded]
         mean, right = sum(r.score for r in found) / count, sum(r.correct for r in found) / count
-        failed = [(o.row.place, f"{r.error}; the output ends {_end(o)}") for o, r in graded if r.error is not None]
+        failed = [(o.row.place, f"{r.error}; {o}") for o, r in graded if r.error is not None]
         unread = sum(result.components.get("pred") == "" for result in found)
         slowest = f"{max(r.seconds for r in found) * 1000:.1f} ms"
         report.table.append((source, count, f"{right:.1%}", f"{mean:.3f}", unread, len(failed), slowest))
@@ -205,7 +201,7 @@ def check_outputs(outputs: Sequence[Output], executor: RewardExecutor) -> Gradin
             report.problem(f"{source}: the grader fails on {len(failed)} of {count} outputs", failed)
         elif count >= _FEWEST_OUTPUTS and len({result.score for result in found}) == 1:
             title = f"{source}: all {count} outputs get the score {mean:g}: nothing can be learned from that"
-            report.problem(title, [(o.row.place, f"{_truth(o)}; the output ends {_end(o)}") for o, _ in graded])
+            report.problem(title, [(o.row.place, str(o)) for o, _ in graded])
         report.notes += _disagreements(source, graded) + _without_contrast(source, graded)
     return report
 
@@ -220,9 +216,7 @@ def _disagreements(source: str, graded: Sequence[tuple[Output, RewardResult]]) -
         lines = [f"{source}: the grader agrees with {agreement} labels"]
         for output, result in wrong[:_EXAMPLES]:
             said = "right" if output.label else "wrong"
-            lines.append(
-                f"{output.row.place}: labelled {said}, graded {result.score:g}; {_truth(output)}, ends {_end(output)}"
-            )
+            lines.append(f"{output.row.place}: labelled {said}, graded {result.score:g}; {output}")
         notes.append("\n    ".join(lines))
     changed = sum(output.score is not None and abs(output.score - result.score) > 1e-6 for output, result in graded)
     if changed:
@@ -244,26 +238,10 @@ def _without_contrast(source: str, graded: Sequence[tuple[Output, RewardResult]]
     ]
 
 
-def _truth(output: Output) -> str:
-    return f"ground truth {short(output.row.sample.ground_truth)}"
-
-
-def _end(output: Output) -> str:
-    return repr(output.response.strip()[-_END:])
-
-
 def score(executor: RewardExecutor, rows: Sequence[CheckedRow], responses: Sequence[str]) -> list[RewardResult]:
     """Results of these responses to these rows."""
     pairs = zip(rows, responses, strict=True)
     return executor.score([row.sample._replace(solution_str=response) for row, response in pairs])
-
-
-def by_source(rows: Sequence[CheckedRow]) -> dict[str, list[CheckedRow]]:
-    """The rows of every data source, in the order in which the sources first occur."""
-    sources: dict[str, list[CheckedRow]] = defaultdict(list)
-    for row in rows:
-        sources[row.sample.data_source].append(row)
-    return dict(sources)
 
 
 def short(value: Any) -> str:

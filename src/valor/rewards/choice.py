@@ -36,8 +36,7 @@ def grade(
 ) -> dict[str, Any]:
     """Score 1 when the option that the response chooses is the right one, else 0; naming two is no choice.
 
-    The ground truth is a letter, an option's text, or its place as an integer (0 is A). Options are read from
-    `extra_info["choices"]` (texts in order, or {letter: text}, or {"label": …, "text": …}) when they are there.
+    docs/rewards.md says how the ground truth and the options are written.
     Components: `format` 1 when the choice is announced ("Answer: B", a box, `<answer>`), `pred` the letter.
     """
     options = _options((extra_info or {}).get("choices"))

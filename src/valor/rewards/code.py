@@ -154,14 +154,7 @@ def same_output(output: str, expected: str) -> bool:
 
 
 def read_tests(ground_truth: Any) -> ProgramTests | FunctionTests:
-    """The tests in a ground truth: an object, or the same as JSON.
-
-    `inputs` and `outputs` (verl's form; with `fn_name`, of a function: each input one argument a line, as JSON, or a
-    list of arguments); a list of `input`, `output` objects (LiveCodeBench); `test`, `entry_point` and `prompt`
-    (HumanEval); `test_list` and `test_setup_code` (MBPP); or assert statements, in a list or as one text. An object
-    may have a `time_limit` too: CPU seconds of a run.
-    Raises ValueError when it is none of these.
-    """
+    """The tests in a ground truth, in any of the forms of docs/sandbox.md. Raises ValueError for anything else."""
     given = ground_truth
     if isinstance(given, str):
         try:
@@ -190,7 +183,11 @@ def _tests_of_mapping(given: Mapping[str, Any]) -> ProgramTests | FunctionTests:
             found = ProgramTests(list(map(_as_text, given["inputs"])), list(map(_as_text, given["outputs"])))
     elif given.get("test") and given.get("entry_point"):
         name, prompt = given["entry_point"], given.get("prompt") or ""
-        setup = [prompt] if _is_python(prompt) else []  # its helpers, as they were given and not as they are answered
+        try:
+            compile(prompt, "prompt", "exec")
+            setup = [prompt]  # its helpers, as they were given and not as they are answered
+        except (SyntaxError, ValueError):
+            setup = []
         found = FunctionTests([f"{given['test']}\n\ncheck({name})\n"], setup, [name], prompt)
     elif len(given.get("test_list", ())):
         setup = [*given.get("test_imports", ()), given.get("test_setup_code") or ""]
@@ -305,14 +302,6 @@ def _fenced_blocks(text: str) -> list[tuple[str, str]]:
 def _defines(code: str, name: str) -> bool:
     start = rf"^[ \t]*(?:(?:async[ \t]+)?def|class)[ \t]+(?:{re.escape(name)}|Solution)\b|^{re.escape(name)}[ \t]*="
     return bool(name) and re.search(start, code, re.MULTILINE) is not None
-
-
-def _is_python(text: str) -> bool:
-    try:
-        compile(text, "prompt", "exec")
-    except (SyntaxError, ValueError):
-        return False
-    return True
 
 
 def _as_text(value: Any) -> str:

@@ -41,10 +41,8 @@ def grade(
 ) -> dict[str, Any]:
     """Score 1 when the final expression uses every number once, with + - * / only, and equals the target exactly.
 
-    The ground truth is {"target": …, "numbers": …}, the numbers alone ("1 1 4 6": the target is 24), or the target
-    with the numbers in `extra_info`. The expression stands in `<answer>`, in a box, after "Answer:" or in the last
-    line, with or without "= 24"; steps above it are not looked at. Components: `format` 1 when there is an expression,
-    `numbers` 1 when it uses the right ones, `pred` the expression.
+    docs/rewards.md says how the ground truth is written, and where the expression is looked for. Components: `format`
+    1 when there is an expression, `numbers` 1 when it uses the right ones, `pred` the expression.
     """
     target, numbers = puzzle(ground_truth, extra_info or {})
     text = final_expression(solution_str)

@@ -43,10 +43,7 @@ def make_graders(config: RewardConfig) -> Graders:
 def summarize(data_sources: Sequence[str], results: Sequence[RewardResult]) -> tuple[dict[str, float], str]:
     """Metrics and one line for the log: `reward openai/gsm8k: 113/512 correct, mean 0.221, 0 errors`.
 
-    Per data source: `reward/<source>/mean`, `/correct` (fraction), and the mean of every numeric component.
-
-    A component's mean is over the samples that have it. Over all samples: `reward/errors` (number),
-    `reward/errors/<kind>` for each kind that occurred, and `reward/grading_seconds_max`.
+    The metrics are those of docs/rewards.md.
     """
     groups: dict[str, list[RewardResult]] = defaultdict(list)
     for source, result in zip(data_sources, results, strict=True):

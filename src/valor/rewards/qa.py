@@ -38,9 +38,8 @@ def grade(
 ) -> dict[str, Any]:
     """Score 1 when the answer says what one of the aliases says, as people judge it, else 0.
 
-    The answer is what stands in `<answer>`, otherwise the whole response. It is right when it contains an alias (words
-    in any order and a few between them, numbers as words or digits, a name without its middle), or is short and shares
-    most words with one. Components: `em` and `f1` (SQuAD's), `contains`, `format` 1 with `<answer>`, `pred`.
+    The answer is what stands in `<answer>`, otherwise the whole response; docs/rewards.md says when it is right.
+    Components: `em` and `f1` (SQuAD's), `contains`, `format` 1 with `<answer>`, `pred`.
     """
     answer, is_tagged = answer_part(solution_str)
     answer, truths = answer[:_MAX_LENGTH], aliases(ground_truth)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import threading
 import time
@@ -70,8 +69,9 @@ class Server:
         TimeoutError, with the last refusal, when they are over, and RuntimeError for a refusal that will not pass.
         """
         end = time.perf_counter() + seconds
-        pause = _FIRST_PAUSE
-        for attempt in itertools.count(1):
+        pause, attempt = _FIRST_PAUSE, 0
+        while True:
+            attempt += 1
             await self._turn()
             try:
                 async with asyncio.timeout(seconds if attempts else end - time.perf_counter()):
@@ -89,7 +89,6 @@ class Server:
                 raise TimeoutError(refusal)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
-        raise AssertionError
 
     def close(self) -> None:
         """End the thread; requests under way are dropped."""

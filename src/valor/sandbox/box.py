@@ -124,11 +124,8 @@ class Sandbox:
 
     def close(self) -> None:
         """End the supervisor, and with it whatever still runs."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
-            if pipe is not None:
-                pipe.close()
+        with self._process:  # the end of this closes the pipes and waits
+            self._process.kill()
 
     def _send(self, message: Any) -> None:
         assert self._process.stdin is not None
