@@ -82,8 +82,10 @@ REPLICAS = (
 _MICRO_BATCHES = {
     "*.ppo_micro_batch_size_per_gpu": "*.ppo_micro_batch_size",
     "*.log_prob_micro_batch_size_per_gpu": "*.log_prob_micro_batch_size",
+    "data.micro_batch_size_per_gpu": "data.micro_batch_size",
 }
 _RENAMED = {
+    "fsdp_config.*": "engine.* model.fsdp_config.*",
     "critic.fsdp_config.*": "critic.fsdp.* critic.model.fsdp_config.*",
     f"{MODEL}.enable_gradient_checkpointing": f"{ACTOR}.fsdp_config.gradient_checkpointing",
     "critic.model.enable_gradient_checkpointing": "critic.fsdp_config.gradient_checkpointing",
@@ -238,9 +240,6 @@ SPELLINGS: tuple[Spelling, ...] = (
     *_FEATURES,
     *_no_effect(_NO_EFFECT),
     *_refused(_REFUSED),
-    # Supervised training's older names.
-    *_read_as({"fsdp_config.*": "engine.* model.fsdp_config.*"}),
-    *_read_as({"data.micro_batch_size_per_gpu": "data.micro_batch_size"}, "it counts samples of one process here"),
 )
 
 
