@@ -144,7 +144,9 @@ def _on_ray(parallel: int) -> Iterator[tuple[Submit, Stop]]:
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray puts its own there, which ends the process at once
     # By value, so that a Ray worker need not import torch to start a command.
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    shares = {kind: ray.cluster_resources().get(kind, 0.0) / parallel for kind in ("CPU", "GPU")}
+    # Of a cluster that others use too, what they have left: a task that wants more would wait for ever.
+    resources = ray.cluster_resources() if owns_ray else ray.available_resources()
+    shares = {kind: resources.get(kind, 0.0) / parallel for kind in ("CPU", "GPU")}
     cpus, gpus = (float(int(n)) if n >= 1 else int(n * 1000) / 1000 for n in shares.values())
     refs: list[Any] = []
     task = ray.remote(_run_on_ray).options(num_cpus=cpus, num_gpus=gpus, max_retries=0)  # type: ignore[attr-defined]
