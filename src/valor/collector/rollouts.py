@@ -27,7 +27,6 @@ from valor.errors import UserError
 from valor.rewards.executor import RewardResult, Sample
 from valor.rewards.manager import Graders
 from valor.rollout.registry import generation_engine
-from valor.tracking.generations import token_strings
 from valor.tracking.rundir import write_atomically
 from valor.workers.roles import role_specs
 
@@ -125,8 +124,8 @@ class _Rollout(NamedTuple):
 def read_rollouts(paths: Sequence[str], tokenizer: Any, rewards: Graders) -> Batch:
     """The rollouts in jsonl or parquet files, or in all such files of a folder. Rows without a score are graded.
 
-    A row is one of three: what `trainer.rollout_data_dir` and `validation_data_dir` hold (prompt_ids, response_ids);
-    what a run's `samples` folder holds (prompt, tokens); or messages with a text response. UserError: anything else.
+    A row is what `trainer.rollout_data_dir` and `validation_data_dir` hold (prompt_ids, response_ids), or messages with
+    a text response. UserError: anything else.
     """
     found = [_parse(record, where, tokenizer) for path in _files(paths) for where, record in read_records(path)]
     prompts, prompt_lengths = pad_rows([r.prompt_ids for r in found], torch.long)
@@ -165,8 +164,6 @@ def _files(paths: Sequence[str]) -> Iterator[Path]:
 def _parse(record: Mapping[str, Any], where: str, tokenizer: Any) -> _Rollout:
     if "prompt_ids" in record and "response_ids" in record:
         prompt, response = list(record["prompt_ids"]), list(record["response_ids"])
-    elif "tokens" in record and "prompt" in record:
-        prompt, response = _retokenized(record, where, tokenizer)
     elif "messages" in record and isinstance(record.get("response"), str):
         text = render(tokenizer, record["messages"], where=where)
         prompt, answer = token_ids(tokenizer, [text, record["response"]])
@@ -176,12 +173,12 @@ def _parse(record: Mapping[str, Any], where: str, tokenizer: Any) -> _Rollout:
             f"{where}: not a rollout: it needs prompt_ids and response_ids (as trainer.rollout_data_dir writes them), "
             f"or messages and response; it has {', '.join(record)}"
         )
-    mask = record.get("response_mask", record.get("mask")) or [1] * len(response)
+    mask = record.get("response_mask") or [1] * len(response)
     if not prompt or not response or len(mask) != len(response):
         raise UserError(f"{where}: a rollout has a prompt, a response, and a mask as long as the response")
     if max(*prompt, *response) >= len(tokenizer):
         raise UserError(f"{where}: token {max(*prompt, *response)} is none of the {len(tokenizer)} of this tokenizer")
-    score = record.get("score", record.get("reward"))
+    score = record.get("score")
     if score is not None and not isinstance(score, bool | int | float):
         raise UserError(f"{where}: the score must be a number, got {score!r}")
     objects = {name: record.get(name) for name in OBJECTS} | {
@@ -191,17 +188,6 @@ def _parse(record: Mapping[str, Any], where: str, tokenizer: Any) -> _Rollout:
     if score is None and (objects["data_source"] is None or objects["ground_truth"] is None):
         raise UserError(f"{where}: a rollout without a score needs data_source and ground_truth, to be graded by")
     return _Rollout(prompt, response, [int(m) for m in mask], None if score is None else float(score), objects)
-
-
-def _retokenized(record: Mapping[str, Any], where: str, tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Ids of a run's sample, which holds texts: exact, or refused."""
-    prompt, response = token_ids(tokenizer, [record["prompt"], "".join(record["tokens"])])
-    if token_strings(response, tokenizer.decode) != record["tokens"]:
-        raise UserError(
-            f"{where}: this tokenizer cuts the sample in another way than the run did: give it the run's tokenizer, or "
-            "the files of trainer.rollout_data_dir, which hold token ids"
-        )
-    return prompt, response
 
 
 def _grade(batch: Batch, tokenizer: Any, rewards: Graders) -> list[RewardResult]:

@@ -2,9 +2,8 @@
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
@@ -56,15 +55,6 @@ def _extra(only_with: Rules, **more: str) -> dict[str, Any]:
 def is_set(value: Any) -> bool:
     """Whether a value asks for something."""
     return value not in (None, False, 0, "", [], {})
-
-
-@dataclass(frozen=True)
-class Unavailable:
-    """In a key's annotation: values for which `asks` is true are a feature that this version does not have."""
-
-    what: str
-    instead: str
-    asks: Callable[[Any], bool] = is_set
 
 
 class Section(BaseModel):

@@ -1,4 +1,4 @@
-"""Rollouts on disk: what is written is read back, from three kinds of rows; all else is refused in a line."""
+"""Rollouts on disk: what is written is read back, from two kinds of rows; all else is refused in a line."""
 
 import json
 
@@ -76,17 +76,6 @@ def test_rows_of_messages_and_text_are_graded(tokenizer, rewards, tmp_path):
     first = batch["prompts"][0, : int(batch["prompt_lengths"][0])].tolist()
     assert tokenizer.decode(first) == "<|user|>58+77=<|assistant|>"
     assert batch["responses"][0, int(batch["response_lengths"][0]) - 1] == tokenizer.eos_token_id
-
-
-def test_a_runs_samples_are_read_exactly_or_refused(tokenizer, rewards, tmp_path):
-    sample = {"prompt": "<|user|>1+1=<|assistant|>", "tokens": [*"02 00 2", "<|end|>"], "reward": 1.0, "step": 3}
-    file = tmp_path / "step_3.jsonl"
-    file.write_text(json.dumps(sample) + "\n")
-    batch = read_rollouts([str(file)], tokenizer, rewards)
-    assert tokenizer.decode(batch["responses"][0]) == "02 00 2<|end|>" and batch["scores"].tolist() == [1.0]
-    file.write_text(json.dumps({**sample, "tokens": ["02", " 00 2"]}) + "\n")
-    with pytest.raises(UserError, match="another way"):
-        read_rollouts([str(file)], tokenizer, rewards)
 
 
 @pytest.mark.parametrize(
