@@ -1,11 +1,12 @@
-"""The console's one line per step, and the table of all metrics for who wants it."""
+"""The console's one line per step."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import TypeVar
 
-from valor.tracking.console import format_number, format_seconds, get_console
+from valor.tracking.console import format_seconds, get_console
 from valor.tracking.histogram import Histogram
 
 # label, keys in order of preference, number format; the line shows those that the step has
@@ -18,19 +19,18 @@ _COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 _CUT = "response_length/clip_ratio"
 _SECONDS = ("timing_s/step", "perf/time_per_step")
 _THROUGHPUT = "perf/throughput"
+Value = TypeVar("Value")
 
 
 class ConsoleLogger:
-    """Prints `summary_line` of each step, and with `wide` every metric under it."""
+    """Prints `summary_line` of each step."""
 
-    def __init__(self, total_steps: int | None = None, *, wide: bool = False) -> None:
-        self._total_steps, self._wide = total_steps, wide
+    def __init__(self, total_steps: int | None = None) -> None:
+        self._total_steps = total_steps
 
     def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
         """Print the step without its histograms; above the progress bars while they are shown."""
         get_console().print(summary_line(step, metrics, self._total_steps), markup=False)
-        if self._wide:
-            get_console().print(wide_table(metrics), markup=False)
 
     def close(self) -> None:
         """Nothing is held open."""
@@ -59,19 +59,13 @@ def summary_line(step: int, metrics: Mapping[str, float], total_steps: int | Non
     return "  ".join(parts)
 
 
-def wide_table(metrics: Mapping[str, float]) -> str:
-    """Every metric, one a line, sorted by name."""
-    width = max(map(len, metrics), default=0)
-    return "\n".join(f"  {key:<{width}}  {format_number(metrics[key])}" for key in sorted(metrics))
-
-
-def validation_scores(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Mean validation score per data source, from `val-core/<data source>/<variable>/mean@<n>`."""
-    scores = {}
-    for key, value in metrics.items():
-        if key.startswith("val-core/") and key.rpartition("/")[2].startswith("mean@"):
-            scores[key.removeprefix("val-core/").rsplit("/", 2)[0]] = value
-    return scores
+def validation_scores(metrics: Mapping[str, Value]) -> dict[str, Value]:
+    """What there is of the mean validation score by data source: `val-core/<data source>/<variable>/mean@<n>`."""
+    return {
+        key.removeprefix("val-core/").rsplit("/", 2)[0]: value
+        for key, value in metrics.items()
+        if key.startswith("val-core/") and key.rpartition("/")[2].startswith("mean@")
+    }
 
 
 def _short_names(sources: list[str]) -> dict[str, str]:

@@ -151,7 +151,6 @@ class WandbLogger:
 
 LOGGERS: dict[str, Callable[[RunInfo], Logger]] = {
     "console": lambda run: ConsoleLogger(run.total_steps),
-    "console_wide": lambda run: ConsoleLogger(run.total_steps, wide=True),
     "file": FileLogger,
     "tensorboard": TensorboardLogger,
     "wandb": WandbLogger,

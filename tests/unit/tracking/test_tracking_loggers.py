@@ -12,7 +12,7 @@ import torch
 from valor.errors import UserError
 from valor.tracking import loggers
 from valor.tracking.console import format_number, format_seconds
-from valor.tracking.console_lines import ConsoleLogger, summary_line, wide_table
+from valor.tracking.console_lines import ConsoleLogger, summary_line
 from valor.tracking.histogram import Histogram, histogram
 from valor.tracking.loggers import RunInfo, Tracker, check_loggers
 from valor.tracking.rundir import read_run_info, rewind, samples_file, write_run_info
@@ -201,14 +201,9 @@ def test_summary_line():
     assert "reward nan" in summary_line(1, {"critic/score/mean": math.nan})
 
 
-def test_console_prints_one_line_and_all_metrics_on_demand(capsys):
+def test_console_prints_one_line(capsys):
     ConsoleLogger(100).log(12, STEP, {})
     assert capsys.readouterr().out == summary_line(12, STEP, 100) + "\n"
-    ConsoleLogger(100, wide=True).log(12, STEP, {})
-    out = capsys.readouterr().out.splitlines()
-    assert len(out) == 1 + len(STEP)
-    assert "  actor/kl_loss               0.00123" in out
-    assert wide_table({}) == ""
 
 
 @pytest.mark.parametrize(
