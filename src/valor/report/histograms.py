@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,43 +14,25 @@ MAX_COLUMNS = 160
 _TAIL = 0.005  # of all tokens, at either end: they are counted in the outermost bins, so that the rest is seen
 
 
-@dataclass(frozen=True)
-class _Picture:
-    id: str
-    section: str
-    title: str
-    note: str
-    key: str
-    needs: str = ""  # another metric without which it says nothing
-
-
-PICTURES = (
-    _Picture("values-spread", "critic", "Spread of the values", "Share of tokens by value.", "critic/values/histogram"),
-    _Picture(
-        "returns-spread",
-        "critic",
-        "Spread of the returns",
-        "What the critic is trained towards.",
-        "critic/returns/histogram",
-        "critic/values/histogram",
-    ),
-    _Picture(
-        "advantages-spread",
-        "policy",
-        "Spread of the advantages",
-        "Share of tokens by what the policy loss gets.",
-        "critic/advantages/histogram",
-    ),
-)
+PICTURES = {
+    "values": ("critic", "Share of tokens by value."),
+    "returns": ("critic", "What the critic is trained towards."),
+    "advantages": ("policy", "Share of tokens by what the policy loss gets."),
+}
 
 
 def histogram_specs(histograms: Mapping[str, list[StepHistogram]]) -> list[dict[str, Any]]:
-    """The pictures that the run has data for: `steps`, bin centres `rows`, and `shares` [row][step]."""
-    return [
-        {"id": one.id, "section": one.section, "title": one.title, "note": one.note, **_columns(histograms[one.key])}
-        for one in PICTURES
-        if one.key in histograms and (not one.needs or one.needs in histograms)
-    ]
+    """The pictures that the run has data for: `steps`, bin centres `rows`, and `shares` [row][step].
+
+    Returns are shown beside values only.
+    """
+    specs = []
+    for name, (section, note) in PICTURES.items():
+        found = histograms.get(f"critic/{name}/histogram")
+        if found and (name != "returns" or "critic/values/histogram" in histograms):
+            head = {"id": f"{name}-spread", "section": section, "title": f"Spread of the {name}", "note": note}
+            specs.append(head | _columns(found))
+    return specs
 
 
 def _columns(spreads: list[StepHistogram]) -> dict[str, Any]:
