@@ -18,14 +18,14 @@ from torch import Tensor
 from valor import algorithms
 from valor.collector.collector import Collector
 from valor.collector.inputs import RunInputs
-from valor.config import PPOConfig
+from valor.config import PPOConfig, RewardConfig
 from valor.controller import ResourcePool, start_group
 from valor.data.batch import Batch, pad_rows
 from valor.data.files import read_records
 from valor.data.prompts import PromptRow, render, token_ids
 from valor.errors import UserError
 from valor.rewards.executor import RewardResult, Sample
-from valor.rewards.manager import Graders
+from valor.rewards.manager import make_graders
 from valor.rollout.registry import generation_engine
 from valor.tracking.rundir import write_atomically
 from valor.workers.roles import role_specs
@@ -121,7 +121,7 @@ class _Rollout(NamedTuple):
     objects: dict[str, Any]
 
 
-def read_rollouts(paths: Sequence[str], tokenizer: Any, rewards: Graders) -> Batch:
+def read_rollouts(paths: Sequence[str], tokenizer: Any, reward: RewardConfig) -> Batch:
     """The rollouts in jsonl or parquet files, or in all such files of a folder. Rows without a score are graded.
 
     A row is what `trainer.rollout_data_dir` and `validation_data_dir` hold (prompt_ids, response_ids), or messages with
@@ -144,7 +144,7 @@ def read_rollouts(paths: Sequence[str], tokenizer: Any, rewards: Graders) -> Bat
     scores = [r.score for r in found]
     ungraded = [i for i, score in enumerate(scores) if score is None]
     if ungraded:
-        for i, result in zip(ungraded, _grade(batch.take(ungraded), tokenizer, rewards), strict=True):
+        for i, result in zip(ungraded, _grade(batch.take(ungraded), tokenizer, reward), strict=True):
             scores[i], batch.objects["reward_info"][i] = result.score, result.components
     batch["scores"] = torch.tensor(scores, dtype=torch.float32)
     return batch
@@ -190,10 +190,13 @@ def _parse(record: Mapping[str, Any], where: str, tokenizer: Any) -> _Rollout:
     return _Rollout(prompt, response, [int(m) for m in mask], None if score is None else float(score), objects)
 
 
-def _grade(batch: Batch, tokenizer: Any, rewards: Graders) -> list[RewardResult]:
-    columns = batch.objects
-    rewards.check(set(columns["data_source"]))
+def _grade(batch: Batch, tokenizer: Any, reward: RewardConfig) -> list[RewardResult]:
+    columns, graders = batch.objects, make_graders(reward)
     ids = [row[:n] for row, n in zip(batch["responses"].tolist(), batch["response_lengths"].tolist(), strict=True)]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     samples = zip(columns["data_source"], texts, columns["ground_truth"], columns["extra_info"], strict=True)
-    return rewards.score([Sample(*sample) for sample in samples])
+    try:
+        graders.check(set(columns["data_source"]))
+        return graders.score([Sample(*sample) for sample in samples])
+    finally:
+        graders.close()

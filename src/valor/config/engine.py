@@ -6,6 +6,7 @@ from pydantic import AfterValidator, NonNegativeFloat, PositiveFloat, PositiveIn
 
 from valor.config.base import CountOrOff, DType, Section, Share, key
 
+Part = Literal["model", "optimizer", "extra", "hf_model"]
 RESUMABLE = ["model", "optimizer", "extra"]
 
 
@@ -66,7 +67,5 @@ class OptimConfig(Section):
 class CheckpointConfig(Section):
     """What a role writes into a checkpoint and reads back."""
 
-    save_contents: Annotated[list[Literal["model", "optimizer", "extra", "hf_model"]], AfterValidator(_resumable)] = (
-        key(RESUMABLE)
-    )
+    save_contents: Annotated[list[Part], AfterValidator(_resumable)] = key(RESUMABLE)
     """Parts to write; hf_model adds a plain Hugging Face directory to every checkpoint."""

@@ -7,7 +7,7 @@ from pydantic import model_validator
 
 from valor.config.actor import ActorConfig, RefConfig
 from valor.config.algorithm import AlgorithmConfig
-from valor.config.base import Section, key, main_tree, section
+from valor.config.base import MAIN_TREE, Section, key, section
 from valor.config.critic import CriticConfig
 from valor.config.data import DataConfig
 from valor.config.model import ModelConfig
@@ -30,7 +30,6 @@ class ActorRolloutRefConfig(Section):
     rollout: RolloutConfig = section(RolloutConfig)
 
 
-@main_tree
 class PPOConfig(Section):
     """One run of PPO, GRPO or a relative of theirs."""
 
@@ -179,3 +178,6 @@ class PPOConfig(Section):
     def needs_ref_log_probs(self) -> bool:
         """Whether a KL term is estimated from the reference's log-probs of what was sampled."""
         return bool(self.kl_kinds - {"full"})
+
+
+MAIN_TREE.append(PPOConfig)

@@ -50,12 +50,9 @@ def _same_names(section: str, old_section: str, names: str) -> list[Spelling]:
     return [Spelling(f"{old_section}.{name}", target=f"{section}.{name}") for name in names.split()]
 
 
-def _no_effect(reasons: Mapping[str, str], **more: Any) -> list[Spelling]:
+def _because(reasons: Mapping[str, str], **more: Any) -> list[Spelling]:
+    """Rules without a target: no effect, or `refused=True`."""
     return [Spelling(one, reason, **more) for reason, patterns in reasons.items() for one in patterns.split()]
-
-
-def _refused(reasons: Mapping[str, str]) -> list[Spelling]:
-    return _no_effect(reasons, refused=True)
 
 
 ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
@@ -120,17 +117,17 @@ _VALUES = [
     Spelling(f"{ROLLOUT}.name", value="native", only=("hf",)),
 ]
 _BEFORE_WIDER_ONES = [
-    *_no_effect({"the trainer is synchronous": "trainer.v1.trainer_mode"}, only=("sync",)),
-    *_no_effect({"it is where AdamW comes from": "*optim.optimizer_impl"}, only=("torch.optim",)),
-    *_no_effect({"it is the optimizer": "*optim.optimizer"}, only=("AdamW",)),
-    *_no_effect({"managers are built in": "reward.reward_manager.module.*"}, only=(None, "custom_reward_manager")),
-    *_no_effect({"fsdp and fsdp2 are the engine": "model_engine engine"}, only=("dp", "fsdp", "fsdp2")),
-    *_no_effect({ONE_TURN: f"{ROLLOUT}.agent.default_agent_loop"}, only=("single_turn_agent",)),
-    *_refused({f"{ONE_TURN}, without tools": _at(ROLLOUT, f"multi_turn.enable {AGENT_LOOPS}")}),
+    *_because({"the trainer is synchronous": "trainer.v1.trainer_mode"}, only=("sync",)),
+    *_because({"it is where AdamW comes from": "*optim.optimizer_impl"}, only=("torch.optim",)),
+    *_because({"it is the optimizer": "*optim.optimizer"}, only=("AdamW",)),
+    *_because({"managers are built in": "reward.reward_manager.module.*"}, only=(None, "custom_reward_manager")),
+    *_because({"fsdp and fsdp2 are the engine": "model_engine engine"}, only=("dp", "fsdp", "fsdp2")),
+    *_because({ONE_TURN: f"{ROLLOUT}.agent.default_agent_loop"}, only=("single_turn_agent",)),
+    *_because({f"{ONE_TURN}, without tools": _at(ROLLOUT, f"multi_turn.enable {AGENT_LOOPS}")}, refused=True),
     Spelling(f"{ROLLOUT}.do_sample", SAMPLED, refused=True, only=(False,)),
-    *_no_effect({"replicas follow from the processes": REPLICAS}, only=(1,)),
-    *_no_effect({"a checkpoint is always read as a whole": "*checkpoint.load_contents"}, only=WHOLE),
-    *_no_effect({"managers are built in": "reward.reward_manager.source"}, only=("register",)),
+    *_because({"replicas follow from the processes": REPLICAS}, only=(1,)),
+    *_because({"a checkpoint is always read as a whole": "*checkpoint.load_contents"}, only=WHOLE),
+    *_because({"managers are built in": "reward.reward_manager.source"}, only=("register",)),
 ]
 _NO_EFFECT = {
     "there is one trainer, which is synchronous, and one kind of worker": "trainer.use_legacy_worker_impl "
@@ -225,8 +222,8 @@ SPELLINGS: tuple[Spelling, ...] = (
     *_read_as(_RENAMED),
     *_VALUES,
     *_BEFORE_WIDER_ONES,
-    *_no_effect(_NO_EFFECT),
-    *_refused(_REFUSED),
+    *_because(_NO_EFFECT),
+    *_because(_REFUSED, refused=True),
 )
 
 

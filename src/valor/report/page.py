@@ -15,8 +15,7 @@ from valor.report.panels import SECTIONS, panel_specs
 from valor.report.run_data import RunData, Series, read_run, rounded, thin
 from valor.report.skeleton import render_page, short
 from valor.report.timing import timeline_spec, timing_spec
-from valor.tracking.console import format_seconds
-from valor.tracking.console_lines import validation_scores
+from valor.tracking.console import format_seconds, validation_scores
 from valor.tracking.rundir import METRICS_FILE, write_atomically
 
 REPORT_FILE = "report.html"

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from math import comb
 
-from valor.tracking.console_lines import validation_scores
+from valor.tracking.console import validation_scores
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:

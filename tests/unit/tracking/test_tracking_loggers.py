@@ -11,8 +11,7 @@ import torch
 
 from valor.errors import UserError
 from valor.tracking import loggers
-from valor.tracking.console import format_number, format_seconds
-from valor.tracking.console_lines import ConsoleLogger, summary_line
+from valor.tracking.console import format_number, format_seconds, summary_line
 from valor.tracking.histogram import Histogram, histogram
 from valor.tracking.loggers import RunInfo, Tracker, check_loggers
 from valor.tracking.rundir import read_run_info, rewind, samples_file, write_run_info
@@ -201,8 +200,9 @@ def test_summary_line():
     assert "reward nan" in summary_line(1, {"critic/score/mean": math.nan})
 
 
-def test_console_prints_one_line(capsys):
-    ConsoleLogger(100).log(12, STEP, {})
+def test_console_prints_one_line(tmp_path, capsys):
+    with Tracker(["console"], RunInfo(tmp_path, total_steps=100)) as tracker:
+        tracker.log(12, STEP)
     assert capsys.readouterr().out == summary_line(12, STEP, 100) + "\n"
 
 
