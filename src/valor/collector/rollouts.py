@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,14 +113,6 @@ def write_rollouts(path: Path, records: Iterator[dict[str, Any]]) -> None:
     write_atomically(path, "".join(line + "\n" for line in lines))
 
 
-class _Rollout(NamedTuple):
-    prompt_ids: list[int]
-    response_ids: list[int]
-    mask: list[int]
-    score: float | None
-    objects: dict[str, Any]
-
-
 def read_rollouts(paths: Sequence[str], tokenizer: Any, reward: RewardConfig) -> Batch:
     """The rollouts in jsonl or parquet files, or in all such files of a folder. Rows without a score are graded.
 
@@ -128,20 +120,11 @@ def read_rollouts(paths: Sequence[str], tokenizer: Any, reward: RewardConfig) ->
     a text response. UserError: anything else.
     """
     found = [_parse(record, where, tokenizer) for path in _files(paths) for where, record in read_records(path)]
-    prompts, prompt_lengths = pad_rows([r.prompt_ids for r in found], torch.long)
-    responses, response_lengths = pad_rows([r.response_ids for r in found], torch.long)
-    mask, _ = pad_rows([r.mask for r in found], torch.float32)
-    batch = Batch(
-        {
-            "prompts": prompts,
-            "prompt_lengths": prompt_lengths,
-            "responses": responses,
-            "response_lengths": response_lengths,
-            "response_mask": mask,
-        },
-        {name: [r.objects[name] for r in found] for name in OBJECTS},
-    )
-    scores = [r.score for r in found]
+    batch = Batch({}, {name: [row[name] for row in found] for name in OBJECTS})
+    batch["prompts"], batch["prompt_lengths"] = pad_rows([row["prompt"] for row in found], torch.long)
+    batch["responses"], batch["response_lengths"] = pad_rows([row["response"] for row in found], torch.long)
+    batch["response_mask"], _ = pad_rows([row["response_mask"] for row in found], torch.float32)
+    scores = [row["score"] for row in found]
     ungraded = [i for i, score in enumerate(scores) if score is None]
     if ungraded:
         for i, result in zip(ungraded, _grade(batch.take(ungraded), tokenizer, reward), strict=True):
@@ -161,7 +144,7 @@ def _files(paths: Sequence[str]) -> Iterator[Path]:
         yield from inside
 
 
-def _parse(record: Mapping[str, Any], where: str, tokenizer: Any) -> _Rollout:
+def _parse(record: Mapping[str, Any], where: str, tokenizer: Any) -> dict[str, Any]:
     if "prompt_ids" in record and "response_ids" in record:
         prompt, response = list(record["prompt_ids"]), list(record["response_ids"])
     elif "messages" in record and isinstance(record.get("response"), str):
@@ -187,7 +170,7 @@ def _parse(record: Mapping[str, Any], where: str, tokenizer: Any) -> _Rollout:
     }
     if score is None and (objects["data_source"] is None or objects["ground_truth"] is None):
         raise UserError(f"{where}: a rollout without a score needs data_source and ground_truth, to be graded by")
-    return _Rollout(prompt, response, [int(m) for m in mask], None if score is None else float(score), objects)
+    return {"prompt": prompt, "response": response, "response_mask": mask, "score": score, **objects}
 
 
 def _grade(batch: Batch, tokenizer: Any, reward: RewardConfig) -> list[RewardResult]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from valor.report.run_data import StepHistogram, evenly_spaced
+from valor.tracking.histogram import Histogram
 
 NUM_ROWS = 40
 MAX_COLUMNS = 160
@@ -37,19 +38,19 @@ def histogram_specs(histograms: Mapping[str, list[StepHistogram]]) -> list[dict[
 
 def _columns(spreads: list[StepHistogram]) -> dict[str, Any]:
     shown = evenly_spaced(spreads, MAX_COLUMNS)
-    low, high = _ends(shown)
+    low, high = _ends([one for _, one in shown])
     edges = np.linspace(low, high, NUM_ROWS + 1)
-    shares = np.stack([_shares(one, edges) for one in shown], axis=1)
+    shares = np.stack([_shares(one, edges) for _, one in shown], axis=1)
     return {
-        "steps": [one.step for one in shown],
+        "steps": [step for step, _ in shown],
         "rows": [float(f"{row:.4g}") for row in (edges[:-1] + edges[1:]) / 2],
         "shares": np.round(shares, 4).tolist(),
     }
 
 
-def _ends(spreads: list[StepHistogram]) -> tuple[float, float]:
+def _ends(spreads: list[Histogram]) -> tuple[float, float]:
     """Where the run's entries begin and end, but for their tails."""
-    centres = np.concatenate([(edges[:-1] + edges[1:]) / 2 for edges in (one.edges for one in spreads)])
+    centres = np.concatenate([one.centres for one in spreads])
     counts = np.concatenate([one.counts for one in spreads]).astype(float)
     order = np.argsort(centres)
     reached = np.cumsum(counts[order]) / counts.sum()
@@ -58,7 +59,7 @@ def _ends(spreads: list[StepHistogram]) -> tuple[float, float]:
     return low - room, high + room
 
 
-def _shares(one: StepHistogram, edges: np.ndarray) -> np.ndarray:
+def _shares(one: Histogram, edges: np.ndarray) -> np.ndarray:
     """The step's share of entries in each of the common bins; its own bins are spread evenly over what they cover."""
     reached = np.concatenate([[0.0], np.cumsum(one.counts)]) / sum(one.counts)
     inner = np.interp(edges[1:-1], one.edges, reached)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import yaml
 
 from valor.errors import UserError
+from valor.tracking.histogram import Histogram
 from valor.tracking.rundir import METRICS_FILE, SAMPLES_DIR, read_run_info, step_of_samples
 
 MAX_POINTS = 1200  # per curve: more than a screen is wide
@@ -35,19 +35,7 @@ class Series:
         return [value for value in self.values if value is not None]
 
 
-@dataclass(frozen=True)
-class StepHistogram:
-    """A histogram at one step: `counts` in equal bins between `low` and `high`."""
-
-    step: int
-    low: float
-    high: float
-    counts: list[int]
-
-    @property
-    def edges(self) -> np.ndarray:
-        """The len(counts) + 1 bin edges."""
-        return np.linspace(self.low, self.high, len(self.counts) + 1)
+StepHistogram = tuple[int, Histogram]
 
 
 @dataclass(frozen=True)
@@ -100,7 +88,7 @@ def read_metrics(path: Path) -> tuple[dict[str, Series], dict[str, list[StepHist
     for step, record in sorted(merged.items()):
         for key, value in record.items():
             if isinstance(value, dict) and value.keys() == {"low", "high", "counts"}:
-                histograms.setdefault(key, []).append(StepHistogram(step, **value))
+                histograms.setdefault(key, []).append((step, Histogram(**value)))
             elif key != "step" and (value is None or isinstance(value, int | float)):
                 series = metrics.setdefault(key, Series([], []))
                 series.steps.append(step)

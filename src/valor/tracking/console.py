@@ -18,6 +18,11 @@ _COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("kl", ("actor/reward_kl_penalty", "actor/kl_loss"), ".4f"),
     ("ev", ("critic/vf_explained_var",), ".2f"),
     ("len", ("response_length/mean",), ".0f"),
+    ("loss", ("train/loss",), ".4f"),
+    ("accuracy", ("train/accuracy",), ".3f"),
+    ("lr", ("train/lr",), ".2g"),
+    ("val loss", ("val/loss",), ".4f"),
+    ("val accuracy", ("val/accuracy", "val/token_accuracy"), ".3f"),
 )
 _CUT = "response_length/clip_ratio"
 _SECONDS = ("timing_s/step", "perf/time_per_step")
@@ -55,9 +60,7 @@ def format_seconds(seconds: float) -> str:
 
 def format_number(value: float) -> str:
     """Four significant digits for a reader: `1,240`, `0.5312`, `1.2e-06`; whole numbers stay whole."""
-    if value == 0 or (float(value).is_integer() and abs(value) < 1e12):
-        return f"{value:,.0f}"
-    if abs(value) >= 1000:
+    if abs(value) >= 1000 or float(value).is_integer():
         return f"{value:,.0f}"
     if abs(value) < 1e-3:
         return f"{value:.1e}"

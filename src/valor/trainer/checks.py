@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from fnmatch import fnmatchcase
 
 import torch
@@ -29,26 +29,20 @@ def check(config: BaseModel) -> list[str]:
         return check_tensor_parallel("", config.fsdp_config, processes, config.model.lora_rank)
     if not isinstance(config, PPOConfig):
         return []
-    lines = _found(_load_own, config)
-    if lines:
-        return lines  # its algorithms are not known
+    try:
+        load_custom(config.algorithm.custom_path)
+    except UserError as error:  # its algorithms are not known
+        return str(error).splitlines()
     checks = [_value_loss, _generation_engine, _training_engines]
     if not isinstance(config, CriticRunConfig):
         checks += [_estimator, _policy_loss, _correction, check_placement]
-    return [line for one in checks for line in _found(one, config)]
-
-
-def _found(check: Callable[[PPOConfig], list[str]], config: PPOConfig) -> list[str]:
-    """What `check` returns, or the lines of the UserError that it raises."""
-    try:
-        return check(config)
-    except UserError as error:
-        return str(error).splitlines()
-
-
-def _load_own(config: PPOConfig) -> list[str]:
-    load_custom(config.algorithm.custom_path)
-    return []
+    lines = []
+    for find in checks:
+        try:
+            lines += find(config)
+        except UserError as error:
+            lines += str(error).splitlines()
+    return lines
 
 
 def _generation_engine(config: PPOConfig) -> list[str]:

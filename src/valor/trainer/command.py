@@ -23,28 +23,24 @@ def run_command(words: str, argv: Sequence[str] | None, root: type[Root], start:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _run(arguments, root, start, shlex.join(["valor", *words.split(), *arguments]))
+        loaded = load(arguments, root, _check)
+        from valor.trainer.checks import inert_settings
+        from valor.trainer.plan import plan
+
+        for note in loaded.notes:
+            print(f"note: {note}", file=sys.stderr)
+        if loaded.dry_run:
+            print(plan(loaded.config, loaded.explicit_keys))
+            return 0
+        for key, reason in inert_settings(loaded.config, loaded.explicit_keys).items():
+            print(f"note: {key}: {reason}", file=sys.stderr)
+        return start(loaded.config, shlex.join(["valor", *words.split(), *arguments]))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
     except TrainingStopped as reason:
         print(f"stopped: {reason}", file=sys.stderr)
         return 1
-
-
-def _run(arguments: Sequence[str], root: type[Root], start: Start[Root], command: str) -> int:
-    loaded = load(arguments, root, _check)
-    from valor.trainer.checks import inert_settings
-    from valor.trainer.plan import plan
-
-    for note in loaded.notes:
-        print(f"note: {note}", file=sys.stderr)
-    if loaded.dry_run:
-        print(plan(loaded.config, loaded.explicit_keys))
-        return 0
-    for key, reason in inert_settings(loaded.config, loaded.explicit_keys).items():
-        print(f"note: {key}: {reason}", file=sys.stderr)
-    return start(loaded.config, command)
 
 
 def _check(config: Section) -> list[str]:

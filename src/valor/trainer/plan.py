@@ -81,8 +81,13 @@ def _training_rows(config: PPOConfig | SupervisedConfig) -> Rows:
 
 def _ppo_rows(config: PPOConfig) -> Rows:
     policy, actor, trainer = config.actor_rollout_ref, config.actor_rollout_ref.actor, config.trainer
+    algorithm, with_critic = config.algorithm, config.critic.enable
+    lam = f"lambda {algorithm.lam_actor:g}"
+    if algorithm.lam_critic != algorithm.lam_actor:
+        lam += f" (critic {algorithm.lam_critic:g})"
+    estimator = [algorithm.adv_estimator, with_critic and f"gamma {algorithm.gamma:g}", with_critic and lam]
     rows = [
-        ("algorithm", _and(*_estimator(config), f"policy loss {actor.policy_loss.loss_mode}")),
+        ("algorithm", _and(*estimator, f"policy loss {actor.policy_loss.loss_mode}")),
         ("actor", _and(_model(policy.model), _optimizer(actor.optim), *_precision(actor.fsdp_config))),
         ("rollout", _rollout(config)),
         ("critic", _critic(config.critic)),
@@ -144,16 +149,6 @@ def _count(number: int, noun: str) -> str:
 
 def _every(steps: int) -> str:
     return f"every {steps} steps, after the last" if steps > 0 else "after the last"
-
-
-def _estimator(config: PPOConfig) -> list[str]:
-    algorithm = config.algorithm
-    if not config.critic.enable:
-        return [algorithm.adv_estimator]
-    lam = f"lambda {algorithm.lam_actor:g}"
-    if algorithm.lam_critic != algorithm.lam_actor:
-        lam += f" (critic {algorithm.lam_critic:g})"
-    return [algorithm.adv_estimator, f"gamma {algorithm.gamma:g}", lam]
 
 
 def _model(model: BackboneConfig) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from importlib import resources
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from jinja2 import Template
 
@@ -30,13 +30,6 @@ class RewardModelRun(SupervisedRun):
     role = ROLE
     title = "reward model training"
     unit = "pairs"
-    shown: ClassVar = {
-        "train/loss": "loss",
-        "train/accuracy": "accuracy",
-        "train/lr": "lr",
-        "val/loss": "val loss",
-        "val/accuracy": "val accuracy",
-    }
     config: RMConfig
     val: PreferenceDataset | None
 

@@ -16,7 +16,7 @@ from valor.tracking.histogram import Histogram, histogram
 from valor.tracking.loggers import RunInfo, Tracker, check_loggers
 from valor.tracking.rundir import read_run_info, rewind, samples_file, write_run_info
 
-SPREAD = Histogram(low=0.0, high=1.0, counts=[1, 2], total=1.75, total_squared=1.5625)
+SPREAD = Histogram(low=0.0, high=1.0, counts=[1, 2])
 STEP = {
     "critic/score/mean": 0.534,
     "critic/rewards/mean": 0.52,

@@ -88,13 +88,12 @@ def test_polling_workers(heard):
     remove = progress.add_listener(latest)
     try:
         report_progress(3, 8)
-        assert latest.get() == Progress("", 3, 8)
-        latest.reset()
-        assert latest.get() is None
+        assert latest.report == Progress("", 3, 8)
+        latest.report = None
     finally:
         remove()
     report_progress(4, 8)
-    assert latest.get() is None
+    assert latest.report is None
     with phase("rollout", unit="sample"):
         relay([None, None])
         relay([Progress("", 3, 8), None])
