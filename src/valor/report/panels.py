@@ -1,5 +1,4 @@
-"""The pictures of a report that show curves: assets/panels.yaml says which metrics each one draws, and what a reader
-should look for in it."""
+"""The curves of a report: assets/panels.yaml says which metrics each picture draws, and what to look for in it."""
 
 from __future__ import annotations
 
