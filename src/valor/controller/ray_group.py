@@ -32,8 +32,8 @@ class _RayHost:
     call, and for what the call has put into its sink since the last time."""
 
     def __init__(self, rank: int, pool: ResourcePool) -> None:
-        self._progress = Latest()
-        add_listener(self._progress)
+        self._latest = Latest()
+        add_listener(self._latest)
         self._reported: dict[int, deque[Any]] = {}  # by the number of the call
         self._host = WorkerHost(rank, pool.world_size, pool.device, pool.num_threads)
 
@@ -56,7 +56,7 @@ class _RayHost:
         self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], number: int | None = None
     ) -> Any:
         """`number`: of a call that has a sink."""
-        self._progress.reset()
+        self._latest.report = None
         if number is not None:
             kwargs = {**kwargs, "sink": self._reported.setdefault(number, deque()).append}
         return self._host.call(role, method, *args, **kwargs)
@@ -71,7 +71,7 @@ class _RayHost:
         items = [reported.popleft() for _ in range(len(reported))]
         if last and number is not None:
             self._reported.pop(number, None)
-        return self._progress.get(), items
+        return self._latest.report, items
 
 
 class RayGroup(WorkerGroup):

@@ -110,15 +110,10 @@ def _rollouts(config: CriticScoreConfig, pool: ResourcePool, controller: str) ->
     from valor.collector.inputs import RunInputs, load_policy_tokenizer
     from valor.collector.rollouts import SCORE_STREAM, draw_rollouts, policy_group, read_rollouts
     from valor.lab.branches import draw_branches
-    from valor.rewards.manager import make_graders
 
     score, data = config.score, config.data
     if score.rollouts:
-        rewards = make_graders(config.reward)
-        try:
-            return read_rollouts(score.rollouts, load_policy_tokenizer(config), rewards), None
-        finally:
-            rewards.close()
+        return read_rollouts(score.rollouts, load_policy_tokenizer(config), config.reward), None
     # The held-out prompts, answered as training prompts are: by sampling, rollout.n times.
     held_out = {"train_files": data.val_files, "train_max_samples": data.val_max_samples, "val_files": None}
     as_training = config.model_copy(update={"data": data.model_copy(update={**held_out, "train_batch_size": 1})})

@@ -107,7 +107,7 @@ def _measure(run: Run, metric: str) -> dict[str, Any]:
     path = run.folder / METRICS_FILE
     if not path.is_file():
         return {"error": f"it left no {METRICS_FILE}: trainer.logger must contain 'file'", "series": {}}
-    series = read_metrics(path)
+    series, _ = read_metrics(path)
     seconds = sum(sum(series[key].finite()) for key in _TIMES if key in series)
     if metric == HEADLINE:
         series[HEADLINE] = _headline(series)

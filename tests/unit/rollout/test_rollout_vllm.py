@@ -82,7 +82,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Ro
             model.config.architectures = [type(model).__name__]
             model.config.save_pretrained(directory)
             init_process_group("cpu")
-            lengths = {"prompt_length": 128, "response_length": 32, "max_num_seqs": 16}
+            lengths = {"max_model_len": 160, "max_num_seqs": 16}
             config = RolloutConfig(**({"name": "vllm", "dtype": "float32"} | lengths | settings))
             context = BuildContext(config, ModelConfig(path=str(directory)), [2], torch.device("cpu"), None)
             running[key] = generation_engine("vllm").build(context)

@@ -14,9 +14,7 @@ HF = Qwen2Config(num_attention_heads=8, num_key_value_heads=4, num_hidden_layers
 
 
 def rollout(**settings: object) -> RolloutConfig:
-    return RolloutConfig(
-        **({"name": "vllm", "prompt_length": 10, "response_length": 20, "dtype": "float32"} | settings)
-    )
+    return RolloutConfig(**({"name": "vllm", "max_model_len": 30, "dtype": "float32"} | settings))
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ def engine_options(
         "generation_config": "vllm",  # no sampling defaults from the model's files
         "dtype": rollout.dtype,
         "load_format": "dummy",  # the actor's weights replace them before the first response
-        "max_model_len": rollout.max_model_len or rollout.prompt_length + rollout.response_length,
+        "max_model_len": rollout.max_model_len,
         "max_num_seqs": rollout.max_num_seqs,
         "max_num_batched_tokens": 8192,
         "enable_chunked_prefill": True,
