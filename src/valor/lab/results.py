@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from valor.config.describe import show
+from valor.errors import did_you_mean
 from valor.lab.statistics import bootstrap_interval, holm, paired_t_p, sign_flip_p
 from valor.lab.sweep_file import HEADLINE
 from valor.lab.sweep_runs import Run, Sweep
@@ -113,10 +113,8 @@ def _measure(run: Run, metric: str) -> dict[str, Any]:
         series[HEADLINE] = _headline(series)
     one = series.get(metric)
     if one is None or not one.finite():
-        near = difflib.get_close_matches(metric, series.keys() - {HEADLINE}, n=1, cutoff=0.4)
-        hint = f", did you mean '{near[0]}'?" if near else ""
-        what = f"it measured no {metric}{hint or ': set data.val_files'}"
-        return {"error": what, "series": series}
+        hint = did_you_mean(metric, series.keys() - {HEADLINE}, cutoff=0.4) or ": set data.val_files"
+        return {"error": f"it measured no {metric}{hint}", "series": series}
     return {"first": one.finite()[0], "last": one.finite()[-1], "seconds": seconds, "series": series}
 
 

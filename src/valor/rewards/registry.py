@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from valor.errors import UserError
+from valor.errors import UserError, did_you_mean
 from valor.rewards import choice, code, countdown, format, gsm8k, mathematics, qa, reasoning_gym
 
 # Called by keyword: data_source, solution_str, ground_truth, extra_info. Returns a number, or a dict with "score".
@@ -117,10 +116,9 @@ def find_grader(data_source: str) -> Grader | None:
 
 
 def _no_grader(missing: list[str]) -> str:
-    near = difflib.get_close_matches(missing[0], {*BUILT_IN, *_registered}, n=1)
     names = ", ".join(f"'{m}'" for m in missing)
-    hint = f" Did you mean '{near[0]}'?" if near else ""
+    hint = did_you_mean(missing[0], {*BUILT_IN, *_registered}) or "."
     return (
-        f"no grader for data_source {names}.{hint} `valor rewards list` shows those that have one: rename the "
+        f"no grader for data_source {names}{hint} `valor rewards list` shows those that have one: rename the "
         "data_source, or set reward.custom_reward_function.path to a Python file with your compute_score"
     )

@@ -266,5 +266,5 @@ def test_records_of_another_data_set_are_named() -> None:
     ):
         with pytest.raises(ValueError, match=re.escape(words)):
             find_recipe(name).convert(record)
-    with pytest.raises(UserError, match="Did you mean 'gsm8k'"):
+    with pytest.raises(UserError, match="did you mean gsm8k"):
         find_recipe("gsm8")

@@ -81,7 +81,7 @@ def test_an_unknown_data_source_names_the_known_ones_and_the_way_out() -> None:
     with pytest.raises(UserError) as error:
         grader_for("openai/gsm8")
     text = str(error.value)
-    assert "'openai/gsm8'" in text and "Did you mean 'openai/gsm8k'?" in text
+    assert "'openai/gsm8'" in text and "did you mean openai/gsm8k?" in text
     assert "valor rewards list" in text and "reward.custom_reward_function.path" in text
     assert "\n" not in text
     with pytest.raises(UserError, match="'a', 'b'"):
