@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from valor.errors import UserError
 Row = dict[str, Any]
 
 _HOLD_OUT_STREAM, _LIMIT_STREAM = 3, 4  # second words of random keys
+_NUM_TRAIN, _NUM_TEST = 10_000, 500  # puzzles, unless other numbers are asked for
 _PATIENCE = 1000  # puzzles in a row that were there already, before a generator counts as exhausted
 
 
@@ -158,15 +158,9 @@ def _generated(request: Request, notes: list[str]) -> dict[str, list[Row]]:
     recipe = request.recipe
     assert recipe.generate is not None
     sizes = {
-        "test": recipe.sizes[1] if request.test_size is None else request.test_size,
-        "train": recipe.sizes[0] if request.limit is None else request.limit,
+        "test": _NUM_TEST if request.test_size is None else request.test_size,
+        "train": _NUM_TRAIN if request.limit is None else request.limit,
     }
-    signature = inspect.signature(recipe.generate)
-    try:
-        signature.bind(request.seed, **request.options)
-    except TypeError:
-        settings = ", ".join(list(signature.parameters)[1:]) or "no settings"
-        raise UserError(f"{recipe.name} takes {settings}; got --option {', '.join(request.options)}") from None
     try:
         rows = _distinct(request, recipe.generate(request.seed, **request.options), sum(sizes.values()))
     except (TypeError, ValueError) as error:

@@ -52,6 +52,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], Any, list[str]]] = {
         "2",
         ["What is 1+1?"],
     ),
+    "game24": ({"Rank": 1, "Puzzles": "1 1 4 6"}, {"numbers": [1, 1, 4, 6], "target": 24}, ["1, 1, 4, 6", "<answer>"]),
     "nq": (
         {"id": "test_0", "question": "who?", "golden_answers": ["Ada", "Lady Ada"]},
         ["Ada", "Lady Ada"],
@@ -240,8 +241,10 @@ def test_the_last_box(solution: str, answer: str) -> None:
     assert last_boxed(solution) == answer
 
 
-@pytest.mark.parametrize("name", [*PUBLISHED, "countdown", "game24"])
+@pytest.mark.parametrize("name", [*(name for name in PUBLISHED if name != "game24"), "countdown"])  # no solutions
 def test_the_graders_take_what_the_recipes_make(name: str, tmp_path: Path, hub: list[Any]) -> None:
+    if name == "countdown":
+        pytest.importorskip("reasoning_gym")
     small = {"limit": 1, "test_size": 0} if find_recipe(name).generate else {}
     prepare(Request(find_recipe(name), **small), tmp_path)
     for file in tmp_path.glob("*.parquet"):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from valor.data.recipes import gym, hub, puzzles
+from valor.data.recipes import gym, hub
 from valor.data.recipes.recipe import Recipe
 from valor.errors import UserError, did_you_mean
 
-RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (*hub.RECIPES, *puzzles.RECIPES)}
+RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (*hub.RECIPES, gym.COUNTDOWN)}
 
 
 def find_recipe(name: str) -> Recipe:
