@@ -14,10 +14,9 @@ from valor.data.files import read_rows
 from valor.data.recipes import RECIPES, find_recipe
 from valor.data.recipes.convert import last_boxed
 from valor.errors import UserError
+from valor.lab.grader_checks import right_answers
 from valor.rewards import compute_score
-from valor.rewards.check import right_answers
 from valor.rewards.registry import grader_for
-from valor.rewards.worker import Sample
 
 ASSERTION = "assert add(1, 2) == 3"
 
@@ -249,10 +248,12 @@ def test_the_graders_take_what_the_recipes_make(name: str, tmp_path: Path, hub: 
     prepare(Request(find_recipe(name), **small), tmp_path)
     for file in tmp_path.glob("*.parquet"):
         (row,) = read_rows(file)
-        sample = Sample(row.data_source, "", row.ground_truth, row.extra_info)
-        answers = right_answers(sample, grader_for(row.data_source))
+        answers = right_answers(row, grader_for(row.data_source))
         assert answers
-        results = [compute_score(*sample._replace(solution_str=text)) for text in (*answers, "I don't know.")]
+        results = [
+            compute_score(row.data_source, text, row.ground_truth, row.extra_info)
+            for text in (*answers, "I don't know.")
+        ]
         scores = [r["score"] if isinstance(r, dict) else r for r in results]
         assert max(scores[:-1]) == 1.0 and scores[-1] <= 0.0, (row.ground_truth, scores)
 

@@ -11,19 +11,23 @@ from valor.errors import UserError
 
 _RESPONSES = ("output", "response", "responses", "tokens")
 _PROMPTS = ("prompt", "input", "question")
-_SCORES = ("score", "reward")
 
 
-class OutputRecord(NamedTuple):
-    """A response to the row with this number; its `label` (right or wrong) and score where the file has them."""
+_END = 60  # characters of a response that a message shows
 
-    row: int
+
+class Output(NamedTuple):
+    """A response to a row, and whether it is right, where its file says so."""
+
+    row: DataRow
     response: str
     label: bool | None
-    score: float | None
+
+    def __str__(self) -> str:
+        return f"ground truth {self.row.ground_truth!r:.80}; the output ends {self.response.strip()[-_END:]!r}"
 
 
-def read_outputs(path: str | Path, rows: Sequence[DataRow]) -> tuple[list[OutputRecord], int]:
+def read_outputs(path: str | Path, rows: Sequence[DataRow]) -> tuple[list[Output], int]:
     """The outputs that belong to a row, and the number of those that belong to none.
 
     A record has the response (`output`, `response`, `responses` as a list, `tokens`) and either the row's number
@@ -50,8 +54,7 @@ def read_outputs(path: str | Path, rows: Sequence[DataRow]) -> tuple[list[Output
             unmatched += len(responses)
             continue
         label = record.get("label") if isinstance(record.get("label"), bool) else None
-        score = next((record[name] for name in _SCORES if isinstance(record.get(name), int | float)), None)
-        found += [OutputRecord(row, response, label, score) for response in responses]
+        found += [Output(rows[row], response, label) for response in responses]
     if not found:
         raise UserError(
             f"{path}: none of its prompts is among the {len(rows)} rows; is it the output for another file?"
