@@ -234,16 +234,6 @@ def test_your_own_messages_and_a_held_out_test_set(tmp_path: Path) -> None:
     assert splits[0][0].ground_truth == ["a", "b"]
 
 
-def test_your_own_pairs(tmp_path: Path) -> None:
-    record = {"q": "\n\nHuman: Hi\n\nAssistant:", "good": "Hello.", "bad": "Go.", "from": "me"}
-    source = write(tmp_path / "a.jsonl", record, {**record, "q": "Plain?"})
-    columns = ["--prompt-column", "q", "--chosen-column", "good", "--rejected-column", "bad", "--source-column", "from"]
-    assert main(["custom", "--local", str(source), *columns, "--out", str(tmp_path)]) == 0
-    pairs = pq.read_table(tmp_path / "train.parquet").to_pylist()
-    assert [p["prompt"] for p in pairs] == [[{"role": "user", "content": text}] for text in ("Hi", "Plain?")]
-    assert pairs[0] == {**pairs[0], "chosen": "Hello.", "rejected": "Go.", "source": "me"}
-
-
 def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     listed = capsys.readouterr().out
@@ -281,7 +271,3 @@ def test_real_files(shared_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     scores = [compute_score(r.data_source, f"So it is\n#### {r.ground_truth}", r.ground_truth) for r in rows[:200]]
     assert all(s["score"] == 1.0 for s in scores)  # type: ignore[index]
     assert read_rows(tmp_path / "nq" / "test.parquet")[0].ground_truth == ["14 December 1972 UTC", "December 1972"]
-    pairs = [data / "preference_pairs_sample.jsonl", "--chosen-column", "chosen", "--source-column", "source"]
-    assert main(["custom", "--local", *map(str, pairs), "--out", str(tmp_path / "pairs")]) == 0
-    made = pq.read_table(tmp_path / "pairs" / "train.parquet").to_pylist()
-    assert len(made) == 379 and max(len(p["prompt"]) for p in made) > 1

@@ -8,7 +8,7 @@ from typing import Any
 
 from valor.data.files import Messages
 from valor.data.recipes.convert import conversation
-from valor.data.recipes.recipe import Example, Pair, Recipe, Record, number, text, value
+from valor.data.recipes.recipe import Example, Recipe, Record, number, value
 
 
 def own_prompts(prompt: str, answer: str, data_source: str, extra: Sequence[str] = ()) -> Recipe:
@@ -22,16 +22,6 @@ def own_prompts(prompt: str, answer: str, data_source: str, extra: Sequence[str]
         return Example(_text_or_messages(record, prompt), _truth(value(record, answer)), others)
 
     return Recipe("custom", "your own questions", convert, data_source, "custom")
-
-
-def own_pairs(prompt: str, chosen: str, rejected: str, source: str | None) -> Recipe:
-    """Preference pairs. `source` names the column that says where a pair is from, if there is one."""
-
-    def convert(record: Record) -> Pair:
-        origin = str(value(record, source)) if source else "custom"
-        return Pair(_text_or_messages(record, prompt), text(record, chosen), text(record, rejected), origin)
-
-    return Recipe("custom", "your own pairs", convert, "custom", "alignment", pairs=True)
 
 
 def _text_or_messages(record: Record, name: str) -> str | Messages:
