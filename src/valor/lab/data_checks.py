@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from valor.data.files import write_rows
 from valor.errors import UserError
 from valor.lab.grader_checks import check_outputs, check_truths
 from valor.lab.outputs import read_outputs
@@ -36,7 +35,6 @@ def rewards_check(argv: list[str]) -> int:
     parser.add_argument("--limit", type=int, metavar="N", help="grade only N rows, evenly spread over the file")
     parser.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="for one grading (default 10)")
     parser.add_argument("--num-workers", type=int, metavar="N", help="grader processes (default one a core)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the rows without a problem as parquet")
     args = parser.parse_args(argv)
     custom = CustomFunction(args.custom, args.custom_name) if args.custom else None
     report = _checked(args, any_grader=custom is not None)
@@ -44,9 +42,6 @@ def rewards_check(argv: list[str]) -> int:
         with RewardExecutor(num_workers=args.num_workers, timeout=args.timeout, custom=custom) as executor:
             _grade(report, executor, args.limit, args.outputs)
     print(report)
-    if args.out is not None:
-        fit = [row.record() for row in report.rows if row.place not in report.unfit]
-        print(f"{args.out}: {write_rows(args.out, fit)} rows without a problem")
     return report.exit_code
 
 

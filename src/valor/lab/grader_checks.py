@@ -94,7 +94,7 @@ def check_truths(rows: Sequence[DataRow], executor: RewardExecutor, report: Repo
                 if truth.wrong[i].correct
             ]
             title = f"{source}: {len(always)} of {len(members)} rows always score: {name} is graded as right"
-            _problem(report, title, always, unfit=True)
+            _problem(report, title, always)
     report.facts.append("ground truths graded against themselves:\n" + _aligned(table))
 
 
@@ -126,7 +126,7 @@ def _report_never(source: str, grader: Grader, truths: Sequence[_Truth], report:
         error = next((result.error for result in truth.tried if result.error), None)
         reason = error or f"graded wrong: {_short(truth.ways[len(truth.tried) - 1])}"
         cases.append((truth.row, f"ground truth {_short(truth.row.ground_truth)}: {reason}"))
-    _problem(report, f"{source}: {len(never)} of {len(truths)} rows can never score", cases, unfit=True)
+    _problem(report, f"{source}: {len(never)} of {len(truths)} rows can never score", cases)
 
 
 def check_outputs(outputs: Sequence[Output], executor: RewardExecutor, report: Report) -> None:
@@ -184,7 +184,7 @@ def _graded(executor: RewardExecutor, answers: Iterable[tuple[DataRow, str]]) ->
     return executor.score([Sample(r.data_source, text, r.ground_truth, r.extra_info) for r, text in answers])
 
 
-def _problem(report: Report, title: str, cases: Sequence[tuple[DataRow, str]], *, unfit: bool = False) -> None:
+def _problem(report: Report, title: str, cases: Sequence[tuple[DataRow, str]]) -> None:
     """Report a problem of some rows, each with the reason there; nothing if there is none."""
     if not cases:
         return
@@ -192,7 +192,7 @@ def _problem(report: Report, title: str, cases: Sequence[tuple[DataRow, str]], *
     if len(cases) > _EXAMPLES:
         names = ", ".join(row.place for row, _ in cases[:_NAMES])
         lines.append(f"all of them: {names}{', …' if len(cases) > _NAMES else ''}")
-    report.problem("\n    ".join(lines), [row for row, _ in cases] if unfit else ())
+    report.problems.append("\n    ".join(lines))
 
 
 def _aligned(table: Sequence[Sequence[Any]]) -> str:

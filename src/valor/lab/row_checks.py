@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,8 +27,7 @@ NAMED_ROWS = 3  # how many rows a finding names
 class Report:
     """What was found in one file: a problem would stop or spoil a run, a note would not.
 
-    `rows` are those that can be read, `facts` lines to print before the findings, `unfit` the places of rows that have
-    a problem.
+    `rows` are those that can be read, `facts` lines to print before the findings.
     """
 
     path: str
@@ -36,12 +35,6 @@ class Report:
     facts: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    unfit: set[str] = field(default_factory=set)
-
-    def problem(self, message: str, rows: Iterable[DataRow] = ()) -> None:
-        """Add a problem, and the rows that have it."""
-        self.problems.append(message)
-        self.unfit |= {row.place for row in rows}
 
     @property
     def exit_code(self) -> int:
@@ -71,7 +64,7 @@ def check_rows(
     try:
         records = list(read_records(path, REQUIRED_COLUMNS, OPTIONAL_COLUMNS))
     except UserError as error:
-        report.problem(str(error))
+        report.problems.append(str(error))
         return report
     columns = _column_types(Path(path).expanduser(), records)
     report.facts = [f"{path}: {len(records)} rows", *(f"  column {name}: {kind}" for name, kind in columns.items())]
@@ -114,21 +107,22 @@ def _parsed(records: list[tuple[str, dict[str, Any]]], report: Report) -> list[D
             bad.append(str(error))
     report.problems += bad[:NAMED_ROWS]
     if len(bad) > NAMED_ROWS:
-        report.problem(f"{len(bad) - NAMED_ROWS} more rows like these ({len(bad)} of {len(records)} cannot be used)")
+        report.problems.append(
+            f"{len(bad) - NAMED_ROWS} more rows like these ({len(bad)} of {len(records)} cannot be used)"
+        )
     return rows
 
 
 def _check_truths(is_graded: Callable[[str], bool], report: Report) -> None:
     by_rule = [row for row in report.rows if row.style == "rule"]
     if empty := [row for row in by_rule if row.lacks_truth]:
-        report.problem(f"empty reward_model.ground_truth, which can never score: {_count(empty, report)}", empty)
+        report.problems.append(f"empty reward_model.ground_truth, which can never score: {_count(empty, report)}")
     for source in dict.fromkeys(row.data_source for row in by_rule):
         if not is_graded(source):
-            rows = [row for row in by_rule if row.data_source == source]
-            report.problem(
-                f"data_source '{source}' ({len(rows)} rows) has no grader: rename it to one that has "
-                "(valor rewards list), or set reward.custom_reward_function.path",
-                rows,
+            count = sum(row.data_source == source for row in by_rule)
+            report.problems.append(
+                f"data_source '{source}' ({count} rows) has no grader: rename it to one that has "
+                "(valor rewards list), or set reward.custom_reward_function.path"
             )
     if answered := [row for row in report.rows if row.messages[-1]["role"] == "assistant"]:
         count = _count(answered, report)
@@ -154,15 +148,14 @@ def _check_overlap(test_path: str | Path, report: Report) -> None:
     try:
         tested = {same_text(row.messages): row for row in read_rows(test_path)}
     except UserError as error:
-        report.problem(str(error))
+        report.problems.append(str(error))
         return
     shared = [(row, tested[key]) for row in report.rows if (key := same_text(row.messages)) in tested]
     if shared:
         examples = ", ".join(f"{row.place} = {other.place}" for row, other in shared[:NAMED_ROWS])
-        report.problem(
+        report.problems.append(
             f"{len(shared)} of {len(report.rows)} prompts are in {test_path} too ({examples}), so validation would "
-            "measure memory: leave them out (valor data prepare --drop-duplicates)",
-            [row for row, _ in shared],
+            "measure memory: leave them out (valor data prepare --drop-duplicates)"
         )
 
 
@@ -171,17 +164,16 @@ def _check_lengths(tokenizer: PreTrainedTokenizerBase, limit: int | None, report
     try:
         texts = [render(tokenizer, row.messages, where=row.where) for row in report.rows]
     except UserError as error:
-        report.problem(str(error))
+        report.problems.append(str(error))
         return ""
     lengths = np.array([len(ids) for ids in token_ids(tokenizer, texts)])
     spread = ", ".join(f"p{p} {np.percentile(lengths, p, method='higher')}" for p in PERCENTILES)
     report.facts.append(f"  prompt tokens: {spread}")
     overlong = [row for row, n in zip(report.rows, lengths, strict=True) if limit is not None and n > limit]
     if overlong:
-        report.problem(
+        report.problems.append(
             f"prompt over {limit} tokens: {_count(overlong, report)}; raise data.max_prompt_length, or set "
-            "data.filter_overlong_prompts=true or data.truncation=left|right|middle",
-            overlong,
+            "data.filter_overlong_prompts=true or data.truncation=left|right|middle"
         )
     return texts[0]
 

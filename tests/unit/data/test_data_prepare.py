@@ -48,7 +48,7 @@ def test_gsm8k(gsm8k: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["gsm8k", "--out", str(out), "--local", *given(gsm8k)]) == 0
     assert capsys.readouterr().out == f"{out}/train.parquet: 1 rows\n{out}/test.parquet: 1 rows\n"
     (row,) = read_rows(out / "train.parquet")
-    assert (row.data_source, row.ability, row.style, row.ground_truth) == ("openai/gsm8k", "math", "rule", "1072")
+    assert (row.data_source, row.style, row.ground_truth) == ("openai/gsm8k", "rule", "1072")
     assert row.messages[0]["content"].startswith("A train question? ") and "####" in row.messages[0]["content"]
     assert row.extra_info == {
         "split": "train", "index": 0, "question": "A train question?", "answer": "First <<1+1=2>>2.",

@@ -82,7 +82,7 @@ def test_each_planted_fault_is_found(check: Any, tmp_path: Path) -> None:
     tokenizer = tmp_path / "tokenizer"
     save_tokenizer(tokenizer)
     files = ("--test", write(tmp_path / "test.jsonl", test), "--model", tokenizer, "--max-prompt-length", 200)
-    code, printed = check(SOUND + planted, *files, "--out", tmp_path / "fit.parquet")
+    code, printed = check(SOUND + planted, *files)
     assert code == 1
     for words in (
         "openai/gsm8k: 1 of 35 rows can never score\n    line 31: ground truth 'forty-two': ValueError",
@@ -96,8 +96,7 @@ def test_each_planted_fault_is_found(check: Any, tmp_path: Path) -> None:
         "line 38: 'prompt' must be a list of messages",
     ):
         assert words in printed, f"{words!r} is not in\n{printed}"
-    assert printed.endswith(f"6 problems\n{tmp_path / 'fit.parquet'}: 32 rows without a problem\n")
-    assert main(["rewards", "check", str(tmp_path / "fit.parquet"), *map(str, files), "--num-workers", "1"]) == 0
+    assert printed.endswith("6 problems\n")
 
 
 def save_tokenizer(folder: Path) -> None:
