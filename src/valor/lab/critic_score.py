@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from valor.config import CriticScoreConfig
 from valor.lab.publish import SCORECARD_FILES, fingerprint
-from valor.tracking.console import get_console
+from valor.tracking.console import get_console, say
 from valor.tracking.progress_console import show_progress
 from valor.trainer.command import run_command
 
@@ -66,10 +66,10 @@ def _start(config: CriticScoreConfig, command: str) -> int:
     numbers, page = (out / name for name in SCORECARD_FILES)
     write_atomically(numbers, json.dumps(card, indent=1, allow_nan=False) + "\n")
     write_atomically(page, render(card))
-    _say(f"{card['responses']} answers to {card['prompts']} prompts, {card['right']:.1%} right")
+    say(f"{card['responses']} answers to {card['prompts']} prompts, {card['right']:.1%} right")
     for name, value, remark in main_numbers(card):
-        _say(f"{name}: {value} ({remark})")
-    _say(str(page))
+        say(f"{name}: {value} ({remark})")
+    say(str(page))
     return 0
 
 
@@ -124,7 +124,7 @@ def _rollouts(config: CriticScoreConfig, pool: ResourcePool, controller: str) ->
     as_training = config.model_copy(update={"data": data.model_copy(update={**held_out, "train_batch_size": 1})})
     inputs = RunInputs(as_training)
     try:
-        with policy_group(as_training, inputs, pool, controller, _say) as collector:
+        with policy_group(as_training, inputs, pool, controller, say) as collector:
             rollouts = draw_rollouts(collector, list(inputs.train), SCORE_STREAM, data.val_batch_size)
             if not score.mc:
                 return rollouts, None
@@ -138,7 +138,3 @@ def _rollouts(config: CriticScoreConfig, pool: ResourcePool, controller: str) ->
             )
     finally:
         inputs.close()
-
-
-def _say(line: str) -> None:
-    get_console().print(line, markup=False)

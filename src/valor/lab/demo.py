@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from valor.lab import arithmetic
-from valor.tracking.console import format_seconds, get_console
+from valor.tracking.console import format_seconds, say
 from valor.tracking.rundir import METRICS_FILE
 
 ROLES = {"ppo": ("actor", "critic"), "grpo": ("actor",)}
@@ -42,33 +42,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     out: Path = args.out
     began = time.monotonic()
-    _say(f"[1/4] a tiny model and its arithmetic problems in {out}")
+    say(f"[1/4] a tiny model and its arithmetic problems in {out}")
     arithmetic.make_model(out / "model", seed=args.seed)
     files = arithmetic.make_data(out / "data", seed=args.seed)
 
-    _say("[2/4] warm start: supervised training on the answers of a teacher who often forgets the carry")
+    say("[2/4] warm start: supervised training on the answers of a teacher who often forgets the carry")
     code = _run("sft", sft_overrides(out / "model", files, out / "sft", args.seed))
     if code:
         return code
 
-    _say(f"[3/4] {args.algorithm.upper()} on the same kind of problems, rewarded for right results alone")
+    say(f"[3/4] {args.algorithm.upper()} on the same kind of problems, rewarded for right results alone")
     run_dir = out / args.algorithm
     start = out / "sft" / "huggingface" / "actor"
     code = _run("ppo", [*ppo_overrides(start, files, run_dir, args.algorithm, args.seed), *args.overrides])
     if code:
         return code
 
-    _say("[4/4] what came out, loaded with plain transformers")
+    say("[4/4] what came out, loaded with plain transformers")
     for role in ROLES[args.algorithm]:
-        _say(f"  {role:<8} {run_dir / 'huggingface' / role}  {_loaded(run_dir / 'huggingface' / role, role)}")
+        say(f"  {role:<8} {run_dir / 'huggingface' / role}  {_loaded(run_dir / 'huggingface' / role, role)}")
     for name in ("report.html", METRICS_FILE):
         if (run_dir / name).exists():
-            _say(f"  {name.partition('.')[0]:<8} {run_dir / name}")
+            say(f"  {name.partition('.')[0]:<8} {run_dir / name}")
     before, after = read_accuracy(run_dir)
     unseen = pq.read_metadata(files.val).num_rows
-    _say(f"accuracy on {unseen} unseen problems, greedy: {before.validation:.3f} -> {after.validation:.3f}")
-    _say(f"mean reward of the samples drawn in training: {before.sampled:.3f} -> {after.sampled:.3f}")
-    _say(f"{format_seconds(time.monotonic() - began)} in all")
+    say(f"accuracy on {unseen} unseen problems, greedy: {before.validation:.3f} -> {after.validation:.3f}")
+    say(f"mean reward of the samples drawn in training: {before.sampled:.3f} -> {after.sampled:.3f}")
+    say(f"{format_seconds(time.monotonic() - began)} in all")
     return 0
 
 
@@ -147,7 +147,7 @@ def _run(command: str, overrides: Sequence[str]) -> int:
 
     main_of = {"ppo": main_ppo.main, "sft": main_sft.main}[command]
     module = f"valor.trainer.main_{command}"
-    _say(" \\\n    ".join([f"  python -m {module}", *map(shlex.quote, overrides)]))
+    say(" \\\n    ".join([f"  python -m {module}", *map(shlex.quote, overrides)]))
     return main_of(list(overrides))
 
 
@@ -169,10 +169,6 @@ def _loaded(folder: Path, role: str) -> str:
         model: Any = AutoModelForCausalLM.from_pretrained(folder)
         out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
     return f"({chat[0]['content']} {tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)})"
-
-
-def _say(line: str) -> None:
-    get_console().print(line, markup=False)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from valor.tracking.console import format_number, format_seconds, get_console
+from valor.tracking.console import format_number, format_seconds, say
 from valor.tracking.histogram import Histogram
 
 # label, keys in order of preference, number format; the line shows those that the step has
@@ -28,9 +28,9 @@ class ConsoleLogger:
 
     def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
         """Print the step without its histograms; above the progress bars while they are shown."""
-        get_console().print(summary_line(step, metrics, self._total_steps), markup=False)
+        say(summary_line(step, metrics, self._total_steps))
         if self._wide:
-            get_console().print(wide_table(metrics), markup=False)
+            say(wide_table(metrics))
 
     def close(self) -> None:
         """Nothing is held open."""
