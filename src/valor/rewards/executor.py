@@ -19,7 +19,7 @@ from typing import Any
 
 from valor.rewards import registry
 from valor.rewards.code import CodeSettings
-from valor.rewards.custom import CustomFunction, FunctionSource
+from valor.rewards.custom import CustomFunction
 from valor.rewards.process import GraderProcess, GradingJob
 from valor.rewards.worker import OUT_OF_MEMORY, RewardResult, Sample, WorkerSetup, gather
 
@@ -151,8 +151,7 @@ class RewardExecutor:
         return [job.future for job in jobs]
 
     def _start(self) -> None:
-        sources = tuple((p, FunctionSource.of(f)) for p, f in registry.registered_graders().items())
-        self._setup = WorkerSetup(self.custom, sources, self.error_score, self.code, self.memory_mb)
+        self._setup = WorkerSetup(self.custom, self.error_score, self.code, self.memory_mb)
         self._loop = asyncio.new_event_loop()
         self._loop.call_soon(self._poll)
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 from valor.errors import UserError, did_you_mean
 from valor.rewards import choice, code, countdown, format, gsm8k, mathematics, qa, reasoning_gym
 
 # Called by keyword: data_source, solution_str, ground_truth, extra_info. Returns a number, or a dict with "score".
 Grader = Callable[..., Any]
-_G = TypeVar("_G", bound=Grader)
 
 _MATHEMATICS = (
     "math", "math_*", "math500", "test-math-*", "lighteval/MATH*", "DigitalLearningGmbH/MATH-lighteval",
@@ -48,29 +47,6 @@ BUILT_IN: dict[str, Grader] = {
     reasoning_gym.PREFIX + "*": reasoning_gym.grade,
 }
 
-_registered: dict[str, Grader] = {}
-
-
-def register_reward(pattern: str) -> Callable[[_G], _G]:
-    """Make the decorated function the grader of data sources that match `pattern` (a name, or a glob like "math_*").
-
-    An exact name goes before patterns, a later registration before an earlier one, and all before the built-in
-    graders. Grader processes import the function by its module, so it must stand at the top level of a module or
-    script, and be registered before the first sample is scored.
-    """
-
-    def register(grader: _G) -> _G:
-        _registered.pop(pattern, None)  # the new one goes to the end: later before earlier
-        _registered[pattern] = grader
-        return grader
-
-    return register
-
-
-def registered_graders() -> dict[str, Grader]:
-    """What register_reward was given in this process, by pattern."""
-    return dict(_registered)
-
 
 def has_grader(data_source: str) -> bool:
     """Whether samples of this source can be scored without a custom function."""
@@ -106,18 +82,14 @@ def compute_score(
 
 def find_grader(data_source: str) -> Grader | None:
     """The grader of a data source, None when it has none."""
-    for table, patterns in ((_registered, reversed(_registered)), (BUILT_IN, iter(BUILT_IN))):
-        if data_source in table:
-            return table[data_source]
-        for pattern in patterns:
-            if fnmatch.fnmatchcase(data_source, pattern):
-                return table[pattern]
-    return None
+    if data_source in BUILT_IN:
+        return BUILT_IN[data_source]
+    return next((grader for pattern, grader in BUILT_IN.items() if fnmatch.fnmatchcase(data_source, pattern)), None)
 
 
 def _no_grader(missing: list[str]) -> str:
     names = ", ".join(f"'{m}'" for m in missing)
-    hint = did_you_mean(missing[0], {*BUILT_IN, *_registered}) or "."
+    hint = did_you_mean(missing[0], BUILT_IN) or "."
     return (
         f"no grader for data_source {names}{hint} `valor rewards list` shows those that have one: rename the "
         "data_source, or set reward.custom_reward_function.path to a Python file with your compute_score"
