@@ -66,5 +66,5 @@ def area(demo_dir: Path, critic: str) -> float:
         "reward.num_workers=1",
     ]
     out = demo_dir / "score" / critic
-    assert critic_score.main([*settings, "--out", str(out)]) == 0
+    assert critic_score.main([*settings, f"score.out={out}"]) == 0
     return json.loads((out / "scorecard.json").read_text())["auc"]["value"]
