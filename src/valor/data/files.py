@@ -155,11 +155,7 @@ def parse_messages(value: Any, where: str, name: str, text_role: str | None = No
 
 def same_text(messages: Messages) -> str:
     """What two prompts that differ in capitals, white space and Unicode composition alone have in common."""
-    return normalized("\n".join(f"{m.get('role')}: {m.get('content')}" for m in messages))
-
-
-def normalized(text: str) -> str:
-    """Text without differences in capitals, white space and Unicode composition."""
+    text = "\n".join(f"{m.get('role')}: {m.get('content')}" for m in messages)
     return " ".join(unicodedata.normalize("NFC", text).casefold().split())
 
 

@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 
 from valor.errors import UserError
-from valor.lab.grader_checks import check_outputs, check_truths
-from valor.lab.outputs import read_outputs
+from valor.lab.grader_checks import check_truths
 from valor.lab.row_checks import Report, check_rows
 from valor.rewards.custom import CustomFunction
 from valor.rewards.executor import RewardExecutor
@@ -23,13 +22,12 @@ def data_check(argv: list[str]) -> int:
 
 
 def rewards_check(argv: list[str]) -> int:
-    """All of `data check`, then the graders: ground truths against themselves, and sample outputs."""
+    """All of `data check`, then the graders: ground truths against themselves."""
     parser = _parser(
         "rewards check",
         "All that `valor data check` finds, and whether the graders work on this data: right answers, made of the "
         "ground truths, must score and empty ones must not. Exit code 1 when training should not start.",
     )
-    parser.add_argument("--outputs", type=Path, metavar="FILE", help="sample outputs to grade as well (docs/data.md)")
     parser.add_argument("--custom", metavar="PATH", help="your own grader: the file of custom_reward_function.path")
     parser.add_argument("--custom-name", default="compute_score", metavar="NAME", help="its function")
     parser.add_argument("--limit", type=int, metavar="N", help="grade only N rows, evenly spread over the file")
@@ -40,7 +38,7 @@ def rewards_check(argv: list[str]) -> int:
     report = _checked(args, any_grader=custom is not None)
     if report.rows:
         with RewardExecutor(num_workers=args.num_workers, timeout=args.timeout, custom=custom) as executor:
-            _grade(report, executor, args.limit, args.outputs)
+            _grade(report, executor, args.limit)
     print(report)
     return report.exit_code
 
@@ -65,25 +63,17 @@ def _checked(args: argparse.Namespace, *, any_grader: bool) -> Report:
     )
 
 
-def _grade(report: Report, executor: RewardExecutor, limit: int | None, outputs: Path | None) -> None:
+def _grade(report: Report, executor: RewardExecutor, limit: int | None) -> None:
     """Add to the report what graders make of the rows; those without grader or ground truth are in it already."""
-    gradable = [
+    rows = [
         row
         for row in report.rows
         if row.style == "rule" and not row.lacks_truth and (executor.custom or has_grader(row.data_source))
     ]
-    chosen = gradable
-    if limit is not None and limit < len(gradable):
-        chosen = [gradable[i * len(gradable) // limit] for i in range(limit)]
-    if chosen:
-        check_truths(chosen, executor, report)
-    if outputs is not None:
-        found, unmatched = read_outputs(outputs, report.rows)
-        if unmatched:
-            report.notes.append(f"{outputs}: {unmatched} outputs belong to no row and were not graded")
-        places = {row.place for row in gradable}
-        if graded := [output for output in found if output.row.place in places]:
-            check_outputs(graded, executor, report)
+    if limit is not None and limit < len(rows):
+        rows = [rows[i * len(rows) // limit] for i in range(limit)]
+    if rows:
+        check_truths(rows, executor, report)
 
 
 def _parser(command: str, description: str) -> argparse.ArgumentParser:

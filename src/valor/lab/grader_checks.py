@@ -1,4 +1,4 @@
-"""Do graders and ground truths fit together? A right answer must score, an empty one must not; labels should agree.
+"""Do graders and ground truths fit together? A right answer must score, an empty one must not.
 
 How a right answer is written follows from the ground truth (`right_answers`). A grader whose answers look otherwise
 says so in an attribute: `grader.answer = function(ground_truth, extra_info)` returns the text, or None where a right
@@ -7,12 +7,10 @@ answer cannot be made of a ground truth.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from valor.data.files import DataRow
-from valor.lab.outputs import Output
 from valor.lab.row_checks import Report
 from valor.rewards.executor import RewardExecutor
 from valor.rewards.registry import BUILT_IN, Grader, grader_for
@@ -21,7 +19,6 @@ from valor.rewards.worker import RewardResult, Sample
 WRONG = {"an empty response": "", '"I don\'t know."': "I don't know."}
 _WAYS = ("The answer is \\boxed{%s}.", "#### %s", "Answer: %s", "<answer>%s</answer>", "%s")
 _EXAMPLES, _NAMES = 3, 20  # rows of a problem that are shown, and that are named
-_FEWEST_OUTPUTS = 8  # of fewer, equal scores may be chance
 _SLOW = 2.0  # s
 
 
@@ -127,56 +124,6 @@ def _report_never(source: str, grader: Grader, truths: Sequence[_Truth], report:
         reason = error or f"graded wrong: {_short(truth.ways[len(truth.tried) - 1])}"
         cases.append((truth.row, f"ground truth {_short(truth.row.ground_truth)}: {reason}"))
     _problem(report, f"{source}: {len(never)} of {len(truths)} rows can never score", cases)
-
-
-def check_outputs(outputs: Sequence[Output], executor: RewardExecutor, report: Report) -> None:
-    """Grade responses. That many of one source all get one score, or that a grader fails on one, is a problem.
-
-    UserError when a data source has no grader, unless the executor has a custom one.
-    """
-    table = [("data source", "outputs", "correct", "mean score", "no answer found", "errors", "slowest")]
-    results = _graded(executor, ((output.row, output.response) for output in outputs))
-    sources: dict[str, list[tuple[Output, RewardResult]]] = defaultdict(list)
-    for output, result in zip(outputs, results, strict=True):
-        sources[output.row.data_source].append((output, result))
-    for source, graded in sources.items():
-        count, found = len(graded), [result for _, result in graded]
-        mean, right = sum(r.score for r in found) / count, sum(r.correct for r in found) / count
-        failed = [(o.row, f"{r.error}; {o}") for o, r in graded if r.error is not None]
-        unread = sum(result.components.get("pred") == "" for result in found)
-        slowest = f"{max(r.seconds for r in found) * 1000:.1f} ms"
-        table.append((source, count, f"{right:.1%}", f"{mean:.3f}", unread, len(failed), slowest))
-        _problem(report, f"{source}: the grader fails on {len(failed)} of {count} outputs", failed)
-        if not failed and count >= _FEWEST_OUTPUTS and len({result.score for result in found}) == 1:
-            title = f"{source}: all {count} outputs get the score {mean:g}: nothing can be learned from that"
-            _problem(report, title, [(o.row, str(o)) for o, _ in graded])
-        report.notes += [*_agreement(source, graded), *_contrast(source, graded)]
-    report.facts.append("outputs graded:\n" + _aligned(table))
-
-
-def _agreement(source: str, graded: Sequence[tuple[Output, RewardResult]]) -> Iterator[str]:
-    """Where the file's labels say another thing of an output than the grader does."""
-    labelled = [(output, result) for output, result in graded if output.label is not None]
-    wrong = [(output, result) for output, result in labelled if output.label != result.correct]
-    if labelled:
-        share = 1 - len(wrong) / len(labelled)
-        lines = [
-            f"{source}: the grader agrees with {len(labelled) - len(wrong)} of {len(labelled)} ({share:.1%}) labels"
-        ]
-        for output, result in wrong[:_EXAMPLES]:
-            said = "right" if output.label else "wrong"
-            lines.append(f"{output.row.place}: labelled {said}, graded {result.score:g}; {output}")
-        yield "\n    ".join(lines)
-
-
-def _contrast(source: str, graded: Sequence[tuple[Output, RewardResult]]) -> Iterator[str]:
-    """How many prompts have outputs of one kind only: group-relative algorithms learn nothing from them."""
-    groups: dict[str, list[bool]] = defaultdict(list)
-    for output, result in graded:
-        groups[output.row.place].append(result.correct)
-    if several := [found for found in groups.values() if len(found) > 1]:
-        always, never = sum(map(all, several)), sum(not any(found) for found in several)
-        yield f"{source}: of {len(several)} prompts with several outputs, {always} are always right and {never} never"
 
 
 def _graded(executor: RewardExecutor, answers: Iterable[tuple[DataRow, str]]) -> list[RewardResult]:
