@@ -62,7 +62,9 @@ def check_truths(rows: Sequence[DataRow], executor: RewardExecutor, report: Repo
     UserError when a data source has no grader, unless the executor has a custom one.
     """
     custom = executor.custom.load() if executor.custom else None
-    table = [("data source", "rows", "right answer scores", "not checked", "wrong answer scores", "slowest")]
+    table: list[Sequence[Any]] = [
+        ("data source", "rows", "right answer scores", "not checked", "wrong answer scores", "slowest")
+    ]
     for source in dict.fromkeys(row.data_source for row in rows):
         members, grader = [row for row in rows if row.data_source == source], custom or grader_for(source)
         wrong = [_graded(executor, ((row, text) for row in members)) for text in WRONG.values()]
