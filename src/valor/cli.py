@@ -34,7 +34,7 @@ COMMANDS: dict[str, Command] = {
     "config keys": Command("valor.cli:config_keys", "[PREFIX]: every key with its type, default and meaning"),
     "algorithms": Command("valor.cli:algorithms", "the advantage estimators and losses, and what each needs"),
     "data prepare": Command("valor.data.prepare:main", "[NAME]: a public data set, or your own, as files to train on"),
-    "data check": Command("valor.lab.data_checks:data_check", "FILE: columns, lengths, duplicates, graders"),
+    "data check": Command("valor.lab.data_checks:data_check", "FILE: lengths, duplicates, graders"),
     "rewards list": Command("valor.rewards.listing:main", "which grader scores which data_source, and its components"),
     "rewards check": Command("valor.lab.data_checks:rewards_check", "FILE: that, and do its graders work on it?"),
     "rewards sandbox": Command("valor.sandbox.levels:main", "how this machine encloses code of models"),

@@ -14,8 +14,8 @@ from valor.rewards.registry import has_grader
 
 
 def data_check(argv: list[str]) -> int:
-    """Columns, lengths, duplicates: nothing is graded."""
-    parser = _parser("data check", "Can this file be trained on? Columns, lengths, duplicates; exit code 1 if not.")
+    """Lengths, duplicates, missing graders: nothing is graded."""
+    parser = _parser("data check", "Can this file be trained on? Lengths, duplicates, graders; exit code 1 if not.")
     report = _checked(parser.parse_args(argv), any_grader=False)
     print(report)
     return report.exit_code

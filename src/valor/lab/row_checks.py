@@ -1,4 +1,4 @@
-"""Is this file fit to train on? What can be seen without grading: columns, lengths, duplicates, missing graders."""
+"""Is this file fit to train on? What can be seen without grading: lengths, duplicates, missing graders."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow.parquet as pq
 
 from valor.data.files import OPTIONAL_COLUMNS, REQUIRED_COLUMNS, DataRow, parse_row, read_records, read_rows, same_text
 from valor.data.prompts import render, token_ids
@@ -55,7 +54,7 @@ def check_rows(
     max_prompt_length: int | None = None,
     test_path: str | Path | None = None,
 ) -> Report:
-    """Read the whole file and report columns, sources, lengths and everything that would stop or spoil a run.
+    """Read the whole file and report sources, lengths and everything that would stop or spoil a run.
 
     `is_graded` says whether a data source has a grader. Without `tokenizer` nothing is rendered or measured. Prompts
     that are in `test_path` as well are a problem. Never raises for bad data: what cannot be read is a finding.
@@ -66,8 +65,7 @@ def check_rows(
     except UserError as error:
         report.problems.append(str(error))
         return report
-    columns = _column_types(Path(path).expanduser(), records)
-    report.facts = [f"{path}: {len(records)} rows", *(f"  column {name}: {kind}" for name, kind in columns.items())]
+    report.facts = [f"{path}: {len(records)} rows"]
     rows = report.rows = _parsed(records, report)
     if not rows:
         return report
@@ -85,17 +83,6 @@ def check_rows(
     if test_path is not None:
         _check_overlap(test_path, report)
     return report
-
-
-def _column_types(file: Path, records: list[tuple[str, dict[str, Any]]]) -> dict[str, str]:
-    if file.name.endswith(".parquet"):
-        schema = pq.read_schema(file)
-        return {name: str(schema.field(name).type) for name in schema.names}
-    kinds: dict[str, set[str]] = defaultdict(set)
-    for _, record in records:
-        for name, value in record.items():
-            kinds[name].add("null" if value is None else type(value).__name__)
-    return {name: " | ".join(sorted(kind)) for name, kind in kinds.items()}
 
 
 def _parsed(records: list[tuple[str, dict[str, Any]]], report: Report) -> list[DataRow]:

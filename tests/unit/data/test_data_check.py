@@ -36,8 +36,6 @@ def test_good_data(tmp_path: Path, tokenizer: Any) -> None:
     text = str(report)
     for words in (
         "a.parquet: 100 rows\n",
-        "  column data_source: string\n",
-        "  column reward_model: struct<",
         "  data source valor/arithmetic: 100 rows\n",
         "  prompt tokens: p0 18, p50 68, p90 108, p99 117, p100 117\n",  # 17 for the roles; p50 rounds up
         "  | <user>x<assistant>\n",
@@ -108,11 +106,6 @@ def test_a_template_that_refuses_and_a_prompt_that_ends_with_an_answer(tmp_path:
     answered = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     report = check(tmp_path, record("", prompt=answered))
     assert report.exit_code == 0 and any("ends in an assistant message" in note for note in report.notes)
-
-
-def test_column_types_of_json_files(tmp_path: Path) -> None:
-    report = check(tmp_path, record("a", extra_info=None), record("b", extra_info={"index": 1}))
-    assert "  column extra_info: dict | null\n" in str(report)
 
 
 def test_real_files(shared_dir: Path) -> None:

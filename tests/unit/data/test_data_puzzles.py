@@ -56,4 +56,9 @@ def test_a_generator_that_has_too_few(tmp_path: Path) -> None:
     for wrong in ({"number": 3}, {"min_numbers": 1}):
         with pytest.raises(UserError, match="countdown does not take these --option settings"):
             prepare(Request(find_recipe("countdown"), options=wrong), tmp_path / "wrong")
+    impossible = {"max_value": 2, "min_target": 1000, "max_target": 1000}
+    with pytest.raises(UserError, match=r"^countdown: "):
+        prepare(Request(find_recipe("countdown"), options=impossible), tmp_path / "wrong")
+    with pytest.raises(UserError, match="there are no rows to write"):
+        prepare(Request(find_recipe("countdown"), limit=5, test_size=100, options=options), tmp_path / "wrong")
     assert not (tmp_path / "wrong").exists()
