@@ -35,7 +35,7 @@ COMMANDS: dict[str, Command] = {
     "algorithms": Command("valor.cli:algorithms", "the advantage estimators and losses, and what each needs"),
     "data prepare": Command("valor.data.prepare:main", "[NAME]: a public data set, or your own, as files to train on"),
     "data check": Command("valor.lab.data_checks:data_check", "FILE: lengths, duplicates, graders"),
-    "rewards list": Command("valor.rewards.listing:main", "which grader scores which data_source, and its components"),
+    "rewards list": Command("valor.rewards.registry:main", "which grader scores which data_source, and its components"),
     "rewards check": Command("valor.lab.data_checks:rewards_check", "FILE: that, and do its graders work on it?"),
     "rewards sandbox": Command("valor.sandbox.levels:main", "how this machine encloses code of models"),
     "export": Command("valor.cli:export", "CKPT OUT [--role critic]: a checkpoint as a Hugging Face directory"),

@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from valor.data.build import Request, prepare
+from valor.data.files import Messages
 from valor.data.recipes import RECIPES, find_recipe
+from valor.data.recipes.convert import conversation
 from valor.data.recipes.gym import PREFIX
-from valor.data.recipes.own import own_prompts
-from valor.data.recipes.recipe import QUESTION, Recipe
+from valor.data.recipes.recipe import QUESTION, Example, Recipe, Record, number, value
 from valor.errors import UserError
 
 _COLUMN_FLAGS = {
@@ -56,7 +57,7 @@ def _recipe(args: argparse.Namespace) -> Recipe:
                 "custom: say which column holds the right answer (--answer-column) and which grader compares with it "
                 "(--data-source; valor rewards list)"
             )
-        recipe = own_prompts(args.prompt_column or "prompt", args.answer_column, args.data_source, args.extra_columns)
+        recipe = _own_prompts(args.prompt_column or "prompt", args.answer_column, args.data_source, args.extra_columns)
     elif given:
         raise UserError(
             f"{given[0]} describes your own files: valor data prepare custom; {args.name} knows its columns"
@@ -72,14 +73,44 @@ def _recipe(args: argparse.Namespace) -> Recipe:
     return replace(recipe, data_source=args.data_source or recipe.data_source)
 
 
+def _own_prompts(prompt: str, answer: str, data_source: str, extra: Sequence[str]) -> Recipe:
+    """Your own questions with ground truths. `prompt` names text or messages, `answer` what the grader compares with.
+
+    A dot in a name goes into a dictionary: `reward_model.ground_truth`.
+    """
+
+    def convert(record: Record) -> Example:
+        others = {name: value(record, name) for name in extra}
+        return Example(_text_or_messages(record, prompt), _truth(value(record, answer)), others)
+
+    return Recipe("custom", "your own questions", convert, data_source, "custom")
+
+
+def _text_or_messages(record: Record, name: str) -> str | Messages:
+    """Messages stay; transcripts of `\\n\\nHuman: …` become messages; other text is the user's question."""
+    found = value(record, name)
+    if isinstance(found, list):
+        return found
+    if not isinstance(found, str):
+        raise ValueError(f"'{name}' must be text or a list of messages, got {found!r:.60}")
+    return conversation(found) if found.startswith("\n\nHuman:") else found.strip()
+
+
+def _truth(found: Any) -> Any:
+    """Numbers as text, so that csv and parquet give the same; lists and texts as they are."""
+    if isinstance(found, Mapping):
+        return json.dumps(found, ensure_ascii=False)
+    return found if isinstance(found, list) else number(found)
+
+
 def _option(text: str) -> tuple[str, Any]:
-    name, mark, value = text.partition("=")
+    name, mark, setting = text.partition("=")
     if not mark or not name:
         raise UserError(f"--option {text}: must be KEY=VALUE")
     try:
-        return name, json.loads(value)
+        return name, json.loads(setting)
     except json.JSONDecodeError:
-        return name, value
+        return name, setting
 
 
 def _catalogue() -> str:

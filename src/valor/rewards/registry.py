@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import fnmatch
+import inspect
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -29,6 +32,8 @@ _CODE = (
     "humaneval*", "*/*humaneval*", "*/*HumanEval*", "mbpp*", "*/mbpp*", "livecodebench*", "*/*livecodebench*",
     "*/*LiveCodeBench*",
 )  # fmt: skip
+
+_COMPONENTS = re.compile(r"Components?: (.*?)(?:\n\n|\Z)", re.DOTALL)  # in a grader's docstring
 
 # Names and globs; a name goes before globs, and of two globs that match, the first one counts.
 BUILT_IN: dict[str, Grader] = {
@@ -94,3 +99,32 @@ def _no_grader(missing: list[str]) -> str:
         f"no grader for data_source {names}{hint} `valor rewards list` shows those that have one: rename the "
         "data_source, or set reward.custom_reward_function.path to a Python file with your compute_score"
     )
+
+
+def describe(grader: Grader) -> tuple[str, list[str]]:
+    """First line of the grader's docstring, and the names that its `Components:` list has in backticks."""
+    text = inspect.getdoc(grader) or "(not documented)"
+    listed = _COMPONENTS.search(text)
+    # Names in brackets are explanations.
+    names = re.findall(r"`(\w+)`", re.sub(r"\([^()]*\)", "", listed[1])) if listed else []
+    return text.partition("\n\n")[0].replace("\n", " "), names
+
+
+def listing() -> str:
+    """Every built-in grader: its data sources (names and patterns), what it scores, its components."""
+    sources: dict[Grader, list[str]] = {}
+    for pattern, grader in BUILT_IN.items():
+        sources.setdefault(grader, []).append(pattern)
+    blocks = []
+    for grader, patterns in sources.items():
+        summary, names = describe(grader)
+        blocks.append(f"{', '.join(patterns)}\n    {summary}\n    components: {', '.join(names) or 'none'}")
+    return "\n\n".join(blocks)
+
+
+def main(argv: list[str]) -> int:
+    """`valor rewards list`."""
+    description = "Which grader scores which data_source (* stands for anything), what it scores, and its components."
+    argparse.ArgumentParser(prog="valor rewards list", description=description).parse_args(argv)
+    print(listing())
+    return 0

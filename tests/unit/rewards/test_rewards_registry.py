@@ -12,9 +12,8 @@ from valor.errors import UserError
 from valor.rewards import compute_score, gsm8k, mathematics, qa
 from valor.rewards.custom import CustomFunction
 from valor.rewards.executor import RewardResult, Sample
-from valor.rewards.listing import describe
 from valor.rewards.manager import make_graders, summarize
-from valor.rewards.registry import BUILT_IN, grader_for, has_grader, require_graders
+from valor.rewards.registry import BUILT_IN, describe, grader_for, has_grader, require_graders
 
 
 def test_built_in_graders_by_data_source() -> None:
