@@ -1,5 +1,8 @@
 """How a command ends early: its text is printed as one line."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class UserError(Exception):
     """A mistake in what was asked for: its message is one clear line that says what to do about it. Exit code 2."""
@@ -7,3 +10,12 @@ class UserError(Exception):
 
 class TrainingStopped(RuntimeError):
     """The run cannot go on in a sensible way: the message is the reason and what to do. Exit code 1."""
+
+
+def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """The end of a message about an unknown name: `; did you mean x?`, or "" when no known one is like it.
+
+    `cutoff`: how alike they must be, from 0 to 1.
+    """
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -270,7 +270,7 @@ def test_engine_options_reach_vllm(start):
     engine = start(model, max_model_len=64, engine_kwargs={"vllm": {"block_size": 64}})
     assert engine._llm.vllm_config.cache_config.block_size == 64
     assert engine._llm.vllm_config.model_config.max_model_len == 64
-    with pytest.raises(UserError, match="blok_size: vLLM has no such option: did you mean block_size"):
+    with pytest.raises(UserError, match="blok_size: vLLM has no such option; did you mean block_size"):
         start(model, engine_kwargs={"vllm": {"blok_size": 64}})
 
 

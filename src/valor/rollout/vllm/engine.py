@@ -13,7 +13,6 @@ import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from typing import Any
 from uuid import uuid4
 
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from valor.errors import UserError
+from valor.errors import UserError, did_you_mean
 from valor.rollout.base import Output, Request, Span, WeightMode
 from valor.tracking.progress import report_progress
 
@@ -203,9 +202,8 @@ def _engine_args(options: dict[str, Any]) -> EngineArgs:
     known = EngineArgs.__dataclass_fields__
     for name in options:
         if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f": did you mean {near[0]}?" if near else ""
-            raise UserError(f"actor_rollout_ref.rollout.engine_kwargs.vllm.{name}: vLLM has no such option{hint}")
+            option = f"actor_rollout_ref.rollout.engine_kwargs.vllm.{name}"
+            raise UserError(f"{option}: vLLM has no such option{did_you_mean(name, known)}")
     # A token's place in its sequence must be known when it is drawn, so the scheduler may not run ahead.
     own = {"logprobs_mode": LOGPROBS_MODE, "logits_processors": [ChosenToken], "async_scheduling": False}
     return EngineArgs(**options | own)
