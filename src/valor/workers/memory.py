@@ -25,6 +25,16 @@ def use_expandable_segments() -> None:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
+def use_deterministic_algorithms() -> None:
+    """Ask torch and cuBLAS for algorithms that give the same bits every time. Only before CUDA is used.
+
+    What has no such algorithm warns, and is used.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a search for bugs, and a pass over new memory
+
+
 class PeakMemory:
     """The largest memory of each kind of call since the last `take`."""
 

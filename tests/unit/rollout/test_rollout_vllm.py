@@ -196,27 +196,6 @@ def test_sequences_end_where_they_should(start):
         engine.generate([Request("long", [5] * 160)])
 
 
-def test_aborted_requests_return_what_they_have(start):
-    model = tiny("tied")
-    engine = start(model)
-    sync(engine, model, 0)
-    short = Request("short", PROMPT[:20], SamplingParams(max_tokens=5, ignore_eos=True), (0,))
-    long = Request("long", PROMPT[:30], SamplingParams(max_tokens=30, ignore_eos=True), (1,))
-    full = engine.generate([long])[0]
-    finished: list[str] = []
-
-    def on_finish(output: Output) -> None:
-        finished.append(output.request_id)
-        engine.abort(["long"])
-
-    outputs = engine.generate([replace(request, on_finish=on_finish) for request in (long, short)])
-    assert finished == ["short", "long"] and [o.request_id for o in outputs] == ["long", "short"]
-    assert outputs[0].finish_reason == "abort" and 4 <= len(outputs[0].token_ids) < 30
-    assert outputs[0].token_ids == full.token_ids[: len(outputs[0].token_ids)] and len(full.token_ids) == 30
-    assert len(outputs[0].log_probs) == len(outputs[0].token_ids)
-    assert engine.generate([long])[0].token_ids == full.token_ids
-
-
 def test_weights_that_did_not_arrive_are_noticed(start, monkeypatch):
     model = tiny("tied")
     engine = start(model)
