@@ -22,6 +22,8 @@ aten = torch.ops.aten
 # Their results, or the sizes of their results, have to be known on the host.
 _WAITING = {
     aten._local_scalar_dense.default,
+    aten.item.default,  # which is not taken apart in inference mode, and neither is the next one
+    aten.is_nonzero.default,
     aten.nonzero.default,
     aten.masked_select.default,
     aten._unique2.default,

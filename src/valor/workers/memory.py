@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,7 +33,8 @@ def use_deterministic_algorithms() -> None:
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a search for bugs, and a pass over new memory
+    deterministic: Any = torch.utils.deterministic
+    deterministic.fill_uninitialized_memory = False  # a search for bugs, and a pass over new memory
 
 
 class PeakMemory:

@@ -89,7 +89,7 @@ def test_policy_losses_do_not_wait(name, device):
     )
     loss.backward()
     assert all(isinstance(value, Posed) for value in (loss, log_probs.grad, *metrics.values()))
-    assert device.waits.total() <= (4 if name in DRAWING else 0), device.waits
+    assert device.waits.total() <= (2 if name in DRAWING else 0), device.waits
 
 
 @pytest.mark.parametrize("name", algorithms.VALUE_LOSSES.names())
