@@ -256,3 +256,13 @@ def test_engine_options_reach_vllm(start):
 def test_a_model_whose_weights_cannot_be_written_in_place_is_refused(start):
     with pytest.raises(UserError, match="Qwen3MoeForCausalLM has RoutedExperts layers"):
         start(tiny("moe"))
+
+
+def test_it_sleeps_until_it_is_given_weights(start, monkeypatch):
+    """The models that are loaded after it need the memory; a CPU has no sleep, so it is asked whether it would."""
+    from valor.rollout.vllm.engine import VLLMEngine
+
+    slept: list[int | None] = []
+    monkeypatch.setattr(VLLMEngine, "sleep", lambda self: slept.append(self.weights_version))
+    start(tiny("tied"), max_num_seqs=15)  # no other test's engine
+    assert slept == [None]
