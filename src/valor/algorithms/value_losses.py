@@ -159,13 +159,12 @@ def value_loss(
     return loss, metrics
 
 
-def register_value_loss(name: str, **capability: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: adds a value loss under `name`; keywords are `Capability` fields.
+register_value_loss = VALUE_LOSSES.register
+"""Decorator: adds a value loss under `name`; keywords are `Capability` fields.
 
-    The function takes, by keyword, those of values, returns, old_values, cliprange_value that it names, and options of
-    its own; it returns three [B, T] tensors: loss, 1 where a clip binds, predicted value.
-    """
-    return VALUE_LOSSES.register(name, **capability)
+The function takes, by keyword, those of values, returns, old_values, cliprange_value that it names, and options of
+its own; it returns three [B, T] tensors: loss, 1 where a clip binds, predicted value.
+"""
 
 
 def bradley_terry_loss(
