@@ -19,3 +19,10 @@ def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str
     """
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether memory has run out: torch's own error, or that of cuBLAS, NCCL or the CPU, which are RuntimeErrors."""
+    texts = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "not enough memory")
+    named = type(error).__name__ == "OutOfMemoryError"
+    return isinstance(error, RuntimeError) and (named or any(text in str(error) for text in texts))

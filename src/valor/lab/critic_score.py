@@ -66,7 +66,7 @@ def _measure(config: CriticScoreConfig) -> tuple[Judged, Branches | None]:
 
     tokenizer = load_policy_tokenizer(config)
     check_critic_tokenizer(config, tokenizer)
-    pool, controller = resolve_pool(config.trainer)
+    pool, controller = resolve_pool(config.trainer, config.ray_kwargs.ray_init.address)
     with show_progress(get_console()):
         rollouts, branches = _rollouts(config, pool, controller)
         frozen = config.model_copy(update={"critic": config.critic.model_copy(update={"freeze": True})})

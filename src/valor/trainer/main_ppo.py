@@ -43,7 +43,8 @@ def _critic_pretrain(config: CriticPretrainConfig, command: str) -> int:
     from valor.controller import resolve_pool
     from valor.trainer.pretrain import CriticPretrainRun
 
-    return CriticPretrainRun(config, *resolve_pool(config.trainer), command).fit()
+    pool = resolve_pool(config.trainer, config.ray_kwargs.ray_init.address)
+    return CriticPretrainRun(config, *pool, command).fit()
 
 
 if __name__ == "__main__":
