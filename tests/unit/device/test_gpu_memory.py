@@ -114,7 +114,7 @@ def test_vllm_is_refused_in_a_line_before_it_fails(monkeypatch):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_vllm_does_not_share_buffers_of_expandable_segments(size):
-    rollout = RolloutConfig(name="vllm", tensor_model_parallel_size=size, prompt_length=8, response_length=8)
+    rollout = RolloutConfig(name="vllm", tensor_model_parallel_size=size, max_model_len=16)
     options = engine_options(rollout, ModelConfig(path="x"), CONFIG, torch.device("cuda", 0), size)
     assert options.get("disable_custom_all_reduce", False) is (size > 1)
 

@@ -71,8 +71,7 @@ def _check_model(server: _Server, config: RolloutConfig) -> None:
     longest, needed = served[name].get("max_model_len"), config.max_model_len
     if longest is not None and longest < needed:
         raise server.lack(
-            f"takes {longest} tokens, data.max_prompt_length + data.max_response_length are {needed}: start it with "
-            f"--max-model-len {needed}"
+            f"takes {longest} tokens, {_KEY}.max_model_len is {needed}: start it with --max-model-len {needed}"
         )
 
 
