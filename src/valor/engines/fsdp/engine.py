@@ -23,7 +23,8 @@ from valor.engines.fsdp.loading import built_once
 from valor.engines.fsdp.recovery import Recovery
 from valor.engines.fsdp.sharding import gathered, rank_mesh, sequence_group, shard
 from valor.engines.microbatch import MicroBatches, TokenBudget
-from valor.engines.optim import build_optimizer, clip_gradients, lr_factor
+from valor.engines.optim import build_optimizer, clip_gradients, global_norm, lr_factor
+from valor.errors import Diverged
 from valor.models.export import export_hf, plain_weights, published_weights
 from valor.models.load import import_model_code
 from valor.models.lora import adapters_off, has_adapters
@@ -31,6 +32,8 @@ from valor.models.policy import Reference
 from valor.models.rows import ROW_FIELDS
 from valor.tracking.metrics import reduce_metrics
 from valor.tracking.progress import report_progress
+
+_EXPLODED = 100.0  # times the norm of the weights as they were loaded
 
 
 def build_fsdp(
@@ -94,6 +97,7 @@ class FSDPEngine:
         self.optim = optim
         self.optimizer = build_optimizer(module.parameters(), optim) if optim is not None else None
         self.counters = checkpoint.Counters()
+        self._first_norm = self._weight_norm()
         self._recovery = Recovery(self._parts)
         self._budgets = {"forward": TokenBudget(), "train": TokenBudget()}
         self.offload()
@@ -181,6 +185,12 @@ class FSDPEngine:
         if finite:
             self.optimizer.step()
             self.counters.updates += 1
+            weights = self._weight_norm()
+            if not weights <= _EXPLODED * max(self._first_norm, 1.0):
+                raise Diverged(
+                    f"an update has ruined the weights: their norm is {weights:g}, and was {self._first_norm:g} at the "
+                    f"start (gradient norm {norm:g}, learning rate {lr:g}): lower the learning rate"
+                )
         else:
             self.counters.skipped += 1
         self.optimizer.zero_grad(set_to_none=True)
@@ -235,6 +245,10 @@ class FSDPEngine:
             export_hf(self.module, path, state_dict=weights)
         dist.barrier()
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        return checkpoint.size(self.module, self.optimizer)
+
     def save(self, path: Path) -> None:
         self._reshard()
         checkpoint.save(path, self.module, self.optimizer, self.counters)
@@ -250,6 +264,10 @@ class FSDPEngine:
         self._move(self.device, optimizer)
 
     # ---- inside
+
+    def _weight_norm(self) -> float:
+        """The norm of all weights that are trained; 0 where none are."""
+        return global_norm([cast(DTensor, p.detach()) for p in self.module.parameters() if p.requires_grad])
 
     def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer of the state dict, whole, one at a time, on the engine's device."""
