@@ -41,7 +41,7 @@ def test_a_link_to_itself(sft_arguments, tmp_path, capsys):  # noqa: F811
 
 def test_a_file_where_the_folder_should_be(sft_arguments, tmp_path, capsys):  # noqa: F811
     (tmp_path / "run").write_text("notes")
-    stops_in_one_line(main_sft(sft_arguments(tmp_path / "run")), capsys, str(tmp_path / "run"), "move away")
+    stops_in_one_line(main_sft(sft_arguments(tmp_path / "run")), capsys, str(tmp_path / "run"), "move it away")
     assert (tmp_path / "run").read_text() == "notes"
 
 

@@ -9,8 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
+import psutil
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -426,6 +429,25 @@ def test_a_process_that_died_is_replaced(ppo_arguments, finished_ppo, tmp_path, 
         fail_once(patched, 4, WorkerDied("rank 0 died"))
         assert main(ppo_arguments(run_dir, "trainer.max_restarts=1")) == 0
     assert "rank 0 died; restart 1 of trainer.max_restarts=1" in said(capsys)
+    assert_same_weights(run_dir, finished_ppo)
+
+
+def test_a_ray_process_that_is_killed_is_replaced(ppo_arguments, finished_ppo, tmp_path, capsys):  # noqa: F811
+    """The command goes on by itself, and the weights are those of an undisturbed run."""
+    run_dir, killed = tmp_path / "run", []
+
+    def kill() -> None:
+        while not (run_dir / "global_step_1").exists():
+            time.sleep(0.01)
+        for process in psutil.Process().children(recursive=True):
+            if "_RayHost" in "".join(process.cmdline()[:1]):
+                process.kill()
+                killed.append(process.pid)
+
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
+    assert main(ppo_arguments(run_dir, "trainer.controller=ray", "trainer.max_restarts=2")) == 0
+    assert killed and "restart 1 of trainer.max_restarts=2" in said(capsys)
     assert_same_weights(run_dir, finished_ppo)
 
 

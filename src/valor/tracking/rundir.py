@@ -31,27 +31,14 @@ ROLLBACKS_FILE = "rollbacks.json"
 _SAMPLES_NAME = re.compile(r"(?:val_)?step_(\d+)\.jsonl")
 _CHECKPOINT_NAME = re.compile(r"global_step_(\d+)")
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how libraries written in Rust say it
-_ELSEWHERE = "correct the path, or choose another folder (trainer.default_local_dir)"
-_MAKE_ROOM = "make room there and start the same command again: it goes on from the last checkpoint"
-_MOVE_AWAY = "move away what is there, or choose another folder (trainer.default_local_dir)"
-_ALLOW = "make it writable, or choose another folder (trainer.default_local_dir)"
 _REMEDIES = {
-    errno.ENOSPC: _MAKE_ROOM,
-    errno.EDQUOT: _MAKE_ROOM,
-    errno.EFBIG: _MAKE_ROOM,
-    errno.EROFS: _ALLOW,
-    errno.EACCES: _ALLOW,
-    errno.EPERM: _ALLOW,
-    errno.ENOTDIR: _MOVE_AWAY,
-    errno.EISDIR: _MOVE_AWAY,
-    errno.EEXIST: _MOVE_AWAY,
-    errno.ENOTEMPTY: _MOVE_AWAY,
-    errno.ENOENT: _ELSEWHERE,
-    errno.ENAMETOOLONG: _ELSEWHERE,
-    errno.ELOOP: _ELSEWHERE,
-    errno.EIO: "the disk does not answer: look at it, and start the same command again",
-    errno.ESTALE: "the disk does not answer: look at it, and start the same command again",
+    "make room there and start the same command again: it goes on from the last checkpoint": "ENOSPC EDQUOT EFBIG",
+    "make it writable, or choose another folder (trainer.default_local_dir)": "EROFS EACCES EPERM",
+    "move it away, or choose another folder (trainer.default_local_dir)": "ENOTDIR EISDIR EEXIST ENOTEMPTY",
+    "correct the path, or choose another folder (trainer.default_local_dir)": "ENOENT ENAMETOOLONG ELOOP",
+    "look at the disk, and start the same command again": "EIO ESTALE",
 }
+_REMEDY_OF = {getattr(errno, name): remedy for remedy, names in _REMEDIES.items() for name in names.split()}
 
 
 @contextmanager
@@ -67,9 +54,9 @@ def disk_errors(path: Path) -> Iterator[None]:
         else:
             said = _OS_ERROR.search(str(error))
             number, where = (int(said[1]) if said else None), path
-        if number not in _REMEDIES:
+        if number is None or number not in _REMEDY_OF:
             raise
-        raise UserError(f"'{where}': {os.strerror(number)}: {_REMEDIES[number]}") from error
+        raise UserError(f"'{where}': {os.strerror(number)}: {_REMEDY_OF[number]}") from error
 
 
 def samples_file(run_dir: Path, step: int, split: str = "train") -> Path:

@@ -13,7 +13,7 @@ from huggingface_hub import try_to_load_from_cache
 from pydantic import BaseModel
 
 from valor.config.describe import show, type_text
-from valor.config.tree import flatten, get_at, plain_keys, schema
+from valor.config.tree import flatten, follows, get_at, plain_keys, schema
 from valor.trainer.manifest import file_sha256
 
 # Settings that change what a run writes, where it works and how fast, not what it computes (but for the rounding that
@@ -78,7 +78,7 @@ def changes(
         same_content = contents[0] == contents[1] if all(contents) else old == new
         if (old == new and same_content) or (key not in settings[0] and key in schema(root)):
             continue
-        if _follows(root, key, *settings):
+        if follows(root, key, settings):
             continue
         if old == new:
             yield Change(f"{key}: {show(new)} has other content", exact=False)
@@ -96,11 +96,6 @@ def _is_harmless(key: str, settings: Mapping[str, Any]) -> bool:
             for name, value in settings.items()
         )
     return _matches(key, _HARMLESS)
-
-
-def _follows(root: type[BaseModel], key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    source = schema(root)[key].inherits if key in schema(root) else None
-    return source in new and all(settings.get(key) == settings.get(source) for settings in (old, new))
 
 
 def _matches(key: str, patterns: str) -> bool:

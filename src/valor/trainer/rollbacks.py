@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,6 +56,6 @@ class Rollbacks:
         lowered = {key: value * scale if key.endswith("optim.lr") else value for key, value in flat.items()}
         return type(config).model_validate(nested(lowered))
 
-    def metrics(self) -> Mapping[str, float]:
+    def metrics(self) -> dict[str, Any]:
         """`training/rollbacks`, how many there were, where there may be any."""
         return {"training/rollbacks": len(self._made)} if self.limit else {}

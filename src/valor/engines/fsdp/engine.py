@@ -265,9 +265,10 @@ class FSDPEngine:
 
     # ---- inside
 
+    @torch.no_grad()
     def _weight_norm(self) -> float:
         """The norm of all weights that are trained; 0 where none are."""
-        return global_norm([cast(DTensor, p.detach()) for p in self.module.parameters() if p.requires_grad])
+        return global_norm([cast(DTensor, p) for p in self.module.parameters() if p.requires_grad])
 
     def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer of the state dict, whole, one at a time, on the engine's device."""
