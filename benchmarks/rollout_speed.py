@@ -76,7 +76,7 @@ def run_engine(engine: RolloutEngine, prompts: Prompts, lengths: list[int], roun
 def vllm_engine(model: PreTrainedModel, directory: str, longest: int, dtype: str) -> RolloutEngine:
     """The engine of `rollout.name=vllm` with the weights of `model`, whose config is in `directory`."""
     device = init_process_group("cpu")
-    config = RolloutConfig(name="vllm", dtype=dtype, prompt_length=longest, response_length=1, max_num_seqs=256)
+    config = RolloutConfig(name="vllm", dtype=dtype, max_model_len=longest + 1, max_num_seqs=256)
     engine = generation_engine("vllm").build(BuildContext(config, ModelConfig(path=directory), [], device, None))
     engine.sync_weights(model.named_parameters(), version=0)
     return engine

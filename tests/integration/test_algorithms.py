@@ -401,7 +401,7 @@ def test_mistakes_about_ones_own_algorithms(settings, words, mine, overrides, tm
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (["algorithm.adv_estimator=gdpo"], ["algorithm.gdpo_reward_keys"]),
+        (["algorithm.adv_estimator=gdpo"], ["algorithm.adv_kwargs.reward_keys"]),
         (["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=1"], ["actor_rollout_ref.rollout.n", "2"]),
         (
             ["algorithm.adv_estimator=optimal_token_baseline", f"{CORRECTION}.bypass_mode=true"],

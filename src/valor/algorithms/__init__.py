@@ -35,7 +35,6 @@ from valor.algorithms.value_losses import (
     VALUE_LOSSES,
     bradley_terry_loss,
     hl_gauss_value,
-    predict_values,
     register_value_loss,
     value_loss,
 )
@@ -80,7 +79,6 @@ __all__ = [
     "pf_ppo_weights",
     "place_at_end",
     "policy_loss",
-    "predict_values",
     "register_advantage",
     "register_policy_loss",
     "register_value_loss",

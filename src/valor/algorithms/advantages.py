@@ -99,10 +99,9 @@ def _on_samples(
     return advantages, returns
 
 
-def register_advantage(name: str, **capability: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: adds an estimator under `name`; keywords are `Capability` fields.
+register_advantage = ADVANTAGES.register
+"""Decorator: adds an estimator under `name`; keywords are `Capability` fields.
 
-    The function takes, by keyword, those of rewards, response_mask, values, group_ids, reward_baselines, gamma, lam
-    that it names, and options of its own; it returns (advantages, returns), both [B, T].
-    """
-    return ADVANTAGES.register(name, **capability)
+The function takes, by keyword, those of rewards, response_mask, values, group_ids, reward_baselines, gamma, lam
+that it names, and options of its own; it returns (advantages, returns), both [B, T].
+"""

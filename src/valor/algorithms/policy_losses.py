@@ -1,6 +1,5 @@
 """The policy losses by name: `policy_loss` and its registry."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -96,11 +95,10 @@ def _aggregation(entry: Entry, requested: str) -> str:
     return fixed
 
 
-def register_policy_loss(name: str, **capability: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: adds a policy loss under `name`; keywords are `Capability` fields.
+register_policy_loss = POLICY_LOSSES.register
+"""Decorator: adds a policy loss under `name`; keywords are `Capability` fields.
 
-    The function takes `inputs` (a `LossInputs`) and, by keyword, those of clip_ratio_low, clip_ratio_high,
-    clip_ratio_c that it names, and options of its own; it returns (loss, metrics): `inputs.aggregate(per_token)` and
-    `inputs.fraction(per_token)` put them over the global denominators.
-    """
-    return POLICY_LOSSES.register(name, **capability)
+The function takes `inputs` (a `LossInputs`) and, by keyword, those of clip_ratio_low, clip_ratio_high,
+clip_ratio_c that it names, and options of its own; it returns (loss, metrics): `inputs.aggregate(per_token)` and
+`inputs.fraction(per_token)` put them over the global denominators.
+"""

@@ -1,12 +1,11 @@
 """Named algorithms: what is registered, what each needs, and which options it takes."""
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from valor.errors import UserError
+from valor.errors import UserError, did_you_mean
 from valor.user_files import load_file
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -17,9 +16,8 @@ def choose(name: str, known: Iterable[str], what: str) -> str:
     names = list(known)
     if name in names:
         return name
-    near = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names)}"
-    raise UserError(f"unknown {what} '{name}'; {hint}")
+    hint = did_you_mean(str(name), names, cutoff=0.5) or f"; known: {', '.join(names)}"
+    raise UserError(f"unknown {what} '{name}'{hint}")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from valor.algorithms.ppo import Metrics
 from valor.algorithms.reductions import Denominator, aggregate_loss, keep_masked, loss_denominator, token_fraction
-from valor.algorithms.registry import Registry, capability, choose
+from valor.algorithms.registry import Registry, capability
 from valor.errors import UserError
 
 PerToken = tuple[Tensor, Tensor, Tensor]  # loss, 1 where clipping binds, predicted value; each [B, T]
@@ -159,22 +159,12 @@ def value_loss(
     return loss, metrics
 
 
-def predict_values(name: str, outputs: Tensor, **options: float) -> Tensor:
-    """Values [B, T] that a head trained with the loss `name` predicts: its outputs, their sigmoid (bce), or the mean of
-    their distribution over bins (hl_gauss, outputs [B, T, K])."""
-    choose(name, VALUE_LOSSES.names(), VALUE_LOSSES.kind)
-    if name == "bce":
-        return outputs.sigmoid()
-    return hl_gauss_value(outputs, **options) if name == "hl_gauss" else outputs
+register_value_loss = VALUE_LOSSES.register
+"""Decorator: adds a value loss under `name`; keywords are `Capability` fields.
 
-
-def register_value_loss(name: str, **capability: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: adds a value loss under `name`; keywords are `Capability` fields.
-
-    The function takes, by keyword, those of values, returns, old_values, cliprange_value that it names, and options of
-    its own; it returns three [B, T] tensors: loss, 1 where a clip binds, predicted value.
-    """
-    return VALUE_LOSSES.register(name, **capability)
+The function takes, by keyword, those of values, returns, old_values, cliprange_value that it names, and options of
+its own; it returns three [B, T] tensors: loss, 1 where a clip binds, predicted value.
+"""
 
 
 def bradley_terry_loss(

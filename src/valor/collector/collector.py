@@ -13,7 +13,7 @@ from valor.collector.dynamic_sampling import check_limit, informative_rows
 from valor.collector.freshness import WeightPublisher
 from valor.collector.grading import Grading
 from valor.collector.inputs import RunInputs
-from valor.collector.prompts import PROMPT_OBJECTS, prompt_batch, training_params, validation_params
+from valor.collector.prompts import PROMPT_OBJECTS, prompt_batch, sampling_params
 from valor.config import PPOConfig
 from valor.controller import Roles
 from valor.data.batch import Batch
@@ -31,7 +31,7 @@ class Collector:
     def __init__(self, config: PPOConfig, inputs: RunInputs, roles: Roles, say: Callable[[str], None]) -> None:
         self.config, self.inputs, self.roles, self._say = config, inputs, roles, say
         self.rollout = config.actor_rollout_ref.rollout
-        self.grading = Grading(config.reward, inputs, roles)
+        self.grading = Grading(config, inputs, roles)
         self._weights = WeightPublisher(roles)
         estimator = algorithms.ADVANTAGES[config.algorithm.adv_estimator]
         self._greedy_baseline = estimator.capability.needs_greedy_baseline
@@ -91,7 +91,7 @@ class Collector:
             )
             with phase("validation", len(prompts), unit="sample"):
                 sink = self.grading.sink(prompts, validation=True)
-                parts.append(self.answer(prompts, validation_params(self.rollout), sink=sink))
+                parts.append(self.answer(prompts, sampling_params(self.config, validation=True), sink=sink))
         batch = Batch.concat(parts)
         with phase("reward", len(batch), unit="sample"):
             results = self.grading.validation(batch)
@@ -138,7 +138,7 @@ class Collector:
         )
         with phase("rollout", len(prompts), unit="sample"):
             sink = self.grading.sink(prompts)
-            batch = self.answer(prompts, training_params(self.rollout), sink=sink, timer=timer)
+            batch = self.answer(prompts, sampling_params(self.config), sink=sink, timer=timer)
         with timer("reward"), phase("reward", len(batch), unit="sample"):
             results = self.grading.training(batch)
         batch.objects["reward_info"] = [r.components for r in results]
@@ -149,7 +149,7 @@ class Collector:
         """Score [B] of the greedy response to each row's prompt (ReMax's baseline), one response a prompt."""
         n = self.rollout.n
         prompts = batch.select(("prompts", "prompt_lengths", "episode_key", *PROMPT_OBJECTS))
-        params = replace(training_params(self.rollout), temperature=0.0)
+        params = replace(sampling_params(self.config), temperature=0.0)
         prompts = prompts.take(range(0, len(batch), n))
         with phase("greedy baseline", len(prompts), unit="sample"):
             greedy = self.answer(prompts, params, sink=self.grading.sink(prompts))

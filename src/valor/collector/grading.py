@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from valor import algorithms
 from valor.agents.episode import Episode, EpisodeKey
 from valor.collector.inputs import RunInputs
-from valor.config import RewardConfig
+from valor.config import PPOConfig
 from valor.controller import Roles
 from valor.data.batch import Batch
 from valor.data.reward_texts import prompt_text
@@ -32,8 +32,9 @@ class Grading:
     else by the model alone, so that it measures the task and not what is trained on.
     """
 
-    def __init__(self, config: RewardConfig, inputs: RunInputs, roles: Roles) -> None:
-        self.config, self.inputs, self.roles = config, inputs, roles
+    def __init__(self, config: PPOConfig, inputs: RunInputs, roles: Roles) -> None:
+        self.config, self.inputs, self.roles = config.reward, inputs, roles
+        self._max_response_length = config.data.max_response_length
         self._early: dict[EpisodeKey, tuple[str, Future[RewardResult]]] = {}
 
     def sink(self, prompts: Batch, *, validation: bool = False) -> Callable[[Episode], None] | None:
@@ -125,13 +126,12 @@ class Grading:
 
         The penalty is the component `overlong_reward` (0 or negative); whether an answer is right stays as it was.
         """
-        options = self.config.reward_kwargs
-        buffer = options.overlong_buffer_cfg
+        buffer = self.config.reward_kwargs.overlong_buffer_cfg
         if self.config.reward_manager.name != "dapo" or not buffer.enable:
             return results
         penalties = algorithms.overlong_penalty(
             batch["response_lengths"],
-            max_response_length=options.max_resp_len,
+            max_response_length=self._max_response_length,
             buffer_length=buffer.len,
             penalty_factor=buffer.penalty_factor,
         )

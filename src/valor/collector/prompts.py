@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from valor.config import RolloutConfig, ValidationSamplingConfig
+from valor.config import PPOConfig
 from valor.data.batch import Batch, pad_rows
 from valor.data.prompts import PromptRow
 from valor.rollout.base import SamplingParams
@@ -43,24 +43,13 @@ def prompt_batch(
     return batch
 
 
-def training_params(rollout: RolloutConfig) -> SamplingParams:
-    """How training samples are drawn."""
+def sampling_params(config: PPOConfig, *, validation: bool = False) -> SamplingParams:
+    """How samples are drawn: for training, or by `rollout.val_kwargs` (greedy unless a temperature is set)."""
+    rollout, val = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.val_kwargs
     return SamplingParams(
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        max_tokens=rollout.response_length,
-        ignore_eos=rollout.ignore_eos,
-    )
-
-
-def validation_params(rollout: RolloutConfig) -> SamplingParams:
-    """How validation samples are drawn: `rollout.val_kwargs`; greedy unless a temperature is set."""
-    val: ValidationSamplingConfig = rollout.val_kwargs
-    return SamplingParams(
-        temperature=val.effective_temperature,
-        top_p=val.top_p,
-        top_k=val.top_k,
-        max_tokens=rollout.response_length,
+        temperature=val.effective_temperature if validation else rollout.temperature,
+        top_p=val.top_p if validation else rollout.top_p,
+        top_k=val.top_k if validation else rollout.top_k,
+        max_tokens=config.data.max_response_length,
         ignore_eos=rollout.ignore_eos,
     )

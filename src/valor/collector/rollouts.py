@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,16 +18,15 @@ from torch import Tensor
 from valor import algorithms
 from valor.collector.collector import Collector
 from valor.collector.inputs import RunInputs
-from valor.config import PPOConfig
+from valor.config import PPOConfig, RewardConfig
 from valor.controller import ResourcePool, start_group
 from valor.data.batch import Batch, pad_rows
 from valor.data.files import read_records
 from valor.data.prompts import PromptRow, render, token_ids
 from valor.errors import UserError
 from valor.rewards.executor import RewardResult, Sample
-from valor.rewards.manager import Graders
+from valor.rewards.manager import make_graders
 from valor.rollout.registry import generation_engine
-from valor.tracking.generations import token_strings
 from valor.tracking.rundir import write_atomically
 from valor.workers.roles import role_specs
 
@@ -114,38 +113,21 @@ def write_rollouts(path: Path, records: Iterator[dict[str, Any]]) -> None:
     write_atomically(path, "".join(line + "\n" for line in lines))
 
 
-class _Rollout(NamedTuple):
-    prompt_ids: list[int]
-    response_ids: list[int]
-    mask: list[int]
-    score: float | None
-    objects: dict[str, Any]
-
-
-def read_rollouts(paths: Sequence[str], tokenizer: Any, rewards: Graders) -> Batch:
+def read_rollouts(paths: Sequence[str], tokenizer: Any, reward: RewardConfig) -> Batch:
     """The rollouts in jsonl or parquet files, or in all such files of a folder. Rows without a score are graded.
 
-    A row is one of three: what `trainer.rollout_data_dir` and `validation_data_dir` hold (prompt_ids, response_ids);
-    what a run's `samples` folder holds (prompt, tokens); or messages with a text response. UserError: anything else.
+    A row is what `trainer.rollout_data_dir` and `validation_data_dir` hold (prompt_ids, response_ids), or messages with
+    a text response. UserError: anything else.
     """
     found = [_parse(record, where, tokenizer) for path in _files(paths) for where, record in read_records(path)]
-    prompts, prompt_lengths = pad_rows([r.prompt_ids for r in found], torch.long)
-    responses, response_lengths = pad_rows([r.response_ids for r in found], torch.long)
-    mask, _ = pad_rows([r.mask for r in found], torch.float32)
-    batch = Batch(
-        {
-            "prompts": prompts,
-            "prompt_lengths": prompt_lengths,
-            "responses": responses,
-            "response_lengths": response_lengths,
-            "response_mask": mask,
-        },
-        {name: [r.objects[name] for r in found] for name in OBJECTS},
-    )
-    scores = [r.score for r in found]
+    batch = Batch({}, {name: [row[name] for row in found] for name in OBJECTS})
+    batch["prompts"], batch["prompt_lengths"] = pad_rows([row["prompt"] for row in found], torch.long)
+    batch["responses"], batch["response_lengths"] = pad_rows([row["response"] for row in found], torch.long)
+    batch["response_mask"], _ = pad_rows([row["response_mask"] for row in found], torch.float32)
+    scores = [row["score"] for row in found]
     ungraded = [i for i, score in enumerate(scores) if score is None]
     if ungraded:
-        for i, result in zip(ungraded, _grade(batch.take(ungraded), tokenizer, rewards), strict=True):
+        for i, result in zip(ungraded, _grade(batch.take(ungraded), tokenizer, reward), strict=True):
             scores[i], batch.objects["reward_info"][i] = result.score, result.components
     batch["scores"] = torch.tensor(scores, dtype=torch.float32)
     return batch
@@ -162,11 +144,9 @@ def _files(paths: Sequence[str]) -> Iterator[Path]:
         yield from inside
 
 
-def _parse(record: Mapping[str, Any], where: str, tokenizer: Any) -> _Rollout:
+def _parse(record: Mapping[str, Any], where: str, tokenizer: Any) -> dict[str, Any]:
     if "prompt_ids" in record and "response_ids" in record:
         prompt, response = list(record["prompt_ids"]), list(record["response_ids"])
-    elif "tokens" in record and "prompt" in record:
-        prompt, response = _retokenized(record, where, tokenizer)
     elif "messages" in record and isinstance(record.get("response"), str):
         text = render(tokenizer, record["messages"], where=where)
         prompt, answer = token_ids(tokenizer, [text, record["response"]])
@@ -176,12 +156,12 @@ def _parse(record: Mapping[str, Any], where: str, tokenizer: Any) -> _Rollout:
             f"{where}: not a rollout: it needs prompt_ids and response_ids (as trainer.rollout_data_dir writes them), "
             f"or messages and response; it has {', '.join(record)}"
         )
-    mask = record.get("response_mask", record.get("mask")) or [1] * len(response)
+    mask = record.get("response_mask") or [1] * len(response)
     if not prompt or not response or len(mask) != len(response):
         raise UserError(f"{where}: a rollout has a prompt, a response, and a mask as long as the response")
     if max(*prompt, *response) >= len(tokenizer):
         raise UserError(f"{where}: token {max(*prompt, *response)} is none of the {len(tokenizer)} of this tokenizer")
-    score = record.get("score", record.get("reward"))
+    score = record.get("score")
     if score is not None and not isinstance(score, bool | int | float):
         raise UserError(f"{where}: the score must be a number, got {score!r}")
     objects = {name: record.get(name) for name in OBJECTS} | {
@@ -190,24 +170,16 @@ def _parse(record: Mapping[str, Any], where: str, tokenizer: Any) -> _Rollout:
     }
     if score is None and (objects["data_source"] is None or objects["ground_truth"] is None):
         raise UserError(f"{where}: a rollout without a score needs data_source and ground_truth, to be graded by")
-    return _Rollout(prompt, response, [int(m) for m in mask], None if score is None else float(score), objects)
+    return {"prompt": prompt, "response": response, "response_mask": mask, "score": score, **objects}
 
 
-def _retokenized(record: Mapping[str, Any], where: str, tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Ids of a run's sample, which holds texts: exact, or refused."""
-    prompt, response = token_ids(tokenizer, [record["prompt"], "".join(record["tokens"])])
-    if token_strings(response, tokenizer.decode) != record["tokens"]:
-        raise UserError(
-            f"{where}: this tokenizer cuts the sample in another way than the run did: give it the run's tokenizer, or "
-            "the files of trainer.rollout_data_dir, which hold token ids"
-        )
-    return prompt, response
-
-
-def _grade(batch: Batch, tokenizer: Any, rewards: Graders) -> list[RewardResult]:
-    columns = batch.objects
-    rewards.check(set(columns["data_source"]))
+def _grade(batch: Batch, tokenizer: Any, reward: RewardConfig) -> list[RewardResult]:
+    columns, graders = batch.objects, make_graders(reward)
     ids = [row[:n] for row, n in zip(batch["responses"].tolist(), batch["response_lengths"].tolist(), strict=True)]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     samples = zip(columns["data_source"], texts, columns["ground_truth"], columns["extra_info"], strict=True)
-    return rewards.score([Sample(*sample) for sample in samples])
+    try:
+        graders.check(set(columns["data_source"]))
+        return graders.score([Sample(*sample) for sample in samples])
+    finally:
+        graders.close()

@@ -1,6 +1,6 @@
 """The typed config tree: every key, its type, default and meaning; composition and one-line errors."""
 
-from valor.config.actor import ActorConfig
+from valor.config.actor import ActorConfig, UpdateConfig
 from valor.config.algorithm import AlgorithmConfig, KLControlConfig, PFPPOConfig, RolloutCorrectionConfig
 from valor.config.base import Section
 from valor.config.critic import CriticConfig
@@ -8,7 +8,7 @@ from valor.config.critic_runs import CriticPretrainConfig, CriticRunConfig, Crit
 from valor.config.data import DataConfig
 from valor.config.document import describe_keys
 from valor.config.engine import FSDPConfig, OptimConfig
-from valor.config.loading import LoadedConfig, dump_yaml, load, load_runs, load_yaml
+from valor.config.loading import LoadedConfig, dump_yaml, load
 from valor.config.model import BackboneConfig, CriticModelConfig, ModelConfig
 from valor.config.ppo import ActorRolloutRefConfig, PPOConfig
 from valor.config.reward import RewardConfig, RewardModelConfig
@@ -22,5 +22,6 @@ __all__ += ["CriticConfig", "CriticModelConfig", "CriticPretrainConfig", "Critic
 __all__ += ["DataConfig", "FSDPConfig", "KLControlConfig", "LoadedConfig", "ModelConfig", "OptimConfig", "PFPPOConfig"]
 __all__ += ["PPOConfig", "PoolConfig", "RMConfig", "RMDataConfig"]
 __all__ += ["RewardConfig", "RewardModelConfig", "RolloutConfig", "RolloutCorrectionConfig", "RunConfig", "SFTConfig"]
-__all__ += ["SFTDataConfig", "Section", "SupervisedConfig", "TrainerConfig", "ValidationSamplingConfig"]
-__all__ += ["describe_keys", "dump_yaml", "inert_settings", "load", "load_runs", "load_yaml"]
+__all__ += ["SFTDataConfig", "Section", "SupervisedConfig", "TrainerConfig", "UpdateConfig"]
+__all__ += ["ValidationSamplingConfig"]
+__all__ += ["describe_keys", "dump_yaml", "inert_settings", "load"]

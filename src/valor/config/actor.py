@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from valor.config.base import Section, inherits, key, section
-from valor.config.engine import CheckpointConfig, FSDPConfig, OptimConfig, Strategy
+from valor.config.engine import CheckpointConfig, FSDPConfig, OptimConfig
 
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 
@@ -29,7 +29,7 @@ class PolicyLossConfig(Section):
 class UpdateConfig(Section):
     """An update by mini-batches, each an optimizer step over micro-batches: what actor and critic share."""
 
-    strategy: Strategy = "fsdp2"
+    strategy: str = "fsdp2"
     """Training engine: fsdp2."""
     ppo_mini_batch_size: PositiveInt = 256
     """PROMPTS per optimizer step (times rollout.n samples); at most data.train_batch_size."""
@@ -102,7 +102,7 @@ class RefFSDPConfig(
 class RefConfig(Section):
     """The frozen reference model (present when a KL term needs it)."""
 
-    strategy: Strategy = inherits("actor_rollout_ref.actor.strategy")
+    strategy: str = inherits("actor_rollout_ref.actor.strategy")
     """Engine: fsdp2."""
     fsdp_config: RefFSDPConfig = section(RefFSDPConfig, _OWN_WEIGHTS)
     log_prob_micro_batch_size_per_gpu: PositiveInt | None = key(None, _EXACT)

@@ -103,12 +103,8 @@ class AlgorithmConfig(Section):
     """GRPO: divide by the group's standard deviation (false is Dr. GRPO)."""
     singleton: Literal["zero", "raw"] = "zero"
     """Advantage of a prompt's only sample in estimators that compare samples: 0, or its score as in verl."""
-    gdpo_reward_keys: list[str] | None = None
-    """gdpo: reward components, by the names the grader reports them under."""
-    gdpo_reward_weights: list[float] | None = None
-    """gdpo: their weights; null weighs them alike."""
     adv_kwargs: dict[str, Any] = key({})
-    """Further keyword options of the estimator, such as reward_on_masked, f_norm, or those of your own."""
+    """Further options of the estimator, such as f_norm; gdpo: reward_keys, reward_weights; or those of your own."""
     reward_source: Literal["rule_based", "critic"] = "rule_based"
     """Where the reward comes from: the score of reward.*, or the critic's value at the last token (A = V(last) - V)."""
     reward_binarize: bool = key(False, ".reward_source!=critic")
@@ -150,12 +146,6 @@ class AlgorithmConfig(Section):
             yield (
                 f"{at}kl_penalty=full needs a pass of the actor over each batch, which {at}rollout_correction."
                 "bypass_mode leaves out: set bypass_mode=false, or an estimator such as kl"
-            )
-        keys, weights = self.gdpo_reward_keys or [], self.gdpo_reward_weights
-        if weights is not None and len(keys) != len(weights):
-            yield (
-                f"{at}gdpo_reward_keys names {len(keys)} components and {at}gdpo_reward_weights has {len(weights)} "
-                "numbers: give one weight per component"
             )
 
     @property

@@ -2,17 +2,18 @@
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 from pydantic.fields import FieldInfo
 
-from valor.config.tree import REFERENCE, lookup, schema
+from valor.config.tree import REFERENCE, lookup
 
 Rules = str | Mapping[str, str]
+MAIN_TREE: list[type[BaseModel]] = []
+"""The tree from whose defaults a section that is made alone inherits."""
 
 
 def key(default: Any, only_with: Rules = "", *, derived: str = "") -> Any:
@@ -38,7 +39,7 @@ def inherits(source: str, only_with: Rules = "") -> Any:
             return data.get(source[1:])
         if "${." in source:
             return REFERENCE.sub(lambda match: str(data.get(match[1][1:])), source)
-        return lookup(_MAIN_TREE[0], {}, source)
+        return lookup(MAIN_TREE[0], {}, source)
 
     return Field(default_factory=default, json_schema_extra=_extra(only_with, inherits=source))
 
@@ -56,15 +57,6 @@ def _extra(only_with: Rules, **more: str) -> dict[str, Any]:
 def is_set(value: Any) -> bool:
     """Whether a value asks for something."""
     return value not in (None, False, 0, "", [], {})
-
-
-@dataclass(frozen=True)
-class Unavailable:
-    """In a key's annotation: values for which `asks` is true are a feature that this version does not have."""
-
-    what: str
-    instead: str
-    asks: Callable[[Any], bool] = is_set
 
 
 class Section(BaseModel):
@@ -104,14 +96,6 @@ class Section(BaseModel):
         """Of a root: patterns of keys (joined by spaces) that this kind of run does not read, by the reason."""
         return {}
 
-    @model_validator(mode="before")
-    @classmethod
-    def _null_means_inherit(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        inheriting = {name for name, key in schema(cls).items() if key.inherits}
-        return {name: value for name, value in data.items() if value is not None or name not in inheriting}
-
     @field_validator("*", mode="before")
     @classmethod
     def _no_disguised_types(cls, value: Any, info: Any) -> Any:
@@ -120,16 +104,6 @@ class Section(BaseModel):
         if isinstance(value, bool) and not _mentions(cls.model_fields[info.field_name].annotation, bool):
             raise ValueError("true/false is not a value for this key")
         return value
-
-
-Root = TypeVar("Root", bound=type[Section])
-_MAIN_TREE: list[type[Section]] = []
-
-
-def main_tree(root: Root) -> Root:
-    """Decorator: a section that is made alone inherits from the defaults of this tree."""
-    _MAIN_TREE.append(root)
-    return root
 
 
 def _mentions(annotation: Any, kind: type) -> bool:

@@ -3,9 +3,8 @@
 import argparse
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -19,12 +18,12 @@ usage: valor ppo|sft|rm train [options] key=value ...
   ~key                                 back to the default
   --config-name NAME                   start from a named configuration or NAME.yaml
   --config-path DIR, --config-dir DIR  where that yaml file is
-  -m, --multirun                       run every combination of key=1,2,3 one after another
   --dry-run                            resolve, check, print the plan of the run, and stop
 
 valor config keys [PREFIX] lists the keys."""
 
-_OPTIONS = "--config-name (-cn), --config-path (-cp), --multirun (-m), --dry-run, --help"
+SWEEPS = "several runs are a sweep (valor lab sweep FILE.yaml)"
+_OPTIONS = "--config-name (-cn), --config-path (-cp), --dry-run, --help"
 _STRUCTURED = re.compile(r"[\[\]{}(),'\"\\]")
 # "low_high" of a threshold; as a number, 0.5_5 would be 0.55.
 _TWO_BOUNDS = re.compile(r"[\d.eE+-]+_[\d.eE+-]+")
@@ -36,7 +35,6 @@ class CommandLine(argparse.Namespace):
     overrides: list[str]
     config_name: str | None
     config_path: str | None
-    multirun: bool
     dry_run: bool
 
 
@@ -45,8 +43,8 @@ def read_arguments(argv: Sequence[str]) -> CommandLine:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config-name", "-cn")
     parser.add_argument("--config-path", "--config-dir", "-cp", "-cd")
-    for flags in (("--multirun", "-m"), ("--dry-run",), ("--help", "-h")):
-        parser.add_argument(*flags, action="store_true")
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--help", "-h", action="store_true")
     try:
         line, rest = parser.parse_known_args(argv, CommandLine())
     except argparse.ArgumentError as error:
@@ -57,8 +55,9 @@ def read_arguments(argv: Sequence[str]) -> CommandLine:
         raise SystemExit(0)
     line.overrides = [word for word in rest if not word.startswith("-")]
     unknown = [word.partition("=")[0] for word in rest if word.startswith("-")]
+    advice = {name: SWEEPS if name in ("-m", "--multirun") else f"there are {_OPTIONS}" for name in unknown}
     if unknown:
-        raise UserError("\n".join(f"unknown option '{name}': there are {_OPTIONS}" for name in unknown))
+        raise UserError("\n".join(f"unknown option '{name}': {text}" for name, text in advice.items()))
     return line
 
 
@@ -102,40 +101,6 @@ def _advice(text: str) -> str:
         if value.count(opening) != value.count(closing):
             return f"'{opening}' and '{closing}' do not match"
     return f"quote the value, for the shell and for the parser: \"{key}='...'\""
-
-
-def expand_sweep(overrides: Sequence[Override]) -> list[list[str]]:
-    """Every combination of a multirun, in Hydra's order (the last key turns fastest).
-
-    UserError: an interval, which has no list of values.
-    """
-    deletions = [override.input_line or "" for override in overrides if override.is_delete()]
-    try:
-        [jobs] = BasicSweeper.split_arguments([o for o in overrides if not o.is_delete()], None)
-    except HydraException as error:
-        raise UserError("a multirun takes values: key=1,2,3, range(1,4), choice(a,b) or glob(*)") from error
-    return [[*job, *deletions] for job in jobs]
-
-
-class Job(NamedTuple):
-    """One job of a multirun: what tells it from the others, and the keys that vary."""
-
-    label: str
-    swept: tuple[str, ...]
-
-
-def make_job(texts: Sequence[str], keys: Sequence[str]) -> Job | None:
-    """The job of these overrides, None when nothing varies.
-
-    Its label is fit for a folder name: `lam=0.9-lr=1e-06`, with full keys where short ones collide.
-    """
-    if not keys:
-        return None
-    values = {name: value for name, _, value in (text.lstrip("+").partition("=") for text in texts)}
-    short = {key.rpartition(".")[2]: key for key in keys}
-    names = short if len(short) == len(keys) else {key: key for key in keys}
-    label = "-".join(f"{name}={values[key]}" for name, key in names.items())
-    return Job(re.sub(r"[^\w.=+-]+", "_", label).strip("_"), tuple(keys))
 
 
 def literal(value: Any) -> str:

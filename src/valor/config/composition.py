@@ -12,15 +12,14 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
 from yaml import YAMLError
 
-from valor.config.command_line import CommandLine, Job, literal
+from valor.config.command_line import SWEEPS, CommandLine, literal
 from valor.config.describe import not_a_section, show, unknown_key
 from valor.config.presets import DEFAULTS, config_nodes, default_tree
-from valor.config.rules import Asked
 from valor.config.tree import exists, flatten, get_at, is_open, is_section, plain_keys, set_at
 from valor.config.verl import SPELLINGS, Spelling, find_spelling
 from valor.errors import UserError
@@ -28,22 +27,19 @@ from valor.errors import UserError
 
 @dataclass
 class Reading:
-    """What has been read of one job's overrides so far: a tree, the keys that were set by an override or differ from
-    the default, notes to print once, mistakes, and features that are asked for and not there."""
+    """What has been read so far: a tree, the keys that were set by an override or differ from the default, notes to
+    print once, and mistakes."""
 
     overrides: Sequence[Override]
-    job: Job | None = None
+    mistakes: list[str]
     tree: dict[str, Any] = field(default_factory=dict)
     set_keys: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
-    mistakes: list[str] = field(default_factory=list)
-    unavailable: Asked = field(default_factory=dict)
 
 
 def compose_tree(root: type[BaseModel], line: CommandLine, reading: Reading) -> None:
     """Compose named configuration, yaml files and overrides into `reading`.
 
-    A job of a multirun gets its label appended to the run's name and folder, where these are not swept themselves.
     UserError: what was wrong so far, and no such configuration, malformed yaml, or an override that Hydra refuses.
     """
     for preset, node in config_nodes(root).items():
@@ -59,15 +55,13 @@ def compose_tree(root: type[BaseModel], line: CommandLine, reading: Reading) -> 
                 warnings.simplefilter("always")
                 config = compose(config_name=name, overrides=texts)
             reading.notes += [_first_line(warning.message) for warning in caught]
-            if reading.job is not None:
-                _relabel(root, config, reading.job)
             written, defaults = flatten(OmegaConf.to_container(config, resolve=False)), flatten(default_tree(root))
             missing = [f"{key}: has no value yet (???)" for key, value in written.items() if value == "???"]
             if missing:
                 raise UserError("\n".join(missing))
             reading.set_keys = {key for key, value in written.items() if value != defaults.get(key)}
             for override in reading.overrides:
-                if not override.is_delete() and not override.is_sweep_override():
+                if not override.is_delete():
                     reading.set_keys |= flatten(override.value(), f"{override.key_or_group}.").keys()
             reading.tree = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
     except (UserError, YAMLError, OmegaConfBaseException, HydraException) as error:
@@ -121,7 +115,7 @@ def _for_hydra(root: type[BaseModel], reading: Reading) -> list[str]:
             below = {name: default for name, default in defaults.items() if f"{name}.".startswith(f"{key}.")}
             texts += [f"++{name}={literal(default)}" for name, default in below.items()] or [text]
         elif override.is_sweep_override():
-            mistakes.append(f"{key} has several values: add -m to run each, or write a [list] or a 'quoted text'")
+            mistakes.append(f"{key} has several values: write a [list] or a 'quoted text'; {SWEEPS}")
         elif is_section(root, key) and not isinstance(value, dict) and find_spelling(root, key, value) is None:
             mistakes.append(not_a_section(key, value))
         elif leaf is not None and not is_open(root, key):
@@ -129,17 +123,6 @@ def _for_hydra(root: type[BaseModel], reading: Reading) -> list[str]:
         else:
             texts.append(f"++{key}={override.get_value_element_as_str()}")
     return texts
-
-
-def _relabel(root: type[BaseModel], config: DictConfig, job: Job) -> None:
-    """Give a job of a multirun a name and, where the folder does not follow the name, a folder of its own."""
-    name_key, folder_key = "trainer.experiment_name", "trainer.default_local_dir"
-    written = flatten(OmegaConf.to_container(config, resolve=False))
-    name, folder = written.get(name_key, get_at(default_tree(root), name_key)), written.get(folder_key)
-    if name_key not in job.swept:
-        OmegaConf.update(config, name_key, f"{name}-{job.label}", force_add=True)
-    if folder is not None and folder_key not in job.swept and f"${{{name_key}}}" not in str(folder):
-        OmegaConf.update(config, folder_key, f"{folder}/{job.label}", force_add=True)
 
 
 def translate(root: type[BaseModel], reading: Reading) -> None:
@@ -182,18 +165,14 @@ def _translate_key(root: type[BaseModel], key: str, value: Any, reading: Reading
         reading.mistakes.append(unknown_key(root, key))
         return
     spelling, target = rule
-    feature = spelling.unavailable
     if value is None:
         return
     if target is not None:
         _move(key, target, value, spelling, reading)
-    elif spelling.refused:
-        if value not in (False, {}):
-            reading.mistakes.append(f"{key} is a verl key that Valor does not have: {spelling.reason}")
-    elif feature is not None and feature.asks(value):
-        reading.unavailable.setdefault((feature.what, feature.instead), []).append(f"{key}={show(value)}")
-    else:
+    elif not spelling.refused:
         reading.notes.append(f"{key} has no effect: {spelling.reason}")
+    elif spelling.only or value not in (False, {}):
+        reading.mistakes.append(f"{key}={show(value)} asks for what Valor does not have: {spelling.reason}")
 
 
 def _move(key: str, target: str, value: Any, spelling: Spelling, reading: Reading) -> None:

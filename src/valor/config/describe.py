@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 
 from valor.config.base import BARE_ITEM
 from valor.config.tree import Key, is_section, schema
+from valor.errors import did_you_mean
 
 _WORDS = {int: "integer", float: "number", bool: "true/false", str: "text", dict: "dict", type(None): "null"}
 _PLURALS = {"integer": "integers", "number": "numbers", "text": "texts", "path": "paths"}
@@ -135,8 +136,7 @@ def _line(root: type[BaseModel], key: str, detail: ErrorDetails) -> str:
     text = f"{key}: expected {type_text(found)}, got {show(value)}"
     allowed = detail.get("ctx", {}).get("expected", "")
     options = [option.strip("' ") for option in str(allowed).replace(" or ", ",").split(",")]
-    near = difflib.get_close_matches(str(value), options, n=1, cutoff=0.7) if detail["type"] == "literal_error" else []
-    return f"{text} (did you mean {near[0]}?)" if near else text
+    return text + (did_you_mean(str(value), options, cutoff=0.7) if detail["type"] == "literal_error" else "")
 
 
 def not_a_section(key: str, value: Any) -> str:

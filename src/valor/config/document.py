@@ -9,7 +9,6 @@ from valor.config.critic_runs import CriticPretrainConfig, CriticScoreConfig
 from valor.config.describe import default_text, show, type_text, unknown_key
 from valor.config.ppo import PPOConfig
 from valor.config.presets import PRESETS
-from valor.config.rules import unavailable_values
 from valor.config.supervised import RMConfig, SFTConfig
 from valor.config.tree import Key, plain_keys, schema
 from valor.config.verl import SPELLINGS, Spelling
@@ -34,7 +33,7 @@ _DOC_HEAD = """\
 `valor ppo key=value ...`, `valor sft key=value ...`, `valor rm train key=value ...` set these keys;
 `valor config keys [PREFIX]` lists them. The grammar is Hydra's: numbers, `true`/`false`, `null`, `[lists]`, `{dicts}`,
 `'quoted text'`; a plain `+` or `++` before a key is allowed and changes nothing; `~key` goes back to the default;
-`-m key=1,2,3` runs each value in turn. `--config-name NAME` starts from a named configuration or, with
+several runs are a sweep ([the lab](lab.md)). `--config-name NAME` starts from a named configuration or, with
 `--config-path DIR`, from `DIR/NAME.yaml`, which may begin with `defaults: [ppo_trainer, _self_]`. `--dry-run` prints
 the plan of the run and stops.
 
@@ -56,13 +55,9 @@ def render_docs() -> str:
     parts = [_DOC_HEAD, "## Named configurations\n", "`ppo_trainer`, `sft_trainer`, `rm_trainer` hold the defaults.\n"]
     for name, (_, flat) in PRESETS.items():
         parts.append(f"- `{name}`: " + ", ".join(f"`{key}={show(value)}`" for key, value in flat.items()))
-    asked = {(one.pattern, one.unavailable) for one in SPELLINGS if one.unavailable is not None}
     for title, root, below in _TREES:
         keys = [key for key in schema(root).values() if key.name.startswith(below)]
-        asked |= {(key.name, one) for key in keys for one in unavailable_values(key)}
         parts += [f"\n## {title}\n", _table(["key", "type", "default", ""], map(_row, keys))]
-    rows = sorted((key, feature.what, feature.instead) for key, feature in asked)
-    parts += ["\n## Not available in this version\n", _table(["key", "what it asks for", "instead"], rows)]
     parts += ["\n## Other spellings from verl\n", "`*` stands for any rest of a key.\n"]
     parts.append(_table(["key", ""], map(_spelling, SPELLINGS)))
     return "\n".join(parts) + "\n"
@@ -88,5 +83,4 @@ def _spelling(one: Spelling) -> tuple[str, str]:
     meant = one.target or one.value
     what = f"read as `{meant}`" if meant else "refused" if one.refused else "no effect"
     what += f": {one.reason}" if one.reason else ""
-    what += f" (see above: {one.unavailable.what})" if one.unavailable is not None else ""
     return one.pattern, f"with {' or '.join(f'`{value}`' for value in one.only)}: {what}" if one.only else what

@@ -2,21 +2,18 @@
 
 from typing import Annotated, Literal
 
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from valor.config.base import CountOrOff, DType, Section, Share, Unavailable, key
+from valor.config.base import CountOrOff, DType, Section, Share, key
 
-MEGATRON = "the Megatron backend", "use strategy=fsdp2 and no megatron_config"
-Strategy = Annotated[str, Unavailable(*MEGATRON, lambda value: value == "megatron")]
-RESUMABLE = "model", "optimizer", "extra"
-PARTS = "a checkpoint without model, optimizer or extra", "list all three, so that a run resumes exactly"
+Part = Literal["model", "optimizer", "extra", "hf_model"]
+RESUMABLE = ["model", "optimizer", "extra"]
 
 
-def lacks_parts(contents: list[str]) -> bool:
-    return not set(RESUMABLE) <= set(contents)
-
-
-CheckpointParts = Annotated[list[Literal["model", "optimizer", "extra", "hf_model"]], Unavailable(*PARTS, lacks_parts)]
+def _resumable(parts: list[str]) -> list[str]:
+    if not set(RESUMABLE) <= set(parts):
+        raise ValueError("list model, optimizer and extra, so that a run resumes exactly")
+    return parts
 
 
 class FSDPConfig(Section):
@@ -70,5 +67,5 @@ class OptimConfig(Section):
 class CheckpointConfig(Section):
     """What a role writes into a checkpoint and reads back."""
 
-    save_contents: CheckpointParts = key([*RESUMABLE])
+    save_contents: Annotated[list[Part], AfterValidator(_resumable)] = key(RESUMABLE)
     """Parts to write; hf_model adds a plain Hugging Face directory to every checkpoint."""

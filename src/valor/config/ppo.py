@@ -7,17 +7,18 @@ from pydantic import model_validator
 
 from valor.config.actor import ActorConfig, RefConfig
 from valor.config.algorithm import AlgorithmConfig
-from valor.config.base import Section, key, main_tree, section
+from valor.config.base import MAIN_TREE, Section, key, section
 from valor.config.critic import CriticConfig
 from valor.config.data import DataConfig
 from valor.config.model import ModelConfig
 from valor.config.reward import RewardConfig
 from valor.config.rollout import RolloutConfig
 from valor.config.trainer import PoolConfig, RayKwargsConfig, TrainerConfig
-from valor.config.tree import fill_inherited, get_at, set_at
+from valor.config.tree import fill_inherited, get_at, lookup, set_at
 
 CRITIC_BY_DEFAULT = "gae"
 """The estimator with which critic.enable is true where it is not set."""
+MAX_LENGTH = "actor_rollout_ref.rollout.max_model_len"
 
 
 class ActorRolloutRefConfig(Section):
@@ -29,7 +30,6 @@ class ActorRolloutRefConfig(Section):
     rollout: RolloutConfig = section(RolloutConfig)
 
 
-@main_tree
 class PPOConfig(Section):
     """One run of PPO, GRPO or a relative of theirs."""
 
@@ -54,6 +54,10 @@ class PPOConfig(Section):
         if get_at(tree, "critic.enable") is None:
             estimator = get_at(tree, "algorithm.adv_estimator") or CRITIC_BY_DEFAULT
             set_at(tree, "critic.enable", cls.always_critic or estimator == CRITIC_BY_DEFAULT)
+        if get_at(tree, MAX_LENGTH) is None:
+            parts = [lookup(cls, tree, f"data.max_{part}_length") for part in ("prompt", "response")]
+            if all(isinstance(part, int) for part in parts):  # what is no number is told where it was set
+                set_at(tree, MAX_LENGTH, sum(parts))
         return tree
 
     def unused(self) -> dict[str, str]:
@@ -65,34 +69,24 @@ class PPOConfig(Section):
             yield from lines
 
     def _lengths(self) -> Iterator[str]:
-        rollout, options, data = self.actor_rollout_ref.rollout, self.reward.reward_kwargs, self.data
-        dapo, buffer = "reward.reward_kwargs", options.overlong_buffer_cfg
-        same = [
-            ("actor_rollout_ref.rollout.prompt_length", rollout.prompt_length, "max_prompt_length"),
-            ("actor_rollout_ref.rollout.response_length", rollout.response_length, "max_response_length"),
-        ]
-        if buffer.enable and self.reward.reward_manager.name == "dapo":
-            same.append((f"{dapo}.max_resp_len", options.max_resp_len, "max_response_length"))
-            if buffer.len > data.max_response_length:
-                limit = f"data.max_response_length={data.max_response_length}"
-                yield f"{dapo}.overlong_buffer_cfg.len={buffer.len} is more than {limit}: set it to less"
-        for own, length, name in same:
-            limit = getattr(data, name)
-            if length != limit:
-                yield f"{own}={length} and data.{name}={limit} differ: set data.{name} alone"
+        data, buffer = self.data, self.reward.reward_kwargs.overlong_buffer_cfg
+        whole, longest = data.max_prompt_length + data.max_response_length, self.actor_rollout_ref.rollout.max_model_len
+        if longest < whole:
+            both = f"data.max_prompt_length + data.max_response_length = {whole}"
+            yield f"{MAX_LENGTH}={longest} is less than {both}: raise it, or lower one of them"
+        if buffer.enable and self.reward.reward_manager.name == "dapo" and buffer.len > data.max_response_length:
+            limit = f"data.max_response_length={data.max_response_length}"
+            yield f"reward.reward_kwargs.overlong_buffer_cfg.len={buffer.len} is more than {limit}: set it to less"
 
     def _batches(self) -> Iterator[str]:
         prompts = self.data.train_batch_size
-        actor, critic = self.actor_rollout_ref.actor.ppo_mini_batch_size, self.critic.ppo_mini_batch_size
-        sizes = {"actor_rollout_ref.actor.ppo_mini_batch_size": actor}
-        if self.critic.enable and critic != actor:
-            sizes["critic.ppo_mini_batch_size"] = critic
-        for setting, size in sizes.items():
+        sizes = {self.actor_rollout_ref.actor.ppo_mini_batch_size: "actor_rollout_ref.actor"}
+        if self.critic.enable:
+            sizes.setdefault(self.critic.ppo_mini_batch_size, "critic")
+        for size, role in sizes.items():
             if size > prompts:
-                yield (
-                    f"{setting}={size} prompts is more than data.train_batch_size={prompts} prompts: "
-                    f"set it to {prompts} or less"
-                )
+                more = f"is more than data.train_batch_size={prompts} prompts: set it to {prompts} or less"
+                yield f"{role}.ppo_mini_batch_size={size} prompts {more}"
 
     def _critic(self) -> Iterator[str]:
         algorithm, critic, warmup = self.algorithm, self.critic, self.trainer.critic_warmup
@@ -184,3 +178,6 @@ class PPOConfig(Section):
     def needs_ref_log_probs(self) -> bool:
         """Whether a KL term is estimated from the reference's log-probs of what was sampled."""
         return bool(self.kl_kinds - {"full"})
+
+
+MAIN_TREE.append(PPOConfig)

@@ -2,19 +2,17 @@
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Any, Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from valor.config.base import PathStr, Section, Unavailable, inherits, key, section
+from valor.config.base import PathStr, Section, inherits, key, section
 from valor.config.engine import FSDPConfig
 
 _SERVED = {".reward_manager.name!=remote": "a server grades"}
 _GRADED = {"uses_graders": "the reward model scores every sample (reward_model.rule_weight=0)"}
 _OWN = {".judge.url=null": "the judge has its own server"}
 _GRADERS = _SERVED | _GRADED
-MANAGERS = "this reward manager", "use naive (or prime, the same), dapo, batch or remote"
-Manager = Annotated[str, Unavailable(*MANAGERS, lambda name: name not in ("naive", "prime", "dapo", "batch", "remote"))]
 
 
 class CustomRewardFunctionConfig(Section):
@@ -31,7 +29,7 @@ class CustomRewardFunctionConfig(Section):
 class RewardManagerConfig(Section):
     """Who calls the graders."""
 
-    name: Manager = "naive"
+    name: Literal["naive", "prime", "dapo", "batch", "remote"] = "naive"
     """naive, prime: sample by sample; dapo: and a penalty for length; batch: your function once a step; remote."""
 
 
@@ -171,8 +169,6 @@ class RewardKwargsConfig(Section):
     """Options of reward managers."""
 
     overlong_buffer_cfg: OverlongBufferConfig = section(OverlongBufferConfig, ".overlong_buffer_cfg.enable")
-    max_resp_len: PositiveInt = inherits("data.max_response_length", ".overlong_buffer_cfg.enable")
-    """dapo: the limit."""
 
 
 class RewardConfig(Section):

@@ -5,25 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from valor.config.base import (
-    BARE_ITEM,
-    CountOrOff,
-    DType,
-    PathStr,
-    PositiveShare,
-    Section,
-    Unavailable,
-    inherits,
-    key,
-    section,
-)
-
-_BUILT_IN = "use rollout.name=native, vllm or server"
-Engine = Annotated[
-    str,
-    Unavailable("the SGLang engine", _BUILT_IN, lambda name: name == "sglang"),
-    Unavailable("the TensorRT-LLM engine", _BUILT_IN, lambda name: name == "trtllm"),
-]
+from valor.config.base import BARE_ITEM, CountOrOff, DType, PathStr, PositiveShare, Section, inherits, key, section
 
 
 class ValidationSamplingConfig(Section):
@@ -83,7 +65,7 @@ class ServerConfig(Section):
 class RolloutConfig(Section):
     """Generation."""
 
-    name: Engine = "native"
+    name: str = "native"
     """Engine: native with the actor's own weights, where it shares processes; vllm with a copy; server asks others."""
     n: PositiveInt = 1
     """Responses (samples) per prompt."""
@@ -95,12 +77,8 @@ class RolloutConfig(Section):
     """Sample among the likeliest tokens that together have this probability."""
     ignore_eos: bool = False
     """Generate up to the length limit past the end-of-sequence token."""
-    prompt_length: PositiveInt = inherits("data.max_prompt_length")
-    """Longest prompt in tokens."""
-    response_length: PositiveInt = inherits("data.max_response_length")
-    """Longest response in tokens."""
-    max_model_len: PositiveInt | None = None
-    """Longest prompt plus response in tokens; null takes their sum."""
+    max_model_len: PositiveInt = key(1024, derived="data.max_prompt_length + data.max_response_length")
+    """Longest prompt plus response in tokens."""
     dtype: DType = inherits("actor_rollout_ref.actor.fsdp_config.dtype", ".keeps_weights=false")
     """Precision of generation."""
     log_prob_micro_batch_size_per_gpu: PositiveInt | None = None
@@ -128,12 +106,6 @@ class RolloutConfig(Section):
     """vllm on CUDA: release weights and KV cache while training."""
     engine_kwargs: dict[str, Any] = key({})
     """More options of an engine, as engine_kwargs.vllm.<option> (of vLLM's EngineArgs), with the last word."""
-
-    def contradictions(self, at: str) -> Iterator[str]:
-        longest = self.prompt_length + self.response_length
-        if self.max_model_len is not None and self.max_model_len < longest:
-            both = f"data.max_prompt_length + data.max_response_length = {longest}"
-            yield f"{at}max_model_len={self.max_model_len} is less than {both}: raise it, or lower one of them"
 
     @property
     def keeps_weights(self) -> bool:

@@ -1,16 +1,13 @@
-"""What follows from the rules on keys and sections: contradictions, settings without effect, features not there."""
+"""What follows from the rules on keys and sections: contradictions, and settings without effect."""
 
 from collections.abc import Collection, Iterator
 from fnmatch import fnmatchcase
 from functools import reduce
 from typing import Any
 
-from valor.config.base import Section, Unavailable, is_set
+from valor.config.base import Section, is_set
 from valor.config.describe import show
-from valor.config.tree import Key, absolute, get_at, plain_keys, schema
-
-Asked = dict[tuple[str, str], list[str]]
-"""Features that are not there, as (what, what to do instead), and the settings that ask for each."""
+from valor.config.tree import absolute, schema
 
 
 def contradictions(section: Section, at: str = "") -> list[str]:
@@ -74,30 +71,3 @@ def _as_typed(value: Any) -> str:
 def _value(config: Section, key: str) -> Any:
     """None where this tree has no such key."""
     return reduce(lambda section, name: getattr(section, name, None), key.split("."), config)
-
-
-def unavailable_settings(config: Section) -> Asked:
-    """What the values of keys ask for and cannot have."""
-    tree = config.model_dump()
-    asked: Asked = {}
-    for key in plain_keys(type(config)):
-        value = get_at(tree, key.name)
-        if key.inherits is not None and get_at(tree, key.inherits) == value:
-            continue  # the key that it inherits from is named
-        for one in unavailable_values(key):
-            if one.asks(value):
-                asked.setdefault((one.what, one.instead), []).append(f"{key.name}={show(value)}")
-    return asked
-
-
-def unavailable_values(key: Key) -> list[Unavailable]:
-    """What a key's annotation says is not available."""
-    return [item for item in key.info.metadata if isinstance(item, Unavailable)]
-
-
-def unavailable_lines(asked: Asked) -> list[str]:
-    """One line for each feature, with the settings that ask for it."""
-    return [
-        f"{what[0].upper()}{what[1:]} is not available in this version: {instead} ({', '.join(settings)})"
-        for (what, instead), settings in asked.items()
-    ]

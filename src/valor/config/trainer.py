@@ -46,6 +46,8 @@ class RunConfig(Section):
     """CPU threads of each process; null shares the cores out."""
     seed: NonNegativeInt = 42
     """Seed of everything random in the run; what is sampled depends on (seed, step, sample) alone."""
+    full_determinism: bool = False
+    """On GPUs: only algorithms that give the same bits every time, where torch has them; slower."""
     max_skipped_updates: PositiveInt = 5
     """Stop after so many updates in a row with gradients that are not finite."""
     max_restarts: NonNegativeInt = 0

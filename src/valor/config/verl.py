@@ -1,18 +1,16 @@
-"""Spellings from verl that are not keys here: what each is read as, why it has no effect, or why it cannot be had.
+"""Spellings from verl that are not keys here: what each is read as, why it has no effect, or why it is refused.
 
 One table, first match wins. `*` stands for any rest of a key and carries over to the target.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
 
-from valor.config.base import Unavailable, is_set
-from valor.config.engine import MEGATRON, PARTS, lacks_parts
-from valor.config.reward import MANAGERS
+from valor.config.engine import RESUMABLE
 from valor.config.tree import exists, is_section
 
 
@@ -20,8 +18,8 @@ from valor.config.tree import exists, is_section
 class Spelling:
     """A rule for keys that match `pattern`, and, with `only`, have one of these values.
 
-    It has one of: `target`, the key that is meant; `value`, the value that is meant; `refused`, an error;
-    `unavailable`, a feature that some values ask for. Otherwise, and for other values, the key has no effect.
+    It has one of: `target`, the key that is meant; `value`, the value that is meant; `refused`, an error (without
+    `only`: for values that switch something on). Otherwise the key has no effect.
     """
 
     pattern: str
@@ -29,7 +27,6 @@ class Spelling:
     target: str | None = None
     value: str | None = None
     refused: bool = False
-    unavailable: Unavailable | None = None
     only: tuple[Any, ...] | None = None
 
     def match(self, key: str, value: Any) -> str | None:
@@ -53,31 +50,19 @@ def _same_names(section: str, old_section: str, names: str) -> list[Spelling]:
     return [Spelling(f"{old_section}.{name}", target=f"{section}.{name}") for name in names.split()]
 
 
-def _no_effect(reasons: Mapping[str, str], only: tuple[Any, ...] | None = None) -> list[Spelling]:
-    return [Spelling(one, reason, only=only) for reason, patterns in reasons.items() for one in patterns.split()]
-
-
-def _refused(reasons: Mapping[str, str]) -> list[Spelling]:
-    return [Spelling(one, reason, refused=True) for reason, patterns in reasons.items() for one in patterns.split()]
-
-
-def _unavailable(
-    feature: tuple[str, str], patterns: str, reason: str = "it asks for nothing", asks: Callable[[Any], bool] = is_set
-) -> list[Spelling]:
-    return [Spelling(one, reason, unavailable=Unavailable(*feature, asks)) for one in patterns.split()]
+def _because(reasons: Mapping[str, str], **more: Any) -> list[Spelling]:
+    """Rules without a target: no effect, or `refused=True`."""
+    return [Spelling(one, reason, **more) for reason, patterns in reasons.items() for one in patterns.split()]
 
 
 ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 REWARD_MODEL, VLLM = "reward.reward_model", "actor_rollout_ref.rollout.engine_kwargs.vllm"
 LOSS = "actor_rollout_ref.actor.policy_loss"
-TOOLS = "multi-turn generation with tools", "leave multi_turn.enable at false"
-ONE_TURN = "responses have one turn"
-GREEDY = "greedy training rollouts", "leave rollout.do_sample at true"
-REPLICAS = (
-    "data, expert or pipeline parallelism of the rollout",
-    "set it to 1, replicas follow from the processes and tensor_model_parallel_size",
-)
+WHOLE = RESUMABLE, [*RESUMABLE, "hf_model"]
+SAMPLED = "training rollouts are always sampled"
+ONE_TURN, AGENT_LOOPS = "responses have one turn", "agent.default_agent_loop agent.agent_loop_config_path"
+REPLICAS = _at(ROLLOUT, "data_parallel_size expert_parallel_size pipeline_model_parallel_size")
 
 _MICRO_BATCHES = {
     "*.ppo_micro_batch_size_per_gpu": "*.ppo_micro_batch_size",
@@ -96,7 +81,12 @@ _RENAMED = {
     "*checkpoint.save_contents": "*checkpoint.contents",
     "*.model.lora_rank": "*.model.lora.rank",
     "*.model.lora_alpha": "*.model.lora.alpha",
+    "trainer.full_determinism": "*fsdp_config.full_determinism actor_rollout_ref.rollout.full_determinism",
     "trainer.max_ckpt_to_keep": "trainer.max_actor_ckpt_to_keep trainer.max_critic_ckpt_to_keep",
+    "data.max_prompt_length": f"{ROLLOUT}.prompt_length",
+    "data.max_response_length": f"{ROLLOUT}.response_length reward.reward_kwargs.max_resp_len",
+    "algorithm.adv_kwargs.reward_keys": "algorithm.gdpo_reward_keys",
+    "algorithm.adv_kwargs.reward_weights": "algorithm.gdpo_reward_weights",
     "trainer.log_val_generations": "trainer.val_generations_to_log_to_wandb",
     "ray_kwargs.ray_init.*": "ray_init.*",
     "reward.custom_reward_function.*": "custom_reward_function.*",
@@ -127,30 +117,18 @@ _VALUES = [
     Spelling("*strategy", value="fsdp2", only=("fsdp",)),
     Spelling(f"{ROLLOUT}.name", value="native", only=("hf",)),
 ]
-_ONLY_SETTING = [
-    *_no_effect({"the trainer is synchronous": "trainer.v1.trainer_mode"}, only=("sync",)),
-    *_no_effect({"it is where AdamW comes from": "*optim.optimizer_impl"}, only=("torch.optim",)),
-    *_no_effect({"it is the optimizer": "*optim.optimizer"}, only=("AdamW",)),
-    *_no_effect({"managers are built in": "reward.reward_manager.module.*"}, only=(None, "custom_reward_manager")),
-    *_no_effect({"fsdp and fsdp2 are the engine": "model_engine engine"}, only=("dp", "fsdp", "fsdp2")),
-]
-_FEATURES = [
-    *_unavailable(TOOLS, f"{ROLLOUT}.multi_turn.enable {ROLLOUT}.agent.agent_loop_config_path", ONE_TURN),
-    *_unavailable(TOOLS, f"{ROLLOUT}.agent.default_agent_loop", ONE_TURN, lambda loop: loop != "single_turn_agent"),
-    *_unavailable(GREEDY, f"{ROLLOUT}.do_sample", "training rollouts are always sampled", lambda sample: not sample),
-    *_unavailable(
-        REPLICAS,
-        _at(ROLLOUT, "data_parallel_size expert_parallel_size pipeline_model_parallel_size"),
-        asks=lambda size: size not in (1, None),
-    ),
-    *_unavailable(MEGATRON, "*.megatron_config *.megatron_config.*"),
-    *_unavailable(PARTS, "*checkpoint.load_contents", "a checkpoint is always read as a whole", lacks_parts),
-    *_unavailable(("saving in the background", "leave async_save at false"), "*checkpoint.async_save"),
-    *_unavailable(("activation offload", "use gradient checkpointing"), "*model.enable_activation_offload"),
-    *_unavailable(("a dataset class of your own", "prepare a parquet or jsonl file"), "data.custom_cls.path"),
-    *_unavailable(
-        MANAGERS, "reward.reward_manager.source", "managers are built in", lambda source: source == "importlib"
-    ),
+_BEFORE_WIDER_ONES = [
+    *_because({"the trainer is synchronous": "trainer.v1.trainer_mode"}, only=("sync",)),
+    *_because({"it is where AdamW comes from": "*optim.optimizer_impl"}, only=("torch.optim",)),
+    *_because({"it is the optimizer": "*optim.optimizer"}, only=("AdamW",)),
+    *_because({"managers are built in": "reward.reward_manager.module.*"}, only=(None, "custom_reward_manager")),
+    *_because({"fsdp and fsdp2 are the engine": "model_engine engine"}, only=("dp", "fsdp", "fsdp2")),
+    *_because({ONE_TURN: f"{ROLLOUT}.agent.default_agent_loop"}, only=("single_turn_agent",)),
+    *_because({f"{ONE_TURN}, without tools": _at(ROLLOUT, f"multi_turn.enable {AGENT_LOOPS}")}, refused=True),
+    Spelling(f"{ROLLOUT}.do_sample", SAMPLED, refused=True, only=(False,)),
+    *_because({"replicas follow from the processes": REPLICAS}, only=(1,)),
+    *_because({"a checkpoint is always read as a whole": "*checkpoint.load_contents"}, only=WHOLE),
+    *_because({"managers are built in": "reward.reward_manager.source"}, only=("register",)),
 ]
 _NO_EFFECT = {
     "there is one trainer, which is synchronous, and one kind of worker": "trainer.use_legacy_worker_impl "
@@ -177,7 +155,7 @@ _NO_EFFECT = {
     "*.tiled_mlp.* *.use_torch_compile",
     "weights are read from where they are": "*model.use_shm",
     "micro-batches pad to their own longest row": "*.pad_to_length *.pad_to_length_bucket",
-    "runs are deterministic, by trainer.seed": f"*.full_determinism *fsdp_config.seed {ROLLOUT}.seed",
+    "one seed decides all, trainer.seed": f"*fsdp_config.seed {ROLLOUT}.seed",
     "no warm-up step has rate 0": "*optim.zero_indexed_step",
     "FSDP2 shards layer by layer": "*.wrap_policy.min_num_params *fsdp_config.use_orig_params",
     "the role decides it": "*fsdp_config.forward_only",
@@ -190,6 +168,7 @@ _NO_EFFECT = {
         "mode agent.num_workers checkpoint_engine.backend scheduling_policy layered_summon skip_tokenizer_init "
         "calculate_log_probs",
     ),
+    SAMPLED: f"{ROLLOUT}.do_sample",
     ONE_TURN: f"{ROLLOUT}.multi_turn.* data.tool_config_path data.function_tool_path",
     "it names a class in data.custom_cls.path": "data.custom_cls.name",
     "messages are always kept": "data.return_raw_chat data.return_full_prompt",
@@ -200,7 +179,14 @@ _NO_EFFECT = {
     "an interrupted run saves by itself": "trainer.esi_redundant_time",
 }
 _REFUSED = {
-    "the Megatron backend is not installed: use strategy=fsdp2": "model_engine engine *.megatron.*",
+    "the Megatron backend is not installed: use strategy=fsdp2": "model_engine engine *.megatron.* *.megatron_config "
+    "*.megatron_config.*",
+    "replicas follow from the processes and tensor_model_parallel_size: set it to 1": REPLICAS,
+    "a checkpoint is always read as a whole: drop it": "*checkpoint.load_contents",
+    "saving is done before the next step: leave it at false": "*checkpoint.async_save",
+    "activations are not offloaded: use gradient checkpointing": "*model.enable_activation_offload",
+    "data sets are files: prepare a parquet or jsonl file": "data.custom_cls.path",
+    "managers are built in: naive (or prime, the same), dapo, batch, remote": "reward.reward_manager.source",
     "Valor has no profiler: timings are in the metrics as timing_s/*": "*.profiler.* global_profiler.* "
     "trainer.profile_steps",
     "expert routing is not replayed": f"*.router_replay.* {ROLLOUT}.enable_rollout_routing_replay",
@@ -236,10 +222,9 @@ SPELLINGS: tuple[Spelling, ...] = (
     *_MOVED,
     *_read_as(_RENAMED),
     *_VALUES,
-    *_ONLY_SETTING,
-    *_FEATURES,
-    *_no_effect(_NO_EFFECT),
-    *_refused(_REFUSED),
+    *_BEFORE_WIDER_ONES,
+    *_because(_NO_EFFECT),
+    *_because(_REFUSED, refused=True),
 )
 
 

@@ -106,7 +106,7 @@ def _gathered(trainer: TrainerConfig) -> bool:
 
 def _start(arguments: list[str], placement: Placement) -> subprocess.Popen[bytes]:
     """`ray start` in the foreground of a process of ours: with it Ray's own processes of this node end."""
-    needed = max(pool.processes_per_node * pool.num_threads for pool in placement.pools.values())
+    needed = sum(pool.processes_per_node * pool.num_threads for pool in placement.pools.values())
     cpus = max(available_cores(), needed)
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
     return subprocess.Popen(

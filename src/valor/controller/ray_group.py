@@ -32,10 +32,17 @@ class _RayHost:
     call, and for what the call has put into its sink since the last time."""
 
     def __init__(self, rank: int, pool: ResourcePool) -> None:
-        self._progress = Latest()
-        add_listener(self._progress)
+        self._latest = Latest()
+        add_listener(self._latest)
         self._reported: dict[int, deque[Any]] = {}  # by the number of the call
-        self._host = WorkerHost(rank, pool.world_size, pool.device, pool.num_threads)
+        self._host = WorkerHost(
+            rank,
+            pool.world_size,
+            pool.device,
+            pool.num_threads,
+            deterministic=pool.deterministic,
+            gpu=own_gpu() if pool.device == "cuda" else 0,
+        )
 
     def address(self) -> tuple[str, int]:
         """This node's address and a free port; rank 0's are where it will listen."""
@@ -56,7 +63,7 @@ class _RayHost:
         self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], number: int | None = None
     ) -> Any:
         """`number`: of a call that has a sink."""
-        self._progress.reset()
+        self._latest.report = None
         if number is not None:
             kwargs = {**kwargs, "sink": self._reported.setdefault(number, deque()).append}
         return self._host.call(role, method, *args, **kwargs)
@@ -71,7 +78,7 @@ class _RayHost:
         items = [reported.popleft() for _ in range(len(reported))]
         if last and number is not None:
             self._reported.pop(number, None)
-        return self._progress.get(), items
+        return self._latest.report, items
 
 
 class RayGroup(WorkerGroup):
@@ -193,6 +200,15 @@ class RayGroup(WorkerGroup):
             f"the process of rank {rank} on node {node} died (the node itself, a kill, or no memory left): start the "
             "same command again to go on from the last checkpoint, on as many nodes as are left"
         )
+
+
+def own_gpu() -> int:
+    """The number, among the GPUs that this process sees, of the one that Ray has given it.
+
+    It sees no other one, unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set.
+    """
+    given, seen = str(ray.get_gpu_ids()[0]), os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return seen.index(given) if given in seen else int(given)
 
 
 def _interface(address: str) -> str:

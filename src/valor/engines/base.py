@@ -115,7 +115,7 @@ class TrainingEngine(Protocol):
         """Write a plain Hugging Face directory."""
         ...
 
-    def offload(self, *, optimizer: bool = True) -> None:
+    def offload(self) -> None:
         """Move to host memory what the configuration keeps there between phases: weights, optimizer state."""
         ...
 

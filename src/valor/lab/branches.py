@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from valor.collector.collector import Collector
-from valor.collector.prompts import PROMPT_OBJECTS, training_params
+from valor.collector.prompts import PROMPT_OBJECTS, sampling_params
 from valor.collector.rollouts import BRANCH_STREAM
 from valor.data.batch import Batch, pad_rows
 from valor.data.sampler import subset
@@ -28,7 +28,7 @@ def draw_branches(
     depend on the run's seed and the branch's number alone, and graded as a whole. UserError: responses with tokens
     that the policy did not write, as a branch has no environment to go on in.
     """
-    seed, limit = collector.config.trainer.seed, collector.rollout.response_length
+    seed, limit = collector.config.trainer.seed, collector.config.data.max_response_length
     lengths = rollouts["response_lengths"]
     if bool((rollouts["response_mask"].sum(1) != lengths).any()):
         raise UserError(
@@ -46,7 +46,7 @@ def draw_branches(
     states = Batch({"prompts": prompts, "prompt_lengths": prompt_lengths}, objects).repeat(branches)
     states["episode_key"] = torch.tensor([[seed, BRANCH_STREAM, number] for number in range(len(states))])
     # One call for all: a branch that goes on beyond the limit is cut afterwards, as its tokens do not depend on it.
-    params = replace(training_params(collector.rollout), max_tokens=limit - int(tokens.min()))
+    params = replace(sampling_params(collector.config), max_tokens=limit - int(tokens.min()))
     with phase("branches", len(states), unit="sample"):
         drawn = collector.answer(states, params)
     ends = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from valor.config import CriticScoreConfig
 from valor.lab.publish import SCORECARD_FILES, fingerprint
-from valor.tracking.console import get_console
+from valor.tracking.console import get_console, say
 from valor.tracking.progress_console import show_progress
 from valor.trainer.command import run_command
 
@@ -20,29 +19,11 @@ if TYPE_CHECKING:
     from valor.lab.scorecard import Branches, Judged
 
 ROLLOUTS_FILE = "rollouts.jsonl"
-_FLAGS = {
-    "out": ("DIR", "folder for the numbers, the page and the rollouts (score.out)"),
-    "rollouts": ("FILE", "judge on these instead of generating (score.rollouts)"),
-    "mc": ("K", "compare values with K branch rollouts from each of some states (score.mc)"),
-    "positions": ("N", "states of a response that get branches (score.positions)"),
-    "responses": ("N", "responses that get branches (score.responses)"),
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The flags are short for keys; everything else is key=value as in `valor ppo`."""
-    parser = argparse.ArgumentParser(
-        prog="valor critic score",
-        usage="valor critic score [flags] key=value …",
-        description="The scorecard of the critic at critic.model.path, on answers by the policy at "
-        "actor_rollout_ref.model.path to the prompts of data.val_files. Other flags and keys: valor ppo --help.",
-        allow_abbrev=False,
-    )
-    for name, (metavar, text) in _FLAGS.items():
-        parser.add_argument(f"--{name}", metavar=metavar, help=text)
-    flags, rest = parser.parse_known_args(argv)
-    keys = [f"score.{name}={value}" for name, value in vars(flags).items() if value is not None]
-    return run_command("critic score", [*rest, *keys], CriticScoreConfig, _start)
+    """`valor critic score`: key=value as in `valor ppo`, and the keys of `score`."""
+    return run_command("critic score", argv, CriticScoreConfig, _start)
 
 
 def _start(config: CriticScoreConfig, command: str) -> int:
@@ -66,10 +47,10 @@ def _start(config: CriticScoreConfig, command: str) -> int:
     numbers, page = (out / name for name in SCORECARD_FILES)
     write_atomically(numbers, json.dumps(card, indent=1, allow_nan=False) + "\n")
     write_atomically(page, render(card))
-    _say(f"{card['responses']} answers to {card['prompts']} prompts, {card['right']:.1%} right")
+    say(f"{card['responses']} answers to {card['prompts']} prompts, {card['right']:.1%} right")
     for name, value, remark in main_numbers(card):
-        _say(f"{name}: {value} ({remark})")
-    _say(str(page))
+        say(f"{name}: {value} ({remark})")
+    say(str(page))
     return 0
 
 
@@ -85,7 +66,7 @@ def _measure(config: CriticScoreConfig) -> tuple[Judged, Branches | None]:
 
     tokenizer = load_policy_tokenizer(config)
     check_critic_tokenizer(config, tokenizer)
-    pool, controller = resolve_pool(config.trainer)
+    pool, controller = resolve_pool(config.trainer, config.ray_kwargs.ray_init.address)
     with show_progress(get_console()):
         rollouts, branches = _rollouts(config, pool, controller)
         frozen = config.model_copy(update={"critic": config.critic.model_copy(update={"freeze": True})})
@@ -110,21 +91,16 @@ def _rollouts(config: CriticScoreConfig, pool: ResourcePool, controller: str) ->
     from valor.collector.inputs import RunInputs, load_policy_tokenizer
     from valor.collector.rollouts import SCORE_STREAM, draw_rollouts, policy_group, read_rollouts
     from valor.lab.branches import draw_branches
-    from valor.rewards.manager import make_graders
 
     score, data = config.score, config.data
     if score.rollouts:
-        rewards = make_graders(config.reward)
-        try:
-            return read_rollouts(score.rollouts, load_policy_tokenizer(config), rewards), None
-        finally:
-            rewards.close()
+        return read_rollouts(score.rollouts, load_policy_tokenizer(config), config.reward), None
     # The held-out prompts, answered as training prompts are: by sampling, rollout.n times.
     held_out = {"train_files": data.val_files, "train_max_samples": data.val_max_samples, "val_files": None}
     as_training = config.model_copy(update={"data": data.model_copy(update={**held_out, "train_batch_size": 1})})
     inputs = RunInputs(as_training)
     try:
-        with policy_group(as_training, inputs, pool, controller, _say) as collector:
+        with policy_group(as_training, inputs, pool, controller, say) as collector:
             rollouts = draw_rollouts(collector, list(inputs.train), SCORE_STREAM, data.val_batch_size)
             if not score.mc:
                 return rollouts, None
@@ -138,7 +114,3 @@ def _rollouts(config: CriticScoreConfig, pool: ResourcePool, controller: str) ->
             )
     finally:
         inputs.close()
-
-
-def _say(line: str) -> None:
-    get_console().print(line, markup=False)

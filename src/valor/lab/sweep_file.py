@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
 from valor.config import CriticPretrainConfig, PPOConfig, RMConfig, SFTConfig
 from valor.config.base import PathStr, Section, inherits
-from valor.config.command_line import literal, make_job
+from valor.config.command_line import literal
 from valor.config.describe import describe_errors
 from valor.config.tree import flatten
 from valor.errors import UserError
@@ -137,8 +137,7 @@ def expand(sweep: SweepConfig) -> list[Arm]:
     arms = []
     for name, own in (sweep.arms or {"": None}).items():
         for point in points:
-            job = make_job(point, keys)
-            full = "-".join(part for part in (name, job.label if job else "") if part)
+            full = "-".join(part for part in (name, _label(point)) if part)
             arms.append(Arm(full, [*texts(own), *point]))
     names = [arm.name for arm in arms]
     if not any(names):
@@ -153,6 +152,14 @@ def expand(sweep: SweepConfig) -> list[Arm]:
     if mistakes:
         raise UserError("\n".join(mistakes))
     return arms
+
+
+def _label(point: list[str]) -> str:
+    """Settings as a part of a folder name: `lam=0.9-lr=1e-06`, with full keys where short ones collide."""
+    values = {key_of(text): text.partition("=")[2] for text in point}
+    short = {key.rpartition(".")[2]: value for key, value in values.items()}
+    label = "-".join(f"{key}={value}" for key, value in (short if len(short) == len(values) else values).items())
+    return re.sub(r"[^\w.=+-]+", "_", label).strip("_")
 
 
 def _reserved(place: str, overrides: list[str], keys: tuple[str, ...]) -> list[str]:

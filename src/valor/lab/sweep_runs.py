@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from valor.config import load_runs
+from valor.config import load
 from valor.config.describe import show
 from valor.config.tree import flatten, follows
 from valor.errors import UserError
@@ -128,7 +128,7 @@ def _arguments(config: SweepConfig, arm: Arm, seed: int, out: str) -> list[str]:
 
 def _settings(config: SweepConfig, arm: Arm) -> dict[str, Any]:
     """What an arm is: its resolved configuration, as for seed 0 in a folder OUT. UserError: its mistakes."""
-    [loaded] = load_runs(_arguments(config, arm, 0, config.out), ENTRIES[config.entry].root, check)
+    loaded = load(_arguments(config, arm, 0, config.out), ENTRIES[config.entry].root, check)
     settings = json.dumps(flatten(loaded.config.model_dump(mode="json")))
     settings = json.loads(settings.replace(json.dumps(f"{config.out}/")[:-1], '"OUT/'))
     return {key: value for key, value in settings.items() if key not in _NAMES}

@@ -9,12 +9,13 @@ from pathlib import Path, PurePath
 from statistics import median
 from typing import Any
 
+from valor.config.tree import flatten, get_at
 from valor.report.histograms import histogram_specs
 from valor.report.panels import SECTIONS, panel_specs
 from valor.report.run_data import RunData, Series, read_run, rounded, thin
 from valor.report.skeleton import render_page, short
 from valor.report.timing import timeline_spec, timing_spec
-from valor.tracking.console import format_seconds
+from valor.tracking.console import format_seconds, validation_scores
 from valor.tracking.rundir import METRICS_FILE, write_atomically
 
 REPORT_FILE = "report.html"
@@ -37,7 +38,7 @@ def _render(run: RunData) -> str:
     pictures = {name: [one for one in (*lines, *spreads) if one["section"] == name] for name in SECTIONS}
     pictures = {name: found for name, found in pictures.items() if found or (name == "time" and timing)}
     sections = {name: SECTIONS[name] for name in pictures} | ({"samples": "Samples"} if run.samples else {})
-    heading = str(_setting(run.config, "trainer.experiment_name") or run.folder.resolve().name)
+    heading = str(get_at(run.config, "trainer.experiment_name") or run.folder.resolve().name)
     return render_page(
         "report",
         heading,
@@ -49,7 +50,7 @@ def _render(run: RunData) -> str:
             "timeline": timeline,
             "samples": [asdict(group) for group in run.samples],
         },
-        eyebrow=f"{_setting(run.config, 'trainer.project_name') or 'Valor'} · run report",
+        eyebrow=f"{get_at(run.config, 'trainer.project_name') or 'Valor'} · run report",
         heading=heading,
         facts=_facts(run),
         command=run.info.get("command"),
@@ -59,8 +60,7 @@ def _render(run: RunData) -> str:
         timing=timing,
         timeline=timeline,
         samples=run.samples,
-        overrides=run.info.get("overrides"),
-        settings=list(flatten(run.config)),
+        settings=[(key, typed(value)) for key, value in flatten(run.config).items()],
     )
 
 
@@ -75,52 +75,30 @@ def _curves(run: RunData) -> dict[str, Any]:
     return {"steps": [list(one) for one in steps], "curves": curves}
 
 
-def _setting(config: dict[str, Any], path: str) -> Any:
-    """The value at a dotted path of the configuration; None if there is none."""
-    value: Any = config
-    for key in path.split("."):
-        value = value.get(key) if isinstance(value, dict) else None
-    return value
-
-
-def flatten(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted key, value as one would type it) of every leaf."""
-    if isinstance(config, dict) and config:
-        for key, value in config.items():
-            yield from flatten(value, f"{prefix}.{key}" if prefix else str(key))
-    elif prefix:
-        yield prefix, _typed(config)
-
-
-def _typed(value: Any) -> str:
+def typed(value: Any) -> str:
+    """A setting as one would type it."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
-        return f"[{', '.join(_typed(one) for one in value)}]"
+        return f"[{', '.join(typed(one) for one in value)}]"
     return str(value)
 
 
 def _facts(run: RunData) -> Iterator[str]:
     """What the run was, in a few words each."""
-    if estimator := _setting(run.config, "algorithm.adv_estimator"):
+    if estimator := get_at(run.config, "algorithm.adv_estimator"):
         yield str(estimator)
-    actor = _setting(run.config, "actor_rollout_ref.model.path")
-    if actor:
+    if actor := get_at(run.config, "actor_rollout_ref.model.path"):
         yield f"actor {PurePath(str(actor)).name}"
-    critic = _setting(run.config, "critic.model.path")
-    if critic and "critic/vf_loss" in run.metrics:
+    if (critic := get_at(run.config, "critic.model.path")) and "critic/vf_loss" in run.metrics:
         yield f"critic {PurePath(str(critic)).name}"
-    total = run.info.get("total_steps")
-    yield f"{run.last_step} of {total} steps" if total else f"{run.last_step} steps"
+    yield f"{max(series.steps[-1] for series in run.metrics.values())} steps"
     if step_seconds := run.metrics.get("timing_s/step"):
         yield f"{format_seconds(sum(step_seconds.finite()))} of training"
     if tokens := run.metrics.get("perf/total_num_tokens"):
         yield f"{_short_count(sum(tokens.finite()))} tokens"
-    for key in ("device", "status"):
-        if run.info.get(key):
-            yield str(run.info[key])
     for package, version in (run.info.get("versions") or {}).items():
         yield f"{package} {version}"
     written = datetime.fromtimestamp((run.folder / METRICS_FILE).stat().st_mtime, tz=UTC)
@@ -129,10 +107,8 @@ def _facts(run: RunData) -> Iterator[str]:
 
 def _tiles(run: RunData) -> Iterator[tuple[str, str, str]]:
     """(label, value, detail) of the numbers that a reader wants first."""
-    for key in sorted(run.metrics):
-        if key.startswith("val-core/") and key.rpartition("/")[2].startswith("mean@"):
-            source = key.removeprefix("val-core/").rsplit("/", 2)[0].rpartition("/")[2]
-            yield from _journey(f"Validation, {source}", run.metrics[key], best=True)
+    for source, scores in sorted(validation_scores(run.metrics).items()):
+        yield from _journey(f"Validation, {source.rpartition('/')[2]}", scores, best=True)
     yield from _journey("Reward", run.first_of("critic/score/mean", "critic/rewards/mean"), window=5)
     yield from _journey("Explained variance", run.metrics.get("critic/vf_explained_var"), window=5)
     yield from _journey("KL to the reference", run.first_of("actor/kl_loss", "actor/reward_kl_penalty"), window=5)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import yaml
 
 from valor.errors import UserError
+from valor.tracking.histogram import Histogram
 from valor.tracking.rundir import METRICS_FILE, SAMPLES_DIR, read_run_info, step_of_samples
 
 MAX_POINTS = 1200  # per curve: more than a screen is wide
@@ -35,19 +35,7 @@ class Series:
         return [value for value in self.values if value is not None]
 
 
-@dataclass(frozen=True)
-class StepHistogram:
-    """A histogram at one step: `counts` in equal bins between `low` and `high`."""
-
-    step: int
-    low: float
-    high: float
-    counts: list[int]
-
-    @property
-    def edges(self) -> np.ndarray:
-        """The len(counts) + 1 bin edges."""
-        return np.linspace(self.low, self.high, len(self.counts) + 1)
+StepHistogram = tuple[int, Histogram]
 
 
 @dataclass(frozen=True)
@@ -71,11 +59,6 @@ class RunData:
     samples: list[SampleGroup]
     histograms: dict[str, list[StepHistogram]]
 
-    @property
-    def last_step(self) -> int:
-        """The last step of which there is any metric."""
-        return max((series.steps[-1] for series in self.metrics.values()), default=0)
-
     def first_of(self, *keys: str) -> Series | None:
         """The first of these metrics that the run has."""
         return next((self.metrics[key] for key in keys if key in self.metrics), None)
@@ -86,41 +69,31 @@ def read_run(run_dir: Path) -> RunData:
     path = run_dir / METRICS_FILE
     if not path.is_file():
         raise UserError(f"{run_dir} holds no {METRICS_FILE}: a run writes it if trainer.logger contains 'file'")
-    metrics = read_metrics(path)
+    metrics, histograms = read_metrics(path)
     if not metrics:
         raise UserError(f"{path} is empty: there is nothing to report before the first step has finished")
     config_file = run_dir / "config.yaml"
     config = yaml.safe_load(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
-    return RunData(run_dir, metrics, config or {}, read_run_info(run_dir), read_samples(run_dir), read_histograms(path))
+    return RunData(run_dir, metrics, config or {}, read_run_info(run_dir), read_samples(run_dir), histograms)
 
 
-def read_metrics(path: Path) -> dict[str, Series]:
-    """Each metric of metrics.jsonl as a series; lines about the same step are merged, the later one wins."""
+def read_metrics(path: Path) -> tuple[dict[str, Series], dict[str, list[StepHistogram]]]:
+    """Each metric of metrics.jsonl as a series, and each histogram by step; of lines about the same step the later one
+    wins."""
+    merged: dict[int, dict[str, Any]] = {}
+    for record in _read_lines(path):
+        merged.setdefault(record["step"], {}).update(record)
     metrics: dict[str, Series] = {}
-    for step, record in _by_step(path):
+    histograms: dict[str, list[StepHistogram]] = {}
+    for step, record in sorted(merged.items()):
         for key, value in record.items():
-            if key != "step" and (value is None or isinstance(value, int | float)):
+            if isinstance(value, dict) and value.keys() == {"low", "high", "counts"}:
+                histograms.setdefault(key, []).append((step, Histogram(**value)))
+            elif key != "step" and (value is None or isinstance(value, int | float)):
                 series = metrics.setdefault(key, Series([], []))
                 series.steps.append(step)
                 series.values.append(value)
-    return metrics
-
-
-def read_histograms(path: Path) -> dict[str, list[StepHistogram]]:
-    """Each histogram of metrics.jsonl, by step."""
-    found: dict[str, list[StepHistogram]] = {}
-    for step, record in _by_step(path):
-        for key, value in record.items():
-            if isinstance(value, dict) and value.keys() == {"low", "high", "counts"}:
-                found.setdefault(key, []).append(StepHistogram(step, **value))
-    return found
-
-
-def _by_step(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    merged: dict[int, dict[str, Any]] = {}
-    for record in _read_lines(path):
-        merged.setdefault(int(record["step"]), {}).update(record)
-    return sorted(merged.items())
+    return metrics, histograms
 
 
 def read_samples(run_dir: Path) -> list[SampleGroup]:
@@ -154,15 +127,10 @@ def thin(series: Series, limit: int = MAX_POINTS) -> Series:
     kept: set[int] = set()
     for bucket in range(buckets):
         start, stop = (len(series.steps) * (bucket + i) // buckets for i in (0, 1))
-        measured = [i for i in range(start, stop) if series.values[i] is not None] or [start]
-        kept.add(min(measured, key=lambda i: _or_zero(series.values[i])))
-        kept.add(max(measured, key=lambda i: _or_zero(series.values[i])))
+        measured = sorted((value, i) for i, value in enumerate(series.values[start:stop], start) if value is not None)
+        kept |= {measured[0][1], measured[-1][1]} if measured else {start}
     order = sorted(kept)
     return Series([series.steps[i] for i in order], [series.values[i] for i in order])
-
-
-def _or_zero(value: float | None) -> float:
-    return 0.0 if value is None else value
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:

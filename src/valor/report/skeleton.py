@@ -20,12 +20,12 @@ def render_page(name: str, title: str, data: Any, **parts: Any) -> str:
     assets/`name`.css is added to the common one if there is one. The same arguments give the same text.
     """
     styles = dict.fromkeys(["report.css", f"{name}.css"])
-    script = f'unpacked.then(() => {{\n"use strict";\n{_asset("charts.js")}{_asset(f"{name}.js")}}});'
+    script = f'unpacked.then(() => {{\n"use strict";\n{asset("charts.js")}{asset(f"{name}.js")}}});'
     made = {
-        "style": "".join(_asset(one) for one in styles if _assets().joinpath(one).is_file()),
+        "style": "".join(asset(one) for one in styles if _assets().joinpath(one).is_file()),
         "data": embed_json(data),
         "plotly": _packed_plotly(),
-        "script": _asset("unpack.js") + script,
+        "script": asset("unpack.js") + script,
     }
     trusted = {part: Markup(text) for part, text in made.items()}  # all other text is escaped
     return _templates().get_template(f"{name}.html").render(title=title, **parts, **trusted)
@@ -49,7 +49,7 @@ def short(value: float | None, sign: str = "") -> str:
 
 @cache
 def _templates() -> Environment:
-    return Environment(loader=FunctionLoader(_asset), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    return Environment(loader=FunctionLoader(asset), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
 
 
 @cache
@@ -64,5 +64,5 @@ def _assets() -> Any:
     return resources.files("valor.report").joinpath("assets")
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
     return _assets().joinpath(name).read_text(encoding="utf-8")

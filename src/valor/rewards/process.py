@@ -123,7 +123,7 @@ class _GraderProcess(ForkServerProcess):
     """A process that does not import the parent's main module.
 
     Python would run it again in every child: seconds and hundreds of megabytes when it imports torch or ray, and an
-    endless recursion when it is a script without a `__main__` guard. Graders are found by FunctionSource instead.
+    endless recursion when it is a script without a `__main__` guard. Graders are found by CustomFunction instead.
     """
 
     @staticmethod

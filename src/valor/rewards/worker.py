@@ -25,7 +25,7 @@ import psutil
 
 from valor.rewards import registry
 from valor.rewards.code import CodeSettings, configure
-from valor.rewards.custom import CustomFunction, FunctionSource
+from valor.rewards.custom import CustomFunction
 from valor.tracking.progress import report_progress
 
 OUT_OF_MEMORY = 83  # exit status of a process that is so full that a fresh one has to take its place
@@ -78,7 +78,6 @@ class WorkerSetup:
     """What a grader process needs to know; picklable without the parent's modules."""
 
     custom: CustomFunction | None
-    registered: tuple[tuple[str, FunctionSource], ...]
     error_score: float
     code: CodeSettings
     memory_mb: int | None
@@ -96,8 +95,6 @@ class Grading:
         self._broken: str | None = None
         self._grader: Callable[..., Any] = registry.compute_score
         try:
-            for pattern, source in setup.registered:
-                registry.register_reward(pattern)(source.load())
             if setup.custom:
                 self._grader = setup.custom.load()
         except BaseException as error:  # raising here would end the process, and the next one, for ever

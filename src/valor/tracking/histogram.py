@@ -12,19 +12,21 @@ NUM_BINS = 32
 
 @dataclass(frozen=True)
 class Histogram:
-    """`counts[i]` entries lie in the i-th of len(counts) equal bins between `low` and `high`; `total` and
-    `total_squared` are the sums of the entries and of their squares."""
+    """`counts[i]` entries lie in the i-th of len(counts) equal bins between `low` and `high`."""
 
     low: float
     high: float
     counts: list[int]
-    total: float
-    total_squared: float
 
     @property
     def edges(self) -> np.ndarray:
         """The len(counts) + 1 bin edges."""
         return np.linspace(self.low, self.high, len(self.counts) + 1)
+
+    @property
+    def centres(self) -> np.ndarray:
+        """The middles of the bins."""
+        return (self.edges[:-1] + self.edges[1:]) / 2
 
 
 def histogram(array: Any, mask: Any, bins: int = NUM_BINS) -> Histogram | None:
@@ -37,4 +39,4 @@ def histogram(array: Any, mask: Any, bins: int = NUM_BINS) -> Histogram | None:
     if chosen.size == 0:
         return None
     counts, edges = np.histogram(chosen, bins=bins)
-    return Histogram(float(edges[0]), float(edges[-1]), counts.tolist(), float(chosen.sum()), float((chosen**2).sum()))
+    return Histogram(float(edges[0]), float(edges[-1]), counts.tolist())

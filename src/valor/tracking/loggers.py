@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from valor.errors import UserError
-from valor.tracking.console_lines import ConsoleLogger
+from valor.errors import UserError, did_you_mean
+from valor.tracking.console import say, summary_line
 from valor.tracking.histogram import Histogram
 from valor.tracking.rundir import METRICS_FILE, TENSORBOARD_DIR, rewind
 
 
-class Logger(Protocol):
+class Logger(ABC):
     """One destination of metrics."""
 
+    @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:  # noqa: B027  # most hold something open
+        """Let go of what is held open."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,17 @@ class Tracker:
             logger.close()
 
 
-class FileLogger:
+class ConsoleLogger(Logger):
+    """Prints `summary_line` of each step, without its histograms; above the progress bars while they are shown."""
+
+    def __init__(self, run: RunInfo) -> None:
+        self._total_steps = run.total_steps
+
+    def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
+        say(summary_line(step, metrics, self._total_steps))
+
+
+class FileLogger(Logger):
     """Appends a JSON line per step to metrics.jsonl; a non-finite value becomes null, a histogram an object."""
 
     def __init__(self, run: RunInfo) -> None:
@@ -83,7 +95,7 @@ class FileLogger:
         self._file.close()
 
 
-class TensorboardLogger:
+class TensorboardLogger(Logger):
     """Event files under tensorboard/; on resume TensorBoard hides what an earlier process wrote after that step."""
 
     def __init__(self, run: RunInfo) -> None:
@@ -101,8 +113,8 @@ class TensorboardLogger:
                 min=one.low,
                 max=one.high,
                 num=sum(one.counts),
-                sum=one.total,
-                sum_squares=one.total_squared,
+                sum=float(one.centres @ one.counts),
+                sum_squares=float(one.centres**2 @ one.counts),
                 bucket_limits=one.edges[1:].tolist(),
                 bucket_counts=one.counts,
                 global_step=step,
@@ -113,7 +125,7 @@ class TensorboardLogger:
         self._writer.close()
 
 
-class WandbLogger:
+class WandbLogger(Logger):
     """A Weights & Biases run, continued on resume; WANDB_MODE=offline writes under wandb/ without a network.
 
     The x-axis is `training/global_step`, because W&B's own counter refuses to go back when a run resumes earlier.
@@ -150,8 +162,7 @@ class WandbLogger:
 
 
 LOGGERS: dict[str, Callable[[RunInfo], Logger]] = {
-    "console": lambda run: ConsoleLogger(run.total_steps),
-    "console_wide": lambda run: ConsoleLogger(run.total_steps, wide=True),
+    "console": ConsoleLogger,
     "file": FileLogger,
     "tensorboard": TensorboardLogger,
     "wandb": WandbLogger,
@@ -162,9 +173,8 @@ def check_loggers(names: Sequence[str]) -> None:
     """UserError if a name in `trainer.logger` is unknown, or its package is not installed."""
     for name in names:
         if name not in LOGGERS:
-            near = difflib.get_close_matches(name, LOGGERS, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise UserError(f"trainer.logger: no logger is called {name!r}: {hint}there are {', '.join(LOGGERS)}")
+            hint = did_you_mean(name, LOGGERS) or f"; there are {', '.join(LOGGERS)}"
+            raise UserError(f"trainer.logger: no logger is called {name!r}{hint}")
     spec = importlib.util.find_spec("wandb") if "wandb" in names else None
     if "wandb" in names and (spec is None or spec.origin is None):  # no origin: merely a folder of that name
         raise UserError(

@@ -11,8 +11,8 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -32,18 +32,11 @@ Listener = Callable[[Progress], None]
 
 @dataclass(eq=False)  # two phases of one name are still two
 class _Open:
-    """A phase under way; parts: (index, count) of the nested `part` blocks, outermost first."""
+    """A phase under way: its last report, and (index, count) of the nested `part` blocks, outermost first."""
 
-    name: str
-    unit: str
-    depth: int
-    total: float | None
+    last: Progress
     thread: int = 0
-    done: float = 0.0
     parts: list[tuple[int, int]] = field(default_factory=list)
-
-    def snapshot(self, state: Literal["start", "update", "end"]) -> Progress:
-        return Progress(self.name, self.done, self.total, self.unit, self.depth, state)
 
 
 class _Board:
@@ -56,11 +49,12 @@ class _Board:
         self.lock = threading.RLock()
         self.listeners: list[Listener] = []
         self.phases: list[_Open] = []
-        self.unnamed = _Open("", "", 0, None)
+        self.unnamed = _Open(Progress("", 0.0, None))
 
-    def notify(self, progress: Progress) -> None:
+    def report(self, opened: _Open, **changes: Any) -> None:
+        opened.last = replace(opened.last, **changes)
         for listener in list(self.listeners):
-            listener(progress)
+            listener(opened.last)
 
     def innermost(self) -> _Open:
         """The newest open phase of this thread; for a thread without one, the newest of all."""
@@ -97,15 +91,15 @@ def phase(name: str, total: float | None = None, *, unit: str = "") -> Iterator[
     with _board.lock:
         thread = threading.get_ident()
         depth = sum(one.thread == thread for one in _board.phases)
-        opened = _Open(name, unit, depth, total, thread)
+        opened = _Open(Progress(name, 0.0, total, unit, depth, "start"), thread)
         _board.phases.append(opened)
-        _board.notify(opened.snapshot("start"))
+        _board.report(opened)
     try:
         yield
     finally:
         with _board.lock:
             _board.phases.remove(opened)
-            _board.notify(opened.snapshot("end"))
+            _board.report(opened, state="end")
 
 
 def report_progress(done: float, total: float | None = None) -> None:
@@ -120,9 +114,7 @@ def report_progress(done: float, total: float | None = None) -> None:
             for index, count in reversed(opened.parts):
                 done, total = index + share, count
                 share = done / count
-        opened.done = done
-        opened.total = opened.total if total is None else total
-        _board.notify(opened.snapshot("update"))
+        _board.report(opened, done=done, total=opened.last.total if total is None else total, state="update")
 
 
 @contextmanager
@@ -143,21 +135,12 @@ def part(index: int, count: int) -> Iterator[None]:
 
 
 class Latest:
-    """Listener that stores the last report, for a driver that polls it; `reset()` at the start of each call."""
+    """Listener that stores the last report, for a driver that polls it, and sets it to None before each call."""
 
-    def __init__(self) -> None:
-        self._progress: Progress | None = None
+    report: Progress | None = None
 
     def __call__(self, progress: Progress) -> None:
-        self._progress = progress
-
-    def get(self) -> Progress | None:
-        """The last report since the reset, or None."""
-        return self._progress
-
-    def reset(self) -> None:
-        """Forget the report of an earlier call."""
-        self._progress = None
+        self.report = progress
 
 
 def relay(snapshots: Sequence[Progress | None]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from valor.tracking.console import format_number, format_seconds, get_console
@@ -12,131 +13,107 @@ from valor.tracking.progress import Progress, add_listener
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress as RichProgress
-    from rich.progress import Task, TaskID
+    from rich.progress import Progress as Bars
+    from rich.progress import Task
 
 PLAIN_EVERY = 10.0  # seconds between the plain lines of one phase
-_RATE_WINDOW = 3600.0  # seconds over which rich averages the rate
 
 
 @contextmanager
 def show_progress(console: Console | None = None) -> Iterator[None]:
     """While the block runs, every phase of this process shows on `console` (default: stdout)."""
-    console = console or get_console()
-    if console.is_terminal:
-        listener = LiveBars(console)
-    else:
-        listener = PlainLines(lambda line: console.print(line, markup=False), PLAIN_EVERY)
-    remove = add_listener(listener)
+    view = PhaseView(console or get_console(), PLAIN_EVERY)
+    remove = add_listener(view)
     try:
         yield
     finally:
         remove()
-        if isinstance(listener, LiveBars):
-            listener.close()
+        view.close()
 
 
-class PlainLines:
-    """Listener for logs and pipes: a line every `every` seconds of a long phase, and one at its end; no thread."""
-
-    def __init__(
-        self, write: Callable[[str], object], every: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        from rich.progress import Progress as RichProgress
-
-        self._write, self._every, self._clock = write, every, clock
-        self._tracked = RichProgress(disable=True, get_time=clock, speed_estimate_period=_RATE_WINDOW)
-        self._tasks: dict[tuple[int, str], TaskID] = {}  # (depth, phase) of the phases under way
-        self._last_line: dict[TaskID, float] = {}  # of the phases that were long enough for a line
-
-    def __call__(self, progress: Progress) -> None:
-        key, now = (progress.depth, progress.phase), self._clock()
-        if progress.state == "start":
-            self._tasks[key] = self._tracked.add_task(progress.phase, total=progress.total)
-        if key not in self._tasks:  # begun before anybody listened
-            return
-        number = self._tasks[key]
-        if progress.state == "update":
-            self._tracked.update(number, completed=progress.done, total=progress.total)
-            [task] = [one for one in self._tracked.tasks if one.id == number]
-            if now - self._last_line.get(number, task.start_time or now) >= self._every:
-                self._last_line[number] = now
-                parts = (format_count(task.completed, task.total, progress.unit), format_pace(task, progress.unit))
-                self._write(f"{progress.phase}: {', '.join(part for part in parts if part)}")
-        elif progress.state == "end":
-            [task] = [one for one in self._tracked.tasks if one.id == number]
-            if self._last_line.pop(number, None) is not None:
-                self._write(f"{progress.phase}: finished in {format_seconds(now - (task.start_time or now))}")
-            self._tracked.remove_task(self._tasks.pop(key))
-
-
-class LiveBars:
-    """Listener that draws one bar per phase.
+class PhaseView:
+    """Listener that draws a bar for each phase on a terminal, and elsewhere writes a line every `every` seconds of a
+    long phase and one at its end.
 
     A finished phase stays on screen until the phase around it moves on, so that a step's phases are seen together;
     nothing remains in the scrollback.
     """
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._bars: RichProgress | None = None
-        self._rows: list[tuple[int, str, TaskID]] = []  # (depth, phase, task), top to bottom
-        self._done: dict[TaskID, float] = {}
+    def __init__(self, console: Console, every: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._every, self._clock = console, every, clock
+        self.bars = _make_bars(console, clock)
 
     def __call__(self, progress: Progress) -> None:
         if progress.state == "start":
             self._start(progress)
             return
         key = (progress.depth, progress.phase)
-        # The newest row of that depth and name: a phase may come twice within one step.
-        task = next((task for *row, task in reversed(self._rows) if tuple(row) == key), None)
-        if self._bars is None or task is None:
+        rows = self.bars.tasks[::-1]  # from the bottom: a phase may come twice within one step
+        task = next((row for row in rows if row.fields["key"] == key), None)
+        if task is None:  # begun before anybody listened
             return
-        if progress.state == "end" or progress.done != self._done[task]:
-            while self._rows[-1][0] > progress.depth:
-                self._bars.remove_task(self._rows.pop()[2])
-        self._done[task] = progress.done
+        if progress.state == "end" or progress.done != task.completed:
+            for row in takewhile(lambda row: row.fields["key"][0] > progress.depth, rows):
+                self.bars.remove_task(row.id)
         if progress.state == "update":
-            self._bars.update(task, completed=progress.done, total=progress.total)
-            return
-        total = progress.total or progress.done or 1
-        self._bars.update(task, completed=total, total=total)
-        self._bars.stop_task(task)
-        if progress.depth == 0:
-            self.close()
+            self.bars.update(task.id, completed=progress.done, total=progress.total)
+            self._tell(task)
+        else:
+            self._end(task, progress.total or progress.done or 1)
 
     def close(self) -> None:
         """Take the bars off the screen."""
-        if self._bars is not None:
-            self._bars.stop()
-        self._bars, self._rows, self._done = None, [], {}
+        for task in self.bars.tasks:
+            self.bars.remove_task(task.id)
+        self.bars.stop()
 
     def _start(self, progress: Progress) -> None:
-        if self._bars is None:
-            self._bars = _make_bars(self._console)
-            self._bars.start()
-        task = self._bars.add_task("  " * progress.depth + progress.phase, total=progress.total, unit=progress.unit)
-        self._rows.append((progress.depth, progress.phase, task))
-        self._done[task] = 0.0
+        self.bars.start()
+        key = (progress.depth, progress.phase)
+        name = "  " * progress.depth + progress.phase
+        self.bars.add_task(name, total=progress.total, key=key, unit=progress.unit, told=None)
+
+    def _tell(self, task: Task) -> None:
+        """The plain line about a phase under way, when it is time for one."""
+        now, told = self._clock(), task.fields["told"]
+        since = task.start_time if told is None else told
+        if not self._console.is_terminal and now - (since or 0.0) >= self._every:
+            task.fields["told"] = now
+            parts = (format_count(task), format_pace(task))
+            self._write(f"{task.fields['key'][1]}: {', '.join(part for part in parts if part)}")
+
+    def _end(self, task: Task, total: float) -> None:
+        self.bars.update(task.id, completed=total, total=total)
+        self.bars.stop_task(task.id)
+        if task.fields["told"] is not None:
+            self._write(f"{task.fields['key'][1]}: finished in {format_seconds(task.elapsed or 0.0)}")
+        if task.fields["key"][0] == 0:
+            self.bars.remove_task(task.id)
+            if not self.bars.tasks:
+                self.close()
+
+    def _write(self, line: str) -> None:
+        self._console.print(line, markup=False)
 
 
-def _make_bars(console: Console) -> RichProgress:
+def _make_bars(console: Console, clock: Callable[[], float]) -> Bars:
+    """One row per phase; without a terminal nothing is drawn and the rows only keep count and time."""
     from rich.progress import BarColumn, ProgressColumn, TextColumn
-    from rich.progress import Progress as RichProgress
+    from rich.progress import Progress as Bars
     from rich.text import Text
 
     class Count(ProgressColumn):
         def render(self, task: Task) -> Text:
-            return Text(format_count(task.completed, task.total, task.fields["unit"]), justify="right")
+            return Text(format_count(task), justify="right")
 
     class Speed(ProgressColumn):
         def render(self, task: Task) -> Text:
             elapsed = format_seconds(task.elapsed or 0.0)
             if task.stop_time is not None:
                 return Text(elapsed, style="green")
-            return Text(format_pace(task, task.fields["unit"]) or elapsed, style="dim")
+            return Text(format_pace(task) or elapsed, style="dim")
 
-    return RichProgress(
+    return Bars(
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
         Count(),
@@ -144,12 +121,15 @@ def _make_bars(console: Console) -> RichProgress:
         console=console,
         transient=True,
         refresh_per_second=4,  # smooth enough, and a core is worth more to the training beside it
-        speed_estimate_period=_RATE_WINDOW,
+        speed_estimate_period=3600.0,  # seconds over which the rate is averaged
+        get_time=clock,
+        disable=not console.is_terminal,
     )
 
 
-def format_count(done: float, total: float | None, unit: str) -> str:
-    """`120/512 samples`; `37%` where `done` is not whole; nothing where nothing was counted."""
+def format_count(task: Task) -> str:
+    """`120/512 samples`; `37%` where what is done is not whole; nothing where nothing was counted."""
+    done, total, unit = task.completed, task.total, task.fields["unit"]
     if not float(done).is_integer():
         return f"{done / total:.0%}" if total else ""
     if total is None and done == 0:
@@ -158,9 +138,9 @@ def format_count(done: float, total: float | None, unit: str) -> str:
     return f"{count} {unit if (total or done) == 1 else _plural(unit)}" if unit else count
 
 
-def format_pace(task: Task, unit: str) -> str:
+def format_pace(task: Task) -> str:
     """`12.3 samples/s, 32.0 s left`, or `48.0 s per step` where that reads better; nothing before the second report."""
-    rate, left, parts = task.speed, task.time_remaining, []
+    rate, left, unit, parts = task.speed, task.time_remaining, task.fields["unit"], []
     if rate and unit:
         per_second = f"{format_number(round(rate, 1) if rate < 100 else round(rate))} {_plural(unit)}/s"
         parts.append(per_second if rate >= 0.5 else f"{format_seconds(1 / rate)} per {unit}")

@@ -20,7 +20,8 @@ from valor.errors import UserError
 
 # What an estimator may name beyond the common inputs, where the run has it.
 _OFFERED_COLUMNS = ("old_log_probs", "sum_pi_squared", "rollout_is_weights")
-FROM_THE_RUN = (*_OFFERED_COLUMNS, "component_scores", "bootstrap_mask", "bootstrap_values")
+FROM_THE_RUN = (*_OFFERED_COLUMNS, "component_scores", "component_weights", "bootstrap_mask", "bootstrap_values")
+COMPONENTS = ("reward_keys", "reward_weights")  # in adv_kwargs, of an estimator that compares reward components
 _RESAMPLING_STREAM = 1  # last word of the random key
 
 
@@ -33,14 +34,14 @@ def compute_advantages(batch: Batch, config: AlgorithmConfig, error_score: float
     tensors = batch.tensors
     offered: dict[str, Any] = {name: tensors[name] for name in _OFFERED_COLUMNS if name in tensors}
     offered |= offered_settings(config)
+    entry, options = algorithms.ADVANTAGES[config.adv_estimator], {**config.adv_kwargs}
     if config.truncation_bootstrap:
         cut_off = torch.tensor([r == "length" for r in batch.objects["finish_reason"]])
         offered |= {"bootstrap_mask": cut_off, "bootstrap_values": tensors["bootstrap_values"]}
-    if config.gdpo_reward_keys:
-        offered["component_scores"] = component_scores(
-            batch.objects["reward_info"], config.gdpo_reward_keys, error_score
-        )
-    accepted = algorithms.ADVANTAGES[config.adv_estimator].options
+    if entry.capability.needs_components:
+        keys, weights = (options.pop(name, None) for name in COMPONENTS)
+        offered["component_scores"] = component_scores(batch.objects["reward_info"], keys, error_score)
+        offered["component_weights"] = dict(zip(keys, weights, strict=True)) if weights else None
     common: dict[str, Any] = {
         "rewards": tensors["token_level_rewards"],
         "response_mask": tensors["response_mask"],
@@ -49,8 +50,8 @@ def compute_advantages(batch: Batch, config: AlgorithmConfig, error_score: float
         "reward_baselines": tensors.get("reward_baselines"),
         "gamma": config.gamma,
         "lam": config.lam,
-        **{k: v for k, v in offered.items() if k in accepted},
-        **config.adv_kwargs,
+        **{k: v for k, v in offered.items() if k in entry.options},
+        **options,
     }
     if from_critic(config):
         return algorithms.critic_advantages(common["values"], common["response_mask"], whitening=offered["whitening"])
@@ -86,13 +87,11 @@ def rows_to_train_on(batch: Batch, config: AlgorithmConfig, *key: int) -> tuple[
 
 def offered_settings(config: AlgorithmConfig) -> dict[str, Any]:
     """The section's settings under the names that estimators give them."""
-    keys, weights = config.gdpo_reward_keys, config.gdpo_reward_weights
     return {
         **config.model_dump(
             include={"lam_actor", "lam_critic", "adaptive_lam_alpha", "norm_adv_by_std_in_grpo", "singleton"}
         ),
         "whitening": "batch" if config.adv_whitening == "batch" else "none",
-        "component_weights": dict(zip(keys, weights, strict=True)) if keys and weights else None,
     }
 
 
@@ -110,8 +109,8 @@ def component_scores(
         if not reported or not all(isinstance(v, bool | int | float) for v in values):
             known = ", ".join(sorted({name for info in reward_info for name in info})) or "none"
             raise UserError(
-                f"algorithm.gdpo_reward_keys: '{key}' is not a number that every sample's grader reports (components "
-                f"are {known}): let the grader return it beside score"
+                f"algorithm.adv_kwargs.reward_keys: '{key}' is not a number that every sample's grader reports "
+                f"(components are {known}): let the grader return it beside score"
             )
         out[key] = torch.tensor(values, dtype=torch.float32)
     return out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from fnmatch import fnmatchcase
 
 import torch
@@ -11,13 +11,13 @@ from pydantic import BaseModel
 from valor import algorithms
 from valor.algorithms import ADVANTAGES, POLICY_LOSSES, VALUE_LOSSES, load_custom
 from valor.algorithms.registry import Entry
-from valor.config import CriticRunConfig, PPOConfig, Section, SupervisedConfig
+from valor.config import AlgorithmConfig, CriticRunConfig, PPOConfig, Section, SupervisedConfig
 from valor.config import inert_settings as inert_by_rules
 from valor.controller.placement import check_placement, check_tensor_parallel
 from valor.engines.registry import training_engine
 from valor.errors import UserError
 from valor.rollout.registry import generation_engine, generation_engines
-from valor.trainer.advantage import FROM_THE_RUN, from_critic, offered_settings
+from valor.trainer.advantage import COMPONENTS, FROM_THE_RUN, from_critic, offered_settings
 from valor.workers.actor import policy_loss_options
 from valor.workers.critic import value_head
 
@@ -29,26 +29,20 @@ def check(config: BaseModel) -> list[str]:
         return check_tensor_parallel("", config.fsdp_config, processes, config.model.lora_rank)
     if not isinstance(config, PPOConfig):
         return []
-    lines = _found(_load_own, config)
-    if lines:
-        return lines  # its algorithms are not known
+    try:
+        load_custom(config.algorithm.custom_path)
+    except UserError as error:  # its algorithms are not known
+        return str(error).splitlines()
     checks = [_value_loss, _generation_engine, _training_engines]
     if not isinstance(config, CriticRunConfig):
-        checks += [_estimator, _components, _policy_loss, _correction, check_placement]
-    return [line for one in checks for line in _found(one, config)]
-
-
-def _found(check: Callable[[PPOConfig], list[str]], config: PPOConfig) -> list[str]:
-    """What `check` returns, or the lines of the UserError that it raises."""
-    try:
-        return check(config)
-    except UserError as error:
-        return str(error).splitlines()
-
-
-def _load_own(config: PPOConfig) -> list[str]:
-    load_custom(config.algorithm.custom_path)
-    return []
+        checks += [_estimator, _policy_loss, _correction, check_placement]
+    lines = []
+    for find in checks:
+        try:
+            lines += find(config)
+        except UserError as error:
+            lines += str(error).splitlines()
+    return lines
 
 
 def _generation_engine(config: PPOConfig) -> list[str]:
@@ -67,56 +61,58 @@ def _estimator(config: PPOConfig) -> list[str]:
     algorithm, n = config.algorithm, config.actor_rollout_ref.rollout.n
     name = f"algorithm.adv_estimator={algorithm.adv_estimator}"
     entry = ADVANTAGES[algorithm.adv_estimator]
-    needs, options, lines = entry.capability, entry.options, []
-    if needs.needs_critic and not config.critic.enable:
-        lines.append(
-            f"{name} needs a critic: set critic.enable=true, or an estimator that does without, such as grpo or rloo"
-        )
-    alone_is_fine = "singleton" in options and algorithm.singleton == "raw"
-    if n < needs.min_group_size and not alone_is_fine:
-        lines.append(
-            f"{name} compares samples of one prompt: set actor_rollout_ref.rollout.n to at least "
-            f"{needs.min_group_size}, it is {n}"
-        )
-    if needs.needs_sum_pi_squared and algorithm.rollout_correction.bypass_mode:
-        lines.append(
-            f"{name} needs a pass of the actor over each batch, which bypass_mode leaves out: set "
-            "algorithm.rollout_correction.bypass_mode=false"
-        )
-    if algorithm.truncation_bootstrap and "bootstrap_mask" not in options:
-        lines.append(f"algorithm.truncation_bootstrap=true is not for {name}: use gae")
-    if from_critic(algorithm):  # A = V(last) - V has no place for these
-        if algorithm.use_kl_in_reward:
-            lines.append(
-                "algorithm.reward_source=critic leaves no reward to subtract algorithm.use_kl_in_reward from: use "
-                "actor_rollout_ref.actor.use_kl_loss=true"
-            )
-        if algorithm.truncation_bootstrap:
-            lines.append("algorithm.truncation_bootstrap=true is for rewards by rule: drop it")
-    if algorithm.filter_groups.enable and n < 2:
-        lines.append("algorithm.filter_groups drops prompts whose samples agree: set actor_rollout_ref.rollout.n")
+    needs, options = entry.capability, entry.options
+    few = n < needs.min_group_size and not ("singleton" in options and algorithm.singleton == "raw")
+    by_value = from_critic(algorithm)  # A = V(last) - V
+    wrong = {
+        f"{name} needs a critic: set critic.enable=true, or an estimator that does without, such as grpo or rloo": (
+            needs.needs_critic and not config.critic.enable
+        ),
+        f"{name} compares samples of one prompt: set actor_rollout_ref.rollout.n to at least {needs.min_group_size}, "
+        f"it is {n}": few,
+        f"{name} needs a pass of the actor over each batch, which bypass_mode leaves out: set "
+        "algorithm.rollout_correction.bypass_mode=false": (
+            needs.needs_sum_pi_squared and algorithm.rollout_correction.bypass_mode
+        ),
+        f"algorithm.truncation_bootstrap=true is not for {name}: use gae": (
+            algorithm.truncation_bootstrap and "bootstrap_mask" not in options
+        ),
+        "algorithm.reward_source=critic leaves no reward to subtract algorithm.use_kl_in_reward from: use "
+        "actor_rollout_ref.actor.use_kl_loss=true": by_value and algorithm.use_kl_in_reward,
+        "algorithm.truncation_bootstrap=true is for rewards by rule: drop it": (
+            by_value and algorithm.truncation_bootstrap
+        ),
+        "algorithm.filter_groups drops prompts whose samples agree: set actor_rollout_ref.rollout.n": (
+            algorithm.filter_groups.enable and n < 2
+        ),
+    }
+    if needs.needs_components:
+        options = {*options, *COMPONENTS}
+        wrong |= _components(name, algorithm)
     taken = {*offered_settings(algorithm), *FROM_THE_RUN}
+    lines = [line for line, is_so in wrong.items() if is_so]
     return lines + _options(entry, "algorithm.adv_kwargs", algorithm.adv_kwargs, options, taken)
 
 
-def _components(config: PPOConfig) -> list[str]:
-    algorithm = config.algorithm
-    if not ADVANTAGES[algorithm.adv_estimator].capability.needs_components:
-        return []
-    name, lines = f"algorithm.adv_estimator={algorithm.adv_estimator}", []
-    if not algorithm.gdpo_reward_keys:
-        lines.append(f"{name} needs algorithm.gdpo_reward_keys: the reward components that the graders report")
-    if algorithm.use_kl_in_reward:
-        lines.append(
-            f"{name} reads reward components, which algorithm.use_kl_in_reward does not touch: use "
-            "actor_rollout_ref.actor.use_kl_loss instead"
-        )
-    if algorithm.reward_mask_ratio > 0 or algorithm.reward_binarize:
-        lines.append(
-            f"{name} reads reward components, which algorithm.reward_mask_ratio and algorithm.reward_binarize do not "
-            "touch: drop them or take another estimator"
-        )
-    return lines
+def _components(name: str, algorithm: AlgorithmConfig) -> dict[str, bool]:
+    """Mistakes of an estimator that compares reward components, and whether they are made."""
+    keys, weights = (algorithm.adv_kwargs.get(option) for option in COMPONENTS)
+    named = isinstance(keys, list) and len(keys) > 0
+    fit = (
+        isinstance(weights, list)
+        and len(weights) == len(keys or [])
+        and all(isinstance(w, int | float) for w in weights)
+    )
+    return {
+        f"{name} needs algorithm.adv_kwargs.reward_keys: a list of components that the graders report": not named,
+        f"algorithm.adv_kwargs.reward_weights={weights}: give a list with one number for each of reward_keys={keys}": (
+            named and weights is not None and not fit
+        ),
+        f"{name} reads reward components, which algorithm.use_kl_in_reward does not touch: use "
+        "actor_rollout_ref.actor.use_kl_loss instead": algorithm.use_kl_in_reward,
+        f"{name} reads reward components, which algorithm.reward_mask_ratio and algorithm.reward_binarize do not "
+        "touch: drop them or take another estimator": algorithm.reward_mask_ratio > 0 or algorithm.reward_binarize,
+    }
 
 
 def _policy_loss(config: PPOConfig) -> list[str]:
@@ -184,16 +180,12 @@ def inert_settings(config: Section, explicit_keys: Collection[str]) -> dict[str,
     return dict(sorted(found.items()))
 
 
-# Settings of `algorithm` whose option has another name.
-_OPTION = {"lam": "lam_actor", "gdpo_reward_keys": "component_scores", "gdpo_reward_weights": "component_weights"}
-
-
 def _not_read(config: PPOConfig, keys: Collection[str]) -> Iterator[tuple[str, str]]:
     shared, algorithm = config.actor_rollout_ref, config.algorithm
     reads = {engine.name: engine.reads for engine in generation_engines()}
     special = [pattern for patterns in reads.values() for pattern in patterns] + ["engine_kwargs.*"]
     estimator = ADVANTAGES[algorithm.adv_estimator]
-    of_estimators = offered_settings(algorithm).keys() - {"whitening"} | _OPTION.keys() | set(_OPTION.values())
+    of_estimators = offered_settings(algorithm).keys() - {"whitening"} | {"lam"}
     for key in keys:
         section, _, name = key.rpartition(".")
         below_rollout = key.removeprefix("actor_rollout_ref.rollout.")
@@ -201,7 +193,7 @@ def _not_read(config: PPOConfig, keys: Collection[str]) -> Iterator[tuple[str, s
             if not _matches(below_rollout, reads.get(shared.rollout.name, special)):
                 yield key, f"no effect with rollout.name={shared.rollout.name}"
         elif section == "algorithm" and name in of_estimators:
-            if not _takes(estimator, _OPTION.get(name, name)):
+            if not _takes(estimator, "lam_actor" if name == "lam" else name):
                 yield key, f"no effect: adv_estimator={estimator.name} does not read it"
         elif key == "critic.cliprange_value" and not _takes(VALUE_LOSSES[config.critic.value_loss], name):
             yield key, f"no effect with critic.value_loss={config.critic.value_loss}, which does not clip"

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from valor.config import LoadedConfig, Section, load_runs
+from valor.config import Section, load
 from valor.errors import TrainingStopped, UserError
 
 Root = TypeVar("Root", bound=Section)
@@ -15,7 +15,7 @@ Start = Callable[[Root, str], int]
 
 
 def run_command(words: str, argv: Sequence[str] | None, root: type[Root], start: Start[Root]) -> int:
-    """Run (each job of) the command line of `valor WORDS`; None: this process's own.
+    """Run the command line of `valor WORDS`; None: this process's own.
 
     `start(config, command)` does the run that was asked for by `command`. Exit code 0; 1: the run ended itself; 2: a
     mistake in what was asked for; otherwise what `start` returned. torch and the models are imported once the tree
@@ -23,11 +23,18 @@ def run_command(words: str, argv: Sequence[str] | None, root: type[Root], start:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        for loaded in load_runs(arguments, root, _check):
-            code = _run(loaded, shlex.join(["valor", *words.split(), *arguments]), start)
-            if code:
-                return code
-        return 0
+        loaded = load(arguments, root, _check)
+        from valor.trainer.checks import inert_settings
+        from valor.trainer.plan import plan
+
+        for note in loaded.notes:
+            print(f"note: {note}", file=sys.stderr)
+        if loaded.dry_run:
+            print(plan(loaded.config, loaded.explicit_keys))
+            return 0
+        for key, reason in inert_settings(loaded.config, loaded.explicit_keys).items():
+            print(f"note: {key}: {reason}", file=sys.stderr)
+        return start(loaded.config, shlex.join(["valor", *words.split(), *arguments]))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
@@ -40,17 +47,3 @@ def _check(config: Section) -> list[str]:
     from valor.trainer.checks import check
 
     return check(config)
-
-
-def _run(loaded: LoadedConfig[Root], command: str, start: Start[Root]) -> int:
-    from valor.trainer.checks import inert_settings
-    from valor.trainer.plan import plan
-
-    for note in loaded.notes:
-        print(f"note: {note}", file=sys.stderr)
-    if loaded.dry_run:
-        print(plan(loaded.config, loaded.explicit_keys, loaded.unavailable))
-        return 0
-    for key, reason in inert_settings(loaded.config, loaded.explicit_keys).items():
-        print(f"note: {key}: {reason}", file=sys.stderr)
-    return start(loaded.config, command)

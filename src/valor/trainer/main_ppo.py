@@ -11,7 +11,7 @@ from valor.trainer.command import run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run (each job of) the command line; the exit code."""
+    """Run the command line; the exit code."""
     return run_command("ppo", argv, PPOConfig, _ppo)
 
 
@@ -48,7 +48,8 @@ def _critic_pretrain(config: CriticPretrainConfig, command: str) -> int:
     from valor.trainer.run import fit_again
 
     def run() -> CriticPretrainRun:
-        return CriticPretrainRun(config, *resolve_pool(config.trainer), command)
+        pool = resolve_pool(config.trainer, config.ray_kwargs.ray_init.address)
+        return CriticPretrainRun(config, *pool, command)
 
     return fit_again(run(), run)
 

@@ -10,7 +10,7 @@ from valor.trainer.command import run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run (each job of) the command line; the exit code."""
+    """Run the command line; the exit code."""
     return run_command("sft", argv, SFTConfig, _sft)
 
 

@@ -6,41 +6,39 @@ import math
 from collections.abc import Collection
 
 from valor.config import (
-    ActorConfig,
-    AlgorithmConfig,
     BackboneConfig,
     CriticConfig,
     CriticPretrainConfig,
-    CriticRunConfig,
     CriticScoreConfig,
-    PoolConfig,
+    FSDPConfig,
+    OptimConfig,
     PPOConfig,
     RMConfig,
     RunConfig,
     Section,
     SupervisedConfig,
     TrainerConfig,
+    UpdateConfig,
 )
 from valor.rollout.registry import generation_engines
 from valor.trainer.checks import inert_settings
 from valor.trainer.old_log_probs import OldLogProbs
 
+Rows = list[tuple[str, str]]
 
-def plan(config: Section, explicit_keys: Collection[str] = (), unavailable: Collection[str] = ()) -> str:
+
+def plan(config: Section, explicit_keys: Collection[str] = ()) -> str:
     """A readable plan: roles, placement, steps, batch arithmetic in prompts, samples and tokens.
 
-    `explicit_keys` are examined for settings without effect; `unavailable`: what the run would stop at.
+    `explicit_keys` are examined for settings without effect.
     """
-    if isinstance(config, CriticRunConfig):
-        rows = _critic_rows(config)
-    elif isinstance(config, PPOConfig):
-        rows = _ppo_rows(config)
-    elif isinstance(config, SupervisedConfig):
-        rows = _supervised_rows(config, "pairs" if isinstance(config, RMConfig) else "samples")
+    if isinstance(config, CriticScoreConfig):
+        rows = _score_rows(config)
+    elif isinstance(config, PPOConfig | SupervisedConfig):
+        rows = _training_rows(config)
     else:
         raise ValueError(f"no plan for a {type(config).__name__}")
     rows += [("note", f"{key}: {reason}") for key, reason in inert_settings(config, explicit_keys).items()]
-    rows += [("stops here", line) for line in unavailable]
     width = max(len(title) for title, _ in rows)
     lines, last = [], ""
     for title, text in rows:
@@ -49,118 +47,108 @@ def plan(config: Section, explicit_keys: Collection[str] = (), unavailable: Coll
     return "\n".join(lines)
 
 
-def _ppo_rows(config: PPOConfig) -> list[tuple[str, str]]:
-    policy, critic = config.actor_rollout_ref, config.critic
-    loss = policy.actor.policy_loss.loss_mode
-    rows = [("run", _run(config.trainer)), ("algorithm", f"{_estimator(config)}, policy loss {loss}")]
-    rows.append(("actor", f"{_model(policy.model)}, {_optimizer(policy.actor)}, {_precision(policy.actor)}"))
-    rows.append(("rollout", _rollout(config)))
-    if critic.enable:
-        update = "frozen" if critic.freeze else _optimizer(critic)
-        update += (
-            f", frozen in steps {', '.join(critic.freeze_steps)}" if critic.freeze_steps and not critic.freeze else ""
-        )
-        update += f", {critic.ensemble_reduce} of {critic.ensemble_size}" if critic.ensemble_size > 1 else ""
-        rows.append(("critic", f"{_model(critic.model)}, {update}, {_precision(critic)}"))
+def _training_rows(config: PPOConfig | SupervisedConfig) -> Rows:
+    trainer, data = config.trainer, config.data
+    unit, files = "prompts", data.train_files
+    if isinstance(config, SupervisedConfig):
+        unit = "pairs" if isinstance(config, RMConfig) else "samples"
+        rows = _supervised_rows(config, unit)
+    elif isinstance(config, CriticPretrainConfig):
+        rows, files = _pretrain_rows(config), config.pretrain.rollouts or files
     else:
-        rows.append(("critic", "none"))
-    rows.append(("reference", _reference(config)))
-    rows.append(("reward", _reward(config)))
-    rows.append(("placement", _placement(config.trainer, bool(config.pools))))
-    rows += [("", f"pool {name}: {_pool(pool)}") for name, pool in config.pools.items()]
-    rows += [("batch", text) for text in _batch(config)]
-    rows.append(("old log-probs", _old_log_probs(config)))
-    rows.append(("length", _length(config.trainer, config.data.train_batch_size, "prompts")))
-    if config.trainer.critic_warmup:
-        rows.append(("", f"the first {config.trainer.critic_warmup} steps train the critic alone"))
-    rows.append(("training data", ", ".join(config.data.train_files)))
-    rows.append(("validation", _validation(config)))
-    rows.append(("checkpoints", _checkpoints(config.trainer)))
-    rows.append(("logs", ", ".join(config.trainer.logger)))
-    return rows
-
-
-def _critic_rows(config: CriticRunConfig) -> list[tuple[str, str]]:
-    rollouts, how, rows = None, "", [("placement", _placement(config.trainer))]
-    critic = f"{_model(config.critic.model)}, {_precision(config.critic)}"
-    prompts = config.data.train_files
-    if isinstance(config, CriticPretrainConfig):
-        rollouts, trainer = config.pretrain.rollouts, config.trainer
-        critic += f", {_optimizer(config.critic)}, value loss {config.critic.value_loss}"
-        how = f"; {config.pretrain.holdout:.0%} of the prompts held out"
-        updates = f"{config.critic.ppo_mini_batch_size:,} prompts per update, {config.critic.ppo_epochs} epochs of each"
-        rows += [("batch", f"{config.data.train_batch_size:,} prompts per step, {updates}")]
-        rows += [("length", _length(trainer, config.data.train_batch_size, "prompts"))]
-        rows += [("checkpoints", _checkpoints(trainer)), ("logs", ", ".join(trainer.logger))]
-        rows.insert(0, ("run", _run(trainer)))
-    elif isinstance(config, CriticScoreConfig):
-        score, rollouts, prompts = config.score, config.score.rollouts, config.data.val_files or []
-        if score.mc:
-            branches = f"{score.mc} from each of {score.positions} positions of {score.responses} responses"
-            rows += [("branches", branches)]
-        rows += [("written to", score.out)]
-    policy = config.actor_rollout_ref
-    drawn = f"{policy.rollout.n} answers by {policy.model.path} to each prompt of {', '.join(prompts)}"
-    return [("critic", critic), ("rollouts", (", ".join(rollouts) if rollouts else drawn) + how), *rows]
-
-
-def _supervised_rows(config: SupervisedConfig, unit: str) -> list[tuple[str, str]]:
-    data, trainer = config.data, config.trainer
-    every = f"every {trainer.test_freq} steps and " if trainer.test_freq > 0 else ""
-    validation = f"{every}at the end: {', '.join(data.val_files)}" if data.val_files else "none"
-    if isinstance(config, RMConfig) and not data.val_files and config.data.val_share > 0:
-        validation = f"{every}at the end: {config.data.val_share:.0%} of the prompts of each source, held out"
+        rows = _ppo_rows(config)
+    length = (
+        f"{_count(trainer.total_epochs, 'epoch')} x ({unit} in the training data / {data.train_batch_size:,}) steps"
+    )
+    if trainer.total_training_steps is not None:
+        length = _count(trainer.total_training_steps, "step")
+    kept = "all kept" if trainer.max_ckpt_to_keep is None else f"the newest {trainer.max_ckpt_to_keep} kept"
+    resume = {
+        "auto": "resumes from the newest in the run's folder",
+        "disable": "starts afresh",
+        "resume_path": f"resumes from {trainer.resume_from_path}",
+    }[trainer.resume_mode]
+    name = f"{trainer.project_name}/{trainer.experiment_name}"
     return [
-        ("run", _run(trainer)),
-        (
-            "model",
-            f"{_model(config.model)}, AdamW lr {config.optim.lr:g}, {config.fsdp_config.dtype}",
-        ),
-        ("placement", _processes(trainer, 1)),
-        ("batch", f"{data.train_batch_size:,} {unit} per update, each text at most {data.max_length:,} tokens"),
-        ("", f"micro-batches of at most {data.max_token_len_per_gpu:,} tokens per process"),
-        ("length", _length(trainer, data.train_batch_size, unit)),
-        ("training data", ", ".join(data.train_files)),
-        ("validation", validation),
-        ("checkpoints", _checkpoints(trainer)),
-        ("logs", ", ".join(trainer.logger)),
+        ("run", f"{name} in {trainer.default_local_dir}, seed {trainer.seed}"),
+        *rows,
+        ("length", length),
+        ("training data", _and(*files)),
+        ("validation", _validation(config)),
+        ("checkpoints", f"{_every(trainer.save_freq)}, {kept}; {resume}"),
     ]
 
 
-def _run(trainer: RunConfig) -> str:
-    return f"{trainer.project_name}/{trainer.experiment_name} in {trainer.default_local_dir}, seed {trainer.seed}"
-
-
-def _estimator(config: PPOConfig) -> str:
-    algorithm = config.algorithm
-    if not config.critic.enable:
-        return algorithm.adv_estimator
+def _ppo_rows(config: PPOConfig) -> Rows:
+    policy, actor, trainer = config.actor_rollout_ref, config.actor_rollout_ref.actor, config.trainer
+    algorithm, with_critic = config.algorithm, config.critic.enable
     lam = f"lambda {algorithm.lam_actor:g}"
     if algorithm.lam_critic != algorithm.lam_actor:
         lam += f" (critic {algorithm.lam_critic:g})"
-    return f"{algorithm.adv_estimator}, gamma {algorithm.gamma:g}, {lam}"
+    estimator = [algorithm.adv_estimator, with_critic and f"gamma {algorithm.gamma:g}", with_critic and lam]
+    rows = [
+        ("algorithm", _and(*estimator, f"policy loss {actor.policy_loss.loss_mode}")),
+        ("actor", _and(_model(policy.model), _optimizer(actor.optim), *_precision(actor.fsdp_config))),
+        ("rollout", _rollout(config)),
+        ("critic", _critic(config.critic)),
+        ("reference", _reference(config)),
+        ("reward", _reward(config)),
+        ("placement", _placement(trainer, with_pools=bool(config.pools))),
+    ]
+    for name, pool in config.pools.items():
+        nodes = f" on each of {pool.nnodes} nodes" if pool.nnodes > 1 else ""
+        each = f"{_count(pool.n_gpus_per_node, 'process')}{nodes}"
+        rows.append(("placement", f"pool {name}: {each}: {_and(*pool.roles)}"))
+    rows += [("batch", text) for text in _batch(config)]
+    rows.append(("old log-probs", _old_log_probs(config)))
+    warmup = f"the first {trainer.critic_warmup} steps train the critic alone"
+    return [*rows, ("warm-up", warmup)] if trainer.critic_warmup else rows
 
 
-def _optimizer(role: ActorConfig | CriticConfig) -> str:
-    optim = role.optim
-    schedule = "" if optim.lr_scheduler_type == "constant" else f" {optim.lr_scheduler_type}"
-    return f"AdamW lr {optim.lr:g}{schedule}"
+def _pretrain_rows(config: CriticPretrainConfig) -> Rows:
+    critic, data = config.critic, config.data
+    updates = f"{critic.ppo_mini_batch_size:,} prompts per update, {_count(critic.ppo_epochs, 'epoch')} of each"
+    return [
+        ("critic", f"{_critic(critic)}, value loss {critic.value_loss}"),
+        *([] if config.pretrain.rollouts else [("rollouts", _drawn(config, data.train_files))]),
+        ("placement", _placement(config.trainer)),
+        ("batch", f"{data.train_batch_size:,} prompts per step, {updates}"),
+    ]
 
 
-def _precision(role: ActorConfig | CriticConfig) -> str:
-    fsdp = role.fsdp_config
-    compute = f"{fsdp.dtype} over {fsdp.model_dtype} weights" if fsdp.dtype != fsdp.model_dtype else fsdp.dtype
-    moved = [n for n, on in (("weights", fsdp.param_offload), ("optimizer", fsdp.optimizer_offload)) if on]
-    compute += f", tensor parallel over {fsdp.tensor_parallel_size}" if fsdp.tensor_parallel_size > 1 else ""
-    return compute + (f", {' and '.join(moved)} offloaded" if moved else "")
+def _score_rows(config: CriticScoreConfig) -> Rows:
+    score, critic = config.score, config.critic
+    branches = f"{score.mc} from each of {score.positions} positions of {score.responses} responses"
+    return [
+        ("critic", _and(_model(critic.model), *_precision(critic.fsdp_config))),
+        ("rollouts", _and(*score.rollouts or [_drawn(config, config.data.val_files or [])])),
+        ("placement", _placement(config.trainer)),
+        *([("branches", branches)] if score.mc else []),
+        ("written to", score.out),
+    ]
 
 
-def _rollout(config: PPOConfig) -> str:
-    rollout = config.actor_rollout_ref.rollout
-    weights = [f" ({engine.plan(config)})" for engine in generation_engines() if engine.name == rollout.name]
-    cut = f", top-p {rollout.top_p:g}" if rollout.top_p < 1 else ""
-    cut += f", top-k {rollout.top_k}" if rollout.top_k > 0 else ""
-    return f"{rollout.name}{''.join(weights)}, temperature {rollout.temperature:g}{cut}"
+def _supervised_rows(config: SupervisedConfig, unit: str) -> Rows:
+    data = config.data
+    return [
+        ("model", _and(_model(config.model), _optimizer(config.optim), *_precision(config.fsdp_config))),
+        ("placement", _processes(config.trainer, 1)),
+        ("batch", f"{data.train_batch_size:,} {unit} per update, each text at most {data.max_length:,} tokens"),
+        ("batch", f"micro-batches of at most {data.max_token_len_per_gpu:,} tokens per process"),
+    ]
+
+
+def _and(*parts: str | bool) -> str:
+    """Those of the parts that say something."""
+    return ", ".join(str(part) for part in parts if part)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith("s") else "s")
+
+
+def _every(steps: int) -> str:
+    return f"every {steps} steps, after the last" if steps > 0 else "after the last"
 
 
 def _model(model: BackboneConfig) -> str:
@@ -168,110 +156,116 @@ def _model(model: BackboneConfig) -> str:
     return model.path + (f" with LoRA adapters of rank {model.lora_rank}{start}" if model.lora_rank else "")
 
 
+def _optimizer(optim: OptimConfig) -> str:
+    schedule = "" if optim.lr_scheduler_type == "constant" else f" {optim.lr_scheduler_type}"
+    return f"AdamW lr {optim.lr:g}{schedule}"
+
+
+def _precision(fsdp: FSDPConfig) -> list[str | bool]:
+    moved = [name for name, on in (("weights", fsdp.param_offload), ("optimizer", fsdp.optimizer_offload)) if on]
+    return [
+        f"{fsdp.dtype} over {fsdp.model_dtype} weights" if fsdp.dtype != fsdp.model_dtype else fsdp.dtype,
+        fsdp.tensor_parallel_size > 1 and f"tensor parallel over {fsdp.tensor_parallel_size}",
+        bool(moved) and f"{' and '.join(moved)} offloaded",
+    ]
+
+
+def _drawn(config: PPOConfig, files: list[str]) -> str:
+    policy = config.actor_rollout_ref
+    return f"{policy.rollout.n} answers by {policy.model.path} to each prompt of {_and(*files)}"
+
+
+def _rollout(config: PPOConfig) -> str:
+    rollout = config.actor_rollout_ref.rollout
+    weights = [f" ({engine.plan(config)})" for engine in generation_engines() if engine.name == rollout.name]
+    return _and(
+        f"{rollout.name}{''.join(weights)}",
+        f"temperature {rollout.temperature:g}",
+        rollout.top_p < 1 and f"top-p {rollout.top_p:g}",
+        rollout.top_k > 0 and f"top-k {rollout.top_k}",
+    )
+
+
+def _critic(critic: CriticConfig) -> str:
+    if not critic.enable:
+        return "none"
+    return _and(
+        _model(critic.model),
+        "frozen" if critic.freeze else _optimizer(critic.optim),
+        bool(critic.freeze_steps) and not critic.freeze and f"frozen in steps {_and(*critic.freeze_steps)}",
+        critic.ensemble_size > 1 and f"{critic.ensemble_reduce} of {critic.ensemble_size}",
+        *_precision(critic.fsdp_config),
+    )
+
+
 def _reference(config: PPOConfig) -> str:
     if not config.needs_reference:
         return "none (no KL term is on)"
-    terms = []
-    if config.algorithm.use_kl_in_reward:
-        control = config.algorithm.kl_ctrl
-        terms.append(f"{control.type} KL penalty {control.kl_coef:g} in the reward")
-    actor = config.actor_rollout_ref.actor
-    if actor.use_kl_loss:
-        terms.append(f"KL loss {actor.kl_loss_coef:g} ({actor.kl_loss_type})")
-    return f"{config.actor_rollout_ref.model.path}: {', '.join(terms)}"
+    actor, control = config.actor_rollout_ref.actor, config.algorithm.kl_ctrl
+    terms = _and(
+        config.algorithm.use_kl_in_reward and f"{control.type} KL penalty {control.kl_coef:g} in the reward",
+        actor.use_kl_loss and f"KL loss {actor.kl_loss_coef:g} ({actor.kl_loss_type})",
+    )
+    return f"{config.actor_rollout_ref.model.path}: {terms}"
 
 
 def _reward(config: PPOConfig) -> str:
-    function = config.reward.custom_reward_function
-    source = f"{function.path}:{function.name}" if function.path else f"built in, by column {config.data.reward_fn_key}"
-    parts = [source, f"at most {config.reward.timeout:g} s a sample"]
-    model = config.reward.reward_model
+    function, model = config.reward.custom_reward_function, config.reward.reward_model
+    graded = f"{function.path}:{function.name}" if function.path else f"built in, by column {config.data.reward_fn_key}"
     if model.enable:
         judge = model.judge
         name = f"judge {judge.model} at {judge.url}" if judge.url else f"reward model {model.model_path}"
-        rule = "in the rule's place" if model.replaces_rule else f"+ {model.rule_weight:g} x rule"
-        parts = [f"{model.weight:g} x {name} {rule}", *([] if model.replaces_rule else parts)]
-    return "; ".join([*parts, *_shaping(config.algorithm)])
-
-
-def _shaping(algorithm: AlgorithmConfig) -> list[str]:
-    if algorithm.reward_source == "critic":
-        return ["training takes the critic's value in its place"]
-    parts = []
-    if algorithm.reward_binarize:
-        parts.append(f"1 above {algorithm.reward_threshold:g}, else 0")
-    if algorithm.reward_mask_ratio > 0:
-        flip = ", advantages flipped" if algorithm.reward_mask_flip_adv_when_masked else ""
-        what = {"trajectory": "trajectories", "group": "prompts"}[algorithm.reward_mask_level]
-        parts.append(
-            f"taken from {algorithm.reward_mask_ratio:.0%} of the {what} ({algorithm.reward_mask_type}), "
-            f"missing_reward {algorithm.missing_reward}{flip}"
-        )
-    return parts
+        rule = "in the rule's place" if model.replaces_rule else f"+ {model.rule_weight:g} x rule ({graded})"
+        graded = f"{model.weight:g} x {name} {rule}"
+    algorithm = config.algorithm
+    return _and(
+        graded,
+        algorithm.reward_source == "critic" and "training takes the critic's value in its place",
+        algorithm.reward_binarize and f"1 above {algorithm.reward_threshold:g}, else 0",
+        algorithm.reward_mask_ratio > 0
+        and f"taken from {algorithm.reward_mask_ratio:.0%}, missing_reward {algorithm.missing_reward}",
+    )
 
 
 def _processes(trainer: RunConfig, nodes: int) -> str:
-    where = "this machine" if nodes == 1 else f"{nodes} nodes"
-    if trainer.n_gpus_per_node is None:
-        per_node = {
-            "cpu": "one CPU process",
-            "cuda": "one process per GPU",
-            "auto": "one process per GPU, or one CPU process where there is none",
-        }[trainer.device]
-        return f"{per_node}, on {where}"
-    kind = {"cpu": "CPU process", "cuda": "GPU", "auto": "GPU"}[trainer.device]
-    total = trainer.n_gpus_per_node * nodes
-    plural = ("es" if kind.endswith("s") else "s") if trainer.n_gpus_per_node > 1 else ""
-    spread = f" on each of {nodes} nodes = {total}" if nodes > 1 else " on this machine"
-    return f"{trainer.n_gpus_per_node} {kind}{plural}{spread}"
+    where = "on this machine" if nodes == 1 else f"on each of {nodes} nodes"
+    per_node = trainer.n_gpus_per_node
+    if per_node is not None:
+        each = _count(per_node, "CPU process" if trainer.device == "cpu" else "GPU")
+        return f"{each} {where}" + (f" = {per_node * nodes}" if nodes > 1 else "")
+    each = {"cpu": "one CPU process", "cuda": "one process per GPU"}
+    return f"{each.get(trainer.device, 'one process per GPU, or one CPU process where there is none')}, {where}"
 
 
-def _placement(trainer: TrainerConfig, with_pools: bool = False) -> str:
-    controller = {
-        "auto": "in this process if there is one, else under Ray",
-        "local": "in this process",
-        "ray": "under Ray",
-    }["ray" if with_pools else trainer.controller]
+def _placement(trainer: TrainerConfig, *, with_pools: bool = False) -> str:
+    by = {"auto": "in this process if there is one, else under Ray", "local": "in this process", "ray": "under Ray"}
+    controller = by["ray" if with_pools else trainer.controller]
     roles = "roles of no pool below" if with_pools else "all roles"
     return f"{_processes(trainer, trainer.nnodes)}; {roles} share each process; {controller}"
 
 
-def _pool(pool: PoolConfig) -> str:
-    nodes = f" on each of {pool.nnodes} nodes" if pool.nnodes > 1 else ""
-    plural = "es" if pool.n_gpus_per_node > 1 else ""
-    return f"{pool.n_gpus_per_node} process{plural}{nodes}: {', '.join(pool.roles)}"
-
-
 def _batch(config: PPOConfig) -> list[str]:
-    data, n = config.data, config.actor_rollout_ref.rollout.n
+    data, n, critic = config.data, config.actor_rollout_ref.rollout.n, config.critic
     longest = data.max_prompt_length + data.max_response_length
     samples = data.train_batch_size * n
     lines = [
         f"{data.train_batch_size:,} prompts x {_count(n, 'sample')} = {samples:,} samples/step, at most "
-        f"{data.max_prompt_length:,} + {data.max_response_length:,} tokens each = {samples * longest:,} tokens/step"
+        f"{data.max_prompt_length:,} + {data.max_response_length:,} tokens each = {samples * longest:,} tokens/step",
+        f"actor: {_updates(config, config.actor_rollout_ref.actor)}",
     ]
-    lines.append(f"actor: {_updates(config, config.actor_rollout_ref.actor)}")
-    if config.critic.enable and not config.critic.freeze:
-        lines.append(f"critic: {_updates(config, config.critic)}")
-    return lines
+    return [*lines, f"critic: {_updates(config, critic)}"] if critic.enable and not critic.freeze else lines
 
 
-def _updates(config: PPOConfig, role: ActorConfig | CriticConfig) -> str:
-    prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
-    mini = role.ppo_mini_batch_size
-    count = math.ceil(prompts / mini)
-    rest = prompts % mini
+def _updates(config: PPOConfig, role: UpdateConfig) -> str:
+    prompts, mini = config.data.train_batch_size, role.ppo_mini_batch_size
+    count, rest = math.ceil(prompts / mini), prompts % mini
     last = f" (the last one {rest} prompts)" if rest and count > 1 else ""
     rows = "" if role.max_rows is None else f" and {role.max_rows:,} samples"
     return (
-        f"{mini:,}-prompt mini-batches = {mini * n:,} samples -> {_count(count, 'update')}{last} x "
-        f"{_count(role.ppo_epochs, 'epoch')}; micro-batches of at most {role.ppo_max_token_len_per_gpu:,} tokens"
-        f"{rows} per process"
+        f"{mini:,}-prompt mini-batches = {mini * config.actor_rollout_ref.rollout.n:,} samples -> "
+        f"{_count(count, 'update')}{last} x {_count(role.ppo_epochs, 'epoch')}; micro-batches of at most "
+        f"{role.ppo_max_token_len_per_gpu:,} tokens{rows} per process"
     )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _old_log_probs(config: PPOConfig) -> str:
@@ -280,39 +274,24 @@ def _old_log_probs(config: PPOConfig) -> str:
     steps += [f"rejection by {correction.rollout_rs}"] if correction.rollout_rs is not None else []
     corrections = " and ".join(steps)
     if old.bypass:
-        return "the rollout's own (bypass_mode)" + (f", {corrections} before each update" if corrections else "")
+        return _and("the rollout's own (bypass_mode)", bool(steps) and f"{corrections} before each update")
     if not old.recompute:
         return "none needed: one update per batch, the ratio is exactly 1"
-    return "recomputed once per step" + (f", {corrections}" if corrections else "")
+    return _and("recomputed once per step", corrections)
 
 
-def _length(trainer: RunConfig, batch: int, unit: str) -> str:
-    if trainer.total_training_steps is not None:
-        return _count(trainer.total_training_steps, "step")
-    return f"{_count(trainer.total_epochs, 'epoch')} x ({unit} in the training data / {batch:,}) steps"
-
-
-def _validation(config: PPOConfig) -> str:
-    if config.data.val_files is None:
+def _validation(config: PPOConfig | SupervisedConfig) -> str:
+    every, files = _every(config.trainer.test_freq), _and(*config.data.val_files or [])
+    if isinstance(config, CriticPretrainConfig):
+        return f"after every epoch: {config.pretrain.holdout:.0%} of the prompts, held out"
+    if isinstance(config, RMConfig) and not files and config.data.val_share > 0:
+        return f"{every}: {config.data.val_share:.0%} of the prompts of each source, held out"
+    if not files:
         return "none (data.val_files is not set)"
+    if not isinstance(config, PPOConfig):
+        return f"{every}: {files}"
     trainer, sampling = config.trainer, config.actor_rollout_ref.rollout.val_kwargs
     temperature = sampling.effective_temperature
     how = "greedy" if temperature == 0 else f"temperature {temperature:g}"
-    times = "alone" if trainer.val_only else ""
-    if not times:
-        before = "before the first step, " if trainer.val_before_train else ""
-        every = f"every {trainer.test_freq} steps, " if trainer.test_freq > 0 else ""
-        times = f"{before}{every}after the last"
-    responses = "response" if sampling.n == 1 else "responses"
-    return f"{times}; {sampling.n} {responses} per prompt, {how}: {', '.join(config.data.val_files)}"
-
-
-def _checkpoints(trainer: RunConfig) -> str:
-    every = f"every {trainer.save_freq} steps and " if trainer.save_freq > 0 else ""
-    kept = "all kept" if trainer.max_ckpt_to_keep is None else f"the newest {trainer.max_ckpt_to_keep} kept"
-    resume = {
-        "auto": "resumes from the newest in the run's folder",
-        "disable": "starts afresh",
-        "resume_path": f"resumes from {trainer.resume_from_path}",
-    }[trainer.resume_mode]
-    return f"{every}after the last step, {kept}; {resume}"
+    times = "alone" if trainer.val_only else _and(trainer.val_before_train and "before the first step", every)
+    return f"{times}; {_count(sampling.n, 'response')} per prompt, {how}: {files}"

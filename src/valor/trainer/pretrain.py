@@ -25,7 +25,6 @@ from valor.controller import ResourcePool, Roles, start_group
 from valor.data.batch import Batch
 from valor.data.sampler import PromptSampler, shuffled
 from valor.errors import UserError
-from valor.rewards.manager import make_graders
 from valor.tracking.metrics import Timer, explained_variance, summarize
 from valor.tracking.progress import phase
 from valor.trainer.critic_tokenizer import check_critic_tokenizer
@@ -146,11 +145,7 @@ class CriticPretrainRun(Run):
         """From the given files; else from the policy, and kept in the run's folder for a resumed run to read."""
         kept, given = self.record.run_dir / ROLLOUTS_FILE, self.config.pretrain.rollouts
         if given or (resuming and kept.exists()):
-            rewards = make_graders(self.config.reward)
-            try:
-                return read_rollouts(given or [str(kept)], self.tokenizer, rewards)
-            finally:
-                rewards.close()
+            return read_rollouts(given or [str(kept)], self.tokenizer, self.config.reward)
         assert self.inputs is not None, "made where no files are given"
         try:
             with policy_group(self.config, self.inputs, self.pool, self.controller, self.record.say) as collector:

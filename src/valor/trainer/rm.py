@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from importlib import resources
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
+
+from jinja2 import Template
 
 from valor.algorithms import bradley_terry_loss
 from valor.config import RMConfig
@@ -27,13 +30,6 @@ class RewardModelRun(SupervisedRun):
     role = ROLE
     title = "reward model training"
     unit = "pairs"
-    shown: ClassVar = {
-        "train/loss": "loss",
-        "train/accuracy": "accuracy",
-        "train/lr": "lr",
-        "val/loss": "val loss",
-        "val/accuracy": "val accuracy",
-    }
     config: RMConfig
     val: PreferenceDataset | None
 
@@ -86,41 +82,15 @@ class RewardModelRun(SupervisedRun):
         write_atomically(self.export_dir(ROLE) / "README.md", self._card())
 
     def _card(self) -> str:
-        data, loss = self.config.data, self.config.loss
-        form = "prompt and response as one text, a blank line between them,"
-        if self.texts.as_chat:
-            form = "the conversation, rendered by the tokenizer's chat template,"
-        elif self.texts.as_pair:
-            form = "prompt and response as a pair of texts"
-        measured = as_table(self.found) if self.found is not None else "Nothing was held out to measure it on."
-        extra = [f"margin {loss.margin:g}"] if loss.margin else []
-        extra += [f"centering {loss.center_coef:g}"] if loss.center_coef else []
-        files = ", ".join(Path(file).name for file in data.train_files)
-        return f"""\
----
-library_name: transformers
-pipeline_tag: text-classification
-tags: [reward-model]
----
-
-# Reward model
-
-A sequence classifier of one label on `{Path(self.config.model.path).name}`: the higher its logit, the better the
-response. Trained with Valor on {len(self.train):,} preference pairs ({files}), {self.step:,} steps of
-{data.train_batch_size} pairs, {", ".join(["Bradley-Terry loss", *extra])}.
-
-It reads {form} of at most {self.texts.max_length:,} tokens.
-
-```python
-from transformers import AutoModelForSequenceClassification
-model = AutoModelForSequenceClassification.from_pretrained(path)
-```
-
-```bash
-valor ppo reward.reward_model.enable=true reward.reward_model.model_path=PATH ...
-```
-
-## Held-out pairs
-
-{measured}
-"""
+        """Markdown: what it is, how it was trained, how to use it, how good it is."""
+        text = resources.files("valor.trainer").joinpath("reward_model_card.md").read_text(encoding="utf-8")
+        return Template(text, trim_blocks=True, keep_trailing_newline=True).render(
+            model=Path(self.config.model.path).name,
+            data=self.config.data,
+            files=[Path(file).name for file in self.config.data.train_files],
+            loss=self.config.loss,
+            steps=self.step,
+            pairs=len(self.train),
+            texts=self.texts,
+            measured=as_table(self.found) if self.found is not None else None,
+        )

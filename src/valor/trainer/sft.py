@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from valor.config import SFTConfig
 from valor.data.demonstrations import DemonstrationDataset
 from valor.models.load import load_tokenizer
@@ -20,12 +18,6 @@ class SFTRun(SupervisedRun):
     role = ROLE
     title = "supervised training"
     unit = "tokens"
-    shown: ClassVar = {
-        "train/loss": "loss",
-        "train/lr": "lr",
-        "val/loss": "val loss",
-        "val/token_accuracy": "val accuracy",
-    }
     config: SFTConfig
 
     def __init__(self, config: SFTConfig, command: str) -> None:

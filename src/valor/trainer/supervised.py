@@ -11,7 +11,7 @@ from valor.config import SupervisedConfig, TrainerConfig
 from valor.controller import Roles, resolve_pool, start_group
 from valor.data.batch import Batch
 from valor.data.sampler import PromptSampler
-from valor.tracking.console import format_number, format_seconds
+from valor.tracking.console import summary_line
 from valor.tracking.metrics import Timer
 from valor.tracking.progress import part, phase
 from valor.trainer.recorder import RunRecorder
@@ -45,18 +45,19 @@ class SupervisedRun(Run):
 
     role: ClassVar[str]  # its name in checkpoints and exports
     unit: ClassVar[str]  # what a batch's loss is a mean over; the batch's meta has num_<unit>
-    shown: ClassVar[dict[str, str]]  # metrics of the console's lines, and their short names
     config: SupervisedConfig
 
     def __init__(
         self, config: SupervisedConfig, command: str, tokenizer: Any, train: Samples, val: Samples | None
     ) -> None:
-        # The console's line per step is made for runs whose steps are long; `log` prints its own.
+        # A line on the console after every step is for runs whose steps are long; `log` prints some.
         loggers = [name for name in config.trainer.logger if name != "console"]
         super().__init__(config, tokenizer, RunRecorder(config, command, loggers))
         trainer, data = config.trainer, config.data
         self.pool, self.controller = resolve_pool(
-            TrainerConfig(**trainer.model_dump(include={"device", "n_gpus_per_node", "num_threads"}))
+            TrainerConfig(
+                **trainer.model_dump(include={"device", "n_gpus_per_node", "num_threads", "full_determinism"})
+            )
         )
         self.train, self.val = train, val
         self.sampler = PromptSampler(len(train), data.train_batch_size, seed=trainer.seed, shuffle=data.shuffle)
@@ -110,7 +111,4 @@ class SupervisedRun(Run):
         super().log(metrics)
         shown = self.due(max(1, self.total_steps // _CONSOLE_LINES)) or any(k.startswith("val/") for k in metrics)
         if "console" in self.config.trainer.logger and (shown or self.finished):
-            pairs = [(name, metrics[key]) for key, name in self.shown.items() if key in metrics]
-            numbers = "  ".join(f"{name} {format_number(value)}" for name, value in pairs)
-            seconds = format_seconds(metrics["timing_s/step"])
-            self.record.say(f"step {self.step}/{self.total_steps}  {numbers}  {seconds} a step")
+            self.record.say(summary_line(self.step, metrics, self.total_steps))

@@ -6,6 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from math import comb
 
+from valor.tracking.console import validation_scores
+
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """Probability that k samples drawn without replacement hold a correct one: 1 − C(n−c, k) / C(n, k).
@@ -65,7 +67,7 @@ def validation_metrics(
 
 def headline(metrics: dict[str, float]) -> float | None:
     """The one number that "best" means: the mean over data sources of mean@n."""
-    means = [v for k, v in metrics.items() if k.startswith("val-core/") and "/mean@" in k]
+    means = list(validation_scores(metrics).values())
     return _mean(means) if means else None
 
 

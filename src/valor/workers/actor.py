@@ -45,7 +45,6 @@ class ActorWorker(ModelRole):
         seed: int,
     ) -> None:
         load_custom(custom_path)
-        self._context = context
         self.config = config.actor
         self.loss_mode = loss_mode
         self.seed = seed

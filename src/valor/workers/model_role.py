@@ -38,7 +38,9 @@ class ModelRole:
         total_steps: int = 0,
         trainable: bool = True,
     ) -> None:
-        self._section = section
+        self._section, self._context = section, context
+        self._turns = 0  # that are under way, one inside the other
+        self._with_optimizer = False  # whether its state is on the device
         build = training_engine(getattr(section, "strategy", DEFAULT_STRATEGY))
         self.engine = build(section, model, load, device=context.device, total_steps=total_steps, trainable=trainable)
 
@@ -49,12 +51,28 @@ class ModelRole:
 
     @contextmanager
     def on_device(self, *, optimizer: bool = False) -> Iterator[TrainingEngine]:
-        """The engine with its weights (and optimizer state) on the device for the block."""
+        """The engine with its weights (and optimizer state) on the device for the block.
+
+        They stay there until another role has a turn: the mini-batches of an update move nothing. Optimizer state
+        leaves before a turn without it, which may need the room.
+        """
+        self._context.make_room(besides=self if optimizer or not self._with_optimizer else None)
         self.engine.onload(optimizer=optimizer)
+        self._with_optimizer |= optimizer
+        if self not in self._context.resident:
+            self._context.resident.append(self)
+        self._turns += 1
         try:
             yield self.engine
         finally:
-            self.engine.offload(optimizer=optimizer)
+            self._turns -= 1
+
+    def leave_device(self) -> None:
+        """Offload what the configuration says; nothing during a turn."""
+        if not self._turns:
+            self.engine.offload()
+            self._with_optimizer = False
+            self._context.resident.remove(self)
 
     def sum_over_ranks(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Metrics of this rank's rows as those of the whole batch, equal on all ranks (collective)."""

@@ -102,6 +102,8 @@ class RolloutWorker:
             for i, (row, length, key) in enumerate(rows)
         ]
         shared = self._actor is not None and self.engine.weight_mode == "shared"
+        if not shared:
+            self._context.make_room()
         with self._actor.on_device() if self._actor is not None and shared else nullcontext():
             outputs = self.engine.generate(requests)
         return episode_rows([Episode.of_one_turn(*pair) for pair in zip(keys, outputs, strict=True)])

@@ -7,7 +7,7 @@ import torch
 
 from valor.agents.episode import Episode
 from valor.collector.grading import Grading
-from valor.config import RewardConfig
+from valor.config import PPOConfig
 from valor.data.batch import Batch
 from valor.rewards.executor import RewardResult
 from valor.rollout.base import Output, Span
@@ -57,7 +57,7 @@ def episode(number: int, length: int) -> Episode:
 
 def test_an_episode_is_graded_once_when_it_ends_whatever_the_order():
     graders = Graders()
-    grading = Grading(RewardConfig(), inputs_with(graders), {})
+    grading = Grading(PPOConfig(), inputs_with(graders), {})
     batch = batch_of([3, 1, 2])
     sink = grading.sink(batch)
     for number, length in ((2, 2), (0, 3)):
@@ -68,7 +68,7 @@ def test_an_episode_is_graded_once_when_it_ends_whatever_the_order():
 
 
 def test_two_generations_at_the_same_time_do_not_mix():
-    grading = Grading(RewardConfig(), inputs_with(Graders()), {})
+    grading = Grading(PPOConfig(), inputs_with(Graders()), {})
     first, second = batch_of([3, 1]), batch_of([2, 4])
     second["episode_key"][:, 1] = 2
     sinks = grading.sink(first), grading.sink(second)
@@ -79,7 +79,7 @@ def test_two_generations_at_the_same_time_do_not_mix():
 
 
 def test_another_text_under_the_same_key_is_graded_for_itself():
-    grading = Grading(RewardConfig(), inputs_with(Graders()), {})
+    grading = Grading(PPOConfig(), inputs_with(Graders()), {})
     batch = batch_of([3])
     grading.sink(batch)(episode(0, 5))
     assert [r.score for r in grading.training(batch)] == [3.0]
@@ -88,21 +88,20 @@ def test_another_text_under_the_same_key_is_graded_for_itself():
 def test_a_source_without_a_grader_waits_for_the_batch():
     graders = Graders()
     batch = batch_of([3], ["unknown"])
-    Grading(RewardConfig(), inputs_with(graders), {}).sink(batch)(episode(0, 3))
+    Grading(PPOConfig(), inputs_with(graders), {}).sink(batch)(episode(0, 3))
     assert graders.asked == []
 
 
 def test_graders_that_want_the_whole_batch_get_no_single_episodes():
     graders = Graders()
     graders.one_by_one = False
-    assert Grading(RewardConfig(), inputs_with(graders), {}).sink(batch_of([3])) is None
+    assert Grading(PPOConfig(), inputs_with(graders), {}).sink(batch_of([3])) is None
 
 
 def test_the_overlong_penalty_is_a_component_and_leaves_the_verdict():
     buffer = {"enable": True, "len": 4, "penalty_factor": 2.0}
-    reward = RewardConfig.model_validate(
-        {"reward_manager": {"name": "dapo"}, "reward_kwargs": {"overlong_buffer_cfg": buffer, "max_resp_len": 10}}
-    )
+    reward = {"reward_manager": {"name": "dapo"}, "reward_kwargs": {"overlong_buffer_cfg": buffer}}
+    config = {"reward": reward, "data": {"max_response_length": 10}}
     graders = Graders()
     given = iter([RewardResult(1.0, {"pred": "7"}), RewardResult(1.0, {}), RewardResult(0.0, {})] * 2)
 
@@ -113,10 +112,10 @@ def test_the_overlong_penalty_is_a_component_and_leaves_the_verdict():
         return futures
 
     graders.submit_all = submit_all
-    out = Grading(reward, inputs_with(graders), {}).training(batch_of([6, 7, 10]))
+    out = Grading(PPOConfig.model_validate(config), inputs_with(graders), {}).training(batch_of([6, 7, 10]))
     assert [r.score for r in out] == [1.0, 0.5, -2.0]
     assert [r.components["overlong_reward"] for r in out] == [0.0, -0.5, -2.0]
     assert [r.correct for r in out] == [True, True, False] and out[0].components["pred"] == "7"
-    naive = reward.model_copy(update={"reward_manager": reward.reward_manager.model_copy(update={"name": "naive"})})
-    out = Grading(naive, inputs_with(graders), {}).training(batch_of([6, 7, 10]))
+    config["reward"] = reward | {"reward_manager": {"name": "naive"}}
+    out = Grading(PPOConfig.model_validate(config), inputs_with(graders), {}).training(batch_of([6, 7, 10]))
     assert [r.score for r in out] == [1.0, 1.0, 0.0] and "overlong_reward" not in out[0].components

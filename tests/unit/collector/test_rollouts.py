@@ -1,4 +1,4 @@
-"""Rollouts on disk: what is written is read back, from three kinds of rows; all else is refused in a line."""
+"""Rollouts on disk: what is written is read back, from two kinds of rows; all else is refused in a line."""
 
 import json
 
@@ -10,7 +10,6 @@ from valor.config import RewardConfig
 from valor.data.batch import Batch
 from valor.errors import UserError
 from valor.lab.arithmetic import make_tokenizer
-from valor.rewards.manager import make_graders
 
 
 @pytest.fixture(scope="module")
@@ -19,10 +18,8 @@ def tokenizer():
 
 
 @pytest.fixture
-def rewards():
-    manager = make_graders(RewardConfig(num_workers=1))
-    yield manager
-    manager.close()
+def reward():
+    return RewardConfig(num_workers=1)
 
 
 def rollouts(tokenizer) -> Batch:
@@ -51,12 +48,12 @@ def rollouts(tokenizer) -> Batch:
     )
 
 
-def test_what_is_written_is_read_back(tokenizer, rewards, tmp_path):
+def test_what_is_written_is_read_back(tokenizer, reward, tmp_path):
     batch = rollouts(tokenizer)
     for part in (0, 1):  # a folder of files, as trainer.rollout_data_dir leaves it
         rows = batch.take([[0, 1], [2]][part])
         write_rollouts(tmp_path / f"{part}.jsonl", rollout_records(rows, rows["scores"].tolist(), part, tokenizer))
-    back = read_rollouts([str(tmp_path)], tokenizer, rewards)
+    back = read_rollouts([str(tmp_path)], tokenizer, reward)
     assert back.objects == batch.objects
     assert {name: column.tolist() for name, column in back.tensors.items()} == {
         name: column.tolist() for name, column in batch.tensors.items()
@@ -65,28 +62,17 @@ def test_what_is_written_is_read_back(tokenizer, rewards, tmp_path):
     assert (line["input"], line["gts"], line["step"]) == ("20+2=", "22", 1)  # verl's names
 
 
-def test_rows_of_messages_and_text_are_graded(tokenizer, rewards, tmp_path):
+def test_rows_of_messages_and_text_are_graded(tokenizer, reward, tmp_path):
     chat = {"messages": [{"role": "user", "content": "58+77="}], "data_source": "valor/arithmetic"}
     rows = [{**chat, "ground_truth": "135", "response": f"15 1 13 {result}"} for result in (135, 125)]
     rows.append({**chat, "response": "so so", "score": 0.25})
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    batch = read_rollouts([str(tmp_path / "chats.jsonl")], tokenizer, rewards)
+    batch = read_rollouts([str(tmp_path / "chats.jsonl")], tokenizer, reward)
     assert batch["scores"].tolist() == [1.0, 0.0, 0.25]
     assert correct(batch).tolist() == [True, False, True]
     first = batch["prompts"][0, : int(batch["prompt_lengths"][0])].tolist()
     assert tokenizer.decode(first) == "<|user|>58+77=<|assistant|>"
     assert batch["responses"][0, int(batch["response_lengths"][0]) - 1] == tokenizer.eos_token_id
-
-
-def test_a_runs_samples_are_read_exactly_or_refused(tokenizer, rewards, tmp_path):
-    sample = {"prompt": "<|user|>1+1=<|assistant|>", "tokens": [*"02 00 2", "<|end|>"], "reward": 1.0, "step": 3}
-    file = tmp_path / "step_3.jsonl"
-    file.write_text(json.dumps(sample) + "\n")
-    batch = read_rollouts([str(file)], tokenizer, rewards)
-    assert tokenizer.decode(batch["responses"][0]) == "02 00 2<|end|>" and batch["scores"].tolist() == [1.0]
-    file.write_text(json.dumps({**sample, "tokens": ["02", " 00 2"]}) + "\n")
-    with pytest.raises(UserError, match="another way"):
-        read_rollouts([str(file)], tokenizer, rewards)
 
 
 @pytest.mark.parametrize(
@@ -101,17 +87,17 @@ def test_a_runs_samples_are_read_exactly_or_refused(tokenizer, rewards, tmp_path
         ({"score": None, "data_source": "nobody/knows"}, "nobody/knows"),
     ],
 )
-def test_what_is_no_rollout_is_refused(change, message, tokenizer, rewards, tmp_path):
+def test_what_is_no_rollout_is_refused(change, message, tokenizer, reward, tmp_path):
     record = {"prompt_ids": [1], "response_ids": [2, 3], "score": 1.0, "gts": "2", "data_source": "valor/arithmetic"}
     record = {key: value for key, value in {**record, **change}.items() if value is not None}
     (tmp_path / "r.jsonl").write_text(json.dumps(record) + "\n")
     with pytest.raises(UserError, match=message):
-        read_rollouts([str(tmp_path / "r.jsonl")], tokenizer, rewards)
+        read_rollouts([str(tmp_path / "r.jsonl")], tokenizer, reward)
 
 
-def test_an_empty_folder_is_refused(tokenizer, rewards, tmp_path):
+def test_an_empty_folder_is_refused(tokenizer, reward, tmp_path):
     with pytest.raises(UserError, match="holds no rollouts"):
-        read_rollouts([str(tmp_path)], tokenizer, rewards)
+        read_rollouts([str(tmp_path)], tokenizer, reward)
 
 
 def test_outcomes_are_discounted_scores_at_every_policy_token(tokenizer):

@@ -27,7 +27,7 @@ def test_a_line_says_key_type_default_and_meaning():
     )
     types = {line.split()[0]: line.split()[1] for line in describe_keys("trainer").splitlines()}
     assert types["trainer.resume_mode"] == "auto|disable|resume_path"
-    assert "= data.max_response_length" in lines["actor_rollout_ref.rollout.response_length"]
+    assert "= data.max_response_length" in lines["actor_rollout_ref.actor.loss_scale_factor"]
 
 
 def test_prefixes():

@@ -18,7 +18,8 @@ def test_every_source_is_a_key(root):
 def test_a_chain_is_followed_to_its_end():
     tree = {"data": {"max_response_length": 64}, "trainer": {"seed": 7}, "algorithm": {"lam": 0.9, "lam_actor": None}}
     config = PPOConfig.model_validate(tree)
-    assert config.actor_rollout_ref.rollout.response_length == 64
+    assert config.actor_rollout_ref.actor.loss_scale_factor == 64
+    assert config.actor_rollout_ref.rollout.max_model_len == 512 + 64
     assert (config.data.seed, config.actor_rollout_ref.actor.data_loader_seed) == (7, 7)
     assert (config.algorithm.lam_actor, config.algorithm.lam_critic) == (0.9, 0.9)
 
@@ -73,9 +74,9 @@ def test_sections_given_as_objects_are_filled_too():
 
 
 def test_filling_leaves_the_given_tree_alone():
-    tree = {"data": {"max_prompt_length": 5}}
+    tree = {"data": {"max_response_length": 5}}
     filled = fill_inherited(PPOConfig, tree)
-    assert tree == {"data": {"max_prompt_length": 5}}
-    assert filled["actor_rollout_ref"]["rollout"]["prompt_length"] == 5
-    assert lookup(PPOConfig, tree, "actor_rollout_ref.rollout.prompt_length") == 5
+    assert tree == {"data": {"max_response_length": 5}}
+    assert filled["actor_rollout_ref"]["actor"]["loss_scale_factor"] == 5
+    assert lookup(PPOConfig, tree, "actor_rollout_ref.actor.loss_scale_factor") == 5
     assert lookup(PPOConfig, tree, "no.such.key") is None

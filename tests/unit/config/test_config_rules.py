@@ -1,4 +1,4 @@
-"""The rules on keys: settings without effect, and things that this version cannot do."""
+"""The rules on keys: settings without effect."""
 
 from fnmatch import fnmatchcase
 
@@ -13,9 +13,8 @@ from valor.config import (
     inert_settings,
     load,
 )
-from valor.config.rules import conditions, unavailable_settings
+from valor.config.rules import conditions
 from valor.config.tree import absolute, plain_keys, schema
-from valor.errors import UserError
 
 ROOTS = [PPOConfig, CriticPretrainConfig, CriticScoreConfig, SFTConfig, RMConfig]
 MASK = ["algorithm.reward_mask_type=bernoulli"]
@@ -114,47 +113,6 @@ def test_a_server_that_keeps_its_weights():
     assert inert_settings(load(asked).config, load(asked).explicit_keys) == {}
     loaded = load([*asked, f"{key}.server.weight_updates=none", f"{key}.server.weights_dir=w"])
     assert inert_settings(loaded.config, loaded.explicit_keys).keys() == {f"{key}.dtype", f"{key}.server.weights_dir"}
-
-
-def test_a_default_run_asks_for_nothing_unavailable():
-    assert unavailable_settings(PPOConfig()) == unavailable_settings(SFTConfig()) == {}
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
-        "actor_rollout_ref.rollout.name=sglang",
-        "actor_rollout_ref.rollout.multi_turn.enable=true",
-        "actor_rollout_ref.rollout.do_sample=false",
-        "actor_rollout_ref.actor.checkpoint.save_contents=[model]",
-        "critic.checkpoint.load_contents=[model,optimizer]",
-        "critic.checkpoint.async_save=true",
-        "reward.reward_manager.name=gdpo",
-        "data.custom_cls.path=x.py",
-    ],
-)
-def test_unavailable_features_are_one_line(override):
-    dry = load([override, "--dry-run"])
-    [line] = dry.unavailable
-    assert " is not available in this version: " in line and override.partition("=")[0] in line
-
-
-def test_what_a_dry_run_shows_a_run_raises():
-    argv = ["actor_rollout_ref.rollout.name=sglang", "critic.checkpoint.async_save=true"]
-    with pytest.raises(UserError) as caught:
-        load(argv)
-    assert str(caught.value).splitlines() == list(load([*argv, "--dry-run"]).unavailable)
-
-
-def test_one_line_per_feature_not_per_key():
-    argv = ["actor_rollout_ref.actor.strategy=megatron", "critic.strategy=megatron"]
-    loaded = load([*argv, "actor_rollout_ref.actor.megatron_config.tensor_model_parallel_size=4", "--dry-run"])
-    [line] = loaded.unavailable
-    assert line == (
-        "The Megatron backend is not available in this version: use strategy=fsdp2 and no megatron_config "
-        "(actor_rollout_ref.actor.strategy='megatron', "
-        "actor_rollout_ref.actor.megatron_config.tensor_model_parallel_size=4)"
-    )
 
 
 def test_number_of_keys_stays_readable():

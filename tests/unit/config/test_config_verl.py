@@ -49,6 +49,12 @@ A, M, R = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_r
             "reward.reward_kwargs.overlong_buffer_cfg.len",
             9,
         ),
+        (f"{R}.prompt_length=99", "data.max_prompt_length", 99),
+        (f"{R}.response_length=99", "data.max_response_length", 99),
+        ("reward.reward_kwargs.max_resp_len=99", "data.max_response_length", 99),
+        ("reward_model.reward_kwargs.max_resp_len=99", "data.max_response_length", 99),
+        ("algorithm.gdpo_reward_keys=[a,b]", "algorithm.adv_kwargs", {"reward_keys": ["a", "b"]}),
+        ("algorithm.gdpo_reward_weights=[1,2]", "algorithm.adv_kwargs", {"reward_weights": [1, 2]}),
         ("reward_model.path=rm", "reward.reward_model.model_path", "rm"),
         ("reward_model.model.path=rm", "reward.reward_model.model_path", "rm"),
     ],
@@ -104,6 +110,11 @@ def test_values_behind_an_alias_are_checked():
         "transfer_queue.enable=True",
         f"{A}.optim.optimizer_impl=torch.optim",
         f"{R}.seed=7",
+        f"{R}.do_sample=True",
+        f"{R}.data_parallel_size=1",
+        f"{R}.agent.default_agent_loop=single_turn_agent",
+        f"{R}.multi_turn.format=hermes",
+        "critic.checkpoint.load_contents=[model,optimizer,extra]",
     ],
 )
 def test_spellings_without_effect_say_why(given):
@@ -124,18 +135,28 @@ def test_spellings_without_effect_say_why(given):
         ("+critic.optim.override_optimizer_config.momentum=1", "the optimizer is torch.optim.AdamW"),
         ("data.image_key=images", "training is on text"),
         (f"{R}.quantization=fp8", "generation is not quantized"),
+        (f"{R}.multi_turn.enable=true", "responses have one turn, without tools"),
+        (f"{R}.agent.default_agent_loop=tool_agent", "responses have one turn, without tools"),
+        (f"{R}.do_sample=false", "training rollouts are always sampled"),
+        (f"{R}.data_parallel_size=2", "replicas follow from the processes"),
+        ("critic.checkpoint.load_contents=[model,optimizer]", "a checkpoint is always read as a whole"),
+        ("critic.checkpoint.async_save=true", "saving is done before the next step"),
+        ("reward.reward_manager.source=importlib", "managers are built in"),
+        ("data.custom_cls.path=x.py", "data sets are files"),
+        (f"{A}.megatron_config.tensor_model_parallel_size=4", "the Megatron backend is not installed"),
         ("distillation.enabled=True", "distillation is not supported"),
     ],
 )
 def test_features_that_are_not_there_are_refused(given, reason):
     with pytest.raises(UserError) as caught:
         load([given])
-    key = given.partition("=")[0].removeprefix("+")
-    assert str(caught.value).startswith(f"{key} is a verl key that Valor does not have: {reason}")
+    key, found = given.partition("=")[0].removeprefix("+"), str(caught.value)
+    assert found.startswith(f"{key}=") and f" asks for what Valor does not have: {reason}" in found
 
 
 def test_features_that_are_not_asked_for_are_not_refused():
     off = [f"{A}.profiler.enable=False", "data.image_key=null", "distillation.enabled=False", f"{R}.quantization=null"]
+    off += [f"{R}.multi_turn.enable=False", "critic.checkpoint.async_save=False", "data.custom_cls.path=null"]
     loaded = load(off)
     assert loaded.config == PPOConfig() and loaded.notes == ()
 

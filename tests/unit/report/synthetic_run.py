@@ -65,10 +65,6 @@ def make_run(run_dir: Path, *, steps: int = 120, critic: bool = True, seed: int 
         run_dir,
         versions={"valor-rl": "0.1.0", "torch": "2.13.0"},
         command="valor ppo data.train_files=data/gsm8k/train.parquet trainer.total_epochs=3",
-        overrides=["data.train_files=data/gsm8k/train.parquet", "trainer.total_epochs=3"],
-        device="cpu",
-        status="finished",
-        total_steps=steps,
     )
     return run_dir
 

@@ -9,7 +9,8 @@ from html.parser import HTMLParser
 import pytest
 from synthetic_run import HOSTILE, make_run
 
-from valor.report.page import build_report, flatten
+from valor.config.tree import flatten
+from valor.report.page import build_report, typed
 from valor.report.skeleton import embed_json
 
 
@@ -134,7 +135,7 @@ def test_a_bare_metrics_file_is_enough(tmp_path):
 
 def test_flattened_settings_read_as_typed():
     config = {"a": {"b": None, "c": [1, "x", True], "d": {}}, "e": 1e-6, "f": False}
-    assert list(flatten(config)) == [
+    assert [(key, typed(value)) for key, value in flatten(config).items()] == [
         ("a.b", "null"),
         ("a.c", "[1, x, true]"),
         ("a.d", "{}"),

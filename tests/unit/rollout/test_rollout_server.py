@@ -35,8 +35,7 @@ def servers(monkeypatch) -> Iterator[list[FakeServer]]:
 
 def settings(servers: list[FakeServer], *, server: dict | None = None, **more: object) -> RolloutConfig:
     section = {"base_url": [s.url for s in servers], "model": "m", "api_key_env": KEY} | (server or {})
-    lengths = {"prompt_length": 40, "response_length": 16, "dtype": "float32"}
-    return RolloutConfig(**({"name": "server", "server": section} | lengths | more))
+    return RolloutConfig(**({"name": "server", "server": section, "dtype": "float32"} | more))
 
 
 def requests(count: int, **params: float) -> list[Request]:

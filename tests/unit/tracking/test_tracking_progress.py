@@ -12,7 +12,7 @@ from rich.progress import Progress as RichProgress
 from valor.tracking import progress
 from valor.tracking.console import get_console
 from valor.tracking.progress import Latest, Progress, part, phase, relay, report_progress
-from valor.tracking.progress_console import LiveBars, PlainLines, format_pace, show_progress
+from valor.tracking.progress_console import PhaseView, format_pace, show_progress
 
 
 @pytest.fixture
@@ -88,13 +88,12 @@ def test_polling_workers(heard):
     remove = progress.add_listener(latest)
     try:
         report_progress(3, 8)
-        assert latest.get() == Progress("", 3, 8)
-        latest.reset()
-        assert latest.get() is None
+        assert latest.report == Progress("", 3, 8)
+        latest.report = None
     finally:
         remove()
     report_progress(4, 8)
-    assert latest.get() is None
+    assert latest.report is None
     with phase("rollout", unit="sample"):
         relay([None, None])
         relay([Progress("", 3, 8), None])
@@ -138,12 +137,12 @@ def test_a_forked_child_listens_to_nobody(heard):
 def test_pace_starts_at_the_first_report():
     now = [0.0]
     bars = RichProgress(disable=True, get_time=lambda: now[0], speed_estimate_period=3600)
-    number = bars.add_task("training", total=100)
+    number = bars.add_task("training", total=100, unit="step")
 
     def pace(done: float, at: float) -> str:
         now[0] = at
         bars.update(number, completed=done)
-        return format_pace(bars.tasks[0], "step")
+        return format_pace(bars.tasks[0])
 
     assert pace(0, 1.0) == ""
     assert pace(40, 10.0) == ""  # resumed at step 40
@@ -152,9 +151,9 @@ def test_pace_starts_at_the_first_report():
 
 
 def test_plain_lines_speak_every_ten_seconds_of_long_phases_only():
-    lines: list[str] = []
+    stream = io.StringIO()
     now = [0.0]
-    listener = PlainLines(lines.append, every=10.0, clock=lambda: now[0])
+    listener = PhaseView(Console(file=stream, width=200), every=10.0, clock=lambda: now[0])
     remove = progress.add_listener(listener)
     try:
         with phase("adv", 1):
@@ -174,7 +173,7 @@ def test_plain_lines_speak_every_ten_seconds_of_long_phases_only():
             report_progress(2)
     finally:
         remove()
-    assert lines == [
+    assert stream.getvalue().splitlines() == [
         "rollout: 100/512 samples, 10 samples/s, 42.0 s left",
         "rollout: 200/512 samples, 10 samples/s, 32.0 s left",
         "rollout: finished in 25.0 s",
@@ -198,11 +197,11 @@ def test_no_control_characters_where_stdout_is_no_terminal(capsys, monkeypatch):
 def test_live_bars_show_the_phases_of_a_step_together():
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, width=100, color_system=None)
-    bars = LiveBars(console)
-    remove = progress.add_listener(bars)
+    view = PhaseView(console, every=10.0)
+    remove = progress.add_listener(view)
 
     def rows() -> list[str]:
-        return [] if bars._bars is None else [str(task.description).strip() for task in bars._bars.tasks]
+        return [str(task.description).strip() for task in view.bars.tasks]
 
     try:
         with phase("training", 3, unit="step"):
@@ -219,7 +218,7 @@ def test_live_bars_show_the_phases_of_a_step_together():
                     assert rows() == ["training", "rollout", "tool calls"]
                 assert rows() == ["training", "rollout", "tool calls"]
             assert rows() == ["training", "rollout"]
-        assert bars._bars is None
+        assert rows() == []
     finally:
         remove()
     drawn = stream.getvalue()

@@ -76,8 +76,7 @@ def test_gdpo_gets_its_components():
     batch.objects["reward_info"] = [{"format": 1, "length": 0.0}, {"format": False, "length": 2.0}]
     config = AlgorithmConfig(
         adv_estimator="gdpo",
-        gdpo_reward_keys=["format", "length"],
-        gdpo_reward_weights=[3.0, 1.0],
+        adv_kwargs={"reward_keys": ["format", "length"], "reward_weights": [3.0, 1.0]},
         adv_whitening="none",
         norm_adv_by_std_in_grpo=False,
     )
@@ -88,7 +87,7 @@ def test_gdpo_gets_its_components():
 def test_components_of_a_failed_grader_and_of_none():
     assert component_scores([{"a": 1}, {}], ["a"], -1.0)["a"].tolist() == [1.0, -1.0]
     for info in ([{"a": 1}, {"b": 1}], [{}, {}], [{"a": "yes"}, {"a": 1}]):
-        with pytest.raises(UserError, match="gdpo_reward_keys: 'a'"):
+        with pytest.raises(UserError, match="reward_keys: 'a'"):
             component_scores(info, ["a"], 0.0)
 
 

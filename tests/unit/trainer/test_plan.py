@@ -93,10 +93,3 @@ def test_adapters_are_in_the_plan_and_need_a_rank():
     assert row(text, "critic").startswith("m, ")
     with pytest.raises(UserError, match=r"lora_adapter_path=a needs actor_rollout_ref\.model\.lora_rank"):
         load(argv)
-
-
-def test_what_a_run_would_stop_at_is_its_last_row():
-    dry = load(["actor_rollout_ref.rollout.name=sglang", "--dry-run"])
-    text = plan(dry.config, dry.explicit_keys, dry.unavailable)
-    assert [row(text, "stops here")] == list(dry.unavailable)
-    assert row(text, "rollout") == "sglang, temperature 1"

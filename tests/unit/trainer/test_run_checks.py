@@ -9,6 +9,7 @@ from valor.trainer.checks import check, inert_settings
 
 SERVER = ["actor_rollout_ref.rollout.name=server", "actor_rollout_ref.rollout.server.base_url=http://h:1/v1"]
 SERVER += ["actor_rollout_ref.rollout.top_k=5"]
+GDPO = ["algorithm.adv_estimator=gdpo", "actor_rollout_ref.rollout.n=2", "algorithm.gdpo_reward_keys=[a]"]
 
 
 @pytest.mark.parametrize(
@@ -19,6 +20,12 @@ SERVER += ["actor_rollout_ref.rollout.top_k=5"]
             ["algorithm.adv_estimator=reinforce_plus_plus", "algorithm.truncation_bootstrap=true"],
             "algorithm.truncation_bootstrap",
         ),
+        (
+            ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", "algorithm.gdpo_reward_keys=[a]"],
+            "algorithm.adv_kwargs.reward_keys: grpo has no such option",
+        ),
+        ([*GDPO, "algorithm.gdpo_reward_weights=[1,2]"], "reward_weights=[1, 2]: give a list with one number for each"),
+        ([*GDPO, "algorithm.gdpo_reward_weights=[x]"], "reward_weights=['x']: give a list with one number for each"),
         (["algorithm.reward_source=critic", "algorithm.use_kl_in_reward=true"], "use_kl_loss"),
         (["algorithm.reward_source=critic", "algorithm.truncation_bootstrap=true"], "rewards by rule"),
         (["actor_rollout_ref.rollout.dtype=float32"], "actor_rollout_ref.rollout.dtype=float32, but rollout.name=nat"),
@@ -105,7 +112,7 @@ def test_everything_is_told_at_once():
         "actor_rollout_ref.rollout.dtype=float32, but rollout.name=native generates with the actor's own weights in "
         "bfloat16",
         "algorithm.adv_estimator=gdpo compares samples of one prompt",
-        "algorithm.adv_estimator=gdpo needs algorithm.gdpo_reward_keys",
+        "algorithm.adv_estimator=gdpo needs algorithm.adv_kwargs.reward_keys",
         "algorithm.adv_estimator=gdpo reads reward components, which algorithm.reward_mask_ratio and "
         "algorithm.reward_binarize do not touch",
         "unknown policy loss 'drow'; did you mean dro?",
@@ -152,9 +159,7 @@ def test_settings_that_the_chosen_engine_does_not_read():
 def test_settings_that_the_chosen_algorithms_do_not_read():
     assert inert("algorithm.lam_critic=0.9", "algorithm.adaptive_lam_alpha=1", "critic.cliprange_value=0.2") == {}
     argv = ["algorithm.adv_estimator=grpo", "algorithm.lam=0.9", "algorithm.norm_adv_by_std_in_grpo=false"]
-    argv += ["algorithm.gdpo_reward_keys=[a]", "data.val_files=v"]
-    assert inert(*argv) == {
-        "algorithm.gdpo_reward_keys": "no effect: adv_estimator=grpo does not read it",
+    assert inert(*argv, "data.val_files=v") == {
         "algorithm.lam": "no effect: adv_estimator=grpo does not read it",
     }
     assert inert("actor_rollout_ref.actor.policy_loss.loss_mode=sapo", "actor_rollout_ref.actor.tau_pos=2") == {}
