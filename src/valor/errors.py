@@ -12,6 +12,14 @@ class TrainingStopped(RuntimeError):
     """The run cannot go on in a sensible way: the message is the reason and what to do. Exit code 1."""
 
 
+class Diverged(TrainingStopped):
+    """The weights are lost to training: they are not finite, have exploded, or get no update any more."""
+
+
+class WorkerDied(TrainingStopped):
+    """A process that holds weights has ended; a new one can go on from the last checkpoint."""
+
+
 def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
     """The end of a message about an unknown name: `; did you mean x?`, or "" when no known one is like it.
 

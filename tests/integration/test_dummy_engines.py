@@ -74,6 +74,10 @@ class PlainEngine:
     def without_adapters(self) -> AbstractContextManager:
         return nullcontext()
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        return sum(value.nbytes for value in self.module.state_dict().values())
+
     def save(self, path: Path) -> None:
         path.mkdir(parents=True)
         save_file({name: tensor.clone() for name, tensor in self.module.state_dict().items()}, path / "plain")

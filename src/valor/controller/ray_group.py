@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from valor.controller.group import Call, Sink, WorkerGroup
 from valor.controller.placement import ResourcePool, available_cores
-from valor.errors import TrainingStopped, UserError
+from valor.errors import TrainingStopped, UserError, WorkerDied
 from valor.tracking.progress import Latest, Progress, add_listener, relay
 from valor.workers.host import RoleSpec, WorkerHost
 
@@ -178,9 +178,7 @@ class RayGroup(WorkerGroup):
             raise error from None
         except RayActorError as error:
             dead = self._dead_rank(refs)
-            raise (
-                self._died(dead) if dead is not None else TrainingStopped(f"a worker process died: {error}")
-            ) from error
+            raise (self._died(dead) if dead is not None else WorkerDied(f"a worker process died: {error}")) from error
 
     def _dead_rank(self, refs: list[Any]) -> int | None:
         """The rank whose process has died, as soon as Ray knows; None if after a while none has."""
@@ -196,9 +194,9 @@ class RayGroup(WorkerGroup):
             time.sleep(_POLL_SECONDS)
         return None
 
-    def _died(self, rank: int) -> TrainingStopped:
+    def _died(self, rank: int) -> WorkerDied:
         node = self._nodes[rank] if rank < len(self._nodes) else "its node"
-        return TrainingStopped(
+        return WorkerDied(
             f"the process of rank {rank} on node {node} died (the node itself, a kill, or no memory left): start the "
             "same command again to go on from the last checkpoint, on as many nodes as are left"
         )

@@ -15,6 +15,7 @@ from valor.engines.base import TrainingEngine
 from valor.engines.checkpoint import MODEL_CONFIG_DIR
 from valor.engines.registry import DEFAULT_STRATEGY, training_engine
 from valor.tracking.metrics import reduce_metrics
+from valor.tracking.rundir import disk_errors
 from valor.workers.dispatch import dispatch
 from valor.workers.host import WorkerContext
 
@@ -87,7 +88,7 @@ class ModelRole:
     @dispatch("all")
     def save(self, directory: Path) -> None:
         """Weights, counters and (if trained) optimizer of all ranks, sharded, into `directory`; the config beside."""
-        with self.on_device(optimizer=True) as engine:
+        with disk_errors(directory), self.on_device(optimizer=True) as engine:
             engine.save(directory)
             if "hf_model" in self._section.checkpoint.save_contents:
                 engine.export(directory / MODEL_CONFIG_DIR)
@@ -95,11 +96,16 @@ class ModelRole:
     @dispatch("all")
     def load(self, directory: Path) -> None:
         """What `save` wrote, at any world size."""
-        with self.on_device(optimizer=True) as engine:
+        with disk_errors(directory), self.on_device(optimizer=True) as engine:
             engine.load(directory)
+
+    @dispatch("all", light=True)
+    def checkpoint_bytes(self) -> int:
+        """How large what `save` writes will be."""
+        return self.engine.checkpoint_bytes
 
     @dispatch("all")
     def export(self, directory: Path) -> None:
         """A plain Hugging Face model directory."""
-        with self.on_device() as engine:
+        with disk_errors(directory), self.on_device() as engine:
             engine.export(directory)

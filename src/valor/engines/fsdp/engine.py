@@ -23,8 +23,8 @@ from valor.engines.fsdp.internals import drop_unreduced_gradients
 from valor.engines.fsdp.loading import built_once
 from valor.engines.fsdp.sharding import gathered, rank_mesh, sequence_group, shard
 from valor.engines.microbatch import MicroBatches, TokenBudget
-from valor.engines.optim import build_optimizer, clip_gradients, lr_factor
-from valor.errors import TrainingStopped, out_of_memory
+from valor.engines.optim import build_optimizer, clip_gradients, global_norm, lr_factor
+from valor.errors import Diverged, TrainingStopped, out_of_memory
 from valor.models import packing
 from valor.models.export import export_hf, plain_weights, published_weights
 from valor.models.load import import_model_code
@@ -34,6 +34,7 @@ from valor.models.rows import ROW_FIELDS
 from valor.tracking.metrics import reduce_metrics
 from valor.tracking.progress import report_progress
 
+_EXPLODED = 100.0  # times the norm of the weights as they were loaded
 _Result = TypeVar("_Result")
 
 
@@ -97,6 +98,7 @@ class FSDPEngine:
         self.optim = optim
         self.optimizer = build_optimizer(module.parameters(), optim) if optim is not None else None
         self.counters = checkpoint.Counters()
+        self._first_norm = self._weight_norm()
         self._budgets = {"forward": TokenBudget(), "train": TokenBudget()}
         if device.type in packing.VARLEN_DEVICES and getattr(module, "packed", False):
             with torch.no_grad():
@@ -182,6 +184,12 @@ class FSDPEngine:
         if finite:
             self._apply_update()
             self.counters.updates += 1
+            weights = self._weight_norm()
+            if not weights <= _EXPLODED * max(self._first_norm, 1.0):
+                raise Diverged(
+                    f"an update has ruined the weights: their norm is {weights:g}, and was {self._first_norm:g} at the "
+                    f"start (gradient norm {norm:g}, learning rate {lr:g}): lower the learning rate"
+                )
         else:
             self.counters.skipped += 1
         self.optimizer.zero_grad(set_to_none=True)
@@ -236,6 +244,10 @@ class FSDPEngine:
             export_hf(self.module, path, state_dict=weights)
         dist.barrier()
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        return checkpoint.size(self.module, self.optimizer)
+
     def save(self, path: Path) -> None:
         self._reshard()
         checkpoint.save(path, self.module, self.optimizer, self.counters)
@@ -251,6 +263,11 @@ class FSDPEngine:
         self._move(self.device, optimizer)
 
     # ---- inside
+
+    @torch.no_grad()
+    def _weight_norm(self) -> float:
+        """The norm of all weights that are trained; 0 where none are."""
+        return global_norm([cast(DTensor, p) for p in self.module.parameters() if p.requires_grad])
 
     def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer of the state dict, whole, one at a time, on the engine's device."""
