@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from valor.config import LoadedConfig, Section, load_runs
-from valor.errors import TrainingStopped, UserError
+from valor.errors import exit_code
 
 Root = TypeVar("Root", bound=Section)
 Start = Callable[[Root, str], int]
@@ -17,23 +17,20 @@ Start = Callable[[Root, str], int]
 def run_command(words: str, argv: Sequence[str] | None, root: type[Root], start: Start[Root]) -> int:
     """Run (each job of) the command line of `valor WORDS`; None: this process's own.
 
-    `start(config, command)` does the run that was asked for by `command`. Exit code 0; 1: the run ended itself; 2: a
-    mistake in what was asked for; otherwise what `start` returned. torch and the models are imported once the tree
-    is valid in itself, so that a mistake in it is told at once.
+    `start(config, command)` does the run that was asked for by `command`. The exit code is what `start` returned, or
+    that of an early end (valor.errors). torch and the models are imported once the tree is valid in itself, so that a
+    mistake in it is told at once.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    try:
-        for loaded in load_runs(arguments, root, _check):
-            code = _run(loaded, shlex.join(["valor", *words.split(), *arguments]), start)
-            if code:
-                return code
-        return 0
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except TrainingStopped as reason:
-        print(f"stopped: {reason}", file=sys.stderr)
-        return 1
+    return exit_code(lambda: _run_all(words, arguments, root, start))
+
+
+def _run_all(words: str, arguments: Sequence[str], root: type[Root], start: Start[Root]) -> int:
+    for loaded in load_runs(arguments, root, _check):
+        code = _run(loaded, shlex.join(["valor", *words.split(), *arguments]), start)
+        if code:
+            return code
+    return 0
 
 
 def _check(config: Section) -> list[str]:

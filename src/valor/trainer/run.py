@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from valor.config import PPOConfig, SupervisedConfig
 from valor.controller import Roles
 from valor.data.sampler import PromptSampler
-from valor.errors import TrainingStopped
+from valor.errors import StepRefused, TrainingStopped
 from valor.tracking.console import format_seconds
 from valor.tracking.metrics import Timer
 from valor.tracking.progress import phase, report_progress
@@ -55,10 +55,13 @@ class Run(ABC):
         """Roles whose weights are saved and exported."""
 
     def fit(self) -> int:
-        """Run to the last step. Returns 0, or 128 + n when signal n asked to stop (progress is saved)."""
+        """Run to the last step. Returns 0, or 128 + n when signal n asked to stop (progress is saved).
+
+        StepRefused ends it when the run has been saved as it was before that step.
+        """
         trainer, store = self.config.trainer, self.record.checkpoints
         with ExitStack() as stack:
-            stop = stack.enter_context(StopRequest())
+            stop = stack.enter_context(StopRequest(at_once=True))
             checkpoint = store.resume_folder(trainer.resume_mode, trainer.resume_from_path)
             self.roles = self.start(stack, resuming=checkpoint is not None)
             if checkpoint is not None:
@@ -67,19 +70,32 @@ class Run(ABC):
             stack.enter_context(phase(self.title, self.total_steps, unit="step"))
             report_progress(self.step)
             self.before_steps()
-            while not self.finished and stop.signum is None:
-                self.step += 1
-                metrics = self.train_step()
+            stop.at_once = stopping = False
+            while not (self.finished or stopping):
+                metrics = self._next_step()
                 if self.validates_now():
                     metrics |= self.validate()
                 # Logged before it is saved: a run killed in between repeats the step, and its line with it.
                 self.log(metrics)
-                if self.finished or stop.signum is not None or self.record.best_is_new or self.due(trainer.save_freq):
+                stopping = stop.signum is not None  # asked once: a signal after the question is the next step's
+                if self.finished or stopping or self.record.best_is_new or self.due(trainer.save_freq):
                     self.save()
                 report_progress(self.step)
             self.after_steps()
             self.record.finish()
             return 0 if stop.signum is None else 128 + stop.signum
+
+    def _next_step(self) -> dict[str, Any]:
+        """The next step's metrics."""
+        before = self.state_dict()
+        self.step += 1
+        try:
+            return self.train_step()
+        except StepRefused:
+            self.step -= 1
+            if self.step and not self.record.checkpoints.path(self.step).exists():
+                self.save(before)
+            raise
 
     @property
     def finished(self) -> bool:
@@ -106,11 +122,11 @@ class Run(ABC):
         """Write the metrics of this step."""
         self.record.log(self.step, metrics)
 
-    def save(self) -> None:
-        """Write a complete checkpoint of this step."""
-        timer = Timer()
+    def save(self, state: dict[str, Any] | None = None) -> None:
+        """Write a complete checkpoint of this step, with the driver's present state or the given one."""
+        timer, state = Timer(), state or self.state_dict()
         with timer("save"), phase("checkpoint"):
-            folder = self.record.save_checkpoint(self.step, self.state_dict(), self._write_roles)
+            folder = self.record.save_checkpoint(self.step, state, self._write_roles)
         self.record.say(f"saved {folder} in {format_seconds(timer.seconds['save'])}")
 
     def resume(self, folder: Path) -> None:
