@@ -16,7 +16,7 @@ class WeightPublisher:
     def publish(self) -> None:
         """After it, `generate` uses the actor's present weights, unless its engine keeps its own on purpose.
 
-        RuntimeError when they did not arrive bit for bit.
+        RuntimeError when they did not arrive bit for bit. WorkersReplaced: the rollout died, and is to be asked again.
         """
         roles = self._roles
         actor, rollout = roles["actor"], roles["rollout"]
@@ -31,5 +31,10 @@ class WeightPublisher:
         receivers = roles.placement.pools[roles.placement.pool_of("rollout")].world_size
         sent = roles.submit("actor", actor.send_weights, receivers)
         received = roles.submit("rollout", rollout.receive_weights, self._address, version)
-        sent.result()
-        received.result()
+        errors = received.exception(), sent.exception()
+        if error := errors[0] or errors[1]:  # a sender complains of the receiver that died
+            raise error
+
+    def forget(self) -> None:
+        """The rollout's processes are new: the next weights go to them through a channel of their own."""
+        self._address = None
