@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 
-from valor.config.base import BARE_ITEM, CountOrOff, PathStr, Section, inherits, key, section
+from valor.config.base import BARE_ITEM, CountOrOff, PathStr, Section, Seed, inherits, key, section
 
 MovableRole = Literal["critic", "ref", "reward_model", "rollout"]
 Logger = Literal["console", "file", "tensorboard", "wandb"]
@@ -42,7 +42,7 @@ class RunConfig(Section):
     """Processes (one per device) on each node; null takes all GPUs, or one process on a CPU machine."""
     num_threads: PositiveInt | None = None
     """CPU threads of each process; null shares the cores out."""
-    seed: NonNegativeInt = 42
+    seed: Seed = 42
     """Seed of everything random in the run; what is sampled depends on (seed, step, sample) alone."""
     max_skipped_updates: PositiveInt = 5
     """Stop after so many updates in a row with gradients that are not finite."""

@@ -116,6 +116,12 @@ def find_grader(data_source: str) -> Grader | None:
     return None
 
 
+def needs_truth(data_source: str) -> bool:
+    """Whether samples of this source cannot be scored without a ground truth; of your own graders nobody knows."""
+    grader = find_grader(data_source)
+    return grader in BUILT_IN.values() and grader is not reasoning_gym.grade
+
+
 def _no_grader(missing: list[str]) -> str:
     near = difflib.get_close_matches(missing[0], {*BUILT_IN, *_registered}, n=1)
     names = ", ".join(f"'{m}'" for m in missing)
