@@ -128,7 +128,6 @@ class Collector:
                 return self.inputs.with_text(answered)
         except WorkersReplaced as replaced:
             self._say(str(replaced))
-            self._weights.forget()
             return self.answer(prompts, params, sink=sink, timer=timer)
 
     def scores(self, batch: Batch) -> Tensor:

@@ -84,7 +84,6 @@ class RayGroup(WorkerGroup):
         self._nodes: list[str] = []  # each rank's
         self._placement: PlacementGroup | None = None
         self._numbers = itertools.count()  # of calls with a sink
-        self._num_replacements = 0
         self._own_ray = None if ray.is_initialized() else _start_ray(pool, ray_init)
         try:
             self._start()
@@ -142,9 +141,9 @@ class RayGroup(WorkerGroup):
             return self._run(role, method, calls, sink)
         except WorkerDied as death:
             replaceable = all(spec.replaceable for spec in self.specs.values())
-            if not replaceable or self._num_replacements == _MOST_REPLACEMENTS:
+            if not replaceable or self.num_replacements == _MOST_REPLACEMENTS:
                 raise
-            self._num_replacements += 1
+            self.num_replacements += 1
             self._end_processes()
             self._start()
             if role in self.specs and getattr(self.specs[role].cls, method).valor_sent_weights:
