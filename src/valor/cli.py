@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from valor import __version__
-from valor.errors import UserError
+from valor.errors import exit_code
 
 
 class Command(NamedTuple):
@@ -102,10 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     module, _, function = COMMANDS[name].target.partition(":")
     try:
-        return getattr(importlib.import_module(module), function)(rest)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+        return exit_code(lambda: getattr(importlib.import_module(module), function)(rest))
     except BrokenPipeError:  # the reader (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE

@@ -1,7 +1,9 @@
 """How a command ends early: its text is printed as one line."""
 
 import difflib
-from collections.abc import Iterable
+import signal
+import sys
+from collections.abc import Callable, Iterable
 
 
 class UserError(Exception):
@@ -17,7 +19,12 @@ class Diverged(TrainingStopped):
 
 
 class WorkerDied(TrainingStopped):
-    """A process that holds weights has ended; a new one can go on from the last checkpoint."""
+    """A process that holds weights has ended, `what` says which; a new one can go on from the last checkpoint."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        advice = "start the same command again to go on from the last checkpoint, on as many nodes as are left"
+        super().__init__(f"{what}: {advice}")
 
 
 def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
@@ -34,3 +41,34 @@ def out_of_memory(error: BaseException) -> bool:
     texts = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "not enough memory")
     named = type(error).__name__ == "OutOfMemoryError"
     return isinstance(error, RuntimeError) and (named or any(text in str(error) for text in texts))
+
+
+class StepRefused(TrainingStopped):
+    """The step cannot be done, and nothing has been learnt from it yet: the run is saved as it was before."""
+
+
+class WorkersReplaced(TrainingStopped):
+    """Processes died and others have taken their place, which have not been sent any weights yet."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal, whose number is the argument, that stops a run at once. Exit code 128 + that number."""
+
+
+def exit_code(command: Callable[[], int]) -> int:
+    """Run a command; its exit code, or that of its early end, whose line has gone to stderr."""
+    try:
+        return command()
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except TrainingStopped as reason:
+        print(f"stopped: {reason}", file=sys.stderr)
+        return 1
+    except Interrupted as interrupt:
+        name = signal.Signals(interrupt.args[0]).name
+        print(f"{name}: stopped at once; the same command goes on from its last checkpoint", file=sys.stderr)
+        return 128 + interrupt.args[0]
+    except KeyboardInterrupt:
+        print("SIGINT: stopped", file=sys.stderr)
+        return 128 + signal.SIGINT

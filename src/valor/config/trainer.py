@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 
-from valor.config.base import BARE_ITEM, CountOrOff, PathStr, PositiveShare, Section, inherits, key, section
+from valor.config.base import BARE_ITEM, CountOrOff, PathStr, PositiveShare, Section, Seed, inherits, key, section
 
 MovableRole = Literal["critic", "ref", "reward_model", "rollout"]
 Logger = Literal["console", "file", "tensorboard", "wandb"]
@@ -44,7 +44,7 @@ class RunConfig(Section):
     """Processes (one per device) on each node; null takes all GPUs, or one process on a CPU machine."""
     num_threads: PositiveInt | None = None
     """CPU threads of each process; null shares the cores out."""
-    seed: NonNegativeInt = 42
+    seed: Seed = 42
     """Seed of everything random in the run; what is sampled depends on (seed, step, sample) alone."""
     full_determinism: bool = False
     """On GPUs: only algorithms that give the same bits every time, where torch has them; slower."""

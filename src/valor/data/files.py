@@ -246,8 +246,11 @@ def _json_list(file: Path, text: str) -> Iterator[tuple[str, Any]]:
 
 def _parse_json(text: str, where: str, advice: str) -> Any:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
+        value = json.loads(text)
+        if "\\ud" in text.lower():  # half of a surrogate pair is no text, and no tokenizer takes it
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except (json.JSONDecodeError, UnicodeEncodeError, RecursionError) as error:
         raise UserError(f"{where}: is not JSON ({error}); {advice}") from None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,8 +72,9 @@ def _measure(config: CriticScoreConfig) -> tuple[Judged, Branches | None]:
         rollouts, branches = _rollouts(config, pool, controller)
         frozen = config.model_copy(update={"critic": config.critic.model_copy(update={"freeze": True})})
         specs = role_specs(frozen, total_steps=0, eos_token_ids=[])
+        critic = replace(specs["critic"], replaceable=True)
         group = start_group(
-            pool, {"critic": specs["critic"]}, controller=controller, ray_init=config.ray_kwargs.ray_init.model_dump()
+            pool, {"critic": critic}, controller=controller, ray_init=config.ray_kwargs.ray_init.model_dump()
         )
         try:
             with phase("values", len(rollouts), unit="sample"):

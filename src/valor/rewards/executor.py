@@ -10,6 +10,7 @@ import asyncio
 import atexit
 import os
 import pickle
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -223,6 +224,10 @@ class RewardExecutor:
         """End a process: its sample gets the error (None: it has ended by itself, how will be seen)."""
         self._processes.remove(process)
         job, status = process.job, self._end_process(process)
+        if job and not error and status == -signal.SIGKILL and not job.again:
+            job.again = True  # not the sample's fault, unless it happens twice
+            self._pending[job.computes].appendleft(job)
+            return
         if job and (error or process.has_begun):
             job.future.set_result(error or self._death(status))
             return

@@ -33,6 +33,7 @@ class GradingJob:
 
     sample: bytes  # pickled here: one that cannot be is nobody else's trouble
     computes: bool = False
+    again: bool = False  # its process was killed from outside, and it is graded a second time
     future: Future[Any] = field(default_factory=Future)
 
 

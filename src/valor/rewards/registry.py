@@ -92,6 +92,12 @@ def find_grader(data_source: str) -> Grader | None:
     return next((grader for pattern, grader in BUILT_IN.items() if fnmatch.fnmatchcase(data_source, pattern)), None)
 
 
+def needs_truth(data_source: str) -> bool:
+    """Whether samples of this source cannot be scored without a ground truth; of your own graders nobody knows."""
+    grader = find_grader(data_source)
+    return grader in BUILT_IN.values() and grader is not reasoning_gym.grade
+
+
 def _no_grader(missing: list[str]) -> str:
     names = ", ".join(f"'{m}'" for m in missing)
     hint = did_you_mean(missing[0], BUILT_IN) or "."

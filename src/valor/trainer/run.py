@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from valor.config import PPOConfig, SupervisedConfig
 from valor.controller import Roles
 from valor.data.sampler import PromptSampler
-from valor.errors import Diverged, UserError, WorkerDied
+from valor.errors import Diverged, StepRefused, UserError, WorkerDied
 from valor.tracking.console import format_seconds
 from valor.tracking.lock import locked
 from valor.tracking.metrics import Timer
@@ -74,7 +74,8 @@ class Run(ABC):
         """Run to the last step. Returns 0, or 128 + n when signal n asked to stop (progress is saved).
 
         UserError: another run has the folder, it cannot be written, its checkpoints are damaged or of another run.
-        Diverged, WorkerDied: the weights are lost; the last good checkpoint is not.
+        Diverged, WorkerDied: the weights are lost; the last good checkpoint is not. StepRefused: the run has been saved
+        as it was before that step.
         """
         with disk_errors(self.record.run_dir), locked(self.record.run_dir, self.record.say):
             try:
@@ -85,7 +86,7 @@ class Run(ABC):
 
     def _fit(self) -> int:
         with ExitStack() as stack:
-            stop = stack.enter_context(StopRequest())
+            stop = stack.enter_context(StopRequest(at_once=True))
             checkpoint = self._find_checkpoint()
             self.roles = self.start(stack, resuming=checkpoint is not None)
             if checkpoint is not None:
@@ -96,21 +97,34 @@ class Run(ABC):
             stack.enter_context(phase(self.title, self.total_steps, unit="step"))
             report_progress(self.step)
             self.before_steps()
-            while not self.finished and stop.signum is None:
-                self.step += 1
-                if self.rollbacks.leaves_out(self.step):
-                    self.sampler.next_batch()
-                metrics = self.train_step() | self.rollbacks.metrics()
+            stop.at_once = stopping = False
+            while not (self.finished or stopping):
+                metrics = self._next_step()
                 if self.validates_now():
                     metrics |= self.validate()
                 # Logged before it is saved: a run killed in between repeats the step, and its line with it.
                 self.log(metrics)
-                if self.finished or stop.signum is not None or self.record.best_is_new or self.save_is_due():
+                stopping = stop.signum is not None  # asked once: a signal after the question is the next step's
+                if self.finished or stopping or self.record.best_is_new or self.save_is_due():
                     self.save()
                 report_progress(self.step)
             self.after_steps()
             self.record.finish()
             return 0 if stop.signum is None else 128 + stop.signum
+
+    def _next_step(self) -> dict[str, Any]:
+        """The next step's metrics."""
+        before = self.state_dict()
+        self.step += 1
+        if self.rollbacks.leaves_out(self.step):
+            self.sampler.next_batch()
+        try:
+            return self.train_step() | self.rollbacks.metrics()
+        except StepRefused:
+            self.step -= 1
+            if self.step and not self.record.checkpoints.path(self.step).exists():
+                self.save(before)
+            raise
 
     @property
     def finished(self) -> bool:
@@ -142,12 +156,12 @@ class Run(ABC):
         """Write the metrics of this step."""
         self.record.log(self.step, metrics)
 
-    def save(self) -> None:
-        """Write a complete checkpoint of this step."""
+    def save(self, state: dict[str, Any] | None = None) -> None:
+        """Write a complete checkpoint of this step, with the driver's present state or the given one."""
         timer = Timer()
         self.record.checkpoints.check_space(self._checkpoint_bytes())
         with timer("save"), phase("checkpoint"):
-            folder = self.record.save_checkpoint(self.state_dict(), self._write_roles)
+            folder = self.record.save_checkpoint(state or self.state_dict(), self._write_roles)
         self._save_is_due = False
         self.record.say(f"saved {folder} in {format_seconds(timer.seconds['save'])}")
 

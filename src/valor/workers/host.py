@@ -20,10 +20,15 @@ HOST = "host"  # the name under which the process itself is called
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """What to build: the role's class and its constructor's keyword arguments (picklable: they travel to the ranks)."""
+    """What to build: the role's class and its constructor's keyword arguments (picklable: they travel to the ranks).
+
+    `replaceable`: it learns nothing, so one that died can be built again; weights that it was sent have to be sent
+    again.
+    """
 
     cls: type
     kwargs: dict[str, Any]
+    replaceable: bool = False
 
 
 @dataclass
