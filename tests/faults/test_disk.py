@@ -31,7 +31,9 @@ def test_a_place_where_no_folder_can_be(folder, sft_arguments, capsys):  # noqa:
 
 
 def test_a_name_that_is_too_long(sft_arguments, tmp_path, capsys):  # noqa: F811
-    stops_in_one_line(main_sft(sft_arguments(tmp_path / ("n" * 300))), capsys, "too long", "trainer.default_local_dir")
+    stops_in_one_line(
+        main_sft(sft_arguments(tmp_path / ("n" * 300))), capsys, "at most 255 bytes", "trainer.default_local_dir"
+    )
 
 
 def test_a_link_to_itself(sft_arguments, tmp_path, capsys):  # noqa: F811

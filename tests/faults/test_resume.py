@@ -432,6 +432,7 @@ def test_a_process_that_died_is_replaced(ppo_arguments, finished_ppo, tmp_path, 
     assert_same_weights(run_dir, finished_ppo)
 
 
+@pytest.mark.faults
 def test_a_ray_process_that_is_killed_is_replaced(ppo_arguments, finished_ppo, tmp_path, capsys):  # noqa: F811
     """The command goes on by itself, and the weights are those of an undisturbed run."""
     run_dir, killed = tmp_path / "run", []

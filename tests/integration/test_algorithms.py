@@ -413,7 +413,7 @@ def test_mistakes_about_ones_own_algorithms(settings, words, mine, overrides, tm
         ),
         (["critic.value_loss=msee"], ["msee", "mse"]),
         ([f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=-1_2"], ["rollout_is_threshold"]),
-        ([f"{CORRECTION}.rollout_rs=token_k9", f"{CORRECTION}.rollout_rs_threshold=1"], ["token_k9", "token_k1"]),
+        ([f"{CORRECTION}.rollout_rs=token_k9", f"{CORRECTION}.rollout_rs_threshold=1"], ["token_k9", "token_k3"]),
         (
             ["algorithm.filter_groups.enable=true", "actor_rollout_ref.rollout.n=1"],
             ["algorithm.filter_groups", "actor_rollout_ref.rollout.n"],

@@ -253,6 +253,12 @@ def _start_ray(pool: ResourcePool, ray_init: dict[str, Any]) -> Watchdog:
     settings = {k: v for k, v in ray_init.items() if v is not None}
     least = settings.pop("min_cpus", pool.world_size * pool.num_threads)  # of all pools, where there are several
     if "address" not in settings and "RAY_ADDRESS" not in os.environ:
+        if pool.num_nodes > 1:
+            raise UserError(
+                f"{pool} needs {pool.num_nodes} nodes, and this machine alone is known: start the same command once on "
+                "each node with trainer.node_rank and trainer.master_addr, or name a Ray cluster with RAY_ADDRESS or "
+                "ray_kwargs.ray_init.address"
+            )
         settings["address"] = "local"  # without it Ray joins whatever cluster has left its name on this machine
         # A laptop may well run more processes than it has cores: the bundles only have to add up.
         settings.setdefault("num_cpus", max(available_cores(), least))

@@ -273,7 +273,7 @@ def fit_again(run: Run, again: Callable[[], Run]) -> int:
             if restarts >= trainer.max_restarts:
                 raise
             restarts += 1
-            say(f"{reason}; restart {restarts} of trainer.max_restarts={trainer.max_restarts}")
+            say(f"{reason.what}; restart {restarts} of trainer.max_restarts={trainer.max_restarts}")
         except Diverged as reason:
             last = run.record.checkpoints.last
             if last is None or not run.rollbacks.add(last.step, run.step, str(reason)):

@@ -4,6 +4,7 @@ import os
 import sys
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -42,7 +43,7 @@ def test_pools_share_the_cores_of_a_node(monkeypatch):
     started: list[list[str]] = []
     monkeypatch.setattr(nodes.subprocess, "Popen", lambda command, **_: started.append(command))
     more = Placement("ray", {name: replace(pool, num_threads=16) for name, pool in found.pools.items()}, found.home)
-    nodes._start([], more)
+    nodes._start([], more, SimpleNamespace(mark={}))  # type: ignore[arg-type]
     assert "--num-cpus=128" in started[0]  # 4 x 16 and 4 x 16: the second pool is placed too
 
 
