@@ -21,8 +21,11 @@ SEED = int(os.environ.get("VALOR_FAULT_SEED", "0"))
 # A reward that an untrained model earns about every other time.
 PARITY = f"reward.custom_reward_function.path={Path(__file__).parents[1] / 'integration' / 'parity_reward.py'}"
 
-# Tests of other folders that belong to the suite: what a test of that file (whose name has this in it) tries.
-ELSEWHERE = {
+# Tests that try one fault each, also in other folders: what a test of that file (whose name has this in it) tries.
+ONE_EACH = {
+    ("test_damaged_checkpoints.py", ""): "damaged checkpoints, and kills while one is replaced",
+    ("test_disk.py", ""): "disk and path faults",
+    ("test_resume.py", ""): "resumes that differ, two runs in a folder, lost weights",
     ("test_sandbox_attacks.py", "test_forgery_fails"): "forged verdicts of code",
     ("test_sandbox_attacks.py", "not_taken_from_the_response"): "forged verdicts of code",
     ("test_sandbox_attacks.py", "test_break_out_fails"): "attempts to break out of the sandbox",
@@ -89,7 +92,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when != "call" or report.skipped:
         return
     found = [value for name, value in report.user_properties if name == "fault"]
-    for (file, name), kind in ELSEWHERE.items():
+    for (file, name), kind in ONE_EACH.items():
         if file in report.nodeid and name in report.nodeid:
             level = re.search(r"\[(namespaces|landlock|seccomp|rlimits)\b", report.nodeid)
             found.append((f"{kind}, level {level[1]}" if level else kind, 1))
