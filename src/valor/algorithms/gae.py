@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from valor.algorithms.reductions import Moments, last_token, masked_whiten, over_rows, result_like, zeroed
-from valor.algorithms.registry import capability
+from valor.algorithms.registry import register_advantage
 from valor.algorithms.scan import Packing, at_next_policy_token, credit_policy_tokens, suffix_scan, sums_to_go
 from valor.errors import UserError
 
@@ -33,7 +33,9 @@ def gae_by_loop(
     return advantages
 
 
-@capability("TD errors of a critic, decayed by γλ", "https://arxiv.org/abs/1506.02438", needs_critic=True)
+@register_advantage(
+    "gae", "TD errors of a critic, decayed by γλ", "https://arxiv.org/abs/1506.02438", needs_critic=True
+)
 def gae(
     *,
     rewards: Tensor,

@@ -54,19 +54,6 @@ class Capability:
         return [word for word, needed in words.items() if needed]
 
 
-_CAPABILITIES: dict[Callable[..., Any], Capability] = {}
-
-
-def capability(summary: str, paper: str = "", **needs: Any) -> Callable[[Function], Function]:
-    """Decorator of a built-in algorithm: its `Capability`, beside its code."""
-
-    def attach(function: Function) -> Function:
-        _CAPABILITIES[function] = Capability(summary, paper, **needs)
-        return function
-
-    return attach
-
-
 @dataclass(frozen=True)
 class Entry:
     """A registered function, its capability, and the `common` inputs that every function of its kind may name."""
@@ -75,7 +62,11 @@ class Entry:
     function: Callable[..., Any]
     capability: Capability
     common: frozenset[str]
-    builtin: bool = True
+
+    @property
+    def builtin(self) -> bool:
+        """Whether it comes with Valor."""
+        return self.function.__module__.startswith("valor.")
 
     @property
     def parameters(self) -> frozenset[str]:
@@ -108,15 +99,13 @@ class Entry:
 
 
 class Registry:
-    """Names to functions of one kind. The built-in ones are given as one literal; users add theirs by decorator."""
+    """Names to functions of one kind, which register themselves: ours and users' by the same decorator."""
 
     all: ClassVar[list["Registry"]] = []
 
-    def __init__(self, kind: str, common: Iterable[str], functions: Mapping[str, Callable[..., Any]]) -> None:
+    def __init__(self, kind: str, *common: str) -> None:
         self.kind, self.common = kind, frozenset(common)
-        self._entries = {
-            name: Entry(name, function, _CAPABILITIES[function], self.common) for name, function in functions.items()
-        }
+        self._entries: dict[str, Entry] = {}
         Registry.all.append(self)
 
     def __getitem__(self, name: str) -> Entry:
@@ -128,18 +117,18 @@ class Registry:
     def names(self) -> list[str]:
         return list(self._entries)
 
-    def register(self, name: str, **capability: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Decorator that adds a user's function; keywords are fields of `Capability`.
+    def register(self, name: str, summary: str = "", paper: str = "", **needs: Any) -> Callable[[Function], Function]:
+        """Decorator that adds a function under `name`; all else are fields of `Capability`.
 
         Registering the same source function again (a file imported twice) replaces it; another function under a name
         that is taken is a UserError.
         """
 
-        def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        def add(function: Function) -> Function:
             present = self._entries.get(name)
-            if present is not None and (present.builtin or _origin(present.function) != _origin(function)):
+            if present is not None and _origin(present.function) != _origin(function):
                 raise UserError(f"{self.kind} '{name}' is already registered; choose another name")
-            self._entries[name] = Entry(name, function, Capability(**capability), self.common, builtin=False)
+            self._entries[name] = Entry(name, function, Capability(summary, paper, **needs), self.common)
             return function
 
         return add
@@ -148,6 +137,21 @@ class Registry:
 def _origin(function: Callable[..., Any]) -> tuple[str, str]:
     code = getattr(function, "__code__", None)
     return (code.co_filename if code else "", getattr(function, "__qualname__", repr(function)))
+
+
+# A function takes by keyword those of the inputs here that it names, and options of its own. An estimator returns
+# (advantages, returns), both [B, T].
+ADVANTAGES = Registry(
+    "advantage estimator", "rewards", "response_mask", "values", "group_ids", "reward_baselines", "gamma", "lam"
+)
+# `inputs` is a `valor.algorithms.ppo.LossInputs`; its `aggregate` and `fraction` make the (loss, metrics) to return.
+POLICY_LOSSES = Registry("policy loss", "inputs", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+# A value loss returns three [B, T] tensors: loss, 1 where a clip binds, predicted value.
+VALUE_LOSSES = Registry("value loss", "values", "returns", "old_values", "cliprange_value")
+
+register_advantage = ADVANTAGES.register
+register_policy_loss = POLICY_LOSSES.register
+register_value_loss = VALUE_LOSSES.register
 
 
 def load_custom(path: str | None) -> None:

@@ -5,11 +5,13 @@ from torch import Tensor
 
 from valor.algorithms.groups import SINGLETON, GroupIds, Groups, sequence_scores, spread_over_tokens
 from valor.algorithms.reductions import masked_whiten, result_like
-from valor.algorithms.registry import capability, choose
+from valor.algorithms.registry import choose, register_advantage
 from valor.algorithms.scan import Packing, returns_to_go
 
 
-@capability("discounted return to go, whitened over the batch", "https://arxiv.org/abs/2501.03262")
+@register_advantage(
+    "reinforce_plus_plus", "discounted return to go, whitened over the batch", "https://arxiv.org/abs/2501.03262"
+)
 def reinforce_plus_plus(
     *,
     rewards: Tensor,
@@ -26,7 +28,12 @@ def reinforce_plus_plus(
     return masked_whiten(returns, response_mask, scope=whitening), returns
 
 
-@capability("score minus group mean, whitened over the batch", "https://arxiv.org/abs/2501.03262", min_group_size=2)
+@register_advantage(
+    "reinforce_plus_plus_baseline",
+    "score minus group mean, whitened over the batch",
+    "https://arxiv.org/abs/2501.03262",
+    min_group_size=2,
+)
 def reinforce_plus_plus_baseline(
     *,
     rewards: Tensor,
@@ -52,7 +59,9 @@ def reinforce_plus_plus_baseline(
     return advantage, advantage
 
 
-@capability("return minus the greedy response's reward", "https://arxiv.org/abs/2310.10505", needs_greedy_baseline=True)
+@register_advantage(
+    "remax", "return minus the greedy response's reward", "https://arxiv.org/abs/2310.10505", needs_greedy_baseline=True
+)
 def remax(
     *,
     rewards: Tensor,
@@ -72,7 +81,8 @@ def remax(
     return torch.addcmul(returns, mask, baselines, value=-1.0, out=result_like(returns)), returns
 
 
-@capability(
+@register_advantage(
+    "optimal_token_baseline",
     "return minus the least-variance baseline of each step",
     "https://arxiv.org/abs/2602.07078",
     min_group_size=2,

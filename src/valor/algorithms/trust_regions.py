@@ -5,11 +5,13 @@ from torch import Tensor
 
 from valor.algorithms.ppo import LossInputs, Metrics, clip_bounds
 from valor.algorithms.reductions import masked_mean
-from valor.algorithms.registry import capability
+from valor.algorithms.registry import register_policy_loss
 from valor.errors import UserError
 
 
-@capability("clip on the response's mean ratio", "https://arxiv.org/abs/2507.18071", aggregation="seq-mean-token-mean")
+@register_policy_loss(
+    "gspo", "clip on the response's mean ratio", "https://arxiv.org/abs/2507.18071", aggregation="seq-mean-token-mean"
+)
 def gspo(inputs: LossInputs, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2) -> tuple[Tensor, Metrics]:
     """PPO's clip on s_i = exp(mean_t log π/π_old), whose gradient reaches each token as through that token alone:
     log s_it = log π_t − sg(log π_t) + sg(log s_i), at most 10 (GSPO, https://arxiv.org/abs/2507.18071).
@@ -27,7 +29,12 @@ def gspo(inputs: LossInputs, *, clip_ratio_low: float = 0.2, clip_ratio_high: fl
     return inputs.aggregate(torch.maximum(unclipped, clipped)), metrics
 
 
-@capability("geometric mean of clipped ratios", "https://arxiv.org/abs/2507.20673", aggregation="seq-mean-token-mean")
+@register_policy_loss(
+    "geo_mean",
+    "geometric mean of clipped ratios",
+    "https://arxiv.org/abs/2507.20673",
+    aggregation="seq-mean-token-mean",
+)
 def geo_mean(
     inputs: LossInputs, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2
 ) -> tuple[Tensor, Metrics]:
@@ -52,7 +59,7 @@ def geo_mean(
     return inputs.aggregate(loss.unsqueeze(-1).expand_as(mask)), metrics
 
 
-@capability("trust region in total variation", "https://arxiv.org/abs/2602.04879")
+@register_policy_loss("dppo_tv", "trust region in total variation", "https://arxiv.org/abs/2602.04879")
 def dppo_tv(
     inputs: LossInputs, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2, clip_ratio_c: float | None = 3.0
 ) -> tuple[Tensor, Metrics]:
@@ -67,7 +74,7 @@ def dppo_tv(
     return _truncated(inputs, keep, clip_ratio_c)
 
 
-@capability("trust region in binary KL", "https://arxiv.org/abs/2602.04879")
+@register_policy_loss("dppo_kl", "trust region in binary KL", "https://arxiv.org/abs/2602.04879")
 def dppo_kl(
     inputs: LossInputs, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2, clip_ratio_c: float | None = 3.0
 ) -> tuple[Tensor, Metrics]:
@@ -95,7 +102,7 @@ def _truncated(inputs: LossInputs, keep: Tensor, clip_ratio_c: float | None) -> 
     return inputs.aggregate(-inputs.advantages * weight * inputs.log_probs), metrics
 
 
-@capability("PPO, high-covariance tokens held back", "https://arxiv.org/abs/2505.22617")
+@register_policy_loss("clip_cov", "PPO, high-covariance tokens held back", "https://arxiv.org/abs/2505.22617")
 def clip_cov(
     inputs: LossInputs,
     *,
@@ -131,7 +138,7 @@ def clip_cov(
     return inputs.aggregate(torch.maximum(unclipped, clipped).masked_fill(held_back, 0.0)), metrics
 
 
-@capability("-A·ratio, KL on high-covariance tokens", "https://arxiv.org/abs/2505.22617")
+@register_policy_loss("kl_cov", "-A·ratio, KL on high-covariance tokens", "https://arxiv.org/abs/2505.22617")
 def kl_cov(inputs: LossInputs, *, kl_cov_ratio: float = 2e-4, ppo_kl_coef: float = 0.1) -> tuple[Tensor, Metrics]:
     """L = −Aρ without a clip; the max(1, ⌊kl_cov_ratio · tokens⌋) tokens of largest covariance add
     ppo_kl_coef · |log π/π_old|. Metrics: ppo_kl, ppo_kl_abs.

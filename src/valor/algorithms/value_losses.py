@@ -10,13 +10,13 @@ from torch.nn import functional
 
 from valor.algorithms.ppo import Metrics
 from valor.algorithms.reductions import Denominator, aggregate_loss, keep_masked, loss_denominator, token_fraction
-from valor.algorithms.registry import Registry, capability, choose
+from valor.algorithms.registry import VALUE_LOSSES, choose, register_value_loss
 from valor.errors import UserError
 
 PerToken = tuple[Tensor, Tensor, Tensor]  # loss, 1 where clipping binds, predicted value; each [B, T]
 
 
-@capability("squared error, clipped around the old value", "https://arxiv.org/abs/1707.06347")
+@register_value_loss("mse", "squared error, clipped around the old value", "https://arxiv.org/abs/1707.06347")
 def clipped_mse(
     values: Tensor, returns: Tensor, *, old_values: Tensor | None = None, cliprange_value: float | None = 0.5
 ) -> PerToken:
@@ -24,7 +24,7 @@ def clipped_mse(
     return _clipped(values, returns, old_values, cliprange_value, lambda error: 0.5 * error.square())
 
 
-@capability("squared near, linear far", "https://doi.org/10.1214/aoms/1177703732")
+@register_value_loss("huber", "squared near, linear far", "https://doi.org/10.1214/aoms/1177703732")
 def huber(
     values: Tensor,
     returns: Tensor,
@@ -41,7 +41,7 @@ def huber(
     return _clipped(values, returns, old_values, cliprange_value, loss)
 
 
-@capability("cross-entropy for returns in [0, 1]")
+@register_value_loss("bce", "cross-entropy for returns in [0, 1]")
 def bce(values: Tensor, returns: Tensor) -> PerToken:
     """−R log σ(z) − (1 − R) log(1 − σ(z)): z the head's output, σ(z) the value, for returns in [0, 1].
 
@@ -52,7 +52,7 @@ def bce(values: Tensor, returns: Tensor) -> PerToken:
     return loss, torch.zeros_like(loss), values.detach().sigmoid()
 
 
-@capability("classification over bins", "https://arxiv.org/abs/2403.03950")
+@register_value_loss("hl_gauss", "classification over bins", "https://arxiv.org/abs/2403.03950")
 def hl_gauss(
     values: Tensor,
     returns: Tensor,
@@ -114,13 +114,6 @@ def _clipped(
     return torch.maximum(loss, clipped_loss), (clipped_loss > loss).float(), values.detach()
 
 
-VALUE_LOSSES = Registry(
-    "value loss",
-    ("values", "returns", "old_values", "cliprange_value"),
-    {"mse": clipped_mse, "huber": huber, "bce": bce, "hl_gauss": hl_gauss},
-)
-
-
 def value_loss(
     name: str = "mse",
     *,
@@ -166,15 +159,6 @@ def predict_values(name: str, outputs: Tensor, **options: float) -> Tensor:
     if name == "bce":
         return outputs.sigmoid()
     return hl_gauss_value(outputs, **options) if name == "hl_gauss" else outputs
-
-
-def register_value_loss(name: str, **capability: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: adds a value loss under `name`; keywords are `Capability` fields.
-
-    The function takes, by keyword, those of values, returns, old_values, cliprange_value that it names, and options of
-    its own; it returns three [B, T] tensors: loss, 1 where a clip binds, predicted value.
-    """
-    return VALUE_LOSSES.register(name, **capability)
 
 
 def bradley_terry_loss(
