@@ -28,7 +28,7 @@ COMMANDS: dict[str, Command] = {
     "rm train": Command("valor.trainer.main_sft:rm_train", "a reward model from preference pairs: key=value …"),
     "demo": Command("valor.lab.demo:main", "a tiny model made, warm-started and trained by PPO with a critic here"),
     "critic pretrain": Command("valor.trainer.main_ppo:critic_pretrain", "fit a critic to rollouts: key=value …"),
-    "critic score": Command("valor.lab.critic_score:main", "the scorecard of a critic: key=value … [--mc K]"),
+    "critic score": Command("valor.lab.critic_score:main", "the scorecard of a critic: key=value …"),
     "critic publish": Command("valor.lab.publish:main", "CKPT_OR_HF_DIR OUT: a critic as a model with its card"),
     "lab sweep": Command("valor.lab.sweep:main", "FILE.yaml: arms x seeds of a command, with intervals and tests"),
     "config keys": Command("valor.cli:config_keys", "[PREFIX]: every key with its type, default and meaning"),

@@ -67,9 +67,9 @@ def moved(model: Path, run_dir: Path, role: str) -> float:
 
 
 @pytest.mark.parametrize("estimator", BUILTIN_ESTIMATORS)
-def test_each_estimator_with_its_natural_loss(estimator, train):
+def test_each_estimator_with_the_loss_of_its_paper(estimator, train):
     capability = ADVANTAGES[estimator].capability
-    loss = {"ppo": "vanilla"}.get(capability.natural_loss, capability.natural_loss)
+    loss = "gpg" if estimator == "gpg" else "vanilla"
     rows = train(
         f"algorithm.adv_estimator={estimator}", f"{ACTOR}.policy_loss.loss_mode={loss}", *NEEDS.get(estimator, [])
     )

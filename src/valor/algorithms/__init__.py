@@ -7,7 +7,6 @@ from valor.algorithms.kl import (
     KLController,
     full_kl_from_logits,
     kl_penalty,
-    make_kl_controller,
     subtract_divergence,
 )
 from valor.algorithms.mismatch import mismatch_sums, off_policy_metrics
@@ -49,7 +48,6 @@ from valor.algorithms.selection import filter_groups, pf_ppo_resample, pf_ppo_we
 from valor.algorithms.value_losses import (
     bradley_terry_loss,
     hl_gauss_value,
-    predict_values,
     value_loss,
 )
 
@@ -79,7 +77,6 @@ __all__ = [
     "last_token",
     "load_custom",
     "loss_denominator",
-    "make_kl_controller",
     "masked_count",
     "masked_mean",
     "masked_sum",
@@ -91,7 +88,6 @@ __all__ = [
     "pf_ppo_weights",
     "place_at_end",
     "policy_loss",
-    "predict_values",
     "register_advantage",
     "register_policy_loss",
     "register_value_loss",

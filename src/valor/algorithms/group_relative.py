@@ -108,7 +108,6 @@ def opo(
     "score minus group mean, scaled up for samples without signal",
     "https://arxiv.org/abs/2504.02546",
     min_group_size=2,
-    natural_loss="gpg",
 )
 def gpg(
     *, rewards: Tensor, response_mask: Tensor, group_ids: GroupIds | None, f_norm: float = 1.0, singleton: str = "zero"

@@ -99,12 +99,3 @@ class AdaptiveKLController(KLController):
     def update(self, current_kl: float, n_steps: int) -> None:
         error = min(max(current_kl / self.target_kl - 1.0, -0.2), 0.2)
         self.value *= 1.0 + error * n_steps / self.horizon
-
-
-def make_kl_controller(
-    kind: str = "fixed", *, kl_coef: float, target_kl: float = 0.1, horizon: float = 10000.0
-) -> KLController:
-    """The controller `fixed` or `adaptive`."""
-    if choose(kind, ("fixed", "adaptive"), "KL controller") == "fixed":
-        return KLController(kl_coef)
-    return AdaptiveKLController(kl_coef, target_kl, horizon)

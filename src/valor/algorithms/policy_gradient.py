@@ -7,19 +7,11 @@ from valor.algorithms.registry import register_policy_loss
 from valor.errors import UserError
 
 
+@register_policy_loss("gpg", "reinforce: the estimator gpg does the rest", "https://arxiv.org/abs/2504.02546")
 @register_policy_loss("reinforce", "-A log π", "https://doi.org/10.1007/BF00992696")
 def reinforce(inputs: LossInputs) -> tuple[Tensor, Metrics]:
     """L = −A log π (times the rollout's importance weights where given): REINFORCE. Metrics: ppo_kl."""
     return inputs.aggregate(-inputs.advantages * inputs.log_probs), {"ppo_kl": inputs.fraction(-inputs.log_ratio())}
-
-
-@register_policy_loss("gpg", "-A log π", "https://arxiv.org/abs/2504.02546")
-def gpg(inputs: LossInputs) -> tuple[Tensor, Metrics]:
-    """L = −A log π: GPG optimises the plain objective, its estimator does the rest (https://arxiv.org/abs/2504.02546).
-
-    Metrics: ppo_kl.
-    """
-    return reinforce(inputs)
 
 
 @register_policy_loss("cispo", "clipped weight on -A log π", "https://arxiv.org/abs/2506.13585")

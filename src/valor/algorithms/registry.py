@@ -24,11 +24,11 @@ def choose(name: str, known: Iterable[str], what: str) -> str:
 
 @dataclass(frozen=True)
 class Capability:
-    """What an algorithm needs from the run and goes well with; checked before any model is loaded.
+    """What an algorithm needs from the run; checked before any model is loaded.
 
     summary: one line for tables. paper: link. needs_critic: token values. min_group_size: samples of one prompt.
     needs_greedy_baseline: the reward of a greedy response per prompt. needs_components: named reward components.
-    needs_sum_pi_squared: Σ_v π(v)² per position from the actor. natural_loss: the policy loss its paper pairs it with.
+    needs_sum_pi_squared: Σ_v π(v)² per position from the actor.
     aggregation: the loss_agg_mode that is part of a policy loss's definition (None: any).
     """
 
@@ -39,7 +39,6 @@ class Capability:
     needs_greedy_baseline: bool = False
     needs_components: bool = False
     needs_sum_pi_squared: bool = False
-    natural_loss: str = "ppo"
     aggregation: str | None = None
 
     def needs(self) -> list[str]:

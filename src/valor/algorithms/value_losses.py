@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from valor.algorithms.ppo import Metrics
 from valor.algorithms.reductions import Denominator, aggregate_loss, keep_masked, loss_denominator, token_fraction
-from valor.algorithms.registry import VALUE_LOSSES, choose, register_value_loss
+from valor.algorithms.registry import VALUE_LOSSES, register_value_loss
 from valor.errors import UserError
 
 PerToken = tuple[Tensor, Tensor, Tensor]  # loss, 1 where clipping binds, predicted value; each [B, T]
@@ -150,15 +150,6 @@ def value_loss(
         "vf_error_mean": token_fraction(predicted - common["returns"], response_mask, num_tokens),
     }
     return loss, metrics
-
-
-def predict_values(name: str, outputs: Tensor, **options: float) -> Tensor:
-    """Values [B, T] that a head trained with the loss `name` predicts: its outputs, their sigmoid (bce), or the mean of
-    their distribution over bins (hl_gauss, outputs [B, T, K])."""
-    choose(name, VALUE_LOSSES.names(), VALUE_LOSSES.kind)
-    if name == "bce":
-        return outputs.sigmoid()
-    return hl_gauss_value(outputs, **options) if name == "hl_gauss" else outputs
 
 
 def bradley_terry_loss(

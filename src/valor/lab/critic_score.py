@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,29 +19,11 @@ if TYPE_CHECKING:
     from valor.lab.scorecard import Branches, Judged
 
 ROLLOUTS_FILE = "rollouts.jsonl"
-_FLAGS = {
-    "out": ("DIR", "folder for the numbers, the page and the rollouts (score.out)"),
-    "rollouts": ("FILE", "judge on these instead of generating (score.rollouts)"),
-    "mc": ("K", "compare values with K branch rollouts from each of some states (score.mc)"),
-    "positions": ("N", "states of a response that get branches (score.positions)"),
-    "responses": ("N", "responses that get branches (score.responses)"),
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The flags are short for keys; everything else is key=value as in `valor ppo`."""
-    parser = argparse.ArgumentParser(
-        prog="valor critic score",
-        usage="valor critic score [flags] key=value …",
-        description="The scorecard of the critic at critic.model.path, on answers by the policy at "
-        "actor_rollout_ref.model.path to the prompts of data.val_files. Other flags and keys: valor ppo --help.",
-        allow_abbrev=False,
-    )
-    for name, (metavar, text) in _FLAGS.items():
-        parser.add_argument(f"--{name}", metavar=metavar, help=text)
-    flags, rest = parser.parse_known_args(argv)
-    keys = [f"score.{name}={value}" for name, value in vars(flags).items() if value is not None]
-    return run_command("critic score", [*rest, *keys], CriticScoreConfig, _start)
+    """Run the command line: key=value as in `valor ppo`, and `score.*`; the exit code."""
+    return run_command("critic score", argv, CriticScoreConfig, _start)
 
 
 def _start(config: CriticScoreConfig, command: str) -> int:
@@ -113,7 +94,7 @@ def _rollouts(config: CriticScoreConfig, pool: ResourcePool, controller: str) ->
 
     score, data = config.score, config.data
     if score.rollouts:
-        return read_rollouts(score.rollouts, load_policy_tokenizer(config), config.reward), None
+        return read_rollouts(score.rollouts, load_policy_tokenizer(config)), None
     # The held-out prompts, answered as training prompts are: by sampling, rollout.n times.
     held_out = {"train_files": data.val_files, "train_max_samples": data.val_max_samples, "val_files": None}
     as_training = config.model_copy(update={"data": data.model_copy(update={**held_out, "train_batch_size": 1})})

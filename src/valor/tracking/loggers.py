@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import json
@@ -174,9 +173,7 @@ def check_loggers(names: Sequence[str]) -> None:
     """UserError if a name in `trainer.logger` is unknown, or its package is not installed."""
     for name in names:
         if name not in LOGGERS:
-            near = difflib.get_close_matches(name, LOGGERS, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise UserError(f"trainer.logger: no logger is called {name!r}: {hint}there are {', '.join(LOGGERS)}")
+            raise UserError(f"trainer.logger: no logger is called {name!r}: there are {', '.join(LOGGERS)}")
     spec = importlib.util.find_spec("wandb") if "wandb" in names else None
     if "wandb" in names and (spec is None or spec.origin is None):  # no origin: merely a folder of that name
         raise UserError(

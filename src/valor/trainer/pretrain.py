@@ -145,7 +145,7 @@ class CriticPretrainRun(Run):
         """From the given files; else from the policy, and kept in the run's folder for a resumed run to read."""
         kept, given = self.record.run_dir / ROLLOUTS_FILE, self.config.pretrain.rollouts
         if given or (resuming and kept.exists()):
-            return read_rollouts(given or [str(kept)], self.tokenizer, self.config.reward)
+            return read_rollouts(given or [str(kept)], self.tokenizer)
         assert self.inputs is not None, "made where no files are given"
         try:
             with policy_group(self.config, self.inputs, self.pool, self.controller, self.record.say) as collector:

@@ -57,19 +57,17 @@ def test_penalty_leaves_masked_positions_and_rows_without_tokens_alone() -> None
 
 
 def test_controllers_resume_where_they_were() -> None:
-    first = algorithms.make_kl_controller("adaptive", kl_coef=0.1, target_kl=1.0, horizon=100)
+    first = algorithms.AdaptiveKLController(0.1, target_kl=1.0, horizon=100)
     first.update(5.0, 10)
     assert first.value == pytest.approx(0.1 * 1.02)
-    again = algorithms.make_kl_controller("adaptive", kl_coef=0.7, target_kl=1.0, horizon=100)
+    again = algorithms.AdaptiveKLController(0.7, target_kl=1.0, horizon=100)
     again.load_state_dict(first.state_dict())
     for controller in (first, again):
         controller.update(0.0, 10)
     assert again.value == first.value == pytest.approx(0.1 * 1.02 * 0.98)
-    fixed = algorithms.make_kl_controller("fixed", kl_coef=0.3)
+    fixed = algorithms.KLController(0.3)
     fixed.update(100.0, 1000)
     assert fixed.value == 0.3
-    with pytest.raises(UserError, match="known: fixed, adaptive"):
-        algorithms.make_kl_controller("other", kl_coef=0.1)
     with pytest.raises(UserError, match="target_kl > 0"):
         algorithms.AdaptiveKLController(0.1, target_kl=0.0, horizon=100)
 

@@ -15,7 +15,7 @@ CASE = {"rewards": torch.tensor([[0.0, 1.0]]), "response_mask": torch.ones(1, 2)
 OWN_FILE = """
 from valor import algorithms
 
-@algorithms.register_advantage("my_own", needs_critic=False, summary="the reward itself", natural_loss="reinforce")
+@algorithms.register_advantage("my_own", needs_critic=False, summary="the reward itself")
 def my_own(*, rewards, response_mask, bonus=0.0):
     advantages = (rewards + bonus) * response_mask
     return advantages, advantages
@@ -73,7 +73,6 @@ def test_a_users_file_adds_algorithms_and_may_be_read_twice(tmp_path: Path, clea
     advantages, _ = algorithms.compute_advantages("my_own", **CASE, bonus=1.0, group_ids=[0], gamma=0.5)
     assert advantages.tolist() == [[1.0, 2.0]]
     assert algorithms.ADVANTAGES["my_own"].options == {"bonus"}
-    assert algorithms.ADVANTAGES["my_own"].capability.natural_loss == "reinforce"
     log_probs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     loss, metrics = algorithms.policy_loss(
         "my_loss",
@@ -125,7 +124,6 @@ def test_capabilities_are_data() -> None:
     assert [name for name, one in table.items() if one.needs_components] == ["gdpo"]
     assert [name for name, one in table.items() if one.needs_sum_pi_squared] == ["optimal_token_baseline"]
     assert {name for name, one in table.items() if one.min_group_size < 2} == {"gae", "reinforce_plus_plus", "remax"}
-    assert all(one.natural_loss in algorithms.POLICY_LOSSES for one in table.values())
     assert all(one.summary and one.paper.startswith("https://") for one in table.values())
     assert table["grpo"].needs() == ["2 samples per prompt"]
 

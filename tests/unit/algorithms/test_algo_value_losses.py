@@ -119,12 +119,7 @@ def test_mistakes_are_named(name: str, options: dict, message: str) -> None:
         algorithms.value_loss(name, **{**case(), **options})
 
 
-def test_what_a_head_predicts() -> None:
-    raw = torch.tensor([[0.0, 2.0]])
-    assert torch.equal(algorithms.predict_values("mse", raw), raw)
-    assert algorithms.predict_values("bce", raw)[0, 0].item() == 0.5
+def test_the_mean_of_a_distribution_over_bins() -> None:
     bins = torch.tensor([[[0.0, 50.0], [50.0, 0.0], [1.0, 1.0]]])
-    predicted = algorithms.predict_values("hl_gauss", bins, value_min=-1.0, value_max=1.0)
+    predicted = algorithms.hl_gauss_value(bins, value_min=-1.0, value_max=1.0)
     torch.testing.assert_close(predicted, torch.tensor([[0.5, -0.5, 0.0]]))
-    with pytest.raises(UserError, match="did you mean bce"):
-        algorithms.predict_values("bbce", raw)
