@@ -88,7 +88,7 @@ def policy_loss(
         advantages=keep_masked(advantages, response_mask),
         response_mask=response_mask,
         rollout_is_weights=None if rollout_is_weights is None else keep_masked(rollout_is_weights, response_mask),
-        loss_agg_mode=_aggregation(entry, loss_agg_mode),
+        loss_agg_mode=aggregation(entry, loss_agg_mode),
         loss_scale_factor=loss_scale_factor,
         num_tokens=num_tokens,
         num_sequences=num_sequences,
@@ -103,12 +103,13 @@ def policy_loss(
     return loss, {key: torch.as_tensor(value).detach() for key, value in metrics.items()}
 
 
-def _aggregation(entry: Entry, requested: str) -> str:
+def aggregation(entry: Entry, requested: str) -> str:
+    """The loss_agg_mode of a policy loss: `requested`, or its own in place of the default. UserError: another one."""
     fixed = entry.capability.aggregation
     if fixed is None or requested == fixed:
         return requested
     if requested != "token-mean":
-        raise UserError(f"{entry.name} always aggregates as {fixed}; remove loss_agg_mode={requested}")
+        raise UserError(f"policy loss {entry.name} always aggregates as {fixed}: remove loss_agg_mode={requested}")
     return fixed
 
 

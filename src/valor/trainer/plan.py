@@ -58,12 +58,8 @@ def _training_rows(config: PPOConfig | SupervisedConfig) -> Rows:
     length = f"{epochs} x ({unit} in the training data / {config.data.train_batch_size:,}) steps"
     if trainer.total_training_steps is not None:
         length = _count(trainer.total_training_steps, "step")
-    return [
-        ("run", f"{trainer.project_name}/{trainer.experiment_name} in {trainer.default_local_dir}"),
-        *rows,
-        ("length", length),
-        ("validation", _validation(config)),
-    ]
+    run = f"{trainer.project_name}/{trainer.experiment_name} in {trainer.default_local_dir}"
+    return [("run", run), *rows, ("length", length)]
 
 
 def _ppo_rows(config: PPOConfig) -> Rows:
@@ -210,25 +206,10 @@ def _updates(config: PPOConfig, role: UpdateConfig) -> str:
 
 def _old_log_probs(config: PPOConfig) -> str:
     old, correction = OldLogProbs.of(config), config.algorithm.rollout_correction
-    steps = [f"{correction.rollout_is} importance weights"] if correction.weighs else []
-    steps += [f"rejection by {correction.rollout_rs}"] if correction.rollout_rs is not None else []
-    corrections = " and ".join(steps)
-    if old.bypass:
-        return _and("the rollout's own (bypass_mode)", bool(steps) and f"{corrections} before each update")
-    if not old.recompute:
+    if not (old.bypass or old.recompute):
         return "none needed: one update per batch, the ratio is exactly 1"
-    return _and("recomputed once per step", corrections)
-
-
-def _validation(config: PPOConfig | SupervisedConfig) -> str:
-    every, files = config.trainer.test_freq, _and(*config.data.val_files or [])
-    when = f"every {every} steps, after the last" if every > 0 else "after the last"
-    if isinstance(config, CriticPretrainConfig):
-        return f"after every epoch: {config.pretrain.holdout:.0%} of the prompts, held out"
-    if isinstance(config, RMConfig) and not files and config.data.val_share > 0:
-        return f"{when}: {config.data.val_share:.0%} of the prompts of each source, held out"
-    if not files:
-        return "none (data.val_files is not set)"
-    if isinstance(config, PPOConfig):
-        when = "alone" if config.trainer.val_only else _and(config.trainer.val_before_train and "at first", when)
-    return f"{when}: {files}"
+    return _and(
+        "the rollout's own (bypass_mode)" if old.bypass else "recomputed once per step",
+        correction.weighs and f"{correction.rollout_is} importance weights",
+        correction.rollout_rs is not None and f"rejection by {correction.rollout_rs}",
+    )
