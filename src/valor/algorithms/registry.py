@@ -2,8 +2,9 @@
 
 import difflib
 import inspect
+import textwrap
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
 from valor.errors import UserError
@@ -26,14 +27,12 @@ def choose(name: str, known: Iterable[str], what: str) -> str:
 class Capability:
     """What an algorithm needs from the run; checked before any model is loaded.
 
-    summary: one line for tables. paper: link. needs_critic: token values. min_group_size: samples of one prompt.
+    needs_critic: token values. min_group_size: samples of one prompt.
     needs_greedy_baseline: the reward of a greedy response per prompt. needs_components: named reward components.
     needs_sum_pi_squared: Σ_v π(v)² per position from the actor.
     aggregation: the loss_agg_mode that is part of a policy loss's definition (None: any).
     """
 
-    summary: str = ""
-    paper: str = ""
     needs_critic: bool = False
     min_group_size: int = 1
     needs_greedy_baseline: bool = False
@@ -41,16 +40,9 @@ class Capability:
     needs_sum_pi_squared: bool = False
     aggregation: str | None = None
 
-    def needs(self) -> list[str]:
-        """What must be there, in words."""
-        words = {
-            "critic": self.needs_critic,
-            f"{self.min_group_size} samples per prompt": self.min_group_size > 1,
-            "a greedy response per prompt": self.needs_greedy_baseline,
-            "reward components": self.needs_components,
-            "sum of squared probabilities": self.needs_sum_pi_squared,
-        }
-        return [word for word, needed in words.items() if needed]
+    def given(self) -> list[tuple[str, Any]]:
+        """The fields that are not at their default."""
+        return [(one.name, value) for one in fields(self) if (value := getattr(self, one.name)) != one.default]
 
 
 @dataclass(frozen=True)
@@ -116,8 +108,8 @@ class Registry:
     def names(self) -> list[str]:
         return list(self._entries)
 
-    def register(self, name: str, summary: str = "", paper: str = "", **needs: Any) -> Callable[[Function], Function]:
-        """Decorator that adds a function under `name`; all else are fields of `Capability`.
+    def register(self, name: str, **capability: Any) -> Callable[[Function], Function]:
+        """Decorator that adds a function under `name`; keywords are fields of `Capability`.
 
         Registering the same source function again (a file imported twice) replaces it; another function under a name
         that is taken is a UserError.
@@ -127,7 +119,7 @@ class Registry:
             present = self._entries.get(name)
             if present is not None and _origin(present.function) != _origin(function):
                 raise UserError(f"{self.kind} '{name}' is already registered; choose another name")
-            self._entries[name] = Entry(name, function, Capability(summary, paper, **needs), self.common)
+            self._entries[name] = Entry(name, function, Capability(**capability), self.common)
             return function
 
         return add
@@ -163,15 +155,15 @@ def load_custom(path: str | None) -> None:
 
 
 def describe_algorithms() -> str:
-    """The registries as text tables: name, what it does, what it needs, its paper."""
+    """The registries as text: each name with the first paragraph of its docstring, and what it needs."""
     lines: list[str] = []
     for registry in Registry.all:
-        plural = registry.kind.replace("loss", "losse") + "s"
-        lines += ["", plural] if lines else [plural]
+        lines += ["", registry.kind] if lines else [registry.kind]
         for name in registry.names():
             entry = registry[name]
-            needs = ", ".join(entry.capability.needs())
-            lines.append(f"  {name:<30} {entry.capability.summary}" + (f" (needs {needs})" if needs else ""))
-            if entry.capability.paper:
-                lines.append(f"  {'':<30} {entry.capability.paper}")
+            about = (inspect.getdoc(entry.function) or "").partition("\n\n")[0]
+            needs = ", ".join(f"{key}={value}" for key, value in entry.capability.given())
+            head, indent = f"  {name:<30} ", " " * 33
+            lines += textwrap.wrap(about, 120, initial_indent=head, subsequent_indent=indent) or [head]
+            lines += [indent + needs] if needs else []
     return "\n".join(lines)
