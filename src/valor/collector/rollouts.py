@@ -19,7 +19,8 @@ from valor import algorithms
 from valor.collector.collector import Collector
 from valor.collector.inputs import RunInputs
 from valor.config import PPOConfig
-from valor.controller import ResourcePool, start_group
+from valor.controller.placement import ResourcePool
+from valor.controller.start import start_group
 from valor.data.batch import Batch, pad_rows
 from valor.data.files import read_records
 from valor.data.prompts import PromptRow, render, token_ids

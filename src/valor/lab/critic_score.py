@@ -14,7 +14,7 @@ from valor.tracking.progress_console import show_progress
 from valor.trainer.command import run_command
 
 if TYPE_CHECKING:
-    from valor.controller import ResourcePool
+    from valor.controller.placement import ResourcePool
     from valor.data.batch import Batch
     from valor.lab.scorecard import Branches, Judged
 
@@ -58,7 +58,8 @@ def _measure(config: CriticScoreConfig) -> tuple[Judged, Branches | None]:
     """Rollouts, branches if asked for, and the critic's values of the rollouts: policy and critic take turns."""
     from valor.collector.inputs import load_policy_tokenizer
     from valor.collector.rollouts import correct, outcomes, rollout_records, same_prompt, write_rollouts
-    from valor.controller import resolve_pool, start_group
+    from valor.controller.placement import resolve_pool
+    from valor.controller.start import start_group
     from valor.lab.scorecard import Judged
     from valor.tracking.progress import phase
     from valor.trainer.critic_tokenizer import check_critic_tokenizer

@@ -21,7 +21,9 @@ from valor.collector.rollouts import (
     write_rollouts,
 )
 from valor.config import CriticPretrainConfig
-from valor.controller import ResourcePool, Roles, start_group
+from valor.controller.group import Roles
+from valor.controller.placement import ResourcePool
+from valor.controller.start import start_group
 from valor.data.batch import Batch
 from valor.data.sampler import PromptSampler, shuffled
 from valor.errors import UserError
