@@ -3,7 +3,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo test test-fast check format clean vllm-cpu
+KILLS ?= 210
+SEED ?= 0
+
+.PHONY: demo test test-fast test-faults test-gpu check format clean vllm-cpu
 
 # Hundreds of processes would compile what they import, each anew, where an environment forbids to keep bytecode.
 export PYTHONDONTWRITEBYTECODE =
@@ -24,15 +27,22 @@ vllm-cpu: $(VENV)/.installed  ## the vLLM rollout engine on a machine without GP
 demo: $(VENV)/.installed  ## PPO with a critic on a tiny model, from nothing, on this machine
 	$(BIN)/valor demo
 
-test test-fast: export OMP_NUM_THREADS = 1  # models this small gain nothing from a second thread
+test test-fast test-faults: export OMP_NUM_THREADS = 1  # models this small gain nothing from a second thread
 
 test: $(VENV)/.installed  ## everything that needs no GPU
-	$(BIN)/python -m pytest -m "not gpu and not alone" -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not gpu and not alone and not faults" -n $(JOBS) --dist loadfile --no-loadscope-reorder
 	$(BIN)/python -m pytest -m "alone and not gpu"
 
 test-fast: $(VENV)/.installed  ## what a change breaks first: no process, no Ray, no vLLM, no whole run, no clock
-	$(BIN)/python -m pytest tests/unit tests/architecture -m "not slow and not alone and not gpu" \
+	$(BIN)/python -m pytest tests/unit tests/architecture -m "not slow and not alone and not gpu and not faults" \
 		-n $(JOBS) --dist loadfile
+
+test-gpu: $(VENV)/.installed  ## what only GPUs can show, at most 10 minutes on one; elsewhere each test says why it is skipped
+	$(BIN)/python -m pytest tests/gpu -m gpu
+
+test-faults: $(VENV)/.installed  ## the fault suite: KILLS=210 SIGKILLs by SEED=0, and its table in docs/reliability.md
+	VALOR_KILLS=$(KILLS) VALOR_FAULT_SEED=$(SEED) VALOR_FAULT_TABLE=docs/reliability.md $(BIN)/python -m pytest \
+		tests/faults tests/unit/sandbox/test_sandbox_attacks.py tests/unit/rewards/test_rewards_disturbed.py
 
 check: $(VENV)/.installed  ## lint, format and types
 	$(BIN)/ruff check .

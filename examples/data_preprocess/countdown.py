@@ -1,4 +1,4 @@
-"""Countdown puzzles, made here, as files to train on; every option of `valor data prepare countdown`.
+"""Countdown puzzles, made by reasoning-gym, as files to train on; every option of `valor data prepare countdown`.
 
 python examples/data_preprocess/countdown.py --local_save_dir ~/data/countdown
 """

@@ -1,4 +1,4 @@
-"""Game of 24, all solvable hands, made here, as files to train on; every option of `valor data prepare game24`.
+"""Game of 24, all solvable hands, as files to train on; every option of `valor data prepare game24`.
 
 python examples/data_preprocess/game24.py --local_save_dir ~/data/game24
 """

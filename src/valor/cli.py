@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from valor import __version__
-from valor.errors import UserError
+from valor.errors import exit_code
 
 # "module:function", the function taking the remaining arguments and returning the exit code, and a line of help.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -26,8 +26,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "config keys": ("valor.cli:config_keys", "[PREFIX]: every key with its type, default and meaning"),
     "algorithms": ("valor.cli:algorithms", "the advantage estimators and losses, and what each needs"),
     "data prepare": ("valor.data.prepare:main", "[NAME]: a public data set, or your own, as files to train on"),
-    "data check": ("valor.lab.data_checks:data_check", "FILE: columns, lengths, duplicates, graders"),
-    "rewards list": ("valor.rewards.listing:main", "which grader scores which data_source, and its components"),
+    "data check": ("valor.lab.data_checks:data_check", "FILE: lengths, duplicates, graders"),
+    "rewards list": ("valor.rewards.registry:main", "which grader scores which data_source, and its components"),
     "rewards check": ("valor.lab.data_checks:rewards_check", "FILE: that, and do its graders work on it?"),
     "rewards sandbox": ("valor.sandbox.levels:main", "how this machine encloses code of models"),
     "export": ("valor.cli:export", "CKPT OUT [--role critic]: a checkpoint as a Hugging Face directory"),
@@ -94,10 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     module, _, function = COMMANDS[name][0].partition(":")
     try:
-        return getattr(importlib.import_module(module), function)(rest)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+        return exit_code(lambda: getattr(importlib.import_module(module), function)(rest))
     except BrokenPipeError:  # the reader (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE

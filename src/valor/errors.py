@@ -1,5 +1,10 @@
 """How a command ends early: its text is printed as one line."""
 
+import difflib
+import signal
+import sys
+from collections.abc import Callable, Iterable
+
 
 class UserError(Exception):
     """A mistake in what was asked for: its message is one clear line that says what to do about it. Exit code 2."""
@@ -7,3 +12,63 @@ class UserError(Exception):
 
 class TrainingStopped(RuntimeError):
     """The run cannot go on in a sensible way: the message is the reason and what to do. Exit code 1."""
+
+
+class Diverged(TrainingStopped):
+    """The weights are lost to training: they are not finite, have exploded, or get no update any more."""
+
+
+class WorkerDied(TrainingStopped):
+    """A process that holds weights has ended, `what` says which; a new one can go on from the last checkpoint."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        advice = "start the same command again to go on from the last checkpoint, on as many nodes as are left"
+        super().__init__(f"{what}: {advice}")
+
+
+def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """The end of a message about an unknown name: `; did you mean x?`, or "" when no known one is like it.
+
+    `cutoff`: how alike they must be, from 0 to 1.
+    """
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether memory has run out: torch's own error, or that of cuBLAS, NCCL or the CPU, which are RuntimeErrors."""
+    texts = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "not enough memory")
+    named = type(error).__name__ == "OutOfMemoryError"
+    return isinstance(error, RuntimeError) and (named or any(text in str(error) for text in texts))
+
+
+class StepRefused(TrainingStopped):
+    """The step cannot be done, and nothing has been learnt from it yet: the run is saved as it was before."""
+
+
+class WorkersReplaced(TrainingStopped):
+    """Processes died and others have taken their place, which have not been sent any weights yet."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal, whose number is the argument, that stops a run at once. Exit code 128 + that number."""
+
+
+def exit_code(command: Callable[[], int]) -> int:
+    """Run a command; its exit code, or that of its early end, whose line has gone to stderr."""
+    try:
+        return command()
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except TrainingStopped as reason:
+        print(f"stopped: {reason}", file=sys.stderr)
+        return 1
+    except Interrupted as interrupt:
+        name = signal.Signals(interrupt.args[0]).name
+        print(f"{name}: stopped at once; the same command goes on from its last checkpoint", file=sys.stderr)
+        return 128 + interrupt.args[0]
+    except KeyboardInterrupt:
+        print("SIGINT: stopped", file=sys.stderr)
+        return 128 + signal.SIGINT

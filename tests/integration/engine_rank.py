@@ -43,8 +43,6 @@ class Case:
     fsdp: dict[str, Any] = field(default_factory=dict)
     checkpointing: bool = False
     packed: bool = False
-    room: int | None = None  # positions of a pass beyond which rank 0 runs out of memory
-    where: str = "forward"  # or, in a backward pass, the name of the module whose gradient it has no memory for
     shared: int = 1  # ranks that compute a part of every row
     family: str = "qwen2"
 
@@ -128,17 +126,6 @@ def run_case(case: Case, out: Path) -> None:
     engine = build(case)
     rows = partition_rows(lengths, engine.data_parallel_size)[engine.data_parallel_rank]
     share = batch.take(rows)
-    if case.room is not None and rank == 0:
-
-        def full(module: Any, args: Any, output: Any) -> None:
-            output = output[0] if isinstance(output, tuple) else output
-            if output.shape[0] * output.shape[1] > case.room:
-                raise torch.OutOfMemoryError("injected")
-
-        if case.where == "forward":
-            engine.module.hf.model.layers[0].mlp.register_forward_hook(full)
-        else:
-            engine.module.hf.model.get_submodule(case.where).register_full_backward_hook(full)
     limits = {"max_tokens": 45}
     evaluated = {} if case.role == "critic" else {"temperature": 0.8, "with_entropy": True}
     outputs = engine.forward(share, **limits, **evaluated)

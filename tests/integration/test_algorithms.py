@@ -67,9 +67,9 @@ def moved(model: Path, run_dir: Path, role: str) -> float:
 
 
 @pytest.mark.parametrize("estimator", BUILTIN_ESTIMATORS)
-def test_each_estimator_with_the_loss_of_its_paper(estimator, train):
+def test_each_estimator_with_its_natural_loss(estimator, train):
     capability = ADVANTAGES[estimator].capability
-    loss = "gpg" if estimator == "gpg" else "vanilla"
+    loss = {"ppo": "vanilla"}.get(capability.natural_loss, capability.natural_loss)
     rows = train(
         f"algorithm.adv_estimator={estimator}", f"{ACTOR}.policy_loss.loss_mode={loss}", *NEEDS.get(estimator, [])
     )
@@ -110,11 +110,12 @@ def test_dr_grpo(train):
 @pytest.mark.parametrize(
     "settings",
     [
+        ["value_loss=huber", "value_loss_kwargs={huber_delta:0.5}"],
         ["value_loss=bce"],
         ["value_loss=hl_gauss", "value_loss_kwargs={num_bins:11,value_max:2.0}"],
         ["value_loss=mse", "cliprange_value=null"],
     ],
-    ids=["bce", "hl_gauss", "unclipped"],
+    ids=["huber", "bce", "hl_gauss", "unclipped"],
 )
 def test_each_value_loss(settings, train, tiny, tmp_path):
     rows = train(*[f"critic.{s}" for s in settings], "critic.optim.lr=1e-2")

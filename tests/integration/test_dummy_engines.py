@@ -75,6 +75,10 @@ class PlainEngine:
     def without_adapters(self) -> AbstractContextManager:
         return nullcontext()
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        return sum(value.nbytes for value in self.module.state_dict().values())
+
     def save(self, path: Path) -> None:
         path.mkdir(parents=True)
         save_file({name: tensor.clone() for name, tensor in self.module.state_dict().items()}, path / "plain")
@@ -85,7 +89,7 @@ class PlainEngine:
     def export(self, path: Path) -> None:
         export_hf(self.module, path)
 
-    def offload(self, *, optimizer=True) -> None: ...
+    def offload(self) -> None: ...
 
     def onload(self, *, optimizer=True) -> None: ...
 

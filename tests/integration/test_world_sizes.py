@@ -26,13 +26,6 @@ PACKED = [
 SHARED = [replace(case, shared=2) for case in PACKED]  # sequence parallelism
 SAVED = [Case(role, SAVING, checkpointing=True) for role in ROLES]
 HYBRID = [Case(role, {"fsdp_size": 2, "reshard_after_forward": False}, checkpointing=True) for role in ROLES]
-FULL = [
-    Case("actor", room=20, packed=True),
-    Case("critic", room=20, checkpointing=True),
-    Case("actor", room=20, where="layers.1.mlp", packed=True),
-    Case("grpo", room=20, where="norm"),
-    Case("critic", {"reshard_after_forward": False}, room=20, where="layers.0.self_attn.o_proj", checkpointing=True),
-]
 TP = {"tensor_parallel_size": 2}
 TENSOR = [
     Case("actor", TP, checkpointing=True, packed=True),
@@ -47,9 +40,9 @@ WIDE = [
     Case("critic", {**TP, "fsdp_size": 1}, checkpointing=True),
 ]
 CASES = {
-    1: [*PLAIN, *FAMILIES, *SAVED, *PACKED, *FULL],
-    2: [*PLAIN, *SAVED, *PACKED, *SHARED, *TENSOR, *FULL],
-    4: [*PLAIN, *SAVED, *HYBRID, *PACKED, *SHARED, *TENSOR, *WIDE, *FULL],
+    1: [*PLAIN, *FAMILIES, *SAVED, *PACKED],
+    2: [*PLAIN, *SAVED, *PACKED, *SHARED, *TENSOR],
+    4: [*PLAIN, *SAVED, *HYBRID, *PACKED, *SHARED, *TENSOR, *WIDE],
 }
 
 
@@ -81,9 +74,8 @@ def test_equal_to_one_plain_rank(found, world, case):
         for name, value in load_file(found[world] / f"{case.name}.{rank}.outputs").items():
             torch.testing.assert_close(value, outputs[name][result["rows"]], rtol=0, atol=1e-5)
     grads = load_file(found[1] / f"{plain.name}.grads")
-    tolerance = 1e-6 if case.room and world < 4 else 1e-5
     for name, value in load_file(found[world] / f"{case.name}.grads").items():
-        torch.testing.assert_close(value, grads[name], rtol=1e-4, atol=tolerance)
+        torch.testing.assert_close(value, grads[name], rtol=1e-4, atol=1e-5)
     for number, step in enumerate(expected["steps"]):
         mine = [result["steps"][number] for result in results]
         for key in ("loss", "rows"):
@@ -91,14 +83,6 @@ def test_equal_to_one_plain_rank(found, world, case):
             assert sum(told) == pytest.approx(step[key], abs=1e-4)
         assert all(one["grad_norm"] == pytest.approx(step["grad_norm"], rel=1e-4) for one in mine)
         assert all(one["skipped"] == 0.0 for one in mine)
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_only_the_rank_that_ran_out_of_memory_takes_smaller_micro_batches(found, world):
-    for case in FULL:
-        first, second = zip(*(result["steps"] for result in ranks(found[world], case, world)), strict=True)
-        assert first[0]["oom_retries"] > 0 and first[0]["token_budget_min"] <= 40
-        assert not any("oom_retries" in step for step in (*first[1:], *second))
 
 
 @pytest.mark.parametrize("name", loaders(Path()))

@@ -2,13 +2,8 @@
 
 from valor.algorithms import gae, group_relative, policy_gradient, reinforce, trust_regions  # noqa: F401  # they register
 from valor.algorithms.advantages import compute_advantages
-from valor.algorithms.kl import (
-    AdaptiveKLController,
-    KLController,
-    full_kl_from_logits,
-    kl_penalty,
-    subtract_divergence,
-)
+from valor.algorithms.distributions import entropy_from_logits, full_kl_from_logits, sum_pi_squared_from_logits
+from valor.algorithms.kl import AdaptiveKLController, KLController, kl_penalty, make_kl_controller, subtract_divergence
 from valor.algorithms.mismatch import mismatch_sums, off_policy_metrics
 from valor.algorithms.ppo import LossInputs, policy_loss
 from valor.algorithms.reductions import (
@@ -20,6 +15,7 @@ from valor.algorithms.reductions import (
     masked_count,
     masked_mean,
     masked_sum,
+    masked_var,
     masked_whiten,
 )
 from valor.algorithms.registry import (
@@ -69,6 +65,7 @@ __all__ = [
     "critic_advantages",
     "describe_algorithms",
     "draw_reward_mask",
+    "entropy_from_logits",
     "filter_groups",
     "full_kl_from_logits",
     "hl_gauss_value",
@@ -77,9 +74,11 @@ __all__ = [
     "last_token",
     "load_custom",
     "loss_denominator",
+    "make_kl_controller",
     "masked_count",
     "masked_mean",
     "masked_sum",
+    "masked_var",
     "masked_whiten",
     "mismatch_sums",
     "off_policy_metrics",
@@ -93,6 +92,7 @@ __all__ = [
     "register_value_loss",
     "rollout_correction",
     "subtract_divergence",
+    "sum_pi_squared_from_logits",
     "value_at_end",
     "value_loss",
 ]

@@ -43,7 +43,7 @@ def grpo(
     return advantage, advantage
 
 
-@register_advantage("grpo_passk", min_group_size=2)
+@register_advantage("grpo_passk", min_group_size=2, paper="https://arxiv.org/abs/2503.19595")
 def grpo_passk(
     *, rewards: Tensor, response_mask: Tensor, group_ids: GroupIds | None, norm_adv_by_std_in_grpo: bool = True
 ) -> tuple[Tensor, Tensor]:
@@ -97,7 +97,7 @@ def opo(
     return advantage, advantage
 
 
-@register_advantage("gpg", min_group_size=2)
+@register_advantage("gpg", min_group_size=2, natural_loss="gpg")
 def gpg(
     *, rewards: Tensor, response_mask: Tensor, group_ids: GroupIds | None, f_norm: float = 1.0, singleton: str = "zero"
 ) -> tuple[Tensor, Tensor]:

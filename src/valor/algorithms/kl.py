@@ -3,7 +3,6 @@
 http://joschu.net/blog/kl-approx.html derives k1, k2 and k3.
 """
 
-import torch
 from torch import Tensor
 
 from valor.algorithms.reductions import keep_masked, masked_mean
@@ -44,16 +43,6 @@ def _estimate(x: Tensor, kind: str) -> Tensor:
         return 0.5 * x.square()
     reverse = (-x).clamp(-20.0, 20.0)
     return (reverse.exp() - reverse - 1.0).clamp(-10.0, 10.0)
-
-
-def full_kl_from_logits(logits: Tensor, ref_logits: Tensor) -> Tensor:
-    """KL(π ‖ π_ref) = Σ_v π_v (log π_v − log π_ref,v) from logits [..., V], float32 [...]: what k1, k2, k3 estimate.
-
-    A token ruled out by −inf contributes 0, not 0 · −inf.
-    """
-    log_probs, ref_log_probs = logits.float().log_softmax(-1), ref_logits.float().log_softmax(-1)
-    gap = (log_probs - ref_log_probs).masked_fill(log_probs == -torch.inf, 0.0)
-    return (log_probs.exp() * gap).sum(-1)
 
 
 def subtract_divergence(
@@ -99,3 +88,12 @@ class AdaptiveKLController(KLController):
     def update(self, current_kl: float, n_steps: int) -> None:
         error = min(max(current_kl / self.target_kl - 1.0, -0.2), 0.2)
         self.value *= 1.0 + error * n_steps / self.horizon
+
+
+def make_kl_controller(
+    kind: str = "fixed", *, kl_coef: float, target_kl: float = 0.1, horizon: float = 10000.0
+) -> KLController:
+    """The controller `fixed` or `adaptive`."""
+    if choose(kind, ("fixed", "adaptive"), "KL controller") == "fixed":
+        return KLController(kl_coef)
+    return AdaptiveKLController(kl_coef, target_kl, horizon)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from valor.algorithms.ppo import LOG_RATIO_BOUND
-from valor.algorithms.reductions import keep_masked, masked_mean, masked_sum
+from valor.algorithms.reductions import keep_masked, masked_mean, masked_sum, masked_var
 
 
 @torch.no_grad()
@@ -25,9 +25,14 @@ def off_policy_metrics(log_probs: Tensor, rollout_log_probs: Tensor, response_ma
     gap = train - rollout
     numbers = {
         "training_ppl": train.exp().mean(),
+        "training_log_ppl": train.mean(),
         "rollout_ppl": rollout.exp().mean(),
+        "rollout_log_ppl": rollout.mean(),
         "log_ppl_diff": gap.mean(),
         "log_ppl_abs_diff": gap.abs().mean(),
+        "log_ppl_diff_max": gap.max(),
+        "log_ppl_diff_min": gap.min(),
+        "ppl_ratio": gap.exp().mean(),
         "kl": masked_mean(-raw, response_mask),
         "k3_kl": masked_mean(x.exp() - 1.0 - x, response_mask),
         "chi2_token": masked_mean((2.0 * x).exp(), response_mask) - 1.0,
@@ -54,23 +59,33 @@ def mismatch_sums(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, nu
 def importance_metrics(
     raw: Tensor, weights: Tensor, response_mask: Tensor, low: float | None, high: float, norm: float
 ) -> dict[str, float]:
-    """Spread of the importance weights as used, and the share of raw ones outside of the bounds."""
-    used = weights[response_mask.bool()]
-    if not used.numel():
+    """Spread of the importance weights as used, and how many raw ones lay outside of the bounds (low, else 1/high)."""
+    present = response_mask.bool()
+    if not bool(present.any()):
         return {}
-    outside = (raw > high) | (raw < (0.0 if low is None else low))
+    used, rows = weights[present], present.any(-1)
+    per_row = masked_mean(weights, response_mask, -1)[rows]
+    mean = used.mean()
+    above, below = masked_mean((raw > high).float(), response_mask), raw < (1.0 / high if low is None else low)
+    outside = above + (masked_mean(below.float(), response_mask) if low is not None else 0.0)
     numbers = {
-        "rollout_is_mean": used.mean(),
-        "rollout_is_std": used.double().std(unbiased=False),
+        "rollout_is_mean": mean,
+        "rollout_is_std": masked_var(weights, response_mask, unbiased=False).sqrt(),
         "rollout_is_max": used.max(),
         "rollout_is_min": used.min(),
-        "rollout_is_eff_sample_size": used.mean().square() / used.square().mean().clamp(min=1e-12),
-        "rollout_is_oob_ratio": masked_mean(outside.float(), response_mask),
+        "rollout_is_eff_sample_size": mean.square() / used.square().mean().clamp(min=1e-12),
+        "rollout_is_ratio_fraction_high": above,
+        "rollout_is_ratio_fraction_low": masked_mean(below.float(), response_mask),
+        "rollout_is_oob_ratio": outside,
+        "rollout_is_seq_mean": per_row.mean(),
+        "rollout_is_seq_max": per_row.max(),
+        "rollout_is_seq_min": per_row.min(),
+        "rollout_is_seq_max_deviation": (per_row - 1.0).abs().max(),
     }
     return {key: value.item() for key, value in numbers.items()} | {"rollout_is_batch_norm_factor": norm}
 
 
-def rejection_metrics(name: str, inside: Tensor, response_mask: Tensor) -> dict[str, float]:
+def rejection_metrics(name: str, statistic: Tensor | None, inside: Tensor, response_mask: Tensor) -> dict[str, float]:
     """Fractions of tokens and of sequences that an option rejects (all of them together: no name)."""
     present = response_mask.bool()
     rows = present.any(-1)
@@ -78,7 +93,11 @@ def rejection_metrics(name: str, inside: Tensor, response_mask: Tensor) -> dict[
         return {}
     prefix = f"rollout_rs_{name}_" if name else "rollout_rs_"
     rejected = present & ~inside
-    return {
+    metrics = {
         f"{prefix}masked_fraction": masked_mean(rejected.float(), response_mask).item(),
         f"{prefix}seq_masked_fraction": rejected.any(-1)[rows].float().mean().item(),
     }
+    if statistic is not None:
+        seen = statistic.expand_as(present)[present]
+        metrics |= {f"{prefix}mean": seen.mean().item(), f"{prefix}max": seen.max().item()}
+    return metrics

@@ -7,8 +7,8 @@ from valor.algorithms.registry import register_policy_loss
 from valor.errors import UserError
 
 
-@register_policy_loss("gpg")
-@register_policy_loss("reinforce")
+@register_policy_loss("gpg", paper="https://arxiv.org/abs/2504.02546")
+@register_policy_loss("reinforce", paper="https://doi.org/10.1007/BF00992696")
 def reinforce(inputs: LossInputs) -> tuple[Tensor, Metrics]:
     """L = −A log π (times the rollout's importance weights where given): REINFORCE. Metrics: ppo_kl.
 

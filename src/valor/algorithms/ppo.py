@@ -120,8 +120,8 @@ def clip_bounds(clip_ratio_low: float, clip_ratio_high: float) -> tuple[float, f
     return 1.0 - clip_ratio_low, 1.0 + clip_ratio_high
 
 
-@register_policy_loss("vanilla")
-@register_policy_loss("ppo")
+@register_policy_loss("vanilla", paper="https://arxiv.org/abs/1707.06347")
+@register_policy_loss("ppo", paper="https://arxiv.org/abs/1707.06347")
 def ppo(
     inputs: LossInputs, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2, clip_ratio_c: float | None = 3.0
 ) -> tuple[Tensor, Metrics]:

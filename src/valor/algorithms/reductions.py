@@ -64,6 +64,12 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     return masked_sum(x, mask, dim) / masked_count(mask, dim).clamp(min=1.0)
 
 
+def masked_var(x: Tensor, mask: Tensor, *, unbiased: bool = True) -> Tensor:
+    """Variance of the masked-in entries (Bessel's correction by default); 0 for fewer than two of them. No gradient."""
+    moments = masked_moments(x, mask)
+    return torch.tensor(moments.squares / max(moments.count - float(unbiased), 1.0), dtype=x.dtype, device=x.device)
+
+
 def last_token(response_mask: Tensor) -> Tensor:
     """[B] int64 position of the last policy token; 0 in a row without any."""
     position = torch.arange(response_mask.shape[1], device=response_mask.device)
@@ -150,6 +156,7 @@ def masked_whiten(
     x: Tensor,
     mask: Tensor,
     *,
+    shift_mean: bool = True,
     zero_masked: bool = True,
     scope: str = "batch",
     eps: float = 1e-8,
@@ -159,6 +166,7 @@ def masked_whiten(
     """(x − mean) / sqrt(var + eps) with the statistics of the masked-in entries of what is given.
 
     scope: "batch" (all of it) or "none" (x unchanged but for `zero_masked`). To whiten by mini-batch, call it on each.
+    shift_mean: False scales only and leaves the mean where it was.
     zero_masked: masked-out entries become 0; False sends them through the same affine map (verl does).
     moments: those of x under mask, where they are known. out: contiguous tensor to write to, x itself allowed.
     A single masked-in entry has no spread: it becomes 0 (verl raises). No gradient.
@@ -172,6 +180,8 @@ def masked_whiten(
 
     def whiten_rows(rows: slice) -> None:
         whitened = torch.sub(flat[rows], moments.mean, out=flat_out[rows]).mul_(scale)
+        if not shift_mean:
+            whitened.add_(moments.mean)
         if zero_masked:
             zeroed(whitened, flat_mask[rows], out=whitened)
 

@@ -1,13 +1,12 @@
 """Named algorithms: what is registered, what each needs, and which options it takes."""
 
-import difflib
 import inspect
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
-from valor.errors import UserError
+from valor.errors import UserError, did_you_mean
 from valor.user_files import load_file
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -18,31 +17,34 @@ def choose(name: str, known: Iterable[str], what: str) -> str:
     names = list(known)
     if name in names:
         return name
-    near = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names)}"
-    raise UserError(f"unknown {what} '{name}'; {hint}")
+    hint = did_you_mean(str(name), names, cutoff=0.5) or f"; known: {', '.join(names)}"
+    raise UserError(f"unknown {what} '{name}'{hint}")
 
 
 @dataclass(frozen=True)
 class Capability:
-    """What an algorithm needs from the run; checked before any model is loaded.
+    """What an algorithm needs from the run and goes well with; checked before any model is loaded.
 
+    summary, paper: what tables say of it, in place of its docstring, and a link.
     needs_critic: token values. min_group_size: samples of one prompt.
     needs_greedy_baseline: the reward of a greedy response per prompt. needs_components: named reward components.
-    needs_sum_pi_squared: Σ_v π(v)² per position from the actor.
+    needs_sum_pi_squared: Σ_v π(v)² per position from the actor. natural_loss: the policy loss its paper pairs it with.
     aggregation: the loss_agg_mode that is part of a policy loss's definition (None: any).
     """
 
+    summary: str = ""
+    paper: str = ""
     needs_critic: bool = False
     min_group_size: int = 1
     needs_greedy_baseline: bool = False
     needs_components: bool = False
     needs_sum_pi_squared: bool = False
+    natural_loss: str = "ppo"
     aggregation: str | None = None
 
     def given(self) -> list[tuple[str, Any]]:
-        """The fields that are not at their default."""
-        return [(one.name, value) for one in fields(self) if (value := getattr(self, one.name)) != one.default]
+        """The fields after summary and paper that are not at their default."""
+        return [(one.name, value) for one in fields(self)[2:] if (value := getattr(self, one.name)) != one.default]
 
 
 @dataclass(frozen=True)
@@ -155,15 +157,15 @@ def load_custom(path: str | None) -> None:
 
 
 def describe_algorithms() -> str:
-    """The registries as text: each name with the first paragraph of its docstring, and what it needs."""
+    """The registries as text: each name with its summary, else the first paragraph of its docstring; paper; needs."""
     lines: list[str] = []
     for registry in Registry.all:
         lines += ["", registry.kind] if lines else [registry.kind]
         for name in registry.names():
             entry = registry[name]
-            about = (inspect.getdoc(entry.function) or "").partition("\n\n")[0]
+            about = entry.capability.summary or (inspect.getdoc(entry.function) or "").partition("\n\n")[0]
             needs = ", ".join(f"{key}={value}" for key, value in entry.capability.given())
             head, indent = f"  {name:<30} ", " " * 33
             lines += textwrap.wrap(about, 120, initial_indent=head, subsequent_indent=indent) or [head]
-            lines += [indent + needs] if needs else []
+            lines += [indent + line for line in (entry.capability.paper, needs) if line]
     return "\n".join(lines)

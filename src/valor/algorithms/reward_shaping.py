@@ -16,6 +16,7 @@ from valor.algorithms.reductions import keep_masked, last_token, masked_whiten
 from valor.algorithms.registry import ADVANTAGES, choose
 from valor.errors import UserError
 
+REWARD_MASK_TYPES: tuple[str, ...] = ("fixed_ratio", "bernoulli")
 REWARD_MASK_LEVELS: tuple[str, ...] = ("trajectory", "group")
 MISSING_REWARD: tuple[str, ...] = ("zero", "bootstrap", "exclude", "critic")
 
@@ -55,26 +56,32 @@ def draw_reward_mask(
     ratio: float,
     *,
     generator: torch.Generator,
+    kind: str = "fixed_ratio",
     level: str = "trajectory",
     group_ids: GroupIds | None = None,
     remainder: float = 0.0,
 ) -> tuple[Tensor, float]:
     """[B] bool, True where the reward is taken away, and the remainder to hand to the next draw.
 
-    Exactly ⌊ratio · units + remainder⌋ of them, at random; the fraction that is cut off is carried, so that over steps
-    the ratio is exact however small the batch.
+    fixed_ratio: exactly ⌊ratio · units + remainder⌋ of them, at random; the fraction that is cut off is carried, so
+    that over steps the ratio is exact however small the batch. bernoulli: each with probability `ratio`.
     level: the unit is a trajectory, or a whole group of samples of one prompt.
     """
     if not 0.0 <= ratio <= 1.0:
         raise UserError(f"reward_mask_ratio must be between 0 and 1, got {ratio}")
+    choose(kind, REWARD_MASK_TYPES, "reward_mask_type")
     by_group = choose(level, REWARD_MASK_LEVELS, "reward_mask_level") == "group"
     groups = Groups(group_ids, size, torch.device("cpu")) if by_group else None
     units = size if groups is None else groups.number
-    exact = ratio * units + remainder
-    number = min(math.floor(exact + 1e-9), units)
-    missing = torch.zeros(units, dtype=torch.bool)
-    missing[torch.randperm(units, generator=generator)[:number]] = True
-    return (missing if groups is None else groups.spread(missing)), max(exact - number, 0.0)
+    if kind == "bernoulli":
+        missing = torch.rand(units, generator=generator) < ratio
+    else:
+        exact = ratio * units + remainder
+        number = min(math.floor(exact + 1e-9), units)
+        remainder = max(exact - number, 0.0)
+        missing = torch.zeros(units, dtype=torch.bool)
+        missing[torch.randperm(units, generator=generator)[:number]] = True
+    return (missing if groups is None else groups.spread(missing)), remainder
 
 
 def apply_missing_reward(

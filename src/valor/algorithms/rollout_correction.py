@@ -115,9 +115,9 @@ def rejection_mask(
         statistic = _statistic(log_ratio, response_mask, name)
         low, high = _rejection_bounds(name, limit)
         inside = (statistic >= low) & (statistic <= high)
-        metrics |= rejection_metrics(name, inside, response_mask)
+        metrics |= rejection_metrics(name, statistic, inside, response_mask)
         accepted = accepted & inside
-    metrics |= rejection_metrics("", accepted, response_mask)
+    metrics |= rejection_metrics("", None, accepted, response_mask)
     return response_mask * accepted, metrics
 
 

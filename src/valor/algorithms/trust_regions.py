@@ -67,7 +67,7 @@ def dppo_tv(
     return _truncated(inputs, keep, clip_ratio_c)
 
 
-@register_policy_loss("dppo_kl")
+@register_policy_loss("dppo_kl", paper="https://arxiv.org/abs/2602.04879")
 def dppo_kl(
     inputs: LossInputs, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2, clip_ratio_c: float | None = 3.0
 ) -> tuple[Tensor, Metrics]:

@@ -1,5 +1,7 @@
 """Losses of the critic: regression, classification of 0/1 returns and over bins; and the loss of reward models."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,14 +23,26 @@ def clipped_mse(
     """½ max((V − R)², (clip(V, V_old ± c) − R)²) (PPO's value clipping, https://arxiv.org/abs/1707.06347);
     c = cliprange_value; None: ½ (V − R)².
     """
-    loss = 0.5 * (values - returns).square()
-    if cliprange_value is None:
-        return loss, torch.zeros_like(loss), values.detach()
-    if old_values is None:
-        raise UserError("value clipping needs old_values; pass cliprange_value=None to train without clipping")
-    clipped = values.maximum(old_values - cliprange_value).minimum(old_values + cliprange_value)
-    clipped_loss = 0.5 * (clipped - returns).square()
-    return torch.maximum(loss, clipped_loss), (clipped_loss > loss).float(), values.detach()
+    return _clipped(values, returns, old_values, cliprange_value, lambda error: 0.5 * error.square())
+
+
+@register_value_loss("huber")
+def huber(
+    values: Tensor,
+    returns: Tensor,
+    *,
+    old_values: Tensor | None = None,
+    cliprange_value: float | None = None,
+    huber_delta: float = 1.0,
+) -> PerToken:
+    """½ e² for |e| ≤ δ, δ(|e| − δ/2) beyond: outlying returns pull with bounded force; clipped like mse if asked
+    (Huber 1964, https://doi.org/10.1214/aoms/1177703732).
+    """
+    if huber_delta <= 0:
+        raise UserError("huber_delta must be positive")
+    zero = torch.zeros_like(returns)
+    loss = partial(functional.huber_loss, target=zero, reduction="none", delta=huber_delta)
+    return _clipped(values, returns, old_values, cliprange_value, loss)
 
 
 @register_value_loss("bce")
@@ -85,6 +99,23 @@ def hl_gauss_value(logits: Tensor, *, value_min: float = 0.0, value_max: float =
     half = (value_max - value_min) / (2 * num_bins)
     centres = torch.linspace(value_min + half, value_max - half, num_bins, device=logits.device, dtype=logits.dtype)
     return logits.softmax(-1) @ centres
+
+
+def _clipped(
+    values: Tensor,
+    returns: Tensor,
+    old_values: Tensor | None,
+    cliprange: float | None,
+    loss_of: Callable[[Tensor], Tensor],
+) -> PerToken:
+    loss = loss_of(values - returns)
+    if cliprange is None:
+        return loss, torch.zeros_like(loss), values.detach()
+    if old_values is None:
+        raise UserError("value clipping needs old_values; pass cliprange_value=None to train without clipping")
+    clipped = values.maximum(old_values - cliprange).minimum(old_values + cliprange)
+    clipped_loss = loss_of(clipped - returns)
+    return torch.maximum(loss, clipped_loss), (clipped_loss > loss).float(), values.detach()
 
 
 def value_loss(

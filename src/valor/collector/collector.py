@@ -18,6 +18,7 @@ from valor.config import PPOConfig
 from valor.controller.group import Roles
 from valor.data.batch import Batch
 from valor.data.prompts import PromptRow
+from valor.errors import WorkersReplaced
 from valor.rewards.executor import RewardResult
 from valor.rewards.manager import summarize
 from valor.rollout.base import SamplingParams
@@ -118,12 +119,16 @@ class Collector:
         `sink` gets each episode as soon as it has ended.
         """
         timer = timer or Timer()
-        with timer("update_weights"):
-            self._weights.publish()
         columns = prompts.select(("prompts", "prompt_lengths", "episode_key", "uid"))
-        with timer("gen"):
-            answered = prompts.union(self.roles["rollout"].generate(columns, params, sink=sink))
-            return self.inputs.with_text(answered)
+        try:
+            with timer("update_weights"):
+                self._weights.publish()
+            with timer("gen"):
+                answered = prompts.union(self.roles["rollout"].generate(columns, params, sink=sink))
+                return self.inputs.with_text(answered)
+        except WorkersReplaced as replaced:
+            self._say(str(replaced))
+            return self.answer(prompts, params, sink=sink, timer=timer)
 
     def scores(self, batch: Batch) -> Tensor:
         """What the responses of a batch are worth in training, [B]."""

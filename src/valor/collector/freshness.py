@@ -12,11 +12,12 @@ class WeightPublisher:
     def __init__(self, roles: Roles) -> None:
         self._roles = roles
         self._address: tuple[str, int] | None = None
+        self._replacements = 0  # of the rollout's processes, when the channel was opened
 
     def publish(self) -> None:
         """After it, `generate` uses the actor's present weights, unless its engine keeps its own on purpose.
 
-        RuntimeError when they did not arrive bit for bit.
+        RuntimeError when they did not arrive bit for bit. WorkersReplaced: the rollout died, and is to be asked again.
         """
         roles = self._roles
         actor, rollout = roles["actor"], roles["rollout"]
@@ -26,10 +27,12 @@ class WeightPublisher:
         if not isinstance(roles, Pools) or roles.placement.pool_of("rollout") == roles.placement.pool_of("actor"):
             rollout.update_weights()
             return
-        if self._address is None:
-            self._address = actor.open_channel()
+        replacements = roles.num_replacements("rollout")
+        if self._address is None or self._replacements != replacements:  # new processes know no old channel
+            self._address, self._replacements = actor.open_channel(), replacements
         receivers = roles.placement.pools[roles.placement.pool_of("rollout")].world_size
         sent = roles.submit("actor", actor.send_weights, receivers)
         received = roles.submit("rollout", rollout.receive_weights, self._address, version)
-        sent.result()
-        received.result()
+        errors = received.exception(), sent.exception()
+        if error := errors[0] or errors[1]:  # a sender complains of the receiver that died
+            raise error

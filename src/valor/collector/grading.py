@@ -6,6 +6,7 @@ Graders get a response as soon as it has ended, while others are still being gen
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -16,6 +17,7 @@ from valor.config import PPOConfig
 from valor.controller.group import Roles
 from valor.data.batch import Batch
 from valor.data.reward_texts import prompt_text
+from valor.errors import StepRefused
 from valor.rewards.executor import RewardResult
 from valor.rewards.judge import Question
 from valor.rewards.worker import Sample, gather
@@ -56,12 +58,19 @@ class Grading:
         return grade
 
     def training(self, batch: Batch) -> list[RewardResult]:
-        """What the responses are worth in training, in row order."""
+        """What the responses are worth in training, in row order.
+
+        Nothing is learnt from a row whose log-probs are not finite: it is an error, and its `response_mask` becomes 0.
+        StepRefused when there are more errors than `reward.max_error_ratio` allows.
+        """
         model = self.config.reward_model
         results = [] if model.replaces_rule else self._by_rule(batch)
         if model.enable:
             pairs = zip(self._by_model(batch), results or [None] * len(batch), strict=True)
             results = [self._joined(by_model, by_rule) for by_model, by_rule in pairs]
+        if "rollout_log_probs" in batch:
+            self._leave_out_broken(batch, results)
+        self._check_errors(results)
         return self._without_overlong_penalty(results, batch)
 
     def validation(self, batch: Batch) -> list[RewardResult]:
@@ -75,6 +84,22 @@ class Grading:
             if rows:
                 results |= zip(rows, score(batch.take(rows)), strict=True)
         return [results[i] for i in range(len(batch))]
+
+    def _leave_out_broken(self, batch: Batch, results: list[RewardResult]) -> None:
+        broken = ~batch["rollout_log_probs"].isfinite().all(-1)
+        batch["rollout_log_probs"][broken] = batch["response_mask"][broken] = 0.0
+        error = "the rollout engine gave log-probs that are not finite"
+        for i in broken.nonzero().flatten().tolist():
+            results[i] = RewardResult(self.config.error_score, {}, error)
+
+    def _check_errors(self, results: list[RewardResult]) -> None:
+        errors = Counter(r.error for r in results if r.error is not None)
+        if errors.total() > self.config.max_error_ratio * len(results):
+            error, count = errors.most_common(1)[0]
+            raise StepRefused(
+                f"{errors.total()} of {len(results)} samples could not be graded, more than reward.max_error_ratio="
+                f"{self.config.max_error_ratio:g} allows; most often ({count} x): {error}"
+            )
 
     def _by_rule(self, batch: Batch) -> list[RewardResult]:
         """The graders' verdicts; what they were given while it was generated is not graded again."""

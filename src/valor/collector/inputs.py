@@ -10,11 +10,12 @@ from valor.data.batch import Batch
 from valor.data.prompts import PromptDataset, PromptRow
 from valor.data.reward_texts import CriticTexts, RewardTexts, longest_text
 from valor.data.sampler import PromptSampler
-from valor.models.load import load_tokenizer
+from valor.errors import UserError
+from valor.models.load import load_model_config, load_tokenizer
 from valor.models.reward import reward_model_kind
 from valor.rewards.judge import Judge
-from valor.rewards.manager import make_graders
-from valor.rewards.registry import has_grader
+from valor.rewards.manager import Graders, make_graders
+from valor.rewards.registry import has_grader, needs_truth
 
 
 class RunInputs:
@@ -33,6 +34,10 @@ class RunInputs:
         if not reward_model.replaces_rule:  # where there is a reward model, it also validates what has no grader
             validated = self.val.data_sources if self.val and not reward_model.enable else ()
             self.rewards.check({*self.train.data_sources, *validated})
+            _check_truths(self.train, self.rewards)
+        if self.val is not None:
+            _check_truths(self.val, self.rewards)
+        self._check_model(config)
         self.reward_texts = load_reward_texts(reward_model, self.tokenizer) if reward_model.is_role else None
         if isinstance(self.reward_texts, RewardTexts):
             self.reward_texts.encode([self.train[0].messages], ["."], where="the reward model reads a prompt")
@@ -71,6 +76,27 @@ class RunInputs:
         """Responses as the graders read them."""
         return self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
 
+    def _check_model(self, config: PPOConfig) -> None:
+        """UserError: the policy has too few positions for what it is to write, or no such token."""
+        model, data = config.actor_rollout_ref.model, config.data
+        described = load_model_config(model).get_text_config()
+        positions = getattr(described, "max_position_embeddings", None)
+        longest = data.max_prompt_length + data.max_response_length
+        if positions is not None and longest > positions:
+            raise UserError(
+                f"data.max_prompt_length + data.max_response_length is {longest} tokens, and the model '{model.path}' "
+                f"has {positions} positions: lower them, or take a model that reads longer texts"
+            )
+        size = int(described.vocab_size)
+        largest = max(self.eos_token_ids, default=0)
+        if len(self.tokenizer) > size:
+            largest = max(largest, *(max(row.prompt_ids) for row in [*self.train, *(self.val or ())]))
+        if largest >= size:
+            raise UserError(
+                f"the tokenizer has token {largest} in a prompt or as its end, and the model '{model.path}' knows "
+                f"{size} tokens: set data.tokenizer or actor_rollout_ref.model.tokenizer_path to the model's own"
+            )
+
     def has_grader(self, data_source: str) -> bool:
         """Whether responses to prompts of this source can be graded by rule."""
         return self.rewards.grades_everything or has_grader(data_source)
@@ -78,6 +104,17 @@ class RunInputs:
     def close(self) -> None:
         """End the grader processes."""
         self.rewards.close()
+
+
+def _check_truths(rows: PromptDataset, rewards: Graders) -> None:
+    """UserError: a row that a grader compares with its ground truth has none."""
+    missing = [row for row in rows.without_truth if not rewards.grades_everything and needs_truth(row.data_source)]
+    if missing:
+        raise UserError(
+            f"{missing[0].where}: there is no reward_model.ground_truth, which the grader of "
+            f"'{missing[0].data_source}' needs ({len(missing)} of {len(rows)} {rows.split} prompts): fill it in or "
+            "leave such rows out"
+        )
 
 
 def load_policy_tokenizer(config: PPOConfig) -> Any:

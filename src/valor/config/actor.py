@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from valor.config.base import Section, inherits, key, section
+from valor.config.base import Section, Seed, inherits, key, section
 from valor.config.engine import CheckpointConfig, FSDPConfig, OptimConfig
 
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
@@ -43,7 +43,7 @@ class UpdateConfig(Section):
     """Passes over each training batch."""
     shuffle: bool = False
     """Draw mini-batches in random order."""
-    data_loader_seed: int = inherits("trainer.seed")
+    data_loader_seed: Seed = inherits("trainer.seed")
     """Seed of that order."""
     loss_agg_mode: LossAggMode = "token-mean"
     """How token losses become one number; denominators count the whole mini-batch."""

@@ -112,7 +112,9 @@ class AlgorithmConfig(Section):
     reward_threshold: float = key(0.5, {".reward_source!=critic": "", ".reward_binarize": ""})
     """reward_binarize: the score to exceed."""
     reward_mask_ratio: Share = 0.0
-    """Share of trajectories whose reward, less its KL penalty, is taken away: exactly, fractions are carried over."""
+    """Share of trajectories whose reward is taken away (after the KL penalty, which goes with it)."""
+    reward_mask_type: Literal["fixed_ratio", "bernoulli"] = key("fixed_ratio", ".reward_mask_ratio")
+    """Exactly that share, fractions carried over the steps; or each trajectory with that probability."""
     reward_mask_level: Literal["trajectory", "group"] = key("trajectory", ".reward_mask_ratio")
     """Draw single trajectories, or all samples of a prompt together."""
     missing_reward: Literal["zero", "bootstrap", "exclude", "critic"] = key("zero", ".reward_mask_ratio")

@@ -15,6 +15,10 @@ Rules = str | Mapping[str, str]
 MAIN_TREE: list[type[BaseModel]] = []
 """The tree from whose defaults a section that is made alone inherits."""
 
+_LARGEST = 2**62  # of whole numbers: a seed of an ensemble's member, say, is this and a little more
+_LONGEST_PATH = 3800  # bytes, so that there is room for the names of files below
+_FIT = re.compile(r"[^\0\ud800-\udfff]*")  # neither NUL nor half of a surrogate pair
+
 
 def key(default: Any, only_with: Rules = "", *, derived: str = "") -> Any:
     """Field default of a key that has rules.
@@ -101,6 +105,10 @@ class Section(BaseModel):
     def _no_disguised_types(cls, value: Any, info: Any) -> Any:
         if value == "None":
             raise ValueError("write null, not None")
+        if isinstance(value, int) and abs(value) > _LARGEST:
+            raise ValueError("whole numbers go up to 2**62, this one is beyond")
+        if isinstance(value, str) and not _FIT.fullmatch(value):
+            raise ValueError(f"{value[:40]!r} has characters that are no text")
         if isinstance(value, bool) and not _mentions(cls.model_fields[info.field_name].annotation, bool):
             raise ValueError("true/false is not a value for this key")
         return value
@@ -114,7 +122,18 @@ _DTYPES = {"bf16": "bfloat16", "fp32": "float32", "float": "float32"}
 DType = Annotated[Literal["bfloat16", "float32"], BeforeValidator(lambda value: _DTYPES.get(str(value), value))]
 """Floating-point format; bf16 and fp32 are accepted spellings."""
 
-PathStr = Annotated[str, AfterValidator(os.path.expanduser)]
+
+def as_path(text: str) -> str:
+    """The path, its leading ~ expanded. ValueError: no file system has such a one."""
+    path = os.path.expanduser(text)
+    if not _FIT.fullmatch(path):
+        raise ValueError(f"{path[:40]!r} has characters that are no text")
+    if len(path.encode()) > _LONGEST_PATH or any(len(name.encode()) > 255 for name in path.split("/")):
+        raise ValueError(f"a path has names of at most 255 bytes and {_LONGEST_PATH} in all, got '{path[:40]}…'")
+    return path
+
+
+PathStr = Annotated[str, AfterValidator(as_path)]
 """A path (a leading ~ is expanded) or a Hugging Face hub id."""
 
 BARE_ITEM = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
@@ -122,6 +141,9 @@ BARE_ITEM = BeforeValidator(lambda value: [value] if isinstance(value, str) else
 
 PathList = Annotated[list[PathStr], BARE_ITEM]
 """One path or a list of paths; always a list after validation."""
+
+Seed = Annotated[int, Field(ge=0)]
+"""A seed: 0 or more."""
 
 Share = Annotated[float, Field(ge=0, le=1)]
 """A number from 0 to 1."""

@@ -48,9 +48,9 @@ class CriticConfig(
     """Value of an ensemble: the mean of its critics', or the smallest."""
     model: CriticModelConfig = section(CriticModelConfig)
     value_loss: str = key("mse", ".freeze=false")
-    """Name of a registered value loss: mse, bce (returns from 0 to 1), hl_gauss (bins of values)."""
+    """Name of a registered value loss: mse, huber, bce (returns from 0 to 1), hl_gauss (bins of values)."""
     value_loss_kwargs: dict[str, Any] = key({}, ".freeze=false")
-    """Further options of that loss; hl_gauss: num_bins (51), value_min (0), value_max (1), sigma_bins."""
+    """Further options of that loss: huber_delta; hl_gauss: num_bins (51), value_min (0), value_max (1), sigma_bins."""
     cliprange_value: PositiveFloat | None = key(0.5, ".freeze=false")
     """Value clip range: new values are kept within this distance of the old ones in the loss; null never clips."""
     optim: CriticOptimConfig = section(CriticOptimConfig, ".freeze=false")

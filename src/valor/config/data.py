@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import PositiveInt
 
-from valor.config.base import PathList, PathStr, Section, inherits, key
+from valor.config.base import PathList, PathStr, Section, Seed, inherits, key
 
 Truncation = Literal["error", "left", "right", "middle"]
 
@@ -43,7 +43,7 @@ class DataConfig(FilesConfig):
     """Prompts generated at once by dynamic sampling; null takes train_batch_size."""
     val_batch_size: PositiveInt | None = None
     """Prompts per validation batch; null takes all at once."""
-    seed: int = inherits("trainer.seed")
+    seed: Seed = inherits("trainer.seed")
     """Seed of that order."""
     validation_shuffle: bool = False
     """Draw validation prompts in random order."""

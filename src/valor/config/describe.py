@@ -4,14 +4,14 @@ import difflib
 import json
 import types
 from collections.abc import Collection, Sequence
-from os.path import expanduser
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from valor.config.base import BARE_ITEM
+from valor.config.base import BARE_ITEM, as_path
 from valor.config.tree import Key, is_section, schema
+from valor.errors import did_you_mean
 
 _WORDS = {int: "integer", float: "number", bool: "true/false", str: "text", dict: "dict", type(None): "null"}
 _PLURALS = {"integer": "integers", "number": "numbers", "text": "texts", "path": "paths"}
@@ -35,9 +35,10 @@ def _text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         item = _text(arguments[0])
         if BARE_ITEM in metadata:
             return f"{item} or a list of them"
-        items = _PLURALS.get(item, item.replace("one of", "any of"))
+        word, *bounds = item.replace("one of", "any of").split(" ")
+        items = " ".join([_PLURALS.get(word, word), *bounds])
         return f"list of {len(arguments)} {items}" if origin is tuple else f"list of {items}"
-    if any(isinstance(item, AfterValidator) and item.func is expanduser for item in metadata):
+    if any(isinstance(item, AfterValidator) and item.func is as_path for item in metadata):
         return "path"
     return _WORDS.get(origin or annotation, "value") + _bounds(metadata)
 
@@ -135,8 +136,7 @@ def _line(root: type[BaseModel], key: str, detail: ErrorDetails) -> str:
     text = f"{key}: expected {type_text(found)}, got {show(value)}"
     allowed = detail.get("ctx", {}).get("expected", "")
     options = [option.strip("' ") for option in str(allowed).replace(" or ", ",").split(",")]
-    near = difflib.get_close_matches(str(value), options, n=1, cutoff=0.7) if detail["type"] == "literal_error" else []
-    return f"{text} (did you mean {near[0]}?)" if near else text
+    return text + (did_you_mean(str(value), options, cutoff=0.7) if detail["type"] == "literal_error" else "")
 
 
 def not_a_section(key: str, value: Any) -> str:

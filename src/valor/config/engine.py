@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from valor.config.base import CountOrOff, DType, Section, Share, key
 
@@ -39,12 +39,15 @@ class FSDPConfig(Section):
     """Precision of the forward and backward pass."""
 
 
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimConfig(Section):
     """AdamW (torch.optim's, fused), gradient clipping, and the learning rate, which changes once a training step."""
 
     lr: NonNegativeFloat = 1e-6
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[DecayRate, DecayRate] = (0.9, 0.999)
     """Decay rates of the first and second moment."""
     eps: PositiveFloat = 1e-8
     """Denominator offset."""

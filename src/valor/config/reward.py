@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from valor.config.base import PathStr, Section, inherits, key, section
+from valor.config.base import PathStr, Section, Share, inherits, key, section
 from valor.config.engine import FSDPConfig
 
 _SERVED = {".reward_manager.name!=remote": "a server grades"}
@@ -182,6 +182,8 @@ class RewardConfig(Section):
     """Megabytes of data that one grader process may hold (Linux); null sets no limit."""
     error_score: float = 0.0
     """Score of a sample whose grader failed or ran out of time (the failure is recorded)."""
+    max_error_ratio: Share = 0.5
+    """Stop before a step, and save, when a larger share of its samples could not be graded; 1 never stops."""
     custom_reward_function: CustomRewardFunctionConfig = section(CustomRewardFunctionConfig, _GRADED)
     reward_manager: RewardManagerConfig = section(RewardManagerConfig)
     reward_kwargs: RewardKwargsConfig = section(RewardKwargsConfig)

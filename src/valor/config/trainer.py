@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 
-from valor.config.base import BARE_ITEM, CountOrOff, PathStr, Section, inherits, key, section
+from valor.config.base import BARE_ITEM, CountOrOff, PathStr, PositiveShare, Section, Seed, inherits, key, section
 
 MovableRole = Literal["critic", "ref", "reward_model", "rollout"]
 Logger = Literal["console", "file", "tensorboard", "wandb"]
@@ -36,16 +36,26 @@ class RunConfig(Section):
     """auto goes on from the newest checkpoint in default_local_dir, if there is one."""
     resume_from_path: PathStr | None = None
     """resume_path: the checkpoint."""
+    resume_changed: Literal["stop", "allow"] = "stop"
+    """What happens when a resumed run would not compute what the run so far would have: stop, or go on and say so."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes CUDA where there is any."""
     n_gpus_per_node: PositiveInt | None = None
     """Processes (one per device) on each node; null takes all GPUs, or one process on a CPU machine."""
     num_threads: PositiveInt | None = None
     """CPU threads of each process; null shares the cores out."""
-    seed: NonNegativeInt = 42
+    seed: Seed = 42
     """Seed of everything random in the run; what is sampled depends on (seed, step, sample) alone."""
+    full_determinism: bool = False
+    """On GPUs: only algorithms that give the same bits every time, where torch has them; slower."""
     max_skipped_updates: PositiveInt = 5
     """Stop after so many updates in a row with gradients that are not finite."""
+    max_restarts: NonNegativeInt = 0
+    """Start again from the last checkpoint so many times when a process that holds weights has died (under Ray)."""
+    max_rollbacks: NonNegativeInt = 0
+    """Go back to the last checkpoint so many times when weights are lost; the batch of that step is left out."""
+    rollback_lr_factor: PositiveShare = key(0.5, ".max_rollbacks")
+    """By what each rollback multiplies all learning rates."""
 
     def contradictions(self, at: str) -> Iterator[str]:
         if self.resume_mode == "resume_path" and self.resume_from_path is None:

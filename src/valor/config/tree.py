@@ -1,6 +1,7 @@
 """Keys by their dotted names: the schema, plain trees, and the values that keys inherit."""
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, get_origin
@@ -104,6 +105,12 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     for name, value in tree.items():
         flat |= flatten(value, f"{prefix}{name}.")
     return flat
+
+
+def follows(root: type[BaseModel], name: str, trees: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a key has the value of the key that it inherits from in each of these flat trees of `root`."""
+    source = schema(root)[name].inherits if name in schema(root) else None
+    return source is not None and all(tree.get(name) == tree.get(source) for tree in trees)
 
 
 def nested(flat: dict[str, Any]) -> dict[str, Any]:

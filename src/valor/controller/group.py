@@ -28,6 +28,7 @@ class WorkerGroup(ABC):
     def __init__(self, pool: ResourcePool, specs: dict[str, RoleSpec]) -> None:
         self.pool = pool
         self.specs = specs
+        self.num_replacements = 0  # of processes that died
         self._layouts: list[dict[str, int]] | None = None
 
     def __getitem__(self, role: str) -> RoleHandle:
@@ -85,6 +86,10 @@ class Pools:
         done: Future[T] = Future()
         done.set_result(function(*args, **kwargs))
         return done
+
+    def num_replacements(self, role: str) -> int:
+        """How often the processes of that role have been replaced."""
+        return self._groups[self.placement.pool_of(role)].num_replacements
 
     @property
     def roles(self) -> list[str]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from valor.controller import watchdog
+from valor.controller.watchdog import Watchdog, start_ray
 
 LOG_FILE = "console.log"
 _LOCK_FILE = ".lock"
@@ -89,11 +91,15 @@ def run_command(
 ) -> int:
     """Run to the end, with the output in `folder`/console.log; the exit code, negative for a signal.
 
-    Two processes never work in one folder: the command holds a lock there for as long as it lives, so a second one,
-    after a parent that was killed alone, waits for the first.
+    It ends with this process. Two never work in one folder: the command holds a lock there for as long as it lives, so
+    a second one waits for the first.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
-    with open(f"{folder}/{_LOCK_FILE}", "w") as lock, open(f"{folder}/{LOG_FILE}", "ab") as log:
+    with (
+        open(f"{folder}/{_LOCK_FILE}", "w") as lock,
+        open(f"{folder}/{LOG_FILE}", "ab") as log,
+        closing(Watchdog()) as dog,
+    ):
         fcntl.flock(lock, fcntl.LOCK_EX)
         process = subprocess.Popen(
             command,
@@ -101,7 +107,7 @@ def run_command(
             stdout=log,
             stderr=subprocess.STDOUT,
             cwd=cwd,
-            env=env,
+            env=env | dog.mark,
             pass_fds=[lock.fileno()],
         )
         if began:
@@ -127,7 +133,11 @@ def _here() -> Iterator[tuple[Submit, Stop]]:
             if running and signum != signal.SIGINT:  # that one a terminal has sent to the command as well
                 running[-1].terminate()
 
-        yield submit, stop
+        try:
+            yield submit, stop
+        except BaseException:  # told a second time
+            stop(signal.SIGTERM)
+            raise
 
 
 @contextmanager
@@ -136,16 +146,14 @@ def _on_ray(parallel: int) -> Iterator[tuple[Submit, Stop]]:
     import ray
     from ray import cloudpickle
 
-    env, owns_ray = dict(os.environ), not ray.is_initialized()
-    if owns_ray:
-        on_sigterm = signal.getsignal(signal.SIGTERM)
-        address = env.get("RAY_ADDRESS", "local")
-        ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-        signal.signal(signal.SIGTERM, on_sigterm)  # Ray puts its own there, which ends the process at once
+    env, own = dict(os.environ), None
+    if not ray.is_initialized():
+        own = start_ray(address=env.get("RAY_ADDRESS", "local"), include_dashboard=False)
     # By value, so that a Ray worker need not import torch to start a command.
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    for module in (sys.modules[__name__], watchdog):
+        cloudpickle.register_pickle_by_value(module)
     # Of a cluster that others use too, what they have left: a task that wants more would wait for ever.
-    resources = ray.cluster_resources() if owns_ray else ray.available_resources()
+    resources = ray.cluster_resources() if own else ray.available_resources()
     shares = {kind: resources.get(kind, 0.0) / parallel for kind in ("CPU", "GPU")}
     cpus, gpus = (float(int(n)) if n >= 1 else int(n * 1000) / 1000 for n in shares.values())
     refs: list[Any] = []
@@ -162,8 +170,9 @@ def _on_ray(parallel: int) -> Iterator[tuple[Submit, Stop]]:
     try:
         yield submit, stop
     finally:
-        if owns_ray:
+        if own:
             ray.shutdown()
+            own.close()
 
 
 def _run_on_ray(command: Sequence[str], folder: str, cwd: str, env: dict[str, str]) -> int:

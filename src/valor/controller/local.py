@@ -15,7 +15,7 @@ class LocalGroup(WorkerGroup):
     def __init__(self, pool: ResourcePool, specs: dict[str, RoleSpec]) -> None:
         super().__init__(pool, specs)
         assert pool.world_size == 1
-        self._host = WorkerHost(rank=0, world_size=1, device=pool.device, num_threads=pool.num_threads)
+        self._host = WorkerHost(0, 1, pool.device, pool.num_threads, deterministic=pool.deterministic)
         self._host.connect()
         self._host.build(specs)
 

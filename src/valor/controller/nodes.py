@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 
 from valor.config import TrainerConfig
 from valor.controller.placement import Placement, available_cores
+from valor.controller.watchdog import Watchdog
 from valor.errors import UserError
 
 DEFAULT_PORT = 6379
@@ -36,7 +37,9 @@ def node_zero(trainer: TrainerConfig, placement: Placement) -> Iterator[None]:
     os.environ.setdefault(*_NO_TOKENS)
     if _reachable(host, port):
         raise UserError(f"{host}:{port} is taken, perhaps by another run: set trainer.master_port to a free port")
-    head = _start(["--head", f"--node-ip-address={host}", f"--port={port}", "--include-dashboard=false"], placement)
+    dog = Watchdog()
+    options = ["--head", f"--node-ip-address={host}", f"--port={port}", "--include-dashboard=false"]
+    head = _start(options, placement, dog)
     try:
         _wait_until(
             lambda: _reachable(host, port),
@@ -50,6 +53,7 @@ def node_zero(trainer: TrainerConfig, placement: Placement) -> Iterator[None]:
     finally:
         _leave()
         _end(head)
+        dog.close()
 
 
 def serve(trainer: TrainerConfig, placement: Placement) -> int:
@@ -63,7 +67,8 @@ def serve(trainer: TrainerConfig, placement: Placement) -> int:
     )
     os.environ.setdefault(*_NO_TOKENS)
     own = _own_address(host, port)
-    node = _start([f"--address={host}:{port}", f"--node-ip-address={own}"], placement)
+    dog = Watchdog()
+    node = _start([f"--address={host}:{port}", f"--node-ip-address={own}"], placement, dog)
     print(f"node {trainer.node_rank}: {own} has joined {host}:{port}, and leaves when the run ends", flush=True)
     missed = 0
     try:
@@ -72,6 +77,7 @@ def serve(trainer: TrainerConfig, placement: Placement) -> int:
             missed = 0 if _reachable(host, port) else missed + 1
     finally:
         _end(node)
+        dog.close()
     print(f"node {trainer.node_rank}: the run at {host} has ended", flush=True)
     return 0
 
@@ -104,13 +110,16 @@ def _gathered(trainer: TrainerConfig) -> bool:
     return len(here) >= trainer.nnodes
 
 
-def _start(arguments: list[str], placement: Placement) -> subprocess.Popen[bytes]:
-    """`ray start` in the foreground of a process of ours: with it Ray's own processes of this node end."""
-    needed = max(pool.processes_per_node * pool.num_threads for pool in placement.pools.values())
+def _start(arguments: list[str], placement: Placement, dog: Watchdog) -> subprocess.Popen[bytes]:
+    """`ray start` in the foreground of a process of ours: with it Ray's own processes of this node end, and with us."""
+    needed = sum(pool.processes_per_node * pool.num_threads for pool in placement.pools.values())
     cpus = max(available_cores(), needed)
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
     return subprocess.Popen(
-        [*command, f"--num-cpus={cpus}", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [*command, f"--num-cpus={cpus}", *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | dog.mark,
     )
 
 

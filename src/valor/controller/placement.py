@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ class ResourcePool:
     processes_per_node: int
     device: str  # "cpu" or "cuda"
     num_threads: int  # CPU threads of each process
+    deterministic: bool = False  # only algorithms that give the same bits every time, where there are such
 
     @property
     def world_size(self) -> int:
@@ -66,13 +67,20 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def resolve_pool(trainer: TrainerConfig) -> tuple[ResourcePool, str]:
+def resolve_pool(trainer: TrainerConfig, ray_address: str | None = None) -> tuple[ResourcePool, str]:
     """The pool and the controller ("local" or "ray") that `trainer.*` asks for on this machine.
 
-    Raises UserError when GPUs are asked for that are not there, or one process is asked to be several.
+    `ray_address` is that of `ray_kwargs.ray_init`. Raises UserError when GPUs are asked for that are not there, when
+    one process is asked to be several, and when a machine without GPUs would decide for those of a cluster.
     """
     gpus = torch.cuda.device_count()
     device = trainer.device if trainer.device != "auto" else ("cuda" if gpus else "cpu")
+    cluster = ray_address or os.environ.get("RAY_ADDRESS")
+    if cluster and trainer.device == "auto" and device == "cpu" and trainer.controller != "local":
+        raise UserError(
+            f"this machine has no GPU, and the run joins the Ray cluster at {cluster}: set trainer.device=cuda and "
+            "trainer.n_gpus_per_node to use the cluster's GPUs, or trainer.device=cpu"
+        )
     asked = trainer.n_gpus_per_node
     remote = trainer.nnodes > 1 or trainer.controller == "ray"
     if device == "cuda" and not remote and gpus < (asked or 1):
@@ -87,7 +95,7 @@ def resolve_pool(trainer: TrainerConfig) -> tuple[ResourcePool, str]:
         )
     processes = asked or (gpus if device == "cuda" else 1)
     threads = trainer.num_threads or max(1, available_cores() // processes)
-    pool = ResourcePool(trainer.nnodes, processes, device, threads)
+    pool = ResourcePool(trainer.nnodes, processes, device, threads, trainer.full_determinism)
     controller = trainer.controller
     if controller == "auto":
         controller = "local" if pool.world_size == 1 else "ray"
@@ -99,12 +107,19 @@ def resolve_pool(trainer: TrainerConfig) -> tuple[ResourcePool, str]:
 
 
 def resolve_placement(config: PPOConfig) -> Placement:
-    """The run's pools: that of `trainer.*`, and those of `resource_pools`, whose processes are on the same device."""
-    main, controller = resolve_pool(config.trainer)
+    """The run's pools: that of `trainer.*`, and those of `resource_pools`, whose processes are on the same device.
+
+    Pools may come to lie on one node, so its cores are shared out over the processes of all of them.
+    """
+    main, controller = resolve_pool(config.trainer, config.ray_kwargs.ray_init.address)
+    each = main.processes_per_node + sum(asked.n_gpus_per_node for asked in config.pools.values())
+    main = replace(main, num_threads=config.trainer.num_threads or max(1, available_cores() // each))
     pools, home = {MAIN: main}, {}
     for name, asked in config.pools.items():
-        threads = asked.num_threads or config.trainer.num_threads or main.num_threads
-        pools[name] = ResourcePool(asked.nnodes, asked.n_gpus_per_node, main.device, threads)
+        threads = asked.num_threads or main.num_threads
+        pools[name] = replace(
+            main, num_nodes=asked.nnodes, processes_per_node=asked.n_gpus_per_node, num_threads=threads
+        )
         home |= dict.fromkeys(asked.roles, name)
     apart = bool(config.pools) or config.trainer.node_rank is not None
     return Placement("ray" if apart else controller, pools, home)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import socket
 import time
@@ -18,13 +17,15 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from valor.controller.group import Call, Sink, WorkerGroup
 from valor.controller.placement import ResourcePool, available_cores
-from valor.errors import TrainingStopped, UserError
+from valor.controller.watchdog import Watchdog, start_ray
+from valor.errors import TrainingStopped, UserError, WorkerDied, WorkersReplaced
 from valor.tracking.progress import Latest, Progress, add_listener, relay
 from valor.workers.host import RoleSpec, WorkerHost
 
 _POLL_SECONDS = 0.5
 _PLACEMENT_SECONDS = 120.0
 _DEATH_SECONDS = 30.0  # in which Ray notices that a node is gone
+_MOST_REPLACEMENTS = 20  # of a pool's processes in a run: they die of something that stays
 
 
 class _RayHost:
@@ -35,7 +36,14 @@ class _RayHost:
         self._latest = Latest()
         add_listener(self._latest)
         self._reported: dict[int, deque[Any]] = {}  # by the number of the call
-        self._host = WorkerHost(rank, pool.world_size, pool.device, pool.num_threads)
+        self._host = WorkerHost(
+            rank,
+            pool.world_size,
+            pool.device,
+            pool.num_threads,
+            deterministic=pool.deterministic,
+            gpu=own_gpu() if pool.device == "cuda" else 0,
+        )
 
     def address(self) -> tuple[str, int]:
         """This node's address and a free port; rank 0's are where it will listen."""
@@ -79,23 +87,25 @@ class RayGroup(WorkerGroup):
 
     def __init__(self, pool: ResourcePool, specs: dict[str, RoleSpec], ray_init: dict[str, Any]) -> None:
         super().__init__(pool, specs)
-        self._owns_ray = not ray.is_initialized()
         self._actors: list[Any] = []
         self._nodes: list[str] = []  # each rank's
         self._placement: PlacementGroup | None = None
         self._numbers = itertools.count()  # of calls with a sink
-        if self._owns_ray:
-            _start_ray(pool, ray_init)
+        self._own_ray = None if ray.is_initialized() else _start_ray(pool, ray_init)
         try:
-            self._place()
-            addresses = self._get([a.address.remote() for a in self._actors])
-            self._nodes = [node for node, _ in addresses]
-            address, port = addresses[0]
-            self._get([a.connect.remote(address, port) for a in self._actors])
-            self._get([a.build.remote(specs) for a in self._actors])
+            self._start()
         except BaseException:  # a model that cannot be loaded, Ctrl-C: no process and no reservation stays behind
             self.close()
             raise
+
+    def _start(self) -> None:
+        """Processes with all roles in them."""
+        self._place()
+        addresses = self._get([a.address.remote() for a in self._actors])
+        self._nodes = [node for node, _ in addresses]
+        address, port = addresses[0]
+        self._get([a.connect.remote(address, port) for a in self._actors])
+        self._get([a.build.remote(self.specs) for a in self._actors])
 
     def _place(self) -> None:
         """Reserve the pool's resources and start a process on each bundle. UserError when they are not to be had."""
@@ -130,6 +140,24 @@ class RayGroup(WorkerGroup):
         return sorted(node_of, key=lambda i: (node_of[i] != here, address[node_of[i]], i))
 
     def run(self, role: str, method: str, calls: list[Call], sink: Sink | None = None) -> list[Any]:
+        """Processes that died are replaced, where their roles can be, and the call is repeated.
+
+        WorkersReplaced, once they are, when the call needs weights that were sent before.
+        """
+        try:
+            return self._run(role, method, calls, sink)
+        except WorkerDied as death:
+            replaceable = all(spec.replaceable for spec in self.specs.values())
+            if not replaceable or self.num_replacements == _MOST_REPLACEMENTS:
+                raise
+            self.num_replacements += 1
+            self._end_processes()
+            self._start()
+            if role in self.specs and getattr(self.specs[role].cls, method).valor_sent_weights:
+                raise WorkersReplaced(f"{death.what}: new ones have taken their place") from None
+            return self.run(role, method, calls, sink)
+
+    def _run(self, role: str, method: str, calls: list[Call], sink: Sink | None) -> list[Any]:
         # The same arguments for every rank are stored once and shared.
         if len(calls) > 1 and all(c is calls[0] for c in calls):
             args, kwargs = calls[0]
@@ -139,14 +167,18 @@ class RayGroup(WorkerGroup):
         started = [a.call.remote(role, method, *c, number) for a, c in zip(self._actors, calls, strict=True)]
         return self._get(started, number, sink)
 
-    def close(self) -> None:
+    def _end_processes(self) -> None:
         actors, self._actors = self._actors, []
         for actor in actors:
             ray.kill(actor)
         if self._placement is not None:
             remove_placement_group(self._placement)
-        if self._owns_ray:
+
+    def close(self) -> None:
+        self._end_processes()
+        if self._own_ray is not None:
             ray.shutdown()
+            self._own_ray.close()
 
     def _get(self, refs: list[Any], number: int | None = None, sink: Sink | None = None) -> list[Any]:
         """Results in order. While waiting, progress and what call `number` reports are passed on. A rank's error is
@@ -171,9 +203,7 @@ class RayGroup(WorkerGroup):
             raise error from None
         except RayActorError as error:
             dead = self._dead_rank(refs)
-            raise (
-                self._died(dead) if dead is not None else TrainingStopped(f"a worker process died: {error}")
-            ) from error
+            raise (self._died(dead) if dead is not None else WorkerDied(f"a worker process died ({error})")) from error
 
     def _dead_rank(self, refs: list[Any]) -> int | None:
         """The rank whose process has died, as soon as Ray knows; None if after a while none has."""
@@ -189,12 +219,20 @@ class RayGroup(WorkerGroup):
             time.sleep(_POLL_SECONDS)
         return None
 
-    def _died(self, rank: int) -> TrainingStopped:
+    def _died(self, rank: int) -> WorkerDied:
         node = self._nodes[rank] if rank < len(self._nodes) else "its node"
-        return TrainingStopped(
-            f"the process of rank {rank} on node {node} died (the node itself, a kill, or no memory left): start the "
-            "same command again to go on from the last checkpoint, on as many nodes as are left"
+        return WorkerDied(
+            f"the process of rank {rank} on node {node} died (the node itself, a kill, or no memory left)"
         )
+
+
+def own_gpu() -> int:
+    """The number, among the GPUs that this process sees, of the one that Ray has given it.
+
+    It sees no other one, unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set.
+    """
+    given, seen = str(ray.get_gpu_ids()[0]), os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return seen.index(given) if given in seen else int(given)
 
 
 def _interface(address: str) -> str:
@@ -211,7 +249,7 @@ def _error_of(ref: Any) -> BaseException | None:
     return None
 
 
-def _start_ray(pool: ResourcePool, ray_init: dict[str, Any]) -> None:
+def _start_ray(pool: ResourcePool, ray_init: dict[str, Any]) -> Watchdog:
     settings = {k: v for k, v in ray_init.items() if v is not None}
     least = settings.pop("min_cpus", pool.world_size * pool.num_threads)  # of all pools, where there are several
     if "address" not in settings and "RAY_ADDRESS" not in os.environ:
@@ -221,6 +259,6 @@ def _start_ray(pool: ResourcePool, ray_init: dict[str, Any]) -> None:
         settings.setdefault("include_dashboard", False)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
-        ray.init(log_to_driver=False, logging_level=logging.ERROR, **settings)
+        return start_ray(**settings)
     except ConnectionError as error:
         raise UserError(f"no Ray cluster at ray_kwargs.ray_init.address={settings.get('address')}: {error}") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from valor.errors import UserError
 Row = dict[str, Any]
 
 _HOLD_OUT_STREAM, _LIMIT_STREAM = 3, 4  # second words of random keys
+_NUM_TRAIN, _NUM_TEST = 10_000, 500  # puzzles, unless other numbers are asked for
 _PATIENCE = 1000  # puzzles in a row that were there already, before a generator counts as exhausted
 
 
@@ -157,39 +157,26 @@ def _generated(request: Request, notes: list[str]) -> dict[str, list[Row]]:
     """Distinct puzzles: the first ones are the test set, so that it stays the same whatever the number of others."""
     recipe = request.recipe
     assert recipe.generate is not None
-    sizes = {
-        "test": recipe.sizes[1] if request.test_size is None else request.test_size,
-        "train": recipe.sizes[0] if request.limit is None else request.limit,
-    }
-    signature = inspect.signature(recipe.generate)
+    num_test = _NUM_TEST if request.test_size is None else request.test_size
+    num_train = _NUM_TRAIN if request.limit is None else request.limit
+    found: dict[str, Row] = {}
+    repeats = 0
     try:
-        signature.bind(request.seed, **request.options)
-    except TypeError:
-        settings = ", ".join(list(signature.parameters)[1:]) or "no settings"
-        raise UserError(f"{recipe.name} takes {settings}; got --option {', '.join(request.options)}") from None
-    try:
-        rows = _distinct(request, recipe.generate(request.seed, **request.options), sum(sizes.values()))
+        for record in recipe.generate(request.seed, **request.options):
+            row, known = _row(request, record, recipe.data_source), len(found)
+            assert row is not None, "a generator makes no puzzle without an answer"
+            found.setdefault(same_text(row["prompt"]), row)
+            repeats = repeats + 1 if len(found) == known else 0
+            if len(found) >= num_test + num_train or repeats > _PATIENCE:
+                break
     except (TypeError, ValueError) as error:
         raise UserError(f"{recipe.name}: {error}") from None
-    splits = {"train": rows[sizes["test"] :], "test": rows[: sizes["test"]]}
-    if len(rows) < sum(sizes.values()):
+    rows = list(found.values())
+    if len(rows) < num_test + num_train:
         notes.append(f"there are only {len(rows)} different ones")
-    wanted = tuple(request.splits) or tuple(split for split in splits if sizes[split])
-    return {split: splits[split] for split in wanted}
-
-
-def _distinct(request: Request, records: Iterable[Record], count: int) -> list[Row]:
-    rows: dict[str, Row] = {}
-    repeats = 0
-    for record in records:
-        row = _row(request, record, request.recipe.data_source)
-        if row is not None and rows.setdefault(same_text(row["prompt"]), row) is row:
-            repeats = 0
-        else:
-            repeats += 1
-        if len(rows) >= count or repeats > _PATIENCE:
-            break
-    return list(rows.values())
+    made = {"train": rows[num_test:]} if num_train else {}
+    made |= {"test": rows[:num_test]} if num_test else {}
+    return {split: made.get(split, []) for split in request.splits or made}
 
 
 def _held_out(request: Request, splits: dict[str, list[Row]]) -> dict[str, list[Row]]:

@@ -24,7 +24,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".json.gz")
 REQUIRED_COLUMNS = ("prompt", "data_source", "reward_model")
-OPTIONAL_COLUMNS = ("ability", "extra_info")
+OPTIONAL_COLUMNS = ("extra_info",)
 
 
 @dataclass(frozen=True)
@@ -36,24 +36,18 @@ class DataRow:
     data_source: str
     ground_truth: Any = None
     style: str = "rule"
-    ability: str | None = None
     extra_info: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def place(self) -> str:
+        """Where the row is in its file: `row 3` of parquet and json, `line 4` of jsonl."""
+        return self.where.rpartition(", ")[2]
 
     @property
     def lacks_truth(self) -> bool:
         """There is no ground truth, or an empty one."""
         truth = self.ground_truth
         return truth is None or truth in ([], {}) or (isinstance(truth, str) and not truth.strip())
-
-    def record(self) -> dict[str, Any]:
-        """The row as a record of a prompt file, under the usual names."""
-        optional = {"ability": self.ability, "extra_info": self.extra_info or None}
-        return {
-            "data_source": self.data_source,
-            "prompt": self.messages,
-            "reward_model": {"style": self.style, "ground_truth": self.ground_truth},
-            **{name: value for name, value in optional.items() if value is not None},
-        }
 
 
 def read_rows(
@@ -123,14 +117,12 @@ def parse_row(
     extra_info = record.get("extra_info")
     if extra_info is not None and not isinstance(extra_info, Mapping):
         raise UserError(f"{where}: 'extra_info' must be a dictionary or absent, got {_kind(extra_info)}")
-    ability = record.get("ability")
     return DataRow(
         where=where,
         messages=parse_messages(record.get(prompt_key), where, prompt_key),
         data_source=source,
         ground_truth=reward_model.get("ground_truth"),
         style=str(reward_model.get("style") or "rule"),
-        ability=None if ability is None else str(ability),
         extra_info=dict(extra_info or {}),
     )
 
@@ -163,11 +155,7 @@ def parse_messages(value: Any, where: str, name: str, text_role: str | None = No
 
 def same_text(messages: Messages) -> str:
     """What two prompts that differ in capitals, white space and Unicode composition alone have in common."""
-    return normalized("\n".join(f"{m.get('role')}: {m.get('content')}" for m in messages))
-
-
-def normalized(text: str) -> str:
-    """Text without differences in capitals, white space and Unicode composition."""
+    text = "\n".join(f"{m.get('role')}: {m.get('content')}" for m in messages)
     return " ".join(unicodedata.normalize("NFC", text).casefold().split())
 
 
@@ -258,8 +246,11 @@ def _json_list(file: Path, text: str) -> Iterator[tuple[str, Any]]:
 
 def _parse_json(text: str, where: str, advice: str) -> Any:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
+        value = json.loads(text)
+        if "\\ud" in text.lower():  # half of a surrogate pair is no text, and no tokenizer takes it
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except (json.JSONDecodeError, UnicodeEncodeError, RecursionError) as error:
         raise UserError(f"{where}: is not JSON ({error}); {advice}") from None
 
 

@@ -5,17 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from valor.data.build import Request, prepare
+from valor.data.files import Messages
 from valor.data.recipes import RECIPES, find_recipe
+from valor.data.recipes.convert import conversation
 from valor.data.recipes.gym import PREFIX
-from valor.data.recipes.own import own_pairs, own_prompts
-from valor.data.recipes.recipe import QUESTION, Recipe
+from valor.data.recipes.recipe import QUESTION, Example, Recipe, Record, number, value
 from valor.errors import UserError
+
+_COLUMN_FLAGS = {
+    "--prompt-column": "text or messages (default prompt)",
+    "--answer-column": "the ground truth",
+    "--extra-columns": "columns that the grader needs: extra_info",
+}
 
 
 def main(argv: list[str]) -> int:
@@ -24,10 +31,11 @@ def main(argv: list[str]) -> int:
     if args.name is None:
         print(_catalogue())
         return 0
-    request = _request(args)
+    recipe = _recipe(args)
+    args.options = dict(args.options)
+    request = Request(recipe, **{one.name: getattr(args, one.name) for one in fields(Request) if one.name != "recipe"})
     out = args.out or Path("~/data") / args.name.replace("/", "_")
-    lines = prepare(request, out)
-    print("\n".join(lines))
+    print("\n".join(prepare(request, out)))
     return 0
 
 
@@ -40,66 +48,69 @@ def script(name: str, argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _request(args: argparse.Namespace) -> Request:
-    recipe = _own(args) if args.name == "custom" else _known(args)
-    if args.data_source and not recipe.data_source:
-        raise UserError("--data-source names the grader of prompts; pairs have none")
+def _recipe(args: argparse.Namespace) -> Recipe:
+    """The recipe that is asked for. UserError for flags that do not go with it."""
+    given = [flag for flag in _COLUMN_FLAGS if getattr(args, flag[2:].replace("-", "_"))]
+    if args.name == "custom":
+        if not args.answer_column or not args.data_source:
+            raise UserError(
+                "custom: say which column holds the right answer (--answer-column) and which grader compares with it "
+                "(--data-source; valor rewards list)"
+            )
+        recipe = _own_prompts(args.prompt_column or "prompt", args.answer_column, args.data_source, args.extra_columns)
+    elif given:
+        raise UserError(
+            f"{given[0]} describes your own files: valor data prepare custom; {args.name} knows its columns"
+        )
+    else:
+        recipe = find_recipe(args.name)
     if args.form != "pairs" and not recipe.pairs:
         raise UserError(f"--as {args.form}: {recipe.name} holds prompts; only pairs can be turned into something else")
     if args.template is not None and QUESTION not in args.template:
         raise UserError(f"--template must say where the question goes: {QUESTION}")
-    request = Request(
-        recipe=replace(recipe, data_source=args.data_source or recipe.data_source),
-        local=args.local or (),
-        splits=args.split or (),
-        limit=args.limit,
-        test_size=args.test_size,
-        seed=args.seed,
-        template=args.template,
-        system=args.system,
-        form=args.form,
-        drop_duplicates=args.drop_duplicates,
-        options=dict(_option(one) for one in args.option),
-    )
-    if request.options and not request.generates:
+    if args.options and (recipe.generate is None or args.local):
         raise UserError(f"--option: {recipe.name} is read, not generated here")
-    return request
+    return replace(recipe, data_source=args.data_source or recipe.data_source)
 
 
-def _known(args: argparse.Namespace) -> Recipe:
-    given = [flag for flag in _COLUMN_FLAGS if getattr(args, flag[2:].replace("-", "_"))]
-    if given:
-        raise UserError(
-            f"{given[0]} describes your own files: valor data prepare custom; {args.name} knows its columns"
-        )
-    return find_recipe(args.name)
+def _own_prompts(prompt: str, answer: str, data_source: str, extra: Sequence[str]) -> Recipe:
+    """Your own questions with ground truths. `prompt` names text or messages, `answer` what the grader compares with.
+
+    A dot in a name goes into a dictionary: `reward_model.ground_truth`.
+    """
+
+    def convert(record: Record) -> Example:
+        others = {name: value(record, name) for name in extra}
+        return Example(_text_or_messages(record, prompt), _truth(value(record, answer)), others)
+
+    return Recipe("custom", "your own questions", convert, data_source, "custom")
 
 
-def _own(args: argparse.Namespace) -> Recipe:
-    prompt = args.prompt_column or "prompt"
-    if args.chosen_column or args.rejected_column:
-        if args.answer_column or args.extra_columns:
-            raise UserError("give --answer-column (questions) or --chosen-column and --rejected-column (pairs)")
-        chosen, rejected = args.chosen_column or "chosen", args.rejected_column or "rejected"
-        return own_pairs(prompt, chosen, rejected, args.source_column)
-    if args.source_column:
-        raise UserError("--source-column belongs to pairs: give --chosen-column and --rejected-column")
-    if not args.answer_column or not args.data_source:
-        raise UserError(
-            "custom: say which column holds the right answer (--answer-column) and which grader compares with it "
-            "(--data-source; valor rewards list); for pairs give --chosen-column and --rejected-column"
-        )
-    return own_prompts(prompt, args.answer_column, args.data_source, args.extra_columns or ())
+def _text_or_messages(record: Record, name: str) -> str | Messages:
+    """Messages stay; transcripts of `\\n\\nHuman: …` become messages; other text is the user's question."""
+    found = value(record, name)
+    if isinstance(found, list):
+        return found
+    if not isinstance(found, str):
+        raise ValueError(f"'{name}' must be text or a list of messages, got {found!r:.60}")
+    return conversation(found) if found.startswith("\n\nHuman:") else found.strip()
+
+
+def _truth(found: Any) -> Any:
+    """Numbers as text, so that csv and parquet give the same; lists and texts as they are."""
+    if isinstance(found, Mapping):
+        return json.dumps(found, ensure_ascii=False)
+    return found if isinstance(found, list) else number(found)
 
 
 def _option(text: str) -> tuple[str, Any]:
-    name, mark, value = text.partition("=")
+    name, mark, setting = text.partition("=")
     if not mark or not name:
         raise UserError(f"--option {text}: must be KEY=VALUE")
     try:
-        return name, json.loads(value)
+        return name, json.loads(setting)
     except json.JSONDecodeError:
-        return name, value
+        return name, setting
 
 
 def _catalogue() -> str:
@@ -121,10 +132,11 @@ def _parser() -> argparse.ArgumentParser:
         "--local",
         "--local_dataset_path",
         nargs="+",
+        default=[],
         metavar="PATH",
         help="files (train=FILE, test=FILE) or a clone of the hub's repository, to read instead of the hub",
     )
-    add("--split", nargs="+", choices=("train", "test"), help="only these splits")
+    add("--split", dest="splits", nargs="+", default=[], choices=("train", "test"), help="only these splits")
     add("--limit", type=_rows, metavar="N", help="N rows a split, drawn by --seed; of a generator: training rows")
     add("--test-size", type=_rows, metavar="N", help="rows of the test split, where the data has none of its own")
     add("--seed", type=int, default=0, help="for everything that is drawn or generated (default 0)")
@@ -139,21 +151,13 @@ def _parser() -> argparse.ArgumentParser:
         default="pairs",
         help="what pairs become: pairs for `valor rm train`, prompts for RL, conversations for `valor sft`",
     )
-    add("--option", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="settings of a generator")
+    settings = {"dest": "options", "type": _option, "nargs": "+", "action": "extend", "default": []}
+    add("--option", **settings, metavar="KEY=VALUE", help="settings of a generator")
     own = parser.add_argument_group("custom: which column of your files is what (a dot goes into a dictionary)")
     for flag, text in _COLUMN_FLAGS.items():
-        own.add_argument(flag, metavar="NAME", nargs="+" if flag == "--extra-columns" else None, help=text)
+        several = {"nargs": "+", "default": []} if flag == "--extra-columns" else {}
+        own.add_argument(flag, metavar="NAME", help=text, **several)
     return parser
-
-
-_COLUMN_FLAGS = {
-    "--prompt-column": "text or messages (default prompt)",
-    "--answer-column": "the ground truth",
-    "--extra-columns": "columns that the grader needs: extra_info",
-    "--chosen-column": "pairs: the better answer",
-    "--rejected-column": "pairs: the worse answer",
-    "--source-column": "pairs: where a pair is from",
-}
 
 
 def _rows(text: str) -> int:

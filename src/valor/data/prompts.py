@@ -104,6 +104,11 @@ class PromptDataset(Sequence[PromptRow]):
         return Counter(row.data_source for _, _, row in self._rows)
 
     @property
+    def without_truth(self) -> list[DataRow]:
+        """Rows that a rule is to judge, and that have nothing to judge by."""
+        return [row for _, _, row in self._rows if row.style == "rule" and row.lacks_truth]
+
+    @property
     def summary(self) -> str:
         """One line: how many prompts, of what length, from where, and what was left out."""
         lengths = [len(ids) for _, ids, _ in self._rows]

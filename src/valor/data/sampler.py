@@ -5,7 +5,7 @@ All randomness is a function of a key, so that a resumed run draws what the undi
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -14,8 +14,6 @@ from valor.errors import UserError
 
 # Third words of random keys (seed, 0, stream): an epoch's order has the key (seed, epoch), the same as a third word 0.
 SUBSET_STREAM, VALIDATION_STREAM = 1, 2
-# What a sampler's order depends on, and how a message calls it.
-_SETTINGS = {"num_rows": "a number of training prompts of", "seed": "data.seed", "shuffle": "data.shuffle"}
 
 
 def shuffled(num_rows: int, *key: int) -> np.ndarray:
@@ -85,16 +83,10 @@ class PromptSampler:
         self.position += len(rows)
         return rows
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where the sampler stands, and what its order depends on. Plain numbers."""
-        return {name: getattr(self, name) for name in ("epoch", "position", *_SETTINGS)}
+    def state_dict(self) -> dict[str, int]:
+        """Where the sampler stands."""
+        return {"epoch": self.epoch, "position": self.position}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue exactly where `state` was taken. Raises UserError when data, seed or shuffling have changed."""
-        for name, setting in _SETTINGS.items():
-            if state[name] != getattr(self, name):
-                raise UserError(
-                    f"the checkpoint was made with {setting} {state[name]}, this run has {getattr(self, name)}: "
-                    "use the same data settings, or start anew with trainer.resume_mode=disable"
-                )
-        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue exactly where `state` was taken, of a sampler of the same rows, seed and shuffling."""
+        self.epoch, self.position = state["epoch"], state["position"]

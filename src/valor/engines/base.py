@@ -67,7 +67,8 @@ class TrainingEngine(Protocol):
         """Clip, update, drop the gradients; `grad_norm` (before clipping), `lr`, `skipped` (0 or 1).
 
         A norm that is not finite skips the update on every rank. The learning-rate schedule moves on in either case,
-        unless `advance_schedule` is false (several updates that share one rate).
+        unless `advance_schedule` is false (several updates that share one rate). Diverged: the update has made the
+        weights useless, so that they may be neither saved nor sent anywhere.
         """
         ...
 
@@ -96,8 +97,14 @@ class TrainingEngine(Protocol):
         """The model computes as its base inside."""
         ...
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        """How large what `save` writes will be, over all ranks."""
+        ...
+
     def save(self, path: Path) -> None:
-        """Write weights, optimizer and counters into the directory `path`, and what the model is beside them."""
+        """Write weights, optimizer and counters into the directory `path`, and what the model is beside them. Diverged:
+        some of these numbers are not finite."""
         ...
 
     def load(self, path: Path) -> None:
@@ -108,7 +115,7 @@ class TrainingEngine(Protocol):
         """Write a plain Hugging Face directory."""
         ...
 
-    def offload(self, *, optimizer: bool = True) -> None:
+    def offload(self) -> None:
         """Move to host memory what the configuration keeps there between phases: weights, optimizer state."""
         ...
 

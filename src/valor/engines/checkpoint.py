@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -24,12 +27,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from valor.errors import UserError
+from valor.errors import Diverged, UserError
 from valor.models.lora import ADAPTER_DIR, adapter_record, has_adapters, is_trained, write_adapter_config
 
 STATE_FILE = "engine.json"
 MODEL_CONFIG_DIR = "huggingface"  # config.json of the model, and of its adapters
 FORMAT = 1
+_MOMENTS = 2  # tensors that AdamW keeps for each parameter
 
 
 @dataclass
@@ -44,8 +48,10 @@ class Counters:
 def save(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None, counters: Counters) -> None:
     """Write the state into the directory `path` (made if missing); collective, returns when all ranks are done.
 
-    Of a model with adapters these and the head alone are its weights.
+    Of a model with adapters these and the head alone are its weights. Diverged: some numbers are not finite.
     """
+    if ruined := _not_finite(module, optimizer):
+        raise Diverged(f"{ruined} is not finite, and was not saved: lower the learning rate, or set optim.clip_grad")
     path.mkdir(parents=True, exist_ok=True)
     tensors = {f"model.{name}": value for name, value in _module_tensors(module).items()}
     scalars: dict[str, dict[str, Any]] = {}
@@ -60,7 +66,8 @@ def save(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None,
         for leftover in path.glob("*.safetensors"):  # a reader takes every shard that it finds
             leftover.unlink()
     dist.barrier()
-    dcp_save(tensors, storage_writer=_ShardWriter(str(path)))
+    with _own_errors():
+        dcp_save(tensors, storage_writer=_ShardWriter(str(path)))
     if dist.get_rank() == 0:
         state = {
             "format": FORMAT,
@@ -72,6 +79,7 @@ def save(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None,
         }
         (path / STATE_FILE).write_text(json.dumps(state))
         hf = cast(Any, module).hf
+        hf.config.architectures = [type(hf).__name__.removeprefix("FSDP")]  # not that of the files it was loaded from
         hf.config.save_pretrained(path / MODEL_CONFIG_DIR)
         if has_adapters(hf):
             write_adapter_config(hf, path / MODEL_CONFIG_DIR / ADAPTER_DIR)
@@ -82,7 +90,8 @@ def load(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None)
     """Fill module and optimizer in place from `path`, whatever the world size it was written at.
 
     Without optimizer only the weights are read; one process needs no process group for it. UserError: no checkpoint
-    there, one of another model or of other adapters, or one without the state of this optimizer.
+    there, one of another model or of other adapters, one without the state of this optimizer, or with numbers that are
+    not finite.
     """
     try:
         state = json.loads((path / STATE_FILE).read_text())
@@ -98,9 +107,31 @@ def load(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None)
         if state["optimizer"] != type(optimizer).__name__:
             raise UserError(f"'{path}' holds the state of {state['optimizer']}, not of {type(optimizer).__name__}")
         tensors |= _prepare_optimizer(module, optimizer, stored, state["optimizer_scalars"])
-    _check_fit(path, tensors, stored)
-    dcp_load(tensors, storage_reader=reader)
+    read = stored if optimizer is not None else {name: one for name, one in stored.items() if name.startswith("model.")}
+    _check_fit(path, tensors, read)
+    with _own_errors():
+        dcp_load(tensors, storage_reader=reader)
+    if ruined := _not_finite(module, optimizer):
+        raise UserError(f"the checkpoint '{path}' is of no use: {ruined} is not finite; resume from an earlier one")
     return Counters(**state["counters"])
+
+
+def size(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
+    """Bytes that `save` writes, over all ranks."""
+    total = sum(value.numel() * value.element_size() for value in _module_tensors(module).values())
+    if optimizer is not None:
+        trained = (p for p in module.parameters() if p.requires_grad)
+        total += sum(_MOMENTS * p.numel() * p.element_size() for p in trained)
+    return total
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """What a rank of torch DCP has raised, as that rank's own error."""
+    try:
+        yield
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from None
 
 
 class _ShardWriter(HuggingFaceStorageWriter):
@@ -136,10 +167,26 @@ def _check_fit(path: Path, tensors: dict[str, Tensor], stored: dict[str, Any]) -
     missing = [name for name in tensors if name not in stored]
     if missing:
         raise UserError(f"the checkpoint '{path}' lacks {missing[0]} (and {len(missing) - 1} more): another model?")
+    extra = [name for name in stored if name not in tensors]
+    if extra:
+        raise UserError(
+            f"the checkpoint '{path}' has {extra[0]} (and {len(extra) - 1} more), the model has not: another model?"
+        )
     for name, value in tensors.items():
         there, here = tuple(stored[name].size), tuple(value.shape)
         if there != here:
             raise UserError(f"the checkpoint '{path}' has {name} of shape {there}, the model {here}")
+
+
+def _not_finite(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> str | None:
+    """The first weight or optimizer state on this rank with a number that is not finite."""
+    states = _optimizer_states(module, optimizer) if optimizer is not None else {}
+    for name, parameter in module.named_parameters():
+        for what, value in {"": parameter.detach(), **states.get(name, {})}.items():
+            local = value.to_local() if isinstance(value, DTensor) else value
+            if isinstance(local, Tensor) and not torch.isfinite(local).all():
+                return f"{what} of {name}" if what else name
+    return None
 
 
 def _record(module: nn.Module) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from valor.errors import UserError
 DEFAULT_TIMEOUT_S = 1800.0
 
 
-def select_device(device: str, rank: int = 0) -> torch.device:
-    """The torch device of a rank for `auto`, `cpu` or `cuda`; ranks of a node take its visible GPUs in turn."""
+def select_device(device: str, gpu: int = 0) -> torch.device:
+    """The torch device for `auto`, `cpu` or `cuda`; `gpu` is a number among the GPUs that this process sees."""
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"trainer.device must be auto, cpu or cuda, got '{device}'")
     available = torch.cuda.is_available()
@@ -21,7 +21,7 @@ def select_device(device: str, rank: int = 0) -> torch.device:
         raise UserError("trainer.device=cuda but no CUDA GPU is visible: use trainer.device=cpu")
     if device == "cpu" or not available:
         return torch.device("cpu")
-    return torch.device("cuda", rank % torch.cuda.device_count())
+    return torch.device("cuda", gpu)
 
 
 def init_process_group(
@@ -31,6 +31,7 @@ def init_process_group(
     world_size: int = 1,
     address: str | None = None,
     port: int | None = None,
+    gpu: int = 0,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> torch.device:
     """Join the group of `world_size` ranks whose rank 0 listens at address:port; returns this rank's device.
@@ -38,7 +39,7 @@ def init_process_group(
     A group of one lives in this process alone. Joining the same group again is a no-op; another one is a ValueError
     until `destroy_process_group`.
     """
-    chosen = select_device(device, rank)
+    chosen = select_device(device, gpu)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if dist.is_initialized():

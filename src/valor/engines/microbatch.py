@@ -70,20 +70,17 @@ class MicroBatches:
         self._max_tokens, self._max_rows = max_tokens, max_rows
         self._waiting: list[list[int]] = []
         self._turns = 1  # an empty batch takes one turn: its model still has gathers to serve
-        self.restart()
+        self._plan(range(len(lengths)))
 
-    def restart(self, *, smaller: bool = False) -> None:
-        """All rows wait again (collective). smaller: as in `repeat`."""
-        if smaller:
-            self._shrink()
+    def restart(self) -> None:
+        """All rows are to be done again, as `repeat`."""
+        self._shrink()
         self._plan(range(len(self._lengths)))
 
-    def repeat(self, *, smaller: bool) -> None:
-        """This turn is to be done again (collective). smaller: this rank's rows did not fit, so from now on its
-        micro-batches hold at most half as much; TrainingStopped where there is but one.
-        """
-        if smaller:
-            self._shrink()
+    def repeat(self) -> None:
+        """The present rows did not fit: from now on micro-batches hold at most half as much. TrainingStopped where
+        there is but one row."""
+        self._shrink()
         self._plan([row for group in self._waiting for row in group])
 
     @property

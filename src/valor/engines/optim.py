@@ -54,24 +54,29 @@ def clip_gradients(grads: Sequence[DTensor], limit: float | None) -> float:
 
     A norm that is not finite leaves them as they are. The same number on every rank.
     """
-    if not grads:
+    norm = global_norm(grads)
+    if limit is not None and limit < norm < math.inf:
+        torch._foreach_mul_([grad.to_local() for grad in grads], limit / norm)  # pyright: ignore[reportPrivateImportUsage]
+    return norm
+
+
+def global_norm(tensors: Sequence[DTensor]) -> float:
+    """The 2-norm over all numbers of all shards, the same on every rank."""
+    if not tensors:
         return 0.0
-    local = [grad.to_local() for grad in grads]
-    # torch's own clipping goes through DTensor dispatch for every tensor and operation.
+    # torch's own norm goes through DTensor dispatch for every tensor and operation.
+    local = [tensor.to_local() for tensor in tensors]
     norms = torch._foreach_norm(local, 2.0, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
     squares = torch.stack(list(norms)).double().square()
     world = dist.get_world_size()
     if world > 1:
         squares *= torch.tensor(
-            [num_shards(grad) / world for grad in grads], dtype=torch.float64, device=squares.device
+            [num_shards(tensor) / world for tensor in tensors], dtype=torch.float64, device=squares.device
         )
     square = squares.sum()
     if world > 1:
         dist.all_reduce(square)
-    norm = float(square.sqrt())
-    if limit is not None and limit < norm < math.inf:
-        torch._foreach_mul_(local, limit / norm)  # pyright: ignore[reportPrivateImportUsage]
-    return norm
+    return float(square.sqrt())
 
 
 def num_shards(tensor: DTensor) -> int:

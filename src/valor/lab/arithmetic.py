@@ -52,7 +52,8 @@ def make_model(out_dir: Path | str, seed: int = 0) -> Path:
     """Write an untrained Qwen2 model of 0.6 million parameters and its byte tokenizer; returns the directory."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
-    from transformers.utils import logging as transformers_logging
+
+    from valor.models.hf import quiet_transformers
 
     out = Path(out_dir)
     tokenizer = make_tokenizer()
@@ -72,11 +73,8 @@ def make_model(out_dir: Path | str, seed: int = 0) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config)
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    model.save_pretrained(out)
-    if bars:
-        transformers_logging.enable_progress_bar()
+    with quiet_transformers():
+        model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     return out
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from valor.config import CriticScoreConfig
 from valor.lab.publish import SCORECARD_FILES, fingerprint
-from valor.tracking.console import get_console
+from valor.tracking.console import get_console, say
 from valor.tracking.progress_console import show_progress
 from valor.trainer.command import run_command
 
@@ -22,7 +23,7 @@ ROLLOUTS_FILE = "rollouts.jsonl"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line: key=value as in `valor ppo`, and `score.*`; the exit code."""
+    """`valor critic score`: key=value as in `valor ppo`, and the keys of `score`."""
     return run_command("critic score", argv, CriticScoreConfig, _start)
 
 
@@ -47,10 +48,10 @@ def _start(config: CriticScoreConfig, command: str) -> int:
     numbers, page = (out / name for name in SCORECARD_FILES)
     write_atomically(numbers, json.dumps(card, indent=1, allow_nan=False) + "\n")
     write_atomically(page, render(card))
-    _say(f"{card['responses']} answers to {card['prompts']} prompts, {card['right']:.1%} right")
+    say(f"{card['responses']} answers to {card['prompts']} prompts, {card['right']:.1%} right")
     for name, value, remark in main_numbers(card):
-        _say(f"{name}: {value} ({remark})")
-    _say(str(page))
+        say(f"{name}: {value} ({remark})")
+    say(str(page))
     return 0
 
 
@@ -67,13 +68,14 @@ def _measure(config: CriticScoreConfig) -> tuple[Judged, Branches | None]:
 
     tokenizer = load_policy_tokenizer(config)
     check_critic_tokenizer(config, tokenizer)
-    pool, controller = resolve_pool(config.trainer)
+    pool, controller = resolve_pool(config.trainer, config.ray_kwargs.ray_init.address)
     with show_progress(get_console()):
         rollouts, branches = _rollouts(config, pool, controller)
         frozen = config.model_copy(update={"critic": config.critic.model_copy(update={"freeze": True})})
         specs = role_specs(frozen, total_steps=0, eos_token_ids=[])
+        critic = replace(specs["critic"], replaceable=True)
         group = start_group(
-            pool, {"critic": specs["critic"]}, controller=controller, ray_init=config.ray_kwargs.ray_init.model_dump()
+            pool, {"critic": critic}, controller=controller, ray_init=config.ray_kwargs.ray_init.model_dump()
         )
         try:
             with phase("values", len(rollouts), unit="sample"):
@@ -101,7 +103,7 @@ def _rollouts(config: CriticScoreConfig, pool: ResourcePool, controller: str) ->
     as_training = config.model_copy(update={"data": data.model_copy(update={**held_out, "train_batch_size": 1})})
     inputs = RunInputs(as_training)
     try:
-        with policy_group(as_training, inputs, pool, controller, _say) as collector:
+        with policy_group(as_training, inputs, pool, controller, say) as collector:
             rollouts = draw_rollouts(collector, list(inputs.train), SCORE_STREAM, data.val_batch_size)
             if not score.mc:
                 return rollouts, None
@@ -115,7 +117,3 @@ def _rollouts(config: CriticScoreConfig, pool: ResourcePool, controller: str) ->
             )
     finally:
         inputs.close()
-
-
-def _say(line: str) -> None:
-    get_console().print(line, markup=False)

@@ -5,53 +5,45 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from valor.data.check import DataReport, check_file, place
-from valor.data.files import write_rows
-from valor.data.outputs import read_outputs
 from valor.errors import UserError
-from valor.rewards.check import CheckedRow, GradingReport, Output, check_outputs, check_truths
+from valor.lab.grader_checks import check_truths
+from valor.lab.row_checks import Report, check_rows
 from valor.rewards.custom import CustomFunction
 from valor.rewards.executor import RewardExecutor
 from valor.rewards.registry import has_grader
-from valor.rewards.worker import Sample
 
 
 def data_check(argv: list[str]) -> int:
-    """Columns, lengths, duplicates: nothing is graded."""
-    parser = _parser("data check", "Can this file be trained on? Columns, lengths, duplicates; exit code 1 if not.")
+    """Lengths, duplicates, missing graders: nothing is graded."""
+    parser = _parser("data check", "Can this file be trained on? Lengths, duplicates, graders; exit code 1 if not.")
     report = _checked(parser.parse_args(argv), any_grader=False)
     print(report)
     return report.exit_code
 
 
 def rewards_check(argv: list[str]) -> int:
-    """All of `data check`, then the graders: ground truths against themselves, and sample outputs."""
+    """All of `data check`, then the graders: ground truths against themselves."""
     parser = _parser(
         "rewards check",
         "All that `valor data check` finds, and whether the graders work on this data: right answers, made of the "
         "ground truths, must score and empty ones must not. Exit code 1 when training should not start.",
     )
-    parser.add_argument("--outputs", type=Path, metavar="FILE", help="sample outputs to grade as well (docs/data.md)")
     parser.add_argument("--custom", metavar="PATH", help="your own grader: the file of custom_reward_function.path")
     parser.add_argument("--custom-name", default="compute_score", metavar="NAME", help="its function")
     parser.add_argument("--limit", type=int, metavar="N", help="grade only N rows, evenly spread over the file")
     parser.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="for one grading (default 10)")
     parser.add_argument("--num-workers", type=int, metavar="N", help="grader processes (default one a core)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the rows without a problem as parquet")
     args = parser.parse_args(argv)
     custom = CustomFunction(args.custom, args.custom_name) if args.custom else None
     report = _checked(args, any_grader=custom is not None)
     if report.rows:
         with RewardExecutor(num_workers=args.num_workers, timeout=args.timeout, custom=custom) as executor:
-            _grade(report, executor, args.limit, args.outputs)
+            _grade(report, executor, args.limit)
     print(report)
-    if args.out is not None:
-        fit = [row.record() for row in report.rows if place(row) not in report.unfit]
-        print(f"{args.out}: {write_rows(args.out, fit)} of {report.num_rows} rows")
     return report.exit_code
 
 
-def _checked(args: argparse.Namespace, *, any_grader: bool) -> DataReport:
+def _checked(args: argparse.Namespace, *, any_grader: bool) -> Report:
     for file in (args.file, args.test):
         if file is not None and not file.exists():
             raise UserError(f"{file}: no such file; valor data prepare makes one")
@@ -62,44 +54,26 @@ def _checked(args: argparse.Namespace, *, any_grader: bool) -> DataReport:
         from valor.models.load import load_tokenizer
 
         tokenizer = load_tokenizer(args.model, require_chat_template=True)
-    return check_file(
+    return check_rows(
         args.file,
+        (lambda _: True) if any_grader else has_grader,
         tokenizer,
         max_prompt_length=args.max_prompt_length or 512,
-        has_grader=(lambda _: True) if any_grader else has_grader,
         test_path=args.test,
     )
 
 
-def _grade(report: DataReport, executor: RewardExecutor, limit: int | None, outputs: Path | None) -> None:
+def _grade(report: Report, executor: RewardExecutor, limit: int | None) -> None:
     """Add to the report what graders make of the rows; those without grader or ground truth are in it already."""
-    samples = [Sample(row.data_source, "", row.ground_truth, row.extra_info) for row in report.rows]
-    rows = [CheckedRow(place(row), sample) for row, sample in zip(report.rows, samples, strict=True)]
-    gradable = [
-        data.style == "rule" and not data.lacks_truth and (executor.custom is not None or has_grader(data.data_source))
-        for data in report.rows
+    rows = [
+        row
+        for row in report.rows
+        if row.style == "rule" and not row.lacks_truth and (executor.custom or has_grader(row.data_source))
     ]
-    chosen = [row for row, fit in zip(rows, gradable, strict=True) if fit]
-    if limit is not None and limit < len(chosen):
-        chosen = [chosen[i * len(chosen) // limit] for i in range(limit)]
-    if chosen:
-        _add(report, "ground truths graded against themselves:", check_truths(chosen, executor))
-    if outputs is not None:
-        found, unmatched = read_outputs(outputs, report.rows)
-        if unmatched:
-            report.note(f"{outputs}: {unmatched} outputs belong to no row and were not graded")
-        graded = [Output(rows[o.row], o.response, o.label, o.score) for o in found if gradable[o.row]]
-        if graded:
-            _add(report, f"outputs of {outputs}:", check_outputs(graded, executor))
-
-
-def _add(report: DataReport, title: str, grading: GradingReport) -> None:
-    report.tables.append(f"{title}\n{grading}")
-    report.unfit |= grading.unfit
-    for problem in grading.problems:
-        report.problem(problem)
-    for note in grading.notes:
-        report.note(note)
+    if limit is not None and limit < len(rows):
+        rows = [rows[i * len(rows) // limit] for i in range(limit)]
+    if rows:
+        check_truths(rows, executor, report)
 
 
 def _parser(command: str, description: str) -> argparse.ArgumentParser:

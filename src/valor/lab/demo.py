@@ -1,6 +1,7 @@
 """`valor demo`: a tiny model, a warm start by SFT, PPO with a critic (or GRPO), and a look at what came out.
 
-Nothing is downloaded, and nothing here is special: the two command lines that are printed are what is run.
+Nothing is downloaded, and nothing here is special: the two command lines that are printed are what is run, with the
+settings of the files in demo_config/.
 """
 
 from __future__ import annotations
@@ -17,16 +18,10 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from valor.lab import arithmetic
-from valor.tracking.console import format_seconds, get_console
+from valor.tracking.console import format_seconds, say
 from valor.tracking.rundir import METRICS_FILE
 
 ROLES = {"ppo": ("actor", "critic"), "grpo": ("actor",)}
-_SAMPLES_PER_STEP = 256
-_SAMPLES_PER_UPDATE = 64
-CRITIC_WARMUP = 10  # steps
-_GROUP = 8  # grpo: samples per prompt
-# A second thread gains little on matrices this small, and waits for the first one when the machine has other work.
-_PLACE = ("trainer.device=cpu", "trainer.num_threads=1")
 
 
 @dataclass(frozen=True)
@@ -42,95 +37,56 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     out: Path = args.out
     began = time.monotonic()
-    _say(f"[1/4] a tiny model and its arithmetic problems in {out}")
+    say(f"[1/4] a tiny model and its arithmetic problems in {out}")
     arithmetic.make_model(out / "model", seed=args.seed)
     files = arithmetic.make_data(out / "data", seed=args.seed)
 
-    _say("[2/4] warm start: supervised training on the answers of a teacher who often forgets the carry")
+    say("[2/4] warm start: supervised training on the answers of a teacher who often forgets the carry")
     code = _run("sft", sft_overrides(out / "model", files, out / "sft", args.seed))
     if code:
         return code
 
-    _say(f"[3/4] {args.algorithm.upper()} on the same kind of problems, rewarded for right results alone")
+    say(f"[3/4] {args.algorithm.upper()} on the same kind of problems, rewarded for right results alone")
     run_dir = out / args.algorithm
     start = out / "sft" / "huggingface" / "actor"
     code = _run("ppo", [*ppo_overrides(start, files, run_dir, args.algorithm, args.seed), *args.overrides])
     if code:
         return code
 
-    _say("[4/4] what came out, loaded with plain transformers")
+    say("[4/4] what came out, loaded with plain transformers")
     for role in ROLES[args.algorithm]:
-        _say(f"  {role:<8} {run_dir / 'huggingface' / role}  {_loaded(run_dir / 'huggingface' / role, role)}")
+        say(f"  {role:<8} {run_dir / 'huggingface' / role}  {_loaded(run_dir / 'huggingface' / role, role)}")
     for name in ("report.html", METRICS_FILE):
         if (run_dir / name).exists():
-            _say(f"  {name.partition('.')[0]:<8} {run_dir / name}")
+            say(f"  {name.partition('.')[0]:<8} {run_dir / name}")
     before, after = read_accuracy(run_dir)
     unseen = pq.read_metadata(files.val).num_rows
-    _say(f"accuracy on {unseen} unseen problems, greedy: {before.validation:.3f} -> {after.validation:.3f}")
-    _say(f"mean reward of the samples drawn in training: {before.sampled:.3f} -> {after.sampled:.3f}")
-    _say(f"{format_seconds(time.monotonic() - began)} in all")
+    say(f"accuracy on {unseen} unseen problems, greedy: {before.validation:.3f} -> {after.validation:.3f}")
+    say(f"mean reward of the samples drawn in training: {before.sampled:.3f} -> {after.sampled:.3f}")
+    say(f"{format_seconds(time.monotonic() - began)} in all")
     return 0
 
 
 def sft_overrides(model: Path, files: arithmetic.DataFiles, run_dir: Path, seed: int) -> list[str]:
     """The warm start as settings of `valor sft`."""
-    return [
-        f"model.path={model}",
-        "model.enable_gradient_checkpointing=false",
-        f"data.train_files={files.sft_train}",
-        f"data.val_files={files.sft_val}",
-        f"data.max_length={arithmetic.MAX_PROMPT_TOKENS + arithmetic.MAX_RESPONSE_TOKENS}",
-        "data.train_batch_size=64",
-        "optim.lr=4e-3",
-        "optim.betas=[0.9,0.95]",
-        "optim.lr_scheduler_type=cosine",
-        "optim.lr_warmup_steps=20",
-        "fsdp_config.dtype=float32",
-        "trainer.total_training_steps=600",
-        "trainer.test_freq=200",
-        *_PLACE,
-        f"trainer.seed={seed}",
-        "trainer.resume_mode=disable",
-        f"trainer.default_local_dir={run_dir}",
-    ]
+    data = [f"data.train_files={files.sft_train}", f"data.val_files={files.sft_val}"]
+    return [*_config("sft"), f"model.path={model}", *data, *_of_run(run_dir, seed)]
 
 
 def ppo_overrides(
     model: Path, files: arithmetic.DataFiles, run_dir: Path, algorithm: str = "ppo", seed: int = 0
 ) -> list[str]:
     """The RL run as settings of `valor ppo`: the same samples per step and per update for both algorithms."""
-    n = _GROUP if algorithm == "grpo" else 1
-    settings = [
-        f"algorithm.adv_estimator={'grpo' if algorithm == 'grpo' else 'gae'}",
-        f"data.train_files={files.train}",
-        f"data.val_files={files.val}",
-        f"data.max_prompt_length={arithmetic.MAX_PROMPT_TOKENS}",
-        f"data.max_response_length={arithmetic.MAX_RESPONSE_TOKENS}",
-        f"data.train_batch_size={_SAMPLES_PER_STEP // n}",
-        f"actor_rollout_ref.model.path={model}",
-        "actor_rollout_ref.model.enable_gradient_checkpointing=false",
-        f"actor_rollout_ref.rollout.n={n}",
-        f"actor_rollout_ref.actor.ppo_mini_batch_size={_SAMPLES_PER_UPDATE // n}",
-        "actor_rollout_ref.actor.optim.lr=1e-4",
-        "actor_rollout_ref.actor.optim.lr_warmup_steps=5",
-        "actor_rollout_ref.actor.fsdp_config.dtype=float32",
-    ]
-    if algorithm == "ppo":
-        settings += ["critic.optim.lr=1e-3", "critic.model.enable_gradient_checkpointing=false"]
-        # The policy is right long before a critic at its side can tell right from wrong: the critic goes ahead, with
-        # twice as many updates.
-        settings.append(f"critic.ppo_mini_batch_size={_SAMPLES_PER_UPDATE // 2}")
-        settings.append(f"trainer.critic_warmup={CRITIC_WARMUP}")
-    return [
-        *settings,
-        "reward.num_workers=1",
-        f"trainer.total_training_steps={30 + (CRITIC_WARMUP if algorithm == 'ppo' else 0)}",
-        "trainer.test_freq=10",
-        *_PLACE,
-        f"trainer.seed={seed}",
-        "trainer.resume_mode=disable",
-        f"trainer.default_local_dir={run_dir}",
-    ]
+    data = [f"data.train_files={files.train}", f"data.val_files={files.val}"]
+    return [*_config(algorithm), f"actor_rollout_ref.model.path={model}", *data, *_of_run(run_dir, seed)]
+
+
+def _config(name: str) -> list[str]:
+    return [f"--config-path={Path(__file__).with_name('demo_config')}", f"--config-name={name}"]
+
+
+def _of_run(run_dir: Path, seed: int) -> list[str]:
+    return [f"trainer.seed={seed}", f"trainer.default_local_dir={run_dir}"]
 
 
 def read_accuracy(run_dir: Path) -> tuple[Accuracy, Accuracy]:
@@ -147,7 +103,7 @@ def _run(command: str, overrides: Sequence[str]) -> int:
 
     main_of = {"ppo": main_ppo.main, "sft": main_sft.main}[command]
     module = f"valor.trainer.main_{command}"
-    _say(" \\\n    ".join([f"  python -m {module}", *map(shlex.quote, overrides)]))
+    say(" \\\n    ".join([f"  python -m {module}", *map(shlex.quote, overrides)]))
     return main_of(list(overrides))
 
 
@@ -169,10 +125,6 @@ def _loaded(folder: Path, role: str) -> str:
         model: Any = AutoModelForCausalLM.from_pretrained(folder)
         out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
     return f"({chat[0]['content']} {tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)})"
-
-
-def _say(line: str) -> None:
-    get_console().print(line, markup=False)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from jinja2 import Template
+
 from valor.config.describe import show
+from valor.errors import did_you_mean
 from valor.lab.statistics import bootstrap_interval, holm, paired_t_p, sign_flip_p
 from valor.lab.sweep_file import HEADLINE
 from valor.lab.sweep_runs import Run, Sweep
@@ -29,6 +32,7 @@ CURVES = {
     "val/loss": "Validation loss",
     "val/token_accuracy": "Token accuracy in validation",
 }
+_TABLE = Path(__file__).with_name("sweep_table.md")
 _MAX_POINTS = 200
 _TIMES = ("timing_s/step", "timing_s/testing")
 
@@ -76,21 +80,10 @@ def compare(sweep: Sweep, errors: Mapping[str, str]) -> dict[str, Any]:
 
 def table(results: Mapping[str, Any]) -> str:
     """The comparison as Markdown. It holds no times: the same runs give the same text, to the letter."""
-    arms = results["arms"]
+    template = Template(_TABLE.read_text(encoding="utf-8"), trim_blocks=True, keep_trailing_newline=True)
     heads, rows = comparison(results)
-    lines = [
-        f"# {results['name']}",
-        "",
-        f"{results['metric'][:1].upper()}{results['metric'][1:]}; {len(arms)} arms, seeds "
-        f"{', '.join(map(str, results['seeds']))}; the control is {results['control']}.",
-        "",
-        *(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)),
-        "",
-        *(f"* {note}" for note in results["notes"]),
-    ]
-    failed = [f"* {arm['name']} seed {seed}: {error}" for arm in arms for seed, error in arm["errors"].items()]
-    lines += ["", "Not finished:", "", *failed] if failed else []
-    return "\n".join(lines) + "\n"
+    failed = [(arm["name"], seed, error) for arm in results["arms"] for seed, error in arm["errors"].items()]
+    return template.render(results, heads=heads, rows=rows, failed=failed)
 
 
 def summary(results: Mapping[str, Any], run: Run) -> str:
@@ -113,10 +106,8 @@ def _measure(run: Run, metric: str) -> dict[str, Any]:
         series[HEADLINE] = _headline(series)
     one = series.get(metric)
     if one is None or not one.finite():
-        near = difflib.get_close_matches(metric, series.keys() - {HEADLINE}, n=1, cutoff=0.4)
-        hint = f", did you mean '{near[0]}'?" if near else ""
-        what = f"it measured no {metric}{hint or ': set data.val_files'}"
-        return {"error": what, "series": series}
+        hint = did_you_mean(metric, series.keys() - {HEADLINE}, cutoff=0.4) or ": set data.val_files"
+        return {"error": f"it measured no {metric}{hint}", "series": series}
     return {"first": one.finite()[0], "last": one.finite()[-1], "seconds": seconds, "series": series}
 
 

@@ -16,7 +16,7 @@ from valor.config.describe import show
 from valor.errors import UserError
 from valor.lab.sweep_file import read_sweep, texts
 from valor.lab.sweep_runs import Sweep, plan_sweep
-from valor.tracking.console import get_console
+from valor.tracking.console import say
 
 
 def run_sweep(sweep: Sweep, *, rerun: bool = False) -> int:
@@ -76,11 +76,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         say("\n".join(shlex.join(run.command) for run in sweep.runs))
         return 0
     return run_sweep(sweep, rerun=args.rerun)
-
-
-def say(line: str) -> None:
-    """A line for the user."""
-    get_console().print(line, markup=False)
 
 
 def _check_unchanged(sweep: Sweep, rerun: bool) -> None:

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from valor.config import load
 from valor.config.describe import show
-from valor.config.tree import flatten, schema
+from valor.config.tree import flatten, follows
 from valor.errors import UserError
 from valor.lab.sweep_file import ENTRIES, Arm, SweepConfig, expand, texts
 from valor.tracking.rundir import write_atomically
@@ -153,12 +153,8 @@ def _check_references(arms: Sequence[Arm]) -> None:
 
 def _differing(root: type[BaseModel], runs: Sequence[Run]) -> tuple[str, ...]:
     """Keys whose values are not the same in all of these runs, without those that only follow another key."""
-    keys = {key: None for run in runs for key in run.settings}
+    settings = [run.settings for run in runs]
+    keys = {key: None for one in settings for key in one}
     return tuple(
-        key for key in keys if len({show(run.settings.get(key)) for run in runs}) > 1 and not _follows(root, key, runs)
+        key for key in keys if len({show(one.get(key)) for one in settings}) > 1 and not follows(root, key, settings)
     )
-
-
-def _follows(root: type[BaseModel], name: str, runs: Sequence[Run]) -> bool:
-    source = schema(root)[name].inherits if name in schema(root) else None
-    return source is not None and all(run.settings.get(name) == run.settings.get(source) for run in runs)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.utils import logging as hf_logging
 
@@ -30,6 +31,18 @@ def disable_dropout(hf: Any) -> None:
         for name, value in vars(module).items():
             if "drop" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
+
+
+def input_device(hf: Any) -> torch.device:
+    """Where token ids are read. With weights that FSDP keeps on the host it is the device inside a pass alone."""
+    return hf.get_input_embeddings().weight.device
+
+
+def cache_bytes_per_token(config: Any, element: int) -> int:
+    """Bytes of keys and values of one position, in all layers; `config` is a text config, `element` bytes a number."""
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return 2 * config.num_hidden_layers * (getattr(config, "num_key_value_heads", None) or heads) * size * element
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import safe_open
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -216,7 +217,7 @@ def load_model_config(model: BackboneConfig) -> Any:
 
 def _from_pretrained(auto: Any, model: BackboneConfig, config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
     with _as_user_errors(model.path, "model"), quiet_transformers():
-        return auto.from_pretrained(
+        hf, info = auto.from_pretrained(
             _resolve(model.path),
             config=config,
             dtype=dtype,
@@ -224,6 +225,23 @@ def _from_pretrained(auto: Any, model: BackboneConfig, config: Any, dtype: torch
             trust_remote_code=model.trust_remote_code,
             output_loading_info=True,
         )
+    weights = dict(hf.named_parameters())
+    if whole := _whole_numbers(_resolve(model.path)) & weights.keys():
+        raise UserError(
+            f"weights in '{model.path}' are whole numbers, and nothing says how to read them: {_some(whole)}"
+        )
+    if broken := {name for name, weight in weights.items() if not (weight.is_meta or weight.isfinite().all())}:
+        raise UserError(f"weights in '{model.path}' are not finite: {_some(broken)}")
+    return hf, info
+
+
+def _whole_numbers(folder: str) -> set[str]:
+    """Names of the tensors in a directory's safetensors whose elements are integers."""
+    found: set[str] = set()
+    for file in Path(folder).glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            found |= {name for name in tensors.keys() if tensors.get_slice(name).get_dtype()[0] in "IU"}  # noqa: SIM118
+    return found
 
 
 def _prepare(hf: Any, model: BackboneConfig, seed: int) -> None:
@@ -255,16 +273,14 @@ def _as_user_errors(path: str, what: str) -> Iterator[None]:
     """One clear line in place of transformers' exceptions about files, architectures and the network."""
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        raise UserError(_explain(path, what, str(error))) from error
     except Exception as error:
         if type(error).__name__ == "SafetensorError":
             raise UserError(f"the weight files in '{path}' are damaged: {error}") from error
-        raise
+        raise UserError(_explain(path, what, str(error))) from error
 
 
 def _explain(path: str, what: str, text: str) -> str:
-    first = text.strip().splitlines()[0] if text.strip() else "no reason given"
+    first = " ".join(text.split())[:200] or "no reason given"
     if "couldn't connect" in text or "offline mode" in text:
         return f"'{path}' is no local directory and the Hugging Face hub cannot be reached: give a local path"
     if "not a valid model identifier" in text or "Repo id must be" in text:

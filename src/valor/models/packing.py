@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, groupby, pairwise
 from typing import Any
@@ -25,6 +25,7 @@ from transformers.masking_utils import sdpa_mask
 from valor.models.sequence_parallel import heads_to_positions, positions_to_heads
 
 IMPLEMENTATION = "valor_packed"
+VARLEN_DEVICES = ("cuda",)  # types of devices on which torch may have variable-length attention
 _REPLACED = ("sdpa", "flash_attention_2", IMPLEMENTATION)
 
 logger = logging.getLogger(__name__)
@@ -32,15 +33,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Segments:
-    """Where rows lie: row i at positions bounds[i] to bounds[i + 1] - 1. `group`: whose ranks share the positions."""
+    """Where rows lie: row i at positions bounds[i] to bounds[i + 1] - 1. `group`: whose ranks share the positions.
+
+    `offsets` are the bounds as int32 on the device of the model, copied there once and not in every layer. It is a
+    field, since FSDP passes copies of dataclasses on, field by field.
+    """
 
     bounds: tuple[int, ...]
     group: dist.ProcessGroup | None = None
+    offsets: Tensor | None = field(default=None, compare=False)
 
     @staticmethod
-    def of(lengths: list[int], group: dist.ProcessGroup | None = None) -> Segments:
+    def of(lengths: list[int], group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> Segments:
         """Rows of these lengths."""
-        return Segments((0, *accumulate(lengths)), group)
+        bounds = (0, *accumulate(lengths))
+        return Segments(bounds, group, torch.tensor(bounds, dtype=torch.int32, device=device))
 
     @property
     def lengths(self) -> list[int]:
@@ -97,7 +104,7 @@ def packed_attention(
 def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, segments: Segments, **rest: Any) -> Tensor:
     scaling = rest.get("scaling")
     shape = (query.shape[1], key.shape[1], query.shape[3], value.shape[3])
-    if query.is_cuda and _varlen_agrees(query.device, query.dtype, *shape):
+    if query.device.type in VARLEN_DEVICES and _varlen_agrees(query.device, query.dtype, *shape):
         return _varlen(query, key, value, segments, scaling)
     found = []
     for start, count, length in _runs(segments):  # neighbours of one length attend side by side
@@ -120,22 +127,26 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scali
     """The same by torch's variable-length flash attention (CUDA, half precision)."""
     from torch.nn.attention.varlen import varlen_attn  # newer torch
 
-    bounds = torch.tensor(segments.bounds, dtype=torch.int32, device=query.device)
     tensors = [x[0].transpose(0, 1).contiguous() for x in (query, key, value)]
     longest = max(segments.lengths)
     options = {"scale": scaling, "window_size": (-1, 0), "enable_gqa": query.shape[1] != key.shape[1]}
-    return varlen_attn(*tensors, bounds, bounds, longest, longest, **options)[None]  # type: ignore[index]
+    offsets: Any = segments.offsets
+    return varlen_attn(*tensors, offsets, offsets, longest, longest, **options)[None]  # type: ignore[index]
 
 
 @lru_cache
 def _varlen_agrees(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int, value_size: int
 ) -> bool:
-    """Whether variable-length attention is there for such tensors and gives, forward and backward, what sdpa does."""
+    """Whether variable-length attention is there for such tensors and gives, forward and backward, what sdpa does.
+
+    To be asked for the first time outside of checkpointed layers, which would take the probe for a part of them: the
+    engine makes a pass when it is built.
+    """
     if dtype not in (torch.bfloat16, torch.float16) or size != value_size:
         return False
     generator = torch.Generator().manual_seed(0)
-    segments = Segments.of([5, 1, 9])
+    segments = Segments.of([5, 1, 9], device=device)
 
     def random(count: int) -> Tensor:
         return torch.randn(1, count, 15, size, generator=generator).to(device, dtype).requires_grad_()
@@ -206,7 +217,7 @@ def _agrees(hf: Any) -> bool:
     lengths = [6, 4]
     flat = torch.cat([row[:length] for row, length in zip(ids, lengths, strict=True)])[None]
     positions = torch.cat([torch.arange(length, device=ids.device) for length in lengths])[None]
-    segments = Segments.of(lengths)
+    segments = Segments.of(lengths, device=ids.device)
     with packing(segments):
         packed = hf.base_model(input_ids=flat, position_ids=positions, use_cache=False, segments=segments)
     expected = torch.cat([row[:length] for row, length in zip(padded, lengths, strict=True)]).float()

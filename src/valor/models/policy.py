@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from valor.models.hf import disable_dropout
+from valor.models.hf import disable_dropout, input_device
 from valor.models.packing import enable_packing
 from valor.models.rows import CompactRows, compact_rows
 from valor.models.token_log_probs import (
@@ -60,10 +60,11 @@ class PolicyModel(nn.Module):
         """Float32 `log_probs` [b, T] of the responses under π = softmax(logits / temperature); if asked, π's `entropy`,
         `sum_pi_squared` (Σ_v π(v)², without gradient), and `full_kl`, the exact KL(π ‖ π_ref) to a `reference`.
 
-        `rows` has prompts [b, P], prompt_lengths [b], responses [b, T], response_lengths [b], right-padded. Positions
-        beyond a response's length are 0. as_reference: instead, what another policy's `reference` returns.
+        `rows` has prompts [b, P], prompt_lengths [b], responses [b, T], response_lengths [b], right-padded, best on the
+        CPU. Positions beyond a response's length are 0. as_reference: instead, what another policy's `reference`
+        returns.
         """
-        compact = compact_rows(rows, packed=self.packed, group=self.sequence_group)
+        compact = compact_rows(rows, packed=self.packed, group=self.sequence_group).to(input_device(self.hf))
         if as_reference:
             return self._logits(compact)
         with torch.no_grad():
@@ -105,7 +106,7 @@ class ImitatingPolicy(PolicyModel):
         """As PolicyModel; `with_hits` (no gradients) adds `hits` [b, T]: 1 where the token is the likeliest one."""
         if not with_hits:
             return super().forward(rows, **options)
-        compact = compact_rows(rows)
+        compact = compact_rows(rows).to(input_device(self.hf))
         logits = self._logits(compact)
         if isinstance(logits, HeadProduct):
             assert self.logit_map is not None, "it is what makes logits of the product"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from valor.config.model import BackboneConfig, CriticModelConfig
 from valor.config.reward import RewardModelConfig
 from valor.errors import UserError
-from valor.models.hf import disable_dropout
+from valor.models.hf import disable_dropout, input_device
 from valor.models.load import load_model_config, load_sequence_classifier, load_value_model
 from valor.models.value import HEAD_NAMES, ValueModel
 
@@ -53,11 +53,13 @@ class RewardModel(nn.Module):
         ids = ids[:, : int(lengths.max())]
         real = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
         ids = ids.masked_fill(~real, self._padding(ids, lengths))
-        inputs = {"input_ids": ids, "attention_mask": real.long(), **self._options}
+        inputs = {"input_ids": ids, "attention_mask": real.long()}
         if self._separator_id is not None:
             separators = ids == self._separator_id
             inputs["token_type_ids"] = ((separators.cumsum(1) - separators.long()).clamp(max=1) * real).long()
-        logits = self.hf(**inputs).logits.float()
+        device = input_device(self.hf)
+        inputs = {name: value.to(device) for name, value in inputs.items()}
+        logits = self.hf(**inputs, **self._options).logits.float()
         if self.label is None:
             return logits.squeeze(-1)
         others = [i for i in range(logits.shape[-1]) if i != self.label]
@@ -94,7 +96,8 @@ class CriticReward(ValueModel):
         That is the last value which the critic was trained to give, the one `algorithm.reward_source=critic` takes.
         """
         values = super().forward(rows, raw=raw)["values"]
-        return {"scores": values.gather(1, rows["response_lengths"][:, None] - 1).squeeze(1)}
+        last = rows["response_lengths"][:, None].to(values.device) - 1
+        return {"scores": values.gather(1, last).squeeze(1)}
 
 
 @dataclass(frozen=True)

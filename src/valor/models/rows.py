@@ -6,7 +6,7 @@ Shapes: b rows, P prompt columns, T response columns, L model positions, N respo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ class CompactRows:
     Response token t of a row with p prompt tokens is predicted at position p - 1 + t, so the last token of a row is
     never an input. Padding is to the right and nothing looks at it: a causal model needs no attention mask. Packed rows
     lie one behind the other in one long row, b = 1, with `position_ids` and the `segments` that they are. Where ranks
-    share the positions, L and N are this rank's; `mask` is all ranks', and its first response token is number `begin`.
+    share the positions, L and N are this rank's; `mask` is all ranks', and its first response token is number `begin`
+    of `total`.
     """
 
     input_ids: Tensor  # [b, L] int64
@@ -36,6 +37,15 @@ class CompactRows:
     position_ids: Tensor | None = None  # [1, L] int64
     segments: Segments | None = None
     begin: int = 0
+    total: int = 0
+
+    def to(self, device: torch.device) -> CompactRows:
+        """The same with its tensors on `device`."""
+        moved = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        segments = self.segments
+        if segments is not None and segments.offsets is not None:
+            segments = replace(segments, offsets=segments.offsets.to(device))
+        return replace(self, **moved, segments=segments)
 
     def read_by(self, model: Any) -> Any:
         """The output of a transformers model (or its base) on these rows."""
@@ -50,7 +60,7 @@ class CompactRows:
     def scatter(self, flat: Tensor) -> Tensor:
         """Per-token numbers [N, ...] on the [b, T, ...] grid, zero elsewhere; differentiable."""
         if self.segments is not None and self.segments.group is not None:
-            flat = put_together(flat, self.begin, int(self.mask.sum()), self.segments.group)
+            flat = put_together(flat, self.begin, self.total, self.segments.group)
         mask = self.mask.view(*self.mask.shape, *[1] * (flat.dim() - 1))
         return flat.new_zeros(*self.mask.shape, *flat.shape[1:]).masked_scatter(mask, flat)
 
@@ -60,7 +70,8 @@ def compact_rows(
 ) -> CompactRows:
     """Join prompts [b, P] and responses [b, T] without a gap. A row needs at least one prompt token (ValueError).
 
-    packed: also without padding between rows. group: packed rows that its ranks share position by position.
+    packed: also without padding between rows. group: packed rows that its ranks share position by position. Where the
+    rows are on the CPU nothing here waits for a device.
     """
     prompts, responses = rows["prompts"], rows["responses"]
     prompt_lengths, response_lengths = rows["prompt_lengths"], rows["response_lengths"]
@@ -84,7 +95,7 @@ def compact_rows(
     read = (prompt_lengths + response_lengths - 1).clamp(min=1)
     real = column < read[:, None]
     start = (read.cumsum(0) - read)[:, None]
-    segments = Segments.of(read.tolist())
+    segments = Segments.of(read.tolist(), device=device)
     positions = column.expand_as(ids)[real][None]
     whole = CompactRows(ids[real][None], (start + p - 1 + step)[mask], responses[mask], mask, positions, segments)
     return whole if group is None else _own_part(whole, read.tolist(), group)
@@ -101,5 +112,5 @@ def _own_part(whole: CompactRows, lengths: list[int], group: dist.ProcessGroup) 
     positions = torch.cat([whole.position_ids, filling], dim=1)[:, own]
     begin, end = torch.searchsorted(whole.predictor, torch.tensor([own.start, own.stop], device=ids.device)).tolist()
     predictor, targets = whole.predictor[begin:end] - own.start, whole.targets[begin:end]
-    segments = Segments.of(lengths + [missing] * (missing > 0), group)
-    return CompactRows(ids, predictor, targets, whole.mask, positions, segments, begin)
+    segments = Segments.of(lengths + [missing] * (missing > 0), group, ids.device)
+    return CompactRows(ids, predictor, targets, whole.mask, positions, segments, begin, len(whole.targets))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from valor.algorithms import hl_gauss_value
-from valor.models.hf import disable_dropout
+from valor.models.hf import disable_dropout, input_device
 from valor.models.packing import enable_packing
 from valor.models.rows import compact_rows
 
@@ -90,7 +90,7 @@ class ValueModel(nn.Module):
         raw: instead `head_outputs`, which value losses train: [b, T], or [b, T, K] of a head of K outputs. `rows` as in
         PolicyModel.forward.
         """
-        compact = compact_rows(rows, packed=self.packed, group=self.sequence_group)
+        compact = compact_rows(rows, packed=self.packed, group=self.sequence_group).to(input_device(self.hf))
         states = compact.read_by(self.hf.base_model).last_hidden_state
         outputs = self.head(compact.gather(states).float()).float()
         if raw:

@@ -3,6 +3,6 @@
 Nothing here imports torch, so that grader processes start fast.
 """
 
-from valor.rewards.registry import compute_score, register_reward
+from valor.rewards.registry import compute_score
 
-__all__ = ["compute_score", "register_reward"]
+__all__ = ["compute_score"]

@@ -1,13 +1,11 @@
-"""Graders that users bring: a function in a file (`reward.custom_reward_function`), or one registered in a script."""
+"""A grader that users bring: a function in a file or a module (`reward.custom_reward_function`)."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from valor.errors import UserError
@@ -19,60 +17,15 @@ _BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_inf
 
 
 @dataclass(frozen=True)
-class FunctionSource:
-    """Where a function can be found again in another process: a Python file or `pkg://package.module`, and its name."""
+class CustomFunction:
+    """`reward.custom_reward_function`: a function that grades, where to find it, and extra keywords for it.
+
+    `path` is a Python file or `pkg://package.module`. `whole_batch`: it takes lists, one entry a sample, and returns a
+    list of what is otherwise returned for one.
+    """
 
     path: str
     name: str = "compute_score"
-
-    @staticmethod
-    def of(function: Callable[..., Any]) -> FunctionSource:
-        """The source of a function of this process. Raises UserError when another process could not find it."""
-        name, module = getattr(function, "__qualname__", repr(function)), getattr(function, "__module__", None)
-        if "<" in name or module is None:
-            raise UserError(
-                f"reward function {name} is defined inside another function: grader processes cannot find it there, "
-                "define it at the top level of its file"
-            )
-        if module != "__main__":
-            return FunctionSource(f"{_MODULE}{module}", name)
-        script = getattr(sys.modules["__main__"], "__file__", None)
-        if script is None:
-            raise UserError(
-                f"reward function {name} is defined in an interactive session: put it into a Python file, so that "
-                "grader processes can load it"
-            )
-        return FunctionSource(str(Path(script).resolve()), name)
-
-    def load(self) -> Callable[..., Any]:
-        """The function itself. Raises UserError when its file, its module or its name is not there."""
-        if self.path.startswith(_MODULE):
-            name = self.path.removeprefix(_MODULE)
-            try:
-                module = importlib.import_module(name)
-            except Exception as error:
-                raise UserError(f"module '{name}' cannot be imported ({type(error).__name__}: {error})") from error
-        else:
-            module = load_file(self.path, "reward.custom_reward_function.path")
-        found: Any = module
-        for part in self.name.split("."):
-            found = getattr(found, part, None)
-        if not callable(found):
-            known = [k for k, v in vars(module).items() if inspect.isfunction(v) and not k.startswith("_")]
-            raise UserError(
-                f"{self.path} has no function '{self.name}' (it has {', '.join(known) or 'none'}): "
-                "set reward.custom_reward_function.name"
-            )
-        return found
-
-
-@dataclass(frozen=True)
-class CustomFunction(FunctionSource):
-    """`reward.custom_reward_function`: a function that grades, and extra keywords for it.
-
-    `whole_batch`: it takes lists, one entry a sample, and returns a list of what is otherwise returned for one.
-    """
-
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     whole_batch: bool = False
 
@@ -86,7 +39,7 @@ class CustomFunction(FunctionSource):
 
         Raises UserError for a missing file, module or function, one that fails on import, and wrong arguments.
         """
-        function = super().load()
+        function = self._found()
         given = dict.fromkeys(self.arguments) | dict(self.kwargs)
         try:
             inspect.signature(function).bind(**given)
@@ -98,3 +51,21 @@ class CustomFunction(FunctionSource):
         except ValueError:  # a builtin or extension function without a signature: the first call will tell
             pass
         return function
+
+    def _found(self) -> Callable[..., Any]:
+        if self.path.startswith(_MODULE):
+            name = self.path.removeprefix(_MODULE)
+            try:
+                module = importlib.import_module(name)
+            except Exception as error:
+                raise UserError(f"module '{name}' cannot be imported ({type(error).__name__}: {error})") from error
+        else:
+            module = load_file(self.path, "reward.custom_reward_function.path")
+        found = getattr(module, self.name, None)
+        if not callable(found):
+            known = [k for k, v in vars(module).items() if inspect.isfunction(v) and not k.startswith("_")]
+            raise UserError(
+                f"{self.path} has no function '{self.name}' (it has {', '.join(known) or 'none'}): "
+                "set reward.custom_reward_function.name"
+            )
+        return found

@@ -10,6 +10,7 @@ import asyncio
 import atexit
 import os
 import pickle
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +20,7 @@ from typing import Any
 
 from valor.rewards import registry
 from valor.rewards.code import CodeSettings
-from valor.rewards.custom import CustomFunction, FunctionSource
+from valor.rewards.custom import CustomFunction
 from valor.rewards.process import GraderProcess, GradingJob
 from valor.rewards.worker import OUT_OF_MEMORY, RewardResult, Sample, WorkerSetup, gather
 
@@ -68,8 +69,7 @@ class RewardExecutor:
         # are its own.
         self._processes: list[GraderProcess] = []
         self._limit = self.num_workers  # on the number of processes, for now
-        self._pending: deque[GradingJob] = deque()
-        self._pending_computing: deque[GradingJob] = deque()  # those that mostly compute
+        self._pending: dict[bool, deque[GradingJob]] = {False: deque(), True: deque()}  # by whether they mostly compute
         self._idle_polls = self._num_vain = 0
 
     def __enter__(self) -> RewardExecutor:
@@ -151,8 +151,7 @@ class RewardExecutor:
         return [job.future for job in jobs]
 
     def _start(self) -> None:
-        sources = tuple((p, FunctionSource.of(f)) for p, f in registry.registered_graders().items())
-        self._setup = WorkerSetup(self.custom, sources, self.error_score, self.code, self.memory_mb)
+        self._setup = WorkerSetup(self.custom, self.error_score, self.code, self.memory_mb)
         self._loop = asyncio.new_event_loop()
         self._loop.call_soon(self._poll)
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -162,22 +161,22 @@ class RewardExecutor:
     def _is_computed(self, sample: Sample | list[Sample]) -> bool:
         if self.code.sandbox_fusion is not None or isinstance(sample, list):
             return False
-        return getattr(self._function or registry.find_grader(sample.data_source), "cpu_bound", False)
+        return bool(getattr(self._function or registry.find_grader(sample.data_source), "cpu_bound", False))
 
     def _error(self, reason: str, kind: str = "exception", seconds: float = 0.0) -> RewardResult:
         return RewardResult(self.error_score, {}, reason, seconds, kind)
 
     def _take(self, jobs: Sequence[GradingJob]) -> None:
         for job in jobs:
-            (self._pending_computing if job.computes else self._pending).append(job)
+            self._pending[job.computes].append(job)
         self._dispatch()
 
     def _dispatch(self) -> None:
         """Give pending samples to processes that have none; start as many as there is work for."""
         free = [process for process in self._processes if process.ready and not process.job]
-        while free and ((computes := self._pending_computing and self._cores_left() > 0) or self._pending):
-            free.pop().send((self._pending_computing if computes else self._pending).popleft())
-        num_wanted = len(self._pending) + min(len(self._pending_computing), self._cores_left())
+        while free and ((computes := bool(self._pending[True]) and self._cores_left() > 0) or self._pending[False]):
+            free.pop().send(self._pending[computes].popleft())
+        num_wanted = len(self._pending[False]) + min(len(self._pending[True]), self._cores_left())
         if num_wanted > sum(not process.ready for process in self._processes) and self.num_processes < self._limit:
             process = GraderProcess(self._setup)
             self._processes.append(process)
@@ -215,7 +214,7 @@ class RewardExecutor:
             elif not process.ready and process.seconds > _START_SECONDS:
                 self._drop(process)
         size = len(self._processes)
-        wait = bool(self._pending) and 2 * sum(process.computes() for process in self._processes) < size
+        wait = bool(self._pending[False]) and 2 * sum(process.computes() for process in self._processes) < size
         self._idle_polls = self._idle_polls + 1 if wait and size == self._limit else 0
         if self._idle_polls >= _IDLE_POLLS:
             self._limit = min(2 * self._limit, self.most_workers)
@@ -225,11 +224,15 @@ class RewardExecutor:
         """End a process: its sample gets the error (None: it has ended by itself, how will be seen)."""
         self._processes.remove(process)
         job, status = process.job, self._end_process(process)
+        if job and not error and status == -signal.SIGKILL and not job.again:
+            job.again = True  # not the sample's fault, unless it happens twice
+            self._pending[job.computes].appendleft(job)
+            return
         if job and (error or process.has_begun):
             job.future.set_result(error or self._death(status))
             return
         if job:
-            (self._pending_computing if job.computes else self._pending).appendleft(job)
+            self._pending[job.computes].appendleft(job)
         self._num_vain += bool(job) or not process.ready
         if self._num_vain >= _MAX_VAIN:
             self._give_up("grader processes die before they can grade it", "crash")
@@ -247,18 +250,16 @@ class RewardExecutor:
 
     def _give_up(self, reason: str, kind: str = "exception") -> None:
         """An error for all samples that wait."""
-        jobs = [*self._pending, *self._pending_computing]
-        self._pending.clear()
-        self._pending_computing.clear()
         self._num_vain = 0
-        for job in jobs:
-            job.future.set_result(self._error(reason, kind))
+        for jobs in self._pending.values():
+            while jobs:
+                jobs.popleft().future.set_result(self._error(reason, kind))
 
     def _end(self) -> None:
         for process in self._processes:
             self._end_process(process)
             if process.job:
-                self._pending.appendleft(process.job)
+                self._pending[process.job.computes].appendleft(process.job)
         self._processes.clear()
         self._give_up("graders were shut down before this sample's turn")
         self._loop.stop()

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from valor.rewards.answers import boxed, ends_in_a_loop
+from valor.rewards.answers import boxed
 
 TextReward = Callable[[str], float]
 Grader = Callable[..., Any]
@@ -17,11 +17,6 @@ Grader = Callable[..., Any]
 _THINK_ANSWER = re.compile(
     r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL
 )
-
-
-def has_box(text: str) -> float:
-    r"""1 when the response has a complete `\boxed{…}`, else 0."""
-    return float(boxed(text) is not None)
 
 
 def has_think_and_answer(text: str) -> float:
@@ -33,11 +28,6 @@ def has_think_and_box(text: str) -> float:
     r"""1 when thoughts in `<think>` are followed by a `\boxed{…}`, else 0."""
     before, tag, after = text.partition("</think>")
     return float(bool(tag) and before.lstrip().startswith("<think>") and boxed(after) is not None)
-
-
-def no_loop(text: str) -> float:
-    """0 when the response ends in one piece repeated over and over, else 1."""
-    return float(not ends_in_a_loop(text))
 
 
 def repetition_penalty(text: str, n: int = 4) -> float:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from valor.rewards.code import CodeSettings
 from valor.rewards.custom import CustomFunction
 from valor.rewards.executor import RewardExecutor
-from valor.rewards.remote import RemoteGraders
+from valor.rewards.server import RemoteGraders
 from valor.rewards.worker import RewardResult
 
 if TYPE_CHECKING:

@@ -33,6 +33,7 @@ class GradingJob:
 
     sample: bytes  # pickled here: one that cannot be is nobody else's trouble
     computes: bool = False
+    again: bool = False  # its process was killed from outside, and it is graded a second time
     future: Future[Any] = field(default_factory=Future)
 
 
@@ -123,7 +124,7 @@ class _GraderProcess(ForkServerProcess):
     """A process that does not import the parent's main module.
 
     Python would run it again in every child: seconds and hundreds of megabytes when it imports torch or ray, and an
-    endless recursion when it is a script without a `__main__` guard. Graders are found by FunctionSource instead.
+    endless recursion when it is a script without a `__main__` guard. Graders are found by CustomFunction instead.
     """
 
     @staticmethod

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
+import argparse
 import fnmatch
+import inspect
+import re
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any
 
-from valor.errors import UserError
+from valor.errors import UserError, did_you_mean
 from valor.rewards import choice, code, countdown, format, gsm8k, mathematics, qa, reasoning_gym
 
 # Called by keyword: data_source, solution_str, ground_truth, extra_info. Returns a number, or a dict with "score".
 Grader = Callable[..., Any]
-_G = TypeVar("_G", bound=Grader)
 
 _MATHEMATICS = (
     "math", "math_*", "math500", "test-math-*", "lighteval/MATH*", "DigitalLearningGmbH/MATH-lighteval",
@@ -32,6 +33,8 @@ _CODE = (
     "*/*LiveCodeBench*",
 )  # fmt: skip
 
+_COMPONENTS = re.compile(r"Components?: (.*?)(?:\n\n|\Z)", re.DOTALL)  # in a grader's docstring
+
 # Names and globs; a name goes before globs, and of two globs that match, the first one counts.
 BUILT_IN: dict[str, Grader] = {
     "openai/gsm8k": gsm8k.grade_strict,
@@ -48,29 +51,6 @@ BUILT_IN: dict[str, Grader] = {
     **dict.fromkeys(_CODE, code.grade),
     reasoning_gym.PREFIX + "*": reasoning_gym.grade,
 }
-
-_registered: dict[str, Grader] = {}
-
-
-def register_reward(pattern: str) -> Callable[[_G], _G]:
-    """Make the decorated function the grader of data sources that match `pattern` (a name, or a glob like "math_*").
-
-    An exact name goes before patterns, a later registration before an earlier one, and all before the built-in
-    graders. Grader processes import the function by its module, so it must stand at the top level of a module or
-    script, and be registered before the first sample is scored.
-    """
-
-    def register(grader: _G) -> _G:
-        _registered.pop(pattern, None)  # the new one goes to the end: later before earlier
-        _registered[pattern] = grader
-        return grader
-
-    return register
-
-
-def registered_graders() -> dict[str, Grader]:
-    """What register_reward was given in this process, by pattern."""
-    return dict(_registered)
 
 
 def has_grader(data_source: str) -> bool:
@@ -107,20 +87,50 @@ def compute_score(
 
 def find_grader(data_source: str) -> Grader | None:
     """The grader of a data source, None when it has none."""
-    for table, patterns in ((_registered, reversed(_registered)), (BUILT_IN, iter(BUILT_IN))):
-        if data_source in table:
-            return table[data_source]
-        for pattern in patterns:
-            if fnmatch.fnmatchcase(data_source, pattern):
-                return table[pattern]
-    return None
+    if data_source in BUILT_IN:
+        return BUILT_IN[data_source]
+    return next((grader for pattern, grader in BUILT_IN.items() if fnmatch.fnmatchcase(data_source, pattern)), None)
+
+
+def needs_truth(data_source: str) -> bool:
+    """Whether samples of this source cannot be scored without a ground truth; of your own graders nobody knows."""
+    grader = find_grader(data_source)
+    return grader in BUILT_IN.values() and grader is not reasoning_gym.grade
 
 
 def _no_grader(missing: list[str]) -> str:
-    near = difflib.get_close_matches(missing[0], {*BUILT_IN, *_registered}, n=1)
     names = ", ".join(f"'{m}'" for m in missing)
-    hint = f" Did you mean '{near[0]}'?" if near else ""
+    hint = did_you_mean(missing[0], BUILT_IN) or "."
     return (
-        f"no grader for data_source {names}.{hint} `valor rewards list` shows those that have one: rename the "
+        f"no grader for data_source {names}{hint} `valor rewards list` shows those that have one: rename the "
         "data_source, or set reward.custom_reward_function.path to a Python file with your compute_score"
     )
+
+
+def describe(grader: Grader) -> tuple[str, list[str]]:
+    """First line of the grader's docstring, and the names that its `Components:` list has in backticks."""
+    text = inspect.getdoc(grader) or "(not documented)"
+    listed = _COMPONENTS.search(text)
+    # Names in brackets are explanations.
+    names = re.findall(r"`(\w+)`", re.sub(r"\([^()]*\)", "", listed[1])) if listed else []
+    return text.partition("\n\n")[0].replace("\n", " "), names
+
+
+def listing() -> str:
+    """Every built-in grader: its data sources (names and patterns), what it scores, its components."""
+    sources: dict[Grader, list[str]] = {}
+    for pattern, grader in BUILT_IN.items():
+        sources.setdefault(grader, []).append(pattern)
+    blocks = []
+    for grader, patterns in sources.items():
+        summary, names = describe(grader)
+        blocks.append(f"{', '.join(patterns)}\n    {summary}\n    components: {', '.join(names) or 'none'}")
+    return "\n\n".join(blocks)
+
+
+def main(argv: list[str]) -> int:
+    """`valor rewards list`."""
+    description = "Which grader scores which data_source (* stands for anything), what it scores, and its components."
+    argparse.ArgumentParser(prog="valor rewards list", description=description).parse_args(argv)
+    print(listing())
+    return 0

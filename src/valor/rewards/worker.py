@@ -25,7 +25,7 @@ import psutil
 
 from valor.rewards import registry
 from valor.rewards.code import CodeSettings, configure
-from valor.rewards.custom import CustomFunction, FunctionSource
+from valor.rewards.custom import CustomFunction
 from valor.tracking.progress import report_progress
 
 OUT_OF_MEMORY = 83  # exit status of a process that is so full that a fresh one has to take its place
@@ -78,7 +78,6 @@ class WorkerSetup:
     """What a grader process needs to know; picklable without the parent's modules."""
 
     custom: CustomFunction | None
-    registered: tuple[tuple[str, FunctionSource], ...]
     error_score: float
     code: CodeSettings
     memory_mb: int | None
@@ -96,8 +95,6 @@ class Grading:
         self._broken: str | None = None
         self._grader: Callable[..., Any] = registry.compute_score
         try:
-            for pattern, source in setup.registered:
-                registry.register_reward(pattern)(source.load())
             if setup.custom:
                 self._grader = setup.custom.load()
         except BaseException as error:  # raising here would end the process, and the next one, for ever
@@ -147,8 +144,9 @@ def as_result(value: Any, seconds: float, error_score: float) -> RewardResult:
     if value is None or isinstance(value, str):
         raise TypeError(f"the grader returned {value!r:.60}, not a number or a dict with 'score'")
     score = float(value)
-    if not math.isfinite(score):
-        raise ValueError(f"the grader returned {score}")
+    for name, number in {"score": score, **components}.items():
+        if isinstance(number, float) and not math.isfinite(number):
+            raise ValueError(f"the grader returned {number} as {name}")
     error = components.get("error")
     if isinstance(error, str) and error:  # a grader that could not decide says why
         del components["error"]
@@ -160,18 +158,26 @@ def describe_error(error: BaseException) -> str:
     """One line: the kind of error, its message, and the place in the grader where it happened."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
     place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_TEXT] + place
+    return _text(" ".join(f"{type(error).__name__}: {error}".split()))[:_MAX_TEXT] + place
 
 
 def _plain(value: Any) -> Any:
     """Numbers and texts as exactly Python's own types, anything else as text: the parent must be able to read it."""
+    if hasattr(value, "tolist"):  # of NumPy or torch
+        value = value.tolist()
+        value = value[0] if isinstance(value, list) and len(value) == 1 else value
     if isinstance(value, bool):
         return value
     if isinstance(value, int):
         return int(value)
     if hasattr(value, "__float__"):
         return float(value)
-    return str(value) if isinstance(value, str) else repr(value)[:_MAX_TEXT]
+    return _text(value) if isinstance(value, str) else _text(repr(value))[:_MAX_TEXT]
+
+
+def _text(text: str) -> str:
+    """Without halves of surrogate pairs, which cannot be written anywhere."""
+    return str(text).encode(errors="replace").decode()
 
 
 LIMITS_MEMORY = sys.platform == "linux"  # other systems let RLIMIT_DATA be exceeded

@@ -23,8 +23,8 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 _SPARE_THREADS, _NOBODY = 64, 65534
 _LIBC = ctypes.CDLL(None, use_errno=True)
 # prctl(2)
-_PDEATHSIG, _DUMPABLE, _SECCOMP, _FILTER, _CHILD_SUBREAPER, _NO_NEW_PRIVS = 1, 4, 22, 2, 36, 38
-_CAPABILITY_VERSION = 0x20080522
+_PDEATHSIG, _DUMPABLE, _KEEPCAPS, _SECCOMP, _FILTER, _CHILD_SUBREAPER, _NO_NEW_PRIVS = 1, 4, 8, 22, 2, 36, 38
+_CAPABILITY_VERSION, _READ_ALL, _ACCESS_ALL = 0x20080522, 1 << 2, 1 << 1  # CAP_DAC_READ_SEARCH, CAP_DAC_OVERRIDE
 # unshare(2): mount, cgroup, uts, ipc, pid, net; and user
 _NEW_ALL, _NEWUSER = 0x20000 | 0x2000000 | 0x4000000 | 0x8000000 | 0x20000000 | 0x40000000, 0x10000000
 # mount(2), umount2(2), mount_setattr(2)
@@ -83,16 +83,18 @@ def enclose(
     """
     if level not in ("namespaces", "landlock", "seccomp", "rlimits"):
         raise ValueError(f"no level '{level}'")
-    own_files = level == "namespaces"
-    threads = _tasks() + _SPARE_THREADS if seccomp else 1  # without the filter, new processes would be allowed too
+    own_files, kept = level == "namespaces", 0
+    others = _tasks() if seccomp else 0  # whom a limit on this user's threads may have to let live
     if level == "namespaces":
         _enter_namespaces(readable, scratch_mb)
     memory = memory_mb << 20
-    _limit(CPU=cpu_seconds, AS=memory, DATA=memory, FSIZE=output_mb << 20, NPROC=threads)
+    _limit(CPU=cpu_seconds, AS=memory, DATA=memory, FSIZE=output_mb << 20)
     if os.geteuid() == 0:
-        _become(uid, readable, files_are_guarded=own_files or level == "landlock")
+        kept = _become(uid, readable, files_are_guarded=own_files or level == "landlock")
+        others = 0 if os.geteuid() == uid else others
+    _limit(NPROC=others + _SPARE_THREADS if seccomp else 1)  # without the filter, new processes would be allowed too
     if sys.platform == "linux":
-        _call("capset", (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)())
+        _call("capset", (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)(kept, kept))
         _call("prctl", _NO_NEW_PRIVS, 1, 0, 0, 0)
     die_with_parent()
     if level == "landlock" or (own_files and landlock_version()):
@@ -193,13 +195,20 @@ def _limit(**limits: int) -> None:
             resource.setrlimit(which, (value, value))
 
 
-def _become(uid: int, readable: Sequence[str], *, files_are_guarded: bool) -> None:
-    """Give up root, if the new user can read Python. Where the kernel guards the files, root without capabilities is
-    as good, and so is the root of a user namespace, who is someone else outside."""
+def _become(uid: int, readable: Sequence[str], *, files_are_guarded: bool) -> int:
+    """Give up root, whose threads have no limit; returns the capability to keep.
+
+    A new user who could not read Python (in /root, say) keeps that of reading everything, where the kernel guards the
+    files. The root of a user namespace, who is someone else outside, may stay. PermissionError: there is no way.
+    """
     private = [path for path in readable if not _open_to_all(path)]
+    capability = 0
     try:
         if private:
-            raise PermissionError(f"another user cannot read {private[0]}")
+            capability = _capability_to_read() if files_are_guarded else 0
+            if not capability:
+                raise PermissionError(f"another user cannot read {private[0]}")
+            _call("prctl", _KEEPCAPS, 1, 0, 0, 0)
         os.setgroups([])
         try:
             os.setresgid(uid, uid, uid)
@@ -207,11 +216,20 @@ def _become(uid: int, readable: Sequence[str], *, files_are_guarded: bool) -> No
             uid = _NOBODY
             os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
+        return capability
     except PermissionError as error:
         with open("/proc/self/uid_map") if sys.platform == "linux" else open(os.devnull) as file:
             names = file.read().split()
-        if not files_are_guarded and names[1:2] in ([], ["0"]):
+        if names[1:2] in ([], ["0"]):
             raise PermissionError(f"code must not run as root, and {error}") from None
+        return 0
+
+
+def _capability_to_read() -> int:
+    """Of those that this process has."""
+    found = (ctypes.c_uint32 * 6)()
+    _call("capget", (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0), found)
+    return found[1] & _READ_ALL or found[1] & _ACCESS_ALL
 
 
 def _open_to_all(path: str) -> bool:

@@ -46,6 +46,11 @@ def get_console() -> Console:
     )
 
 
+def say(line: str) -> None:
+    """A line for the user, above the bars."""
+    get_console().print(line, markup=False)
+
+
 def format_seconds(seconds: float) -> str:
     """`0.84 s`, `18.4 s`, `3 min 05 s`, `2 h 04 min`."""
     if seconds < 9.995:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from valor.errors import UserError
-from valor.tracking.console import get_console, summary_line
+from valor.errors import UserError, did_you_mean
+from valor.tracking.console import say, summary_line
 from valor.tracking.histogram import Histogram
 from valor.tracking.rundir import METRICS_FILE, TENSORBOARD_DIR, rewind
 
@@ -76,7 +76,7 @@ class ConsoleLogger(Logger):
         self._total_steps = run.total_steps
 
     def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
-        get_console().print(summary_line(step, metrics, self._total_steps), markup=False)
+        say(summary_line(step, metrics, self._total_steps))
 
 
 class FileLogger(Logger):
@@ -173,7 +173,8 @@ def check_loggers(names: Sequence[str]) -> None:
     """UserError if a name in `trainer.logger` is unknown, or its package is not installed."""
     for name in names:
         if name not in LOGGERS:
-            raise UserError(f"trainer.logger: no logger is called {name!r}: there are {', '.join(LOGGERS)}")
+            hint = did_you_mean(name, LOGGERS) or f"; there are {', '.join(LOGGERS)}"
+            raise UserError(f"trainer.logger: no logger is called {name!r}{hint}")
     spec = importlib.util.find_spec("wandb") if "wandb" in names else None
     if "wandb" in names and (spec is None or spec.origin is None):  # no origin: merely a folder of that name
         raise UserError(

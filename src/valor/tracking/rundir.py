@@ -5,22 +5,58 @@ metrics.jsonl            one line a step: {"step": 3, "critic/score/mean": 0.5, 
 samples/step_3.jsonl     sample generations of training; samples/val_step_3.jsonl of validation
 run.json                 facts about the run (name, command, versions, …)
 tensorboard/, wandb/     what those loggers write
-previous/1/ …            the records of earlier runs, where a run was started afresh in the same folder
+global_step_3/           checkpoints
+previous/1/ …            what a run has left behind: all records and checkpoints, where it was started afresh in the
+                         same folder; the checkpoints of later steps, where it went on from an earlier one
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from valor.errors import TrainingStopped, UserError
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_DIR = "samples"
 TENSORBOARD_DIR = "tensorboard"
 INFO_FILE = "run.json"
+ROLLBACKS_FILE = "rollbacks.json"
 _SAMPLES_NAME = re.compile(r"(?:val_)?step_(\d+)\.jsonl")
+_CHECKPOINT_NAME = re.compile(r"global_step_(\d+)")
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how libraries written in Rust say it
+_REMEDIES = {
+    "make room there and start the same command again: it goes on from the last checkpoint": "ENOSPC EDQUOT EFBIG",
+    "make it writable, or choose another folder (trainer.default_local_dir)": "EROFS EACCES EPERM",
+    "move it away, or choose another folder (trainer.default_local_dir)": "ENOTDIR EISDIR EEXIST ENOTEMPTY",
+    "correct the path, or choose another folder (trainer.default_local_dir)": "ENOENT ENAMETOOLONG ELOOP",
+    "look at the disk, and start the same command again": "EIO ESTALE",
+}
+_REMEDY_OF = {getattr(errno, name): remedy for remedy, names in _REMEDIES.items() for name in names.split()}
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """What the file system refuses inside the block is a UserError: the path (else `path`), why, and the remedy."""
+    try:
+        yield
+    except (UserError, TrainingStopped):
+        raise
+    except Exception as error:
+        if isinstance(error, OSError):
+            number, where = error.errno, error.filename or path
+        else:
+            said = _OS_ERROR.search(str(error))
+            number, where = (int(said[1]) if said else None), path
+        if number is None or number not in _REMEDY_OF:
+            raise
+        raise UserError(f"'{where}': {os.strerror(number)}: {_REMEDY_OF[number]}") from error
 
 
 def samples_file(run_dir: Path, step: int, split: str = "train") -> Path:
@@ -34,19 +70,34 @@ def step_of_samples(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def rewind(run_dir: Path, step: int | None) -> None:
-    """Make the records say nothing about steps after `step`; None: a new run, older records move to `previous/`.
+def checkpoints(run_dir: Path) -> dict[int, Path]:
+    """What is called `global_step_N` in the folder, by N."""
+    matches = [_CHECKPOINT_NAME.fullmatch(path.name) for path in run_dir.glob("global_step_*")]
+    return {int(match[1]): run_dir / match[0] for match in matches if match}
 
-    A line that a killed process left unfinished goes too.
+
+def rewind(run_dir: Path, step: int | None) -> None:
+    """Make the folder say nothing about steps after `step`; None: a new run, older records move to `previous/`.
+
+    Checkpoints of later steps, of a branch that is given up or damaged, move there too: a later resume would take them
+    for the newest. A line of metrics that a killed process left unfinished goes. UserError: a line before it is none.
     """
+    later = [path for saved_at, path in checkpoints(run_dir).items() if step is None or saved_at > step]
     if step is None:
-        _set_aside(run_dir)
+        names = (METRICS_FILE, SAMPLES_DIR, TENSORBOARD_DIR, ROLLBACKS_FILE)
+        later += [run_dir / name for name in names if (run_dir / name).exists()]
+    _set_aside(run_dir, later)
+    if step is None:
         return
     metrics = run_dir / METRICS_FILE
     if metrics.exists():
-        with metrics.open(encoding="utf-8") as lines:
-            kept = [line for line in lines if _step_of_line(line) <= step]
-        write_atomically(metrics, "".join(kept))
+        lines = metrics.read_bytes().splitlines(keepends=True)
+        steps = [_step_of_line(line) for line in lines]
+        if None in steps[:-1]:
+            number = steps.index(None) + 1
+            raise UserError(f"'{metrics}': line {number} is no line of metrics: repair it, or move the file away")
+        kept = [line for line, at in zip(lines, steps, strict=True) if at is not None and at <= step]
+        write_atomically(metrics, b"".join(kept).decode())
     for path in (run_dir / SAMPLES_DIR).glob("*.jsonl"):
         if (sampled_at := step_of_samples(path)) is not None and sampled_at > step:
             path.unlink()
@@ -60,7 +111,10 @@ def write_run_info(run_dir: Path, **facts: Any) -> None:
 def read_run_info(run_dir: Path) -> dict[str, Any]:
     """The facts in run.json; `{}` if there is no such file."""
     path = run_dir / INFO_FILE
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    try:
+        return dict(json.loads(path.read_bytes())) if path.exists() else {}
+    except (ValueError, TypeError) as error:
+        raise UserError(f"'{path}' is damaged ({error}): delete it, it is written anew by every start") from error
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -74,22 +128,21 @@ def write_atomically(path: Path, text: str) -> None:
     beside.replace(path)
 
 
-def _set_aside(run_dir: Path) -> None:
-    found = [run_dir / name for name in (METRICS_FILE, SAMPLES_DIR, TENSORBOARD_DIR) if (run_dir / name).exists()]
+def _set_aside(run_dir: Path, found: list[Path]) -> None:
     if not found:
         return
     earlier = run_dir / "previous"
-    place = earlier / str(1 + sum(1 for _ in earlier.glob("*")))
+    place = earlier / str(1 + max((int(path.name) for path in earlier.glob("*") if path.name.isdigit()), default=0))
     place.mkdir(parents=True)
     for path in found:
         path.rename(place / path.name)
 
 
-def _step_of_line(line: str) -> float:
-    """The step of a metrics line; infinity for an unfinished one, which no resume point keeps."""
-    if not line.endswith("\n"):
-        return float("inf")
+def _step_of_line(line: bytes) -> int | None:
+    """The step of a metrics line; None of an unfinished one, or of none."""
+    if not line.endswith(b"\n"):
+        return None
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
-        return float("inf")
+        return None

@@ -1,28 +1,54 @@
-"""Checkpoints of a run on disk: complete or absent, the newest found again, the old ones cleared away.
+"""Checkpoints of a run on disk: whole or absent, the newest whole one found again, the old ones cleared away.
 
-A checkpoint is `global_step_N/` with one folder a role and `trainer.json` (everything the driver knows). It is
-written as `global_step_N.partial` and renamed when all of it is on disk, so a run killed at any moment leaves either
-a whole checkpoint or a partial folder that the next save removes.
+A checkpoint is `global_step_N/` with one folder a role, `trainer.json` (everything the driver knows) and, written last,
+`manifest.json`. It is written as `global_step_N.partial` and renamed when all of it is on disk. One that it replaces
+waits as `global_step_N.replaced` meanwhile, and one that is deleted is called `global_step_N.removed` first, so that a
+process killed at any moment leaves whole checkpoints, and names that say what else is there.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from valor.errors import UserError
+from valor.tracking.rundir import checkpoints
+from valor.trainer.manifest import Damaged, verify, write_manifest
 
-_NAME = re.compile(r"global_step_(\d+)")
-_STATE_FILE = "trainer.json"
+STATE_FILE = "trainer.json"
+_SPARE_SPACE = 1.05  # of what the weights and optimizers take: small files, and blocks that are not full
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint. `kind`: of the run that wrote it; `state`: what its driver knew."""
+
+    folder: Path
+    kind: str
+    state: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return self.state["step"]
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """The checkpoint in `folder`. Damaged: it is not as it was written."""
+    manifest = verify(folder)
+    state = json.loads((folder / STATE_FILE).read_bytes())
+    if state["step"] != manifest["step"]:
+        raise Damaged(f"'{folder}' is damaged: {STATE_FILE} is of step {state['step']}, not of {manifest['step']}")
+    return Checkpoint(folder, manifest["kind"], state)
 
 
 class CheckpointStore:
-    """The `global_step_*` folders of one run directory.
+    """The `global_step_*` folders of one run directory, which no other process writes to (`tracking.lock`).
 
     Args:
         run_dir: the run's folder.
@@ -32,54 +58,98 @@ class CheckpointStore:
     def __init__(self, run_dir: Path, max_to_keep: int | None = None) -> None:
         self.run_dir = run_dir
         self.max_to_keep = max_to_keep
+        self.last: Checkpoint | None = None  # that this process has resumed from or written
 
     def path(self, step: int) -> Path:
         return self.run_dir / f"global_step_{step}"
 
     def steps(self) -> list[int]:
-        """Steps that have a complete checkpoint, ascending."""
-        if not self.run_dir.is_dir():
-            return []
-        matches = [_NAME.fullmatch(p.name) for p in self.run_dir.iterdir()]
-        return sorted(int(m[1]) for m in matches if m and (self.path(int(m[1])) / _STATE_FILE).exists())
+        """Steps that have a checkpoint, whole or damaged, ascending."""
+        return sorted(checkpoints(self.run_dir))
 
-    def save(self, step: int, state: dict[str, Any], write_roles: Callable[[Path], None], keep: set[int]) -> Path:
+    def save(self, kind: str, state: dict[str, Any], write_roles: Callable[[Path], None], keep: set[int]) -> Path:
         """Write a checkpoint; `write_roles(folder)` puts the models in. Steps in `keep` outlive `max_to_keep`."""
-        for leftover in self.run_dir.glob("global_step_*.partial"):
-            shutil.rmtree(leftover)
-        final, partial = self.path(step), self.run_dir / f"global_step_{step}.partial"
-        partial.mkdir(parents=True)
-        write_roles(partial)
-        (partial / _STATE_FILE).write_text(json.dumps(state, indent=1))
-        _flush_to_disk(partial)
+        self._tidy()
+        step = state["step"]
+        final, partial, aside = self.path(step), self._marked(step, "partial"), self._marked(step, "replaced")
+        try:
+            partial.mkdir(parents=True)
+            write_roles(partial)
+            (partial / STATE_FILE).write_text(json.dumps(state, indent=1))
+            write_manifest(partial, step=step, kind=kind)
+            _flush_to_disk(partial)
+        except Exception:
+            with suppress(OSError):
+                _remove(partial)  # on a full disk its space is needed
+            raise
         if final.exists():  # saved before and resumed from an earlier step: same step, newer run
-            shutil.rmtree(final)
+            final.rename(aside)
         partial.rename(final)
         _sync_directory(self.run_dir)
+        if aside.exists():
+            _remove(aside)
+        self.last = Checkpoint(final, kind, state)
         self._remove_old(keep | {step})
         return final
 
-    def load_state(self, folder: Path) -> dict[str, Any]:
-        """The driver's part of a checkpoint. Raises UserError when `folder` is not a complete checkpoint."""
-        try:
-            return json.loads((folder / _STATE_FILE).read_text())
-        except (FileNotFoundError, NotADirectoryError):
-            raise UserError(
-                f"'{folder}' is not a Valor checkpoint (no {_STATE_FILE} in it): give a global_step_N folder"
-            ) from None
+    def find(self, mode: str, resume_from_path: str | None, say: Callable[[str], None]) -> Checkpoint | None:
+        """What to resume from under `trainer.resume_mode` (auto | disable | resume_path); None for a fresh start.
 
-    def resume_folder(self, mode: str, resume_from_path: str | None) -> Path | None:
-        """Where to resume from under `trainer.resume_mode` (auto | disable | resume_path); None for a fresh start."""
-        if mode == "disable":
-            return None
+        auto takes the newest whole one, and says what is wrong with newer ones. UserError: there are only damaged ones,
+        or the one at `resume_from_path` is damaged.
+        """
+        self._tidy()
+        found, damaged = None, list[str]()
         if mode == "resume_path":
-            if not resume_from_path:
-                raise UserError(
-                    "trainer.resume_mode=resume_path needs trainer.resume_from_path=<a global_step_N folder>"
-                )
-            return Path(resume_from_path).expanduser()
-        steps = self.steps()
-        return self.path(steps[-1]) if steps else None
+            assert resume_from_path is not None, "held by the configuration"
+            found = open_checkpoint(Path(resume_from_path).expanduser())
+        for step in reversed(self.steps()) if mode == "auto" else ():
+            try:
+                found = open_checkpoint(self.path(step))
+                if found.step == step:
+                    break
+                damaged.append(f"'{found.folder}' is the checkpoint of step {found.step}")
+            except Damaged as error:
+                damaged.append(str(error))
+            found = None
+        if damaged and found is None:
+            raise UserError(
+                f"no checkpoint in '{self.run_dir}' is whole ({'; '.join(damaged)}): put a whole one there, or start "
+                "afresh with trainer.resume_mode=disable"
+            )
+        for line in damaged:
+            say(f"{line}; going on from an earlier one")
+        self.last = found
+        return found
+
+    def check_space(self, size: int) -> None:
+        """UserError where a checkpoint of `size` bytes would not fit beside what is there."""
+        need, free = int(size * _SPARE_SPACE), shutil.disk_usage(self.run_dir).free
+        if free < need:
+            raise UserError(
+                f"'{self.run_dir}' has {free / 1e9:.2f} GB left and a checkpoint needs {need / 1e9:.2f} GB: make room "
+                f"(trainer.max_ckpt_to_keep keeps fewer) and start the same command again; {self.last_good}"
+            )
+
+    @property
+    def last_good(self) -> str:
+        """Where the run stands on disk, in words."""
+        return f"the last good checkpoint is '{self.last.folder}'" if self.last else "there is no checkpoint yet"
+
+    def _marked(self, step: int, mark: str) -> Path:
+        return self.run_dir / f"global_step_{step}.{mark}"
+
+    def _tidy(self) -> None:
+        """End what a killed process has begun: the old checkpoint is back unless the new one is in its place."""
+        for aside in self.run_dir.glob("global_step_*.replaced"):
+            final = aside.with_suffix("")
+            if final.exists():
+                _remove(aside)
+            else:
+                aside.rename(final)
+        for mark in ("partial", "removed"):
+            for leftover in self.run_dir.glob(f"global_step_*.{mark}"):
+                _remove(leftover)
 
     def _remove_old(self, keep: set[int]) -> None:
         if self.max_to_keep is None:
@@ -87,7 +157,16 @@ class CheckpointStore:
         old = [s for s in self.steps() if s not in keep]
         spared = max(0, self.max_to_keep - 1)  # the one just written counts, and is in `keep`
         for step in old[: len(old) - spared]:
-            shutil.rmtree(self.path(step))
+            removed = self._marked(step, "removed")
+            self.path(step).rename(removed)
+            _remove(removed)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:  # somebody's file under our name
+        path.unlink(missing_ok=True)
 
 
 def _flush_to_disk(folder: Path) -> None:

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from valor.config import Section, load
-from valor.errors import TrainingStopped, UserError
+from valor.config import LoadedConfig, Section, load
+from valor.errors import exit_code
 
 Root = TypeVar("Root", bound=Section)
 Start = Callable[[Root, str], int]
@@ -17,30 +17,27 @@ Start = Callable[[Root, str], int]
 def run_command(words: str, argv: Sequence[str] | None, root: type[Root], start: Start[Root]) -> int:
     """Run the command line of `valor WORDS`; None: this process's own.
 
-    `start(config, command)` does the run that was asked for by `command`. Exit code 0; 1: the run ended itself; 2: a
-    mistake in what was asked for; otherwise what `start` returned. torch and the models are imported once the tree
-    is valid in itself, so that a mistake in it is told at once.
+    `start(config, command)` does the run that was asked for by `command`. The exit code is what `start` returned, or
+    that of an early end (valor.errors). torch and the models are imported once the tree is valid in itself, so that a
+    mistake in it is told at once.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    try:
-        loaded = load(arguments, root, _check)
-        from valor.trainer.checks import inert_settings
-        from valor.trainer.plan import plan
+    command = shlex.join(["valor", *words.split(), *arguments])
+    return exit_code(lambda: _run(load(arguments, root, _check), command, start))
 
-        for note in loaded.notes:
-            print(f"note: {note}", file=sys.stderr)
-        if loaded.dry_run:
-            print(plan(loaded.config, loaded.explicit_keys))
-            return 0
-        for key, reason in inert_settings(loaded.config, loaded.explicit_keys).items():
-            print(f"note: {key}: {reason}", file=sys.stderr)
-        return start(loaded.config, shlex.join(["valor", *words.split(), *arguments]))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except TrainingStopped as reason:
-        print(f"stopped: {reason}", file=sys.stderr)
-        return 1
+
+def _run(loaded: LoadedConfig[Root], command: str, start: Start[Root]) -> int:
+    from valor.trainer.checks import inert_settings
+    from valor.trainer.plan import plan
+
+    for note in loaded.notes:
+        print(f"note: {note}", file=sys.stderr)
+    if loaded.dry_run:
+        print(plan(loaded.config, loaded.explicit_keys))
+        return 0
+    for key, reason in inert_settings(loaded.config, loaded.explicit_keys).items():
+        print(f"note: {key}: {reason}", file=sys.stderr)
+    return start(loaded.config, command)
 
 
 def _check(config: Section) -> list[str]:

@@ -23,6 +23,8 @@ from valor.models.lora import ADAPTER_DIR, CONFIG_FILE, inject, read_adapter_con
 from valor.models.policy import PolicyModel
 from valor.models.reward import RewardModel
 from valor.models.value import ValueModel
+from valor.tracking.rundir import disk_errors
+from valor.trainer.manifest import verify
 
 TOKENIZER_DIR = "tokenizer"
 
@@ -31,11 +33,10 @@ def export_checkpoint(checkpoint: Path, out: Path, role: str) -> None:
     """Write `checkpoint`/`role` (actor, critic, reward_model) to `out` with its tokenizer.
 
     Any world size wrote it, one process reads it. Adapters are merged into their base model, which is loaded again.
-    UserError: no complete checkpoint there, no such role in it, or `out` has files in it already.
+    UserError: no whole checkpoint there, no such role in it, or `out` has files in it already.
     """
     folder = checkpoint / role
-    if not (checkpoint / "trainer.json").is_file():
-        raise UserError(f"'{checkpoint}' is not a Valor checkpoint: give a global_step_N folder of a run")
+    verify(checkpoint, only=f"{role}/")
     if not folder.is_dir():
         raise UserError(f"'{checkpoint}' holds no {role}: it has {', '.join(sorted(_roles(checkpoint)))}")
     if out.exists() and any(out.iterdir()):
@@ -48,7 +49,8 @@ def export_checkpoint(checkpoint: Path, out: Path, role: str) -> None:
     else:
         model = PolicyModel(_empty(AutoModelForCausalLM, folder, config))
     engine_checkpoint.load(folder, model, None)
-    export_hf(model, out, tokenizer=AutoTokenizer.from_pretrained(checkpoint / TOKENIZER_DIR))
+    with disk_errors(out):
+        export_hf(model, out, tokenizer=AutoTokenizer.from_pretrained(checkpoint / TOKENIZER_DIR))
 
 
 def _empty(auto: Any, folder: Path, config: Any) -> Any:

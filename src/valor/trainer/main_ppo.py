@@ -27,6 +27,7 @@ def _ppo(config: PPOConfig, command: str) -> int:
     from valor.rollout.registry import generation_engine
     from valor.trainer.critic_tokenizer import check_critic_tokenizer
     from valor.trainer.ppo import PPORun
+    from valor.trainer.run import fit_again
 
     placement, rank = resolve_placement(config), config.trainer.node_rank
     engine = generation_engine(config.actor_rollout_ref.rollout.name)
@@ -36,14 +37,21 @@ def _ppo(config: PPOConfig, command: str) -> int:
     inputs = RunInputs(config)
     check_critic_tokenizer(config, inputs.tokenizer)
     with nullcontext() if rank is None else node_zero(config.trainer, placement):
-        return PPORun(config, inputs, placement, command).fit()
+        return fit_again(
+            PPORun(config, inputs, placement, command), lambda: PPORun(config, RunInputs(config), placement, command)
+        )
 
 
 def _critic_pretrain(config: CriticPretrainConfig, command: str) -> int:
     from valor.controller.placement import resolve_pool
     from valor.trainer.pretrain import CriticPretrainRun
+    from valor.trainer.run import fit_again
 
-    return CriticPretrainRun(config, *resolve_pool(config.trainer), command).fit()
+    def run() -> CriticPretrainRun:
+        pool = resolve_pool(config.trainer, config.ray_kwargs.ray_init.address)
+        return CriticPretrainRun(config, *pool, command)
+
+    return fit_again(run(), run)
 
 
 if __name__ == "__main__":

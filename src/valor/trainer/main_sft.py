@@ -20,15 +20,17 @@ def rm_train(argv: Sequence[str] | None = None) -> int:
 
 
 def _sft(config: SFTConfig, command: str) -> int:
+    from valor.trainer.run import fit_again
     from valor.trainer.sft import SFTRun
 
-    return SFTRun(config, command).fit()
+    return fit_again(SFTRun(config, command), lambda: SFTRun(config, command))
 
 
 def _rm_train(config: RMConfig, command: str) -> int:
     from valor.trainer.rm import RewardModelRun
+    from valor.trainer.run import fit_again
 
-    return RewardModelRun(config, command).fit()
+    return fit_again(RewardModelRun(config, command), lambda: RewardModelRun(config, command))
 
 
 if __name__ == "__main__":

@@ -46,12 +46,12 @@ def plan(config: Section, explicit_keys: Collection[str] = ()) -> str:
 
 
 def _training_rows(config: PPOConfig | SupervisedConfig) -> Rows:
-    trainer, unit = config.trainer, "prompts"
+    trainer, unit, files = config.trainer, "prompts", config.data.train_files
     if isinstance(config, SupervisedConfig):
         unit = "pairs" if isinstance(config, RMConfig) else "samples"
         rows = _supervised_rows(config, unit)
     elif isinstance(config, CriticPretrainConfig):
-        rows = _pretrain_rows(config)
+        rows, files = _pretrain_rows(config), config.pretrain.rollouts or files
     else:
         rows = _ppo_rows(config)
     epochs = _count(trainer.total_epochs, "epoch")
@@ -59,7 +59,13 @@ def _training_rows(config: PPOConfig | SupervisedConfig) -> Rows:
     if trainer.total_training_steps is not None:
         length = _count(trainer.total_training_steps, "step")
     run = f"{trainer.project_name}/{trainer.experiment_name} in {trainer.default_local_dir}"
-    return [("run", run), *rows, ("length", length)]
+    return [
+        ("run", run),
+        *rows,
+        ("length", length),
+        ("training data", _and(*files)),
+        ("validation", _validation(config)),
+    ]
 
 
 def _ppo_rows(config: PPOConfig) -> Rows:
@@ -78,7 +84,9 @@ def _ppo_rows(config: PPOConfig) -> Rows:
         nodes = f" on each of {pool.nnodes} nodes" if pool.nnodes > 1 else ""
         each = f"{_count(pool.n_gpus_per_node, 'process')}{nodes}"
         rows.append(("placement", f"pool {name}: {each}: {_and(*pool.roles)}"))
-    return [*rows, *(("batch", text) for text in _batch(config)), ("old log-probs", _old_log_probs(config))]
+    rows += [*(("batch", text) for text in _batch(config)), ("old log-probs", _old_log_probs(config))]
+    warmup = f"the first {config.trainer.critic_warmup} steps train the critic alone"
+    return [*rows, ("warm-up", warmup)] if config.trainer.critic_warmup else rows
 
 
 def _pretrain_rows(config: CriticPretrainConfig) -> Rows:
@@ -86,7 +94,7 @@ def _pretrain_rows(config: CriticPretrainConfig) -> Rows:
     updates = f"{critic.ppo_mini_batch_size:,} prompts per update, {_count(critic.ppo_epochs, 'epoch')} of each"
     return [
         ("critic", _critic(critic)),
-        ("rollouts", _and(*config.pretrain.rollouts or [_drawn(config, data.train_files)])),
+        *([] if config.pretrain.rollouts else [("rollouts", _drawn(config, data.train_files))]),
         ("placement", _placement(config.trainer)),
         ("batch", f"{data.train_batch_size:,} prompts per step, {updates}"),
     ]
@@ -123,6 +131,10 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith("s") else "s")
 
 
+def _every(steps: int) -> str:
+    return f"every {steps} steps, after the last" if steps > 0 else "after the last"
+
+
 def _model(model: BackboneConfig, fsdp: FSDPConfig) -> str:
     start = f" from {model.lora_adapter_path}" if model.lora_adapter_path is not None else ""
     return _and(
@@ -140,7 +152,8 @@ def _critic(critic: CriticConfig) -> str:
     if not critic.enable:
         return "none"
     ensemble = critic.ensemble_size > 1 and f"{critic.ensemble_reduce} of {critic.ensemble_size}"
-    return _and(_model(critic.model, critic.fsdp_config), critic.freeze and "frozen", ensemble)
+    frozen = f"frozen in steps {_and(*critic.freeze_steps)}" if critic.freeze_steps else ""
+    return _and(_model(critic.model, critic.fsdp_config), "frozen" if critic.freeze else frozen, ensemble)
 
 
 def _reference(config: PPOConfig) -> str:
@@ -156,11 +169,19 @@ def _reference(config: PPOConfig) -> str:
 def _reward(config: PPOConfig) -> str:
     function, model = config.reward.custom_reward_function, config.reward.reward_model
     graded = f"{function.path}:{function.name}" if function.path else f"built in, by column {config.data.reward_fn_key}"
-    if not model.enable:
-        return graded
-    judge = model.judge
-    name = f"judge {judge.model} at {judge.url}" if judge.url else f"reward model {model.model_path}"
-    return _and(name, not model.replaces_rule and graded)
+    if model.enable:
+        judge = model.judge
+        name = f"judge {judge.model} at {judge.url}" if judge.url else f"reward model {model.model_path}"
+        rule = "in the rule's place" if model.replaces_rule else f"+ {model.rule_weight:g} x rule ({graded})"
+        graded = f"{model.weight:g} x {name} {rule}"
+    algorithm = config.algorithm
+    return _and(
+        graded,
+        algorithm.reward_source == "critic" and "training takes the critic's value in its place",
+        algorithm.reward_binarize and f"1 above {algorithm.reward_threshold:g}, else 0",
+        algorithm.reward_mask_ratio > 0
+        and f"taken from {algorithm.reward_mask_ratio:.0%}, missing_reward {algorithm.missing_reward}",
+    )
 
 
 def _processes(trainer: RunConfig, nodes: int) -> str:
@@ -213,3 +234,20 @@ def _old_log_probs(config: PPOConfig) -> str:
         correction.weighs and f"{correction.rollout_is} importance weights",
         correction.rollout_rs is not None and f"rejection by {correction.rollout_rs}",
     )
+
+
+def _validation(config: PPOConfig | SupervisedConfig) -> str:
+    every, files = _every(config.trainer.test_freq), _and(*config.data.val_files or [])
+    if isinstance(config, CriticPretrainConfig):
+        return f"after every epoch: {config.pretrain.holdout:.0%} of the prompts, held out"
+    if isinstance(config, RMConfig) and not files and config.data.val_share > 0:
+        return f"{every}: {config.data.val_share:.0%} of the prompts of each source, held out"
+    if not files:
+        return "none (data.val_files is not set)"
+    if not isinstance(config, PPOConfig):
+        return f"{every}: {files}"
+    trainer, sampling = config.trainer, config.actor_rollout_ref.rollout.val_kwargs
+    temperature = sampling.effective_temperature
+    how = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+    times = "alone" if trainer.val_only else _and(trainer.val_before_train and "before the first step", every)
+    return f"{times}; {_count(sampling.n, 'response')} per prompt, {how}: {files}"

@@ -62,7 +62,7 @@ class PPORun(Run):
         """All roles in their pools."""
         stack.callback(self.inputs.close)
         specs = role_specs(
-            self.config,
+            self.role_config,
             total_steps=self.total_steps,
             eos_token_ids=self.inputs.eos_token_ids,
             separator_id=self.inputs.separator_id,

@@ -62,7 +62,7 @@ class CriticPretrainRun(Run):
     def start(self, stack: ExitStack, *, resuming: bool) -> Roles:
         """The rollouts, by processes that have ended when the critic's start."""
         self._split(self._rollouts(resuming=resuming))
-        specs = role_specs(self.config, total_steps=self.total_steps, eos_token_ids=[])
+        specs = role_specs(self.role_config, total_steps=self.total_steps, eos_token_ids=[])
         specs = {name: spec for name, spec in specs.items() if name in self.trained_roles}
         ray_init = self.config.ray_kwargs.ray_init.model_dump()
         roles = start_group(self.pool, specs, controller=self.controller, ray_init=ray_init)

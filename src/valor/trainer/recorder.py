@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from valor.tracking.generations import Sample, token_strings, write_samples
 from valor.tracking.loggers import RunInfo, Tracker
 from valor.tracking.progress_console import show_progress
 from valor.tracking.rundir import write_atomically, write_run_info
+from valor.trainer.changes import digests_of, settings_of
 from valor.trainer.checkpoints import CheckpointStore
 
 _PER_TOKEN = {
@@ -50,6 +52,7 @@ class RunRecorder:
         """Start recording after `step` (0: a fresh run): configuration, what was typed, versions; progress is shown,
         and metrics are written, inside the block."""
         trainer = self.config.trainer
+        _ = self.identity  # of the files as they are now, not as they will be when it is saved
         info = RunInfo(
             run_dir=self.run_dir,
             project=trainer.project_name,
@@ -74,11 +77,22 @@ class RunRecorder:
         """A line on the console, above the bars."""
         self._console.print(line, markup=False)
 
-    def save_checkpoint(self, step: int, state: dict[str, Any], write_roles: Callable[[Path], None]) -> Path:
+    def save_checkpoint(self, state: dict[str, Any], write_roles: Callable[[Path], None]) -> Path:
         """A complete `global_step_N`; the best one outlives `max_ckpt_to_keep` where it is to be kept."""
         keep = {int(self.best["step"])} if self.best and self.keeps_best else set()
         self.best_is_new = False
-        return self.checkpoints.save(step, state | {"best": self.best}, write_roles, keep)
+        state = state | {"best": self.best} | self.identity
+        return self.checkpoints.save(self.kind, state, write_roles, keep)
+
+    @property
+    def kind(self) -> str:
+        """What kind of run this is, in a word: PPO, SFT, …"""
+        return type(self.config).__name__.removesuffix("Config")
+
+    @cached_property
+    def identity(self) -> dict[str, dict[str, Any]]:
+        """What makes this run this run: its `settings`, and `digests` of the files that they name."""
+        return {"settings": settings_of(self.config), "digests": digests_of(self.config)}
 
     @property
     def keeps_best(self) -> bool:

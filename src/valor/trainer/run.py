@@ -11,13 +11,20 @@ from typing import Any, ClassVar
 from valor.config import PPOConfig, SupervisedConfig
 from valor.controller.group import Roles
 from valor.data.sampler import PromptSampler
-from valor.errors import TrainingStopped
+from valor.errors import Diverged, StepRefused, UserError, WorkerDied
 from valor.tracking.console import format_seconds
+from valor.tracking.lock import locked
 from valor.tracking.metrics import Timer
 from valor.tracking.progress import phase, report_progress
+from valor.tracking.rundir import disk_errors
+from valor.trainer.changes import changes
+from valor.trainer.checkpoints import Checkpoint, open_checkpoint
 from valor.trainer.export import TOKENIZER_DIR
 from valor.trainer.recorder import RunRecorder
+from valor.trainer.rollbacks import Rollbacks
 from valor.trainer.signals import StopRequest
+
+_SHOWN_CHANGES = 4  # in the one line of a refusal
 
 
 class Run(ABC):
@@ -35,7 +42,11 @@ class Run(ABC):
     def __init__(self, config: PPOConfig | SupervisedConfig, tokenizer: Any, record: RunRecorder) -> None:
         self.config, self.tokenizer, self.record = config, tokenizer, record
         self.step = 0
-        self.skips = SkippedUpdates(config.trainer.max_skipped_updates, record.say)
+        trainer = config.trainer
+        self.skips = SkippedUpdates(trainer.max_skipped_updates, record.say)
+        self.rollbacks = Rollbacks(record.run_dir, trainer.max_rollbacks, trainer.rollback_lr_factor)
+        self.resume_from: Path | None = None  # a checkpoint, whatever trainer.resume_mode says
+        self._save_is_due = False
 
     @abstractmethod
     def start(self, stack: ExitStack, *, resuming: bool) -> Roles:
@@ -50,36 +61,70 @@ class Run(ABC):
         """Metrics of the present weights on validation data; none where there is no such data."""
 
     @property
+    def role_config(self) -> Any:
+        """The configuration that roles are built from: the run's, with the learning rates that rollbacks have left."""
+        return self.rollbacks.lowered(self.config)
+
+    @property
     @abstractmethod
     def trained_roles(self) -> Sequence[str]:
         """Roles whose weights are saved and exported."""
 
     def fit(self) -> int:
-        """Run to the last step. Returns 0, or 128 + n when signal n asked to stop (progress is saved)."""
-        trainer, store = self.config.trainer, self.record.checkpoints
+        """Run to the last step. Returns 0, or 128 + n when signal n asked to stop (progress is saved).
+
+        UserError: another run has the folder, it cannot be written, its checkpoints are damaged or of another run.
+        Diverged, WorkerDied: the weights are lost; the last good checkpoint is not. StepRefused: the run has been saved
+        as it was before that step.
+        """
+        with disk_errors(self.record.run_dir), locked(self.record.run_dir, self.record.say):
+            try:
+                return self._fit()
+            except Diverged as reason:
+                last_good = self.record.checkpoints.last_good
+                raise Diverged(f"{reason}. That was in step {self.step}; {last_good}") from reason
+
+    def _fit(self) -> int:
         with ExitStack() as stack:
-            stop = stack.enter_context(StopRequest())
-            checkpoint = store.resume_folder(trainer.resume_mode, trainer.resume_from_path)
+            stop = stack.enter_context(StopRequest(at_once=True))
+            checkpoint = self._find_checkpoint()
             self.roles = self.start(stack, resuming=checkpoint is not None)
             if checkpoint is not None:
                 self.resume(checkpoint)
+            if not self.finished:
+                self.record.checkpoints.check_space(self._checkpoint_bytes())
             stack.enter_context(self.record.opened(self.step, self.total_steps))
             stack.enter_context(phase(self.title, self.total_steps, unit="step"))
             report_progress(self.step)
             self.before_steps()
-            while not self.finished and stop.signum is None:
-                self.step += 1
-                metrics = self.train_step()
+            stop.at_once = stopping = False
+            while not (self.finished or stopping):
+                metrics = self._next_step()
                 if self.validates_now():
                     metrics |= self.validate()
                 # Logged before it is saved: a run killed in between repeats the step, and its line with it.
                 self.log(metrics)
-                if self.finished or stop.signum is not None or self.record.best_is_new or self.due(trainer.save_freq):
+                stopping = stop.signum is not None  # asked once: a signal after the question is the next step's
+                if self.finished or stopping or self.record.best_is_new or self.save_is_due():
                     self.save()
                 report_progress(self.step)
             self.after_steps()
             self.record.finish()
             return 0 if stop.signum is None else 128 + stop.signum
+
+    def _next_step(self) -> dict[str, Any]:
+        """The next step's metrics."""
+        before = self.state_dict()
+        self.step += 1
+        if self.rollbacks.leaves_out(self.step):
+            self.sampler.next_batch()
+        try:
+            return self.train_step() | self.rollbacks.metrics()
+        except StepRefused:
+            self.step -= 1
+            if self.step and not self.record.checkpoints.path(self.step).exists():
+                self.save(before)
+            raise
 
     @property
     def finished(self) -> bool:
@@ -89,6 +134,11 @@ class Run(ABC):
     def due(self, every: int) -> bool:
         """Whether something that is done `every` so many steps (0 or less: never) is due after this one."""
         return every > 0 and self.step % every == 0
+
+    def save_is_due(self) -> bool:
+        """After every `trainer.save_freq` steps; put off while updates are skipped, since the weights may be why."""
+        self._save_is_due |= self.due(self.config.trainer.save_freq)
+        return self._save_is_due and not any(self.skips.in_a_row.values())
 
     def validates_now(self) -> bool:
         """After the last step, and every `trainer.test_freq` steps."""
@@ -106,21 +156,58 @@ class Run(ABC):
         """Write the metrics of this step."""
         self.record.log(self.step, metrics)
 
-    def save(self) -> None:
-        """Write a complete checkpoint of this step."""
+    def save(self, state: dict[str, Any] | None = None) -> None:
+        """Write a complete checkpoint of this step, with the driver's present state or the given one."""
         timer = Timer()
+        self.record.checkpoints.check_space(self._checkpoint_bytes())
         with timer("save"), phase("checkpoint"):
-            folder = self.record.save_checkpoint(self.step, self.state_dict(), self._write_roles)
+            folder = self.record.save_checkpoint(state or self.state_dict(), self._write_roles)
+        self._save_is_due = False
         self.record.say(f"saved {folder} in {format_seconds(timer.seconds['save'])}")
 
-    def resume(self, folder: Path) -> None:
+    def resume(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint."""
-        state = self.record.checkpoints.load_state(folder)
         for role in self.trained_roles:
-            self.roles[role].load(folder / role)
-        self.load_state_dict(state)
-        self.record.best = state["best"]
-        self.record.say(f"resumed from {folder} after step {self.step}")
+            if not (checkpoint.folder / role).is_dir():
+                raise UserError(f"'{checkpoint.folder}' holds no {role}: resume from one of a run that trained it")
+            self.roles[role].load(checkpoint.folder / role)
+        self.load_state_dict(checkpoint.state)
+        self.record.best = checkpoint.state["best"]
+        self.record.say(f"resumed from {checkpoint.folder} after step {self.step}")
+
+    def _find_checkpoint(self) -> Checkpoint | None:
+        """What to resume from, once it is known to be of this run."""
+        trainer, store = self.config.trainer, self.record.checkpoints
+        if self.resume_from is not None:
+            checkpoint = store.last = open_checkpoint(self.resume_from)
+        else:
+            checkpoint = store.find(trainer.resume_mode, trainer.resume_from_path, self.record.say)
+        if checkpoint is not None:
+            self._check_unchanged(checkpoint)
+            self.rollbacks.read(checkpoint.step)
+        return checkpoint
+
+    def _check_unchanged(self, checkpoint: Checkpoint) -> None:
+        """Say how this run differs from that of the checkpoint. UserError where it would not compute the same."""
+        if checkpoint.kind != self.record.kind:
+            raise UserError(
+                f"'{checkpoint.folder}' is a checkpoint of a {checkpoint.kind} run, this is a {self.record.kind} run: "
+                "choose another folder with trainer.default_local_dir"
+            )
+        found = list(changes(type(self.config), checkpoint.state, self.record.identity))
+        inexact = [change.line for change in found if not change.exact]
+        if inexact and self.config.trainer.resume_changed != "allow":
+            more = f"; and {len(inexact) - _SHOWN_CHANGES} more" if len(inexact) > _SHOWN_CHANGES else ""
+            raise UserError(
+                f"this is not the run of '{checkpoint.folder}' ({'; '.join(inexact[:_SHOWN_CHANGES])}{more}): take "
+                "that back, go on in spite of it with trainer.resume_changed=allow, or start afresh with "
+                "trainer.resume_mode=disable"
+            )
+        for change in found:
+            self.record.say(f"changed since {checkpoint.folder.name}: {change.line}")
+
+    def _checkpoint_bytes(self) -> int:
+        return sum(self.roles[role].checkpoint_bytes() for role in self.trained_roles)
 
     def state_dict(self) -> dict[str, Any]:
         """What the driver must remember besides the models, as JSON."""
@@ -160,12 +247,38 @@ class SkippedUpdates:
         self.in_a_row: dict[str, int] = {}
 
     def count(self, role: str, skipped: bool, step: int) -> None:
-        """Note one update. TrainingStopped after `limit` skipped ones in a row."""
+        """Note one update. Diverged after `limit` skipped ones in a row."""
         skips = self.in_a_row[role] = self.in_a_row.get(role, 0) + 1 if skipped else 0
         if skips:
             self._say(f"step {step}: non-finite gradient in the {role}, update skipped ({skips} in a row)")
         if skips >= self._limit:
-            raise TrainingStopped(
-                f"{skips} updates in a row had non-finite gradients ({role}, step {step}): "
-                "lower the learning rate, check the rewards for NaN, or resume from the last checkpoint"
+            raise Diverged(
+                f"{skips} updates in a row had non-finite gradients ({role}): lower the learning rate, or check the "
+                "rewards for NaN"
             )
+
+
+def fit_again(run: Run, again: Callable[[], Run]) -> int:
+    """`run.fit()`; where that ends early, `again().fit()` from the last checkpoint.
+
+    After the death of a process up to `trainer.max_restarts` times, after a loss of weights up to
+    `trainer.max_rollbacks` times, if there is a checkpoint.
+    """
+    restarts = 0
+    while True:
+        trainer, say = run.config.trainer, run.record.say
+        try:
+            return run.fit()
+        except WorkerDied as reason:
+            if restarts >= trainer.max_restarts:
+                raise
+            restarts += 1
+            say(f"{reason}; restart {restarts} of trainer.max_restarts={trainer.max_restarts}")
+        except Diverged as reason:
+            last = run.record.checkpoints.last
+            if last is None or not run.rollbacks.add(last.step, run.step, str(reason)):
+                raise
+            say(f"{reason}; going on from there with lower learning rates, without this batch")
+        last = run.record.checkpoints.last
+        run = again()
+        run.resume_from = last.folder if last else None

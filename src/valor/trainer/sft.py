@@ -33,7 +33,7 @@ class SFTRun(SupervisedRun):
         super().__init__(config, command, tokenizer, train, val)
 
     def role_spec(self) -> RoleSpec:
-        return RoleSpec(SFTWorker, {"config": self.config, "total_steps": self.total_steps})
+        return RoleSpec(SFTWorker, {"config": self.role_config, "total_steps": self.total_steps})
 
     def measure(self, samples: Samples) -> dict[str, float]:
         """`loss` and `token_accuracy`."""

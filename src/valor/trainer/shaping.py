@@ -17,7 +17,7 @@ _MASK_STREAM = 2  # last word of the random key
 class RewardShaping:
     """`algorithm`'s settings at work on the batches of a run; its state is part of a checkpoint.
 
-    `remainder` is what the reward mask owes to the next step.
+    `remainder` is what `reward_mask_type=fixed_ratio` owes to the next step.
     """
 
     def __init__(self, config: AlgorithmConfig, seed: int) -> None:
@@ -26,10 +26,8 @@ class RewardShaping:
         self.kl_controller: algorithms.KLController | None = None
         if config.use_kl_in_reward:
             control = config.kl_ctrl
-            self.kl_controller = (
-                algorithms.KLController(control.kl_coef)
-                if control.type == "fixed"
-                else algorithms.AdaptiveKLController(control.kl_coef, control.target_kl, control.horizon)
+            self.kl_controller = algorithms.make_kl_controller(
+                control.type, kl_coef=control.kl_coef, target_kl=control.target_kl, horizon=control.horizon
             )
 
     def shape_rewards(self, batch: Batch, step: int) -> dict[str, float]:
@@ -76,6 +74,7 @@ class RewardShaping:
             len(batch),
             self.config.reward_mask_ratio,
             generator=keyed_generator(self.seed, step, _MASK_STREAM),
+            kind=self.config.reward_mask_type,
             level=self.config.reward_mask_level,
             group_ids=batch.objects["uid"],
             remainder=self.remainder,

@@ -1,27 +1,33 @@
-"""SIGINT and SIGTERM ask the run to stop after the present step; a second one stops it at once."""
+"""SIGINT, SIGTERM and SIGHUP ask the run to stop after the present step; a second one stops it at once."""
 
 from __future__ import annotations
 
 import signal
 from types import FrameType, TracebackType
 
+from valor.errors import Interrupted
+
 
 class StopRequest:
     """Context manager; `signum` is the signal that asked to stop, or None.
 
-    Outside the main thread (where Python refuses signal handlers) it never reports a request.
+    With `at_once` (while there is no step to finish yet), and at the second signal, Interrupted is raised in the main
+    thread. A signal that the process was started to ignore (SIGHUP under nohup) stays ignored. Outside the main thread
+    (where Python refuses signal handlers) no request is ever reported.
     """
 
-    _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-    def __init__(self) -> None:
+    def __init__(self, *, at_once: bool = False) -> None:
+        self.at_once = at_once
         self.signum: int | None = None
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> StopRequest:
         try:
             for s in self._SIGNALS:
-                self._previous[s] = signal.signal(s, self._on_signal)
+                if signal.getsignal(s) is not signal.SIG_IGN:
+                    self._previous[s] = signal.signal(s, self._on_signal)
         except ValueError:  # not in the main thread
             pass
         return self
@@ -31,7 +37,7 @@ class StopRequest:
             signal.signal(s, handler)  # type: ignore[arg-type]
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        if self.signum is not None:
-            raise KeyboardInterrupt
+        if self.at_once or self.signum is not None:
+            raise Interrupted(signum)
         self.signum = signum
         print(f"\n{signal.Signals(signum).name}: finishing this step and saving; once more to stop at once", flush=True)

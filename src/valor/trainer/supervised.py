@@ -57,7 +57,9 @@ class SupervisedRun(Run):
         super().__init__(config, tokenizer, RunRecorder(config, command, loggers))
         trainer, data = config.trainer, config.data
         self.pool, self.controller = resolve_pool(
-            TrainerConfig(**trainer.model_dump(include={"device", "n_gpus_per_node", "num_threads"}))
+            TrainerConfig(
+                **trainer.model_dump(include={"device", "n_gpus_per_node", "num_threads", "full_determinism"})
+            )
         )
         self.train, self.val = train, val
         self.sampler = PromptSampler(len(train), data.train_batch_size, seed=trainer.seed, shuffle=data.shuffle)

@@ -45,7 +45,6 @@ class ActorWorker(ModelRole):
         seed: int,
     ) -> None:
         load_custom(custom_path)
-        self._context = context
         self.config = config.actor
         self.loss_mode = loss_mode
         self.seed = seed
@@ -108,6 +107,7 @@ class ActorWorker(ModelRole):
     @dispatch("all")
     def open_channel(self) -> Address | None:
         """Where the processes of a rollout pool meet rank 0, which sends weights."""
+        self._store = self._channel = None
         if self._context.rank > 0:
             return None
         assert self._context.address is not None, "pools are on Ray, where every process has an address"

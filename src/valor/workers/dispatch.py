@@ -12,7 +12,9 @@ Mode = Literal["dp", "all"]
 _Function = TypeVar("_Function", bound=Callable)
 
 
-def dispatch(mode: Mode, *, keep_together: str | None = None, light: bool = False) -> Callable[[_Function], _Function]:
+def dispatch(
+    mode: Mode, *, keep_together: str | None = None, light: bool = False, sent_weights: bool = False
+) -> Callable[[_Function], _Function]:
     """Mark a worker method.
 
     `dp`: the first argument is a Batch whose rows are shared out over the ranks (any number of rows, balanced by
@@ -22,12 +24,15 @@ def dispatch(mode: Mode, *, keep_together: str | None = None, light: bool = Fals
 
     `all`: every rank gets the same arguments; rank 0's result is returned.
 
+    `sent_weights`: it uses weights that were sent before, so a new process cannot repeat the call.
+
     `light`: it answers a question and computes nothing, so its memory is not measured.
     """
 
     def mark(function: _Function) -> _Function:
         function.valor_dispatch = (mode, keep_together)  # type: ignore[attr-defined]
         function.valor_light = light  # type: ignore[attr-defined]
+        function.valor_sent_weights = sent_weights  # type: ignore[attr-defined]
         return function
 
     return mark

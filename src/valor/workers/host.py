@@ -13,17 +13,22 @@ from typing import Any
 import torch
 
 from valor.engines import distributed
-from valor.workers.memory import PeakMemory, use_expandable_segments
+from valor.workers.memory import PeakMemory, use_deterministic_algorithms, use_expandable_segments
 
 HOST = "host"  # the name under which the process itself is called
 
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """What to build: the role's class and its constructor's keyword arguments (picklable: they travel to the ranks)."""
+    """What to build: the role's class and its constructor's keyword arguments (picklable: they travel to the ranks).
+
+    `replaceable`: it learns nothing, so one that died can be built again; weights that it was sent have to be sent
+    again.
+    """
 
     cls: type
     kwargs: dict[str, Any]
+    replaceable: bool = False
 
 
 @dataclass
@@ -35,21 +40,39 @@ class WorkerContext:
     device: torch.device
     address: str | None = None  # of rank 0's node, under Ray
     roles: dict[str, Any] = field(default_factory=dict)
+    resident: list[Any] = field(default_factory=list)  # ModelRoles on the device, where they stay until room is needed
+
+    def make_room(self, besides: Any = None) -> None:
+        """All roles that have no turn leave the device, `besides` excepted."""
+        for role in list(self.resident):
+            if role is not besides:
+                role.leave_device()
 
 
 class WorkerHost:
     """Builds the roles of one rank and calls their methods by name."""
 
-    def __init__(self, rank: int, world_size: int, device: str, num_threads: int) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        device: str,
+        num_threads: int,
+        *,
+        deterministic: bool = False,
+        gpu: int = 0,
+    ) -> None:
         use_expandable_segments()
+        if deterministic:
+            use_deterministic_algorithms()
         torch.set_num_threads(num_threads)
-        self._device = device
+        self._device, self._gpu = device, gpu
         self._rank, self._world_size = rank, world_size
 
     def connect(self, address: str | None = None, port: int | None = None) -> None:
         """Join the process group whose rank 0 listens at address:port; a group of one needs neither."""
         device = distributed.init_process_group(
-            self._device, rank=self._rank, world_size=self._world_size, address=address, port=port
+            self._device, rank=self._rank, world_size=self._world_size, address=address, port=port, gpu=self._gpu
         )
         self.context = WorkerContext(self._rank, self._world_size, device, address)
         self._memory = PeakMemory(device)
@@ -67,6 +90,8 @@ class WorkerHost:
         """Run `method` of `role` here."""
         if role == HOST:
             return getattr(self, method)(*args, **kwargs)
+        if self.context.device.type == "cuda":
+            torch.cuda.set_device(self.context.device)  # which is a thread's own setting
         function = getattr(self.context.roles[role], method)
         with nullcontext() if function.valor_light else self._memory(f"{role}.{method}"):
             return function(*args, **kwargs)

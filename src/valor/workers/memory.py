@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,6 +24,17 @@ def use_expandable_segments() -> None:
     """
     if not os.environ.keys() & {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+
+
+def use_deterministic_algorithms() -> None:
+    """Ask torch and cuBLAS for algorithms that give the same bits every time. Only before CUDA is used.
+
+    What has no such algorithm warns, and is used.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    deterministic: Any = torch.utils.deterministic
+    deterministic.fill_uninitialized_memory = False  # a search for bugs, and a pass over new memory
 
 
 class PeakMemory:

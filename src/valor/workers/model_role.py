@@ -15,6 +15,7 @@ from valor.engines.base import TrainingEngine
 from valor.engines.checkpoint import MODEL_CONFIG_DIR
 from valor.engines.registry import DEFAULT_STRATEGY, training_engine
 from valor.tracking.metrics import reduce_metrics
+from valor.tracking.rundir import disk_errors
 from valor.workers.dispatch import dispatch
 from valor.workers.host import WorkerContext
 
@@ -37,7 +38,9 @@ class ModelRole:
         total_steps: int = 0,
         trainable: bool = True,
     ) -> None:
-        self._section = section
+        self._section, self._context = section, context
+        self._turns = 0  # that are under way, one inside the other
+        self._with_optimizer = False  # whether its state is on the device
         build = training_engine(getattr(section, "strategy", DEFAULT_STRATEGY))
         self.engine = build(section, model, load, device=context.device, total_steps=total_steps, trainable=trainable)
 
@@ -48,12 +51,28 @@ class ModelRole:
 
     @contextmanager
     def on_device(self, *, optimizer: bool = False) -> Iterator[TrainingEngine]:
-        """The engine with its weights (and optimizer state) on the device for the block."""
+        """The engine with its weights (and optimizer state) on the device for the block.
+
+        They stay there until another role has a turn: the mini-batches of an update move nothing. Optimizer state
+        leaves before a turn without it, which may need the room.
+        """
+        self._context.make_room(besides=self if optimizer or not self._with_optimizer else None)
         self.engine.onload(optimizer=optimizer)
+        self._with_optimizer |= optimizer
+        if self not in self._context.resident:
+            self._context.resident.append(self)
+        self._turns += 1
         try:
             yield self.engine
         finally:
-            self.engine.offload(optimizer=optimizer)
+            self._turns -= 1
+
+    def leave_device(self) -> None:
+        """Offload what the configuration says; nothing during a turn."""
+        if not self._turns:
+            self.engine.offload()
+            self._with_optimizer = False
+            self._context.resident.remove(self)
 
     def sum_over_ranks(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Metrics of this rank's rows as those of the whole batch, equal on all ranks (collective)."""
@@ -69,7 +88,7 @@ class ModelRole:
     @dispatch("all")
     def save(self, directory: Path) -> None:
         """Weights, counters and (if trained) optimizer of all ranks, sharded, into `directory`; the config beside."""
-        with self.on_device(optimizer=True) as engine:
+        with disk_errors(directory), self.on_device(optimizer=True) as engine:
             engine.save(directory)
             if "hf_model" in self._section.checkpoint.save_contents:
                 engine.export(directory / MODEL_CONFIG_DIR)
@@ -77,11 +96,16 @@ class ModelRole:
     @dispatch("all")
     def load(self, directory: Path) -> None:
         """What `save` wrote, at any world size."""
-        with self.on_device(optimizer=True) as engine:
+        with disk_errors(directory), self.on_device(optimizer=True) as engine:
             engine.load(directory)
+
+    @dispatch("all", light=True)
+    def checkpoint_bytes(self) -> int:
+        """How large what `save` writes will be."""
+        return self.engine.checkpoint_bytes
 
     @dispatch("all")
     def export(self, directory: Path) -> None:
         """A plain Hugging Face model directory."""
-        with self.on_device() as engine:
+        with disk_errors(directory), self.on_device() as engine:
             engine.export(directory)

@@ -38,11 +38,11 @@ def role_specs(
             },
         ),
         "rollout": RoleSpec(
-            RolloutWorker, {"config": shared.rollout, "model": shared.model, "eos_token_ids": eos_token_ids}
+            RolloutWorker, {"config": shared.rollout, "model": shared.model, "eos_token_ids": eos_token_ids}, True
         ),
     }
     if config.needs_reference:
-        specs["ref"] = RoleSpec(ReferenceWorker, {"config": shared})
+        specs["ref"] = RoleSpec(ReferenceWorker, {"config": shared}, True)
     for member, name in enumerate(critic_names(config)):
         specs[name] = RoleSpec(
             CriticWorker,
@@ -55,6 +55,6 @@ def role_specs(
         )
     if config.reward.reward_model.is_role:
         specs["reward_model"] = RoleSpec(
-            RewardModelWorker, {"config": config.reward.reward_model, "separator_id": separator_id}
+            RewardModelWorker, {"config": config.reward.reward_model, "separator_id": separator_id}, True
         )
     return specs

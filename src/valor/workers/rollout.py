@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from transformers import GenerationConfig
@@ -12,6 +13,7 @@ from transformers import GenerationConfig
 from valor.agents.episode import Episode, EpisodeKey, episode_rows
 from valor.config import ModelConfig, RolloutConfig
 from valor.data.batch import Batch
+from valor.errors import UserError
 from valor.models.load import load_model_config
 from valor.rollout.base import Output, Request, SamplingParams
 from valor.rollout.registry import generation_engine
@@ -60,7 +62,7 @@ class RolloutWorker:
         with self._actor.on_device() as engine:
             self.engine.sync_weights(engine.named_weights(self._spec.weight_names), version=version)
 
-    @dispatch("all")
+    @dispatch("all", sent_weights=True)
     def receive_weights(self, address: Address, version: int) -> None:
         """In a pool of its own: take the weights that the actor sends at the same time (`send_weights`).
 
@@ -86,7 +88,7 @@ class RolloutWorker:
         """End the engine."""
         self.engine.close()
 
-    @dispatch("dp", keep_together="uid")
+    @dispatch("dp", keep_together="uid", sent_weights=True)
     def generate(self, prompts: Batch, params: SamplingParams, *, sink: Sink | None = None) -> Batch:
         """One response for each row of `prompts` (n samples of a prompt are n rows that share a `uid`).
 
@@ -103,6 +105,8 @@ class RolloutWorker:
             for i, (row, length, key) in enumerate(rows)
         ]
         shared = self._actor is not None and self.engine.weight_mode == "shared"
+        if not shared:
+            self._context.make_room()
         with self._actor.on_device() if self._actor is not None and shared else nullcontext():
             outputs = self.engine.generate(requests)
         return episode_rows([Episode.of_one_turn(*pair) for pair in zip(keys, outputs, strict=True)])
@@ -113,9 +117,16 @@ def _tell(sink: Sink, key: EpisodeKey, output: Output) -> None:
 
 
 def _end_token_ids(model: ModelConfig, given: list[int]) -> list[int]:
-    """`given` and those that the model's own files name."""
+    """`given` and those that the model's own files name. UserError: the model has no such token."""
     try:
-        own = GenerationConfig.from_pretrained(model.path).eos_token_id
+        own: Any = GenerationConfig.from_pretrained(model.path).eos_token_id
     except OSError:
         own = GenerationConfig.from_model_config(load_model_config(model)).eos_token_id
-    return sorted({*given, *([] if own is None else [own] if isinstance(own, int) else own)})
+    ends: list[int] = sorted({*given, *([] if own is None else [own] if isinstance(own, int) else own)})
+    size = int(load_model_config(model).get_text_config().vocab_size)
+    if ends and not 0 <= ends[0] <= ends[-1] < size:
+        raise UserError(
+            f"the model '{model.path}' knows {size} tokens, and its end is to be one of {ends}: correct eos_token_id "
+            "in its generation_config.json and config.json"
+        )
+    return ends

@@ -18,6 +18,8 @@ def test_filler_never_counts(dtype: torch.dtype) -> None:
     mask = MASK.to(dtype)
     assert algorithms.masked_sum(X, mask).item() == 9.0
     assert algorithms.masked_mean(X, mask).item() == 3.0
+    assert algorithms.masked_var(X, mask).item() == pytest.approx(4.0)
+    assert algorithms.masked_var(X, mask, unbiased=False).item() == pytest.approx(8 / 3)
     assert algorithms.masked_mean(X, mask, dim=-1).tolist() == [2.0, 5.0]
     assert algorithms.masked_count(mask).item() == 3.0
     whitened = algorithms.masked_whiten(X, mask)
@@ -34,9 +36,10 @@ def test_filler_never_reaches_the_gradient() -> None:
 def test_nothing_to_reduce_gives_zero() -> None:
     empty = torch.zeros_like(MASK)
     assert algorithms.masked_mean(X, empty).item() == 0.0
+    assert algorithms.masked_var(X, empty).item() == 0.0
     assert not algorithms.masked_whiten(X, empty).any()
     one = torch.tensor([[1.0, 0, 0], [0, 0, 0]])
-    assert not algorithms.masked_whiten(X, one).any()
+    assert not algorithms.masked_whiten(X, one).any() and algorithms.masked_var(X, one).item() == 0.0
     for mode in algorithms.LOSS_AGG_MODES:
         x = torch.ones(2, 3, requires_grad=True)
         loss = algorithms.aggregate_loss(x, empty, mode)
@@ -51,6 +54,10 @@ def test_whitening_keeps_its_precision_far_from_zero() -> None:
     ones = torch.ones_like(x)
     reference = (x.double() - x.double().mean()) / x.double().std()
     torch.testing.assert_close(algorithms.masked_whiten(x, ones).double(), reference, atol=2e-4, rtol=1e-4)
+    scaled = algorithms.masked_whiten(x, ones, shift_mean=False)
+    assert scaled.mean().item() == pytest.approx(1000.0, rel=1e-5) and scaled.std().item() == pytest.approx(
+        1.0, rel=1e-3
+    )
 
 
 def test_moments_of_blocks_merge(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from valor import algorithms
+from valor.algorithms.reward_shaping import REWARD_MASK_TYPES
 from valor.errors import UserError
 
 MASK = torch.tensor([[1.0, 1, 1], [1, 0, 1], [1, 1, 0]])
@@ -126,25 +127,39 @@ def test_fixed_ratio_is_exact_over_steps(ratio: float, size: int) -> None:
 
 
 def test_draws_follow_the_generator() -> None:
-    def draw(seed: int) -> list[bool]:
-        return algorithms.draw_reward_mask(64, 0.5, generator=torch.Generator().manual_seed(seed))[0].tolist()
+    def draw(seed: int, kind: str) -> list[bool]:
+        generator = torch.Generator().manual_seed(seed)
+        return algorithms.draw_reward_mask(64, 0.5, generator=generator, kind=kind)[0].tolist()
 
-    assert draw(0) == draw(0) != draw(1) and sum(draw(0)) == 32
+    for kind in REWARD_MASK_TYPES:
+        assert draw(0, kind) == draw(0, kind) != draw(1, kind)
+    assert sum(draw(0, "fixed_ratio")) == 32
 
 
-def test_groups_lose_their_reward_together() -> None:
+def test_bernoulli_has_the_ratio_as_its_mean() -> None:
+    missing, remainder = algorithms.draw_reward_mask(
+        20_000, 0.3, generator=torch.Generator().manual_seed(0), kind="bernoulli", remainder=0.25
+    )
+    assert missing.float().mean().item() == pytest.approx(0.3, abs=0.015) and remainder == 0.25
+
+
+@pytest.mark.parametrize("kind", ["fixed_ratio", "bernoulli"])
+def test_groups_lose_their_reward_together(kind: str) -> None:
     ids = ["a", "b", "c", "d"] * 4
     missing, _ = algorithms.draw_reward_mask(
-        16, 0.5, generator=torch.Generator().manual_seed(1), level="group", group_ids=ids
+        16, 0.5, generator=torch.Generator().manual_seed(1), kind=kind, level="group", group_ids=ids
     )
     by_group = {key: {flag for flag, one in zip(missing.tolist(), ids, strict=True) if one == key} for key in ids}
-    assert all(len(flags) == 1 for flags in by_group.values()) and missing.sum().item() == 8
+    assert all(len(flags) == 1 for flags in by_group.values())
+    if kind == "fixed_ratio":
+        assert missing.sum().item() == 8
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: algorithms.draw_reward_mask(4, 1.2, generator=torch.Generator()), "between 0 and 1, got 1.2"),
+        (lambda: algorithms.draw_reward_mask(4, 0.5, generator=torch.Generator(), kind="fixed"), "did you mean"),
         (
             lambda: algorithms.draw_reward_mask(4, 0.5, generator=torch.Generator(), level="groups"),
             "did you mean group",

@@ -26,6 +26,8 @@ def case(seed: int = 0) -> dict[str, torch.Tensor]:
     [
         ("mse", {}),
         ("mse", {"cliprange_value": None}),
+        ("huber", {"huber_delta": 0.5}),
+        ("huber", {"cliprange_value": None}),
         ("bce", {}),
         ("hl_gauss", {}),
     ],
@@ -54,6 +56,12 @@ def test_without_clipping_it_is_half_the_squared_error() -> None:
     assert loss.item() == pytest.approx(0.5 * error.square().sum().item() / mask.sum().item())
     assert metrics["vf_clipfrac"].item() == 0.0
     assert metrics["vf_error_mean"].item() == pytest.approx(error.sum().item() / mask.sum().item())
+
+
+def test_huber_is_linear_beyond_delta() -> None:
+    inputs = {"values": torch.tensor([[0.3, 5.0]]), "returns": torch.zeros(1, 2), "response_mask": torch.ones(1, 2)}
+    loss, _ = algorithms.value_loss("huber", **inputs, cliprange_value=None, huber_delta=0.5, loss_agg_mode="token-sum")
+    assert loss.item() == pytest.approx(0.5 * 0.09 + 0.5 * (5.0 - 0.25))
 
 
 def test_bce_is_least_at_the_return_and_predicts_its_sigmoid() -> None:
@@ -102,6 +110,7 @@ def test_parts_add_up_and_an_empty_mask_is_zero() -> None:
     [
         ("mse", {"old_values": None}, "needs old_values"),
         ("msee", {}, "did you mean mse"),
+        ("huber", {"huber_delta": 0.0}, "must be positive"),
         ("mse", {"huber_delta": 1.0}, "unknown option of mse"),
     ],
 )

@@ -176,7 +176,7 @@ def test_one_wrong_source_is_one_line():
 
 def test_a_near_choice_is_offered():
     [line] = mistakes("actor_rollout_ref.actor.loss_agg_mode=token_mean")
-    assert line.endswith("got 'token_mean' (did you mean token-mean?)")
+    assert line.endswith("got 'token_mean'; did you mean token-mean?")
 
 
 @pytest.mark.parametrize(

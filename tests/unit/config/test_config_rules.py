@@ -17,7 +17,7 @@ from valor.config.rules import conditions
 from valor.config.tree import absolute, plain_keys, schema
 
 ROOTS = [PPOConfig, CriticPretrainConfig, CriticScoreConfig, SFTConfig, RMConfig]
-MASK = ["algorithm.reward_mask_level=group"]
+MASK = ["algorithm.reward_mask_type=bernoulli"]
 RM = ["reward.reward_model.enable=true", "reward.reward_model.model_path=m"]
 
 
@@ -37,7 +37,7 @@ def test_settings_without_effect_are_listed_with_their_reason():
     loaded = load([*argv, "actor_rollout_ref.rollout.n=4", "trainer.test_freq=5", *MASK])
     assert inert_settings(loaded.config, loaded.explicit_keys) == {
         "actor_rollout_ref.actor.kl_loss_coef": "no effect with actor.use_kl_loss=false",
-        "algorithm.reward_mask_level": "no effect with algorithm.reward_mask_ratio=0.0",
+        "algorithm.reward_mask_type": "no effect with algorithm.reward_mask_ratio=0.0",
         "critic.optim.lr": "no effect: this run has no critic",
         "trainer.test_freq": "no effect: data.val_files is not set",
     }

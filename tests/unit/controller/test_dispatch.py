@@ -106,6 +106,7 @@ def test_all_answers_with_the_first_rank_and_unmarked_methods_are_private():
 
 class FakeTrainer:
     nnodes, controller, device, n_gpus_per_node, num_threads = 1, "auto", "cpu", None, 3
+    full_determinism = False
 
 
 def test_a_cpu_machine_runs_one_local_process_by_default():

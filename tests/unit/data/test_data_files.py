@@ -36,10 +36,10 @@ def test_the_same_rows_from_every_kind_of_file(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as stream:
         stream.write("\n".join(json.dumps(r) for r in records))  # no newline at the end
     (tmp_path / "a.json").write_text(json.dumps(records))
-    expected = [(r["prompt"], "valor/arithmetic", t, "math", r["extra_info"]) for r, t in zip(records, "24")]  # noqa: B905
+    expected = [(r["prompt"], "valor/arithmetic", t, r["extra_info"]) for r, t in zip(records, "24")]  # noqa: B905
     for name in ("a.parquet", "a.jsonl", "a.jsonl.gz", "a.json"):
         rows = read_rows(tmp_path / name)
-        assert [(r.messages, r.data_source, r.ground_truth, r.ability, r.extra_info) for r in rows] == expected, name
+        assert [(r.messages, r.data_source, r.ground_truth, r.extra_info) for r in rows] == expected, name
     both = read_rows([str(tmp_path / "a.json"), str(tmp_path / "a.parquet")])
     assert [r.ground_truth for r in both] == ["2", "4", "2", "4"]
 

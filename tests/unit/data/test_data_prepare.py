@@ -12,11 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from valor.data.check import check_file
 from valor.data.files import read_rows
 from valor.data.prepare import main, script
 from valor.data.recipes import RECIPES
 from valor.errors import UserError
+from valor.lab.row_checks import check_rows
 from valor.rewards import compute_score
 from valor.rewards.registry import has_grader
 
@@ -48,7 +48,7 @@ def test_gsm8k(gsm8k: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["gsm8k", "--out", str(out), "--local", *given(gsm8k)]) == 0
     assert capsys.readouterr().out == f"{out}/train.parquet: 1 rows\n{out}/test.parquet: 1 rows\n"
     (row,) = read_rows(out / "train.parquet")
-    assert (row.data_source, row.ability, row.style, row.ground_truth) == ("openai/gsm8k", "math", "rule", "1072")
+    assert (row.data_source, row.style, row.ground_truth) == ("openai/gsm8k", "rule", "1072")
     assert row.messages[0]["content"].startswith("A train question? ") and "####" in row.messages[0]["content"]
     assert row.extra_info == {
         "split": "train", "index": 0, "question": "A train question?", "answer": "First <<1+1=2>>2.",
@@ -234,16 +234,6 @@ def test_your_own_messages_and_a_held_out_test_set(tmp_path: Path) -> None:
     assert splits[0][0].ground_truth == ["a", "b"]
 
 
-def test_your_own_pairs(tmp_path: Path) -> None:
-    record = {"q": "\n\nHuman: Hi\n\nAssistant:", "good": "Hello.", "bad": "Go.", "from": "me"}
-    source = write(tmp_path / "a.jsonl", record, {**record, "q": "Plain?"})
-    columns = ["--prompt-column", "q", "--chosen-column", "good", "--rejected-column", "bad", "--source-column", "from"]
-    assert main(["custom", "--local", str(source), *columns, "--out", str(tmp_path)]) == 0
-    pairs = pq.read_table(tmp_path / "train.parquet").to_pylist()
-    assert [p["prompt"] for p in pairs] == [[{"role": "user", "content": text}] for text in ("Hi", "Plain?")]
-    assert pairs[0] == {**pairs[0], "chosen": "Hello.", "rejected": "Go.", "source": "me"}
-
-
 def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     listed = capsys.readouterr().out
@@ -275,13 +265,9 @@ def test_real_files(shared_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         out = tmp_path / name
         assert main([name, "--out", str(out), "--local", *map(str, local), *options]) == 0
         assert capsys.readouterr().out == "".join(f"{out}/{s}.parquet: {n} rows\n" for s, n in expected.items())
-    report = check_file(tmp_path / "gsm8k" / "train.parquet", has_grader=has_grader)
-    assert (report.num_rows, report.exit_code) == (7473, 0), str(report)
+    report = check_rows(tmp_path / "gsm8k" / "train.parquet", has_grader)
+    assert (len(report.rows), report.exit_code) == (7473, 0), str(report)
     rows = read_rows(tmp_path / "gsm8k" / "test.parquet")
     scores = [compute_score(r.data_source, f"So it is\n#### {r.ground_truth}", r.ground_truth) for r in rows[:200]]
     assert all(s["score"] == 1.0 for s in scores)  # type: ignore[index]
     assert read_rows(tmp_path / "nq" / "test.parquet")[0].ground_truth == ["14 December 1972 UTC", "December 1972"]
-    pairs = [data / "preference_pairs_sample.jsonl", "--chosen-column", "chosen", "--source-column", "source"]
-    assert main(["custom", "--local", *map(str, pairs), "--out", str(tmp_path / "pairs")]) == 0
-    made = pq.read_table(tmp_path / "pairs" / "train.parquet").to_pylist()
-    assert len(made) == 379 and max(len(p["prompt"]) for p in made) > 1

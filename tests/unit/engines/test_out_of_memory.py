@@ -20,6 +20,8 @@ class SmallDevice:
     The first `spared` passes are not looked at.
     """
 
+    text = "CUDA out of memory (injected)"
+
     def __init__(self, engine, room: int, *, backward: bool = False, spared: int = 0) -> None:
         self.room, self.spared, self.seen = room, spared, []
         layer = engine.module.hf.model.layers[-1].mlp
@@ -31,7 +33,7 @@ class SmallDevice:
     def check(self, x: torch.Tensor) -> None:
         self.seen.append(x.shape[0] * x.shape[1])
         if self.seen[-1] > self.room and len(self.seen) > self.spared:
-            raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+            raise torch.OutOfMemoryError(self.text)
 
 
 def assert_same_gradients(engine, expected) -> None:
@@ -122,3 +124,41 @@ def test_one_row_that_does_not_fit_ends_the_run_with_what_to_do(backward):
     SmallDevice(engine, room=3, backward=backward)
     with pytest.raises(TrainingStopped, match=r"one sample of 11 tokens.*lower data\.max_response_length"):
         engine.forward_backward(BATCH, loss_fn(TOKENS))
+
+
+@pytest.mark.parametrize("pass_", ["forward", "forward_backward"])
+def test_several_processes_stop_with_a_line(engine_of_two, pass_):
+    SmallDevice(engine_of_two, room=2 * LONGEST)
+    with pytest.raises(TrainingStopped, match=r"one of 2 processes.*ppo_max_token_len_per_gpu"):
+        engine_of_two.forward(BATCH) if pass_ == "forward" else engine_of_two.forward_backward(BATCH, loss_fn(TOKENS))
+
+
+@pytest.fixture
+def engine_of_two(alone, monkeypatch):
+    """It is one process, which is told that it is one of two; no row has reached a gather when memory runs out."""
+    engine = tiny_engine()
+    monkeypatch.setattr("valor.engines.fsdp.engine.dist.get_world_size", lambda: 2)
+    monkeypatch.setattr("valor.engines.microbatch.max_over_ranks", lambda value: value)
+    return engine
+
+
+@pytest.mark.parametrize("text", ["CUBLAS_STATUS_ALLOC_FAILED", "Cuda failure 2 'out of memory'"])
+def test_errors_of_cublas_and_nccl_are_recovered_like_torchs_own(expected, monkeypatch, text):
+    engine = tiny_engine()
+    monkeypatch.setattr(torch, "OutOfMemoryError", RuntimeError)
+    device = SmallDevice(engine, room=2 * LONGEST)
+    device.text = text
+    assert engine.forward_backward(BATCH, loss_fn(TOKENS))["oom_retries"] > 0
+    assert_same_gradients(engine, expected)
+
+
+def test_an_optimizer_without_room_for_its_state_says_what_to_do(monkeypatch):
+    engine = tiny_engine()
+    engine.forward_backward(BATCH, loss_fn(TOKENS))
+
+    def full() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+
+    monkeypatch.setattr(engine.optimizer, "step", full)
+    with pytest.raises(TrainingStopped, match=r"optimizer's step.*trainer\.n_gpus_per_node"):
+        engine.optimizer_step()

@@ -37,5 +37,5 @@ def test_devices(monkeypatch):
         distributed.select_device("tpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert distributed.select_device("auto", rank=5) == torch.device("cuda", 1)
-    assert distributed.select_device("cpu", rank=5) == torch.device("cpu")
+    assert distributed.select_device("auto", gpu=1) == torch.device("cuda", 1)
+    assert distributed.select_device("cpu", gpu=1) == torch.device("cpu")

@@ -18,6 +18,8 @@ def test_both_algorithms_get_the_same_samples_per_step_and_per_update(algorithm)
     assert config.data.train_batch_size * n == 256
     assert config.actor_rollout_ref.actor.ppo_mini_batch_size * n == 64
     assert config.critic.enable == (algorithm == "ppo")
+    limits = config.data.max_prompt_length, config.data.max_response_length
+    assert limits == (arithmetic.MAX_PROMPT_TOKENS, arithmetic.MAX_RESPONSE_TOKENS)
     assert config.trainer.seed == config.data.seed == 5
     assert config.actor_rollout_ref.rollout.val_kwargs.temperature == 0
 
@@ -25,6 +27,7 @@ def test_both_algorithms_get_the_same_samples_per_step_and_per_update(algorithm)
 def test_the_warm_start_is_a_valid_sft_command_line():
     config = load(demo.sft_overrides(Path("model"), FILES, Path("run"), seed=5), SFTConfig).config
     assert config.data.train_files == ["sft_train.parquet"]
+    assert config.data.max_length == arithmetic.MAX_PROMPT_TOKENS + arithmetic.MAX_RESPONSE_TOKENS
     assert (config.trainer.seed, config.trainer.default_local_dir) == (5, "run")
 
 
@@ -66,5 +69,5 @@ def area(demo_dir: Path, critic: str) -> float:
         "reward.num_workers=1",
     ]
     out = demo_dir / "score" / critic
-    assert critic_score.main([*settings, "--out", str(out)]) == 0
+    assert critic_score.main([*settings, f"score.out={out}"]) == 0
     return json.loads((out / "scorecard.json").read_text())["auc"]["value"]

@@ -68,7 +68,7 @@ def test_a_metric_of_one_s_own_and_one_that_is_not_there(tmp_path):
     assert compare(sweep, {})["arms"][0]["last"]["mean"] == pytest.approx(0.8)
     sweep = make_sweep(tmp_path / "b", {"a": 0.5, "b": 0.6}, metric="critic/scores/mean")
     assert compare(sweep, {})["arms"][0]["errors"]["0"] == (
-        "it measured no critic/scores/mean, did you mean 'critic/score/mean'?"
+        "it measured no critic/scores/mean; did you mean critic/score/mean?"
     )
 
 

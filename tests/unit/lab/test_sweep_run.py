@@ -74,7 +74,7 @@ def test_a_run_without_the_metric_is_told_and_not_a_crash(tmp_path, capsys):
     silent = replace(sweep.runs[1], command=(sys.executable, "-c", ""))
     assert run_sweep(replace(sweep, runs=(sweep.runs[0], silent, *sweep.runs[2:]))) == 1
     out = capsys.readouterr().out
-    assert "a seed 0: it measured no val-core/y/reward/mean@1, did you mean 'val-core/x/reward/mean@1'?" in out
+    assert "a seed 0: it measured no val-core/y/reward/mean@1; did you mean val-core/x/reward/mean@1?" in out
     assert "b seed 0: it left no metrics.jsonl: trainer.logger must contain 'file'" in out
 
 

@@ -1,14 +1,12 @@
 """The two-stage experiment: its arms, whose critic they use, and the reward that says nothing."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from valor.lab.random_reward import compute_score
 from valor.lab.sweep_file import read_sweep
 from valor.lab.sweep_runs import Sweep, plan_sweep
+from valor.user_files import load_file
 
 ROOT = Path(__file__).parents[3]
 
@@ -42,6 +40,7 @@ def test_the_arms(monkeypatch):
 
 
 def test_the_random_reward_is_a_coin_in_training_and_the_grader_in_validation():
+    compute_score = load_file(str(ROOT / "examples" / "lab" / "random_reward.py"), "path").compute_score
     train = [compute_score("valor/arithmetic", str(i), "3", {"split": "train", "index": i}, seed=1) for i in range(400)]
     assert 160 < sum(train) < 240 and set(train) == {0.0, 1.0}
     again = [compute_score("valor/arithmetic", str(i), "3", {"split": "train", "index": i}, seed=1) for i in range(400)]
@@ -49,8 +48,3 @@ def test_the_random_reward_is_a_coin_in_training_and_the_grader_in_validation():
     assert train == again and train != other
     assert compute_score("valor/arithmetic", "3", "3", {"split": "val"})["score"] == 1.0
     assert compute_score("valor/arithmetic", "4", "3")["score"] == 0.0
-
-
-def test_grader_processes_do_not_import_torch_for_it():
-    check = "import valor.lab.random_reward, sys; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", check], timeout=120).returncode == 0

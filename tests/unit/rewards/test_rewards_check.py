@@ -18,7 +18,7 @@ import time
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     if ground_truth == "slow":
         time.sleep(60)
-    if ground_truth == "broken" or solution_str == "crash":
+    if ground_truth == "broken":
         raise RuntimeError("cannot grade this")
     if ground_truth == "generous":
         return 1.0
@@ -82,7 +82,7 @@ def test_each_planted_fault_is_found(check: Any, tmp_path: Path) -> None:
     tokenizer = tmp_path / "tokenizer"
     save_tokenizer(tokenizer)
     files = ("--test", write(tmp_path / "test.jsonl", test), "--model", tokenizer, "--max-prompt-length", 200)
-    code, printed = check(SOUND + planted, *files, "--out", tmp_path / "fit.parquet")
+    code, printed = check(SOUND + planted, *files)
     assert code == 1
     for words in (
         "openai/gsm8k: 1 of 35 rows can never score\n    line 31: ground truth 'forty-two': ValueError",
@@ -96,8 +96,7 @@ def test_each_planted_fault_is_found(check: Any, tmp_path: Path) -> None:
         "line 38: 'prompt' must be a list of messages",
     ):
         assert words in printed, f"{words!r} is not in\n{printed}"
-    assert printed.endswith(f"6 problems\n{tmp_path / 'fit.parquet'}: 32 of 38 rows\n")
-    assert main(["rewards", "check", str(tmp_path / "fit.parquet"), *map(str, files), "--num-workers", "1"]) == 0
+    assert printed.endswith("6 problems\n")
 
 
 def save_tokenizer(folder: Path) -> None:
@@ -138,55 +137,8 @@ def test_graders_of_your_own(check: Any, tmp_path: Path) -> None:
     assert code == 0 and "no ground truth scores in any of the usual ways" in printed
 
 
-def test_sample_outputs(check: Any, tmp_path: Path) -> None:
-    def outputs(*records: dict[str, Any]) -> tuple[str, str]:
-        return "--outputs", write(tmp_path / "outputs.jsonl", list(records))
-
-    question = SOUND[3]["prompt"][0]["content"]
-    right, wrong = {"output": "It is\n#### 6"}, {"output": "It is 6"}
-    code, printed = check(
-        SOUND,
-        *outputs(
-            {**right, "row": 3, "label": True},
-            {**right, "prompt": SOUND[3]["prompt"], "label": False},
-            {**wrong, "input": f"<|user|>{question}<|assistant|>", "score": 1.0},
-            {"question": SOUND[5]["prompt"][0]["content"], "responses": ["#### 1", "nothing"]},
-            {**right, "prompt": "What is this?"},
-        ),
-    )
-    assert code == 0, printed
-    assert re.search(r"openai/gsm8k +5 +40.0% +0.400 +2 +0 ", printed)
-    for words in (
-        "1 outputs belong to no row",
-        "the grader agrees with 1 of 2 (50.0%) labels\n    line 4: labelled wrong, graded 1; ground truth '6'",
-        "1 of 5 outputs had another score in their file",
-        "of 2 prompts with several outputs, 0 are always right and 1 never",
-    ):
-        assert words in printed, f"{words!r} is not in\n{printed}"
-    code, printed = check(SOUND, *outputs(*({**wrong, "row": i} for i in range(8))))
-    assert code == 1 and "all 8 outputs get the score 0: nothing can be learned" in printed
-    grader = tmp_path / "grader.py"
-    grader.write_text(CUSTOM + HOOK)
-    code, printed = check(SOUND, "--custom", grader, *outputs({"output": "crash", "row": 2}))
-    assert code == 1 and "the grader fails on 1 of 1 outputs\n    line 3: RuntimeError: cannot grade this" in printed
-
-
-def test_generations_of_a_run_are_outputs(check: Any, tmp_path: Path) -> None:
-    from valor.tracking.generations import Sample, write_samples
-
-    prompt = f"<|im_start|>user\n{SOUND[7]['prompt'][0]['content']}<|im_end|>\n<|im_start|>assistant\n"
-    path = write_samples(tmp_path, 3, [Sample(prompt, ["####", " 14"], 1.0), Sample(prompt, ["?"], 0.0)])
-    code, printed = check(SOUND, "--outputs", path)
-    assert code == 0 and re.search(r"openai/gsm8k +2 +50.0% +0.500 +1 +0 ", printed)
-
-
 def test_mistakes_are_one_line(check: Any, tmp_path: Path) -> None:
     for argv, words in (
-        (("--outputs", tmp_path / "no.jsonl"), "no such file"),
-        (("--outputs", write(tmp_path / "a.jsonl", [{"output": "1", "row": 99}])), "row 99 is none of the 30 rows"),
-        (("--outputs", write(tmp_path / "b.jsonl", [{"output": "1"}])), "says neither its 'row' nor its prompt"),
-        (("--outputs", write(tmp_path / "c.jsonl", [{"row": 1}])), "has no response"),
-        (("--outputs", write(tmp_path / "d.jsonl", [{"output": "1", "prompt": "?"}])), "none of its prompts"),
         (("--custom", tmp_path / "no.py"), "no such file"),
         (("--test", tmp_path / "no.jsonl"), "no such file"),
         (("--max-prompt-length", 3), "say whose with --model"),

@@ -11,11 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from valor.errors import UserError
 from valor.rewards.custom import CustomFunction
 from valor.rewards.executor import RewardExecutor, RewardResult, Sample
 from valor.rewards.manager import summarize
-from valor.rewards.registry import BUILT_IN, register_reward, registered_graders
 from valor.rewards.worker import LIMITS_MEMORY, gather
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
@@ -309,36 +307,25 @@ def test_closing_gives_waiting_samples_an_error(reward_file: Path) -> None:
         pool.submit_all([Sample("a", "good", "")])
 
 
-def test_registered_graders_reach_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("valor.rewards.registry._registered", {})
-    register_reward("mine/*")(BUILT_IN["valor/arithmetic"])
-    assert list(registered_graders()) == ["mine/*"]
+def test_a_source_without_a_grader_is_an_error_of_its_sample() -> None:
     with RewardExecutor(num_workers=1) as pool:
-        known, unknown = pool.score([Sample("mine/sums", "3 + 4 = 7", "7"), Sample("nobody", "7", "7")])
+        known, unknown = pool.score([Sample("valor/arithmetic", "3 + 4 = 7", "7"), Sample("nobody", "7", "7")])
     assert known.score == 1.0
     assert "no grader for data_source 'nobody'" in (unknown.error or "")
 
 
-def test_a_local_function_cannot_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("valor.rewards.registry._registered", {})
-    register_reward("mine")(lambda **_: 1.0)
-    with RewardExecutor(num_workers=1) as pool, pytest.raises(UserError, match="top level"):
-        pool.score([Sample("mine", "", "")])
-
-
 SCRIPT = """
 import os, sys, time
-from valor.rewards import register_reward
+from valor.rewards.custom import CustomFunction
 from valor.rewards.executor import RewardExecutor, Sample
 
-@register_reward("script")
 def mine(data_source, solution_str, ground_truth, extra_info):
     if solution_str == "sleep":
         time.sleep(1000)
     return {"score": 2.0, "pid": os.getpid()}
 
 if __name__ == "__main__":
-    executor = RewardExecutor(num_workers=1, timeout=60)
+    executor = RewardExecutor(num_workers=1, timeout=60, custom=CustomFunction(__file__, "mine"))
     (result,) = executor.score([Sample("script", "", "")])
     print("score", result.score, "pid", result.components["pid"], flush=True)
     if "hang" in sys.argv:

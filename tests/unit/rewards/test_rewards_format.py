@@ -11,10 +11,8 @@ from valor.rewards import compute_score, countdown
 from valor.rewards.deadline import run_within
 from valor.rewards.format import (
     combine,
-    has_box,
     has_think_and_answer,
     has_think_and_box,
-    no_loop,
     repetition_penalty,
 )
 
@@ -34,11 +32,9 @@ def test_think_and_answer(text: str, good: int) -> None:
     assert has_think_and_answer(text) == good
 
 
-def test_boxes_and_loops() -> None:
-    assert (has_box(r"\boxed{5}"), has_box(r"\boxed{5"), has_box("5")) == (1.0, 0.0, 0.0)
+def test_think_and_box() -> None:
     assert has_think_and_box(r"<think>x</think> \boxed{5}") == 1.0
     assert has_think_and_box(r"<think>x \boxed{5}</think> y") == 0.0
-    assert (no_loop("again " * 50), no_loop("once")) == (0.0, 1.0)
 
 
 def test_repetition_penalty() -> None:
@@ -46,6 +42,10 @@ def test_repetition_penalty() -> None:
     assert repetition_penalty("a b c d e f g") == 0.0
     assert repetition_penalty("a b c d a b c d") == pytest.approx(4 / 5 - 1)
     assert repetition_penalty("again " * 1000) < -0.99
+
+
+def has_box(text: str) -> float:
+    return float("\\boxed" in text)
 
 
 def test_a_grader_and_a_format_make_a_grader() -> None:

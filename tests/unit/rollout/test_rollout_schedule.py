@@ -7,7 +7,7 @@ def request(name: str, prompt: list[int], tokens: int = 10) -> Request:
 
 
 def queue(requests: list[Request], max_num_seqs: int = 100) -> Waiting:
-    return Waiting(requests, max_num_seqs)
+    return Waiting(list(enumerate(requests)), max_num_seqs)
 
 
 def names(groups: list[Group]) -> list[list[str]]:

@@ -35,7 +35,7 @@ def servers(monkeypatch) -> Iterator[list[FakeServer]]:
 
 def settings(servers: list[FakeServer], *, server: dict | None = None, **more: object) -> RolloutConfig:
     section = {"base_url": [s.url for s in servers], "model": "m", "api_key_env": KEY} | (server or {})
-    return RolloutConfig(**({"name": "server", "server": section, "dtype": "float32"} | more))
+    return RolloutConfig(**({"name": "server", "server": section, "dtype": "float32", "max_model_len": 56} | more))
 
 
 def requests(count: int, **params: float) -> list[Request]:
@@ -149,7 +149,11 @@ def test_a_server_that_will_do(servers):
     ("fault", "more", "words"),
     [
         ({"models": [{"id": "a"}, {"id": "b"}]}, {}, "serves a, b, not 'm': set .*server.model"),
-        ({"models": [{"id": "m", "max_model_len": 50}]}, {}, "takes 50 tokens, .* are 56: .*--max-model-len 56"),
+        (
+            {"models": [{"id": "m", "max_model_len": 50}]},
+            {},
+            "takes 50 tokens, .*max_model_len is 56: .*--max-model-len 56",
+        ),
         ({"with_tokens": False}, {}, "returns no token ids"),
         ({"encode": lambda text: {"input_ids": [1, 2]}}, {}, "has another tokenizer .*2 tokens of a probe"),
         ({"mode": "raw_logprobs"}, {"temperature": 0.7}, "--logprobs-mode processed_logprobs"),

@@ -197,27 +197,6 @@ def test_sequences_end_where_they_should(start):
         engine.generate([Request("long", [5] * 160)])
 
 
-def test_aborted_requests_return_what_they_have(start):
-    model = tiny("tied")
-    engine = start(model)
-    sync(engine, model, 0)
-    short = Request("short", PROMPT[:20], SamplingParams(max_tokens=5, ignore_eos=True), (0,))
-    long = Request("long", PROMPT[:30], SamplingParams(max_tokens=30, ignore_eos=True), (1,))
-    full = engine.generate([long])[0]
-    finished: list[str] = []
-
-    def on_finish(output: Output) -> None:
-        finished.append(output.request_id)
-        engine.abort(["long"])
-
-    outputs = engine.generate([replace(request, on_finish=on_finish) for request in (long, short)])
-    assert finished == ["short", "long"] and [o.request_id for o in outputs] == ["long", "short"]
-    assert outputs[0].finish_reason == "abort" and 4 <= len(outputs[0].token_ids) < 30
-    assert outputs[0].token_ids == full.token_ids[: len(outputs[0].token_ids)] and len(full.token_ids) == 30
-    assert len(outputs[0].log_probs) == len(outputs[0].token_ids)
-    assert engine.generate([long])[0].token_ids == full.token_ids
-
-
 def test_weights_that_did_not_arrive_are_noticed(start, monkeypatch):
     model = tiny("tied")
     engine = start(model)
@@ -271,10 +250,20 @@ def test_engine_options_reach_vllm(start):
     engine = start(model, max_model_len=64, engine_kwargs={"vllm": {"block_size": 64}})
     assert engine._llm.vllm_config.cache_config.block_size == 64
     assert engine._llm.vllm_config.model_config.max_model_len == 64
-    with pytest.raises(UserError, match="blok_size: vLLM has no such option: did you mean block_size"):
+    with pytest.raises(UserError, match="blok_size: vLLM has no such option; did you mean block_size"):
         start(model, engine_kwargs={"vllm": {"blok_size": 64}})
 
 
 def test_a_model_whose_weights_cannot_be_written_in_place_is_refused(start):
     with pytest.raises(UserError, match="Qwen3MoeForCausalLM has RoutedExperts layers"):
         start(tiny("moe"))
+
+
+def test_it_sleeps_until_it_is_given_weights(start, monkeypatch):
+    """The models that are loaded after it need the memory; a CPU has no sleep, so it is asked whether it would."""
+    from valor.rollout.vllm.engine import VLLMEngine
+
+    slept: list[int | None] = []
+    monkeypatch.setattr(VLLMEngine, "sleep", lambda self: slept.append(self.weights_version))
+    start(tiny("tied"), max_num_seqs=15)  # no other test's engine
+    assert slept == [None]

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
-from valor.config import ModelConfig, RolloutConfig
+from valor.config import ModelConfig, RolloutConfig, load
 from valor.errors import UserError
-from valor.rollout.vllm.options import check_vllm, engine_options
+from valor.rollout.vllm.options import VLLM, check_vllm, engine_options
 
 HF = Qwen2Config(num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=2, hidden_size=64)
 
@@ -82,3 +82,11 @@ def test_a_cpu_has_no_graphs_no_sleep_and_a_cache_of_the_size_that_is_needed():
     small = rollout(max_num_seqs=10**9, gpu_memory_utilization=0.001)
     found = engine_options(small, ModelConfig(), HF, torch.device("cpu"), world_size=2)
     assert 10**6 < found["kv_cache_memory_bytes"] < 10**9
+
+
+def test_the_plan_says_what_it_takes_of_a_gpu_and_when_it_is_loaded():
+    asked = ["data.train_files=x", "actor_rollout_ref.model.path=x", "actor_rollout_ref.rollout.name=vllm"]
+    said = VLLM.plan(load([*asked, "actor_rollout_ref.rollout.gpu_memory_utilization=0.4"]).config)
+    assert "up to 40% of its memory" in said and "sleeps in between" in said and "after the actor and before" in said
+    said = VLLM.plan(load([*asked, "actor_rollout_ref.rollout.nnodes=1"]).config)
+    assert "before the other roles" not in said

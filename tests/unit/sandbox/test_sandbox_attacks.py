@@ -548,6 +548,29 @@ def test_excess_ends(name: str, level: str, nothing_left: None) -> None:
     assert psutil.virtual_memory().available > free - (4 << 30)
 
 
+THREADS = """
+import threading, time
+threading.stack_size(32768)
+started = 0
+try:
+    for _ in range(3000):
+        threading.Thread(target=time.sleep, args=[5], daemon=True).start()
+        started += 1
+except RuntimeError: pass
+print(started, flush=True)
+import os
+os._exit(0)
+"""
+
+
+def test_threads_have_a_limit(level: str, nothing_left: None) -> None:
+    """As root too, wherever Python lies."""
+    with Sandbox(level, Limits(wall_seconds=60.0)) as sandbox:
+        [outcome] = sandbox.run_all(THREADS, [""], time.monotonic() + 60.0)
+    others = 0 if os.geteuid() == 0 else sum(process.num_threads() for process in psutil.process_iter())
+    assert 0 <= int(outcome.stdout) <= 64 + others
+
+
 HARMLESS = {
     "standard input": "import sys\nprint(sum(map(int, sys.stdin.read().split())))",
     "open(0)": "print(sum(map(int, open(0).read().split())))",

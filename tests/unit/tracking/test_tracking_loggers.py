@@ -93,7 +93,7 @@ def test_run_info_merges(tmp_path):
 
 
 def test_unknown_logger_is_named_before_anything_is_written(tmp_path):
-    with pytest.raises(UserError, match=r"no logger is called 'tensorbord': there are console"):
+    with pytest.raises(UserError, match=r"no logger is called 'tensorbord'; did you mean tensorboard\?"):
         Tracker(["file", "tensorbord"], RunInfo(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 

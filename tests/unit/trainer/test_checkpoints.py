@@ -3,25 +3,30 @@
 import pytest
 
 from valor.errors import UserError
-from valor.trainer.checkpoints import CheckpointStore
+from valor.trainer.checkpoints import CheckpointStore, open_checkpoint
 
 
 def write(store: CheckpointStore, step: int, keep: set[int] = frozenset()) -> None:
-    store.save(step, {"step": step}, lambda folder: (folder / "actor").mkdir(), set(keep))
+    store.save("PPO", {"step": step}, lambda folder: (folder / "actor").mkdir(), set(keep))
+
+
+def found(store: CheckpointStore, mode: str = "auto"):
+    return store.find(mode, None, lambda line: None)
 
 
 def test_saved_is_found_and_read(tmp_path):
     store = CheckpointStore(tmp_path)
-    assert store.resume_folder("auto", None) is None
+    assert found(store) is None
     write(store, 3)
     write(store, 10)
     assert store.steps() == [3, 10]
-    assert store.resume_folder("auto", None) == tmp_path / "global_step_10"
-    assert store.load_state(tmp_path / "global_step_3") == {"step": 3}
-    assert store.resume_folder("disable", None) is None
+    assert found(store).folder == tmp_path / "global_step_10"
+    checkpoint = open_checkpoint(tmp_path / "global_step_3")
+    assert (checkpoint.step, checkpoint.kind, checkpoint.state) == (3, "PPO", {"step": 3})
+    assert found(store, "disable") is None
 
 
-def test_a_failed_save_leaves_no_checkpoint_and_the_next_clears_it(tmp_path):
+def test_a_failed_save_leaves_nothing(tmp_path):
     store = CheckpointStore(tmp_path)
     write(store, 1)
 
@@ -30,12 +35,15 @@ def test_a_failed_save_leaves_no_checkpoint_and_the_next_clears_it(tmp_path):
         raise RuntimeError("disk full")
 
     with pytest.raises(RuntimeError):
-        store.save(2, {"step": 2}, crash, set())
-    assert store.steps() == [1]
-    assert (tmp_path / "global_step_2.partial").exists()
-    write(store, 2)
-    assert store.steps() == [1, 2]
-    assert not (tmp_path / "global_step_2.partial").exists()
+        store.save("PPO", {"step": 2}, crash, set())
+    assert [path.name for path in tmp_path.iterdir()] == ["global_step_1"]
+
+
+def test_the_next_save_clears_what_a_killed_one_left(tmp_path):
+    (tmp_path / "global_step_2.partial" / "actor").mkdir(parents=True)
+    (tmp_path / "global_step_1.removed").mkdir()
+    write(CheckpointStore(tmp_path), 3)
+    assert [path.name for path in tmp_path.iterdir()] == ["global_step_3"]
 
 
 def test_retention_keeps_the_newest_and_the_best_after_a_restart_too(tmp_path):
@@ -47,8 +55,5 @@ def test_retention_keeps_the_newest_and_the_best_after_a_restart_too(tmp_path):
 
 
 def test_resuming_needs_a_checkpoint(tmp_path):
-    store = CheckpointStore(tmp_path)
-    with pytest.raises(UserError, match="resume_from_path"):
-        store.resume_folder("resume_path", None)
     with pytest.raises(UserError, match="not a Valor checkpoint"):
-        store.load_state(tmp_path / "global_step_9")
+        open_checkpoint(tmp_path / "global_step_9")

@@ -54,12 +54,15 @@ def test_rollout_correction_recomputes_and_says_so():
 
 
 def test_roles():
-    gae = plan(load(["critic.model.path=small"]).config)
+    gae = plan(load(["critic.model.path=small", "trainer.critic_warmup=5"]).config)
     assert row(gae, "critic") == "small" and row(gae, "algorithm") == "gae, policy loss vanilla"
+    assert "the first 5 steps train the critic alone" in gae
     assert row(gae, "reference") == "none (no KL term is on)"
     grpo = plan(load(["-cn", "grpo_config", "algorithm.use_kl_in_reward=true"]).config)
     assert row(grpo, "critic") == "none"
     assert row(grpo, "reference").endswith("KL penalty in the reward, KL loss")
+    assert row(grpo, "training data").endswith("train.parquet") and row(grpo, "reward").startswith("built in, by column")
+    assert row(grpo, "validation").startswith("before the first step, every 5 steps, after the last; 1 response")
     split = plan(load(["actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2"]).config)
     assert row(split, "actor").endswith("tensor parallel over 2") and "own weights" in row(split, "rollout")
     assert row(plan(load(["critic.freeze=true", "critic.model.path=trained"]).config), "critic") == "trained, frozen"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-
-from valor.data.recipes import gym, hub, puzzles
+from valor.data.recipes import gym, hub
 from valor.data.recipes.recipe import Recipe
-from valor.errors import UserError
+from valor.errors import UserError, did_you_mean
 
-RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (*hub.RECIPES, *puzzles.RECIPES)}
+RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (*hub.RECIPES, gym.COUNTDOWN)}
 
 
 def find_recipe(name: str) -> Recipe:
@@ -16,9 +14,8 @@ def find_recipe(name: str) -> Recipe:
     if name.startswith(gym.PREFIX):
         return gym.recipe(name.removeprefix(gym.PREFIX))
     if name not in RECIPES:
-        near = difflib.get_close_matches(name, RECIPES, n=1)
-        hint = f" Did you mean '{near[0]}'?" if near else ""
+        hint = did_you_mean(name, RECIPES) or "."
         raise UserError(
-            f"no data set '{name}'.{hint} There are: {', '.join(RECIPES)}, {gym.PREFIX}TASK, and custom for your own"
+            f"no data set '{name}'{hint} There are: {', '.join(RECIPES)}, {gym.PREFIX}TASK, and custom for your own"
         )
     return RECIPES[name]

@@ -56,6 +56,19 @@ def dapo(record: Record) -> Example:
     return Example(value(record, "prompt"), number(value(record, "reward_model.ground_truth", "solution")))
 
 
+def numbers_game(record: Record) -> Example:
+    """Numbers and a target (24 if none is given), as columns or as one text like `1 1 4 6`."""
+    found: Any = value(record, "numbers", "nums", "Puzzles", "Puzzle")
+    numbers = [int(n) for n in (found.split() if isinstance(found, str) else found)]
+    target = int(record.get("target") or 24)
+    question = (
+        f"Using the numbers {', '.join(map(str, numbers))}, each exactly once, with + - * / and brackets, write an "
+        f"expression that equals {target}."
+    )
+    extra = {"solution": record["solution"]} if record.get("solution") else {}
+    return Example(question, {"target": target, "numbers": numbers}, extra)
+
+
 def open_question(record: Record) -> Example | None:
     """A question with the answers that count as right; without one the record is left out."""
     found: Any = value(record, "golden_answers", "answers", "answer", "reward_model.ground_truth.target")

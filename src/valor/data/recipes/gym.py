@@ -1,4 +1,4 @@
-"""Any task of reasoning-gym (`pip install 'valor-rl[reasoning]'`): made here, graded by the task itself."""
+"""Puzzles that reasoning-gym makes here (`pip install 'valor-rl[reasoning]'`): any of its tasks, and Countdown."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from valor.data.recipes.recipe import QUESTION, Example, Recipe, Record
+from valor.data.recipes.convert import numbers_game
+from valor.data.recipes.recipe import EXPRESSION, QUESTION, Example, Recipe, Record
 from valor.errors import UserError
 
 PREFIX = "reasoning_gym/"
@@ -15,13 +16,7 @@ _SIZE = 2**31 - 1  # a task makes any number of puzzles, each from (seed, place)
 
 
 def recipe(task: str) -> Recipe:
-    """Puzzles of one task. Raises UserError when reasoning-gym is not installed or has no such task."""
-    try:
-        from reasoning_gym.factory import DATASETS
-    except ImportError:
-        raise UserError(f"{PREFIX}{task} needs reasoning-gym: pip install 'valor-rl[reasoning]'") from None
-    if task not in DATASETS:
-        raise UserError(f"reasoning-gym has no task '{task}'; it has {', '.join(sorted(DATASETS))}")
+    """Puzzles of one task, graded by the task itself."""
     return Recipe(
         PREFIX + task,
         f"puzzles of the reasoning-gym task {task} (--option KEY=VALUE: its settings)",
@@ -39,12 +34,38 @@ def example(record: Record) -> Example:
     return Example(str(record["question"]).strip(), str(record["answer"]), {"entry": entry})
 
 
-def puzzles(task: str, seed: int, **settings: Any) -> Iterator[Record]:
-    """Puzzles in the order of the task's own seed. Raises UserError for settings that it does not take."""
-    import reasoning_gym
+def countdown(record: Record) -> Example:
+    """The task's numbers and target in the words and the ground truth of the Countdown grader."""
+    made = record.get("metadata")
+    return numbers_game({**made, "solution": record["answer"]} if made else record)
 
+
+def puzzles(task: str, seed: int, **settings: Any) -> Iterator[Record]:
+    """Puzzles in the order of the task's own seed.
+
+    Raises UserError when reasoning-gym is not installed, has no such task, or the task does not take these settings.
+    """
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError:
+        raise UserError(f"{task} puzzles are made by reasoning-gym: pip install 'valor-rl[reasoning]'") from None
+    if task not in DATASETS:
+        raise UserError(f"reasoning-gym has no task '{task}'; it has {', '.join(sorted(DATASETS))}")
     try:
         made = reasoning_gym.create_dataset(task, seed=seed, size=_SIZE, **settings)
     except (TypeError, AssertionError, ValueError) as error:
         raise UserError(f"{PREFIX}{task} does not take these --option settings ({error})") from None
     return (made[i] for i in range(_SIZE))
+
+
+COUNTDOWN = Recipe(
+    "countdown",
+    "numbers that make a target: any number of solvable puzzles (--option max_numbers=5 max_target=200 …)",
+    countdown,
+    "countdown",
+    "math",
+    EXPRESSION,
+    # As many and as large numbers as TinyZero's puzzles have.
+    generate=partial(puzzles, "countdown", min_numbers=3, max_numbers=4, max_value=99, min_target=10, max_target=100),
+)

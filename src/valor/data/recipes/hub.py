@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from valor.data.recipes import convert
-from valor.data.recipes.recipe import QUESTION, Hub, Recipe
+from valor.data.recipes.recipe import EXPRESSION, QUESTION, Hub, Recipe
 
 _BOXED = QUESTION + "\n\nThink step by step and put the final answer in \\boxed{}."
 _CHOOSE = QUESTION + '\n\nThink step by step and end with "Answer: X", where X is the letter of the right choice.'
@@ -32,6 +32,7 @@ _HH, _ULTRA = "Dahoas/full-hh-rlhf", "HuggingFaceH4/ultrafeedback_binarized"
 _DAPO = Hub("BytedTsinghua-SIA/DAPO-Math-17k")
 _MATH500 = Hub("HuggingFaceH4/MATH-500", None, "test")
 _AMC = Hub("math-ai/amc23", None, "test")
+_GAME24 = Hub("test-time-compute/game-of-24")
 _HUMANEVAL = Hub("openai/openai_humaneval", None, "test")
 _AIME24 = Hub("HuggingFaceH4/aime_2024", None, "train", "aime24")
 _AIME25 = Hub("math-ai/aime25", None, "test", "aime25")
@@ -59,6 +60,8 @@ RECIPES = (
            convert.competition, _AMC.path, "math", _BOXED, {"test": [_AMC]}),
     Recipe("dapo_math", "DAPO-Math-17k: about 17,000 problems with integer answers, published in about 100 copies",
            convert.dapo, "math_dapo", "math", QUESTION, {"train": [_DAPO]}, one_each=True),
+    Recipe("game24", "Game of 24: the 1,362 solvable hands of four numbers from 1 to 13",
+           convert.numbers_game, "game24", "math", EXPRESSION, {"train": [_GAME24]}),
     Recipe("nq", "Natural Questions (open), 79,168 + 3,610, asked in the manner of Search-R1",
            convert.open_question, "searchR1_nq", "fact-reasoning", _SEARCH, _NQ),
     Recipe("hotpotqa", "HotpotQA, 90,447 + 7,405 (dev), asked in the manner of Search-R1",

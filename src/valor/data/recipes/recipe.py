@@ -11,6 +11,7 @@ from valor.data.files import Messages
 Record = Mapping[str, Any]
 
 QUESTION = "{question}"  # where a template takes the question
+EXPRESSION = QUESTION + " Think inside <think> </think> and give the expression inside <answer> </answer>."
 
 
 class Hub(NamedTuple):
@@ -46,8 +47,7 @@ class Recipe:
     `convert` makes an Example or a Pair of one record, or None to leave it out; a ValueError says what is wrong with
     the record. `data_source` chooses the grader. `template` is the user's message around the question. `hub`: the
     places of each split. `generate(seed, **options)` makes records without end or as long as there are any, instead
-    of reading them from `hub`; `sizes` of train and test unless others are asked for. `one_each`: the published data
-    repeats its prompts, one of each is kept.
+    of reading them from `hub`. `one_each`: the published data repeats its prompts, one of each is kept.
     """
 
     name: str
@@ -58,7 +58,6 @@ class Recipe:
     template: str = QUESTION
     hub: Mapping[str, Sequence[Hub]] = field(default_factory=dict)
     generate: Callable[..., Iterator[Record]] | None = None
-    sizes: tuple[int, int] = (10_000, 500)
     one_each: bool = False
     pairs: bool = False
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,13 @@ from valor.config.model import BackboneConfig
 from valor.data.batch import Batch
 from valor.engines import checkpoint
 from valor.engines.base import LossFn, WeightNames
+from valor.engines.fsdp.internals import drop_unreduced_gradients
 from valor.engines.fsdp.loading import built_once
-from valor.engines.fsdp.recovery import Recovery
 from valor.engines.fsdp.sharding import gathered, rank_mesh, sequence_group, shard
 from valor.engines.microbatch import MicroBatches, TokenBudget
-from valor.engines.optim import build_optimizer, clip_gradients, lr_factor
+from valor.engines.optim import build_optimizer, clip_gradients, global_norm, lr_factor
+from valor.errors import Diverged, TrainingStopped, out_of_memory
+from valor.models import packing
 from valor.models.export import export_hf, plain_weights, published_weights
 from valor.models.load import import_model_code
 from valor.models.lora import adapters_off, has_adapters
@@ -31,6 +33,9 @@ from valor.models.policy import Reference
 from valor.models.rows import ROW_FIELDS
 from valor.tracking.metrics import reduce_metrics
 from valor.tracking.progress import report_progress
+
+_EXPLODED = 100.0  # times the norm of the weights as they were loaded
+_Result = TypeVar("_Result")
 
 
 def build_fsdp(
@@ -84,7 +89,6 @@ class FSDPEngine:
         model_parallel = max(fsdp.tensor_parallel_size, sequence_parallel)
         self.data_parallel_rank = dist.get_rank() // model_parallel
         self.data_parallel_size = dist.get_world_size() // model_parallel
-        self._model_parallel = model_parallel > 1
         self.module: Any = module
         self.device = device
         self.total_steps = total_steps
@@ -94,8 +98,12 @@ class FSDPEngine:
         self.optim = optim
         self.optimizer = build_optimizer(module.parameters(), optim) if optim is not None else None
         self.counters = checkpoint.Counters()
-        self._recovery = Recovery(self._parts)
+        self._first_norm = self._weight_norm()
         self._budgets = {"forward": TokenBudget(), "train": TokenBudget()}
+        if device.type in packing.VARLEN_DEVICES and getattr(module, "packed", False):
+            with torch.no_grad():
+                self._outputs(Batch(), [], {})  # so that variable-length attention is probed outside of a checkpoint
+            self._reshard()
         self.offload()
 
     @property
@@ -114,10 +122,9 @@ class FSDPEngine:
         todo = self._micro_batches("forward", batch, max_tokens, max_rows)
         while todo:
             indices = todo.present
-            compute = partial(self._outputs, batch, indices, options)
-            found = self._recovery.forward(compute, recoverable=self._recoverable(options))
+            found = self._attempt(partial(self._outputs, batch, indices, options))
             if found is None:
-                todo.repeat(smaller=self._recovery.failed_here)
+                todo.repeat()
                 continue
             for name, value in found.items():
                 if name not in outputs:
@@ -139,32 +146,28 @@ class FSDPEngine:
         max_rows: int | None = None,
         **options: Any,
     ) -> dict[str, float]:
-        """Where memory does not suffice micro-batches shrink, for good, and the metrics have `oom_retries` and
-        `token_budget_min`; TrainingStopped where that is no way out."""
+        """Where memory does not suffice the micro-batches of one process shrink, for good, and the metrics have
+        `oom_retries` and `token_budget_min`; TrainingStopped where that is no way out, and with several processes."""
         assert self.optimizer is not None, "a frozen engine has no gradients"
         self.module.train(self._checkpointing)  # dropout is off; checkpointing acts in training mode alone
         earlier = {p: p.grad.clone() for p in self.module.parameters() if p.grad is not None}
-        if self._recovery.to_rehearse and not self._model_parallel:
-            self._recovery.rehearse(self._loss(batch, [], loss_fn, options)[0])
-            self._recovery.restore_gradients(earlier)
         todo = self._micro_batches("train", batch, max_tokens, max_rows)
         metrics: list[dict[str, float]] = []
         while todo:
             self._sync_gradients(last=todo.last)
-            compute = partial(self._loss, batch, todo.present, loss_fn, options)
-            found = self._recovery.forward(compute, recoverable=self._recoverable(options))
+            found = self._attempt(partial(self._loss, batch, todo.present, loss_fn, options))
             if found is None:
-                todo.repeat(smaller=self._recovery.failed_here)
+                todo.repeat()
                 continue
             loss, values = found
-            complete = self._recovery.backward(loss)
+            complete = self._attempt(partial(_backward, loss))
             del found, loss  # the graph
             if not complete:  # some layers have their gradients, others do not: none of this call's can be kept
-                self._recovery.restore_gradients(earlier)
+                self._restore_gradients(earlier)
                 metrics.clear()
-                todo.restart(smaller=self._recovery.failed_here)
+                todo.restart()
                 continue
-            metrics.append(values)
+            metrics.append(self._numbers(values))
             todo.advance()
             report_progress(todo.done, len(batch))
         self._reshard()
@@ -179,8 +182,14 @@ class FSDPEngine:
         norm = clip_gradients(grads, self.optim.clip_grad)
         finite = math.isfinite(norm)
         if finite:
-            self.optimizer.step()
+            self._apply_update()
             self.counters.updates += 1
+            weights = self._weight_norm()
+            if not weights <= _EXPLODED * max(self._first_norm, 1.0):
+                raise Diverged(
+                    f"an update has ruined the weights: their norm is {weights:g}, and was {self._first_norm:g} at the "
+                    f"start (gradient norm {norm:g}, learning rate {lr:g}): lower the learning rate"
+                )
         else:
             self.counters.skipped += 1
         self.optimizer.zero_grad(set_to_none=True)
@@ -235,6 +244,10 @@ class FSDPEngine:
             export_hf(self.module, path, state_dict=weights)
         dist.barrier()
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        return checkpoint.size(self.module, self.optimizer)
+
     def save(self, path: Path) -> None:
         self._reshard()
         checkpoint.save(path, self.module, self.optimizer, self.counters)
@@ -243,13 +256,18 @@ class FSDPEngine:
         self._reshard()
         self.counters = checkpoint.load(path, self.module, self.optimizer)
 
-    def offload(self, *, optimizer: bool = True) -> None:
-        self._move(torch.device("cpu"), optimizer)
+    def offload(self) -> None:
+        self._move(torch.device("cpu"), optimizer=True)
 
     def onload(self, *, optimizer: bool = True) -> None:
         self._move(self.device, optimizer)
 
     # ---- inside
+
+    @torch.no_grad()
+    def _weight_norm(self) -> float:
+        """The norm of all weights that are trained; 0 where none are."""
+        return global_norm([cast(DTensor, p) for p in self.module.parameters() if p.requires_grad])
 
     def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer of the state dict, whole, one at a time, on the engine's device."""
@@ -279,28 +297,69 @@ class FSDPEngine:
         packed = getattr(self.module, "packed", False)
         return MicroBatches(lengths, self._budgets[verb], max_tokens=max_tokens, max_rows=max_rows, packed=packed)
 
-    def _recoverable(self, options: Mapping[str, Any]) -> bool:
-        """A sharded reference, or model parallelism, exchanges more in a pass than a rank that failed can serve."""
-        return dist.get_world_size() == 1 or (options.get("reference") is None and not self._model_parallel)
+    def _attempt(self, function: Callable[[], _Result]) -> _Result | None:
+        """What `function`, a pass of the module, returns; None where memory did not suffice. TrainingStopped with
+        several processes: the others wait for this one's part in gathers and reductions."""
+        try:
+            return function()
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            if dist.get_world_size() > 1:
+                raise TrainingStopped(
+                    f"out of memory in one of {dist.get_world_size()} processes, which cannot repeat a pass: lower "
+                    "ppo_max_token_len_per_gpu, or set model.enable_gradient_checkpointing=true"
+                ) from error
+        self._parts[0].reset_iter_state()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # only now are the pass's tensors free: the exception had held on to them
+        return None
+
+    def _apply_update(self) -> None:
+        assert self.optimizer is not None
+        try:
+            self.optimizer.step()
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            raise TrainingStopped(
+                "out of memory in the optimizer's step, the first of which makes two float32 numbers for each trained "
+                "weight: shard over more processes (trainer.n_gpus_per_node), set fsdp_config.optimizer_offload=true "
+                "for all roles, or train adapters (model.lora_rank)"
+            ) from error
+
+    def _restore_gradients(self, earlier: Mapping[nn.Parameter, Tensor]) -> None:
+        """Drop all gradients, also those that FSDP has not reduced yet, but for the `earlier` ones."""
+        for part in self._parts:
+            drop_unreduced_gradients(part)
+        for parameter in self.module.parameters():
+            parameter.grad = earlier.get(parameter)
 
     def _outputs(self, batch: Batch, indices: list[int], options: dict[str, Any]) -> dict[str, Tensor]:
-        """Of no rows: the model's outputs for a row of one token."""
+        """Of no rows: the model's outputs for a row of one token.
+
+        The module is given a Batch, which FSDP leaves where it is: rows are put together on the CPU, then moved.
+        """
         if indices:
-            micro = batch.take(indices)
-            return self.module({name: micro[name].to(self.device) for name in ROW_FIELDS}, **options)
-        token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        one = torch.ones(1, dtype=torch.long, device=self.device)
-        return self.module(dict(zip(ROW_FIELDS, (token, one, token, one), strict=True)), **options)
+            return self.module(batch.take(indices).select(ROW_FIELDS), **options)
+        token, one = torch.zeros(1, 1, dtype=torch.long), torch.ones(1, dtype=torch.long)
+        return self.module(Batch(dict(zip(ROW_FIELDS, (token, one, token, one), strict=True))), **options)
 
     def _loss(
         self, batch: Batch, indices: list[int], loss_fn: LossFn, options: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, float]]:
+    ) -> tuple[Tensor, Mapping[str, Any]]:
         """Loss and metrics of some rows; of none, a zero that depends on every output."""
         outputs = self._outputs(batch, indices, options)
         if not indices:  # this rank has run out of rows; the others need its part of every gather and reduction
             return torch.stack([value.sum() for value in outputs.values()]).sum() * 0.0, {}
-        loss, values = loss_fn(outputs, batch.take(indices).to(self.device))
-        return loss, {name: float(value) for name, value in values.items()}
+        return loss_fn(outputs, batch.take(indices).to(self.device))
+
+    def _numbers(self, values: Mapping[str, Any]) -> dict[str, float]:
+        """Metrics of a micro-batch in one copy from the device, for when its backward pass has been launched."""
+        if not values:
+            return {}
+        wide = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in values.values()]
+        return dict(zip(values, torch.stack(wide).tolist(), strict=True))
 
     def _sync_gradients(self, *, last: bool) -> None:
         """One rank adds up gradients until the last micro-batch; several reduce each at once, to hold only shards."""
@@ -313,6 +372,20 @@ class FSDPEngine:
         """Back to sharded parameters: the root keeps its copy after a forward, which the next step makes stale."""
         for part in self._parts:
             part.reshard()
+
+
+def _backward(loss: Tensor) -> bool:
+    """True. Where deterministic algorithms are asked for, nothing else may run inside: flash attention adds gradients
+    up in any order as long as torch is told to warn only."""
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    if warns:
+        torch.use_deterministic_algorithms(True)
+    try:
+        loss.backward()
+    finally:
+        if warns:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+    return True
 
 
 def _without_adapters(module: Any, rows: Mapping[str, Tensor]) -> Any:

@@ -190,24 +190,34 @@ def _decode(
     """Attention of one new token per row over its prompt and its own columns: [B, 1, heads, value size].
 
     The heads that share a key-value head are query rows of one product, and so are, for the prompt's part, all samples
-    of that prompt. Keys stand on the left of their product: with few query rows the CPU libraries are 2-3 times
-    faster at that in bfloat16. Scores, mask and softmax are float32.
+    of that prompt. Scores, mask and softmax are float32.
     """
     batch, heads, _one, size = query.shape
     query = query.reshape(batch, key.shape[1], -1, size)
     split = cache.prompt_width
     products = query.new_empty(*query.shape[:3], split + key.shape[2], dtype=torch.float32)
-    products[..., split:] = (key @ query.transpose(2, 3)).transpose(2, 3)
+    products[..., split:] = _products(key, query)
     if split:
         assert key is cache.current_keys, "prompts are shared only where attention sees the cache's own keys"
         prompt_keys, prompt_values = cache.prompt()
-        grouped = (prompt_keys @ _to_groups(cache, query).transpose(2, 3)).transpose(2, 3)
-        products[..., :split] = _to_rows(cache, grouped)
+        products[..., :split] = _to_rows(cache, _products(prompt_keys, _to_groups(cache, query)))
     weights = rule.weights(products, mask).to(value.dtype)
     out = weights[..., split:] @ value
     if split:
         out = out + _to_rows(cache, _to_groups(cache, weights[..., :split]) @ prompt_values)
     return out.reshape(batch, 1, heads, -1)
+
+
+def _products(keys: Tensor, queries: Tensor) -> Tensor:
+    """keys [b, h, L, D], queries [b, h, g, D] -> [b, h, g, L], in float32 where the device can, as flash attention.
+
+    Keys stand on the left: with few query rows the CPU libraries are 2-3 times faster at that in bfloat16. They have no
+    product of bfloat16 numbers in float32; there the scores are rounded once.
+    """
+    if keys.device.type == "cpu" or keys.dtype is torch.float32:
+        return (keys @ queries.transpose(2, 3)).transpose(2, 3)
+    flat = torch.bmm(keys.flatten(0, 1), queries.transpose(2, 3).flatten(0, 1), out_dtype=torch.float32)
+    return flat.unflatten(0, keys.shape[:2]).transpose(2, 3)
 
 
 def _to_groups(cache: SlotCache, rows: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ Every prompt is prefilled once, all but its last token; its samples then start a
 that last token. Decoding, sampling and log-probabilities so have one path: a step gives each active row one token.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -12,12 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from valor.errors import UserError
+from valor.errors import TrainingStopped, UserError, out_of_memory
 from valor.models.export import plain_weights
+from valor.models.hf import cache_bytes_per_token
 from valor.models.policy import PolicyModel
 from valor.rollout.base import FinishReason, Output, Request, Span, WeightMode
 from valor.rollout.native.attention import check_supported, generation_mode, serving
-from valor.rollout.native.kv_cache import PromptCache, SlotCache
+from valor.rollout.native.kv_cache import PromptCache, SlotCache, free_bytes
 from valor.rollout.native.packed_linear import packed_linears
 from valor.rollout.native.schedule import Group, Waiting
 from valor.rollout.sampling import BatchSampler, uniform_stream
@@ -29,6 +31,12 @@ ENOUGH_TOKENS = 512
 MAX_PADDING = 0.125
 # Steps between two visits of the rows' records.
 MAX_SEGMENT = 128
+# Steps between two looks at whether a row has ended: a GPU waits for each of them.
+STEPS_PER_TEST = {"cpu": 1, "cuda": 8}
+# Of the memory that is free when a generation begins, what its cache may take. The cache grows by half.
+CACHE_SHARE = 0.9 / 1.5
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -65,8 +73,8 @@ class NativeEngine:
     Every process generates by itself.
 
     `unsharded` is entered around all model calls of one `generate` (FSDP2: parameters gathered and kept).
-    `max_num_seqs` bounds the rows decoded together, `max_batched_tokens` the padded tokens of one prefill call. A row
-    that reaches the model's `max_position_embeddings` ends with "length".
+    `max_num_seqs` bounds the rows decoded together, and so does a GPU's free memory; `max_batched_tokens` bounds the
+    padded tokens of one prefill call. A row that reaches the model's `max_position_embeddings` ends with "length".
     """
 
     weight_mode: WeightMode = "shared"
@@ -88,14 +96,18 @@ class NativeEngine:
         self._unsharded = unsharded
         self._max_num_seqs = max_num_seqs
         self._max_batched_tokens = max_batched_tokens
-        config = hf.config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
-        self._max_model_len = getattr(config, "max_position_embeddings", None) or 2**31
+        self._config = hf.config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+        self._max_model_len = getattr(self._config, "max_position_embeddings", None) or 2**31
         self._pack = packed_linears if pack_weights else nullcontext
         self.weights_version: int | None = 0
         self.weights_checksum: int | None = None
 
     def generate(self, requests: Sequence[Request]) -> list[Output]:
-        """Outputs in the order of `requests`; raises UserError when a prompt leaves no room for a new token."""
+        """Outputs in the order of `requests`; raises UserError when a prompt leaves no room for a new token.
+
+        Where memory runs out, what has not ended starts again, with half as many rows at a time from then on;
+        TrainingStopped where that is one.
+        """
         for request in requests:
             if len(request.prompt_ids) >= self._max_model_len:
                 raise UserError(
@@ -119,7 +131,8 @@ class NativeEngine:
 
         if requests:
             with self._unsharded(), generation_mode(self._hf), torch.inference_mode(), self._pack(self._hf):
-                self._run(requests, finish)
+                while places := [place for place, output in enumerate(outputs) if output is None]:
+                    self._attempt(requests, places, finish)
         return [output for output in outputs if output is not None]
 
     def sync_weights(self, weights: Iterable[tuple[str, Tensor]] | None = None, *, version: int) -> None:
@@ -134,9 +147,42 @@ class NativeEngine:
     def close(self) -> None:
         """Nothing to end."""
 
-    def _run(self, requests: Sequence[Request], finish: Callable[[Row, FinishReason], None]) -> None:
-        waiting = Waiting(requests, self._max_num_seqs)
-        cache = SlotCache(min(self._max_num_seqs, len(requests)), shared=waiting.worth_sharing())
+    def _attempt(
+        self, requests: Sequence[Request], places: Sequence[int], finish: Callable[[Row, FinishReason], None]
+    ) -> None:
+        """Generate the requests at `places`, or less of them where memory does not suffice."""
+        slots = min(self._max_num_seqs, self._affordable(requests), len(places))
+        try:
+            self._run([(place, requests[place]) for place in places], slots, finish)
+            return
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            if slots == 1:
+                raise TrainingStopped(
+                    "out of memory in the generation of one sequence: lower data.max_response_length, or set "
+                    "param_offload and optimizer_offload of the roles, or rollout.name=vllm"
+                ) from error
+        self._max_num_seqs = slots // 2
+        logger.warning("generation ran out of memory: from now on rollout.max_num_seqs=%d", self._max_num_seqs)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _affordable(self, requests: Sequence[Request]) -> int:
+        """How many rows as long as the longest one may become the free memory can hold; at least 1."""
+        free = free_bytes(_device(self._hf))
+        if free is None:
+            return len(requests)
+        longest = max(len(request.prompt_ids) + request.params.max_tokens for request in requests)
+        element = next(p for p in self._hf.parameters() if p.is_floating_point()).element_size()
+        row = cache_bytes_per_token(self._config, element) * min(longest, self._max_model_len)
+        return max(1, int(CACHE_SHARE * free / row))
+
+    def _run(
+        self, requests: Sequence[tuple[int, Request]], slots: int, finish: Callable[[Row, FinishReason], None]
+    ) -> None:
+        waiting = Waiting(requests, slots)
+        cache = SlotCache(slots, shared=waiting.worth_sharing())
         rows: list[Row] = []
         while rows or waiting:
             groups = waiting.admit(len(rows))
@@ -198,7 +244,8 @@ class NativeEngine:
         uniforms = torch.from_numpy(uniforms).to(device)
         stops = _stop_table([row.stop_ids for row in rows], device)
         fed = torch.tensor([row.last_token for row in rows], device=device)
-        chosen, scored = [], []
+        chosen, scored, ended = [], [], torch.zeros((), dtype=torch.bool, device=device)
+        per_test = STEPS_PER_TEST["cpu" if device.type == "cpu" else "cuda"]
         for step in range(steps):
             cache.advance()
             inputs = {"input_ids": fed[:, None], "position_ids": cache.positions[:, None]}
@@ -207,15 +254,17 @@ class NativeEngine:
             fed, log_probs = sampler(logits, uniforms[step])
             chosen.append(fed)
             scored.append(log_probs)
-            if bool((fed[:, None] == stops).any()):
+            ended = ended | (fed[:, None] == stops).any()
+            if (step + 1) % per_test == 0 and bool(ended):
                 break
         scores = torch.stack(scored, dim=1)
         if not bool(torch.isfinite(scores).all()):
             raise RuntimeError("the policy's logits are not finite: its weights have diverged")
         tokens, values = torch.stack(chosen, dim=1).tolist(), scores.tolist()
         for row, row_tokens, row_values in zip(rows, tokens, values, strict=True):
-            row.token_ids += row_tokens
-            row.log_probs += row_values
+            kept = next((n for n, token in enumerate(row_tokens, 1) if token in row.stop_ids), len(row_tokens))
+            row.token_ids += row_tokens[:kept]
+            row.log_probs += row_values[:kept]
 
 
 class NativeCopy(NativeEngine):

@@ -18,6 +18,14 @@ NOWHERE = 2**40
 MIN_GROWTH = 128
 
 
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that new tensors can have on a CUDA device, what torch keeps and does not use included; None elsewhere."""
+    if device.type != "cuda":
+        return None
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
 class PromptCache(Cache):
     """Keeps the keys and values of one prefill: per layer [prompts, kv heads, columns, head size].
 

@@ -20,11 +20,14 @@ class Group:
 
 
 class Waiting:
-    """The queue of groups that have not started, longest prompts first; at most `max_num_seqs` requests run at once."""
+    """The queue of groups that have not started, longest prompts first; at most `max_num_seqs` requests run at once.
 
-    def __init__(self, requests: Sequence[Request], max_num_seqs: int) -> None:
+    `requests` come with their places in the caller's list.
+    """
+
+    def __init__(self, requests: Sequence[tuple[int, Request]], max_num_seqs: int) -> None:
         groups: dict[tuple[int, ...], Group] = {}
-        for index, request in enumerate(requests):
+        for index, request in requests:
             key = tuple(request.prompt_ids)
             groups.setdefault(key, Group(key, [])).members.append((index, request))
         self._mean_samples = len(requests) / len(groups)

@@ -68,11 +68,10 @@ def _check_model(server: _Server, config: RolloutConfig) -> None:
     name = config.server.model
     if name not in served:
         raise server.lack(f"serves {', '.join(served) or 'nothing'}, not '{name}': set {_KEY}.server.model")
-    longest, needed = served[name].get("max_model_len"), config.prompt_length + config.response_length
+    longest, needed = served[name].get("max_model_len"), config.max_model_len
     if longest is not None and longest < needed:
         raise server.lack(
-            f"takes {longest} tokens, data.max_prompt_length + data.max_response_length are {needed}: start it with "
-            f"--max-model-len {needed}"
+            f"takes {longest} tokens, {_KEY}.max_model_len is {needed}: start it with --max-model-len {needed}"
         )
 
 

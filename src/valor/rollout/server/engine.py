@@ -8,6 +8,7 @@ server takes weights from files (`valor.rollout.server.receiver` is its half); a
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -229,7 +230,8 @@ def headers(config: ServerConfig) -> dict[str, str]:
 def _output(request: Request, url: str, reply: Any, version: int) -> Output:
     try:
         choice = reply["choices"][0]
-        tokens, log_probs, reason = choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"]
+        tokens, given, reason = choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"]
+        log_probs = [math.nan if one is None else float(one) for one in given]
         if not tokens or len(tokens) != len(log_probs) or reason not in ("stop", "length", "abort"):
             raise ValueError(f"{len(tokens)} tokens, {len(log_probs)} log-probs, finish reason {reason}")
     except (LookupError, TypeError, ValueError) as error:

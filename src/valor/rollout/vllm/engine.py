@@ -13,8 +13,7 @@ import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
-from typing import Any
+from typing import Any, cast
 from uuid import uuid4
 
 import numpy as np
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from valor.errors import UserError
+from valor.errors import UserError, did_you_mean
 from valor.rollout.base import Output, Request, Span, WeightMode
 from valor.tracking.progress import report_progress
 
@@ -37,7 +36,6 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import TokensPrompt
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
@@ -75,7 +73,6 @@ class VLLMEngine:
         self.weights_checksum: int | None = None
         self.parallel_size: int = options["tensor_parallel_size"]
         self._eos = frozenset(eos_token_ids)
-        self._aborted: set[str] = set()
         self._asleep: set[str] = set()
         args = _engine_args(options)
         name = [f"valor-{uuid4().hex}"]
@@ -95,6 +92,7 @@ class VLLMEngine:
         except UserError:
             self.close()
             raise
+        self.sleep()  # the models that are loaded after this one need the memory; weights must be sent anyway
 
     def generate(self, requests: Sequence[Request]) -> list[Output]:
         """Outputs in the order of `requests`; UserError when a prompt leaves no room for a new token."""
@@ -118,13 +116,6 @@ class VLLMEngine:
                     on_finish(output)
                 report_progress(done, len(requests))
         return outputs
-
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """Cut running requests off: `generate` returns what they have so far, with finish reason "abort".
-
-        Called from `on_finish` or another thread; under tensor parallelism on all ranks alike.
-        """
-        self._aborted |= set(request_ids)
 
     def sync_weights(self, weights: Iterable[tuple[str, Tensor]] | None = None, *, version: int) -> None:
         """Replace the weights in place and forget what was computed with the old ones.
@@ -163,30 +154,18 @@ class VLLMEngine:
 
     def _run(self, requests: Sequence[Request]) -> Iterator[tuple[int, Output]]:
         """Run the requests; yield outputs as they complete, with their places."""
-        self._aborted.clear()
         running = {str(place): request for place, request in enumerate(requests)}
-        internal = {name: self._add(name, request) for name, request in running.items()}  # vLLM's own names
+        for name, request in running.items():
+            self._add(name, request)
         version = self.weights_version or 0
         while running:
-            finished: list[Any] = list(self._llm.step())
-            finished += self._cut_off({internal[name] for name, r in running.items() if r.request_id in self._aborted})
-            for found in finished:
+            for found in cast(list[Any], self._llm.step()):
                 request, text = running.pop(found.request_id), found.outputs[0]
                 token_ids, spans = list(text.token_ids), (Span(len(text.token_ids), version),)
                 output = Output(request.request_id, token_ids, text.logprobs.logprobs, text.finish_reason, spans)
                 yield int(found.request_id), output
 
-    def _cut_off(self, names: set[str]) -> list[Any]:
-        """End the named requests; what they have as their last output."""
-        self._aborted.clear()
-        if not names:
-            return []
-        states = [self._llm.output_processor.request_states[name] for name in sorted(names)]
-        outputs = [state.make_request_output([], None, FinishReason.ABORT, None) for state in states]
-        self._llm.abort_request(sorted(names), internal=True)
-        return outputs
-
-    def _add(self, name: str, request: Request) -> str:
+    def _add(self, name: str, request: Request) -> None:
         stops = set(request.params.stop_token_ids) | (set() if request.params.ignore_eos else self._eos)
         params = VLLMParams(
             **as_greedy(request, sorted(stops)),
@@ -195,7 +174,7 @@ class VLLMEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        return self._llm.add_request(name, TokensPrompt(prompt_token_ids=list(request.prompt_ids)), params)
+        self._llm.add_request(name, TokensPrompt(prompt_token_ids=list(request.prompt_ids)), params)
 
 
 def _engine_args(options: dict[str, Any]) -> EngineArgs:
@@ -203,9 +182,8 @@ def _engine_args(options: dict[str, Any]) -> EngineArgs:
     known = EngineArgs.__dataclass_fields__
     for name in options:
         if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f": did you mean {near[0]}?" if near else ""
-            raise UserError(f"actor_rollout_ref.rollout.engine_kwargs.vllm.{name}: vLLM has no such option{hint}")
+            option = f"actor_rollout_ref.rollout.engine_kwargs.vllm.{name}"
+            raise UserError(f"{option}: vLLM has no such option{did_you_mean(name, known)}")
     # A token's place in its sequence must be known when it is drawn, so the scheduler may not run ahead.
     own = {"logprobs_mode": LOGPROBS_MODE, "logits_processors": [ChosenToken], "async_scheduling": False}
     return EngineArgs(**options | own)

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 
 from valor.config import ModelConfig, PPOConfig, RolloutConfig
 from valor.errors import UserError
+from valor.models.hf import cache_bytes_per_token
 from valor.models.load import load_model_config
 from valor.rollout.base import RolloutEngine
 from valor.rollout.spec import BuildContext, GenerationEngineSpec
@@ -71,19 +72,18 @@ def engine_options(
         options["block_size"] = 32
         options["kv_cache_memory_bytes"] = cpu_cache_bytes(rollout, hf, options, world_size)
         given = given | {"enforce_eager": True}  # compilation is for GPUs
+    elif rollout.tensor_model_parallel_size > 1:
+        # Its buffers are shared between processes by handles that memory in expandable segments does not have.
+        options["disable_custom_all_reduce"] = True
     return options | given
 
 
 def cpu_cache_bytes(rollout: RolloutConfig, hf: PretrainedConfig, options: dict[str, Any], world_size: int) -> int:
     """KV cache of one process on a CPU: what `max_num_seqs` sequences of full length need, within its share of RAM."""
-    text = hf.get_text_config()
-    heads = text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    kv_heads = max(1, (getattr(text, "num_key_value_heads", None) or heads) // rollout.tensor_model_parallel_size)
-    element = 4 if rollout.dtype == "float32" else 2
+    per_token = cache_bytes_per_token(hf.get_text_config(), 4 if rollout.dtype == "float32" else 2)
     block = options["block_size"]
     tokens = -(-options["max_model_len"] // block) * block * (rollout.max_num_seqs + 1)
-    needed = 2 * text.num_hidden_layers * kv_heads * size * element * tokens
+    needed = per_token // rollout.tensor_model_parallel_size * tokens
     share = int(rollout.gpu_memory_utilization * psutil.virtual_memory().total / world_size)
     return min(needed, share)
 
@@ -93,7 +93,30 @@ def _check_start(config: PPOConfig, world_size: int) -> None:
     check_vllm(shared.rollout, load_model_config(shared.model), world_size)
 
 
+def check_free_memory(rollout: RolloutConfig, device: torch.device) -> None:
+    """UserError unless the GPU has the share that vLLM takes when it starts, beside the actor that is there already."""
+    free, total = torch.cuda.mem_get_info(device)
+    share = rollout.gpu_memory_utilization
+    if free < share * total:
+        raise UserError(
+            f"{_KEY}.gpu_memory_utilization={share:g}: vLLM takes {share * total / 2**30:.1f} of the GPU's "
+            f"{total / 2**30:.1f} GiB when it starts, and {free / 2**30:.1f} GiB are free: set it to at most "
+            f"{int(100 * free / total) / 100:g}, or actor_rollout_ref.actor.fsdp_config.param_offload=true, or end "
+            "what else runs on that GPU"
+        )
+
+
+def _plan(config: PPOConfig) -> str:
+    rollout = config.actor_rollout_ref.rollout
+    share = f"on a GPU up to {rollout.gpu_memory_utilization:.0%} of its memory while it generates"
+    between = "sleeps in between" if rollout.free_cache_engine else "always (rollout.free_cache_engine=false)"
+    order = "" if config.rollout_apart else ", is loaded after the actor and before the other roles"
+    return f"own weights, synced every step; {share}, {between}{order}"
+
+
 def _build(context: BuildContext) -> RolloutEngine:
+    if context.device.type == "cuda":
+        check_free_memory(context.config, context.device)
     from valor.rollout.vllm.engine import VLLMEngine  # 10 seconds
 
     hf = load_model_config(context.model)
@@ -109,6 +132,6 @@ VLLM = GenerationEngineSpec(
     ),
     check=lambda config: [],
     check_start=_check_start,
-    plan=lambda config: "own weights, synced every step",
+    plan=_plan,
     build=_build,
 )

@@ -1,6 +1,6 @@
 """The control whose reward says nothing: a coin for training samples, the real grader for validation.
 
-reward.custom_reward_function.path=pkg://valor.lab.random_reward reward.custom_reward_function.reward_kwargs.seed=1
+reward.custom_reward_function.path=examples/lab/random_reward.py reward.custom_reward_function.reward_kwargs.seed=1
 """
 
 from __future__ import annotations

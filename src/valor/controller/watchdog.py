@@ -1,0 +1,90 @@
+"""Ends what a process has started when that process is gone, however it went: a killed driver cannot do it itself.
+
+Run as a script it is the watching process, which needs the standard library alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from typing import Any
+
+_NAME = "VALOR_STARTED_BY"
+_SECONDS, _PAUSE = 10.0, 0.1
+
+
+class Watchdog:
+    """What has `mark` in its environment, and all that it starts, is killed at `close`, or when this process ends.
+
+    Works on Linux; elsewhere nothing is watched.
+    """
+
+    def __init__(self) -> None:
+        self.mark = {_NAME: f"{os.environ.get(_NAME, '')}/{secrets.token_hex(8)}"}  # the outer one's reaches in too
+        self._process: subprocess.Popen[bytes] | None = None
+        if sys.platform == "linux":
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", __file__, self.mark[_NAME]],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    def close(self) -> None:
+        """Kill what is left, and watch no longer."""
+        if self._process is not None:
+            self._process.communicate()
+
+
+def start_ray(**settings: Any) -> Watchdog:
+    """ray.init, whose processes end with this one. SIGTERM stays whose it was: Ray would end this process at once."""
+    import ray
+
+    watchdog, on_sigterm = Watchdog(), signal.getsignal(signal.SIGTERM)
+    outer = os.environ.get(_NAME)
+    os.environ |= watchdog.mark
+    try:
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, **settings)
+    except BaseException:
+        watchdog.close()
+        raise
+    finally:
+        os.environ.pop(_NAME)
+        os.environ |= {} if outer is None else {_NAME: outer}
+        with suppress(ValueError):  # not in the main thread, where nobody changes it
+            signal.signal(signal.SIGTERM, on_sigterm)
+    return watchdog
+
+
+def _watch(mark: str) -> None:
+    """Wait until nobody holds the other end of stdin, then kill until nothing is left."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    os.read(0, 1)
+    end = time.monotonic() + _SECONDS
+    while _kill(f"{_NAME}={mark}".encode()) and time.monotonic() < end:
+        time.sleep(_PAUSE)
+
+
+def _kill(variable: bytes) -> bool:
+    """Whether there was anything to kill."""
+    found = False
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):  # it has ended, or is another user's
+            with open(f"/proc/{pid}/environ", "rb") as file:
+                marked = any(one.startswith(variable) for one in file.read().split(b"\0"))
+            if marked and int(pid) != os.getpid():
+                os.kill(int(pid), signal.SIGKILL)
+                found = True
+    return found
+
+
+if __name__ == "__main__":
+    _watch(sys.argv[1])

@@ -1,0 +1,170 @@
+"""Is this file fit to train on? What can be seen without grading: lengths, duplicates, missing graders."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from valor.data.files import OPTIONAL_COLUMNS, REQUIRED_COLUMNS, DataRow, parse_row, read_records, read_rows, same_text
+from valor.data.prompts import render, token_ids
+from valor.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PERCENTILES = (0, 50, 90, 99, 100)
+NAMED_ROWS = 3  # how many rows a finding names
+
+
+@dataclass
+class Report:
+    """What was found in one file: a problem would stop or spoil a run, a note would not.
+
+    `rows` are those that can be read, `facts` lines to print before the findings.
+    """
+
+    path: str
+    rows: list[DataRow] = field(default_factory=list, repr=False)
+    facts: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        return 1 if self.problems else 0
+
+    def __str__(self) -> str:
+        """The report as it is printed."""
+        findings = [f"problem: {problem}" for problem in self.problems] + [f"note: {note}" for note in self.notes]
+        count = len(self.problems)
+        return "\n".join([*self.facts, *findings, f"{count} problem{'s' * (count > 1)}" if count else "ok"])
+
+
+def check_rows(
+    path: str | Path,
+    is_graded: Callable[[str], bool],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    max_prompt_length: int | None = None,
+    test_path: str | Path | None = None,
+) -> Report:
+    """Read the whole file and report sources, lengths and everything that would stop or spoil a run.
+
+    `is_graded` says whether a data source has a grader. Without `tokenizer` nothing is rendered or measured. Prompts
+    that are in `test_path` as well are a problem. Never raises for bad data: what cannot be read is a finding.
+    """
+    report = Report(str(path))
+    try:
+        records = list(read_records(path, REQUIRED_COLUMNS, OPTIONAL_COLUMNS))
+    except UserError as error:
+        report.problems.append(str(error))
+        return report
+    report.facts = [f"{path}: {len(records)} rows"]
+    rows = report.rows = _parsed(records, report)
+    if not rows:
+        return report
+    sources = Counter(row.data_source for row in rows).most_common()
+    report.facts += [f"  data source {name or '(empty)'}: {count} rows" for name, count in sources]
+    if tokenizer is not None:
+        sample = _check_lengths(tokenizer, max_prompt_length, report)
+    else:
+        sample = "\n".join(f"{m['role']}: {m['content']}" for m in rows[0].messages)
+        report.notes.append("no tokenizer given: the chat template and prompt lengths were not checked")
+    report.facts += ["  first prompt as the model sees it:", *(f"  | {line}" for line in sample.splitlines())]
+    report.facts.append(f"  its ground truth: {rows[0].ground_truth}")
+    _check_truths(is_graded, report)
+    _check_duplicates(report)
+    if test_path is not None:
+        _check_overlap(test_path, report)
+    return report
+
+
+def _parsed(records: list[tuple[str, dict[str, Any]]], report: Report) -> list[DataRow]:
+    rows, bad = [], []
+    for where, record in records:
+        try:
+            rows.append(parse_row(record, where))
+        except UserError as error:
+            bad.append(str(error))
+    report.problems += bad[:NAMED_ROWS]
+    if len(bad) > NAMED_ROWS:
+        report.problems.append(
+            f"{len(bad) - NAMED_ROWS} more rows like these ({len(bad)} of {len(records)} cannot be used)"
+        )
+    return rows
+
+
+def _check_truths(is_graded: Callable[[str], bool], report: Report) -> None:
+    by_rule = [row for row in report.rows if row.style == "rule"]
+    if empty := [row for row in by_rule if row.lacks_truth]:
+        report.problems.append(f"empty reward_model.ground_truth, which can never score: {_count(empty, report)}")
+    for source in dict.fromkeys(row.data_source for row in by_rule):
+        if not is_graded(source):
+            count = sum(row.data_source == source for row in by_rule)
+            report.problems.append(
+                f"data_source '{source}' ({count} rows) has no grader: rename it to one that has "
+                "(valor rewards list), or set reward.custom_reward_function.path"
+            )
+    if answered := [row for row in report.rows if row.messages[-1]["role"] == "assistant"]:
+        count = _count(answered, report)
+        report.notes.append(f"prompt ends in an assistant message, the model would begin another: {count}")
+
+
+def _check_duplicates(report: Report) -> None:
+    groups: dict[str, list[DataRow]] = defaultdict(list)
+    for row in report.rows:
+        groups[same_text(row.messages)].append(row)
+    repeated = [group for group in groups.values() if len(group) > 1]
+    contradicting = [g for g in repeated if len({json.dumps(r.ground_truth, default=str) for r in g}) > 1]
+    if contradicting:
+        example = " and ".join(f"{row.place} ({row.ground_truth})" for row in contradicting[0][:2])
+        report.notes.append(f"{len(contradicting)} prompts occur with different ground truths, for example {example}")
+    if repeated:
+        extra = f"{sum(len(group) - 1 for group in repeated)} of {len(report.rows)} rows"
+        example = " and ".join(row.place for row in repeated[0][:2])
+        report.notes.append(f"{extra} repeat a prompt that is there already, for example {example}")
+
+
+def _check_overlap(test_path: str | Path, report: Report) -> None:
+    try:
+        tested = {same_text(row.messages): row for row in read_rows(test_path)}
+    except UserError as error:
+        report.problems.append(str(error))
+        return
+    shared = [(row, tested[key]) for row in report.rows if (key := same_text(row.messages)) in tested]
+    if shared:
+        examples = ", ".join(f"{row.place} = {other.place}" for row, other in shared[:NAMED_ROWS])
+        report.problems.append(
+            f"{len(shared)} of {len(report.rows)} prompts are in {test_path} too ({examples}), so validation would "
+            "measure memory: leave them out (valor data prepare --drop-duplicates)"
+        )
+
+
+def _check_lengths(tokenizer: PreTrainedTokenizerBase, limit: int | None, report: Report) -> str:
+    """Returns the first prompt as the model sees it, "" if the template refuses one."""
+    try:
+        texts = [render(tokenizer, row.messages, where=row.where) for row in report.rows]
+    except UserError as error:
+        report.problems.append(str(error))
+        return ""
+    lengths = np.array([len(ids) for ids in token_ids(tokenizer, texts)])
+    spread = ", ".join(f"p{p} {np.percentile(lengths, p, method='higher')}" for p in PERCENTILES)
+    report.facts.append(f"  prompt tokens: {spread}")
+    overlong = [row for row, n in zip(report.rows, lengths, strict=True) if limit is not None and n > limit]
+    if overlong:
+        report.problems.append(
+            f"prompt over {limit} tokens: {_count(overlong, report)}; raise data.max_prompt_length, or set "
+            "data.filter_overlong_prompts=true or data.truncation=left|right|middle"
+        )
+    return texts[0]
+
+
+def _count(some: list[DataRow], report: Report) -> str:
+    named = ", ".join(row.place for row in some[:NAMED_ROWS])
+    return f"{len(some)} of {len(report.rows)} rows ({named}{', ...' if len(some) > NAMED_ROWS else ''})"

@@ -1,0 +1,110 @@
+"""The fault suite: what it runs on, and its table in docs/reliability.md.
+
+Environment: VALOR_KILLS, the number of SIGKILLs (a few without it); VALOR_FAULT_SEED, what decides when they come;
+VALOR_FAULT_TABLE, the page whose table is written anew. `make test-faults` sets all three.
+"""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from valor.lab import arithmetic
+
+KILLS = int(os.environ.get("VALOR_KILLS", "7"))
+SEED = int(os.environ.get("VALOR_FAULT_SEED", "0"))
+
+# A reward that an untrained model earns about every other time.
+PARITY = f"reward.custom_reward_function.path={Path(__file__).parents[1] / 'integration' / 'parity_reward.py'}"
+
+# Tests of other folders that belong to the suite: what a test of that file (whose name has this in it) tries.
+ELSEWHERE = {
+    ("test_sandbox_attacks.py", "test_forgery_fails"): "forged verdicts of code",
+    ("test_sandbox_attacks.py", "not_taken_from_the_response"): "forged verdicts of code",
+    ("test_sandbox_attacks.py", "test_break_out_fails"): "attempts to break out of the sandbox",
+    ("test_sandbox_attacks.py", "test_excess_ends"): "attempts to exhaust the machine from the sandbox",
+    ("test_rewards_disturbed.py", ""): "graders that disturb their process",
+}
+_tried, _held = Counter[str](), Counter[str]()
+
+
+@pytest.fixture
+def counts(record_property: Callable[[str, object], None]) -> Callable[[str, int], None]:
+    """`counts(kind, number)`: this test tries so many faults of that kind."""
+
+    def count(kind: str, number: int = 1) -> None:
+        record_property("fault", (kind, number))
+
+    return count
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """`model`, `train`, `val`, `sft`: the embedded task, with few rows."""
+    root = tmp_path_factory.mktemp("tiny")
+    model = arithmetic.make_model(root / "model", seed=0)
+    files = arithmetic.make_data(root / "data", seed=0, num_val=16, num_demonstrations=64, num_sft_val=8)
+    pq.write_table(pq.read_table(files.train)[:64], files.train)
+    return {"model": model, "train": files.train, "val": files.val, "sft": files.sft_train}
+
+
+@pytest.fixture(scope="session")
+def ppo(tiny: dict[str, Path]) -> Callable[..., list[str]]:
+    """The command line of a small PPO run into a folder, with further settings."""
+
+    def make(run_dir: Path, *more: str) -> list[str]:
+        return [
+            "ppo",
+            f"data.train_files={tiny['train']}",
+            "data.train_batch_size=8",
+            "data.max_prompt_length=32",
+            "data.max_response_length=8",
+            f"actor_rollout_ref.model.path={tiny['model']}",
+            "actor_rollout_ref.model.enable_gradient_checkpointing=false",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+            "actor_rollout_ref.actor.optim.lr=1e-3",
+            "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+            "critic.optim.lr=1e-3",
+            "critic.model.enable_gradient_checkpointing=false",
+            "reward.num_workers=1",
+            "trainer.device=cpu",
+            "trainer.num_threads=1",
+            "trainer.report=false",
+            "trainer.save_freq=1",
+            "trainer.max_ckpt_to_keep=2",
+            "trainer.total_training_steps=4",
+            f"trainer.default_local_dir={run_dir}",
+            *more,
+        ]
+
+    return make
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Add up what was tried and what held."""
+    if report.when != "call" or report.skipped:
+        return
+    found = [value for name, value in report.user_properties if name == "fault"]
+    for (file, name), kind in ELSEWHERE.items():
+        if file in report.nodeid and name in report.nodeid:
+            level = re.search(r"\[(namespaces|landlock|seccomp|rlimits)\b", report.nodeid)
+            found.append((f"{kind}, level {level[1]}" if level else kind, 1))
+    for kind, number in found:
+        _tried[kind] += number
+        _held[kind] += number if report.passed else 0
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the table, and write it into the page that VALOR_FAULT_TABLE names."""
+    rows = ["| fault | tried | withstood |", "|---|---|---|"]
+    rows += [f"| {kind} | {count} | {_held[kind]} |" for kind, count in sorted(_tried.items())]
+    rows.append(f"| **all** | {_tried.total()} | {_held.total()} |")
+    terminalreporter.write_line("\n".join(rows))
+    if page := os.environ.get("VALOR_FAULT_TABLE"):
+        text = Path(page).read_text()
+        table = "\n".join(["<!-- faults -->", *rows, "<!-- /faults -->"])
+        Path(page).write_text(re.sub("<!-- faults -->.*<!-- /faults -->", table, text, flags=re.S))

@@ -1,0 +1,163 @@
+"""Memory of a GPU that is pretended: what a generation may take, and what happens when it runs out."""
+
+import logging
+from dataclasses import dataclass
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from valor.config import ModelConfig
+from valor.config.rollout import RolloutConfig
+from valor.errors import TrainingStopped, UserError, out_of_memory
+from valor.models.hf import cache_bytes_per_token
+from valor.rollout.base import Request, SamplingParams
+from valor.rollout.native import engine as native
+from valor.rollout.vllm.options import check_free_memory, engine_options
+from valor.workers.host import WorkerContext
+from valor.workers.model_role import ModelRole
+
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 61,
+    "tie_word_embeddings": True,
+}
+CONFIG = Qwen2Config(**SIZES)
+GIB = 2**30
+
+
+@pytest.fixture
+def hf():
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(CONFIG)
+
+
+def requests(count: int = 12, tokens: int = 20) -> list[Request]:
+    return [Request(str(i), [3 + i % 3, 7, 8], SamplingParams(max_tokens=tokens), (i,)) for i in range(count)]
+
+
+def test_the_cache_of_a_36_layer_model_by_hand():
+    config = Qwen2Config(hidden_size=4096, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8)
+    assert cache_bytes_per_token(config, 2) == 2 * 36 * 8 * 128 * 2 == 147456
+
+
+def test_rows_that_decode_together_are_bounded_by_free_memory(hf, monkeypatch):
+    rows = []
+    slots = native.SlotCache
+    monkeypatch.setattr(native, "SlotCache", lambda count, shared: rows.append(count) or slots(count, shared))
+    expected = native.NativeEngine(hf, eos_token_ids=[2]).generate(requests())
+    row = cache_bytes_per_token(CONFIG, 4) * 23
+    monkeypatch.setattr(native, "free_bytes", lambda device: 5 * row / native.CACHE_SHARE + 1)
+    found = native.NativeEngine(hf, eos_token_ids=[2]).generate(requests())
+    assert rows == [12, 5]
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+
+
+@pytest.mark.parametrize("text", ["CUDA out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"])
+def test_a_generation_that_runs_out_of_memory_goes_on_with_fewer_rows(hf, monkeypatch, caplog, text):
+    expected = native.NativeEngine(hf, eos_token_ids=[2]).generate(requests())
+    forward, told = hf.model.forward, []
+
+    def full(*args, **kwargs):
+        if kwargs["input_ids"].shape[0] > 3 and kwargs["input_ids"].shape[1] == 1:
+            raise RuntimeError(text)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(hf.model, "forward", full)
+    engine = native.NativeEngine(hf, eos_token_ids=[2])
+    asked = [Request(r.request_id, r.prompt_ids, r.params, r.seed, told.append) for r in requests()]
+    with caplog.at_level(logging.WARNING):
+        found = engine.generate(asked)
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert sorted(one.request_id for one in told) == sorted(one.request_id for one in asked)  # each once
+    assert "rollout.max_num_seqs=3" in caplog.text
+    caplog.clear()
+    engine.generate(asked)
+    assert not caplog.text  # for the rest of the run
+
+
+def test_a_single_row_that_does_not_fit_ends_the_run_in_a_line(hf, monkeypatch):
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(hf.model, "forward", full)
+    with pytest.raises(TrainingStopped, match=r"data\.max_response_length"):
+        native.NativeEngine(hf, eos_token_ids=[2]).generate(requests(1))
+
+
+@pytest.mark.parametrize(
+    ("error", "found"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("NCCL error: unhandled cuda error. Last error:\nCuda failure 2 'out of memory'"), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_what_running_out_of_memory_looks_like(error, found):
+    assert out_of_memory(error) is found
+
+
+def test_vllm_is_refused_in_a_line_before_it_fails(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 * GIB, 80 * GIB))
+    rollout, device = RolloutConfig(name="vllm", gpu_memory_utilization=0.5), torch.device("cuda", 0)
+    with pytest.raises(UserError, match=r"40\.0 of the GPU's 80\.0 GiB.* 30\.0 GiB are free: set it to at most 0\.37"):
+        check_free_memory(rollout, device)
+    check_free_memory(rollout.model_copy(update={"gpu_memory_utilization": 0.37}), device)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_vllm_does_not_share_buffers_of_expandable_segments(size):
+    rollout = RolloutConfig(name="vllm", tensor_model_parallel_size=size, max_model_len=16)
+    options = engine_options(rollout, ModelConfig(path="x"), CONFIG, torch.device("cuda", 0), size)
+    assert options.get("disable_custom_all_reduce", False) is (size > 1)
+
+
+@dataclass
+class Moved:
+    """An engine that tells when it moves."""
+
+    name: str
+    log: list[str]
+    data_parallel_rank = 0
+
+    def onload(self, *, optimizer: bool = True) -> None:
+        self.log.append(f"{self.name} comes{' with its optimizer' * optimizer}")
+
+    def offload(self) -> None:
+        self.log.append(f"{self.name} leaves")
+
+
+def role(context: WorkerContext, name: str, log: list[str], monkeypatch) -> ModelRole:
+    monkeypatch.setattr("valor.workers.model_role.training_engine", lambda strategy: lambda *a, **k: Moved(name, log))
+    return ModelRole(context, object(), None, None)  # type: ignore[arg-type]
+
+
+def test_a_role_moves_once_for_all_its_mini_batches(monkeypatch):
+    log: list[str] = []
+    context = WorkerContext(0, 1, torch.device("cpu"))
+    actor, critic = (role(context, name, log, monkeypatch) for name in ("actor", "critic"))
+
+    def turns(one: ModelRole, count: int, **options) -> list[str]:
+        log.clear()
+        for _ in range(count):
+            with one.on_device(**options):
+                pass
+        return [line for line in log if "leaves" in line]
+
+    assert turns(actor, 1) == []
+    assert turns(critic, 3, optimizer=True) == ["actor leaves"]
+    assert turns(actor, 3, optimizer=True) == ["critic leaves"]
+    assert turns(actor, 2) == ["actor leaves"]  # its optimizer state makes room
+    log.clear()
+    with actor.on_device(), critic.on_device():  # the exact KL: both are needed
+        context.make_room()
+        assert not [line for line in log if "leaves" in line]
+    context.make_room()
+    assert sorted(line for line in log if "leaves" in line) == ["actor leaves", "critic leaves"]

@@ -1,0 +1,161 @@
+"""How often the host would wait for a GPU, and that no operation mixes devices: counted on a device that is posed."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForTokenClassification
+
+from posed_device import DEVICE, Posed, PosedDevice, pose
+from valor import algorithms
+from valor.models.policy import PolicyModel
+from valor.models.value import ValueModel
+from valor.rollout.base import Request, SamplingParams
+from valor.rollout.native.engine import NativeEngine
+
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 61,
+    "eos_token_id": 2,
+    "tie_word_embeddings": True,
+}
+ROWS = {
+    "prompts": torch.arange(5 * 4).view(5, 4) % 57 + 3,
+    "prompt_lengths": torch.tensor([4, 2, 1, 3, 3]),
+    "responses": torch.arange(5 * 6).view(5, 6) % 31 + 7,
+    "response_lengths": torch.tensor([2, 6, 0, 5, 5]),
+}
+MASK = (torch.arange(6) < ROWS["response_lengths"][:, None]).float()
+ADVANTAGES = torch.linspace(-2, 2, 30).view(5, 6) * MASK
+OPTIONS = {"dro": {"dro_beta": 0.1}}
+DRAWING = {"clip_cov", "kl_cov"}  # they choose tokens by rank, and have to know how many there are
+
+
+@pytest.fixture
+def device():
+    with PosedDevice() as found:
+        yield found
+
+
+def causal_lm() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(Qwen2Config(**SIZES))
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ["policy", "value"])
+def test_a_pass_forward_and_backward_hardly_waits(kind, packed):
+    def build() -> torch.nn.Module:
+        if kind == "policy":
+            return PolicyModel(causal_lm(), packed=packed)
+        torch.manual_seed(0)
+        return ValueModel(Qwen2ForTokenClassification(Qwen2Config(**SIZES, num_labels=1)), packed=packed)
+
+    def loss(model: torch.nn.Module, mask: torch.Tensor) -> torch.Tensor:
+        options = {"temperature": 0.7, "with_entropy": True} if kind == "policy" else {"raw": True}
+        return torch.stack([(value * mask).sum() for value in model(ROWS, **options).values()]).sum()
+
+    plain, posed = build(), pose(build())
+    loss(plain, ADVANTAGES).backward()
+    with PosedDevice() as device:
+        loss(posed, ADVANTAGES.to(DEVICE)).backward()
+        # transformers looks whether positions start anew, to make a mask of its own.
+        assert device.waits.total() <= 1, device.waits
+    expected, found = gradients(plain), gradients(posed)
+    assert expected.keys() == found.keys()
+    for name, grad in found.items():
+        assert isinstance(grad, Posed)
+        torch.testing.assert_close(grad.held, expected[name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", algorithms.POLICY_LOSSES.names())
+def test_policy_losses_do_not_wait(name, device):
+    log_probs = (-2 * MASK).to(DEVICE).requires_grad_()
+    loss, metrics = algorithms.policy_loss(
+        name,
+        log_probs=log_probs,
+        old_log_probs=(-2.1 * MASK).to(DEVICE),
+        advantages=ADVANTAGES.to(DEVICE),
+        response_mask=MASK.to(DEVICE),
+        num_tokens=18.0,
+        num_sequences=4.0,
+        **OPTIONS.get(name, {}),
+    )
+    loss.backward()
+    assert all(isinstance(value, Posed) for value in (loss, log_probs.grad, *metrics.values()))
+    assert device.waits.total() <= (2 if name in DRAWING else 0), device.waits
+
+
+@pytest.mark.parametrize("name", algorithms.VALUE_LOSSES.names())
+def test_value_losses_do_not_wait(name, device):
+    shape = (5, 6, 11) if name == "hl_gauss" else (5, 6)
+    values = torch.zeros(shape).to(DEVICE).requires_grad_()
+    loss, metrics = algorithms.value_loss(
+        name,
+        values=values,
+        old_values=MASK.to(DEVICE),
+        returns=MASK.to(DEVICE),
+        response_mask=MASK.to(DEVICE),
+        cliprange_value=0.5 if name in ("mse", "huber") else None,
+        num_tokens=18.0,
+        num_sequences=4.0,
+    )
+    loss.backward()
+    assert all(isinstance(value, Posed) for value in (loss, values.grad, *metrics.values()))
+    assert not device.waits
+
+
+def requests(params: SamplingParams) -> list[Request]:
+    prompts = [list(range(3, 3 + 40)), [7, 8, 9]]  # a shared prompt, and one that is copied
+    return [Request(str(i), prompts[i % 2], params, (i,)) for i in range(6)]
+
+
+def outputs(hf: torch.nn.Module, params: SamplingParams) -> list[tuple]:
+    found = NativeEngine(hf, eos_token_ids=[2], pack_weights=False).generate(requests(params))
+    return [(one.token_ids, one.log_probs, one.finish_reason) for one in found]
+
+
+def test_a_decode_of_64_tokens_waits_once_in_eight_steps():
+    params = SamplingParams(max_tokens=64, ignore_eos=True)
+    expected = outputs(causal_lm(), params)
+    hf = pose(causal_lm())
+    with PosedDevice() as device:
+        found = outputs(hf, params)
+    assert device.waits.total() <= 64 // 8 + 4, (
+        device.waits
+    )  # and for the tokens, the log-probs, whether they are finite
+    for mine, other in zip(found, expected, strict=True):
+        assert mine[0] == other[0] and mine[2] == other[2]
+        assert mine[1] == pytest.approx(other[1], abs=1e-4)
+
+
+def test_tokens_behind_a_stop_token_are_dropped():
+    """On a GPU a row runs on until the next look; what it said after its end is not part of it."""
+    params = SamplingParams(max_tokens=50, stop_token_ids=tuple(range(20, 30)))
+    expected = outputs(causal_lm(), params)
+    assert {reason for _, _, reason in expected} >= {"stop"} and len({len(ids) for ids, _, _ in expected}) > 2
+    hf = pose(causal_lm())
+    with PosedDevice():
+        found = outputs(hf, params)
+    assert [(ids, reason) for ids, _, reason in found] == [(ids, reason) for ids, _, reason in expected]
+
+
+def test_decode_scores_are_float32_before_the_softmax():
+    """In bfloat16 weights: products of queries and keys are rounded on a CPU alone."""
+    from valor.rollout.native.attention import _products
+
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(2, 2, 9, 8, generator=generator, dtype=torch.bfloat16) * 30
+    queries = torch.randn(2, 2, 3, 8, generator=generator, dtype=torch.bfloat16)
+    exact = queries.float() @ keys.float().transpose(2, 3)
+    with PosedDevice():
+        found = _products(Posed(keys), Posed(queries))
+    assert isinstance(found, Posed) and found.dtype is torch.float32
+    torch.testing.assert_close(found.held, exact)
+    assert not torch.allclose(_products(keys, queries).float(), exact)

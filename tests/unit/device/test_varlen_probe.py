@@ -1,0 +1,78 @@
+"""Variable-length attention, on a CPU that is taken for a device that has it: probed outside of checkpointed layers."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from valor.config.engine import FSDPConfig, OptimConfig
+from valor.data.batch import Batch
+from valor.engines import distributed
+from valor.engines.fsdp.engine import FSDPEngine
+from valor.models import packing
+from valor.models.policy import PolicyModel
+
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 61,
+}
+ROWS = Batch(
+    {
+        "prompts": torch.arange(12).view(3, 4) + 3,
+        "prompt_lengths": torch.tensor([4, 2, 3]),
+        "responses": torch.arange(12).view(3, 4) + 9,
+        "response_lengths": torch.tensor([4, 1, 3]),
+    }
+)
+
+
+def varlen(query, key, value, segments, scaling):
+    """As torch's: it is told where rows begin by a tensor."""
+    assert segments.offsets.dtype is torch.int32
+    found = []
+    for start, end in pairwise(segments.offsets.tolist()):
+        parts = (x[:, :, start:end] for x in (query, key, value))
+        gqa = query.shape[1] != key.shape[1]
+        found.append(
+            torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True, scale=scaling, enable_gqa=gqa)
+        )
+    return torch.cat(found, dim=2).transpose(1, 2)
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """Its first pass is an update, with gradient checkpointing."""
+    monkeypatch.setattr(packing, "VARLEN_DEVICES", ("cpu",))
+    monkeypatch.setattr(packing, "_varlen", varlen)
+    packing._varlen_agrees.cache_clear()
+    distributed.init_process_group("cpu")
+    torch.manual_seed(0)
+    hf = AutoModelForCausalLM.from_config(Qwen2Config(**SIZES))
+    hf.activation_checkpointing_enable({"use_reentrant": False})
+    yield FSDPEngine(
+        PolicyModel(hf, packed=True),
+        fsdp=FSDPConfig(dtype="bfloat16"),
+        optim=OptimConfig(),
+        device=torch.device("cpu"),
+    )
+    distributed.destroy_process_group()
+    packing._varlen_agrees.cache_clear()
+
+
+def test_the_first_backward_pass_finds_what_the_forward_pass_left(engine):
+    probes = packing._varlen_agrees.cache_info().misses
+    metrics = engine.forward_backward(ROWS, lambda out, rows: (out["log_probs"].sum(), {"rows": float(len(rows))}))
+    assert metrics == {"rows": 3.0} and engine.optimizer_step()["grad_norm"] > 0
+    assert packing._varlen_agrees.cache_info().misses == probes > 0
+
+
+def test_where_rows_begin_is_copied_once_a_pass_and_not_once_a_layer(engine, monkeypatch):
+    seen = []
+    monkeypatch.setattr(packing, "_varlen", lambda *a: seen.append(a[3].offsets.data_ptr()) or varlen(*a))
+    engine.forward(ROWS)
+    assert len(seen) == SIZES["num_hidden_layers"] and len(set(seen)) == 1
