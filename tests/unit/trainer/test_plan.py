@@ -61,7 +61,8 @@ def test_roles():
     grpo = plan(load(["-cn", "grpo_config", "algorithm.use_kl_in_reward=true"]).config)
     assert row(grpo, "critic") == "none"
     assert row(grpo, "reference").endswith("KL penalty in the reward, KL loss")
-    assert row(grpo, "training data").endswith("train.parquet") and row(grpo, "reward").startswith("built in, by column")
+    assert row(grpo, "training data").endswith("train.parquet")
+    assert row(grpo, "reward").startswith("built in, by column")
     assert row(grpo, "validation").startswith("before the first step, every 5 steps, after the last; 1 response")
     split = plan(load(["actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2"]).config)
     assert row(split, "actor").endswith("tensor parallel over 2") and "own weights" in row(split, "rollout")
