@@ -31,7 +31,8 @@ from valor.config import ModelConfig, RolloutConfig
 from valor.engines.distributed import init_process_group
 from valor.rollout.base import Request, RolloutEngine, SamplingParams
 from valor.rollout.native.engine import NativeEngine
-from valor.rollout.registry import BuildContext, generation_engine
+from valor.rollout.registry import generation_engine
+from valor.rollout.spec import BuildContext
 
 Prompts = list[list[int]]
 

@@ -9,37 +9,29 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from valor import __version__
 from valor.errors import exit_code
 
-
-class Command(NamedTuple):
-    """`target` is "module:function" with the function taking the remaining arguments and returning the exit code."""
-
-    target: str
-    help: str
-
-
-COMMANDS: dict[str, Command] = {
-    "ppo": Command("valor.trainer.main_ppo:main", "train with PPO, GRPO or a relative: key=value …"),
-    "sft": Command("valor.trainer.main_sft:main", "supervised fine-tuning: key=value …"),
-    "rm train": Command("valor.trainer.main_sft:rm_train", "a reward model from preference pairs: key=value …"),
-    "demo": Command("valor.lab.demo:main", "a tiny model made, warm-started and trained by PPO with a critic here"),
-    "critic pretrain": Command("valor.trainer.main_ppo:critic_pretrain", "fit a critic to rollouts: key=value …"),
-    "critic score": Command("valor.lab.critic_score:main", "the scorecard of a critic: key=value …"),
-    "critic publish": Command("valor.lab.publish:main", "CKPT_OR_HF_DIR OUT: a critic as a model with its card"),
-    "lab sweep": Command("valor.lab.sweep:main", "FILE.yaml: arms x seeds of a command, with intervals and tests"),
-    "config keys": Command("valor.cli:config_keys", "[PREFIX]: every key with its type, default and meaning"),
-    "algorithms": Command("valor.cli:algorithms", "the advantage estimators and losses, and what each needs"),
-    "data prepare": Command("valor.data.prepare:main", "[NAME]: a public data set, or your own, as files to train on"),
-    "data check": Command("valor.lab.data_checks:data_check", "FILE: lengths, duplicates, graders"),
-    "rewards list": Command("valor.rewards.registry:main", "which grader scores which data_source, and its components"),
-    "rewards check": Command("valor.lab.data_checks:rewards_check", "FILE: that, and do its graders work on it?"),
-    "rewards sandbox": Command("valor.sandbox.levels:main", "how this machine encloses code of models"),
-    "export": Command("valor.cli:export", "CKPT OUT [--role critic]: a checkpoint as a Hugging Face directory"),
-    "report": Command("valor.cli:report", "RUN_DIR: build report.html from what a run has left so far"),
+# "module:function", the function taking the remaining arguments and returning the exit code, and a line of help.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "ppo": ("valor.trainer.main_ppo:main", "train with PPO, GRPO or a relative: key=value …"),
+    "sft": ("valor.trainer.main_sft:main", "supervised fine-tuning: key=value …"),
+    "rm train": ("valor.trainer.main_sft:rm_train", "a reward model from preference pairs: key=value …"),
+    "demo": ("valor.lab.demo:main", "a tiny model made, warm-started and trained by PPO with a critic here"),
+    "critic pretrain": ("valor.trainer.main_ppo:critic_pretrain", "fit a critic to rollouts: key=value …"),
+    "critic score": ("valor.lab.critic_score:main", "the scorecard of a critic: key=value …"),
+    "critic publish": ("valor.lab.publish:main", "CKPT_OR_HF_DIR OUT: a critic as a model with its card"),
+    "lab sweep": ("valor.lab.sweep:main", "FILE.yaml: arms x seeds of a command, with intervals and tests"),
+    "config keys": ("valor.cli:config_keys", "[PREFIX]: every key with its type, default and meaning"),
+    "algorithms": ("valor.cli:algorithms", "the advantage estimators and losses, and what each needs"),
+    "data prepare": ("valor.data.prepare:main", "[NAME]: a public data set, or your own, as files to train on"),
+    "data check": ("valor.lab.data_checks:data_check", "FILE: lengths, duplicates, graders"),
+    "rewards list": ("valor.rewards.registry:main", "which grader scores which data_source, and its components"),
+    "rewards check": ("valor.lab.data_checks:rewards_check", "FILE: that, and do its graders work on it?"),
+    "rewards sandbox": ("valor.sandbox.levels:main", "how this machine encloses code of models"),
+    "export": ("valor.cli:export", "CKPT OUT [--role critic]: a checkpoint as a Hugging Face directory"),
+    "report": ("valor.cli:report", "RUN_DIR: build report.html from what a run has left so far"),
 }
 
 
@@ -100,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(_unknown(arguments), file=sys.stderr)
         return 2
-    module, _, function = COMMANDS[name].target.partition(":")
+    module, _, function = COMMANDS[name][0].partition(":")
     try:
         return exit_code(lambda: getattr(importlib.import_module(module), function)(rest))
     except BrokenPipeError:  # the reader (head, less) has seen enough
@@ -118,7 +110,7 @@ def _unknown(arguments: list[str]) -> str:
 
 def _usage() -> str:
     lines = ["usage: valor COMMAND …", ""]
-    lines += [f"  {name:<17}{command.help}" for name, command in COMMANDS.items()]
+    lines += [f"  {name:<17}{about}" for name, (_, about) in COMMANDS.items()]
     return "\n".join(lines)
 
 

@@ -20,7 +20,8 @@ from valor.models.export import export_hf, plain_weights
 from valor.models.rows import ROW_FIELDS
 from valor.rollout import registry as generation_registry
 from valor.rollout.base import Output, RolloutEngine, Span
-from valor.rollout.registry import GenerationEngineSpec, register_generation_engine
+from valor.rollout.registry import register_generation_engine
+from valor.rollout.spec import GenerationEngineSpec
 from valor.trainer.main_ppo import main
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,7 @@ import pytest
 from runs import assert_same_run, read_metrics
 
 from valor.config import PPOConfig, load
-from valor.controller import resolve_placement
+from valor.controller.placement import resolve_placement
 from valor.errors import UserError
 from valor.trainer.checks import check
 from valor.trainer.main_ppo import main

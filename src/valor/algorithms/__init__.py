@@ -1,11 +1,11 @@
 """The mathematics of Valor: pure functions on tensors and floats. This list is the public interface."""
 
-from valor.algorithms.advantages import ADVANTAGES, compute_advantages, register_advantage
+from valor.algorithms import gae, group_relative, policy_gradient, reinforce, trust_regions  # noqa: F401  # they register
+from valor.algorithms.advantages import compute_advantages
 from valor.algorithms.distributions import entropy_from_logits, full_kl_from_logits, sum_pi_squared_from_logits
 from valor.algorithms.kl import AdaptiveKLController, KLController, kl_penalty, make_kl_controller, subtract_divergence
 from valor.algorithms.mismatch import mismatch_sums, off_policy_metrics
-from valor.algorithms.policy_losses import POLICY_LOSSES, policy_loss, register_policy_loss
-from valor.algorithms.ppo import LossInputs
+from valor.algorithms.ppo import LossInputs, policy_loss
 from valor.algorithms.reductions import (
     LOSS_AGG_MODES,
     aggregate_loss,
@@ -18,7 +18,17 @@ from valor.algorithms.reductions import (
     masked_var,
     masked_whiten,
 )
-from valor.algorithms.registry import Capability, describe_algorithms, load_custom
+from valor.algorithms.registry import (
+    ADVANTAGES,
+    POLICY_LOSSES,
+    VALUE_LOSSES,
+    Capability,
+    describe_algorithms,
+    load_custom,
+    register_advantage,
+    register_policy_loss,
+    register_value_loss,
+)
 from valor.algorithms.reward_shaping import (
     advantages_with_missing_rewards,
     apply_missing_reward,
@@ -32,10 +42,8 @@ from valor.algorithms.reward_shaping import (
 from valor.algorithms.rollout_correction import rollout_correction
 from valor.algorithms.selection import filter_groups, pf_ppo_resample, pf_ppo_weights
 from valor.algorithms.value_losses import (
-    VALUE_LOSSES,
     bradley_terry_loss,
     hl_gauss_value,
-    register_value_loss,
     value_loss,
 )
 

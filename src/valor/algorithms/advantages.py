@@ -1,4 +1,4 @@
-"""The estimators by name: `compute_advantages` and its registry."""
+"""Advantages by any estimator, by its name."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,30 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from valor.algorithms.gae import gae
-from valor.algorithms.group_relative import gdpo, gpg, grpo, grpo_passk, opo, rloo
 from valor.algorithms.groups import GroupIds
-from valor.algorithms.registry import Registry
-from valor.algorithms.reinforce import optimal_token_baseline, reinforce_plus_plus, reinforce_plus_plus_baseline, remax
+from valor.algorithms.registry import ADVANTAGES
 from valor.errors import UserError
-
-ADVANTAGES = Registry(
-    "advantage estimator",
-    ("rewards", "response_mask", "values", "group_ids", "reward_baselines", "gamma", "lam"),
-    {
-        "gae": gae,
-        "grpo": grpo,
-        "grpo_passk": grpo_passk,
-        "rloo": rloo,
-        "reinforce_plus_plus": reinforce_plus_plus,
-        "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
-        "remax": remax,
-        "opo": opo,
-        "gpg": gpg,
-        "gdpo": gdpo,
-        "optimal_token_baseline": optimal_token_baseline,
-    },
-)
 
 
 def compute_advantages(
@@ -97,11 +76,3 @@ def _on_samples(
     parts = call(chosen, {key: select(value) for key, value in options.items()})
     advantages, returns = (torch.zeros_like(common["rewards"]).index_copy_(0, keep, part) for part in parts)
     return advantages, returns
-
-
-register_advantage = ADVANTAGES.register
-"""Decorator: adds an estimator under `name`; keywords are `Capability` fields.
-
-The function takes, by keyword, those of rewards, response_mask, values, group_ids, reward_baselines, gamma, lam
-that it names, and options of its own; it returns (advantages, returns), both [B, T].
-"""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from valor.algorithms.reductions import Moments, last_token, masked_whiten, over_rows, result_like, zeroed
-from valor.algorithms.registry import capability
+from valor.algorithms.registry import register_advantage
 from valor.algorithms.scan import Packing, at_next_policy_token, credit_policy_tokens, suffix_scan, sums_to_go
 from valor.errors import UserError
 
@@ -33,7 +33,7 @@ def gae_by_loop(
     return advantages
 
 
-@capability("TD errors of a critic, decayed by γλ", "https://arxiv.org/abs/1506.02438", needs_critic=True)
+@register_advantage("gae", needs_critic=True)
 def gae(
     *,
     rewards: Tensor,
@@ -50,7 +50,8 @@ def gae(
     reward_on_masked: str = "carry",
     zero_masked: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """A_t = δ_t + γλ A_{t'}, δ_t = r_t + γ V_{t'} − V_t, return_t = A_t + V_t; t' is the next POLICY token after t.
+    """A_t = δ_t + γλ A_{t'}, δ_t = r_t + γ V_{t'} − V_t, return_t = A_t + V_t; t' is the next POLICY token after t
+    (https://arxiv.org/abs/1506.02438).
 
     Observation tokens inside a response (mask 0) are stepped over: they neither discount, nor decay, nor contribute a
     value, and their values are never read. All inputs and outputs [B, T]. `gae_by_loop` is the plain form.

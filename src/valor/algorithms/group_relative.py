@@ -12,7 +12,7 @@ from torch import Tensor
 
 from valor.algorithms.groups import GroupIds, Groups, sequence_scores, settle_singletons, spread_over_tokens
 from valor.algorithms.reductions import masked_whiten
-from valor.algorithms.registry import capability
+from valor.algorithms.registry import register_advantage
 from valor.errors import UserError
 
 
@@ -23,7 +23,7 @@ def grpo_scores(scores: Tensor, groups: Groups, norm_by_std: bool, singleton: st
     return settle_singletons(advantage, scores / (1.0 + 1e-6) if norm_by_std else scores, groups, singleton)
 
 
-@capability("score minus group mean, over group std", "https://arxiv.org/abs/2402.03300", min_group_size=2)
+@register_advantage("grpo", min_group_size=2)
 def grpo(
     *,
     rewards: Tensor,
@@ -43,7 +43,7 @@ def grpo(
     return advantage, advantage
 
 
-@capability("only the best sample: best minus second", "https://arxiv.org/abs/2503.19595", min_group_size=2)
+@register_advantage("grpo_passk", min_group_size=2, paper="https://arxiv.org/abs/2503.19595")
 def grpo_passk(
     *, rewards: Tensor, response_mask: Tensor, group_ids: GroupIds | None, norm_adv_by_std_in_grpo: bool = True
 ) -> tuple[Tensor, Tensor]:
@@ -65,7 +65,7 @@ def grpo_passk(
     return advantage, advantage
 
 
-@capability("score minus mean of the others", "https://arxiv.org/abs/2402.14740", min_group_size=2)
+@register_advantage("rloo", min_group_size=2)
 def rloo(
     *, rewards: Tensor, response_mask: Tensor, group_ids: GroupIds | None, singleton: str = "zero"
 ) -> tuple[Tensor, Tensor]:
@@ -77,7 +77,7 @@ def rloo(
     return advantage, advantage
 
 
-@capability("score minus length-weighted group mean", "https://arxiv.org/abs/2505.23585", min_group_size=2)
+@register_advantage("opo", min_group_size=2)
 def opo(
     *, rewards: Tensor, response_mask: Tensor, group_ids: GroupIds | None, singleton: str = "zero"
 ) -> tuple[Tensor, Tensor]:
@@ -97,12 +97,7 @@ def opo(
     return advantage, advantage
 
 
-@capability(
-    "score minus group mean, scaled up for samples without signal",
-    "https://arxiv.org/abs/2504.02546",
-    min_group_size=2,
-    natural_loss="gpg",
-)
+@register_advantage("gpg", min_group_size=2, natural_loss="gpg")
 def gpg(
     *, rewards: Tensor, response_mask: Tensor, group_ids: GroupIds | None, f_norm: float = 1.0, singleton: str = "zero"
 ) -> tuple[Tensor, Tensor]:
@@ -118,12 +113,7 @@ def gpg(
     return advantage, advantage
 
 
-@capability(
-    "GRPO per reward component, weighted sum, whitened",
-    "https://arxiv.org/abs/2601.05242",
-    min_group_size=2,
-    needs_components=True,
-)
+@register_advantage("gdpo", min_group_size=2, needs_components=True)
 def gdpo(
     *,
     rewards: Tensor,

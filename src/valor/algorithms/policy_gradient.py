@@ -3,26 +3,22 @@
 from torch import Tensor
 
 from valor.algorithms.ppo import LossInputs, Metrics, clip_bounds
-from valor.algorithms.registry import capability
+from valor.algorithms.registry import register_policy_loss
 from valor.errors import UserError
 
 
-@capability("-A log π", "https://doi.org/10.1007/BF00992696")
+@register_policy_loss("gpg", paper="https://arxiv.org/abs/2504.02546")
+@register_policy_loss("reinforce", paper="https://doi.org/10.1007/BF00992696")
 def reinforce(inputs: LossInputs) -> tuple[Tensor, Metrics]:
-    """L = −A log π (times the rollout's importance weights where given): REINFORCE. Metrics: ppo_kl."""
+    """L = −A log π (times the rollout's importance weights where given): REINFORCE. Metrics: ppo_kl.
+
+    Williams 1992, https://doi.org/10.1007/BF00992696; also the plain objective of GPG (https://arxiv.org/abs/2504.02546),
+    whose estimator does the rest.
+    """
     return inputs.aggregate(-inputs.advantages * inputs.log_probs), {"ppo_kl": inputs.fraction(-inputs.log_ratio())}
 
 
-@capability("-A log π", "https://arxiv.org/abs/2504.02546")
-def gpg(inputs: LossInputs) -> tuple[Tensor, Metrics]:
-    """L = −A log π: GPG optimises the plain objective, its estimator does the rest (https://arxiv.org/abs/2504.02546).
-
-    Metrics: ppo_kl.
-    """
-    return reinforce(inputs)
-
-
-@capability("clipped weight on -A log π", "https://arxiv.org/abs/2506.13585")
+@register_policy_loss("cispo")
 def cispo(inputs: LossInputs, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2) -> tuple[Tensor, Metrics]:
     """L = −sg(clip(ρ, 1−low, 1+high)) A log π: clips the weight, keeps every token's gradient
     (CISPO, https://arxiv.org/abs/2506.13585). Metrics: pg_clipfrac (tokens whose weight is clipped), ppo_kl.
@@ -35,7 +31,7 @@ def cispo(inputs: LossInputs, *, clip_ratio_low: float = 0.2, clip_ratio_high: f
     return inputs.aggregate(-weight * inputs.advantages * inputs.log_probs), metrics
 
 
-@capability("-A log π with a quadratic leash", "https://arxiv.org/abs/2405.19107")
+@register_policy_loss("dro")
 def dro(inputs: LossInputs, *, dro_beta: float | None = None) -> tuple[Tensor, Metrics]:
     """L = −(A log π − β/2 · (log π/π_old)²): direct reward optimisation with a quadratic leash, β = dro_beta > 0
     (https://arxiv.org/abs/2405.19107). Metrics: ppo_kl, dro_penalty (mean of the second term).
@@ -48,7 +44,7 @@ def dro(inputs: LossInputs, *, dro_beta: float | None = None) -> tuple[Tensor, M
     return inputs.aggregate(penalty - inputs.advantages * inputs.log_probs), metrics
 
 
-@capability("soft gate on the ratio", "https://arxiv.org/abs/2511.20347", aggregation="seq-mean-token-mean")
+@register_policy_loss("sapo", aggregation="seq-mean-token-mean")
 def sapo(inputs: LossInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> tuple[Tensor, Metrics]:
     """L = −A · 4/τ · σ(τ(ρ − 1)), τ = tau_pos where A > 0, else tau_neg: a soft gate instead of a clip
     (SAPO, https://arxiv.org/abs/2511.20347). Aggregated as seq-mean-token-mean. Metrics: ppo_kl.

@@ -1,12 +1,13 @@
-"""The clipped surrogate of PPO, and what every policy loss shares."""
+"""Policy losses by name, what all of them share, and the clipped surrogate of PPO."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from valor.algorithms.reductions import Denominator, aggregate_loss, loss_denominator, token_fraction
-from valor.algorithms.registry import capability
+from valor.algorithms.reductions import Denominator, aggregate_loss, keep_masked, loss_denominator, token_fraction
+from valor.algorithms.registry import POLICY_LOSSES, Entry, register_policy_loss
 from valor.errors import UserError
 
 Metrics = dict[str, Tensor]
@@ -49,6 +50,69 @@ class LossInputs:
         return token_fraction(hit, self.response_mask, self.num_tokens)
 
 
+def policy_loss(
+    name: str = "ppo",
+    *,
+    log_probs: Tensor,
+    old_log_probs: Tensor | None,
+    advantages: Tensor,
+    response_mask: Tensor,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+    clip_ratio_c: float | None = 3.0,
+    loss_agg_mode: str = "token-mean",
+    loss_scale_factor: float | None = None,
+    num_tokens: Denominator = None,
+    num_sequences: Denominator = None,
+    rollout_is_weights: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Metrics]:
+    """The loss `name` (a scalar with gradient to log_probs) and its metrics (detached scalars); inputs [B, T].
+
+    old_log_probs: None when the batch gets a single update: the ratio is exactly 1.
+    num_tokens, num_sequences: counts of the whole mini-batch when this is a part of it: losses, gradients and metrics
+        of the parts then add up to those of the whole.
+    rollout_is_weights [B, T]: importance weights of the rollout correction, multiplied onto each token's loss.
+    clip_ratio_*: reach those losses that clip; further options are the loss's own, an unknown one is a UserError.
+    A loss that fixes its aggregation (`Capability.aggregation`) uses that in place of the default token-mean.
+    """
+    entry = POLICY_LOSSES[name]
+    if log_probs.shape != response_mask.shape or advantages.shape != response_mask.shape:
+        raise ValueError(
+            f"log_probs {tuple(log_probs.shape)}, advantages {tuple(advantages.shape)} and response_mask "
+            f"{tuple(response_mask.shape)} must have one shape"
+        )
+    inputs = LossInputs(
+        log_probs=keep_masked(log_probs, response_mask),
+        old_log_probs=keep_masked(log_probs.detach() if old_log_probs is None else old_log_probs, response_mask),
+        advantages=keep_masked(advantages, response_mask),
+        response_mask=response_mask,
+        rollout_is_weights=None if rollout_is_weights is None else keep_masked(rollout_is_weights, response_mask),
+        loss_agg_mode=aggregation(entry, loss_agg_mode),
+        loss_scale_factor=loss_scale_factor,
+        num_tokens=num_tokens,
+        num_sequences=num_sequences,
+    )
+    common = {
+        "inputs": inputs,
+        "clip_ratio_low": clip_ratio_low,
+        "clip_ratio_high": clip_ratio_high,
+        "clip_ratio_c": clip_ratio_c,
+    }
+    loss, metrics = entry.call(common, options)
+    return loss, {key: torch.as_tensor(value).detach() for key, value in metrics.items()}
+
+
+def aggregation(entry: Entry, requested: str) -> str:
+    """The loss_agg_mode of a policy loss: `requested`, or its own in place of the default. UserError: another one."""
+    fixed = entry.capability.aggregation
+    if fixed is None or requested == fixed:
+        return requested
+    if requested != "token-mean":
+        raise UserError(f"policy loss {entry.name} always aggregates as {fixed}: remove loss_agg_mode={requested}")
+    return fixed
+
+
 def clip_bounds(clip_ratio_low: float, clip_ratio_high: float) -> tuple[float, float]:
     """The interval [1 − low, 1 + high] in which the ratio may move."""
     if clip_ratio_low < 0 or clip_ratio_high < 0:
@@ -56,7 +120,8 @@ def clip_bounds(clip_ratio_low: float, clip_ratio_high: float) -> tuple[float, f
     return 1.0 - clip_ratio_low, 1.0 + clip_ratio_high
 
 
-@capability("clipped surrogate, asymmetric and dual clip", "https://arxiv.org/abs/1707.06347")
+@register_policy_loss("vanilla", paper="https://arxiv.org/abs/1707.06347")
+@register_policy_loss("ppo", paper="https://arxiv.org/abs/1707.06347")
 def ppo(
     inputs: LossInputs, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2, clip_ratio_c: float | None = 3.0
 ) -> tuple[Tensor, Metrics]:

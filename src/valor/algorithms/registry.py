@@ -1,8 +1,9 @@
 """Named algorithms: what is registered, what each needs, and which options it takes."""
 
 import inspect
+import textwrap
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
 from valor.errors import UserError, did_you_mean
@@ -24,7 +25,8 @@ def choose(name: str, known: Iterable[str], what: str) -> str:
 class Capability:
     """What an algorithm needs from the run and goes well with; checked before any model is loaded.
 
-    summary: one line for tables. paper: link. needs_critic: token values. min_group_size: samples of one prompt.
+    summary, paper: what tables say of it, in place of its docstring, and a link.
+    needs_critic: token values. min_group_size: samples of one prompt.
     needs_greedy_baseline: the reward of a greedy response per prompt. needs_components: named reward components.
     needs_sum_pi_squared: Σ_v π(v)² per position from the actor. natural_loss: the policy loss its paper pairs it with.
     aggregation: the loss_agg_mode that is part of a policy loss's definition (None: any).
@@ -40,29 +42,9 @@ class Capability:
     natural_loss: str = "ppo"
     aggregation: str | None = None
 
-    def needs(self) -> list[str]:
-        """What must be there, in words."""
-        words = {
-            "critic": self.needs_critic,
-            f"{self.min_group_size} samples per prompt": self.min_group_size > 1,
-            "a greedy response per prompt": self.needs_greedy_baseline,
-            "reward components": self.needs_components,
-            "sum of squared probabilities": self.needs_sum_pi_squared,
-        }
-        return [word for word, needed in words.items() if needed]
-
-
-_CAPABILITIES: dict[Callable[..., Any], Capability] = {}
-
-
-def capability(summary: str, paper: str = "", **needs: Any) -> Callable[[Function], Function]:
-    """Decorator of a built-in algorithm: its `Capability`, beside its code."""
-
-    def attach(function: Function) -> Function:
-        _CAPABILITIES[function] = Capability(summary, paper, **needs)
-        return function
-
-    return attach
+    def given(self) -> list[tuple[str, Any]]:
+        """The fields after summary and paper that are not at their default."""
+        return [(one.name, value) for one in fields(self)[2:] if (value := getattr(self, one.name)) != one.default]
 
 
 @dataclass(frozen=True)
@@ -73,7 +55,11 @@ class Entry:
     function: Callable[..., Any]
     capability: Capability
     common: frozenset[str]
-    builtin: bool = True
+
+    @property
+    def builtin(self) -> bool:
+        """Whether it comes with Valor."""
+        return self.function.__module__.startswith("valor.")
 
     @property
     def parameters(self) -> frozenset[str]:
@@ -106,15 +92,13 @@ class Entry:
 
 
 class Registry:
-    """Names to functions of one kind. The built-in ones are given as one literal; users add theirs by decorator."""
+    """Names to functions of one kind, which register themselves: ours and users' by the same decorator."""
 
     all: ClassVar[list["Registry"]] = []
 
-    def __init__(self, kind: str, common: Iterable[str], functions: Mapping[str, Callable[..., Any]]) -> None:
+    def __init__(self, kind: str, *common: str) -> None:
         self.kind, self.common = kind, frozenset(common)
-        self._entries = {
-            name: Entry(name, function, _CAPABILITIES[function], self.common) for name, function in functions.items()
-        }
+        self._entries: dict[str, Entry] = {}
         Registry.all.append(self)
 
     def __getitem__(self, name: str) -> Entry:
@@ -126,18 +110,18 @@ class Registry:
     def names(self) -> list[str]:
         return list(self._entries)
 
-    def register(self, name: str, **capability: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Decorator that adds a user's function; keywords are fields of `Capability`.
+    def register(self, name: str, **capability: Any) -> Callable[[Function], Function]:
+        """Decorator that adds a function under `name`; keywords are fields of `Capability`.
 
         Registering the same source function again (a file imported twice) replaces it; another function under a name
         that is taken is a UserError.
         """
 
-        def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        def add(function: Function) -> Function:
             present = self._entries.get(name)
-            if present is not None and (present.builtin or _origin(present.function) != _origin(function)):
+            if present is not None and _origin(present.function) != _origin(function):
                 raise UserError(f"{self.kind} '{name}' is already registered; choose another name")
-            self._entries[name] = Entry(name, function, Capability(**capability), self.common, builtin=False)
+            self._entries[name] = Entry(name, function, Capability(**capability), self.common)
             return function
 
         return add
@@ -146,6 +130,21 @@ class Registry:
 def _origin(function: Callable[..., Any]) -> tuple[str, str]:
     code = getattr(function, "__code__", None)
     return (code.co_filename if code else "", getattr(function, "__qualname__", repr(function)))
+
+
+# A function takes by keyword those of the inputs here that it names, and options of its own. An estimator returns
+# (advantages, returns), both [B, T].
+ADVANTAGES = Registry(
+    "advantage estimator", "rewards", "response_mask", "values", "group_ids", "reward_baselines", "gamma", "lam"
+)
+# `inputs` is a `valor.algorithms.ppo.LossInputs`; its `aggregate` and `fraction` make the (loss, metrics) to return.
+POLICY_LOSSES = Registry("policy loss", "inputs", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+# A value loss returns three [B, T] tensors: loss, 1 where a clip binds, predicted value.
+VALUE_LOSSES = Registry("value loss", "values", "returns", "old_values", "cliprange_value")
+
+register_advantage = ADVANTAGES.register
+register_policy_loss = POLICY_LOSSES.register
+register_value_loss = VALUE_LOSSES.register
 
 
 def load_custom(path: str | None) -> None:
@@ -158,15 +157,15 @@ def load_custom(path: str | None) -> None:
 
 
 def describe_algorithms() -> str:
-    """The registries as text tables: name, what it does, what it needs, its paper."""
+    """The registries as text: each name with its summary, else the first paragraph of its docstring; paper; needs."""
     lines: list[str] = []
     for registry in Registry.all:
-        plural = registry.kind.replace("loss", "losse") + "s"
-        lines += ["", plural] if lines else [plural]
+        lines += ["", registry.kind] if lines else [registry.kind]
         for name in registry.names():
             entry = registry[name]
-            needs = ", ".join(entry.capability.needs())
-            lines.append(f"  {name:<30} {entry.capability.summary}" + (f" (needs {needs})" if needs else ""))
-            if entry.capability.paper:
-                lines.append(f"  {'':<30} {entry.capability.paper}")
+            about = entry.capability.summary or (inspect.getdoc(entry.function) or "").partition("\n\n")[0]
+            needs = ", ".join(f"{key}={value}" for key, value in entry.capability.given())
+            head, indent = f"  {name:<30} ", " " * 33
+            lines += textwrap.wrap(about, 120, initial_indent=head, subsequent_indent=indent) or [head]
+            lines += [indent + line for line in (entry.capability.paper, needs) if line]
     return "\n".join(lines)

@@ -5,11 +5,11 @@ from torch import Tensor
 
 from valor.algorithms.groups import SINGLETON, GroupIds, Groups, sequence_scores, spread_over_tokens
 from valor.algorithms.reductions import masked_whiten, result_like
-from valor.algorithms.registry import capability, choose
+from valor.algorithms.registry import choose, register_advantage
 from valor.algorithms.scan import Packing, returns_to_go
 
 
-@capability("discounted return to go, whitened over the batch", "https://arxiv.org/abs/2501.03262")
+@register_advantage("reinforce_plus_plus")
 def reinforce_plus_plus(
     *,
     rewards: Tensor,
@@ -26,7 +26,7 @@ def reinforce_plus_plus(
     return masked_whiten(returns, response_mask, scope=whitening), returns
 
 
-@capability("score minus group mean, whitened over the batch", "https://arxiv.org/abs/2501.03262", min_group_size=2)
+@register_advantage("reinforce_plus_plus_baseline", min_group_size=2)
 def reinforce_plus_plus_baseline(
     *,
     rewards: Tensor,
@@ -52,7 +52,7 @@ def reinforce_plus_plus_baseline(
     return advantage, advantage
 
 
-@capability("return minus the greedy response's reward", "https://arxiv.org/abs/2310.10505", needs_greedy_baseline=True)
+@register_advantage("remax", needs_greedy_baseline=True)
 def remax(
     *,
     rewards: Tensor,
@@ -72,12 +72,7 @@ def remax(
     return torch.addcmul(returns, mask, baselines, value=-1.0, out=result_like(returns)), returns
 
 
-@capability(
-    "return minus the least-variance baseline of each step",
-    "https://arxiv.org/abs/2602.07078",
-    min_group_size=2,
-    needs_sum_pi_squared=True,
-)
+@register_advantage("optimal_token_baseline", min_group_size=2, needs_sum_pi_squared=True)
 def optimal_token_baseline(
     *,
     rewards: Tensor,
@@ -90,7 +85,8 @@ def optimal_token_baseline(
     reward_on_masked: str = "carry",
     singleton: str = "zero",
 ) -> tuple[Tensor, Tensor]:
-    """A_it = G_it − B_t with B_t = Σ_i G_it W_it / Σ_i W_it over the group's samples that still run at step t.
+    """A_it = G_it − B_t with B_t = Σ_i G_it W_it / Σ_i W_it over the group's samples that still run at step t
+    (https://arxiv.org/abs/2602.07078).
 
     W_it = Σ_{t' ≤ t} w_it' accumulates w = 1 − 2π + Σ_v π(v)², the expected squared norm of the score function at the
     logits, times the squared importance weight when the rollout's weights [B, T] are given. G: undiscounted returns to

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from valor.algorithms.advantages import ADVANTAGES, compute_advantages
+from valor.algorithms.advantages import compute_advantages
 from valor.algorithms.groups import GroupIds, Groups
 from valor.algorithms.reductions import keep_masked, last_token, masked_whiten
-from valor.algorithms.registry import choose
+from valor.algorithms.registry import ADVANTAGES, choose
 from valor.errors import UserError
 
 REWARD_MASK_TYPES: tuple[str, ...] = ("fixed_ratio", "bernoulli")

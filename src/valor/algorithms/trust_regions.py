@@ -5,11 +5,11 @@ from torch import Tensor
 
 from valor.algorithms.ppo import LossInputs, Metrics, clip_bounds
 from valor.algorithms.reductions import masked_mean
-from valor.algorithms.registry import capability
+from valor.algorithms.registry import register_policy_loss
 from valor.errors import UserError
 
 
-@capability("clip on the response's mean ratio", "https://arxiv.org/abs/2507.18071", aggregation="seq-mean-token-mean")
+@register_policy_loss("gspo", aggregation="seq-mean-token-mean")
 def gspo(inputs: LossInputs, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2) -> tuple[Tensor, Metrics]:
     """PPO's clip on s_i = exp(mean_t log π/π_old), whose gradient reaches each token as through that token alone:
     log s_it = log π_t − sg(log π_t) + sg(log s_i), at most 10 (GSPO, https://arxiv.org/abs/2507.18071).
@@ -27,7 +27,7 @@ def gspo(inputs: LossInputs, *, clip_ratio_low: float = 0.2, clip_ratio_high: fl
     return inputs.aggregate(torch.maximum(unclipped, clipped)), metrics
 
 
-@capability("geometric mean of clipped ratios", "https://arxiv.org/abs/2507.20673", aggregation="seq-mean-token-mean")
+@register_policy_loss("geo_mean", aggregation="seq-mean-token-mean")
 def geo_mean(
     inputs: LossInputs, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2
 ) -> tuple[Tensor, Metrics]:
@@ -52,7 +52,7 @@ def geo_mean(
     return inputs.aggregate(loss.unsqueeze(-1).expand_as(mask)), metrics
 
 
-@capability("trust region in total variation", "https://arxiv.org/abs/2602.04879")
+@register_policy_loss("dppo_tv")
 def dppo_tv(
     inputs: LossInputs, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2, clip_ratio_c: float | None = 3.0
 ) -> tuple[Tensor, Metrics]:
@@ -67,7 +67,7 @@ def dppo_tv(
     return _truncated(inputs, keep, clip_ratio_c)
 
 
-@capability("trust region in binary KL", "https://arxiv.org/abs/2602.04879")
+@register_policy_loss("dppo_kl", paper="https://arxiv.org/abs/2602.04879")
 def dppo_kl(
     inputs: LossInputs, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2, clip_ratio_c: float | None = 3.0
 ) -> tuple[Tensor, Metrics]:
@@ -95,7 +95,7 @@ def _truncated(inputs: LossInputs, keep: Tensor, clip_ratio_c: float | None) -> 
     return inputs.aggregate(-inputs.advantages * weight * inputs.log_probs), metrics
 
 
-@capability("PPO, high-covariance tokens held back", "https://arxiv.org/abs/2505.22617")
+@register_policy_loss("clip_cov")
 def clip_cov(
     inputs: LossInputs,
     *,
@@ -107,7 +107,8 @@ def clip_cov(
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Metrics]:
     """PPO's clip, and no gradient for max(1, ⌊clip_cov_ratio · tokens⌋) tokens drawn at random among those with
-    clip_cov_lb < cov < clip_cov_ub that the clip leaves alone. Draws come from `generator`.
+    clip_cov_lb < cov < clip_cov_ub that the clip leaves alone (https://arxiv.org/abs/2505.22617). Draws come from
+    `generator`.
 
     Metrics: pg_clipfrac, pg_clipfrac_cov (tokens held back), ppo_kl.
     """
@@ -131,10 +132,10 @@ def clip_cov(
     return inputs.aggregate(torch.maximum(unclipped, clipped).masked_fill(held_back, 0.0)), metrics
 
 
-@capability("-A·ratio, KL on high-covariance tokens", "https://arxiv.org/abs/2505.22617")
+@register_policy_loss("kl_cov")
 def kl_cov(inputs: LossInputs, *, kl_cov_ratio: float = 2e-4, ppo_kl_coef: float = 0.1) -> tuple[Tensor, Metrics]:
     """L = −Aρ without a clip; the max(1, ⌊kl_cov_ratio · tokens⌋) tokens of largest covariance add
-    ppo_kl_coef · |log π/π_old|. Metrics: ppo_kl, ppo_kl_abs.
+    ppo_kl_coef · |log π/π_old| (https://arxiv.org/abs/2505.22617). Metrics: ppo_kl, ppo_kl_abs.
     """
     if not 0.0 <= kl_cov_ratio <= 1.0:
         raise UserError("kl_cov_ratio is a fraction of the tokens, between 0 and 1")

@@ -10,21 +10,23 @@ from torch.nn import functional
 
 from valor.algorithms.ppo import Metrics
 from valor.algorithms.reductions import Denominator, aggregate_loss, keep_masked, loss_denominator, token_fraction
-from valor.algorithms.registry import Registry, capability
+from valor.algorithms.registry import VALUE_LOSSES, register_value_loss
 from valor.errors import UserError
 
 PerToken = tuple[Tensor, Tensor, Tensor]  # loss, 1 where clipping binds, predicted value; each [B, T]
 
 
-@capability("squared error, clipped around the old value", "https://arxiv.org/abs/1707.06347")
+@register_value_loss("mse")
 def clipped_mse(
     values: Tensor, returns: Tensor, *, old_values: Tensor | None = None, cliprange_value: float | None = 0.5
 ) -> PerToken:
-    """½ max((V − R)², (clip(V, V_old ± c) − R)²) (PPO's value clipping); cliprange_value None: ½ (V − R)²."""
+    """½ max((V − R)², (clip(V, V_old ± c) − R)²) (PPO's value clipping, https://arxiv.org/abs/1707.06347);
+    c = cliprange_value; None: ½ (V − R)².
+    """
     return _clipped(values, returns, old_values, cliprange_value, lambda error: 0.5 * error.square())
 
 
-@capability("squared near, linear far", "https://doi.org/10.1214/aoms/1177703732")
+@register_value_loss("huber")
 def huber(
     values: Tensor,
     returns: Tensor,
@@ -33,7 +35,9 @@ def huber(
     cliprange_value: float | None = None,
     huber_delta: float = 1.0,
 ) -> PerToken:
-    """½ e² for |e| ≤ δ, δ(|e| − δ/2) beyond: outlying returns pull with bounded force; clipped like mse if asked."""
+    """½ e² for |e| ≤ δ, δ(|e| − δ/2) beyond: outlying returns pull with bounded force; clipped like mse if asked
+    (Huber 1964, https://doi.org/10.1214/aoms/1177703732).
+    """
     if huber_delta <= 0:
         raise UserError("huber_delta must be positive")
     zero = torch.zeros_like(returns)
@@ -41,7 +45,7 @@ def huber(
     return _clipped(values, returns, old_values, cliprange_value, loss)
 
 
-@capability("cross-entropy for returns in [0, 1]")
+@register_value_loss("bce")
 def bce(values: Tensor, returns: Tensor) -> PerToken:
     """−R log σ(z) − (1 − R) log(1 − σ(z)): z the head's output, σ(z) the value, for returns in [0, 1].
 
@@ -52,7 +56,7 @@ def bce(values: Tensor, returns: Tensor) -> PerToken:
     return loss, torch.zeros_like(loss), values.detach().sigmoid()
 
 
-@capability("classification over bins", "https://arxiv.org/abs/2403.03950")
+@register_value_loss("hl_gauss")
 def hl_gauss(
     values: Tensor,
     returns: Tensor,
@@ -114,13 +118,6 @@ def _clipped(
     return torch.maximum(loss, clipped_loss), (clipped_loss > loss).float(), values.detach()
 
 
-VALUE_LOSSES = Registry(
-    "value loss",
-    ("values", "returns", "old_values", "cliprange_value"),
-    {"mse": clipped_mse, "huber": huber, "bce": bce, "hl_gauss": hl_gauss},
-)
-
-
 def value_loss(
     name: str = "mse",
     *,
@@ -157,14 +154,6 @@ def value_loss(
         "vf_error_mean": token_fraction(predicted - common["returns"], response_mask, num_tokens),
     }
     return loss, metrics
-
-
-register_value_loss = VALUE_LOSSES.register
-"""Decorator: adds a value loss under `name`; keywords are `Capability` fields.
-
-The function takes, by keyword, those of values, returns, old_values, cliprange_value that it names, and options of
-its own; it returns three [B, T] tensors: loss, 1 where a clip binds, predicted value.
-"""
 
 
 def bradley_terry_loss(

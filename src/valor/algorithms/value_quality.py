@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from scipy import stats
@@ -23,45 +22,25 @@ def auc(values: Tensor, right: Tensor) -> float:
     return float((ranks.sum() - first * (first + 1) / 2) / (first * second))
 
 
-def best_threshold(values: Tensor, right: Tensor) -> tuple[float, float]:
-    """(threshold, accuracy): calling right what has V ≥ threshold is right most often there; the lowest such threshold.
+def calibration(values: Tensor, outcomes: Tensor, bins: int = 10) -> list[dict[str, float]]:
+    """Equally full bins of rising value, each with its `count`, mean `value` and mean `outcome`.
 
-    Thresholds lie half-way between neighbouring values; -inf calls everything right, inf nothing.
-    """
-    unique, place = values.double().unique(return_inverse=True)
-    # Calling the lowest k distinct values wrong wins their wrong ones and loses their right ones.
-    gain = torch.zeros(len(unique) + 1, dtype=torch.float64).index_add(0, place + 1, 1.0 - 2.0 * right.double())
-    hits = right.sum() + gain.cumsum(0)
-    k = int(hits.argmax())
-    middle = (unique[k - 1] + unique[k]) / 2 if 0 < k < len(unique) else math.inf if k else -math.inf
-    return float(middle), float(hits[k] / len(values))
-
-
-@dataclass(frozen=True)
-class CalibrationBin:
-    """States with similar values: how many, their mean value and their mean outcome."""
-
-    count: int
-    value: float
-    outcome: float
-
-
-def calibration(values: Tensor, outcomes: Tensor, bins: int = 10) -> list[CalibrationBin]:
-    """Equally full bins of rising value; equal values are never parted, so there may be fewer bins than asked.
-
-    values, outcomes [N]. Equal counts instead of equal widths: values need not lie in [0, 1], and no bin is empty.
+    values, outcomes [N]. Equal values are never parted, so there may be fewer bins than asked. Equal
+    counts instead of equal widths: values need not lie in [0, 1], and no bin is empty.
     """
     v, order = values.double().sort(stable=True)
     y = outcomes.double()[order]
     cuts = torch.tensor([round(len(v) * (i + 1) / bins) for i in range(bins)])
     ends = torch.searchsorted(v, v[cuts[cuts > 0] - 1], right=True).unique()
     parts = zip(v.tensor_split(ends[:-1]), y.tensor_split(ends[:-1]), strict=True)
-    return [CalibrationBin(len(some), float(some.mean()), float(outcome.mean())) for some, outcome in parts]
+    return [
+        {"count": len(some), "value": float(some.mean()), "outcome": float(outcome.mean())} for some, outcome in parts
+    ]
 
 
-def calibration_error(bins: list[CalibrationBin]) -> float:
+def calibration_error(bins: list[dict[str, float]]) -> float:
     """Σ_b n_b / N · |mean value − mean outcome| (expected calibration error, https://arxiv.org/abs/1706.04599)."""
-    return sum(b.count * abs(b.value - b.outcome) for b in bins) / sum(b.count for b in bins)
+    return sum(b["count"] * abs(b["value"] - b["outcome"]) for b in bins) / sum(b["count"] for b in bins)
 
 
 def pearson(x: Tensor, y: Tensor) -> float:

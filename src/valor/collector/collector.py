@@ -15,7 +15,7 @@ from valor.collector.grading import Grading
 from valor.collector.inputs import RunInputs
 from valor.collector.prompts import PROMPT_OBJECTS, prompt_batch, sampling_params
 from valor.config import PPOConfig
-from valor.controller import Roles
+from valor.controller.group import Roles
 from valor.data.batch import Batch
 from valor.data.prompts import PromptRow
 from valor.errors import WorkersReplaced

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from valor.controller import Pools, Roles
+from valor.controller.group import Pools, Roles
 
 
 class WeightPublisher:

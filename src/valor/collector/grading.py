@@ -14,7 +14,7 @@ from valor import algorithms
 from valor.agents.episode import Episode, EpisodeKey
 from valor.collector.inputs import RunInputs
 from valor.config import PPOConfig
-from valor.controller import Roles
+from valor.controller.group import Roles
 from valor.data.batch import Batch
 from valor.data.reward_texts import prompt_text
 from valor.errors import StepRefused

@@ -18,14 +18,14 @@ from torch import Tensor
 from valor import algorithms
 from valor.collector.collector import Collector
 from valor.collector.inputs import RunInputs
-from valor.config import PPOConfig, RewardConfig
-from valor.controller import ResourcePool, start_group
+from valor.config import PPOConfig
+from valor.controller.placement import ResourcePool
+from valor.controller.start import start_group
 from valor.data.batch import Batch, pad_rows
 from valor.data.files import read_records
 from valor.data.prompts import PromptRow, render, token_ids
 from valor.errors import UserError
-from valor.rewards.executor import RewardResult, Sample
-from valor.rewards.manager import make_graders
+from valor.rewards.executor import RewardResult
 from valor.rollout.registry import generation_engine
 from valor.tracking.rundir import write_atomically
 from valor.workers.roles import role_specs
@@ -113,23 +113,18 @@ def write_rollouts(path: Path, records: Iterator[dict[str, Any]]) -> None:
     write_atomically(path, "".join(line + "\n" for line in lines))
 
 
-def read_rollouts(paths: Sequence[str], tokenizer: Any, reward: RewardConfig) -> Batch:
-    """The rollouts in jsonl or parquet files, or in all such files of a folder. Rows without a score are graded.
+def read_rollouts(paths: Sequence[str], tokenizer: Any) -> Batch:
+    """The rollouts in jsonl or parquet files, or in all such files of a folder.
 
     A row is what `trainer.rollout_data_dir` and `validation_data_dir` hold (prompt_ids, response_ids), or messages with
-    a text response. UserError: anything else.
+    a text response; either has a score. UserError: anything else.
     """
     found = [_parse(record, where, tokenizer) for path in _files(paths) for where, record in read_records(path)]
     batch = Batch({}, {name: [row[name] for row in found] for name in OBJECTS})
     batch["prompts"], batch["prompt_lengths"] = pad_rows([row["prompt"] for row in found], torch.long)
     batch["responses"], batch["response_lengths"] = pad_rows([row["response"] for row in found], torch.long)
     batch["response_mask"], _ = pad_rows([row["response_mask"] for row in found], torch.float32)
-    scores = [row["score"] for row in found]
-    ungraded = [i for i, score in enumerate(scores) if score is None]
-    if ungraded:
-        for i, result in zip(ungraded, _grade(batch.take(ungraded), tokenizer, reward), strict=True):
-            scores[i], batch.objects["reward_info"][i] = result.score, result.components
-    batch["scores"] = torch.tensor(scores, dtype=torch.float32)
+    batch["scores"] = torch.tensor([row["score"] for row in found], dtype=torch.float32)
     return batch
 
 
@@ -162,24 +157,10 @@ def _parse(record: Mapping[str, Any], where: str, tokenizer: Any) -> dict[str, A
     if max(*prompt, *response) >= len(tokenizer):
         raise UserError(f"{where}: token {max(*prompt, *response)} is none of the {len(tokenizer)} of this tokenizer")
     score = record.get("score")
-    if score is not None and not isinstance(score, bool | int | float):
+    if not isinstance(score, bool | int | float):
         raise UserError(f"{where}: the score must be a number, got {score!r}")
     objects = {name: record.get(name) for name in OBJECTS} | {
         "ground_truth": record.get("ground_truth", record.get("gts")),
         "reward_info": record.get("reward_info") or {},
     }
-    if score is None and (objects["data_source"] is None or objects["ground_truth"] is None):
-        raise UserError(f"{where}: a rollout without a score needs data_source and ground_truth, to be graded by")
     return {"prompt": prompt, "response": response, "response_mask": mask, "score": score, **objects}
-
-
-def _grade(batch: Batch, tokenizer: Any, reward: RewardConfig) -> list[RewardResult]:
-    columns, graders = batch.objects, make_graders(reward)
-    ids = [row[:n] for row, n in zip(batch["responses"].tolist(), batch["response_lengths"].tolist(), strict=True)]
-    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    samples = zip(columns["data_source"], texts, columns["ground_truth"], columns["extra_info"], strict=True)
-    try:
-        graders.check(set(columns["data_source"]))
-        return graders.score([Sample(*sample) for sample in samples])
-    finally:
-        graders.close()

@@ -15,7 +15,7 @@ from valor.tracking.progress_console import show_progress
 from valor.trainer.command import run_command
 
 if TYPE_CHECKING:
-    from valor.controller import ResourcePool
+    from valor.controller.placement import ResourcePool
     from valor.data.batch import Batch
     from valor.lab.scorecard import Branches, Judged
 
@@ -59,7 +59,8 @@ def _measure(config: CriticScoreConfig) -> tuple[Judged, Branches | None]:
     """Rollouts, branches if asked for, and the critic's values of the rollouts: policy and critic take turns."""
     from valor.collector.inputs import load_policy_tokenizer
     from valor.collector.rollouts import correct, outcomes, rollout_records, same_prompt, write_rollouts
-    from valor.controller import resolve_pool, start_group
+    from valor.controller.placement import resolve_pool
+    from valor.controller.start import start_group
     from valor.lab.scorecard import Judged
     from valor.tracking.progress import phase
     from valor.trainer.critic_tokenizer import check_critic_tokenizer
@@ -96,7 +97,7 @@ def _rollouts(config: CriticScoreConfig, pool: ResourcePool, controller: str) ->
 
     score, data = config.score, config.data
     if score.rollouts:
-        return read_rollouts(score.rollouts, load_policy_tokenizer(config), config.reward), None
+        return read_rollouts(score.rollouts, load_policy_tokenizer(config)), None
     # The held-out prompts, answered as training prompts are: by sampling, rollout.n times.
     held_out = {"train_files": data.val_files, "train_max_samples": data.val_max_samples, "val_files": None}
     as_training = config.model_copy(update={"data": data.model_copy(update={**held_out, "train_batch_size": 1})})

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from valor.algorithms.value_quality import (
     auc,
-    best_threshold,
     calibration,
     calibration_error,
     noise_ceiling,
@@ -56,16 +55,11 @@ def scorecard(judged: Judged, branches: Branches | None = None) -> dict[str, Any
     places = _relative_places(judged.mask)
     along, returns_along = judged.values.gather(1, places), judged.returns.gather(1, places)
     last = along[:, -1]
-    threshold, accuracy = best_threshold(last, judged.right)
-    share = float(judged.right.double().mean())
     return {
         "responses": len(last),
         "prompts": len(set(judged.prompts)),
-        "right": share,
+        "right": float(judged.right.double().mean()),
         "auc": _with_interval(lambda rows: auc(last[rows], judged.right[rows]), judged.prompts),
-        "threshold": _finite(threshold),
-        "accuracy": accuracy,
-        "majority": max(share, 1 - share),
         "explained_variance": _finite(explained_variance(judged.values, judged.returns, judged.mask)),
         "verdicts": _histogram(last, judged.right),
         "calibration": {
@@ -132,7 +126,7 @@ def _histogram(values: Tensor, right: Tensor) -> dict[str, Any]:
 
 def _calibration(values: Tensor, returns: Tensor) -> dict[str, Any]:
     bins = calibration(values, returns)
-    return {"ece": calibration_error(bins), "bins": [vars(one) for one in bins]}
+    return {"ece": calibration_error(bins), "bins": bins}
 
 
 def _monte_carlo(judged: Judged, branches: Branches) -> dict[str, Any]:

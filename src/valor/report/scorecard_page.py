@@ -38,10 +38,8 @@ def render(card: Mapping[str, Any]) -> str:
 
 def main_numbers(card: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """(name, value, remark) of what a reader wants first, as texts."""
-    area, threshold = card["auc"], card["threshold"]
+    area = card["auc"]
     yield "AUC", short(area["value"]), f"95 % {short(area['low'])} to {short(area['high'])}; chance 0.5"
-    at = f" at V \u2265 {short(threshold)}" if threshold is not None else ""
-    yield "Accuracy", short(card["accuracy"]), f"best threshold{at}; always the same: {short(card['majority'])}"
     yield "Explained variance", short(card["explained_variance"]), "of the returns of all policy tokens"
     ece = card["calibration"]
     yield "Calibration error", short(ece["last"]["ece"]), f"at the last token; {short(ece['all']['ece'])} along the way"

@@ -5,10 +5,8 @@ from __future__ import annotations
 from valor.algorithms.registry import choose
 from valor.rollout.native.spec import NATIVE
 from valor.rollout.server.checks import SERVER
-from valor.rollout.spec import BuildContext, GenerationEngineSpec
+from valor.rollout.spec import GenerationEngineSpec
 from valor.rollout.vllm.options import VLLM
-
-__all__ = ["BuildContext", "GenerationEngineSpec"]
 
 _ENGINES = {spec.name: spec for spec in (NATIVE, VLLM, SERVER)}
 

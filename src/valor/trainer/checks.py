@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from valor import algorithms
 from valor.algorithms import ADVANTAGES, POLICY_LOSSES, VALUE_LOSSES, load_custom
+from valor.algorithms.ppo import aggregation
 from valor.algorithms.registry import Entry
 from valor.config import AlgorithmConfig, CriticRunConfig, PPOConfig, Section, SupervisedConfig
 from valor.config import inert_settings as inert_by_rules
@@ -116,17 +117,12 @@ def _components(name: str, algorithm: AlgorithmConfig) -> dict[str, bool]:
 
 
 def _policy_loss(config: PPOConfig) -> list[str]:
-    actor, name, lines = config.actor_rollout_ref.actor, config.policy_loss, []
+    actor, name = config.actor_rollout_ref.actor, config.policy_loss
     entry = POLICY_LOSSES[name]
-    fixed = entry.capability.aggregation
-    if fixed is not None and actor.loss_agg_mode not in ("token-mean", fixed):
-        lines.append(
-            f"actor_rollout_ref.actor.policy_loss.loss_mode={name} always aggregates as {fixed}: remove "
-            f"actor_rollout_ref.actor.loss_agg_mode={actor.loss_agg_mode}"
-        )
+    aggregation(entry, actor.loss_agg_mode)
     key, given = "actor_rollout_ref.actor.policy_loss.loss_kwargs", actor.policy_loss.loss_kwargs
     taken = {*type(actor).model_fields, *type(actor.policy_loss).model_fields, "generator"}
-    lines += _options(entry, key, given, entry.options, taken)
+    lines = _options(entry, key, given, entry.options, taken)
     if entry.builtin and not lines:  # options that contradict each other are found by trying them
         one, options = torch.ones(1, 1), policy_loss_options(actor, name)
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from valor.config import PPOConfig
-from valor.controller import Roles
+from valor.controller.group import Roles
 from valor.data.batch import Batch
 from valor.trainer.step_metrics import mean_over_updates
 from valor.trainer.updates import Updates

@@ -22,8 +22,8 @@ def critic_pretrain(argv: Sequence[str] | None = None) -> int:
 
 def _ppo(config: PPOConfig, command: str) -> int:
     from valor.collector.inputs import RunInputs
-    from valor.controller import resolve_placement
     from valor.controller.nodes import node_zero, serve
+    from valor.controller.placement import resolve_placement
     from valor.rollout.registry import generation_engine
     from valor.trainer.critic_tokenizer import check_critic_tokenizer
     from valor.trainer.ppo import PPORun
@@ -43,7 +43,7 @@ def _ppo(config: PPOConfig, command: str) -> int:
 
 
 def _critic_pretrain(config: CriticPretrainConfig, command: str) -> int:
-    from valor.controller import resolve_pool
+    from valor.controller.placement import resolve_pool
     from valor.trainer.pretrain import CriticPretrainRun
     from valor.trainer.run import fit_again
 

@@ -11,7 +11,6 @@ from valor.config import (
     CriticPretrainConfig,
     CriticScoreConfig,
     FSDPConfig,
-    OptimConfig,
     PPOConfig,
     RMConfig,
     RunConfig,
@@ -34,10 +33,9 @@ def plan(config: Section, explicit_keys: Collection[str] = ()) -> str:
     """
     if isinstance(config, CriticScoreConfig):
         rows = _score_rows(config)
-    elif isinstance(config, PPOConfig | SupervisedConfig):
-        rows = _training_rows(config)
     else:
-        raise ValueError(f"no plan for a {type(config).__name__}")
+        assert isinstance(config, PPOConfig | SupervisedConfig), "what commands read"
+        rows = _training_rows(config)
     rows += [("note", f"{key}: {reason}") for key, reason in inert_settings(config, explicit_keys).items()]
     width = max(len(title) for title, _ in rows)
     lines, last = [], ""
@@ -48,8 +46,7 @@ def plan(config: Section, explicit_keys: Collection[str] = ()) -> str:
 
 
 def _training_rows(config: PPOConfig | SupervisedConfig) -> Rows:
-    trainer, data = config.trainer, config.data
-    unit, files = "prompts", data.train_files
+    trainer, unit, files = config.trainer, "prompts", config.data.train_files
     if isinstance(config, SupervisedConfig):
         unit = "pairs" if isinstance(config, RMConfig) else "samples"
         rows = _supervised_rows(config, unit)
@@ -57,59 +54,46 @@ def _training_rows(config: PPOConfig | SupervisedConfig) -> Rows:
         rows, files = _pretrain_rows(config), config.pretrain.rollouts or files
     else:
         rows = _ppo_rows(config)
-    length = (
-        f"{_count(trainer.total_epochs, 'epoch')} x ({unit} in the training data / {data.train_batch_size:,}) steps"
-    )
+    epochs = _count(trainer.total_epochs, "epoch")
+    length = f"{epochs} x ({unit} in the training data / {config.data.train_batch_size:,}) steps"
     if trainer.total_training_steps is not None:
         length = _count(trainer.total_training_steps, "step")
-    kept = "all kept" if trainer.max_ckpt_to_keep is None else f"the newest {trainer.max_ckpt_to_keep} kept"
-    resume = {
-        "auto": "resumes from the newest in the run's folder",
-        "disable": "starts afresh",
-        "resume_path": f"resumes from {trainer.resume_from_path}",
-    }[trainer.resume_mode]
-    name = f"{trainer.project_name}/{trainer.experiment_name}"
+    run = f"{trainer.project_name}/{trainer.experiment_name} in {trainer.default_local_dir}"
     return [
-        ("run", f"{name} in {trainer.default_local_dir}, seed {trainer.seed}"),
+        ("run", run),
         *rows,
         ("length", length),
         ("training data", _and(*files)),
         ("validation", _validation(config)),
-        ("checkpoints", f"{_every(trainer.save_freq)}, {kept}; {resume}"),
     ]
 
 
 def _ppo_rows(config: PPOConfig) -> Rows:
-    policy, actor, trainer = config.actor_rollout_ref, config.actor_rollout_ref.actor, config.trainer
-    algorithm, with_critic = config.algorithm, config.critic.enable
-    lam = f"lambda {algorithm.lam_actor:g}"
-    if algorithm.lam_critic != algorithm.lam_actor:
-        lam += f" (critic {algorithm.lam_critic:g})"
-    estimator = [algorithm.adv_estimator, with_critic and f"gamma {algorithm.gamma:g}", with_critic and lam]
+    policy, estimator = config.actor_rollout_ref, config.algorithm.adv_estimator
+    weights = [engine.plan(config) for engine in generation_engines() if engine.name == policy.rollout.name]
     rows = [
-        ("algorithm", _and(*estimator, f"policy loss {actor.policy_loss.loss_mode}")),
-        ("actor", _and(_model(policy.model), _optimizer(actor.optim), *_precision(actor.fsdp_config))),
-        ("rollout", _rollout(config)),
+        ("algorithm", f"{estimator}, policy loss {config.policy_loss}"),
+        ("actor", _model(policy.model, policy.actor.fsdp_config)),
+        ("rollout", _and(policy.rollout.name, *weights)),
         ("critic", _critic(config.critic)),
         ("reference", _reference(config)),
         ("reward", _reward(config)),
-        ("placement", _placement(trainer, with_pools=bool(config.pools))),
+        ("placement", _placement(config.trainer, with_pools=bool(config.pools))),
     ]
     for name, pool in config.pools.items():
         nodes = f" on each of {pool.nnodes} nodes" if pool.nnodes > 1 else ""
         each = f"{_count(pool.n_gpus_per_node, 'process')}{nodes}"
         rows.append(("placement", f"pool {name}: {each}: {_and(*pool.roles)}"))
-    rows += [("batch", text) for text in _batch(config)]
-    rows.append(("old log-probs", _old_log_probs(config)))
-    warmup = f"the first {trainer.critic_warmup} steps train the critic alone"
-    return [*rows, ("warm-up", warmup)] if trainer.critic_warmup else rows
+    rows += [*(("batch", text) for text in _batch(config)), ("old log-probs", _old_log_probs(config))]
+    warmup = f"the first {config.trainer.critic_warmup} steps train the critic alone"
+    return [*rows, ("warm-up", warmup)] if config.trainer.critic_warmup else rows
 
 
 def _pretrain_rows(config: CriticPretrainConfig) -> Rows:
     critic, data = config.critic, config.data
     updates = f"{critic.ppo_mini_batch_size:,} prompts per update, {_count(critic.ppo_epochs, 'epoch')} of each"
     return [
-        ("critic", f"{_critic(critic)}, value loss {critic.value_loss}"),
+        ("critic", _critic(critic)),
         *([] if config.pretrain.rollouts else [("rollouts", _drawn(config, data.train_files))]),
         ("placement", _placement(config.trainer)),
         ("batch", f"{data.train_batch_size:,} prompts per step, {updates}"),
@@ -117,10 +101,10 @@ def _pretrain_rows(config: CriticPretrainConfig) -> Rows:
 
 
 def _score_rows(config: CriticScoreConfig) -> Rows:
-    score, critic = config.score, config.critic
+    score = config.score
     branches = f"{score.mc} from each of {score.positions} positions of {score.responses} responses"
     return [
-        ("critic", _and(_model(critic.model), *_precision(critic.fsdp_config))),
+        ("critic", _critic(config.critic)),
         ("rollouts", _and(*score.rollouts or [_drawn(config, config.data.val_files or [])])),
         ("placement", _placement(config.trainer)),
         *([("branches", branches)] if score.mc else []),
@@ -131,7 +115,7 @@ def _score_rows(config: CriticScoreConfig) -> Rows:
 def _supervised_rows(config: SupervisedConfig, unit: str) -> Rows:
     data = config.data
     return [
-        ("model", _and(_model(config.model), _optimizer(config.optim), *_precision(config.fsdp_config))),
+        ("model", _model(config.model, config.fsdp_config)),
         ("placement", _processes(config.trainer, 1)),
         ("batch", f"{data.train_batch_size:,} {unit} per update, each text at most {data.max_length:,} tokens"),
         ("batch", f"micro-batches of at most {data.max_token_len_per_gpu:,} tokens per process"),
@@ -151,23 +135,12 @@ def _every(steps: int) -> str:
     return f"every {steps} steps, after the last" if steps > 0 else "after the last"
 
 
-def _model(model: BackboneConfig) -> str:
+def _model(model: BackboneConfig, fsdp: FSDPConfig) -> str:
     start = f" from {model.lora_adapter_path}" if model.lora_adapter_path is not None else ""
-    return model.path + (f" with LoRA adapters of rank {model.lora_rank}{start}" if model.lora_rank else "")
-
-
-def _optimizer(optim: OptimConfig) -> str:
-    schedule = "" if optim.lr_scheduler_type == "constant" else f" {optim.lr_scheduler_type}"
-    return f"AdamW lr {optim.lr:g}{schedule}"
-
-
-def _precision(fsdp: FSDPConfig) -> list[str | bool]:
-    moved = [name for name, on in (("weights", fsdp.param_offload), ("optimizer", fsdp.optimizer_offload)) if on]
-    return [
-        f"{fsdp.dtype} over {fsdp.model_dtype} weights" if fsdp.dtype != fsdp.model_dtype else fsdp.dtype,
+    return _and(
+        model.path + (f" with LoRA adapters of rank {model.lora_rank}{start}" if model.lora_rank else ""),
         fsdp.tensor_parallel_size > 1 and f"tensor parallel over {fsdp.tensor_parallel_size}",
-        bool(moved) and f"{' and '.join(moved)} offloaded",
-    ]
+    )
 
 
 def _drawn(config: PPOConfig, files: list[str]) -> str:
@@ -175,36 +148,20 @@ def _drawn(config: PPOConfig, files: list[str]) -> str:
     return f"{policy.rollout.n} answers by {policy.model.path} to each prompt of {_and(*files)}"
 
 
-def _rollout(config: PPOConfig) -> str:
-    rollout = config.actor_rollout_ref.rollout
-    weights = [f" ({engine.plan(config)})" for engine in generation_engines() if engine.name == rollout.name]
-    return _and(
-        f"{rollout.name}{''.join(weights)}",
-        f"temperature {rollout.temperature:g}",
-        rollout.top_p < 1 and f"top-p {rollout.top_p:g}",
-        rollout.top_k > 0 and f"top-k {rollout.top_k}",
-    )
-
-
 def _critic(critic: CriticConfig) -> str:
     if not critic.enable:
         return "none"
-    return _and(
-        _model(critic.model),
-        "frozen" if critic.freeze else _optimizer(critic.optim),
-        bool(critic.freeze_steps) and not critic.freeze and f"frozen in steps {_and(*critic.freeze_steps)}",
-        critic.ensemble_size > 1 and f"{critic.ensemble_reduce} of {critic.ensemble_size}",
-        *_precision(critic.fsdp_config),
-    )
+    ensemble = critic.ensemble_size > 1 and f"{critic.ensemble_reduce} of {critic.ensemble_size}"
+    frozen = f"frozen in steps {_and(*critic.freeze_steps)}" if critic.freeze_steps else ""
+    return _and(_model(critic.model, critic.fsdp_config), "frozen" if critic.freeze else frozen, ensemble)
 
 
 def _reference(config: PPOConfig) -> str:
     if not config.needs_reference:
         return "none (no KL term is on)"
-    actor, control = config.actor_rollout_ref.actor, config.algorithm.kl_ctrl
     terms = _and(
-        config.algorithm.use_kl_in_reward and f"{control.type} KL penalty {control.kl_coef:g} in the reward",
-        actor.use_kl_loss and f"KL loss {actor.kl_loss_coef:g} ({actor.kl_loss_type})",
+        config.algorithm.use_kl_in_reward and "KL penalty in the reward",
+        config.actor_rollout_ref.actor.use_kl_loss and "KL loss",
     )
     return f"{config.actor_rollout_ref.model.path}: {terms}"
 
@@ -270,14 +227,13 @@ def _updates(config: PPOConfig, role: UpdateConfig) -> str:
 
 def _old_log_probs(config: PPOConfig) -> str:
     old, correction = OldLogProbs.of(config), config.algorithm.rollout_correction
-    steps = [f"{correction.rollout_is} importance weights"] if correction.weighs else []
-    steps += [f"rejection by {correction.rollout_rs}"] if correction.rollout_rs is not None else []
-    corrections = " and ".join(steps)
-    if old.bypass:
-        return _and("the rollout's own (bypass_mode)", bool(steps) and f"{corrections} before each update")
-    if not old.recompute:
+    if not (old.bypass or old.recompute):
         return "none needed: one update per batch, the ratio is exactly 1"
-    return _and("recomputed once per step", corrections)
+    return _and(
+        "the rollout's own (bypass_mode)" if old.bypass else "recomputed once per step",
+        correction.weighs and f"{correction.rollout_is} importance weights",
+        correction.rollout_rs is not None and f"rejection by {correction.rollout_rs}",
+    )
 
 
 def _validation(config: PPOConfig | SupervisedConfig) -> str:

@@ -16,7 +16,9 @@ from valor.algorithms import mismatch_sums
 from valor.collector.collector import Collector
 from valor.collector.inputs import RunInputs
 from valor.config import PPOConfig
-from valor.controller import Placement, Pools, start_pools
+from valor.controller.group import Pools
+from valor.controller.placement import Placement
+from valor.controller.start import start_pools
 from valor.data.batch import Batch
 from valor.tracking.metrics import Timer
 from valor.tracking.progress import phase

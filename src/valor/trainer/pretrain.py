@@ -21,7 +21,9 @@ from valor.collector.rollouts import (
     write_rollouts,
 )
 from valor.config import CriticPretrainConfig
-from valor.controller import ResourcePool, Roles, start_group
+from valor.controller.group import Roles
+from valor.controller.placement import ResourcePool
+from valor.controller.start import start_group
 from valor.data.batch import Batch
 from valor.data.sampler import PromptSampler, shuffled
 from valor.errors import UserError
@@ -145,7 +147,7 @@ class CriticPretrainRun(Run):
         """From the given files; else from the policy, and kept in the run's folder for a resumed run to read."""
         kept, given = self.record.run_dir / ROLLOUTS_FILE, self.config.pretrain.rollouts
         if given or (resuming and kept.exists()):
-            return read_rollouts(given or [str(kept)], self.tokenizer, self.config.reward)
+            return read_rollouts(given or [str(kept)], self.tokenizer)
         assert self.inputs is not None, "made where no files are given"
         try:
             with policy_group(self.config, self.inputs, self.pool, self.controller, self.record.say) as collector:

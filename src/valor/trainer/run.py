@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from valor.config import PPOConfig, SupervisedConfig
-from valor.controller import Roles
+from valor.controller.group import Roles
 from valor.data.sampler import PromptSampler
 from valor.errors import Diverged, StepRefused, UserError, WorkerDied
 from valor.tracking.console import format_seconds

@@ -8,7 +8,9 @@ from contextlib import ExitStack
 from typing import Any, ClassVar, Protocol
 
 from valor.config import SupervisedConfig, TrainerConfig
-from valor.controller import Roles, resolve_pool, start_group
+from valor.controller.group import Roles
+from valor.controller.placement import resolve_pool
+from valor.controller.start import start_group
 from valor.data.batch import Batch
 from valor.data.sampler import PromptSampler
 from valor.tracking.console import summary_line

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from valor import algorithms
 from valor.config import PPOConfig
-from valor.controller import Roles
+from valor.controller.group import Roles
 from valor.data.batch import Batch
 from valor.data.sampler import shuffled
 from valor.models.rows import ROW_FIELDS

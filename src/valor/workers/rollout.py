@@ -16,7 +16,8 @@ from valor.data.batch import Batch
 from valor.errors import UserError
 from valor.models.load import load_model_config
 from valor.rollout.base import Output, Request, SamplingParams
-from valor.rollout.registry import BuildContext, generation_engine
+from valor.rollout.registry import generation_engine
+from valor.rollout.spec import BuildContext
 from valor.rollout.transfer import TIMEOUT, NamedTensors, WeightChannel
 from valor.workers.actor import Address
 from valor.workers.dispatch import dispatch

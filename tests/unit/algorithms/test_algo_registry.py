@@ -15,13 +15,15 @@ CASE = {"rewards": torch.tensor([[0.0, 1.0]]), "response_mask": torch.ones(1, 2)
 OWN_FILE = """
 from valor import algorithms
 
-@algorithms.register_advantage("my_own", needs_critic=False, summary="the reward itself", natural_loss="reinforce")
+@algorithms.register_advantage("my_own", summary="the reward itself", paper="https://my.own", natural_loss="reinforce")
 def my_own(*, rewards, response_mask, bonus=0.0):
+    "What the table says of it is its summary."
     advantages = (rewards + bonus) * response_mask
     return advantages, advantages
 
 @algorithms.register_policy_loss("my_loss")
 def my_loss(inputs, *, clip_ratio_high, boost=1.0):
+    "The log-probs themselves."
     return inputs.aggregate(-boost * clip_ratio_high * inputs.advantages * inputs.log_probs), {
         "boosted": inputs.fraction(inputs.advantages > 0)
     }
@@ -88,7 +90,9 @@ def test_a_users_file_adds_algorithms_and_may_be_read_twice(tmp_path: Path, clea
         "my_value_loss", values=torch.ones(1, 2), returns=torch.zeros(1, 2), response_mask=torch.ones(1, 2)
     )
     assert loss.item() == 1.0
-    assert "the reward itself" in describe_algorithms()
+    text = describe_algorithms()
+    assert "the reward itself" in text and "https://my.own" in text and "The log-probs themselves." in text
+    assert "What the table says" not in text
 
 
 def test_names_are_not_taken_over(tmp_path: Path, clean_registries: None) -> None:
@@ -126,15 +130,19 @@ def test_capabilities_are_data() -> None:
     assert [name for name, one in table.items() if one.needs_sum_pi_squared] == ["optimal_token_baseline"]
     assert {name for name, one in table.items() if one.min_group_size < 2} == {"gae", "reinforce_plus_plus", "remax"}
     assert all(one.natural_loss in algorithms.POLICY_LOSSES for one in table.values())
-    assert all(one.summary and one.paper.startswith("https://") for one in table.values())
-    assert table["grpo"].needs() == ["2 samples per prompt"]
+    assert table["gpg"].natural_loss == "gpg"
+    assert table["grpo"].given() == [("min_group_size", 2)]
 
 
 def test_the_description_names_everything() -> None:
     text = describe_algorithms()
     for registry in Registry.all:
         assert all(f"  {name} " in text for name in registry.names())
-    assert "needs critic" in text and "policy losses" in text
+    for registry in (algorithms.ADVANTAGES, algorithms.POLICY_LOSSES):
+        for entry in (registry[name] for name in builtin(registry)):
+            about = (entry.function.__doc__ or "").partition("\n\n")[0]
+            assert about and "https://" in about + entry.capability.paper, entry.name
+    assert "needs_critic=True" in text and "policy loss" in text and "arxiv.org/abs/1707.06347" in text
 
 
 def test_the_documented_deviations_name_real_places_and_options() -> None:

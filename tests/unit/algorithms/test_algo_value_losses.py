@@ -117,3 +117,9 @@ def test_parts_add_up_and_an_empty_mask_is_zero() -> None:
 def test_mistakes_are_named(name: str, options: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         algorithms.value_loss(name, **{**case(), **options})
+
+
+def test_the_mean_of_a_distribution_over_bins() -> None:
+    bins = torch.tensor([[[0.0, 50.0], [50.0, 0.0], [1.0, 1.0]]])
+    predicted = algorithms.hl_gauss_value(bins, value_min=-1.0, value_max=1.0)
+    torch.testing.assert_close(predicted, torch.tensor([[0.5, -0.5, 0.0]]))

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from valor.algorithms.value_quality import (
-    CalibrationBin,
     auc,
-    best_threshold,
     calibration,
     calibration_error,
     noise_ceiling,
@@ -38,22 +36,15 @@ def test_auc_is_the_share_of_ordered_pairs():
     assert auc(values, right) == pytest.approx(float((gap > 0).double().mean() + 0.5 * (gap == 0).double().mean()))
 
 
-def test_best_threshold_is_the_lowest_of_the_best():
-    # Above 0.225: three called right (two are), one wrong (it is): 3 of 4. Above 0.6: 3 of 4 too.
-    threshold, accuracy = best_threshold(t(0.1, 0.4, 0.35, 0.8), t(0, 0, 1, 1))
-    assert (threshold, accuracy) == (pytest.approx(0.225), 0.75)
-    assert best_threshold(t(1, 2, 3), t(1, 1, 1)) == (-math.inf, 1.0)
-    assert best_threshold(t(1, 2, 3), t(0, 0, 0)) == (math.inf, 1.0)
-    # Equal values cannot be parted: the best is to call them all what most of them are.
-    assert best_threshold(t(5, 5, 5), t(1, 0, 0)) == (math.inf, pytest.approx(2 / 3))
-
-
 def test_calibration_bins_hold_equal_numbers_and_never_part_equal_values():
     bins = calibration(t(0.4, 0.1, 0.3, 0.2), t(1, 0, 1, 0), bins=2)
-    assert [(b.count, round(b.value, 6), b.outcome) for b in bins] == [(2, 0.15, 0.0), (2, 0.35, 1.0)]
+    assert [(b["count"], round(b["value"], 6), b["outcome"]) for b in bins] == [(2, 0.15, 0.0), (2, 0.35, 1.0)]
     assert calibration_error(bins) == pytest.approx(0.5 * 0.15 + 0.5 * 0.65)
     tied = calibration(t(0, 0, 0, 0, 0, 1), t(1, 0, 0, 0, 0, 1), bins=3)
-    assert tied == [CalibrationBin(5, 0.0, pytest.approx(0.2)), CalibrationBin(1, 1.0, 1.0)]
+    assert tied == [
+        {"count": 5, "value": 0.0, "outcome": pytest.approx(0.2)},
+        {"count": 1, "value": 1.0, "outcome": 1.0},
+    ]
 
 
 def test_an_honest_critic_has_no_calibration_error():

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from valor.collector.rollouts import correct, outcomes, read_rollouts, rollout_records, same_prompt, write_rollouts
-from valor.config import RewardConfig
 from valor.data.batch import Batch
 from valor.errors import UserError
 from valor.lab.arithmetic import make_tokenizer
@@ -15,11 +14,6 @@ from valor.lab.arithmetic import make_tokenizer
 @pytest.fixture(scope="module")
 def tokenizer():
     return make_tokenizer()
-
-
-@pytest.fixture
-def reward():
-    return RewardConfig(num_workers=1)
 
 
 def rollouts(tokenizer) -> Batch:
@@ -48,12 +42,12 @@ def rollouts(tokenizer) -> Batch:
     )
 
 
-def test_what_is_written_is_read_back(tokenizer, reward, tmp_path):
+def test_what_is_written_is_read_back(tokenizer, tmp_path):
     batch = rollouts(tokenizer)
     for part in (0, 1):  # a folder of files, as trainer.rollout_data_dir leaves it
         rows = batch.take([[0, 1], [2]][part])
         write_rollouts(tmp_path / f"{part}.jsonl", rollout_records(rows, rows["scores"].tolist(), part, tokenizer))
-    back = read_rollouts([str(tmp_path)], tokenizer, reward)
+    back = read_rollouts([str(tmp_path)], tokenizer)
     assert back.objects == batch.objects
     assert {name: column.tolist() for name, column in back.tensors.items()} == {
         name: column.tolist() for name, column in batch.tensors.items()
@@ -62,12 +56,12 @@ def test_what_is_written_is_read_back(tokenizer, reward, tmp_path):
     assert (line["input"], line["gts"], line["step"]) == ("20+2=", "22", 1)  # verl's names
 
 
-def test_rows_of_messages_and_text_are_graded(tokenizer, reward, tmp_path):
+def test_rows_of_messages_and_text_are_read(tokenizer, tmp_path):
     chat = {"messages": [{"role": "user", "content": "58+77="}], "data_source": "valor/arithmetic"}
-    rows = [{**chat, "ground_truth": "135", "response": f"15 1 13 {result}"} for result in (135, 125)]
-    rows.append({**chat, "response": "so so", "score": 0.25})
+    answers = {"15 1 13 135": 1.0, "15 1 13 125": 0.0, "so so": 0.25}
+    rows = [{**chat, "response": response, "score": score} for response, score in answers.items()]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    batch = read_rollouts([str(tmp_path / "chats.jsonl")], tokenizer, reward)
+    batch = read_rollouts([str(tmp_path / "chats.jsonl")], tokenizer)
     assert batch["scores"].tolist() == [1.0, 0.0, 0.25]
     assert correct(batch).tolist() == [True, False, True]
     first = batch["prompts"][0, : int(batch["prompt_lengths"][0])].tolist()
@@ -83,21 +77,20 @@ def test_rows_of_messages_and_text_are_graded(tokenizer, reward, tmp_path):
         ({"response_mask": [1]}, "as long as the response"),
         ({"prompt_ids": [99999]}, "token 99999 is none"),
         ({"score": "good"}, "must be a number"),
-        ({"score": None, "gts": None}, "without a score needs"),
-        ({"score": None, "data_source": "nobody/knows"}, "nobody/knows"),
+        ({"score": None}, "the score must be a number"),
     ],
 )
-def test_what_is_no_rollout_is_refused(change, message, tokenizer, reward, tmp_path):
+def test_what_is_no_rollout_is_refused(change, message, tokenizer, tmp_path):
     record = {"prompt_ids": [1], "response_ids": [2, 3], "score": 1.0, "gts": "2", "data_source": "valor/arithmetic"}
     record = {key: value for key, value in {**record, **change}.items() if value is not None}
     (tmp_path / "r.jsonl").write_text(json.dumps(record) + "\n")
     with pytest.raises(UserError, match=message):
-        read_rollouts([str(tmp_path / "r.jsonl")], tokenizer, reward)
+        read_rollouts([str(tmp_path / "r.jsonl")], tokenizer)
 
 
-def test_an_empty_folder_is_refused(tokenizer, reward, tmp_path):
+def test_an_empty_folder_is_refused(tokenizer, tmp_path):
     with pytest.raises(UserError, match="holds no rollouts"):
-        read_rollouts([str(tmp_path)], tokenizer, reward)
+        read_rollouts([str(tmp_path)], tokenizer)
 
 
 def test_outcomes_are_discounted_scores_at_every_policy_token(tokenizer):

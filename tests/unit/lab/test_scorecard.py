@@ -28,7 +28,6 @@ def test_verdicts_are_the_values_at_the_last_policy_token():
     card = scorecard(judged())
     assert card["responses"] == 4 and card["prompts"] == 2 and card["right"] == 0.5
     assert card["auc"]["value"] == 1.0  # 0.9 and 0.7 against 0.2 and 0.6
-    assert card["threshold"] == pytest.approx(0.65) and card["accuracy"] == 1.0 and card["majority"] == 0.5
     assert card["calibration"]["last"]["ece"] == pytest.approx((0.1 + 0.3 + 0.2 + 0.6) / 4)
     assert sum(card["verdicts"]["right"]) == sum(card["verdicts"]["wrong"]) == 2
 

@@ -15,7 +15,8 @@ from valor.models.export import published_weights
 from valor.models.policy import PolicyModel
 from valor.rollout.base import Output, Request, RolloutEngine, SamplingParams
 from valor.rollout.native.engine import NativeEngine
-from valor.rollout.registry import BuildContext, generation_engine
+from valor.rollout.registry import generation_engine
+from valor.rollout.spec import BuildContext
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -170,7 +170,7 @@ def test_a_classifier_of_several_labels_is_no_backbone(pairs, tmp_path, capsys):
 def test_dry_run_says_what_would_be_done(backbone, pairs, tmp_path, capsys):
     assert main(overrides(backbone, pairs, tmp_path / "run", "--dry-run")) == 0
     out = capsys.readouterr().out
-    assert "12 pairs per update" in out and "25% of the prompts of each source, held out" in out
+    assert "12 pairs per update" in out
     assert not (tmp_path / "run").exists()
 
 

@@ -185,7 +185,7 @@ def test_loss_divides_by_the_tokens_of_the_whole_batch():
 @pytest.fixture
 def trainer(model_dir, chats, tmp_path):
     """A trainer whose group is up, as `fit` would have it before the first step."""
-    from valor.controller import start_group
+    from valor.controller.start import start_group
     from valor.trainer.sft import ROLE
     from valor.workers.host import RoleSpec
     from valor.workers.sft import SFTWorker
