@@ -76,7 +76,7 @@ def kill_helpers(
 ) -> int:
     """Kill `count` processes that the command has started and that `which` chooses, about every `pause` seconds.
 
-    A run that ends because of it is started again. Returns how often.
+    A run that ends because of it is started again. Returns how many are still to be killed: the run may end before.
     """
     process, restarts = runner.start(command), 0
     while count:
@@ -85,9 +85,8 @@ def kill_helpers(
             if code == 0:  # it was faster: count what is left in a new one
                 break
             process, restarts = runner.start(command), restarts + 1
-        helpers = [one for one in runner.processes() if which(one)]
-        if helpers:
-            with suppress(psutil.Error):
+        with suppress(psutil.Error):  # one of them has just ended
+            if helpers := [one for one in runner.processes() if which(one)]:
                 draw.choice(helpers).kill()
                 count -= 1
     while process.wait(600) != 0:
