@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pickle
+import random
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +30,7 @@ with open(file, "rb") as stream:
 
 def run_ranks(forks: Forks, folder: Path, world: int, function: Callable[..., None], *arguments: Any) -> None:
     """Call `function(*arguments)` on each of `world` ranks; the output of one that fails is the error."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = _free_port()
     task = folder / f"{world}_ranks.pickle"
     task.write_bytes(pickle.dumps(sys.path) + pickle.dumps((world, port, function, arguments)))
     logs = [folder / f"rank_{rank}_of_{world}.log" for rank in range(world)]
@@ -41,6 +41,15 @@ def run_ranks(forks: Forks, folder: Path, world: int, function: Callable[..., No
         for process in running.values():  # the others would wait for the one that failed
             process.send_signal(signal.SIGKILL)
             process.wait()
+
+
+def _free_port() -> int:
+    """Outside of the range from which the system gives ports to whoever asks for any, so that it stays free."""
+    for port in random.sample(range(20_000, 26_000), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no free port")
 
 
 def run_rank(rank: int, world: int, port: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
