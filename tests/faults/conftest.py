@@ -87,6 +87,47 @@ def ppo(tiny: dict[str, Path]) -> Callable[..., list[str]]:
     return make
 
 
+@pytest.fixture(scope="session")
+def ppo_arguments(ppo: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    """The same without its command: three steps of four prompts, two samples each; every checkpoint stays."""
+    smaller = ["data.train_batch_size=4", "data.max_response_length=4", "actor_rollout_ref.rollout.n=2"]
+    place = ["trainer.max_ckpt_to_keep=null", "trainer.total_training_steps=3"]
+    return lambda run_dir, *more: ppo(run_dir, PARITY, *smaller, *place, *more)[1:]
+
+
+@pytest.fixture(scope="session")
+def sft_arguments(tiny: dict[str, Path]) -> Callable[..., list[str]]:
+    """The command line of a supervised run into `run_dir`: three steps, saved after each."""
+
+    def make(run_dir: Path, *more: str) -> list[str]:
+        return [
+            f"data.train_files={tiny['sft']}",
+            "data.train_batch_size=8",
+            "data.max_length=64",
+            f"model.path={tiny['model']}",
+            "optim.lr=1e-3",
+            "fsdp_config.dtype=float32",
+            "trainer.device=cpu",
+            "trainer.num_threads=1",
+            "trainer.save_freq=1",
+            "trainer.total_training_steps=3",
+            f"trainer.default_local_dir={run_dir}",
+            *more,
+        ]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def finished_ppo(ppo_arguments: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an undisturbed run. Not to be changed: copy it."""
+    from valor.trainer.main_ppo import main
+
+    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    assert main(ppo_arguments(run_dir)) == 0
+    return run_dir
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Add up what was tried and what held."""
     if report.when != "call" or report.skipped:

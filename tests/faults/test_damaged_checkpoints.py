@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_runs import DAMAGES, finished_ppo, lengthen, ppo_arguments, tiny_task  # noqa: F401  # fixtures
+from damages import DAMAGES, lengthen
 from safetensors.torch import load_file, save_file
 
 from valor.engines import checkpoint as engine_checkpoint
@@ -36,7 +36,7 @@ FILES = (
 
 
 @pytest.fixture
-def run_dir(finished_ppo, tmp_path) -> Path:  # noqa: F811
+def run_dir(finished_ppo, tmp_path) -> Path:
     """The finished run's folder with its checkpoints 2 and 3, to be damaged."""
     for step in (2, 3):
         shutil.copytree(finished_ppo / f"global_step_{step}", tmp_path / f"global_step_{step}")
@@ -143,7 +143,7 @@ def test_hidden_files_are_no_damage(run_dir):
     assert open_checkpoint(run_dir / "global_step_3").step == 3
 
 
-def test_only_damaged_ones_stop_the_run(run_dir, ppo_arguments, capsys):  # noqa: F811
+def test_only_damaged_ones_stop_the_run(run_dir, ppo_arguments, capsys):
     for step in (2, 3):
         DAMAGES[0](run_dir / f"global_step_{step}" / "actor" / "shard-00000.safetensors")
     assert main(ppo_arguments(run_dir)) == 2
@@ -152,7 +152,7 @@ def test_only_damaged_ones_stop_the_run(run_dir, ppo_arguments, capsys):  # noqa
     assert "\n" not in error and sorted(path.name for path in run_dir.iterdir()) == ["global_step_2", "global_step_3"]
 
 
-def test_the_run_goes_on_from_the_one_before(run_dir, finished_ppo, ppo_arguments, capsys):  # noqa: F811
+def test_the_run_goes_on_from_the_one_before(run_dir, finished_ppo, ppo_arguments, capsys):
     DAMAGES[0](run_dir / "global_step_3" / "critic" / "shard-00000.safetensors")
     shutil.copy(finished_ppo / "metrics.jsonl", run_dir)
     assert main(ppo_arguments(run_dir)) == 0
@@ -164,7 +164,7 @@ def test_the_run_goes_on_from_the_one_before(run_dir, finished_ppo, ppo_argument
     assert (run_dir / "previous" / "1" / "global_step_3").is_dir()  # the damaged one is not deleted
 
 
-def test_a_given_damaged_one_stops_the_run(run_dir, ppo_arguments, capsys):  # noqa: F811
+def test_a_given_damaged_one_stops_the_run(run_dir, ppo_arguments, capsys):
     DAMAGES[0](run_dir / "global_step_3" / "actor" / "shard-00000.safetensors")
     given = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={run_dir / 'global_step_3'}"]
     assert main(ppo_arguments(run_dir, *given)) == 2
@@ -266,12 +266,12 @@ def alone():
 
 
 @pytest.fixture
-def module(tiny_task, alone):  # noqa: F811
+def module(tiny, alone):
     from transformers import AutoModelForCausalLM
 
     from valor.models.policy import PolicyModel
 
-    return PolicyModel(AutoModelForCausalLM.from_pretrained(tiny_task["model"]))
+    return PolicyModel(AutoModelForCausalLM.from_pretrained(tiny["model"]))
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
@@ -306,7 +306,7 @@ def test_weights_that_are_not_finite_are_not_loaded(module, tmp_path):
 
 
 @pytest.mark.parametrize("rate", ["1e30", "1e4", "1e38"])
-def test_a_learning_rate_that_ruins_the_weights(rate, ppo_arguments, tmp_path, capsys):  # noqa: F811
+def test_a_learning_rate_that_ruins_the_weights(rate, ppo_arguments, tmp_path, capsys):
     """Nothing of it is saved, and the line names what is left."""
     assert main(ppo_arguments(tmp_path / "run", f"actor_rollout_ref.actor.optim.lr={rate}")) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]

@@ -7,7 +7,6 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
-from checkpoint_runs import finished_ppo, ppo_arguments, sft_arguments, tiny_task  # noqa: F401  # fixtures
 
 from valor.trainer.checkpoints import CheckpointStore
 from valor.trainer.main_ppo import main
@@ -26,29 +25,29 @@ def stops_in_one_line(code: int, capsys: pytest.CaptureFixture[str], *words: str
 
 
 @pytest.mark.parametrize("folder", ["/proc/run", "/sys/run", "/dev/null/run", "/proc/1/root/../mem/run"])
-def test_a_place_where_no_folder_can_be(folder, sft_arguments, capsys):  # noqa: F811
+def test_a_place_where_no_folder_can_be(folder, sft_arguments, capsys):
     stops_in_one_line(main_sft(sft_arguments(Path(folder))), capsys, "trainer.default_local_dir")
 
 
-def test_a_name_that_is_too_long(sft_arguments, tmp_path, capsys):  # noqa: F811
+def test_a_name_that_is_too_long(sft_arguments, tmp_path, capsys):
     stops_in_one_line(
         main_sft(sft_arguments(tmp_path / ("n" * 300))), capsys, "at most 255 bytes", "trainer.default_local_dir"
     )
 
 
-def test_a_link_to_itself(sft_arguments, tmp_path, capsys):  # noqa: F811
+def test_a_link_to_itself(sft_arguments, tmp_path, capsys):
     (tmp_path / "run").symlink_to(tmp_path / "run")
     stops_in_one_line(main_sft(sft_arguments(tmp_path / "run")), capsys, "trainer.default_local_dir")
 
 
-def test_a_file_where_the_folder_should_be(sft_arguments, tmp_path, capsys):  # noqa: F811
+def test_a_file_where_the_folder_should_be(sft_arguments, tmp_path, capsys):
     (tmp_path / "run").write_text("notes")
     stops_in_one_line(main_sft(sft_arguments(tmp_path / "run")), capsys, str(tmp_path / "run"), "move it away")
     assert (tmp_path / "run").read_text() == "notes"
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", "run.json", "huggingface", "samples", ".run.lock"])
-def test_something_of_another_kind_in_the_way(name, finished_ppo, ppo_arguments, tmp_path, capsys):  # noqa: F811
+def test_something_of_another_kind_in_the_way(name, finished_ppo, ppo_arguments, tmp_path, capsys):
     """A folder where a file should be, or the other way round, where a run goes on."""
     run_dir = tmp_path / "run"
     shutil.copytree(finished_ppo / "global_step_2", run_dir / "global_step_2")
@@ -57,7 +56,7 @@ def test_something_of_another_kind_in_the_way(name, finished_ppo, ppo_arguments,
     assert (run_dir / name).exists()
 
 
-def test_a_fresh_start_moves_away_what_has_its_names(sft_arguments, tmp_path):  # noqa: F811
+def test_a_fresh_start_moves_away_what_has_its_names(sft_arguments, tmp_path):
     (tmp_path / "run" / "metrics.jsonl").mkdir(parents=True)
     for name in ("samples", "global_step_1"):
         (tmp_path / "run" / name).write_text("notes")
@@ -69,7 +68,7 @@ def test_a_fresh_start_moves_away_what_has_its_names(sft_arguments, tmp_path):  
 
 @pytest.mark.parametrize("trouble", TROUBLES)
 @pytest.mark.parametrize("where", ["shard", "trainer.json", "manifest.json", "global_step_2.partial"])
-def test_a_checkpoint_that_cannot_be_written(where, trouble, sft_arguments, tmp_path, monkeypatch, capsys):  # noqa: F811
+def test_a_checkpoint_that_cannot_be_written(where, trouble, sft_arguments, tmp_path, monkeypatch, capsys):
     """The step before stays, nothing half written is left, and the same command goes on when there is room."""
     number, run_dir = getattr(errno, trouble), tmp_path / "run"
     error = OSError(number, os.strerror(number))
@@ -118,7 +117,7 @@ def refuse_second_write(patched: pytest.MonkeyPatch, where: str, error: OSError)
 
 
 @pytest.mark.parametrize("trouble", TROUBLES)
-def test_metrics_that_cannot_be_written(trouble, sft_arguments, tmp_path, monkeypatch, capsys):  # noqa: F811
+def test_metrics_that_cannot_be_written(trouble, sft_arguments, tmp_path, monkeypatch, capsys):
     number = getattr(errno, trouble)
 
     def log(*args):
@@ -128,7 +127,7 @@ def test_metrics_that_cannot_be_written(trouble, sft_arguments, tmp_path, monkey
     stops_in_one_line(main_sft(sft_arguments(tmp_path / "run")), capsys, str(tmp_path / "run"), os.strerror(number))
 
 
-def test_a_real_limit_on_the_size_of_files(ppo_arguments, tmp_path):  # noqa: F811
+def test_a_real_limit_on_the_size_of_files(ppo_arguments, tmp_path):
     """RLIMIT_FSIZE, which the kernel holds against every writer, the one in Rust too."""
     import resource
     import subprocess
@@ -147,13 +146,13 @@ def test_a_real_limit_on_the_size_of_files(ppo_arguments, tmp_path):  # noqa: F8
     assert not list((tmp_path / "run").glob("global_step_*"))
 
 
-def test_space_is_looked_at_before_the_first_step(sft_arguments, tmp_path, monkeypatch, capsys):  # noqa: F811
+def test_space_is_looked_at_before_the_first_step(sft_arguments, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10, 9, 1))
     stops_in_one_line(main_sft(sft_arguments(tmp_path / "run")), capsys, "GB left", "needs", "no checkpoint yet")
     assert not (tmp_path / "run").exists()
 
 
-def test_space_is_looked_at_before_each_checkpoint(sft_arguments, tmp_path, monkeypatch, capsys):  # noqa: F811
+def test_space_is_looked_at_before_each_checkpoint(sft_arguments, tmp_path, monkeypatch, capsys):
     run_dir = tmp_path / "run"
     free = lambda path: Usage(10, 0, 0 if (run_dir / "global_step_2").exists() else 1 << 40)  # noqa: E731
     monkeypatch.setattr(shutil, "disk_usage", free)
@@ -172,7 +171,7 @@ def test_space_is_looked_at_before_each_checkpoint(sft_arguments, tmp_path, monk
         ("run.json", b"3"),
     ],
 )
-def test_records_that_are_garbage(name, content, finished_ppo, ppo_arguments, tmp_path, capsys):  # noqa: F811
+def test_records_that_are_garbage(name, content, finished_ppo, ppo_arguments, tmp_path, capsys):
     run_dir = tmp_path / "run"
     shutil.copytree(finished_ppo / "global_step_2", run_dir / "global_step_2")
     (run_dir / name).write_bytes(content)

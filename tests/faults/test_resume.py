@@ -18,7 +18,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from checkpoint_runs import finished_ppo, ppo_arguments, sft_arguments, tiny_task  # noqa: F401  # fixtures
 from safetensors.torch import load_file
 
 from valor.config import PPOConfig, SFTConfig
@@ -190,7 +189,7 @@ def test_the_same_content_under_another_name(tmp_path):
 
 
 @pytest.fixture
-def half(finished_ppo, tmp_path) -> Path:  # noqa: F811
+def half(finished_ppo, tmp_path) -> Path:
     """The folder of a run that was ended after two of three steps."""
     run_dir = tmp_path / "run"
     shutil.copytree(finished_ppo, run_dir)
@@ -199,7 +198,7 @@ def half(finished_ppo, tmp_path) -> Path:  # noqa: F811
     return run_dir
 
 
-def test_a_changed_setting_stops_the_run_or_is_said(half, ppo_arguments, capsys):  # noqa: F811
+def test_a_changed_setting_stops_the_run_or_is_said(half, ppo_arguments, capsys):
     before = sorted(path.name for path in half.iterdir())
     other = ["algorithm.gamma=0.5", "trainer.seed=3"]
     assert main(ppo_arguments(half, *other)) == 2
@@ -211,15 +210,15 @@ def test_a_changed_setting_stops_the_run_or_is_said(half, ppo_arguments, capsys)
     assert "changed since global_step_2: algorithm.gamma: 1.0 -> 0.5" in out and "resumed from" in out
 
 
-def test_harmless_settings_are_said_and_the_run_is_the_same(half, ppo_arguments, finished_ppo, capsys):  # noqa: F811
+def test_harmless_settings_are_said_and_the_run_is_the_same(half, ppo_arguments, finished_ppo, capsys):
     assert main(ppo_arguments(half, "trainer.save_freq=2", "trainer.max_ckpt_to_keep=2")) == 0
     assert "changed since global_step_2: trainer.save_freq: 1 -> 2" in said(capsys)
     assert_same_weights(half, finished_ppo)
 
 
 @pytest.mark.parametrize("what", ["reordered", "other answers"])
-def test_changed_data_with_as_many_rows(what, half, ppo_arguments, tiny_task, tmp_path, capsys):  # noqa: F811
-    table = pq.read_table(tiny_task["train"])
+def test_changed_data_with_as_many_rows(what, half, ppo_arguments, tiny, tmp_path, capsys):
+    table = pq.read_table(tiny["train"])
     rows = table.to_pylist()
     if what == "reordered":
         rows.reverse()
@@ -229,49 +228,49 @@ def test_changed_data_with_as_many_rows(what, half, ppo_arguments, tiny_task, tm
     pq.write_table(type(table).from_pylist(rows, schema=table.schema), other)
     assert main(ppo_arguments(half, f"data.train_files={other}")) == 2
     assert "data.train_files" in one_line(capsys)
-    shutil.copy(tiny_task["train"], other)
+    shutil.copy(tiny["train"], other)
     assert main(ppo_arguments(half, f"data.train_files={other}")) == 0
     assert "the same content" in said(capsys)
 
 
-def test_another_grader_in_the_same_file(half, ppo_arguments, tmp_path, capsys):  # noqa: F811
+def test_another_grader_in_the_same_file(half, ppo_arguments, tmp_path, capsys):
     grader = tmp_path / "grader.py"
     grader.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n")
     assert main(ppo_arguments(half, f"reward.custom_reward_function.path={grader}")) == 2
     assert "reward.custom_reward_function.path" in one_line(capsys)
 
 
-def test_a_longer_run_goes_on(half, ppo_arguments, capsys):  # noqa: F811
+def test_a_longer_run_goes_on(half, ppo_arguments, capsys):
     assert main(ppo_arguments(half, "trainer.total_training_steps=4")) == 0
     assert "resumed from" in said(capsys) and (half / "global_step_4" / "manifest.json").is_file()
 
 
-def test_a_run_of_another_kind_in_the_folder(half, sft_arguments, capsys):  # noqa: F811
+def test_a_run_of_another_kind_in_the_folder(half, sft_arguments, capsys):
     assert main_sft(sft_arguments(half)) == 2
     assert "a checkpoint of a PPO run, this is a SFT run" in one_line(capsys)
 
 
-def test_a_fresh_start_leaves_no_checkpoint_that_a_later_resume_could_take(half, ppo_arguments):  # noqa: F811
+def test_a_fresh_start_leaves_no_checkpoint_that_a_later_resume_could_take(half, ppo_arguments):
     again = ["trainer.resume_mode=disable", "trainer.total_training_steps=1"]
     assert main(ppo_arguments(half, *again)) == 0
     assert [path.name for path in half.glob("global_step_*")] == ["global_step_1"]
     assert {path.name for path in (half / "previous" / "1").glob("g*")} == {"global_step_1", "global_step_2"}
 
 
-def test_an_earlier_checkpoint_ends_the_branch_after_it(half, ppo_arguments):  # noqa: F811
+def test_an_earlier_checkpoint_ends_the_branch_after_it(half, ppo_arguments):
     given = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={half / 'global_step_1'}"]
     assert main(ppo_arguments(half, *given, "trainer.save_freq=-1")) == 0
     assert {path.name for path in half.glob("global_step_*")} == {"global_step_1", "global_step_3"}
     assert (half / "previous" / "1" / "global_step_2").is_dir()
 
 
-def test_checkpoints_name_the_class_that_was_trained(finished_ppo):  # noqa: F811
+def test_checkpoints_name_the_class_that_was_trained(finished_ppo):
     for role, name in (("actor", "Qwen2ForCausalLM"), ("critic", "Qwen2ForTokenClassification")):
         config = json.loads((finished_ppo / "global_step_1" / role / "huggingface" / "config.json").read_text())
         assert config["architectures"] == [name]
 
 
-def test_a_step_is_logged_before_it_is_saved(sft_arguments, tmp_path, monkeypatch):  # noqa: F811
+def test_a_step_is_logged_before_it_is_saved(sft_arguments, tmp_path, monkeypatch):
     """A run that dies in its checkpoint has the step's line, and repeats it."""
 
     class Killed(BaseException):
@@ -304,7 +303,7 @@ def holder(tmp_path):
     process.wait()
 
 
-def test_a_second_run_names_the_first(holder, ppo_arguments, tmp_path, capsys):  # noqa: F811
+def test_a_second_run_names_the_first(holder, ppo_arguments, tmp_path, capsys):
     assert main(ppo_arguments(tmp_path / "run")) == 2
     assert f"process {holder.pid} on {socket.gethostname()}" in one_line(capsys)
     assert [path.name for path in (tmp_path / "run").iterdir()] == [LOCK_FILE]
@@ -375,7 +374,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, call: int, error: Exception) -> N
     monkeypatch.setattr(FSDPEngine, "optimizer_step", optimizer_step)
 
 
-def test_lost_weights_end_the_run_with_the_last_good_checkpoint(ppo_arguments, tmp_path, monkeypatch, capsys):  # noqa: F811
+def test_lost_weights_end_the_run_with_the_last_good_checkpoint(ppo_arguments, tmp_path, monkeypatch, capsys):
     run_dir = tmp_path / "run"
     with monkeypatch.context() as patched:
         fail_once(patched, 5, Diverged("the weights are gone"))
@@ -386,7 +385,7 @@ def test_lost_weights_end_the_run_with_the_last_good_checkpoint(ppo_arguments, t
     assert "resumed from" in said(capsys)
 
 
-def test_a_rollback_leaves_the_batch_out_and_lowers_the_rates(ppo_arguments, tmp_path, monkeypatch, capsys):  # noqa: F811
+def test_a_rollback_leaves_the_batch_out_and_lowers_the_rates(ppo_arguments, tmp_path, monkeypatch, capsys):
     run_dir = tmp_path / "run"
     with monkeypatch.context() as patched:
         fail_once(patched, 5, Diverged("the weights are gone"))
@@ -402,7 +401,7 @@ def test_a_rollback_leaves_the_batch_out_and_lowers_the_rates(ppo_arguments, tmp
     assert state["sampler"]["position"] == 5 * 4  # one batch of four more than steps
 
 
-def test_a_rolled_back_run_that_is_killed_goes_on_as_it_was(ppo_arguments, tmp_path, monkeypatch):  # noqa: F811
+def test_a_rolled_back_run_that_is_killed_goes_on_as_it_was(ppo_arguments, tmp_path, monkeypatch):
     arguments = ["trainer.max_rollbacks=2", "trainer.total_training_steps=4"]
     for name in ("whole", "killed"):
         with monkeypatch.context() as patched:
@@ -414,7 +413,7 @@ def test_a_rolled_back_run_that_is_killed_goes_on_as_it_was(ppo_arguments, tmp_p
     assert_same_weights(tmp_path / "killed", tmp_path / "whole")
 
 
-def test_rollbacks_have_an_end(ppo_arguments, tmp_path, capsys):  # noqa: F811
+def test_rollbacks_have_an_end(ppo_arguments, tmp_path, capsys):
     """Rates that ruin the weights whatever is done: as many rollbacks as allowed, then the line."""
     run_dir = tmp_path / "run"
     assert main(ppo_arguments(run_dir, "trainer.total_training_steps=1")) == 0
@@ -423,7 +422,7 @@ def test_rollbacks_have_an_end(ppo_arguments, tmp_path, capsys):  # noqa: F811
     assert "global_step_1" in one_line(capsys) and len(json.loads((run_dir / "rollbacks.json").read_text())) == 2
 
 
-def test_a_process_that_died_is_replaced(ppo_arguments, finished_ppo, tmp_path, monkeypatch, capsys):  # noqa: F811
+def test_a_process_that_died_is_replaced(ppo_arguments, finished_ppo, tmp_path, monkeypatch, capsys):
     run_dir = tmp_path / "run"
     with monkeypatch.context() as patched:
         fail_once(patched, 4, WorkerDied("rank 0 died"))
@@ -433,7 +432,7 @@ def test_a_process_that_died_is_replaced(ppo_arguments, finished_ppo, tmp_path, 
 
 
 @pytest.mark.faults
-def test_a_ray_process_that_is_killed_is_replaced(ppo_arguments, finished_ppo, tmp_path, capsys):  # noqa: F811
+def test_a_ray_process_that_is_killed_is_replaced(ppo_arguments, finished_ppo, tmp_path, capsys):
     """The command goes on by itself, and the weights are those of an undisturbed run."""
     run_dir, killed = tmp_path / "run", []
 
@@ -452,7 +451,7 @@ def test_a_ray_process_that_is_killed_is_replaced(ppo_arguments, finished_ppo, t
     assert_same_weights(run_dir, finished_ppo)
 
 
-def test_saves_are_put_off_while_updates_are_skipped(ppo_arguments, tmp_path, monkeypatch):  # noqa: F811
+def test_saves_are_put_off_while_updates_are_skipped(ppo_arguments, tmp_path, monkeypatch):
     """The checkpoint of the step before the first skipped update is the newest one, until an update counts again."""
     step, calls = FSDPEngine.optimizer_step, []
 

@@ -60,18 +60,23 @@ class PeakMemory:
         try:
             yield
         finally:
-            self._peaks[call] = max(self._peaks.get(call, 0.0), self._peak())
+            for name, value in self._held().items():
+                metric = f"perf/{name}/{call}"
+                self._peaks[metric] = max(self._peaks.get(metric, 0.0), value)
 
-    def _peak(self) -> float:
-        if self._cuda:
-            return torch.cuda.max_memory_allocated(self._device) / _GB
-        return peak_rss_gb()
+    def _held(self) -> dict[str, float]:
+        if not self._cuda:
+            return {"peak_rss_gb": peak_rss_gb()}
+        # torch's own count may take the pool of a sleeping vLLM for held; the driver's does not, and has all processes.
+        free, total = torch.cuda.mem_get_info(self._device)
+        allocated = torch.cuda.max_memory_allocated(self._device)
+        return {"max_memory_allocated_gb": allocated / _GB, "device_memory_used_gb": (total - free) / _GB}
 
     def take(self) -> dict[str, float]:
-        """GiB by call, as `perf/max_memory_allocated_gb/<call>` on CUDA and `perf/peak_rss_gb/<call>` elsewhere."""
-        name = "max_memory_allocated_gb" if self._cuda else "peak_rss_gb"
+        """GiB by call. On CUDA `perf/max_memory_allocated_gb/<call>` (the peak) and `perf/device_memory_used_gb/<call>`
+        (of the whole device, at the end of the call); elsewhere `perf/peak_rss_gb/<call>`."""
         peaks, self._peaks = self._peaks, {}
-        return {f"perf/{name}/{call}": value for call, value in peaks.items()}
+        return peaks
 
 
 def peak_rss_gb() -> float:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from tiny_sizes import SIZES
 from valor.config import ModelConfig
 from valor.config.rollout import RolloutConfig
 from valor.errors import TrainingStopped, UserError, out_of_memory
@@ -15,18 +16,10 @@ from valor.rollout.base import Request, SamplingParams
 from valor.rollout.native import engine as native
 from valor.rollout.vllm.options import check_free_memory, engine_options
 from valor.workers.host import WorkerContext
+from valor.workers.memory import PeakMemory
 from valor.workers.model_role import ModelRole
 
-SIZES = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "vocab_size": 61,
-    "tie_word_embeddings": True,
-}
-CONFIG = Qwen2Config(**SIZES)
+CONFIG = Qwen2Config(**SIZES, tie_word_embeddings=True)
 GIB = 2**30
 
 
@@ -161,3 +154,21 @@ def test_a_role_moves_once_for_all_its_mini_batches(monkeypatch):
         assert not [line for line in log if "leaves" in line]
     context.make_room()
     assert sorted(line for line in log if "leaves" in line) == ["actor leaves", "critic leaves"]
+
+
+def test_memory_is_measured_by_torch_and_by_the_driver(monkeypatch):
+    """What torch counts as held may sleep elsewhere: the driver's number stands beside it, the largest of each kind."""
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    allocated, free = iter([50 * GIB, 40 * GIB]), iter([70 * GIB, 60 * GIB])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(allocated))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 80 * GIB))
+    memory = PeakMemory(torch.device("cuda", 0))
+    for _ in range(2):
+        with memory("actor.update"):
+            pass
+    assert memory.take() == {
+        "perf/max_memory_allocated_gb/actor.update": 50.0,
+        "perf/device_memory_used_gb/actor.update": 20.0,
+    }
+    assert memory.take() == {}

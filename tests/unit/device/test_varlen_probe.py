@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from tiny_sizes import SIZES
 from valor.config.engine import FSDPConfig, OptimConfig
 from valor.data.batch import Batch
 from valor.engines import distributed
@@ -13,14 +14,6 @@ from valor.engines.fsdp.engine import FSDPEngine
 from valor.models import packing
 from valor.models.policy import PolicyModel
 
-SIZES = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "vocab_size": 61,
-}
 ROWS = Batch(
     {
         "prompts": torch.arange(12).view(3, 4) + 3,

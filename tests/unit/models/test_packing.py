@@ -4,20 +4,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen2ForTokenClassification
 
+from tiny_sizes import SIZES
 from valor.engines.microbatch import plan_micro_batches
 from valor.models.packing import IMPLEMENTATION, Segments
 from valor.models.policy import PolicyModel
 from valor.models.rows import compact_rows
 from valor.models.value import ValueModel
 
-SIZES = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "vocab_size": 61,
-}
 # A row of one position, rows of one length beside each other, one without a response.
 ROWS = {
     "prompts": torch.arange(5 * 4).view(5, 4) % 57 + 3,
