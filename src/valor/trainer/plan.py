@@ -10,7 +10,6 @@ from valor.config import (
     CriticConfig,
     CriticPretrainConfig,
     CriticScoreConfig,
-    FSDPConfig,
     PPOConfig,
     RMConfig,
     RunConfig,
@@ -73,7 +72,7 @@ def _ppo_rows(config: PPOConfig) -> Rows:
     weights = [engine.plan(config) for engine in generation_engines() if engine.name == policy.rollout.name]
     rows = [
         ("algorithm", f"{estimator}, policy loss {config.policy_loss}"),
-        ("actor", _model(policy.model, policy.actor.fsdp_config)),
+        ("actor", _model(policy.model)),
         ("rollout", _and(policy.rollout.name, *weights)),
         ("critic", _critic(config.critic)),
         ("reference", _reference(config)),
@@ -115,7 +114,7 @@ def _score_rows(config: CriticScoreConfig) -> Rows:
 def _supervised_rows(config: SupervisedConfig, unit: str) -> Rows:
     data = config.data
     return [
-        ("model", _model(config.model, config.fsdp_config)),
+        ("model", _model(config.model)),
         ("placement", _processes(config.trainer, 1)),
         ("batch", f"{data.train_batch_size:,} {unit} per update, each text at most {data.max_length:,} tokens"),
         ("batch", f"micro-batches of at most {data.max_token_len_per_gpu:,} tokens per process"),
@@ -135,12 +134,9 @@ def _every(steps: int) -> str:
     return f"every {steps} steps, after the last" if steps > 0 else "after the last"
 
 
-def _model(model: BackboneConfig, fsdp: FSDPConfig) -> str:
+def _model(model: BackboneConfig) -> str:
     start = f" from {model.lora_adapter_path}" if model.lora_adapter_path is not None else ""
-    return _and(
-        model.path + (f" with LoRA adapters of rank {model.lora_rank}{start}" if model.lora_rank else ""),
-        fsdp.tensor_parallel_size > 1 and f"tensor parallel over {fsdp.tensor_parallel_size}",
-    )
+    return model.path + (f" with LoRA adapters of rank {model.lora_rank}{start}" if model.lora_rank else "")
 
 
 def _drawn(config: PPOConfig, files: list[str]) -> str:
@@ -153,7 +149,7 @@ def _critic(critic: CriticConfig) -> str:
         return "none"
     ensemble = critic.ensemble_size > 1 and f"{critic.ensemble_reduce} of {critic.ensemble_size}"
     frozen = f"frozen in steps {_and(*critic.freeze_steps)}" if critic.freeze_steps else ""
-    return _and(_model(critic.model, critic.fsdp_config), "frozen" if critic.freeze else frozen, ensemble)
+    return _and(_model(critic.model), "frozen" if critic.freeze else frozen, ensemble)
 
 
 def _reference(config: PPOConfig) -> str:
