@@ -47,6 +47,11 @@ class Placement:
         """Processes of all pools."""
         return sum(pool.world_size for pool in self.pools.values())
 
+    @property
+    def cpus_per_node(self) -> int:
+        """What a node announces to Ray. It may run more processes than it has cores: their shares have to add up."""
+        return max(available_cores(), sum(pool.processes_per_node * pool.num_threads for pool in self.pools.values()))
+
     def pool_of(self, role: str) -> str:
         """Name of the role's pool; the members of an ensemble live together."""
         return self.home.get("critic" if role.startswith("critic_") else role, MAIN)
