@@ -130,17 +130,6 @@ class RewardModelConfig(Section):
         return self.enable and self.rule_weight == 0
 
 
-class SandboxFusionConfig(Section):
-    """Remote sandbox for code answers."""
-
-    url: str | None = None
-    """Server address."""
-    max_concurrent: PositiveInt = key(64, ".url")
-    """Requests in flight."""
-    memory_limit_mb: PositiveInt = key(1024, ".url")
-    """Memory of one execution."""
-
-
 class RemoteGraderConfig(Section):
     """A grader behind an HTTP address: gets the arguments of compute_score as JSON, replies with its result as JSON."""
 
@@ -189,7 +178,6 @@ class RewardConfig(Section):
     reward_kwargs: RewardKwargsConfig = section(RewardKwargsConfig)
     reward_model: RewardModelConfig = section(RewardModelConfig, ".reward_model.enable")
     remote: RemoteGraderConfig = section(RemoteGraderConfig, ".reward_manager.name=remote")
-    sandbox_fusion: SandboxFusionConfig = section(SandboxFusionConfig, _SERVED)
 
     def contradictions(self, at: str) -> Iterator[str]:
         manager, own = self.reward_manager.name, self.custom_reward_function.path
