@@ -28,7 +28,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "data prepare": ("valor.data.prepare:main", "[NAME]: a public data set, or your own, as files to train on"),
     "data check": ("valor.lab.data_checks:data_check", "FILE: lengths, duplicates, graders"),
     "rewards list": ("valor.rewards.registry:main", "which grader scores which data_source, and its components"),
-    "rewards check": ("valor.lab.data_checks:rewards_check", "FILE: that, and do its graders work on it?"),
     "rewards sandbox": ("valor.sandbox.levels:main", "how this machine encloses code of models"),
     "export": ("valor.cli:export", "CKPT OUT [--role critic]: a checkpoint as a Hugging Face directory"),
     "report": ("valor.cli:report", "RUN_DIR: build report.html from what a run has left so far"),

@@ -103,7 +103,7 @@ def _parsed(records: list[tuple[str, dict[str, Any]]], report: Report) -> list[D
 def _check_truths(is_graded: Callable[[str], bool], report: Report) -> None:
     by_rule = [row for row in report.rows if row.style == "rule"]
     if empty := [row for row in by_rule if row.lacks_truth]:
-        report.problems.append(f"empty reward_model.ground_truth, which can never score: {_count(empty, report)}")
+        report.problems.append(f"empty reward_model.ground_truth, which can never score: {count_rows(empty, report)}")
     for source in dict.fromkeys(row.data_source for row in by_rule):
         if not is_graded(source):
             count = sum(row.data_source == source for row in by_rule)
@@ -112,7 +112,7 @@ def _check_truths(is_graded: Callable[[str], bool], report: Report) -> None:
                 "(valor rewards list), or set reward.custom_reward_function.path"
             )
     if answered := [row for row in report.rows if row.messages[-1]["role"] == "assistant"]:
-        count = _count(answered, report)
+        count = count_rows(answered, report)
         report.notes.append(f"prompt ends in an assistant message, the model would begin another: {count}")
 
 
@@ -159,12 +159,13 @@ def _check_lengths(tokenizer: PreTrainedTokenizerBase, limit: int | None, report
     overlong = [row for row, n in zip(report.rows, lengths, strict=True) if limit is not None and n > limit]
     if overlong:
         report.problems.append(
-            f"prompt over {limit} tokens: {_count(overlong, report)}; raise data.max_prompt_length, or set "
+            f"prompt over {limit} tokens: {count_rows(overlong, report)}; raise data.max_prompt_length, or set "
             "data.filter_overlong_prompts=true or data.truncation=left|right|middle"
         )
     return texts[0]
 
 
-def _count(some: list[DataRow], report: Report) -> str:
+def count_rows(some: list[DataRow], report: Report) -> str:
+    """How many, and the first of them."""
     named = ", ".join(row.place for row in some[:NAMED_ROWS])
     return f"{len(some)} of {len(report.rows)} rows ({named}{', ...' if len(some) > NAMED_ROWS else ''})"

@@ -103,13 +103,6 @@ def grade(
     }
 
 
-def reference(ground_truth: Any, extra_info: dict[str, Any]) -> str | None:
-    """A response that is right: the `solution` of the data, if it has one (for `valor rewards check`)."""
-    solution = extra_info.get("solution")
-    return f"```python\n{solution}\n```" if solution else None
-
-
-grade.answer = reference  # type: ignore[attr-defined]
 grade.cpu_bound = True  # type: ignore[attr-defined]  # no more programs at once than there are cores
 
 
