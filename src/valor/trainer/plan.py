@@ -30,11 +30,8 @@ def plan(config: Section, explicit_keys: Collection[str] = ()) -> str:
 
     `explicit_keys` are examined for settings without effect.
     """
-    if isinstance(config, CriticScoreConfig):
-        rows = _score_rows(config)
-    else:
-        assert isinstance(config, PPOConfig | SupervisedConfig), "what commands read"
-        rows = _training_rows(config)
+    assert isinstance(config, PPOConfig | SupervisedConfig), "what commands read"
+    rows = _critic_rows(config) if isinstance(config, CriticScoreConfig) else _training_rows(config)
     rows += [("note", f"{key}: {reason}") for key, reason in inert_settings(config, explicit_keys).items()]
     width = max(len(title) for title, _ in rows)
     lines, last = [], ""
@@ -50,7 +47,7 @@ def _training_rows(config: PPOConfig | SupervisedConfig) -> Rows:
         unit = "pairs" if isinstance(config, RMConfig) else "samples"
         rows = _supervised_rows(config, unit)
     elif isinstance(config, CriticPretrainConfig):
-        rows, files = _pretrain_rows(config), config.pretrain.rollouts or files
+        rows, files = _critic_rows(config), config.pretrain.rollouts or files
     else:
         rows = _ppo_rows(config)
     epochs = _count(trainer.total_epochs, "epoch")
@@ -88,26 +85,14 @@ def _ppo_rows(config: PPOConfig) -> Rows:
     return [*rows, ("warm-up", warmup)] if config.trainer.critic_warmup else rows
 
 
-def _pretrain_rows(config: CriticPretrainConfig) -> Rows:
-    critic, data = config.critic, config.data
-    updates = f"{critic.ppo_mini_batch_size:,} prompts per update, {_count(critic.ppo_epochs, 'epoch')} of each"
-    return [
-        ("critic", _critic(critic)),
-        *([] if config.pretrain.rollouts else [("rollouts", _drawn(config, data.train_files))]),
-        ("placement", _placement(config.trainer)),
-        ("batch", f"{data.train_batch_size:,} prompts per step, {updates}"),
-    ]
-
-
-def _score_rows(config: CriticScoreConfig) -> Rows:
-    score = config.score
-    branches = f"{score.mc} from each of {score.positions} positions of {score.responses} responses"
+def _critic_rows(config: CriticPretrainConfig | CriticScoreConfig) -> Rows:
+    asked = config.score if isinstance(config, CriticScoreConfig) else config.pretrain
+    policy = config.actor_rollout_ref
+    drawn = f"{policy.rollout.n} answers by {policy.model.path} to each prompt"
     return [
         ("critic", _critic(config.critic)),
-        ("rollouts", _and(*score.rollouts or [_drawn(config, config.data.val_files or [])])),
+        ("rollouts", _and(*asked.rollouts or [drawn])),
         ("placement", _placement(config.trainer)),
-        *([("branches", branches)] if score.mc else []),
-        ("written to", score.out),
     ]
 
 
@@ -137,11 +122,6 @@ def _every(steps: int) -> str:
 def _model(model: BackboneConfig) -> str:
     start = f" from {model.lora_adapter_path}" if model.lora_adapter_path is not None else ""
     return model.path + (f" with LoRA adapters of rank {model.lora_rank}{start}" if model.lora_rank else "")
-
-
-def _drawn(config: PPOConfig, files: list[str]) -> str:
-    policy = config.actor_rollout_ref
-    return f"{policy.rollout.n} answers by {policy.model.path} to each prompt of {_and(*files)}"
 
 
 def _critic(critic: CriticConfig) -> str:
