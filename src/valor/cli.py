@@ -26,7 +26,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "config keys": ("valor.cli:config_keys", "[PREFIX]: every key with its type, default and meaning"),
     "algorithms": ("valor.cli:algorithms", "the advantage estimators and losses, and what each needs"),
     "data prepare": ("valor.data.prepare:main", "[NAME]: a public data set, or your own, as files to train on"),
-    "data check": ("valor.lab.data_checks:data_check", "FILE: lengths, duplicates, graders"),
     "rewards list": ("valor.rewards.registry:main", "which grader scores which data_source, and its components"),
     "rewards sandbox": ("valor.sandbox.levels:main", "how this machine encloses code of models"),
     "export": ("valor.cli:export", "CKPT OUT [--role critic]: a checkpoint as a Hugging Face directory"),

@@ -1,4 +1,4 @@
-"""`valor data check`: each planted fault is found and named, sound data passes, and mistakes are one line."""
+"""examples/data_preprocess/check.py: planted faults are found and named, sound data passes, mistakes are one line."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from valor.cli import main
+from valor.user_files import load_file
+
+CHECK = load_file(str(Path(__file__).parents[3] / "examples" / "data_preprocess" / "check.py"), "path")
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +44,7 @@ def check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     """Runs the command on these records; returns the exit code and what was printed."""
 
     def run(records: list[dict[str, Any]], *argv: Any) -> tuple[int, str]:
-        code = main(["data", "check", write(tmp_path / "train.jsonl", records), *map(str, argv)])
+        code = CHECK.main([write(tmp_path / "train.jsonl", records), *map(str, argv)])
         printed = capsys.readouterr()
         return code, printed.out + printed.err
 
@@ -124,4 +126,4 @@ def test_mistakes_are_one_line(check: Any, tmp_path: Path) -> None:
     ):
         code, printed = check(SOUND, *argv)
         assert code == 2 and printed.count("\n") == 1 and words in printed, printed
-    assert main(["data", "check", str(tmp_path / "no.jsonl")]) == 2
+    assert CHECK.main([str(tmp_path / "no.jsonl")]) == 2
