@@ -88,7 +88,7 @@ def _ppo_rows(config: PPOConfig) -> Rows:
 def _critic_rows(config: CriticPretrainConfig | CriticScoreConfig) -> Rows:
     asked = config.score if isinstance(config, CriticScoreConfig) else config.pretrain
     policy = config.actor_rollout_ref
-    drawn = f"{policy.rollout.n} answers by {policy.model.path} to each prompt"
+    drawn = f"{_count(policy.rollout.n, 'answer')} by {policy.model.path} to each prompt"
     return [
         ("critic", _critic(config.critic)),
         ("rollouts", _and(*asked.rollouts or [drawn])),
