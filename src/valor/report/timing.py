@@ -23,6 +23,7 @@ PHASES = {
 }
 AFTER_THE_STEP = ("timing_s/testing", "timing_s/save_checkpoint")
 MAX_BARS = 120
+_BEGAN = "timing_began_s/"
 
 
 def timing_spec(metrics: Mapping[str, Series]) -> dict[str, Any] | None:
@@ -61,3 +62,22 @@ def timing_spec(metrics: Mapping[str, Series]) -> dict[str, Any] | None:
             if sum(one.get(step) or 0.0 for step in steps) > 0
         ],
     }
+
+
+def timeline_spec(metrics: Mapping[str, Series]) -> dict[str, Any] | None:
+    """The last timed step on the clock: `began` and `seconds` of each phase; None where the run did not say.
+
+    Phases of roles that live in different pools overlap.
+    """
+    began = {key[len(_BEGAN) :]: series for key, series in metrics.items() if key.startswith(_BEGAN)}
+    steps = [series.steps[-1] for name, series in began.items() if f"timing_s/{name}" not in AFTER_THE_STEP]
+    if not steps:
+        return None
+    step = max(steps)
+    rows = []
+    for name, series in began.items():
+        seconds = metrics.get(f"timing_s/{name}")
+        if seconds and series.steps[-1] == seconds.steps[-1] == step and f"timing_s/{name}" not in AFTER_THE_STEP:
+            label = PHASES.get(name, name.replace("_", " "))
+            rows.append({"label": label, "began": series.values[-1] or 0.0, "seconds": seconds.values[-1] or 0.0})
+    return {"step": step, "rows": sorted(rows, key=lambda row: row["began"])}

@@ -82,6 +82,18 @@
       { label: phase.label, value: percent(sums[place] / whole), stroke: stroke(place), shape: "box" })));
   };
 
+  const drawTimeline = ({ rows }) => {
+    const layout = base();
+    Object.assign(layout, { hovermode: "closest", bargap: 0.35 });
+    layout.xaxis = { ...layout.xaxis, ticksuffix: " s", rangemode: "tozero" };
+    layout.yaxis = { ...layout.yaxis, type: "category", autorange: "reversed", showgrid: false, nticks: undefined };
+    Plotly.react("plot-timeline", [{
+      type: "bar", orientation: "h", y: rows.map((row) => row.label), x: rows.map((row) => row.seconds),
+      base: rows.map((row) => row.began), marker: { color: color("c1"), opacity: 0.86 },
+      customdata: rows.map((row) => row.seconds), hovertemplate: "%{y}: from %{base:.3~g} s, %{customdata:.3~g} s<extra></extra>",
+    }], layout, options);
+  };
+
   const drawSpread = ({ id, steps, rows, shares }) => {
     const layout = base();
     Object.assign(layout, { hovermode: "closest" });
@@ -282,6 +294,7 @@
     data.panels.forEach(drawPanel);
     data.spreads.forEach(drawSpread);
     if (data.timing) drawTiming(data.timing);
+    if (data.timeline) drawTimeline(data.timeline);
     drawExplorer();
   };
 
