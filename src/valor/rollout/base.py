@@ -8,10 +8,13 @@ are the engine's business, so the same caller drives the native engine, an exter
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
+
+from valor.tracking.progress import report_progress
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -99,6 +102,32 @@ class Output:
     spans: tuple[Span, ...] = ()
 
 
+class RequestSource(Protocol):
+    """Requests that come while others are being generated, such as the turns of episodes."""
+
+    max_requests: int
+    """Most requests that are under way at once."""
+    max_tokens: int
+    """Longest prompt plus response of any of them."""
+
+    def poll(self, *, wait: bool) -> Sequence[Request] | None:
+        """The requests that have come since the last call; None: no more will come. `wait` blocks until either."""
+        ...
+
+
+class _Given:
+    """A source of requests that are all there from the start."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._requests: Sequence[Request] = requests
+        self.max_requests = len(requests)
+        self.max_tokens = max((len(one.prompt_ids) + one.params.max_tokens for one in requests), default=0)
+
+    def poll(self, *, wait: bool) -> Sequence[Request] | None:
+        requests, self._requests = self._requests, ()
+        return requests or None
+
+
 @runtime_checkable
 class RolloutEngine(Protocol):
     """A generation engine: native, or an adapter to an external one."""
@@ -111,9 +140,22 @@ class RolloutEngine(Protocol):
     weights_checksum: int | None
     """Of all weights that an engine with a copy of its own holds (`valor.rollout.transfer.checksum`)."""
 
+    def serve(self, source: RequestSource) -> None:
+        """Generate what `source` has until it has no more; each output goes to its request's `on_finish`."""
+        ...
+
     def generate(self, requests: Sequence[Request]) -> list[Output]:
         """Run all requests; outputs in the order of `requests`."""
-        ...
+        outputs: dict[int, Output] = {}
+
+        def finish(place: int, output: Output) -> None:
+            outputs[place] = output
+            if (on_finish := requests[place].on_finish) is not None:
+                on_finish(output)
+            report_progress(len(outputs), len(requests))
+
+        self.serve(_Given([replace(one, on_finish=partial(finish, place)) for place, one in enumerate(requests)]))
+        return [outputs[place] for place in range(len(requests))]
 
     def sync_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None = None, *, version: int) -> None:
         """Make the next `generate` use the policy's weights of `version`; an engine that shares them takes None."""

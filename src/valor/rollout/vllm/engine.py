@@ -13,6 +13,7 @@ import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import Any, cast
 from uuid import uuid4
 
@@ -22,8 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from valor.errors import UserError, did_you_mean
-from valor.rollout.base import Output, Request, Span, WeightMode
-from valor.tracking.progress import report_progress
+from valor.rollout.base import Output, Request, RequestSource, RolloutEngine, Span, WeightMode
 
 # Read when vLLM is imported; what the user has set stays.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -53,12 +53,12 @@ class _Executor(ExecutorWithExternalLauncher):
         return f"file://{name}", rank, device  # the name keeps two runs on one machine apart
 
 
-class VLLMEngine:
+class VLLMEngine(RolloutEngine):
     """Generates with a vLLM engine of its own; see `valor.rollout.base.RolloutEngine`.
 
     Collective over all ranks of the process group, which must exist: every rank makes one, and calls `sync_weights`
-    and `generate`, with the same requests, when the others of its tensor-parallel group do. `options` are those of
-    vLLM's EngineArgs, `device` is this rank's. The first `generate` must come after a `sync_weights`.
+    and `serve`, with the same requests, when the others of its tensor-parallel group do. `options` are those of
+    vLLM's EngineArgs, `device` is this rank's. The first `serve` must come after a `sync_weights`.
     """
 
     weight_mode: WeightMode = "copied"
@@ -94,28 +94,24 @@ class VLLMEngine:
             raise
         self.sleep()  # the models that are loaded after this one need the memory; weights must be sent anyway
 
-    def generate(self, requests: Sequence[Request]) -> list[Output]:
-        """Outputs in the order of `requests`; UserError when a prompt leaves no room for a new token."""
+    def serve(self, source: RequestSource) -> None:
+        """Generate what `source` has until it has no more; UserError when a prompt leaves no room for a new token."""
         if self.weights_version is None:
             raise ValueError("the engine has no weights: sync_weights comes first")
-        for request in requests:
-            if len(request.prompt_ids) >= self._max_model_len:
-                raise UserError(
-                    f"a prompt of {len(request.prompt_ids)} tokens leaves no room for a response: "
-                    f"actor_rollout_ref.rollout.max_model_len is {self._max_model_len}"
-                )
         self._wake("kv_cache")
-        outputs: list[Any] = [None] * len(requests)
-        done = 0
+        running: dict[str, Request] = {}
+        numbers = count()
         # vLLM compiles a piece of its sampler: on a CPU that takes longer than it saves, and needs a C++ compiler.
         with torch._dynamo.config.patch(disable=self._no_compiler or torch._dynamo.config.disable):
-            for place, output in self._run(requests):
-                outputs[place] = output
-                done += 1
-                if (on_finish := requests[place].on_finish) is not None:
-                    on_finish(output)
-                report_progress(done, len(requests))
-        return outputs
+            while (new := source.poll(wait=not running)) is not None or running:
+                for request in new or ():
+                    name = str(next(numbers))
+                    running[name] = request
+                    self._add(name, request)
+                for found in cast(list[Any], self._llm.step()):
+                    request = running.pop(found.request_id)
+                    if request.on_finish is not None:
+                        request.on_finish(self._output(request, found.outputs[0]))
 
     def sync_weights(self, weights: Iterable[tuple[str, Tensor]] | None = None, *, version: int) -> None:
         """Replace the weights in place and forget what was computed with the old ones.
@@ -152,20 +148,17 @@ class VLLMEngine:
             self._llm.wake_up([part])
             self._asleep.remove(part)
 
-    def _run(self, requests: Sequence[Request]) -> Iterator[tuple[int, Output]]:
-        """Run the requests; yield outputs as they complete, with their places."""
-        running = {str(place): request for place, request in enumerate(requests)}
-        for name, request in running.items():
-            self._add(name, request)
-        version = self.weights_version or 0
-        while running:
-            for found in cast(list[Any], self._llm.step()):
-                request, text = running.pop(found.request_id), found.outputs[0]
-                token_ids, spans = list(text.token_ids), (Span(len(text.token_ids), version),)
-                output = Output(request.request_id, token_ids, text.logprobs.logprobs, text.finish_reason, spans)
-                yield int(found.request_id), output
+    def _output(self, request: Request, found: Any) -> Output:
+        token_ids = list(found.token_ids)
+        spans = (Span(len(token_ids), self.weights_version or 0),)
+        return Output(request.request_id, token_ids, found.logprobs.logprobs, found.finish_reason, spans)
 
     def _add(self, name: str, request: Request) -> None:
+        if len(request.prompt_ids) >= self._max_model_len:
+            raise UserError(
+                f"a prompt of {len(request.prompt_ids)} tokens leaves no room for a response: "
+                f"actor_rollout_ref.rollout.max_model_len is {self._max_model_len}"
+            )
         stops = set(request.params.stop_token_ids) | (set() if request.params.ignore_eos else self._eos)
         params = VLLMParams(
             **as_greedy(request, sorted(stops)),
