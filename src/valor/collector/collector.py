@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from valor import algorithms
+from valor.agents.episode import last_rows, place_rewards, rows_by_episode
+from valor.agents.metrics import episode_metrics
 from valor.collector.dynamic_sampling import check_limit, informative_rows
 from valor.collector.freshness import WeightPublisher
 from valor.collector.grading import Grading
@@ -55,9 +57,9 @@ class Collector:
             batch, graded = self._answer_and_grade(rows, step, first=len(results) // self.rollout.n, timer=timer)
             rounds += 1
             results += graded
-            sources += batch.objects["data_source"]
+            sources += last_rows(batch).objects["data_source"]
             kept.append(informative_rows(batch, graded, self._outcomes(graded), self.config) if filtering else batch)
-            found = sum(map(len, kept)) // self.rollout.n
+            found = sum(len(rows_by_episode(one)) for one in kept) // self.rollout.n
         metrics, line = summarize(sources, results)
         self._say(line)
         if self.inputs.reward_texts is not None:
@@ -71,7 +73,11 @@ class Collector:
                 "training/filter_groups/surplus_prompts": found - wanted,
                 "training/filter_groups/score_before": sum(r.score for r in results) / len(results),
             }
-        batch = Batch.concat(kept).take(range(wanted * self.rollout.n)) if rounds > 1 or found > wanted else kept[0]
+        batch = kept[0]
+        if rounds > 1 or found > wanted:
+            batch = Batch.concat(kept)
+            batch = batch.take([i for rows in rows_by_episode(batch)[: wanted * self.rollout.n] for i in rows])
+        metrics |= episode_metrics(batch)
         batch.meta |= {"temperature": self.rollout.temperature, "global_step": step}
         if self._greedy_baseline:
             with timer("gen_baseline"):
@@ -93,7 +99,7 @@ class Collector:
             with phase("validation", len(prompts), unit="sample"):
                 sink = self.grading.sink(prompts, validation=True)
                 parts.append(self.answer(prompts, sampling_params(self.config, validation=True), sink=sink))
-        batch = Batch.concat(parts)
+        batch = last_rows(Batch.concat(parts))
         with phase("reward", len(batch), unit="sample"):
             results = self.grading.validation(batch)
         batch.objects["reward_info"] = [r.components for r in results]
@@ -119,13 +125,17 @@ class Collector:
         `sink` gets each episode as soon as it has ended.
         """
         timer = timer or Timer()
-        columns = prompts.select(("prompts", "prompt_lengths", "episode_key", "uid"))
+        objects = PROMPT_OBJECTS if self.config.plays_episodes else ("uid",)
+        columns = prompts.select(("prompts", "prompt_lengths", "episode_key", *objects))
         try:
             with timer("update_weights"):
                 self._weights.publish()
             with timer("gen"):
-                answered = prompts.union(self.roles["rollout"].generate(columns, params, sink=sink))
-                return self.inputs.with_text(answered)
+                rows = self.roles["rollout"].generate(columns, params, sink=sink)
+                if "episode" in rows:  # of one prompt several may have come
+                    prompts = prompts.take(rows["episode"])
+                    rows["episode"] = prompts["episode_key"][:, 2]
+                return self.inputs.with_text(prompts.union(rows))
         except WorkersReplaced as replaced:
             self._say(str(replaced))
             return self.answer(prompts, params, sink=sink, timer=timer)
@@ -146,8 +156,10 @@ class Collector:
             batch = self.answer(prompts, sampling_params(self.config), sink=sink, timer=timer)
         with timer("reward"), phase("reward", len(batch), unit="sample"):
             results = self.grading.training(batch)
-        batch.objects["reward_info"] = [r.components for r in results]
-        batch["token_level_scores"] = algorithms.place_at_end(self._outcomes(results), batch["response_mask"])
+        infos = [(r.components, rows) for r, rows in zip(results, rows_by_episode(batch), strict=True)]
+        batch.objects["reward_info"] = [components for components, rows in infos for _ in rows]
+        binary = self.config.algorithm.reward_binarize
+        batch["token_level_scores"] = place_rewards(self._outcomes(results), batch, at_end=binary)
         return batch, results
 
     def _greedy_rewards(self, batch: Batch) -> Tensor:
@@ -155,10 +167,12 @@ class Collector:
         n = self.rollout.n
         prompts = batch.select(("prompts", "prompt_lengths", "episode_key", *PROMPT_OBJECTS))
         params = replace(sampling_params(self.config), temperature=0.0)
-        prompts = prompts.take(range(0, len(batch), n))
+        rows = rows_by_episode(batch)
+        prompts = prompts.take([one[0] for one in rows[::n]])
         with phase("greedy baseline", len(prompts), unit="sample"):
             greedy = self.answer(prompts, params, sink=self.grading.sink(prompts))
-        return self.scores(greedy).repeat_interleave(n)
+        scores = self.scores(greedy).repeat_interleave(n)
+        return scores.repeat_interleave(torch.tensor([len(one) for one in rows]))
 
     def _outcomes(self, results: Sequence[RewardResult]) -> Tensor:
         """Scores [B] as the algorithm takes them: 0 or 1 under `reward_binarize`."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from valor.agents.agents import Agents
 from valor.config import PPOConfig, RewardModelConfig
 from valor.data.batch import Batch
 from valor.data.prompts import PromptDataset, PromptRow
 from valor.data.reward_texts import CriticTexts, RewardTexts, longest_text
 from valor.data.sampler import PromptSampler
 from valor.errors import UserError
-from valor.models.load import load_model_config, load_tokenizer
+from valor.models.load import load_model_config, load_policy_tokenizer, load_tokenizer
 from valor.models.reward import reward_model_kind
 from valor.rewards.judge import Judge
 from valor.rewards.manager import Graders, make_graders
@@ -22,10 +23,12 @@ class RunInputs:
     """Tokenizer, data sets, sampler and graders of a run."""
 
     def __init__(self, config: PPOConfig) -> None:
-        data = config.data
+        data = config.data.model_copy(update={"max_prompt_length": config.start_length})
         self.tokenizer = load_policy_tokenizer(config)
-        self.train = PromptDataset(data, self.tokenizer, split="train")
-        self.val = PromptDataset(data, self.tokenizer, split="val") if data.val_files else None
+        agents = Agents(config, self.tokenizer) if config.plays_episodes else None
+        tools_of = None if agents is None else agents.schemas_of
+        self.train = PromptDataset(data, self.tokenizer, "train", tools_of)
+        self.val = PromptDataset(data, self.tokenizer, "val", tools_of) if data.val_files else None
         dynamic = config.algorithm.filter_groups.enable
         at_once = data.gen_batch_size if dynamic and data.gen_batch_size else data.train_batch_size
         self.sampler = PromptSampler(len(self.train), at_once, seed=data.seed, shuffle=data.shuffle)
@@ -115,17 +118,6 @@ def _check_truths(rows: PromptDataset, rewards: Graders) -> None:
             f"'{missing[0].data_source}' needs ({len(missing)} of {len(rows)} {rows.split} prompts): fill it in or "
             "leave such rows out"
         )
-
-
-def load_policy_tokenizer(config: PPOConfig) -> Any:
-    """The tokenizer of the policy, with a chat template. UserError: there is none."""
-    model = config.actor_rollout_ref.model
-    return load_tokenizer(
-        config.data.tokenizer or model.tokenizer_path or model.path,
-        trust_remote_code=model.trust_remote_code,
-        custom_chat_template=model.custom_chat_template,
-        require_chat_template=True,
-    )
 
 
 def load_reward_texts(model: RewardModelConfig, policy_tokenizer: Any) -> RewardTexts | CriticTexts:

@@ -61,7 +61,6 @@ REWARD_MODEL, VLLM = "reward.reward_model", "actor_rollout_ref.rollout.engine_kw
 LOSS = "actor_rollout_ref.actor.policy_loss"
 WHOLE = RESUMABLE, [*RESUMABLE, "hf_model"]
 SAMPLED = "training rollouts are always sampled"
-ONE_TURN, AGENT_LOOPS = "responses have one turn", "agent.default_agent_loop agent.agent_loop_config_path"
 REPLICAS = _at(ROLLOUT, "data_parallel_size expert_parallel_size pipeline_model_parallel_size")
 
 _MICRO_BATCHES = {
@@ -73,6 +72,8 @@ _RENAMED = {
     "fsdp_config.*": "engine.* model.fsdp_config.*",
     "critic.fsdp_config.*": "critic.fsdp.* critic.model.fsdp_config.*",
     f"{MODEL}.enable_gradient_checkpointing": f"{ACTOR}.fsdp_config.gradient_checkpointing",
+    f"{ROLLOUT}.multi_turn.tool_config_path": "data.tool_config_path",
+    f"{ROLLOUT}.multi_turn.function_tool_path": "data.function_tool_path",
     "critic.model.enable_gradient_checkpointing": "critic.fsdp_config.gradient_checkpointing",
     "*.optim.clip_grad": "*.grad_clip",
     "*optim.lr_warmup_steps": "*optim.warmup_steps",
@@ -123,8 +124,6 @@ _BEFORE_WIDER_ONES = [
     *_because({"it is the optimizer": "*optim.optimizer"}, only=("AdamW",)),
     *_because({"managers are built in": "reward.reward_manager.module.*"}, only=(None, "custom_reward_manager")),
     *_because({"fsdp and fsdp2 are the engine": "model_engine engine"}, only=("dp", "fsdp", "fsdp2")),
-    *_because({ONE_TURN: f"{ROLLOUT}.agent.default_agent_loop"}, only=("single_turn_agent",)),
-    *_because({f"{ONE_TURN}, without tools": _at(ROLLOUT, f"multi_turn.enable {AGENT_LOOPS}")}, refused=True),
     Spelling(f"{ROLLOUT}.do_sample", SAMPLED, refused=True, only=(False,)),
     *_because({"replicas follow from the processes": REPLICAS}, only=(1,)),
     *_because({"a checkpoint is always read as a whole": "*checkpoint.load_contents"}, only=WHOLE),
@@ -169,7 +168,9 @@ _NO_EFFECT = {
         "calculate_log_probs",
     ),
     SAMPLED: f"{ROLLOUT}.do_sample",
-    ONE_TURN: f"{ROLLOUT}.multi_turn.* data.tool_config_path data.function_tool_path",
+    "turns are put together by token ids, always exactly": _at(
+        ROLLOUT, "multi_turn.use_inference_chat_template multi_turn.tokenization_sanity_check_mode"
+    ),
     "it names a class in data.custom_cls.path": "data.custom_cls.name",
     "messages are always kept": "data.return_raw_chat data.return_full_prompt",
     "prompts are read and measured in the trainer's process": "data.dataloader_num_workers data.use_shm "

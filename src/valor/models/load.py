@@ -22,6 +22,7 @@ from transformers import (
 )
 from transformers.dynamic_module_utils import init_hf_modules
 
+from valor.config import PPOConfig
 from valor.config.model import BackboneConfig, CriticModelConfig, ModelConfig
 from valor.errors import UserError
 from valor.models.hf import disable_dropout_in_config, quiet_transformers
@@ -59,6 +60,17 @@ def load_tokenizer(
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def load_policy_tokenizer(config: PPOConfig) -> Any:
+    """The tokenizer of the policy, with a chat template. UserError: there is none."""
+    model = config.actor_rollout_ref.model
+    return load_tokenizer(
+        config.data.tokenizer or model.tokenizer_path or model.path,
+        trust_remote_code=model.trust_remote_code,
+        custom_chat_template=model.custom_chat_template,
+        require_chat_template=True,
+    )
 
 
 def load_policy(model: ModelConfig, *, dtype: torch.dtype = torch.float32, seed: int = 42) -> PolicyModel:

@@ -24,13 +24,33 @@ WeightMode = Literal["shared", "copied", "fixed"]
 
 
 @dataclass(frozen=True, slots=True)
+class StopTexts:
+    """Texts that end a sequence; the token that completes one is its last.
+
+    `candidates` are the tokens that may complete one, `decode` gives the text of token ids.
+    """
+
+    texts: tuple[str, ...]
+    candidates: frozenset[int]
+    decode: Callable[[Sequence[int]], str] = field(compare=False)
+
+    def complete(self, token_ids: Sequence[int]) -> bool:
+        """Whether the last token completes one of the texts."""
+        if not token_ids or token_ids[-1] not in self.candidates:
+            return False
+        tail = 4 * max(map(len, self.texts))  # a character has at most 4 bytes, a token at least one
+        text = self.decode(token_ids[-tail:])
+        return any(one in text for one in self.texts)
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the tokens of one request are chosen.
 
     `temperature` 0 is greedy. `top_k` <= 0 and `top_p` 1.0 switch that truncation off; with both on, top-p acts on
     the renormalised top-k distribution. `max_tokens` counts new tokens. A token of `stop_token_ids`, or the engine's
-    end-of-sequence token unless `ignore_eos`, ends the sequence and is its last token. Raises ValueError on values
-    that have no meaning.
+    end-of-sequence token unless `ignore_eos`, ends the sequence and is its last token; so does what completes a text of
+    `stop`. Raises ValueError on values that have no meaning.
     """
 
     temperature: float = 1.0
@@ -38,6 +58,7 @@ class SamplingParams:
     top_p: float = 1.0
     max_tokens: int = 16
     stop_token_ids: tuple[int, ...] = ()
+    stop: StopTexts | None = None
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:

@@ -63,8 +63,28 @@ class Row:
         """Cache columns of its own in use: all tokens but the last, which has not been fed, less a shared prompt."""
         return len(self.token_ids) + (0 if self.prompt >= 0 else len(self.request.prompt_ids) - 1)
 
+    @property
+    def tested_ids(self) -> frozenset[int]:
+        """The tokens with which the row may end."""
+        stop = self.request.params.stop
+        return self.stop_ids if stop is None else self.stop_ids | stop.candidates
+
+    def add(self, token_ids: Sequence[int], log_probs: Sequence[float]) -> None:
+        """Take sampled tokens, up to the one that ends the row."""
+        for token, log_prob in zip(token_ids, log_probs, strict=True):
+            self.token_ids.append(token)
+            self.log_probs.append(log_prob)
+            if self.stopped:
+                return
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the last token ends the row."""
+        stop = self.request.params.stop
+        return self.token_ids[-1] in self.stop_ids or (stop is not None and stop.complete(self.token_ids))
+
     def finish_reason(self) -> FinishReason | None:
-        if self.token_ids[-1] in self.stop_ids:
+        if self.stopped:
             return "stop"
         return "length" if len(self.token_ids) >= self.max_new else None
 
@@ -264,7 +284,7 @@ class NativeEngine(RolloutEngine):
         done = [len(row.token_ids) for row in rows]
         uniforms = np.stack([row.uniforms[n : n + steps] for row, n in zip(rows, done, strict=True)], axis=1)
         uniforms = torch.from_numpy(uniforms).to(device)
-        stops = _stop_table([row.stop_ids for row in rows], device)
+        stops = _stop_table([row.tested_ids for row in rows], device)
         fed = torch.tensor([row.last_token for row in rows], device=device)
         chosen, scored, ended = [], [], torch.zeros((), dtype=torch.bool, device=device)
         per_test = STEPS_PER_TEST["cpu" if device.type == "cpu" else "cuda"]
@@ -284,9 +304,7 @@ class NativeEngine(RolloutEngine):
             raise RuntimeError("the policy's logits are not finite: its weights have diverged")
         tokens, values = torch.stack(chosen, dim=1).tolist(), scores.tolist()
         for row, row_tokens, row_values in zip(rows, tokens, values, strict=True):
-            kept = next((n for n, token in enumerate(row_tokens, 1) if token in row.stop_ids), len(row_tokens))
-            row.token_ids += row_tokens[:kept]
-            row.log_probs += row_values[:kept]
+            row.add(row_tokens, row_values)
 
 
 class NativeCopy(NativeEngine):

@@ -129,6 +129,7 @@ class ServerEngine(RolloutEngine):
             "ignore_eos": True,  # all that ends a sequence is named above
             **AS_TOKENS,
             "logprobs": 0,
+            **({} if params.stop is None else {"stop": params.stop.texts, "include_stop_str_in_output": True}),
         }
 
     def _client(self) -> httpx2.AsyncClient:

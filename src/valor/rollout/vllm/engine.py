@@ -149,9 +149,14 @@ class VLLMEngine(RolloutEngine):
             self._asleep.remove(part)
 
     def _output(self, request: Request, found: Any) -> Output:
-        token_ids = list(found.token_ids)
+        token_ids, log_probs, stop = list(found.token_ids), found.logprobs.logprobs, request.params.stop
+        reason = found.finish_reason
+        if stop is not None and stop.complete(token_ids):
+            reason = "stop"  # by the last token that was allowed
+        elif stop is not None and stop.complete(token_ids[:-1]):  # one was added to end it
+            token_ids, log_probs = token_ids[:-1], log_probs[: len(token_ids) - 1]
         spans = (Span(len(token_ids), self.weights_version or 0),)
-        return Output(request.request_id, token_ids, found.logprobs.logprobs, found.finish_reason, spans)
+        return Output(request.request_id, token_ids, log_probs, reason, spans)
 
     def _add(self, name: str, request: Request) -> None:
         if len(request.prompt_ids) >= self._max_model_len:
@@ -160,6 +165,8 @@ class VLLMEngine(RolloutEngine):
                 f"actor_rollout_ref.rollout.max_model_len is {self._max_model_len}"
             )
         stops = set(request.params.stop_token_ids) | (set() if request.params.ignore_eos else self._eos)
+        if request.params.stop is not None and not stops:
+            raise UserError("a policy without an end-of-sequence token cannot stop at a text: give it eos_token_id")
         params = VLLMParams(
             **as_greedy(request, sorted(stops)),
             ignore_eos=True,  # all that ends a sequence is named above

@@ -1,0 +1,72 @@
+"""Episodes of several turns: `multi_turn` and `agent` of the rollout, and the search agent's keys at the root."""
+
+from typing import Any, Literal
+
+from pydantic import PositiveFloat, PositiveInt
+
+from valor.config.base import PathStr, Section, key
+
+
+class MultiTurnConfig(Section):
+    """Episodes in which the policy calls tools, in the chat format of its model."""
+
+    enable: bool = False
+    """Let the policy call tools, and go on with their results."""
+    max_assistant_turns: PositiveInt | None = key(None, ".enable")
+    """Most turns of the policy in an episode; null: until data.max_response_length tokens."""
+    max_user_turns: PositiveInt | None = key(None, ".enable")
+    """Most times that the policy is told something after the prompt; null sets no limit."""
+    environment: str | None = key(None, ".enable")
+    """Class whose public methods are the tools, as file.py:Class or package.module:Class; one object an episode."""
+    environment_kwargs: dict[str, Any] = key({}, ".environment")
+    """Arguments of that class."""
+    tool_config_path: PathStr | None = key(None, ".enable")
+    """YAML file that lists tools: class_name, config, tool_schema."""
+    function_tool_path: PathStr | None = key(None, ".enable")
+    """Python file whose functions with @function_tool are tools."""
+    max_parallel_calls: PositiveInt = key(1, ".enable")
+    """Most calls of one turn that are answered; further ones are told so."""
+    max_tool_response_length: PositiveInt = key(256, ".enable")
+    """Longest result of a tool in characters; what is longer is cut."""
+    tool_response_truncate_side: Literal["left", "middle", "right"] = key("middle", ".enable")
+    """left keeps the beginning, right the end, middle both."""
+    tool_timeout: PositiveFloat = key(30.0, ".enable")
+    """Seconds that one call may take."""
+    format: str = key("hermes", ".enable")
+    """How the policy writes a call: hermes, qwen3_coder, llama3_json, or one that was registered."""
+
+
+class AgentConfig(Section):
+    """Who carries an episode through its turns."""
+
+    default_agent_loop: str | None = None
+    """Loop of rows without a column agent_name; null: tool_agent under multi_turn, search_agent under do_search, else
+    single_turn_agent."""
+    agent_loop_config_path: PathStr | None = None
+    """YAML file that lists loops of your own: name, _target_, and arguments of the class."""
+    max_concurrent_episodes: PositiveInt = 512
+    """Most episodes under way at once in one process."""
+    deterministic: bool = False
+    """Wait after every turn for all episodes, so that a run repeats bit for bit whatever the tools' speed."""
+
+
+class RetrieverConfig(Section):
+    """Where searches go."""
+
+    url: str | None = key("http://127.0.0.1:8000/retrieve", "do_search")
+    """Address of a retrieval server (valor retrieve); null: searched in the rollout's process, in corpus_path."""
+    corpus_path: PathStr | None = key(None, "do_search")
+    """url=null: jsonl or parquet file of documents."""
+    topk: PositiveInt = key(3, "do_search")
+    """Documents for a query."""
+    timeout: PositiveFloat = key(30.0, "do_search")
+    """Seconds that a search may take."""
+
+
+class StateMaskingConfig(Section):
+    """Search-R1's marks around what the policy was told."""
+
+    start_state_marker: str = key("<information>", "do_search")
+    """Before the documents."""
+    end_state_marker: str = key("</information>", "do_search")
+    """After them."""
