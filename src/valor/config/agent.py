@@ -1,6 +1,6 @@
 """Episodes of several turns: `multi_turn` and `agent` of the rollout, and the search agent's keys at the root."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
@@ -18,8 +18,6 @@ class MultiTurnConfig(Section):
     """Most times that the policy is told something after the prompt; null sets no limit."""
     environment: str | None = key(None, ".enable")
     """Class whose public methods are the tools, as file.py:Class or package.module:Class; one object an episode."""
-    environment_kwargs: dict[str, Any] = key({}, ".environment")
-    """Arguments of that class."""
     tool_config_path: PathStr | None = key(None, ".enable")
     """YAML file that lists tools: class_name, config, tool_schema."""
     function_tool_path: PathStr | None = key(None, ".enable")
@@ -40,8 +38,7 @@ class AgentConfig(Section):
     """Who carries an episode through its turns."""
 
     default_agent_loop: str | None = None
-    """Loop of rows without a column agent_name; null: tool_agent under multi_turn, search_agent under do_search, else
-    single_turn_agent."""
+    """Loop of rows without agent_name; null: tool_agent with multi_turn, search_agent with do_search, or one turn."""
     agent_loop_config_path: PathStr | None = None
     """YAML file that lists loops of your own: name, _target_, and arguments of the class."""
     max_concurrent_episodes: PositiveInt = 512

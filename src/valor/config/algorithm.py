@@ -6,6 +6,7 @@ from typing import Any, Literal
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from valor.config.actor import KLKind
+from valor.config.agent import StateMaskingConfig
 from valor.config.base import PathStr, Section, Share, inherits, key, section
 
 
@@ -131,6 +132,7 @@ class AlgorithmConfig(Section):
     pf_ppo: PFPPOConfig = section(PFPPOConfig, ".use_pf_ppo")
     filter_groups: FilterGroupsConfig = section(FilterGroupsConfig, ".filter_groups.enable")
     rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
+    state_masking: StateMaskingConfig = section(StateMaskingConfig)
 
     def contradictions(self, at: str) -> Iterator[str]:
         masked = self.reward_mask_ratio > 0

@@ -59,6 +59,7 @@ ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 REWARD_MODEL, VLLM = "reward.reward_model", "actor_rollout_ref.rollout.engine_kwargs.vllm"
 LOSS = "actor_rollout_ref.actor.policy_loss"
+UNSEEN = "what the policy is told is never trained on"
 WHOLE = RESUMABLE, [*RESUMABLE, "hf_model"]
 SAMPLED = "training rollouts are always sampled"
 REPLICAS = _at(ROLLOUT, "data_parallel_size expert_parallel_size pipeline_model_parallel_size")
@@ -72,6 +73,7 @@ _RENAMED = {
     "fsdp_config.*": "engine.* model.fsdp_config.*",
     "critic.fsdp_config.*": "critic.fsdp.* critic.model.fsdp_config.*",
     f"{MODEL}.enable_gradient_checkpointing": f"{ACTOR}.fsdp_config.gradient_checkpointing",
+    f"{ROLLOUT}.n": f"{ROLLOUT}.n_agent",
     f"{ROLLOUT}.multi_turn.tool_config_path": "data.tool_config_path",
     f"{ROLLOUT}.multi_turn.function_tool_path": "data.function_tool_path",
     "critic.model.enable_gradient_checkpointing": "critic.fsdp_config.gradient_checkpointing",
@@ -119,6 +121,8 @@ _VALUES = [
     Spelling(f"{ROLLOUT}.name", value="native", only=("hf",)),
 ]
 _BEFORE_WIDER_ONES = [
+    *_because({UNSEEN: f"{ACTOR}.state_masking"}, only=(True,)),
+    *_because({f"{UNSEEN}: leave it at true": f"{ACTOR}.state_masking"}, only=(False,), refused=True),
     *_because({"the trainer is synchronous": "trainer.v1.trainer_mode"}, only=("sync",)),
     *_because({"it is where AdamW comes from": "*optim.optimizer_impl"}, only=("torch.optim",)),
     *_because({"it is the optimizer": "*optim.optimizer"}, only=("AdamW",)),
@@ -140,6 +144,7 @@ _NO_EFFECT = {
     "the penalty is always logged": "*.overlong_buffer_cfg.log",
     "rows are always balanced over processes by tokens": "trainer.balance_batch",
     "any group of processes hosts any roles": "actor_rollout_ref.hybrid_engine",
+    "Search-R1 does not read it either": "algorithm.no_think_rl",
     "it is unused in verl too": f"actor_rollout_ref.nccl_timeout data.return_raw_input_ids {ACTOR}.freeze_vision_tower "
     "critic.forward_micro_batch_size critic.forward_micro_batch_size_per_gpu critic.forward_max_token_len_per_gpu "
     + _at(ROLLOUT, "over_sample_rate multi_stage_wake_up multi_turn.num_repeat_rollouts"),
