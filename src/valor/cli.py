@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "rewards list": ("valor.rewards.registry:main", "which grader scores which data_source, and its components"),
     "rewards check": ("valor.lab.data_checks:rewards_check", "FILE: that, and do its graders work on it?"),
     "rewards sandbox": ("valor.sandbox.levels:main", "how this machine encloses code of models"),
+    "retrieve": ("valor.agents.search.server:main", "CORPUS: a search server for agents over documents of yours"),
     "export": ("valor.cli:export", "CKPT OUT [--role critic]: a checkpoint as a Hugging Face directory"),
     "report": ("valor.cli:report", "RUN_DIR: build report.html from what a run has left so far"),
 }

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from valor.rewards.server import Server
+from valor.http_client import Server
 from valor.rewards.worker import RewardResult, gather
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from valor.errors import UserError, did_you_mean
-from valor.rewards import choice, code, countdown, format, gsm8k, mathematics, qa, reasoning_gym
+from valor.rewards import choice, code, countdown, format, gsm8k, mathematics, qa, reasoning_gym, search_r1
 
 # Called by keyword: data_source, solution_str, ground_truth, extra_info. Returns a number, or a dict with "score".
 Grader = Callable[..., Any]
@@ -45,7 +45,7 @@ BUILT_IN: dict[str, Grader] = {
         mathematics.grade, {"think_and_box": format.has_think_and_box}, {"acc": 0.9, "think_and_box": 0.1}
     ),
     **dict.fromkeys(_CHOICE, choice.grade),
-    "searchR1_*": qa.grade_exact,
+    "searchR1_*": search_r1.grade,
     **dict.fromkeys(_QUESTIONS, qa.grade),
     **dict.fromkeys(_COUNTDOWN, countdown.grade),
     **dict.fromkeys(_CODE, code.grade),
