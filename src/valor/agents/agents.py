@@ -13,10 +13,15 @@ from valor.agents.chat import Chat
 from valor.agents.episode import Episode, Turn
 from valor.agents.loops import AgentLoop, Generate, Limits, LoopContext, Task, make_loop
 from valor.agents.runner import EpisodeRunner, Sink
+from valor.agents.search_loop import SearchLoop
+from valor.agents.tool_loop import ToolLoop
+from valor.agents.verl_loop import VerlLoop
 from valor.config import PPOConfig
 from valor.errors import TrainingStopped, UserError
 from valor.rollout.base import RolloutEngine, Span
 from valor.user_files import load_object
+
+BUILT_IN = (ToolLoop, SearchLoop, VerlLoop)  # importing them makes their names known
 
 
 class Agents:

@@ -8,8 +8,9 @@ rewrites history (Qwen3 drops the thinking of earlier turns), the conversation g
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from valor.data.prompts import render
@@ -43,15 +44,11 @@ class Chat:
     def ids(self, text: str, hidden: Sequence[str] = ()) -> list[int]:
         """Token ids of a rendered text; the texts that `hide` has taken out are put back as plain characters."""
         pieces = _HIDDEN_TEXT.split(text)
-        found: list[int] = []
-        for i, piece in enumerate(pieces):
-            if i % 2:
-                found += self.tokenizer(hidden[int(piece)], add_special_tokens=False, split_special_tokens=True)[
-                    "input_ids"
-                ]
-            elif piece:
-                found += self.tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
-        return found
+        # Character by character, no token of several characters can be found in them.
+        parts = [part for i, piece in enumerate(pieces) for part in (hidden[int(piece)] if i % 2 else [piece]) if part]
+        if not parts:
+            return []
+        return [*chain.from_iterable(self.tokenizer(parts, add_special_tokens=False, verbose=False)["input_ids"])]
 
     def hide(self, text: str, hidden: list[str]) -> str:
         """`text` with the names of special tokens replaced by marks, which are appended to `hidden`."""
@@ -108,12 +105,18 @@ class Conversation:
             safe = self._chat.hide(content, self._hidden) if isinstance(content, str) else content
             self.messages.append({**message, "content": safe})
         before, self._text = self._text, self._chat.render(self.messages, self._tools)
-        # Templates may trim a message; what was sampled stays as it is.
-        for said in (self._answer, self._answer.rstrip(), self._answer.lstrip(), self._answer.strip()):
-            prefix = before + said + self._end
-            if self._end and self._text.startswith(prefix):
-                told = self._chat.ids(self._text[len(prefix) :], self._hidden)
-                self.token_ids += told
-                return Told(told, new_row=False)
+        prefix = next((one for one in self._as_rendered(before) if self._end and self._text.startswith(one)), None)
+        if prefix is not None:
+            told = self._chat.ids(self._text[len(prefix) :], self._hidden)
+            self.token_ids += told
+            return Told(told, new_row=False)
         self.token_ids = self._chat.ids(self._text, self._hidden)
         return Told(list(self.token_ids), new_row=True)
+
+    def _as_rendered(self, before: str) -> Iterator[str]:
+        """How the text up to the end of the last turn may look: templates trim messages, and what was sampled stays."""
+        said = self._answer
+        spaces_before, spaces_after = len(said) - len(said.lstrip()), len(said) - len(said.rstrip())
+        for start in range(spaces_before + 1):
+            for end in range(spaces_after + 1):
+                yield before + said[start : len(said) - end] + self._end

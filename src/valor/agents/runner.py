@@ -51,9 +51,11 @@ class EpisodeRunner(Generic[T]):
         thread.start()
         try:
             engine.serve(self)
-        finally:
+        except BaseException:
             with suppress(RuntimeError):  # it has ended
                 self._loop.call_soon_threadsafe(lambda: self._main.cancel())
+            raise
+        finally:
             thread.join()
         self._tell()
         return self._episodes

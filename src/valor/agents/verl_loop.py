@@ -148,4 +148,3 @@ def _params(params: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
     known |= {"max_tokens": given["max_new_tokens"]} if "max_new_tokens" in given else {}
     known |= {"stop_token_ids": tuple(given["stop_token_ids"])} if given.get("stop_token_ids") else {}
     return replace(params, **known)
-
