@@ -11,6 +11,7 @@ import yaml
 
 from valor.agents.chat import Chat
 from valor.agents.episode import Episode, Turn
+from valor.agents.gateway_loop import GatewayLoop
 from valor.agents.loops import AgentLoop, Generate, Limits, LoopContext, Task, make_loop
 from valor.agents.runner import EpisodeRunner, Sink
 from valor.agents.search_loop import SearchLoop
@@ -21,7 +22,7 @@ from valor.errors import TrainingStopped, UserError
 from valor.rollout.base import RolloutEngine, Span
 from valor.user_files import load_object
 
-BUILT_IN = (ToolLoop, SearchLoop, VerlLoop)  # importing them makes their names known
+BUILT_IN = (ToolLoop, SearchLoop, GatewayLoop, VerlLoop)  # importing them makes their names known
 
 
 class Agents:

@@ -41,8 +41,9 @@ class Play:
     def __init__(self, task: Task, generate: Generate, limits: Limits, prompt_ids: Sequence[int]) -> None:
         self.task, self.prompt_ids = task, list(prompt_ids)
         self._generate, self._limits = generate, limits
-        self._row = list(prompt_ids)  # the present row: prompt and all that followed
-        self._row_prompt = len(self._row)
+        self.row: list[int] = list(prompt_ids)
+        """The present row: its prompt and all that has followed."""
+        self._row_prompt = len(self.row)
         self._observed: Sequence[int] = ()
         self._new_prompt: Sequence[int] | None = None
         self.turns: list[Turn] = []
@@ -50,16 +51,16 @@ class Play:
     @property
     def room(self) -> int:
         """How many tokens the present row may still get."""
-        return min(self._limits.response - (len(self._row) - self._row_prompt), self._limits.model - len(self._row))
+        return min(self._limits.response - (len(self.row) - self._row_prompt), self._limits.model - len(self.row))
 
     async def turn(self, *, most: int | None = None, stop: StopTexts | None = None) -> Output:
         """Let the policy speak, in at most `most` tokens."""
         seed = self.task.key if not self.turns else (*self.task.key, len(self.turns))
         room = self.room if most is None else min(self.room, most)
         params = replace(self.task.params, max_tokens=min(room, self.task.params.max_tokens), stop=stop)
-        output = await self._generate(self._row, params, seed)
+        output = await self._generate(self.row, params, seed)
         self.turns.append(Turn(output.token_ids, output.log_probs, output.spans, self._observed, self._new_prompt))
-        self._row = [*self._row, *output.token_ids]
+        self.row = [*self.row, *output.token_ids]
         self._observed, self._new_prompt = (), None
         return output
 
@@ -67,16 +68,16 @@ class Play:
         """Append what the policy is told. False: that leaves no room for a further turn, and nothing was appended."""
         if self.room <= len(token_ids):
             return False
-        self._row = [*self._row, *token_ids]
-        self._observed = token_ids
+        self.row = [*self.row, *token_ids]
+        self._observed = tuple(token_ids)
         return True
 
     def new_row(self, prompt_ids: Sequence[int]) -> bool:
         """Go on in a row of its own with this prompt. False: the prompt leaves no room for a further turn."""
         if self._limits.model <= len(prompt_ids):
             return False
-        self._row, self._row_prompt = list(prompt_ids), len(prompt_ids)
-        self._new_prompt = prompt_ids
+        self.row, self._row_prompt = list(prompt_ids), len(prompt_ids)
+        self._new_prompt = tuple(prompt_ids)
         return True
 
     def reward(self, reward: float) -> None:

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
-from valor.config.base import PathStr, Section, key
+from valor.config.base import PathStr, Section, key, section
 
 
 class MultiTurnConfig(Section):
@@ -34,6 +34,19 @@ class MultiTurnConfig(Section):
     """How the policy writes a call: hermes, qwen3_coder, llama3_json, or one that was registered."""
 
 
+class GatewayConfig(Section):
+    """agent_name=gateway_agent: episodes played by programs that call an OpenAI-compatible server."""
+
+    function: str | None = None
+    """Function that plays one episode, as file.py:name: called with base_url, api_key and row; may return a reward."""
+    command: str | None = None
+    """Or a shell command, with OPENAI_BASE_URL and OPENAI_API_KEY; the row is its input, a last line its reward."""
+    timeout: PositiveFloat = 600.0
+    """Seconds that an episode may take."""
+    host: str = "127.0.0.1"
+    """Address at which the server listens; programs on other machines need another one."""
+
+
 class AgentConfig(Section):
     """Who carries an episode through its turns."""
 
@@ -41,6 +54,7 @@ class AgentConfig(Section):
     """Loop of rows without agent_name; null: tool_agent with multi_turn, search_agent with do_search, or one turn."""
     agent_loop_config_path: PathStr | None = None
     """YAML file that lists loops of your own: name, _target_, and arguments of the class."""
+    gateway: GatewayConfig = section(GatewayConfig)
     max_concurrent_episodes: PositiveInt = 512
     """Most episodes under way at once in one process."""
     deterministic: bool = False
