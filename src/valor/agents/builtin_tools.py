@@ -27,7 +27,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 _CONSOLE = """
 import ast, sys, traceback
 sys.stderr = sys.stdout
-names = {"__name__": "__main__"}
+tree, names = None, {"__name__": "__main__"}
 try:
     tree = ast.parse(SOURCE)
     last = tree.body.pop().value if tree.body and isinstance(tree.body[-1], ast.Expr) else None
@@ -36,7 +36,7 @@ try:
     if value is not None:
         print(repr(value))
 except Exception as error:
-    error.__traceback__ = None if isinstance(error, SyntaxError) else error.__traceback__.tb_next
+    error.__traceback__ = error.__traceback__.tb_next if tree else None
     traceback.print_exception(error)
 """
 

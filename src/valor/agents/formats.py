@@ -15,6 +15,19 @@ Schema = Mapping[str, Any]
 
 _THINK, _END_THINK = "<think>", "</think>"
 _CALL, _END_CALL = "<tool_call>", "</tool_call>"
+_MARK = re.compile(f"{_CALL}|{_THINK}")
+_PYTHON_TAG = "<|python_tag|>"
+_NAMED = re.compile(r'\{\s*"name"\s*:')
+_HARMONY = re.compile(
+    r"(?:<\|start\|>assistant(?P<role>[^<]*))?<\|channel\|>(?P<header>(?:(?!<\|message\|>).)*)<\|message\|>"
+    r"(?P<body>(?:(?!<\|(?:start|end|call|return)\|>).)*)(?:<\|(?:end|call|return)\|>)?",
+    re.DOTALL,
+)
+_RECIPIENT = re.compile(r"\bto=functions\.([^\s<]+)")
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+_GLM_NAME = re.compile(r"\s*([^\s<]+)\s*")
+_GLM_ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,20 +146,6 @@ def parse_gpt_oss(text: str, schemas: Sequence[Schema] = ()) -> Parsed:
     return parsed._replace(content="".join([*content, text[at:]]).strip(), thinking="\n".join(thinking).strip())
 
 
-_PYTHON_TAG = "<|python_tag|>"
-_NAMED = re.compile(r'\{\s*"name"\s*:')
-_HARMONY = re.compile(
-    r"(?:<\|start\|>assistant(?P<role>[^<]*))?<\|channel\|>(?P<header>(?:(?!<\|message\|>).)*)<\|message\|>"
-    r"(?P<body>(?:(?!<\|(?:start|end|call|return)\|>).)*)(?:<\|(?:end|call|return)\|>)?",
-    re.DOTALL,
-)
-_RECIPIENT = re.compile(r"\bto=functions\.([^\s<]+)")
-_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
-_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
-_GLM_NAME = re.compile(r"\s*([^\s<]+)\s*")
-_GLM_ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
-
-
 def _parse_tagged(
     text: str, read: Callable[[str], Call], skip: Callable[[str, int], int | None] = lambda text, at: None
 ) -> Parsed:
@@ -166,9 +165,6 @@ def _parse_tagged(
         at = end + len(closing) if end >= 0 else len(text)
     content.append(text[at:])
     return Parsed(calls, "".join(content).strip(), "\n".join(filter(None, map(str.strip, thoughts))))
-
-
-_MARK = re.compile(f"{_CALL}|{_THINK}")
 
 
 def _leading_thinking(text: str) -> tuple[str, str]:

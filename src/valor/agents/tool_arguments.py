@@ -37,11 +37,11 @@ class ArgumentCheck:
         if self._names is not None:
             for name in arguments:
                 if name not in self._names:
-                    return f"there is no argument {name[:60]!r}{did_you_mean(name, self._names)}"
+                    return f"there is no argument {name[:60]!r}{did_you_mean(name[:60], self._names)}"
         try:
             error = best_match(self._validator.iter_errors(arguments))
-        except RecursionError:
-            return "they are nested too deeply"
+        except Exception as error:  # too deeply nested, or a reference in the schema that leads nowhere
+            return f"they cannot be checked ({type(error).__name__})"
         if error is None:
             return None
         place = ".".join(map(str, error.absolute_path))

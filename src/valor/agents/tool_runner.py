@@ -111,13 +111,14 @@ class _Thread:
     def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
         self.name = getattr(function, "__name__", type(function).__name__)
         self.over: asyncio.Future[_Ended] = asyncio.get_running_loop().create_future()
-        self._guard, self._finished = threading.Lock(), False
+        self._guard, self._finished, self._interrupted = threading.Lock(), False, False
         self._thread = threading.Thread(target=self._main, args=(function, arguments), name=self.name, daemon=True)
         self._thread.start()
 
     def interrupt(self) -> None:
         with self._guard:  # or the number of an ended thread might already be that of another
             if not self._finished and self._thread.ident is not None:
+                self._interrupted = True
                 raise_in(self._thread.ident, _Abandoned)
 
     def _main(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
@@ -138,7 +139,9 @@ class _Thread:
             ended = _Ended(error=error)
         with self._guard:
             self._finished = True
-        raise_in(threading.get_ident(), None)
+        if self._interrupted:
+            for _ in range(100):  # it strikes here, if the function was faster
+                pass
         return ended
 
     def _settle(self, ended: _Ended) -> None:

@@ -204,9 +204,8 @@ class Toolbox:
         owner = self._owners.get(call.name)
         if owner is None:
             known = f"the tools are {', '.join(self._owners)}" if self._owners else "there are no tools"
-            return _error(
-                "unknown", f"unknown tool {call.name[:60]!r}{did_you_mean(call.name, self._owners)} ({known})"
-            )
+            name = call.name[:60]
+            return _error("unknown", f"unknown tool {name!r}{did_you_mean(name, self._owners)} ({known})")
         wrong = self._checks[call.name].complaint(call.arguments)
         if wrong is not None:
             return _error("arguments", f"wrong arguments for {call.name}, {wrong}")

@@ -50,7 +50,8 @@ def run_within(seconds: float, function: Callable[..., _T], *args: object) -> _T
     def finish() -> None:
         done.put(None)
         ended.get()
-        raise_in(thread, None)  # one that was sent and has not struck yet
+        if sent:  # and has not struck yet; without one, CPython 3.11 is left with a flag on which a profiler loops
+            raise_in(thread, None)
 
     _thread.start_new_thread(watch, ())
     try:

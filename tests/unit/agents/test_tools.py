@@ -249,7 +249,7 @@ def test_many_episodes_wait_for_their_tools_at_the_same_time(blocking):
         assert await asyncio.gather(*(episode() for _ in range(200))) == [["done"] * 2] * 200
         return time.monotonic() - began
 
-    assert 0.1 <= run(episodes()) < 0.5
+    assert 0.1 <= run(episodes()) < 2  # one after the other they would take 20
 
 
 class Counter:
