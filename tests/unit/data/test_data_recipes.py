@@ -200,6 +200,8 @@ def test_pairs_of_one_text_are_left_out(tmp_path: Path) -> None:
 def test_several_places_keep_their_data_sources(tmp_path: Path, hub: list[Any]) -> None:
     prepare(Request(find_recipe("search")), tmp_path)
     assert [r["data_source"] for r in rows(tmp_path / "train.parquet")] == ["searchR1_nq", "searchR1_hotpotqa"]
+    prepare(Request(find_recipe("search"), data_source="mine"), tmp_path)
+    assert [r["data_source"] for r in rows(tmp_path / "train.parquet")] == ["mine", "mine"]
 
 
 def test_search_rows_have_search_r1_s_words_and_verl_s_columns(tmp_path: Path) -> None:
