@@ -54,6 +54,11 @@ async def read_object(request: Request) -> dict[str, Any]:
                     raise Refused(413, f"the request has more than {_MAX_BYTES} bytes")
     except TimeoutError:
         raise Refused(408, f"the request did not arrive within {_BODY_SECONDS:g} s") from None
+    return parse_object(body)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """The JSON object that a request's body is. Refused: it is none."""
     try:
         asked = json.loads(body)
         json.dumps(asked, ensure_ascii=False).encode()

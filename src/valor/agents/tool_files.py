@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from valor.agents.tool_sources import EnvironmentSource, FunctionSource, Functio
 from valor.agents.tools import ToolSource
 from valor.agents.verl_tools import BaseToolSource, OpenAIFunctionToolSchema, load_function_tools
 from valor.errors import UserError, did_you_mean
-from valor.user_files import load_file
+from valor.user_files import load_object
 
 _KEY = "rollout.multi_turn.tool_config_path"
 _ENTRY_KEYS = ("class_name", "config", "tool_schema")
@@ -34,27 +33,8 @@ def load_sources(
     if function_tool_path is not None:
         sources.append(FunctionSource(load_function_tools(function_tool_path)))
     if environment is not None:
-        sources.append(EnvironmentSource(load_class(environment, "the class of environments")))
+        sources.append(EnvironmentSource(load_object(environment, "rollout.multi_turn.environment")))
     return sources
-
-
-def load_class(name: str, key: str) -> type:
-    """A class by `package.module.Class` or `file.py:Class`. Raises UserError, naming the configuration `key`."""
-    place, separator, class_name = name.rpartition(":" if ".py:" in name else ".")
-    if not separator:
-        raise UserError(f"{key}: '{name}' must be package.module.Class or file.py:Class")
-    if separator == ":":
-        module = load_file(place, key)
-    else:
-        try:
-            module = importlib.import_module(place)
-        except Exception as error:
-            raise UserError(f"{key}: '{place}' cannot be imported ({type(error).__name__}: {error})") from error
-    found = getattr(module, class_name, None)
-    if not isinstance(found, type):
-        known = [key for key, value in vars(module).items() if isinstance(value, type)]
-        raise UserError(f"{key}: {place} has no class '{class_name}'{did_you_mean(class_name, known)}")
-    return found
 
 
 def _load_tools_file(path: str) -> list[ToolSource]:
@@ -102,7 +82,7 @@ def _make_tool(place: str, entry: Any) -> Any:
             f"{place}: there is no built-in tool '{name}'{did_you_mean(name, BUILTIN_TOOLS)} (class_name is "
             f"{', '.join(BUILTIN_TOOLS)}, package.module.Class or file.py:Class)"
         )
-    tool = _construct(place, name, load_class(name, place), {"config": config, "tool_schema": schema})
+    tool = _construct(place, name, load_object(name, place), {"config": config, "tool_schema": schema})
     if not all(callable(getattr(tool, method, None)) for method in ("create", "execute", "calc_reward", "release")):
         raise UserError(f"{place}: {name} is no tool: derive it from valor.agents.BaseTool")
     return tool

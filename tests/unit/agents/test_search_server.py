@@ -17,9 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from valor.agents.http_server import Refused, parse_object
 from valor.agents.search.client import HttpRetriever, LocalRetriever, SearchFailed
 from valor.agents.search.index import open_index
-from valor.agents.search.server import MAX_QUERIES, MAX_TOPK, Refused, main, parse_question
+from valor.agents.search.server import MAX_QUERIES, MAX_TOPK, main, parse_question
 from valor.errors import UserError
 
 DOCUMENTS = [f'"City {i}"\nThe town number{i} has a river and {"big " * i}walls.' for i in range(6)]
@@ -140,7 +141,7 @@ def test_the_client_is_answered_as_in_this_process(server: str, corpus: Path, mo
 )
 def test_no_request_is_more_than_refused(body: bytes) -> None:
     try:
-        question = parse_question(body, 3)
+        question = parse_question(parse_object(body), 3)
     except Refused as refusal:
         assert refusal.status in (400, 413) and "\n" not in str(refusal)
     else:
@@ -153,7 +154,7 @@ def test_no_request_is_more_than_refused(body: bytes) -> None:
         (["/nowhere.jsonl"], ["/nowhere.jsonl", "no such file"]),
         (["CORPUS", "--host", "0.0.0.0"], ["0.0.0.0", "--api-key-env"]),
         (["CORPUS", "--api-key-env", "NO_SUCH_VARIABLE"], ["NO_SUCH_VARIABLE", "not set"]),
-        (["CORPUS", "--port", "TAKEN"], ["--port", "cannot listen"]),
+        (["CORPUS", "--port", "TAKEN"], ["port", "cannot listen"]),
         (["CORPUS", "--port", "70000"], ["70000", "cannot listen"]),
         (["CORPUS", "--host", "no.such.host.invalid", "--api-key-env", "HOME"], ["no.such.host", "cannot listen"]),
     ],

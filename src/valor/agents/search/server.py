@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
-import hmac
-import ipaddress
-import json
 import os
-import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from valor.agents.http_server import (
+    MAX_CONNECTIONS,
+    Refused,
+    address,
+    authorise,
+    is_loopback,
+    listen,
+    read_object,
+    require_libraries,
+)
 from valor.agents.search.index import Index, open_index
 from valor.errors import UserError
 
@@ -23,17 +29,6 @@ if TYPE_CHECKING:
 MAX_TOPK = 100  # documents of a query
 MAX_QUERIES = 8192  # in a request; Search-R1 sends those of a whole batch at once
 MAX_CHARACTERS = 10_000  # of a query
-_MAX_BYTES = 16 * 2**20  # of a request
-_BODY_SECONDS = 30.0  # in which a request has to arrive
-_MAX_CONNECTIONS = 1024
-
-
-class Refused(Exception):
-    """A request that is not answered: its status, and one line that says why."""
-
-    def __init__(self, status: int, reason: str) -> None:
-        super().__init__(reason)
-        self.status = status
 
 
 class Question(NamedTuple):
@@ -44,17 +39,11 @@ class Question(NamedTuple):
     return_scores: bool
 
 
-def parse_question(body: bytes, default_topk: int) -> Question:
+def parse_question(asked: Mapping[str, Any], default_topk: int) -> Question:
     """Search-R1's {"queries": [text], "topk": number | null, "return_scores": bool}, or SkyRL's "query": text.
 
     Raises Refused for anything else, and for what is over the limits.
     """
-    try:
-        asked = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the request is not JSON: {error}") from None
-    if not isinstance(asked, dict):
-        raise Refused(400, 'the request must be an object with "queries"')
     queries: Any = asked["queries"] if "queries" in asked else [asked.get("query")]
     if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
         raise Refused(400, '"queries" must be a list of texts, or "query" a text')
@@ -62,10 +51,6 @@ def parse_question(body: bytes, default_topk: int) -> Question:
         raise Refused(413, f"{len(queries)} queries in a request; at most {MAX_QUERIES} are answered")
     if (longest := max(map(len, queries), default=0)) > MAX_CHARACTERS:
         raise Refused(413, f"a query of {longest} characters; at most {MAX_CHARACTERS} are read")
-    try:
-        "".join(queries).encode()
-    except UnicodeEncodeError:
-        raise Refused(400, "a query holds half of a surrogate pair, which is no text") from None
     topk = default_topk if asked.get("topk") is None else asked["topk"]
     if type(topk) is not int or not 1 <= topk <= MAX_TOPK:
         raise Refused(400, f'"topk" must be a whole number from 1 to {MAX_TOPK}')
@@ -87,8 +72,8 @@ def make_app(index: Index, *, topk: int = 3, api_key: str | None = None) -> Star
 
     async def retrieve(request: Request) -> JSONResponse:
         try:
-            _authorise(request, api_key)
-            question = parse_question(await _body(request), topk)
+            authorise(request, api_key)
+            question = parse_question(await read_object(request), topk)
         except Refused as refusal:
             return JSONResponse({"error": str(refusal)}, refusal.status)
         found = await run_in_threadpool(index.search, question.queries, question.topk)
@@ -103,47 +88,25 @@ def make_app(index: Index, *, topk: int = 3, api_key: str | None = None) -> Star
     return Starlette(routes=[Route("/retrieve", retrieve, methods=["POST"]), Route("/health", health)])
 
 
-def _authorise(request: Request, api_key: str | None) -> None:
-    given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-    if api_key is not None and not hmac.compare_digest(given.encode(), api_key.encode()):
-        raise Refused(401, "the key is missing or wrong: send it as a bearer token")
-
-
-async def _body(request: Request) -> bytes:
-    body = b""
-    try:
-        async with asyncio.timeout(_BODY_SECONDS):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > _MAX_BYTES:
-                    raise Refused(413, f"the request has more than {_MAX_BYTES} bytes")
-    except TimeoutError:
-        raise Refused(408, f"the request did not arrive within {_BODY_SECONDS:g} s") from None
-    return body
-
-
 def main(argv: list[str]) -> int:
     """`valor retrieve`: make the index, then serve until a signal ends it."""
     args = _parser().parse_args(argv)
     api_key = _key(args.host, args.api_key_env)
-    try:
-        import uvicorn
-        from starlette.applications import Starlette  # noqa: F401
-    except ImportError:
-        raise UserError("the search server needs starlette and uvicorn: pip install 'valor-rl[agents]'") from None
-    listening = _listen(args.host, args.port)
+    require_libraries()
+    import uvicorn
+
+    listening = listen(args.host, args.port)
     began = time.perf_counter()
     index = open_index(args.corpus, embeddings=args.embeddings, folder=args.index)
     app = make_app(index, topk=args.topk, api_key=api_key)
     seconds = time.perf_counter() - began
-    host, port = listening.getsockname()[:2]
-    address = f"http://{f'[{host}]' if ':' in host else host}:{port}/retrieve"
-    print(f"{address}: {len(index.documents):,} documents by {index.name}, ready after {seconds:.1f} s", flush=True)
+    ready = f"{len(index.documents):,} documents by {index.name}, ready after {seconds:.1f} s"
+    print(f"{address(listening)}/retrieve: {ready}", flush=True)
     config = uvicorn.Config(
         app,
         log_level="warning",
         lifespan="off",
-        limit_concurrency=_MAX_CONNECTIONS,
+        limit_concurrency=MAX_CONNECTIONS,
         timeout_keep_alive=60,  # longer than agents think between two searches
         timeout_graceful_shutdown=5,
     )
@@ -151,18 +114,10 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=_MAX_CONNECTIONS)
-    except (OSError, OverflowError) as error:
-        raise UserError(f"--host {host} --port {port}: cannot listen there ({error}); choose another port") from None
-
-
 def _key(host: str, variable: str | None) -> str | None:
     """The key that the environment variable holds. UserError: it holds none, or others could search without one."""
     if variable is None:
-        if not _is_loopback(host):
+        if not is_loopback(host):
             raise UserError(
                 f"--host {host} lets other machines search: name the environment variable that holds a key for them "
                 "(--api-key-env), or listen on 127.0.0.1"
@@ -171,13 +126,6 @@ def _key(host: str, variable: str | None) -> str | None:
     if not os.environ.get(variable):
         raise UserError(f"--api-key-env {variable}: this environment variable is not set; put the key into it")
     return os.environ[variable]
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _topk(text: str) -> int:
