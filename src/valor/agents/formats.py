@@ -170,7 +170,9 @@ def _parse_tagged(
 def _leading_thinking(text: str) -> tuple[str, str]:
     """Thinking that began in the prompt (an end without a beginning, as some chat templates have it), and the rest."""
     before, end, rest = text.partition(_END_THINK)
-    if end and _THINK not in before:
+    starts = [name.start() for name in _NAMED.finditer(before)]
+    in_call = any((_json_end(text, start) or 0) > len(before) for start in starts)  # a text among its arguments
+    if end and _THINK not in before and not in_call:
         return before.strip(), rest
     stripped = text.lstrip()
     if stripped.startswith(_THINK):

@@ -141,6 +141,12 @@ def test_values_become_what_the_schema_says():
     assert call == ToolCall("weather", {"days": "soon", "note": "5", "exact": None})
 
 
+def test_tags_of_thinking_among_the_arguments_are_text():
+    arguments = {"text": "<think></think> </tool_call>"}
+    for name in ("hermes", "llama3_json"):
+        assert FORMATS[name](_RENDER[name]("a", arguments), []).calls == [ToolCall("a", arguments)]
+
+
 def test_an_answer_in_json_is_no_call():
     assert FORMATS["llama3_json"]('{"answer": 4}', []) == ([], '{"answer": 4}', "")
     assert FORMATS["llama3_json"]("The name is {x}.", []).calls == []
