@@ -25,13 +25,18 @@ def suffix_scan(x: Tensor, decay: float | Tensor) -> Tensor:
     """
     if isinstance(decay, Tensor):
         return _doubling_scan(x, decay.double().unsqueeze(1))
-    if not 0.0 <= decay <= 1.0:
-        raise UserError(f"gamma and lam must be between 0 and 1: the decay per token would be {decay:g}")
+    _checked(decay)
     # A matrix product in lower precision (TF32, bfloat16) would not be exact.
     full_precision = torch.get_float32_matmul_precision() == "highest" and not torch.is_autocast_enabled("cpu")
     if x.device.type == "cpu" and full_precision and x.numel():
         return _chunked_scan(x, float(decay))
     return _doubling_scan(x, torch.tensor(decay, dtype=torch.float64, device=x.device))
+
+
+def _checked(decay: float) -> float:
+    if not 0.0 <= decay <= 1.0:
+        raise UserError(f"gamma and lam must be between 0 and 1: the decay per step would be {decay:g}")
+    return decay
 
 
 def _chunked_scan(x: Tensor, decay: float) -> Tensor:
@@ -65,6 +70,18 @@ def _doubling_scan(x: Tensor, decay: Tensor) -> Tensor:
     return y
 
 
+def segment_scan(x: Tensor, decay: float, goes_on: Tensor) -> Tensor:
+    """y_t = x_t + decay · goes_on_t · y_{t+1}: `suffix_scan` of parts of a row, whose last positions have goes_on 0.
+
+    x, goes_on (0/1): [R, W].
+    """
+    factor, y, reach = _checked(decay) * goes_on, x, 1
+    while reach < x.shape[1]:
+        y = torch.cat([y[:, :-reach] + factor[:, :-1] * y[:, reach:], y[:, -reach:]], 1)
+        factor, reach = factor[:, :-reach] * factor[:, reach:], 2 * reach  # products over `reach` positions, as in y
+    return y
+
+
 class Packing:
     """Moves the policy tokens of rows (mask [R, T], 0/1) to the left of a buffer [R, W], in order, and back.
 
@@ -73,7 +90,7 @@ class Packing:
     """
 
     def __init__(self, mask: Tensor) -> None:
-        self.has_gaps = mask.shape[1] > 1 and bool((mask[:, 1:] - mask[:, :-1]).max() > 0)
+        self.has_gaps = mask.shape[1] > 1 and bool((mask[:, 1:] > mask[:, :-1]).any())
         if self.has_gaps:
             present = mask.bool()
             self.slots = present.cumsum(1) * present
