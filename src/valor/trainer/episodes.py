@@ -44,11 +44,21 @@ class Episodes:
             drawn["episode"] = torch.arange(len(chosen)).repeat_interleave(counts)
         return drawn
 
-    def joined(self) -> Batch:
-        """E episodes as rows: columns [R, T] one row behind the other, [E, K T] for at most K rows an episode, 0 where
-        there is none; `response_lengths` added up; prompts of the first row; all else of the last one.
+    def join(self, column: Tensor) -> Tensor:
+        """[R, T] as [E, K T] for at most K rows an episode: one row behind the other, 0 where there is none."""
+        if not self.forked:
+            return column
+        out = column.new_zeros(len(self.rows), self._most, column.shape[1])
+        out[self._index, self._place] = column
+        return out.flatten(1)
 
-        The batch itself where no episode has several rows.
+    def part(self, joined: Tensor) -> Tensor:
+        """[R, T] from [E, K T]: `join` undone."""
+        return joined.unflatten(1, (self._most, -1))[self._index, self._place] if self.forked else joined
+
+    def joined(self) -> Batch:
+        """E episodes as rows: columns [R, T] by `join`, `response_lengths` added up, prompts of the first row, all else
+        of the last one. The batch itself where no episode has several rows.
         """
         batch = self._batch
         if not self.forked:
@@ -56,30 +66,15 @@ class Episodes:
         last, first = (batch.take([rows[i] for rows in self.rows]) for i in (-1, 0))
         columns = {name: first[name] for name in _OF_THE_FIRST_ROW if name in batch}
         columns["response_lengths"] = torch.stack([batch["response_lengths"][rows].sum() for rows in self.rows])
-        width = batch["response_mask"].shape[1]
         for name, column in batch.tensors.items():
-            if name not in columns and column.ndim == 2 and column.shape[1] == width:
-                columns[name] = self._join(column)
+            if name not in columns and column.shape == batch["response_mask"].shape:
+                columns[name] = self.join(column)
         return last.union(Batch(columns))
 
     def split(self, joined: Batch) -> Batch:
-        """The rows with what `joined` has gained: [E, K T] as [R, T], and what is by episode at each of its rows."""
+        """The rows with what `joined` has gained: [E, K T] by `part`, [E] at each of the episode's rows."""
         if not self.forked:
             return joined
         gained = {name: column for name, column in joined.tensors.items() if name not in self._batch}
-        width = self._batch["response_mask"].shape[1]
-        return self._batch.union(
-            Batch(
-                {
-                    name: column.view(len(self.rows), self._most, width)[self._index, self._place]
-                    if column.ndim == 2
-                    else self.spread(column)
-                    for name, column in gained.items()
-                }
-            )
-        )
-
-    def _join(self, column: Tensor) -> Tensor:
-        out = column.new_zeros(len(self.rows), self._most, column.shape[1])
-        out[self._index, self._place] = column
-        return out.flatten(1)
+        columns = {name: self.part(x) if x.ndim == 2 else self.spread(x) for name, x in gained.items()}
+        return self._batch.union(Batch(columns))

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from valor import algorithms
-from valor.config import AlgorithmConfig, PFPPOConfig, PPOConfig, load
+from valor.config import AlgorithmConfig, PFPPOConfig, PPOConfig, RolloutCorrectionConfig, load
 from valor.data.batch import Batch, pad_rows
 from valor.trainer.advantage import compute_advantages, resample, rows_to_train_on
 from valor.trainer.critics import Critics
 from valor.trainer.episodes import Episodes
+from valor.trainer.old_log_probs import corrected
 from valor.trainer.run import SkippedUpdates
 from valor.trainer.shaping import RewardShaping
 from valor.trainer.step_metrics import batch_metrics, critic_diagnostics
@@ -213,6 +214,19 @@ def test_losses_weigh_episodes_not_rows(name: str, mode: str) -> None:
         results.append((loss, value_loss, log_probs.grad[mask == 1], values.grad[mask == 1]))
     for expected, found in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_rollout_correction_weighs_and_rejects_episodes() -> None:
+    config = RolloutCorrectionConfig(rollout_is="sequence", rollout_rs="seq_mean_k2", rollout_rs_threshold=0.1)
+    results = []
+    for batch in batches():
+        batch["rollout_log_probs"], mask = batch["ref_log_probs"], batch["response_mask"]
+        found, metrics = corrected(batch, batch["old_log_probs"], config)
+        results.append((found["rollout_is_weights"][mask == 1], found["response_mask"][mask == 1], metrics))
+    (weights, kept, metrics), (others, kept_there, more) = results
+    torch.testing.assert_close(weights, others)
+    assert torch.equal(kept, kept_there) and 0 < kept.sum() < len(kept)
+    assert metrics == pytest.approx(more, abs=1e-5)
 
 
 def test_pf_ppo_draws_episodes() -> None:
