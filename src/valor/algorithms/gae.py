@@ -11,7 +11,6 @@ from valor.algorithms.scan import (
     Packing,
     at_next_policy_token,
     credit_policy_tokens,
-    segment_scan,
     suffix_scan,
     sums_to_go,
 )
@@ -86,6 +85,8 @@ def gae(
     """
     lambdas = (lam if lam_actor is None else lam_actor, lam if lam_critic is None else lam_critic)
     response_mask, rewards = response_mask.to(values.dtype), rewards.to(values.dtype)
+    if not all(0.0 <= share <= 1.0 for share in (gamma, *lambdas, gamma_turn, lam_turn)):
+        raise UserError("gamma and lam, gamma_turn and lam_turn must be between 0 and 1")
     end = None if bootstrap_mask is None else (bootstrap_mask, bootstrap_values)
     if choose(gae_unit, GAE_UNITS, "gae_unit") == "token":
         if not gamma_turn == lam_turn == 1.0:
@@ -207,7 +208,7 @@ def _gae_inside_turns(
     delta = packing.pack(rewards) - value + packing.pack(after) * (1.0 - goes_on)
     delta[:, :-1] += gamma * value[:, 1:] * goes_on[:, :-1]
     advantages, returns = (
-        packing.unpack(segment_scan(delta, gamma * lam, goes_on), out=torch.empty_like(values)) for lam in lambdas
+        packing.unpack(suffix_scan(delta, gamma * lam * goes_on), out=torch.empty_like(values)) for lam in lambdas
     )
     return advantages, returns.add_(zeroed(values, turns.mask))
 

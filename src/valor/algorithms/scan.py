@@ -19,24 +19,20 @@ _CHUNK = 16  # the fastest width for `_chunked_scan` on CPUs
 
 
 def suffix_scan(x: Tensor, decay: float | Tensor) -> Tensor:
-    """y_t = x_t + decay · y_{t+1} along the last dim of x [R, W], 0 after the end; decay in [0, 1], one or per row [R].
+    """y_t = x_t + decay_t · y_{t+1} along the last dim of x [R, W], 0 after the end; decay in [0, 1]: one, one per row
+    [R], or one per position [R, W].
 
     No division, so no over- or underflow; exact for decay 0 and 1.
     """
     if isinstance(decay, Tensor):
-        return _doubling_scan(x, decay.double().unsqueeze(1))
-    _checked(decay)
+        return _doubling_scan(x, (decay.unsqueeze(1) if decay.ndim == 1 else decay).double().expand_as(x))
+    if not 0.0 <= decay <= 1.0:
+        raise UserError(f"gamma and lam must be between 0 and 1: the decay per step would be {decay:g}")
     # A matrix product in lower precision (TF32, bfloat16) would not be exact.
     full_precision = torch.get_float32_matmul_precision() == "highest" and not torch.is_autocast_enabled("cpu")
     if x.device.type == "cpu" and full_precision and x.numel():
         return _chunked_scan(x, float(decay))
-    return _doubling_scan(x, torch.tensor(decay, dtype=torch.float64, device=x.device))
-
-
-def _checked(decay: float) -> float:
-    if not 0.0 <= decay <= 1.0:
-        raise UserError(f"gamma and lam must be between 0 and 1: the decay per step would be {decay:g}")
-    return decay
+    return _doubling_scan(x, torch.full_like(x, decay, dtype=torch.float64))
 
 
 def _chunked_scan(x: Tensor, decay: float) -> Tensor:
@@ -62,23 +58,11 @@ def _powers(decay: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _doubling_scan(x: Tensor, decay: Tensor) -> Tensor:
-    """After k rounds y_t sums the first 2^k terms (https://doi.org/10.1145/7902.7903); decay: scalar or [R, 1]."""
+    """After k rounds y_t sums the first 2^k terms (https://doi.org/10.1145/7902.7903); decay: float64 [R, W]."""
     y, reach = x.clone(), 1
     while reach < x.shape[1]:
-        summed = y[:, :-reach] + decay.to(x.dtype) * y[:, reach:]
-        y, decay, reach = torch.cat([summed, y[:, -reach:]], 1), decay * decay, 2 * reach
-    return y
-
-
-def segment_scan(x: Tensor, decay: float, goes_on: Tensor) -> Tensor:
-    """y_t = x_t + decay · goes_on_t · y_{t+1}: `suffix_scan` of parts of a row, whose last positions have goes_on 0.
-
-    x, goes_on (0/1): [R, W].
-    """
-    factor, y, reach = _checked(decay) * goes_on, x, 1
-    while reach < x.shape[1]:
-        y = torch.cat([y[:, :-reach] + factor[:, :-1] * y[:, reach:], y[:, -reach:]], 1)
-        factor, reach = factor[:, :-reach] * factor[:, reach:], 2 * reach  # products over `reach` positions, as in y
+        y = torch.cat([y[:, :-reach] + decay[:, :-1].to(x.dtype) * y[:, reach:], y[:, -reach:]], 1)
+        decay, reach = decay[:, :-reach] * decay[:, reach:], 2 * reach  # products over `reach` positions
     return y
 
 
