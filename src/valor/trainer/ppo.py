@@ -24,6 +24,7 @@ from valor.tracking.metrics import Timer
 from valor.tracking.progress import phase
 from valor.trainer.advantage import compute_advantages, rows_to_train_on
 from valor.trainer.critics import Critics
+from valor.trainer.episodes import Episodes
 from valor.trainer.old_log_probs import OldLogProbs, corrected, needs_sum_pi_squared
 from valor.trainer.recorder import PPORecorder
 from valor.trainer.run import Run
@@ -109,11 +110,14 @@ class PPORun(Run):
                 columns, found = done.result()
                 batch, metrics = batch.union(columns), metrics | found
             with timer("adv"):
-                metrics |= self.shaping.shape_rewards(batch, self.step)
-                batch["advantages"], batch["returns"] = compute_advantages(
-                    batch, algorithm, self.config.reward.error_score
+                episodes = Episodes(batch)
+                whole = episodes.joined()
+                metrics |= self.shaping.shape_rewards(whole, self.step)
+                whole["advantages"], whole["returns"] = compute_advantages(
+                    whole, algorithm, self.config.reward.error_score
                 )
-                metrics |= batch_metrics(batch) | critic_diagnostics(batch, self.config)
+                metrics |= batch_metrics(whole) | critic_diagnostics(whole, self.config)
+                batch = episodes.split(whole)
             trained, found = rows_to_train_on(batch, algorithm, self.config.trainer.seed, self.step)
             metrics |= found
             updates = [
