@@ -27,7 +27,7 @@ class MultiTurnConfig(Section):
     max_tool_response_length: PositiveInt = key(256, ".enable")
     """Longest result of a tool in characters; what is longer is cut."""
     tool_response_truncate_side: Literal["left", "middle", "right"] = key("middle", ".enable")
-    """left keeps the beginning, right the end, middle both."""
+    """Where a longer result is cut."""
     tool_timeout: PositiveFloat = key(30.0, ".enable")
     """Seconds that one call may take."""
     format: str = key("hermes", ".enable")

@@ -223,7 +223,7 @@ def test_tools_of_files(tmp_path, monkeypatch):
         ("tools: [{class_name: calculator, schema: {}}]", r"unknown key 'schema'; did you mean tool_schema\?"),
         ("tools: [{class_name: calculator, config: {size: 1}}]", "calculator cannot be made .*'size'"),
         ("tools: [{class_name: no.such.Tool}]", r"'no.such' cannot be imported \(ModuleNotFoundError"),
-        ("tools: [{class_name: valor.agents.BaseTol}]", r"has no class 'BaseTol'; did you mean BaseTool\?"),
+        ("tools: [{class_name: valor.agents.BaseTol}]", r"has no 'BaseTol'; did you mean BaseTool\?"),
         ("tools: [{class_name: valor.agents.BaseTool}]", "BaseTool has no schema"),
         ("tools: [{class_name: collections.Counter}]", "is no tool: derive it from valor.agents.BaseTool"),
         ("tools: [{class_name: calculator, config: {type: mcp}}]", "config.type=mcp is not supported, only native"),
