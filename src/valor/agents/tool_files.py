@@ -18,6 +18,8 @@ from valor.user_files import load_object
 
 _KEY = "rollout.multi_turn.tool_config_path"
 _ENTRY_KEYS = ("class_name", "config", "tool_schema")
+_SEARCH = "valor.agents.search.tool.SearchTool"
+_READ_AS = {"search": _SEARCH, "verl.tools.search_tool.SearchTool": _SEARCH}
 
 
 def load_sources(
@@ -63,7 +65,8 @@ def _make_tool(place: str, entry: Any) -> Any:
     for key in entry:
         if key not in _ENTRY_KEYS:
             raise UserError(f"{place}: unknown key '{key}'{did_you_mean(str(key), _ENTRY_KEYS)}")
-    config, name = dict(entry.get("config") or {}), entry["class_name"]
+    config, given = dict(entry.get("config") or {}), str(entry["class_name"])
+    name = _READ_AS.get(given, given)
     if config.get("type", "native") != "native":
         raise UserError(f"{place}: config.type={config['type']} is not supported, only native")
     schema = None

@@ -77,7 +77,7 @@ class BaseTool:
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+    ) -> tuple[ToolResponse, float, dict[str, Any]] | ToolResult:
         """The answer to a call, its reward, and its metrics."""
         raise NotImplementedError
 

@@ -14,6 +14,7 @@ import pytest
 
 from json_http import JsonHandler
 from valor import http_client
+from valor.agents.formats import ToolCall
 from valor.agents.search.client import (
     Document,
     HttpRetriever,
@@ -23,7 +24,9 @@ from valor.agents.search.client import (
     open_retriever,
     results_text,
 )
-from valor.agents.search.tool import SCHEMA, SearchTool
+from valor.agents.search.tool import SearchTool
+from valor.agents.tool_files import load_sources
+from valor.agents.tools import ToolLimits, ToolResult, Toolset
 from valor.errors import UserError
 
 PARIS = {"document": {"contents": '"Paris"\nThe capital\nof France.'}, "score": 2.5}
@@ -204,11 +207,10 @@ def test_texts_are_those_of_search_r1_and_verl() -> None:
     assert documents_text([]) == ""
 
 
-def call(tool: SearchTool, parameters: dict[str, Any]) -> tuple[str, float, dict[str, Any]]:
-    async def episode() -> tuple[str, float, dict[str, Any]]:
-        instance = await tool.create(ground_truth="x", question="?", data_source="searchR1_nq")
+def call(tool: SearchTool, parameters: dict[str, Any]) -> ToolResult:
+    async def episode() -> ToolResult:
+        instance, _ = await tool.create(ground_truth="x", question="?", data_source="searchR1_nq")
         result = await tool.execute(instance, parameters)
-        assert await tool.calc_reward(instance) == 0.0
         await tool.release(instance)
         return result
 
@@ -217,29 +219,53 @@ def call(tool: SearchTool, parameters: dict[str, Any]) -> tuple[str, float, dict
 
 def test_verl_s_configuration_of_the_tool(server: FakeServer) -> None:
     config = {"retrieval_service_url": server.url, "topk": 5, "default_timeout": 3, "num_workers": 7, "rate_limit": 9}
-    tool = SearchTool({**config, "type": "native", "enable_global_rate_limit": True}, SCHEMA)
-    text, reward, metrics = call(tool, {"query_list": ["a"]})
+    tool = SearchTool({**config, "type": "native", "enable_global_rate_limit": True})
+    result = call(tool, {"query_list": ["a"]})
     doc = 'Doc 1 (Title: "Paris")\nThe capital\nof France.\n\nDoc 2 (Title: "Rome")\nThe capital of Italy.'
-    assert json.loads(text) == {"result": doc}
-    assert (reward, metrics) == (0.0, {"search_results": 2})
+    assert json.loads(result.text) == {"result": doc}
+    assert (result.reward, result.error) == (0.0, None)
     assert server.requests[0]["topk"] == 5
     server.answer = lambda asked: (200, {"result": [[]]})
-    assert json.loads(call(tool, {"query_list": ["a"]})[0]) == {"result": "No search results found."}
+    assert json.loads(call(tool, {"query_list": ["a"]}).text) == {"result": "No search results found."}
 
 
-@pytest.mark.parametrize(
-    "parameters", [{}, {"query_list": "a"}, {"query_list": []}, {"query_list": [1]}, {"query_list": ["a"] * 101}]
-)
-def test_a_wrong_call_is_told_and_counted(server: FakeServer, parameters: dict[str, Any]) -> None:
-    text, _, metrics = call(SearchTool({"url": server.url}), parameters)
-    assert json.loads(text)["result"].startswith("Error:") and metrics == {"search_errors": 1}
+@pytest.mark.parametrize("queries", [None, "a", [], [1], ["a"] * 101])
+def test_a_wrong_call_is_told_and_counted(server: FakeServer, queries: Any) -> None:
+    result = call(SearchTool({"url": server.url}), {} if queries is None else {"query_list": queries})
+    assert json.loads(result.text)["result"].startswith("Error:") and result.error == "failed"
     assert not server.requests
 
 
 def test_a_server_that_is_down_is_told_and_counted(nobody: str) -> None:
-    text, reward, metrics = call(SearchTool({"url": nobody, "retries": 0}), {"query_list": ["a"]})
-    assert json.loads(text)["result"].startswith("Search error: the search server does not answer")
-    assert (reward, metrics) == (0.0, {"search_errors": 1})
+    result = call(SearchTool({"url": nobody, "retries": 0}), {"query_list": ["a"]})
+    assert json.loads(result.text)["result"].startswith("Search error: the search server does not answer")
+    assert (result.reward, result.error) == (0.0, "failed")
+
+
+@pytest.mark.parametrize("name", ["search", "verl.tools.search_tool.SearchTool", "valor.agents.search.tool.SearchTool"])
+def test_a_tools_file_as_verl_has_it_and_rows_as_they_are_prepared(
+    name: str, server: FakeServer, tmp_path: Path
+) -> None:
+    file = tmp_path / "tools.yaml"
+    config = {"type": "native", "retrieval_service_url": server.url, "topk": 1}
+    file.write_text(json.dumps({"tools": [{"class_name": name, "config": config}]}))  # JSON is yaml
+    create = {"ground_truth": {"target": ["x"]}, "question": "?", "data_source": "searchR1_nq"}
+    row = {"extra_info": {"need_tools_kwargs": True, "tools_kwargs": {"search": {"create_kwargs": create}}}}
+    server.answer = lambda asked: (400, b"no") if asked["queries"] == ["bad"] else (200, {"result": [[PARIS]]})
+
+    async def episode() -> list[ToolResult]:
+        toolbox = Toolset(load_sources(tool_config_path=str(file)), ToolLimits(max_tool_response_length=200)).toolbox()
+        await toolbox.open(row)
+        queries = (["capital"], ["bad"], "capital")
+        results = [await toolbox.call(ToolCall("search", {"query_list": query})) for query in queries]
+        assert await toolbox.rewards() is None
+        await toolbox.close()
+        return results
+
+    good, refused, wrong = asyncio.run(episode())
+    assert json.loads(good.text)["result"].startswith('Doc 1 (Title: "Paris")') and good.error is None
+    assert "status 400: no" in refused.text and refused.error == "failed"
+    assert wrong.error == "arguments"
 
 
 @pytest.mark.parametrize("config", [{}, {"url": "http://h/retrieve", "corpus": "c"}, {"url": "http://h/r", "top_k": 3}])
@@ -252,7 +278,9 @@ def test_a_corpus_is_searched_in_this_process_by_one_index(tmp_path: Path) -> No
     path = tmp_path / "c.jsonl"
     path.write_text(json.dumps({"title": "Oslo", "text": "Capital of Norway"}))
     tool = SearchTool({"corpus": str(path), "topk": 1})
-    assert json.loads(call(tool, {"query_list": ["norway"]})[0])["result"] == 'Doc 1 (Title: "Oslo")\nCapital of Norway'
+    assert (
+        json.loads(call(tool, {"query_list": ["norway"]}).text)["result"] == 'Doc 1 (Title: "Oslo")\nCapital of Norway'
+    )
     first, second = open_retriever(corpus=str(path)), open_retriever(corpus=str(path), topk=5)
     assert isinstance(first, LocalRetriever) and isinstance(second, LocalRetriever)
     assert first.index is second.index and (first.topk, second.topk) == (3, 5)
