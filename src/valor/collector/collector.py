@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from valor import algorithms
-from valor.agents.episode import last_rows, place_rewards, rows_by_episode
+from valor.agents.episode import last_rows, place_rewards
 from valor.agents.metrics import episode_metrics
 from valor.collector.dynamic_sampling import check_limit, informative_rows
 from valor.collector.freshness import WeightPublisher
@@ -19,6 +19,7 @@ from valor.collector.prompts import PROMPT_OBJECTS, prompt_batch, sampling_param
 from valor.config import PPOConfig
 from valor.controller.group import Roles
 from valor.data.batch import Batch
+from valor.data.episodes import Episodes
 from valor.data.prompts import PromptRow
 from valor.errors import WorkersReplaced
 from valor.rewards.executor import RewardResult
@@ -59,7 +60,7 @@ class Collector:
             results += graded
             sources += last_rows(batch).objects["data_source"]
             kept.append(informative_rows(batch, graded, self._outcomes(graded), self.config) if filtering else batch)
-            found = sum(len(rows_by_episode(one)) for one in kept) // self.rollout.n
+            found = sum(len(Episodes(one).rows) for one in kept) // self.rollout.n
         metrics, line = summarize(sources, results)
         self._say(line)
         if self.inputs.reward_texts is not None:
@@ -76,7 +77,7 @@ class Collector:
         batch = kept[0]
         if rounds > 1 or found > wanted:
             batch = Batch.concat(kept)
-            batch = batch.take([i for rows in rows_by_episode(batch)[: wanted * self.rollout.n] for i in rows])
+            batch = batch.take([i for rows in Episodes(batch).rows[: wanted * self.rollout.n] for i in rows])
         metrics |= episode_metrics(batch)
         batch.meta |= {"temperature": self.rollout.temperature, "global_step": step}
         if self._greedy_baseline:
@@ -156,7 +157,7 @@ class Collector:
             batch = self.answer(prompts, sampling_params(self.config), sink=sink, timer=timer)
         with timer("reward"), phase("reward", len(batch), unit="sample"):
             results = self.grading.training(batch)
-        infos = [(r.components, rows) for r, rows in zip(results, rows_by_episode(batch), strict=True)]
+        infos = [(r.components, rows) for r, rows in zip(results, Episodes(batch).rows, strict=True)]
         batch.objects["reward_info"] = [components for components, rows in infos for _ in rows]
         binary = self.config.algorithm.reward_binarize
         batch["token_level_scores"] = place_rewards(self._outcomes(results), batch, at_end=binary)
@@ -167,7 +168,7 @@ class Collector:
         n = self.rollout.n
         prompts = batch.select(("prompts", "prompt_lengths", "episode_key", *PROMPT_OBJECTS))
         params = replace(sampling_params(self.config), temperature=0.0)
-        rows = rows_by_episode(batch)
+        rows = Episodes(batch).rows
         prompts = prompts.take([one[0] for one in rows[::n]])
         with phase("greedy baseline", len(prompts), unit="sample"):
             greedy = self.answer(prompts, params, sink=self.grading.sink(prompts))

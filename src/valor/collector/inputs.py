@@ -14,8 +14,9 @@ from valor.data.sampler import PromptSampler
 from valor.errors import UserError
 from valor.models.load import load_model_config, load_policy_tokenizer, load_tokenizer
 from valor.models.reward import reward_model_kind
+from valor.rewards.executor import RewardExecutor
 from valor.rewards.judge import Judge
-from valor.rewards.manager import Graders, make_graders
+from valor.rewards.manager import make_graders
 from valor.rewards.registry import has_grader, needs_truth
 
 
@@ -109,7 +110,7 @@ class RunInputs:
         self.rewards.close()
 
 
-def _check_truths(rows: PromptDataset, rewards: Graders) -> None:
+def _check_truths(rows: PromptDataset, rewards: RewardExecutor) -> None:
     """UserError: a row that a grader compares with its ground truth has none."""
     missing = [row for row in rows.without_truth if not rewards.grades_everything and needs_truth(row.data_source)]
     if missing:

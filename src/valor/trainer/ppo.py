@@ -20,11 +20,11 @@ from valor.controller.group import Pools
 from valor.controller.placement import Placement
 from valor.controller.start import start_pools
 from valor.data.batch import Batch
+from valor.data.episodes import Episodes
 from valor.tracking.metrics import Timer
 from valor.tracking.progress import phase
 from valor.trainer.advantage import compute_advantages, rows_to_train_on
 from valor.trainer.critics import Critics
-from valor.trainer.episodes import Episodes
 from valor.trainer.old_log_probs import OldLogProbs, corrected, needs_sum_pi_squared
 from valor.trainer.recorder import PPORecorder
 from valor.trainer.run import Run

@@ -44,7 +44,7 @@ def level(request: pytest.FixtureRequest) -> str:
 def grader_of_level(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The code grader with that level, and little patience."""
     monkeypatch.setattr(code, "strongest_level", lambda: level)
-    monkeypatch.setattr(code, "_settings", code.CodeSettings(seconds=20.0))
+    monkeypatch.setattr(code, "_seconds", 20.0)
 
 
 @pytest.fixture(scope="module", autouse=True)
