@@ -20,7 +20,7 @@ from valor.models.load import load_model_config, load_policy_tokenizer
 from valor.rollout.base import Output, Request, SamplingParams
 from valor.rollout.registry import generation_engine
 from valor.rollout.spec import BuildContext
-from valor.rollout.transfer import TIMEOUT, NamedTensors, WeightChannel
+from valor.rollout.transfer import MEETING, TIMEOUT, NamedTensors, WeightChannel
 from valor.workers.actor import Address
 from valor.workers.dispatch import dispatch
 from valor.workers.host import WorkerContext
@@ -79,7 +79,9 @@ class RolloutWorker:
         """
         if self._channel is None:
             rank, size, device = self._context.rank, self._context.world_size, self._context.device
-            self._channel = WeightChannel(TCPStore(*address, timeout=TIMEOUT), rank + 1, size + 1, device)
+            store = TCPStore(*address, timeout=MEETING)
+            store.set_timeout(TIMEOUT)
+            self._channel = WeightChannel(store, rank + 1, size + 1, device)
 
         def take(weights: NamedTensors) -> int | None:
             self.engine.sync_weights(weights, version=version)
