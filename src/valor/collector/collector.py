@@ -12,6 +12,7 @@ from valor import algorithms
 from valor.agents.episode import last_rows, place_rewards, rows_by_episode
 from valor.agents.metrics import episode_metrics
 from valor.collector.dynamic_sampling import check_limit, informative_rows
+from valor.collector.episode_files import EpisodeFiles
 from valor.collector.freshness import WeightPublisher
 from valor.collector.grading import Grading
 from valor.collector.inputs import RunInputs
@@ -36,6 +37,7 @@ class Collector:
         self.rollout = config.actor_rollout_ref.rollout
         self.grading = Grading(config, inputs, roles)
         self._weights = WeightPublisher(roles)
+        self._episodes = EpisodeFiles(config, inputs.agents)
         estimator = algorithms.ADVANTAGES[config.algorithm.adv_estimator]
         self._greedy_baseline = estimator.capability.needs_greedy_baseline
 
@@ -46,6 +48,7 @@ class Collector:
         ones are drawn until there are enough; surplus ones are left out. `reward/*` are about everything generated.
         """
         filtering, wanted = self.config.algorithm.filter_groups.enable, self.config.data.train_batch_size
+        self._episodes.begin(str(step))
         kept: list[Batch] = []
         results: list[RewardResult] = []
         sources: list[str] = []
@@ -85,8 +88,9 @@ class Collector:
         self.roles["rollout"].sleep()
         return batch, metrics
 
-    def validation_batch(self) -> tuple[Batch, list[RewardResult]]:
-        """Responses to the whole validation set and their grades (without penalties for length)."""
+    def validation_batch(self, step: int) -> tuple[Batch, list[RewardResult]]:
+        """Responses to the whole validation set after `step`, and their grades (without penalties for length)."""
+        self._episodes.begin(f"val_{step}")
         parts: list[Batch] = []
         for rows in self.inputs.validation_chunks():
             prompts = prompt_batch(
@@ -127,11 +131,13 @@ class Collector:
         timer = timer or Timer()
         objects = PROMPT_OBJECTS if self.config.plays_episodes else ("uid",)
         columns = prompts.select(("prompts", "prompt_lengths", "episode_key", *objects))
+        columns = columns.union(self._episodes.recorded(prompts, params))
         try:
             with timer("update_weights"):
                 self._weights.publish()
             with timer("gen"):
                 rows = self.roles["rollout"].generate(columns, params, sink=sink)
+                self._episodes.write(rows)
                 if "episode" in rows:  # of one prompt several may have come
                     prompts = prompts.take(rows["episode"])
                     rows["episode"] = prompts["episode_key"][:, 2]

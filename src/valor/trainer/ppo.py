@@ -187,7 +187,7 @@ class PPORun(Run):
             return {}
         timer = Timer()
         with timer("testing"):
-            batch, results = self.collector.validation_batch()
+            batch, results = self.collector.validation_batch(self.step)
         scores = [r.score for r in results]
         metrics = validation_metrics(
             batch.objects["uid"],
