@@ -81,7 +81,8 @@ def play(overrides, talker, tmp_path):
 
 def test_a_run_is_replayed_without_its_tools(play, tmp_path, capsys):
     random_answer = "random.SystemRandom().randrange(10**6)"
-    assert play("first", f"trainer.episode_data_dir={tmp_path / 'kept'}", answer=random_answer) == 0
+    keep = [f"trainer.episode_data_dir={tmp_path / 'kept'}", "trainer.log_val_generations=4"]
+    assert play("first", *keep, answer=random_answer) == 0
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == sorted(
         ["1.jsonl", "2.jsonl", "tools.json", "val_0.jsonl", "val_1.jsonl", "val_2.jsonl"]
     )
@@ -90,6 +91,10 @@ def test_a_run_is_replayed_without_its_tools(play, tmp_path, capsys):
     assert any(turn["prompt_ids"] for record in records for turn in record["turns"])  # rows of their own
     calls = [call for record in records for call in record["info"]["calls"]]
     assert {call["error"] for call in calls} >= {None} and calls[0].keys() >= {"turn", "name", "arguments", "text"}
+
+    check_samples(tmp_path / "first" / "samples" / "step_1.jsonl", records[:4], measured=True)
+    validated = [json.loads(line) for line in (tmp_path / "kept" / "val_1.jsonl").read_text().splitlines()]
+    check_samples(tmp_path / "first" / "samples" / "val_step_1.jsonl", validated, measured=False)
 
     (tmp_path / "first_tools.py").unlink()
     again = [f"actor_rollout_ref.rollout.agent.replay_dir={tmp_path / 'kept'}"]
@@ -107,6 +112,24 @@ def test_a_run_is_replayed_without_its_tools(play, tmp_path, capsys):
     assert "of step " in line and "the policy says" in line
     assert main(play.command("fourth", tmp_path / "gone.py", *again, "trainer.seed=9")) == 2
     assert "has no episode 0 of step -1 with trainer.seed=9" in capsys.readouterr().err
+
+
+def check_samples(file: Path, records: list[dict], *, measured: bool) -> None:
+    """The samples are these episodes, with the rows of each put together."""
+    samples = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(samples) == len(records) == 4
+    for sample, record in zip(samples, records, strict=True):
+        said = list(zip(sample["tokens"], sample["turns"], strict=True))
+        for number, turn in enumerate(record["turns"], 1):
+            assert "".join(token for token, of_turn in said if of_turn == number) == turn["text"]
+        told = "".join(turn["observation"] for turn in record["turns"])
+        assert "".join(token for token, of_turn in said if of_turn == 0) == told
+        assert sample["mask"] == [int(turn > 0) for turn in sample["turns"]]
+        if measured:
+            assert [value is not None for value in sample["values"]] == [turn > 0 for turn in sample["turns"]]
+        rows = [turn["prompt_ids"] for turn in record["turns"] if turn["prompt_ids"]]
+        assert len(sample["episode"]["rows"]) == len(rows)
+        assert sample["episode"]["calls"] == record["info"]["calls"]
 
 
 def test_the_speed_of_tools_changes_nothing(play, tmp_path):

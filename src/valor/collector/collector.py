@@ -103,10 +103,11 @@ class Collector:
             with phase("validation", len(prompts), unit="sample"):
                 sink = self.grading.sink(prompts, validation=True)
                 parts.append(self.answer(prompts, sampling_params(self.config, validation=True), sink=sink))
-        batch = last_rows(Batch.concat(parts))
-        with phase("reward", len(batch), unit="sample"):
-            results = self.grading.validation(batch)
-        batch.objects["reward_info"] = [r.components for r in results]
+        batch = Batch.concat(parts)
+        ends = last_rows(batch)
+        with phase("reward", len(ends), unit="sample"):
+            results = self.grading.validation(ends)
+        _add_reward_info(batch, results)
         self.roles["rollout"].sleep()
         return batch, results
 
@@ -162,8 +163,7 @@ class Collector:
             batch = self.answer(prompts, sampling_params(self.config), sink=sink, timer=timer)
         with timer("reward"), phase("reward", len(batch), unit="sample"):
             results = self.grading.training(batch)
-        infos = [(r.components, rows) for r, rows in zip(results, rows_by_episode(batch), strict=True)]
-        batch.objects["reward_info"] = [components for components, rows in infos for _ in rows]
+        _add_reward_info(batch, results)
         binary = self.config.algorithm.reward_binarize
         batch["token_level_scores"] = place_rewards(self._outcomes(results), batch, at_end=binary)
         return batch, results
@@ -185,3 +185,9 @@ class Collector:
         scores = torch.tensor([r.score for r in results])
         algorithm = self.config.algorithm
         return algorithms.binarize(scores, algorithm.reward_threshold) if algorithm.reward_binarize else scores
+
+
+def _add_reward_info(batch: Batch, results: Sequence[RewardResult]) -> None:
+    """`reward_info`: what the grader of a row's episode said beside the score."""
+    pairs = zip(results, rows_by_episode(batch), strict=True)
+    batch.objects["reward_info"] = [result.components for result, rows in pairs for _ in rows]

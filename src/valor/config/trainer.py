@@ -91,7 +91,7 @@ class TrainerConfig(RunConfig):
     val_only: bool = False
     """Validate and stop."""
     log_generations: NonNegativeInt = 4
-    """Training samples per step to keep, with each token's value and advantage."""
+    """Training samples (whole episodes) per step to keep, with each token's value and advantage."""
     log_val_generations: NonNegativeInt = key(0, "data.val_files")
     """Validation samples to log."""
     rollout_data_dir: PathStr | None = None
