@@ -84,7 +84,8 @@ class EpisodeRunner(Generic[T]):
         def finish(output: Output) -> None:
             with self._changed:
                 self._in_engine -= 1
-            self._loop.call_soon_threadsafe(lambda: None if done.done() else done.set_result(output))
+            with suppress(RuntimeError):  # the loop has been closed: an error has ended all episodes
+                self._loop.call_soon_threadsafe(lambda: None if done.done() else done.set_result(output))
 
         with self._changed:
             self._asked.append(Request("-".join(map(str, seed)), prompt_ids, params, seed, finish))

@@ -26,8 +26,8 @@ class RunInputs:
     def __init__(self, config: PPOConfig) -> None:
         data = config.data.model_copy(update={"max_prompt_length": config.start_length})
         self.tokenizer = load_policy_tokenizer(config)
-        agents = Agents(config, self.tokenizer) if config.plays_episodes else None
-        tools_of = None if agents is None else agents.schemas_of
+        self.agents = Agents(config, self.tokenizer) if config.plays_episodes else None
+        tools_of = None if self.agents is None else self.agents.schemas_of
         self.train = PromptDataset(data, self.tokenizer, "train", tools_of)
         self.val = PromptDataset(data, self.tokenizer, "val", tools_of) if data.val_files else None
         dynamic = config.algorithm.filter_groups.enable

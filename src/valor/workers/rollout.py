@@ -122,7 +122,7 @@ class RolloutWorker:
             if self._agents is not None:
                 rows = [{name: column[i] for name, column in prompts.objects.items()} for i in range(len(prompts))]
                 tasks = [Task(*one) for one in zip(keys, ids, [params] * len(keys), rows, strict=True)]
-                return episode_rows(self._agents.play(self.engine, tasks, sink))
+                return self._agents.play(self.engine, tasks, sink)
             requests = [
                 Request(str(i), prompt, params, key, None if sink is None else partial(_tell, sink, key))
                 for i, (prompt, key) in enumerate(zip(ids, keys, strict=True))
