@@ -1,6 +1,7 @@
 """The demonstration: its command lines are valid, its numbers are read from the right places, and it learns."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -71,10 +72,22 @@ def test_ppo_lifts_accuracy_on_unseen_problems_over_nine_tenths(tmp_path, capsys
 
 
 @pytest.mark.slow
-def test_a_policy_learns_to_look_up_what_it_cannot_know(tmp_path, capsys):
-    """With fewer steps than the demo takes: the warm start has all of them, PPO a quarter."""
-    steps = ["trainer.total_training_steps=10", "trainer.critic_warmup=2", "trainer.test_freq=0"]
-    assert demo.main(["--task", "search", "--out", str(tmp_path), *steps]) == 0
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_the_search_demo_says_what_it_found_with_documents_and_without(tmp_path, capsys, monkeypatch, algorithm):
+    """Too few steps to learn anything: what is learnt is in benchmarks/results/search_demo.md."""
+    whole = demo.sft_overrides
+    short = ["trainer.total_training_steps=3", "data.train_max_samples=300", "data.val_max_samples=8"]
+    monkeypatch.setattr(demo, "sft_overrides", lambda *args: [*whole(*args), *short])
+    sizes = ["data.train_batch_size=8", "data.val_max_samples=8", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
+    few = [*sizes, *(["critic.ppo_mini_batch_size=4"] if algorithm == "ppo" else []), "trainer.total_training_steps=2"]
+    assert demo.main(["--task", "search", "--algorithm", algorithm, "--out", str(tmp_path), *few]) == 0
+    printed = capsys.readouterr().out
+    before, after = demo.read_results(tmp_path / algorithm)
+    control, _ = demo.read_results(tmp_path / f"{algorithm}_control")
+    assert f"searches in each of them: {before.calls:.2f} -> {after.calls:.2f}" in printed
+    assert f"when searches find nothing: {control.validation:.3f}" in printed
+    assert f"retriever.corpus_path={tmp_path / 'data' / 'corpus_without.jsonl'}" in printed
+    assert (math.isnan(control.sampled), math.isnan(control.calls)) == (True, True)  # nothing was trained
 
 
 def area(demo_dir: Path, critic: str) -> float:
