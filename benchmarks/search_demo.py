@@ -71,7 +71,8 @@ def main() -> None:
         for run in runs:
             if not (run[0] / "cpu.json").exists():
                 play(*run)
-    TABLE.write_text(HEADER + "\n".join(row(*run) for run in runs) + "\n")
+    done = [run for run in runs if (run[0] / "cpu.json").exists()]
+    TABLE.write_text(HEADER + "\n".join(row(*run) for run in done) + "\n")
 
 
 if __name__ == "__main__":
