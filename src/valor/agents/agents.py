@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ class Agents:
         """An episode for each task, in their order; `sink` gets each when it has ended."""
         runner = EpisodeRunner(
             tasks,
-            partial(self._play),
+            self._play,
             most=self._options.max_concurrent_episodes,
             max_tokens=self._context.limits.model,
             deterministic=self._options.deterministic,
@@ -67,8 +67,11 @@ class Agents:
             return await self.loop_of(task.row["extra_info"]).run(task, generate)
         except (UserError, TrainingStopped):
             raise
-        except Exception as error:
-            return _failed(task, f"{type(error).__name__}: {error}")
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            me = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and me is not None and me.cancelling():
+                raise  # the run ends; else the loop has cancelled itself
+            return _failed(task, f"{type(error).__name__}: {error}".removesuffix(": "))
 
     def _make(self, name: str) -> AgentLoop:
         if name not in self._own:
