@@ -1,5 +1,8 @@
 """Whole runs whose policy has several turns: every way to say what it may do, and tools that misbehave."""
 
+import sys
+from pathlib import Path
+
 import agent_tools
 import pytest
 import torch
@@ -71,7 +74,7 @@ def recorded(monkeypatch):
 
 
 def rows_of(episode):
-    """The rows of an episode, told turn by turn: prompt, and (token, its turn, log-prob, reward) of all that follows."""
+    """The rows of an episode, turn by turn: prompt, and (token, turn, log-prob, reward) of all that follows."""
     rows = []
     for number, turn in enumerate(episode.turns, start=1):
         if number == 1 or turn.prompt_ids is not None:
@@ -151,3 +154,38 @@ def test_tools_that_misbehave(agents, recorded, tmp_path, talking):
                 assert text in tokenizer.decode(turn.observation_ids)
     assert agent_tools.CONTROL[:20] in "".join(texts)
     assert any("(truncated)" in text for text in texts)
+
+
+ONE_PROMPT = ["data.train_batch_size=1", f"{ROLLOUT}.n=2", "actor_rollout_ref.actor.ppo_mini_batch_size=1"]
+ONE_PROMPT += ["critic.ppo_mini_batch_size=1", "trainer.val_before_train=false", "trainer.test_freq=0"]
+PROGRAM = str(Path(__file__).with_name("openai_agent.py"))
+
+
+def gateway(*more):
+    agent = f"{ROLLOUT}.agent"
+    return [
+        f"{agent}.default_agent_loop=gateway_agent",
+        f"{MULTI}.format=any_text",
+        *(f"{agent}.gateway.{one}" for one in more),
+    ]
+
+
+def test_programs_with_a_client_of_their_own(agents, recorded, tmp_path):
+    """As a function and as a command: the same episodes."""
+    for name, how in (("function", f"{PROGRAM}:play"), ("command", f"'{sys.executable} {PROGRAM}'")):
+        more = ["trainer.total_training_steps=1", *ONE_PROMPT] if name == "command" else []
+        assert main(agents(tmp_path / name, *gateway(f"{name}={how}"), *more)) == 0
+    rows = assert_trained(tmp_path / "function")
+    assert_rows_are_the_turns(recorded)
+    assert all(row["episode/turns/mean"] == 4 and row["episode/rows"] >= 2 for row in rows)
+    by_function, by_command = ({one.key: one for one in recorded.trained[i]} for i in (0, 2))
+    assert len(by_command) == 2
+    for key, episode in by_command.items():
+        assert [turn.token_ids for turn in episode.turns] == [turn.token_ids for turn in by_function[key].turns]
+        assert episode.outcome == by_function[key].outcome
+
+
+def test_a_program_that_hangs_is_one_failed_episode(agents, tmp_path):
+    more = ["trainer.total_training_steps=1", "reward.max_error_ratio=0.5", f"{ROLLOUT}.agent.deterministic=true"]
+    assert main(agents(tmp_path / "run", *gateway(f"function={PROGRAM}:hangs", "timeout=1.5"), *more)) == 0
+    assert read_metrics(tmp_path / "run")[1]["episode/failed"] == 0.5

@@ -32,6 +32,8 @@ class EpisodeRunner(Generic[T]):
             is generated together does not depend on the speed of tools.
     """
 
+    everywhere = False
+
     def __init__(
         self, tasks: Sequence[T], play: Play[T], *, most: int, max_tokens: int, deterministic: bool = False
     ) -> None:
