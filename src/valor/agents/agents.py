@@ -100,8 +100,11 @@ class Agents:
             episode = await self._run(task, generate)
         except (UserError, TrainingStopped):
             raise
-        except Exception as error:
-            episode = _failed(task, f"{type(error).__name__}: {error}")
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            me = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and me is not None and me.cancelling():
+                raise  # the run ends; else the loop has cancelled itself
+            episode = _failed(task, f"{type(error).__name__}: {error}".removesuffix(": "))
         if records is not None:
             records[task.key] = episode_record(task, episode, asked, self._context.chat)
         return episode

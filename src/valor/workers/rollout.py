@@ -17,7 +17,7 @@ from valor.config import ModelConfig, PPOConfig, RolloutConfig
 from valor.data.batch import Batch
 from valor.errors import UserError
 from valor.models.load import load_model_config, load_policy_tokenizer
-from valor.rollout.base import Output, Request, SamplingParams
+from valor.rollout.base import Elsewhere, Output, Request, SamplingParams
 from valor.rollout.registry import generation_engine
 from valor.rollout.spec import BuildContext
 from valor.rollout.transfer import MEETING, TIMEOUT, NamedTensors, WeightChannel
@@ -108,7 +108,8 @@ class RolloutWorker:
         `sink` as soon as it has ended. Where agents play episodes, `prompts` has also their rows' objects, and the
         result may have several rows for one of its rows (`episode`).
         """
-        if self._context.rank % self.engine.parallel_size:
+        follows = self._context.rank % self.engine.parallel_size > 0
+        if follows:
             sink = None  # the first of the processes that generate together tells
         keys: list[EpisodeKey] = [tuple(key) for key in prompts["episode_key"].tolist()]
         ids = [
@@ -119,6 +120,9 @@ class RolloutWorker:
         if not shared:
             self._context.make_room()
         with self._actor.on_device() if self._actor is not None and shared else nullcontext():
+            if self._agents is not None and follows:  # and that one plays
+                self.engine.serve(Elsewhere())
+                return Batch()
             if self._agents is not None:
                 rows = [{name: column[i] for name, column in prompts.objects.items()} for i in range(len(prompts))]
                 tasks = [Task(*one) for one in zip(keys, ids, [params] * len(keys), rows, strict=True)]
