@@ -18,7 +18,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "ppo": ("valor.trainer.main_ppo:main", "train with PPO, GRPO or a relative: key=value …"),
     "sft": ("valor.trainer.main_sft:main", "supervised fine-tuning: key=value …"),
     "rm train": ("valor.trainer.main_sft:rm_train", "a reward model from preference pairs: key=value …"),
-    "demo": ("valor.lab.demo:main", "[--task search]: a tiny model made, warm-started and trained here, by PPO with a critic"),
+    "demo": ("valor.lab.demo:main", "[--task search]: a tiny model made, warm-started and trained by PPO here"),
     "critic pretrain": ("valor.trainer.main_ppo:critic_pretrain", "fit a critic to rollouts: key=value …"),
     "critic score": ("valor.lab.critic_score:main", "the scorecard of a critic: key=value …"),
     "critic publish": ("valor.lab.publish:main", "CKPT_OR_HF_DIR OUT: a critic as a model with its card"),
