@@ -19,9 +19,9 @@ HEADER = """# Looking up what cannot be known: `valor demo --task search`
 
 `python benchmarks/search_demo.py`: a 0.6M-parameter model, warm-started on a teacher who guesses in seven of ten
 demonstrations. Accuracy is greedy, on 256 names that no other question has; the control is the trained policy with a
-corpus that has no document about any of them (one guess in 90 is right). Reward and searches are those of the samples
-of the first and of the last step (temperature 1). CPU seconds: the whole demo, one thread, on a machine of 2 cores that
-had other work, too.
+corpus that has no document about any of them: it searches, is told nothing, and answers all the same (one guess in 90
+is right). Reward and searches are those of the samples of the first and of the last step (temperature 1). CPU seconds:
+the whole demo, one thread, on a machine of 2 cores that had other work, too.
 
 | algorithm | seed | accuracy | control | reward | searches an episode | steps | CPU seconds |
 |---|---|---|---|---|---|---|---|
