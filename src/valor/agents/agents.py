@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from valor.agents.chat import Chat
+from valor.agents.environment_loop import EnvironmentLoop
 from valor.agents.episode import Episode, Turn
 from valor.agents.gateway_loop import GatewayLoop
 from valor.agents.loops import AgentLoop, Generate, Limits, LoopContext, Task, make_loop
@@ -22,7 +23,7 @@ from valor.errors import TrainingStopped, UserError
 from valor.rollout.base import RolloutEngine, Span
 from valor.user_files import load_object
 
-BUILT_IN = (ToolLoop, SearchLoop, GatewayLoop, VerlLoop)  # importing them makes their names known
+BUILT_IN = (ToolLoop, SearchLoop, EnvironmentLoop, GatewayLoop, VerlLoop)  # importing them makes their names known
 
 
 class Agents:
@@ -48,6 +49,10 @@ class Agents:
     def schemas_of(self, extra_info: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         """Tools that the chat template describes in the first prompt of such a row."""
         return self.loop_of(extra_info).schemas
+
+    def judges(self, extra_info: Mapping[str, Any]) -> bool:
+        """Whether such a row's episodes come with an outcome, so that no grader is needed."""
+        return self.loop_of(extra_info).grades
 
     def play(self, engine: RolloutEngine, tasks: Sequence[Task], sink: Sink | None = None) -> list[Episode]:
         """An episode for each task, in their order; `sink` gets each when it has ended."""
