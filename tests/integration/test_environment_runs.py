@@ -52,15 +52,13 @@ def run(overrides, data: Path, run_dir: Path, environment: str, *more: str) -> l
     agent = "actor_rollout_ref.rollout.agent"
     common = [
         f"data.train_files={data}",
-        f"data.val_files={data}",
-        "data.val_max_samples=4",
+        "data.val_files=null",
         "data.max_response_length=160",
         "actor_rollout_ref.rollout.max_model_len=1000",
         "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=4",
         "data.train_batch_size=4",
         "reward.custom_reward_function.path=null",
         "trainer.total_training_steps=2",
-        "trainer.test_freq=2",
         f"{agent}.environment={environment}",
     ]
     assert main(overrides(run_dir, *common, *more)) == 0
@@ -77,11 +75,13 @@ def run(overrides, data: Path, run_dir: Path, environment: str, *more: str) -> l
 )
 def test_environments_of_libraries(overrides, data, tmp_path, package, environment):
     pytest.importorskip(package, reason=f"{package} is not installed")
-    rows = run(overrides, data, tmp_path, environment)
+    # Long enough for a policy that knows nothing to end a turn by chance.
+    deterministic = "actor_rollout_ref.rollout.agent.deterministic=true"
+    rows = run(overrides, data, tmp_path, environment, "data.max_response_length=400", deterministic)
     assert rows[-1]["step"] == 2
     for row in rows[1:]:
         assert row["episode/failed"] == 0
-        assert row["episode/observation_tokens"] > 0
+        assert row["episode/turns/max"] > 1 and row["episode/observation_tokens"] > 0
         assert row["training/rollout_log_probs_diff_max"] < 1e-5
 
 
@@ -96,7 +96,8 @@ def test_a_server_with_fewer_sessions_than_there_are_episodes(overrides, data, t
 def test_an_environment_of_ones_own_is_validated_by_all_that_it_gives(overrides, data, tmp_path):
     (tmp_path / "short.py").write_text(OWN)
     kwargs = "actor_rollout_ref.rollout.agent.environment_kwargs={most: 1000}"
-    rows = run(overrides, data, tmp_path / "run", f"{tmp_path}/short.py:Short", kwargs)
+    validation = f"data.val_files={data}", "data.val_max_samples=4", "trainer.test_freq=2"
+    rows = run(overrides, data, tmp_path / "run", f"{tmp_path}/short.py:Short", kwargs, *validation)
     validated = [value for key, value in rows[0].items() if key.startswith("val-") and "/reward/mean" in key]
     # 1 for each turn, of one or two, and a quarter for the episode.
     assert validated and all(1.25 <= value <= 2.25 for value in validated)

@@ -7,7 +7,8 @@ from pydantic import PositiveFloat, PositiveInt
 
 from valor.config.base import PathStr, Section, key, section
 
-_TURNS = ".enable or actor_rollout_ref.rollout.agent.environment"
+_AGENT = "actor_rollout_ref.rollout.agent"
+_TURNS = f".enable or {_AGENT}.environment or {_AGENT}.default_agent_loop=environment_agent"
 
 
 class MultiTurnConfig(Section):
