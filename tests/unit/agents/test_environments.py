@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -215,3 +216,20 @@ class TestOpenEnv:
 def test_an_environment_that_cannot_be_made_is_told(name: str, kwargs: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         find_environment(name, kwargs)()
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "remedy"),
+    [
+        ("skyrl_gym", "skyrl_gym:gsm8k", "pip install skyrl-gym"),
+        ("textarena", "textarena:GuessTheNumber-v0", "pip install textarena"),
+        ("reasoning_gym.factory", "reasoning_gym:leg_counting", "pip install 'valor-rl\\[reasoning\\]'"),
+        ("websockets.asyncio.client", "openenv:http://127.0.0.1:8000", "pip install 'valor-rl\\[agents\\]'"),
+    ],
+)
+def test_a_library_that_is_missing_is_told(
+    monkeypatch: pytest.MonkeyPatch, module: str, name: str, remedy: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UserError, match=remedy):
+        find_environment(name, {})()
