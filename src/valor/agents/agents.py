@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from valor.agents.chat import Chat
+from valor.agents.environment_loop import EnvironmentLoop
 from valor.agents.episode import Episode, EpisodeKey, Turn, episode_rows
 from valor.agents.gateway_loop import GatewayLoop
 from valor.agents.loops import AgentLoop, Generate, Limits, LoopContext, Task, make_loop
@@ -28,7 +29,7 @@ from valor.rollout.base import Output, Request, RolloutEngine, SamplingParams, S
 from valor.user_files import load_object
 
 TOOLS_FILE = "tools.json"
-BUILT_IN = (ToolLoop, SearchLoop, GatewayLoop, VerlLoop)  # importing them makes their names known
+BUILT_IN = (ToolLoop, SearchLoop, EnvironmentLoop, GatewayLoop, VerlLoop)  # importing them makes their names known
 
 
 class Agents:
@@ -66,6 +67,10 @@ class Agents:
         if self._options.replay_dir is not None:
             return self._recorded_schemas
         return {name: loop.schemas for name, loop in self._loops.items()}
+
+    def judges(self, extra_info: Mapping[str, Any]) -> bool:
+        """Whether such a row's episodes come with an outcome, so that no grader is needed, or are replayed."""
+        return self._options.replay_dir is not None or self.loop_of(extra_info).grades
 
     def play(self, engine: RolloutEngine, tasks: Sequence[Task], sink: Sink | None = None) -> Batch:
         """The rows of an episode for each task, in their order; `sink` gets each episode when it has ended.

@@ -143,6 +143,8 @@ def last_rows(batch: Batch) -> Batch:
     texts, lengths = batch.objects["response_text"], batch["response_lengths"]
     ends.objects["response_text"] = ["".join(texts[i] for i in one) for one in rows]
     ends["response_lengths"] = torch.stack([lengths[one].sum() for one in rows])
+    if "turn_rewards" in batch:
+        ends["turn_rewards"] = place_at_end(turn_rewards(batch), ends["response_mask"])
     return ends
 
 

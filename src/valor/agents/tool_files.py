@@ -10,6 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from valor.agents.builtin_tools import BUILTIN_TOOLS
+from valor.agents.mcp_tools import McpSource
 from valor.agents.tool_sources import EnvironmentSource, FunctionSource, FunctionTool, schema_of
 from valor.agents.tools import ToolSource
 from valor.agents.verl_tools import BaseToolSource, OpenAIFunctionToolSchema, load_function_tools
@@ -54,12 +55,13 @@ def _load_tools_file(path: str) -> list[ToolSource]:
         raise UserError(f"{path}: ${{...}} is not filled in here; write the value")
     made = [_make_tool(f"{path}: tools[{i}]", entry) for i, entry in enumerate(entries)]
     functions = [tool for tool in made if isinstance(tool, FunctionTool)]
-    classes = [tool for tool in made if not isinstance(tool, FunctionTool)]
-    return [*[FunctionSource(functions)] * bool(functions), *[BaseToolSource(classes)] * bool(classes)]
+    servers = [tool for tool in made if isinstance(tool, McpSource)]
+    classes = [tool for tool in made if not isinstance(tool, FunctionTool | McpSource)]
+    return [*[FunctionSource(functions)] * bool(functions), *[BaseToolSource(classes)] * bool(classes), *servers]
 
 
 def _make_tool(place: str, entry: Any) -> Any:
-    """A FunctionTool, if the entry is of a built-in tool, or an instance of its class."""
+    """A FunctionTool, if the entry is of a built-in tool, an McpSource, or an instance of its class."""
     if not isinstance(entry, Mapping) or not isinstance(entry.get("class_name"), str):
         raise UserError(f"{place}: has no class_name")
     for key in entry:
@@ -80,10 +82,15 @@ def _make_tool(place: str, entry: Any) -> Any:
         config.pop("type", None)
         function = _construct(place, name, BUILTIN_TOOLS[name], config)
         return FunctionTool(function, schema.model_dump(exclude_unset=True) if schema else schema_of(function))
+    if name == "mcp":
+        if schema is not None:
+            raise UserError(f"{place}: an MCP server brings its own schemas: drop tool_schema")
+        config.pop("type", None)
+        return _construct(place, name, McpSource, config)
     if "." not in name:
         raise UserError(
             f"{place}: there is no built-in tool '{name}'{did_you_mean(name, BUILTIN_TOOLS)} (class_name is "
-            f"{', '.join(BUILTIN_TOOLS)}, package.module.Class or file.py:Class)"
+            f"{', '.join(BUILTIN_TOOLS)}, mcp, package.module.Class or file.py:Class)"
         )
     tool = _construct(place, name, load_object(name, place), {"config": config, "tool_schema": schema})
     if not all(callable(getattr(tool, method, None)) for method in ("create", "execute", "calc_reward", "release")):

@@ -20,7 +20,7 @@ class ToolLoop(AgentLoop):
 
     def __init__(self, context: LoopContext) -> None:
         super().__init__(context)
-        self._multi = multi = context.config.actor_rollout_ref.rollout.multi_turn
+        multi = context.config.actor_rollout_ref.rollout.multi_turn
         sources = load_sources(multi.tool_config_path, multi.function_tool_path, multi.environment)
         limits = ToolLimits(
             multi.tool_timeout,
@@ -29,7 +29,7 @@ class ToolLoop(AgentLoop):
             multi.max_parallel_calls,
         )
         self._toolset = Toolset(sources, limits)
-        self._parse = find_format(multi.format)
+        self._parse, self._most_turns = find_format(multi.format), multi.most_turns
         self.schemas = self._toolset.schemas
         environments = [one for one in sources if isinstance(one, EnvironmentSource)]
         self.grades = any(hasattr(one.environment, "get_reward") for one in environments)
@@ -58,7 +58,7 @@ class ToolLoop(AgentLoop):
             asked = self._parse(text, toolbox.schemas).calls
             if not asked:
                 return "stop"
-            if self._ended(len(play.turns)):
+            if len(play.turns) >= self._most_turns:
                 return "turns"
             results = await toolbox.call_all(asked)
             for call, result in zip(asked, results, strict=False):
@@ -67,11 +67,6 @@ class ToolLoop(AgentLoop):
             told = talk.tell([_tool_message(*pair) for pair in zip([*asked, None], results, strict=False)])
             if not (play.new_row(told.token_ids) if told.new_row else play.observe(told.token_ids)):
                 return "length"
-
-    def _ended(self, num_turns: int) -> bool:
-        """Whether no turn may follow that many: the policy's own, or those of its tools."""
-        limits = self._multi.max_assistant_turns, self._multi.max_user_turns and self._multi.max_user_turns + 1
-        return any(limit is not None and num_turns >= limit for limit in limits)
 
 
 def with_opening(messages: Sequence[Message], said: str | None) -> list[Message]:

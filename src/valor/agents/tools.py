@@ -217,12 +217,12 @@ class Toolbox:
         except TrainingStopped:
             raise
         except Exception as error:
-            return _error("failed", f"what {call.name} returned cannot be used, {_said(error)}")
+            return _error("failed", f"what {call.name} returned cannot be used, {exception_text(error)}")
 
     def _reason(self, error: Exception) -> str:
         if isinstance(error, TimedOut):
             return f"gave no answer within {self._limits.tool_timeout:g} s"
-        return f"raised {_said(error.__cause__)}"
+        return f"raised {exception_text(error.__cause__)}"
 
     def _shortened(self, text: str) -> tuple[str, bool]:
         """The text in valid Unicode and at most as long as it may be; and whether it was longer."""
@@ -269,7 +269,8 @@ def _error(kind: ToolError, text: str) -> ToolResult:
     return ToolResult(f"Error: {text}{'' if text.endswith('?') else '.'}", error=kind)
 
 
-def _said(error: BaseException | None) -> str:
+def exception_text(error: BaseException | None) -> str:
+    """An exception's type, and what it says."""
     try:
         message = str(error)
     except Exception:  # a user's own exception

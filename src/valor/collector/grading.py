@@ -80,15 +80,21 @@ class Grading:
         return self._without_overlong_penalty(results, ends)
 
     def validation(self, batch: Batch) -> list[RewardResult]:
-        """The verdicts on the responses, in row order."""
-        if not self.config.reward_model.enable:
-            return self._by_rule(batch)
-        has_grader = [self.inputs.has_grader(source) for source in batch.objects["data_source"]]
+        """The verdicts on the responses, in row order. Where an environment judges, what it gave for the turns counts
+        too; the rewards of tools do not."""
+        outcomes = batch.objects.get("outcome") or [None] * len(batch)
+        judged = [outcome is not None for outcome in outcomes]
+        by_model = self.config.reward_model.enable
+        sources = batch.objects["data_source"]
+        by_rule = [not by_model or judged[i] or self.inputs.has_grader(source) for i, source in enumerate(sources)]
         results: dict[int, RewardResult] = {}
         for graded, score in ((True, self._by_rule), (False, self._by_model)):
-            rows = [i for i, found in enumerate(has_grader) if found is graded]
+            rows = [i for i, found in enumerate(by_rule) if found is graded]
             if rows:
                 results |= zip(rows, score(batch.take(rows)), strict=True)
+        if any(judged):
+            of_turns = turn_rewards(batch).tolist()
+            results |= {i: r._replace(score=r.score + of_turns[i]) for i, r in results.items() if judged[i]}
         return [results[i] for i in range(len(batch))]
 
     def _leave_out_broken(self, batch: Batch, results: list[RewardResult]) -> None:

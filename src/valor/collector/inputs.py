@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from valor.agents.agents import Agents
@@ -36,11 +36,11 @@ class RunInputs:
         self.rewards = make_graders(config.reward)
         reward_model = config.reward.reward_model
         if not reward_model.replaces_rule:  # where there is a reward model, it also validates what has no grader
-            validated = self.val.data_sources if self.val and not reward_model.enable else ()
-            self.rewards.check({*self.train.data_sources, *validated})
-            _check_truths(self.train, self.rewards)
+            validated = _to_grade(self.val, self.agents) if self.val and not reward_model.enable else ()
+            self.rewards.check({*_to_grade(self.train, self.agents), *validated})
+            _check_truths(self.train, self.rewards, self.agents)
         if self.val is not None:
-            _check_truths(self.val, self.rewards)
+            _check_truths(self.val, self.rewards, self.agents)
         self._check_model(config)
         self.reward_texts = load_reward_texts(reward_model, self.tokenizer) if reward_model.is_role else None
         if isinstance(self.reward_texts, RewardTexts):
@@ -110,9 +110,22 @@ class RunInputs:
         self.rewards.close()
 
 
-def _check_truths(rows: PromptDataset, rewards: RewardExecutor) -> None:
+def _to_grade(rows: PromptDataset, agents: Agents | None) -> Iterable[str]:
+    """The data sources of rows that no environment judges."""
+    if agents is None:
+        return rows.data_sources
+    return {row.data_source for row in rows if not agents.judges(row.extra_info)}
+
+
+def _check_truths(rows: PromptDataset, rewards: RewardExecutor, agents: Agents | None) -> None:
     """UserError: a row that a grader compares with its ground truth has none."""
-    missing = [row for row in rows.without_truth if not rewards.grades_everything and needs_truth(row.data_source)]
+    missing = [
+        row
+        for row in rows.without_truth
+        if not rewards.grades_everything
+        and needs_truth(row.data_source)
+        and not (agents is not None and agents.judges(row.extra_info))
+    ]
     if missing:
         raise UserError(
             f"{missing[0].where}: there is no reward_model.ground_truth, which the grader of "

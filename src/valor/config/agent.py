@@ -1,10 +1,14 @@
 """Episodes of several turns: `multi_turn` and `agent` of the rollout, and the search agent's keys at the root."""
 
-from typing import Literal
+from math import inf
+from typing import Any, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
 from valor.config.base import PathStr, Section, key, section
+
+_AGENT = "actor_rollout_ref.rollout.agent"
+_TURNS = f".enable or {_AGENT}.environment or {_AGENT}.default_agent_loop=environment_agent"
 
 
 class MultiTurnConfig(Section):
@@ -12,9 +16,9 @@ class MultiTurnConfig(Section):
 
     enable: bool = False
     """Let the policy call tools, and go on with their results."""
-    max_assistant_turns: PositiveInt | None = key(None, ".enable")
+    max_assistant_turns: PositiveInt | None = key(None, _TURNS)
     """Most turns of the policy in an episode; null: until data.max_response_length tokens."""
-    max_user_turns: PositiveInt | None = key(None, ".enable")
+    max_user_turns: PositiveInt | None = key(None, _TURNS)
     """Most times that the policy is told something after the prompt; null sets no limit."""
     environment: str | None = key(None, ".enable")
     """Class whose public methods are the tools, as file.py:Class or package.module:Class; one object an episode."""
@@ -28,10 +32,16 @@ class MultiTurnConfig(Section):
     """Longest result of a tool in characters; what is longer is cut."""
     tool_response_truncate_side: Literal["left", "middle", "right"] = key("middle", ".enable")
     """Where a longer result is cut."""
-    tool_timeout: PositiveFloat = key(30.0, ".enable")
-    """Seconds that one call may take."""
+    tool_timeout: PositiveFloat = key(30.0, _TURNS)
+    """Seconds that one call of a tool, or of a text environment, may take."""
     format: str = key("hermes", ".enable")
     """How the policy writes a call: hermes, qwen3_coder, llama3_json, or one that was registered."""
+
+    @property
+    def most_turns(self) -> float:
+        """Most turns of the policy in an episode: by their own number, and by how often it is told something."""
+        by_told = inf if self.max_user_turns is None else self.max_user_turns + 1
+        return min(self.max_assistant_turns or inf, by_told)
 
 
 class GatewayConfig(Section):
@@ -51,9 +61,13 @@ class AgentConfig(Section):
     """Who carries an episode through its turns."""
 
     default_agent_loop: str | None = None
-    """Loop of rows without agent_name; null: tool_agent with multi_turn, search_agent with do_search, or one turn."""
+    """Loop of rows without agent_name; null: as environment, multi_turn.enable and do_search say, or one turn."""
     agent_loop_config_path: PathStr | None = None
     """YAML file that lists loops of your own: name, _target_, and arguments of the class."""
+    environment: str | None = None
+    """What answers: skyrl_gym:ID, textarena:GAME, reasoning_gym:TASK, openenv:URL, or your own, file.py:Class."""
+    environment_kwargs: dict[str, Any] = key({}, ".environment")
+    """Arguments of the environment. A row's extra_info may name others, and another environment."""
     gateway: GatewayConfig = section(GatewayConfig)
     max_concurrent_episodes: PositiveInt = 512
     """Most episodes under way at once in one process."""

@@ -74,9 +74,19 @@ class PPOConfig(Section):
     @property
     def default_agent_loop(self) -> str:
         """The loop of rows that name none."""
+        return self.actor_rollout_ref.rollout.agent.default_agent_loop or next(iter(self._loops), SINGLE_TURN)
+
+    @property
+    def _loops(self) -> dict[str, str]:
+        """The loops that keys ask for, each with the setting that does."""
         rollout = self.actor_rollout_ref.rollout
-        by_keys = "tool_agent" if rollout.multi_turn.enable else "search_agent" if self.do_search else None
-        return rollout.agent.default_agent_loop or by_keys or SINGLE_TURN
+        environment = rollout.agent.environment
+        asked = {
+            "environment_agent": environment and f"actor_rollout_ref.rollout.agent.environment={environment}",
+            "tool_agent": rollout.multi_turn.enable and "actor_rollout_ref.rollout.multi_turn.enable=true",
+            "search_agent": self.do_search and "do_search=true",
+        }
+        return {loop: setting for loop, setting in asked.items() if setting}
 
     @property
     def plays_episodes(self) -> bool:
@@ -99,6 +109,9 @@ class PPOConfig(Section):
     def contradictions(self, at: str) -> Iterator[str]:
         for lines in (self._lengths(), self._batches(), self._critic(), self._losses(), self._validation()):
             yield from lines
+        if len(self._loops) > 1 and self.actor_rollout_ref.rollout.agent.default_agent_loop is None:
+            both, loops = " and ".join(self._loops.values()), " or ".join(self._loops)
+            yield f"{both} are different loops: set actor_rollout_ref.rollout.agent.default_agent_loop to {loops}"
 
     def _lengths(self) -> Iterator[str]:
         data, buffer = self.data, self.reward.reward_kwargs.overlong_buffer_cfg
