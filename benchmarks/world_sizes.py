@@ -35,7 +35,6 @@ from valor.workers.memory import PeakMemory, peak_rss_gb
 CASES = (
     ("shard over all", {}),
     ("fsdp_size=2", {"fsdp_size": 2}),
-    ("tensor_parallel_size=2", {"tensor_parallel_size": 2}),
 )
 
 

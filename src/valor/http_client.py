@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-import time
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -20,17 +19,14 @@ _TEMPORARY = frozenset({408, 409, 429})  # and every status from 500 on
 
 
 class Server:
-    """Posts JSON from a thread of its own: `max_concurrent` jobs at once, `per_second` requests begun in a second.
+    """Posts JSON from a thread of its own: `max_concurrent` jobs at once.
 
     The key in the environment variable `api_key_env` is sent as a bearer token.
     """
 
-    def __init__(
-        self, url: str, *, api_key_env: str | None, max_concurrent: int, per_second: float | None = None
-    ) -> None:
+    def __init__(self, url: str, *, api_key_env: str | None, max_concurrent: int) -> None:
         self.url, self._api_key_env = url, api_key_env
         self._gate = asyncio.Semaphore(max_concurrent)
-        self._interval, self._next_start = 1 / per_second if per_second else 0.0, 0.0
         # Time is limited per request below; the client's own limits are per read and would cut long answers.
         limits = httpx2.Limits(max_connections=max_concurrent)
         self._client = httpx2.AsyncClient(headers=self._headers(), timeout=None, limits=limits)
@@ -62,19 +58,17 @@ class Server:
 
         return asyncio.run_coroutine_threadsafe(in_turn(), self._loop)
 
-    async def post(self, url: str, body: str, *, seconds: float, attempts: int | None = None) -> httpx2.Response:
+    async def post(self, url: str, body: str, *, seconds: float, attempts: int) -> httpx2.Response:
         """The reply, of status 200. No connection, 408, 409, 429 and 5xx are tried again, with growing pauses.
 
-        `seconds` are for each of the `attempts`, or, when their number is not limited, for all of them. Raises
-        TimeoutError, with the last refusal, when they are over, and RuntimeError for a refusal that will not pass.
+        `seconds` are for each of the `attempts`. Raises TimeoutError, with the last refusal, when they are over, and
+        RuntimeError for a refusal that will not pass.
         """
-        end = time.perf_counter() + seconds
         pause, attempt = _FIRST_PAUSE, 0
         while True:
             attempt += 1
-            await self._turn()
             try:
-                async with asyncio.timeout(seconds if attempts else end - time.perf_counter()):
+                async with asyncio.timeout(seconds):
                     reply = await self._client.post(url, content=body)
                 if reply.status_code == 200:
                     return reply
@@ -85,7 +79,7 @@ class Server:
                 refusal = f"no reply within {seconds:g} s"
             except httpx2.HTTPError as error:
                 refusal = _describe(error)
-            if attempt == attempts or (attempts is None and time.perf_counter() + pause > end):
+            if attempt == attempts:
                 raise TimeoutError(refusal)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -96,13 +90,6 @@ class Server:
             asyncio.run_coroutine_threadsafe(self._client.aclose(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
-
-    async def _turn(self) -> None:
-        """Wait until the next request may begin."""
-        now = time.perf_counter()
-        start = max(now, self._next_start)
-        self._next_start = start + self._interval
-        await asyncio.sleep(start - now)
 
     def _headers(self) -> dict[str, str]:
         key = os.environ.get(self._api_key_env) if self._api_key_env else None

@@ -69,6 +69,63 @@ def test_the_step_goes_on(role, method, seconds, undisturbed, ppo, tmp_path, mon
     assert_same_results(undisturbed, tmp_path / "run")
 
 
+def die_inside(monkeypatch: pytest.MonkeyPatch, role: str, method: str, at: str, number: int) -> list[float]:
+    """The first rank of `role` kills itself in the first such call, when it calls WeightChannel's `at` for the
+    number-th time. Returns how long each call took until its end was noticed."""
+    run, seconds = RayGroup._run, []
+
+    def arm(host) -> None:
+        from valor.rollout.transfer import WeightChannel
+
+        work, left = getattr(WeightChannel, at), [number]
+
+        def last(*args):
+            left[0] -= 1
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return work(*args)
+
+        setattr(WeightChannel, at, last)
+
+    def disturbed(group, name, what, calls, sink):
+        mine = (name, what) == (role, method)
+        if mine and not seconds:
+            ray.get(group._actors[0].__ray_call__.remote(arm))
+        began = time.monotonic()
+        try:
+            return run(group, name, what, calls, sink)
+        finally:
+            if what in ("send_weights", "receive_weights"):
+                seconds.append(time.monotonic() - began)
+
+    monkeypatch.setattr(RayGroup, "_run", disturbed)
+    return seconds
+
+
+INSIDE = [("__init__", 1), ("_broadcast", 1), ("_broadcast", 2), ("_broadcast", 3), ("_broadcast", 5)]
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize(("at", "number"), INSIDE)
+def test_a_rollout_that_dies_inside_a_transfer_is_noticed(at, number, undisturbed, ppo, tmp_path, monkeypatch, counts):
+    """The actor would wait for it for half an hour."""
+    counts("SIGKILL inside a transfer of weights")
+    seconds = die_inside(monkeypatch, "rollout", "receive_weights", at, number)
+    assert main(ppo(tmp_path / "run", PARITY, REFERENCE, *APART)) == 0
+    assert max(seconds) < 30.0
+    assert_same_results(undisturbed, tmp_path / "run")
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize(("at", "number"), [("__init__", 1), ("_broadcast", 2)])
+def test_an_actor_that_dies_inside_a_transfer_is_noticed(at, number, ppo, tmp_path, monkeypatch, capsys, counts):
+    counts("SIGKILL inside a transfer of weights")
+    seconds = die_inside(monkeypatch, "actor", "send_weights", at, number)
+    assert main(ppo(tmp_path / "run", PARITY, REFERENCE, *APART)) == 1
+    assert max(seconds) < 30.0
+    assert "same command again" in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("cluster")
 def test_an_actor_is_not_replaced(ppo, tmp_path, monkeypatch, capsys, counts):
     counts("SIGKILL of a role that is not replaced")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from valor.algorithms import place_at_end
 from valor.data.batch import Batch, pad_rows
+from valor.data.episodes import Episodes
 from valor.rollout.base import FinishReason, Output, Span
 
 EpisodeKey = tuple[int, ...]
@@ -133,19 +134,9 @@ def _versions(turn: Turn) -> list[int]:
     return [*chain.from_iterable(repeat(span.weights_version, span.num_tokens) for span in turn.spans)]
 
 
-def rows_by_episode(batch: Batch) -> list[list[int]]:
-    """The rows of each episode of a batch, in order."""
-    if "episode" not in batch:
-        return [[i] for i in range(len(batch))]
-    rows: dict[int, list[int]] = {}
-    for row, number in enumerate(batch["episode"].tolist()):
-        rows.setdefault(number, []).append(row)
-    return list(rows.values())
-
-
 def last_rows(batch: Batch) -> Batch:
-    """One row an episode: its last one, with the text, the length and the rewards of all of them."""
-    rows = rows_by_episode(batch)
+    """One row an episode: its last one, with the text and the length of all of them."""
+    rows = Episodes(batch).rows
     if len(rows) == len(batch):
         return batch
     ends = batch.take([one[-1] for one in rows])
@@ -159,8 +150,8 @@ def last_rows(batch: Batch) -> Batch:
 
 def turn_rewards(batch: Batch) -> Tensor:
     """What each episode's environment gave for its turns, [E]."""
-    sums = batch["turn_rewards"].sum(1) if "turn_rewards" in batch else torch.zeros(len(batch))
-    return torch.stack([sums[one].sum() for one in rows_by_episode(batch)])
+    episodes = Episodes(batch)
+    return episodes.sums(batch["turn_rewards"]) if "turn_rewards" in batch else torch.zeros(len(episodes.rows))
 
 
 def place_rewards(scores: Tensor, batch: Batch, *, at_end: bool = False) -> Tensor:
@@ -168,8 +159,7 @@ def place_rewards(scores: Tensor, batch: Batch, *, at_end: bool = False) -> Tens
     rest (`at_end`: all) on the last policy token of the episode."""
     if "episode" not in batch:
         return place_at_end(scores, batch["response_mask"])
-    rows = rows_by_episode(batch)
     of_row = torch.zeros(len(batch))
-    of_row[[one[-1] for one in rows]] = scores if at_end else scores - turn_rewards(batch)
+    of_row[[one[-1] for one in Episodes(batch).rows]] = scores if at_end else scores - turn_rewards(batch)
     placed = place_at_end(of_row, batch["response_mask"])
     return placed if at_end else placed + batch["turn_rewards"] * batch["response_mask"]

@@ -13,12 +13,14 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from valor.agents.chat import Chat, Conversation, Message
 from valor.agents.formats import Format, ToolCall
 from valor.agents.http_server import MAX_CONNECTIONS, Refused, address, authorise, listen, read_object
 from valor.agents.loops import Generate, Limits, Play, Task
+from valor.errors import UserError
 from valor.rollout.base import Output
 
 if TYPE_CHECKING:
@@ -41,6 +43,26 @@ class Session:
         self._talk: Conversation | None = None
         self._known: list[Message] = []  # the messages of the last request, and our answer
         self._tools: Sequence[Any] = ()
+        self._answering: set[asyncio.Task[dict[str, Any]]] = set()
+
+    def answer(self, method: str, asked: Mapping[str, Any]) -> Future[dict[str, Any]]:
+        """What `chat` or `generate` returns, for other threads; cancelled when the episode ends before."""
+
+        async def work() -> dict[str, Any]:
+            me = asyncio.current_task()
+            assert me is not None
+            self._answering.add(me)
+            try:
+                return await getattr(self, method)(asked)
+            finally:
+                self._answering.discard(me)
+
+        return asyncio.run_coroutine_threadsafe(work(), self.loop)
+
+    def close(self) -> None:
+        """Drop what is still being answered."""
+        for task in [*self._answering]:
+            task.cancel()
 
     async def chat(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """A chat completion. Sampling is the run's own; only the number of tokens may be lowered."""
@@ -113,6 +135,7 @@ class Session:
 
     def _check_room(self, fits: bool) -> None:
         if not fits:
+            self._talk, self._known = None, []  # what was refused has not been told: the next request begins anew
             most = f"{self._limits.model} tokens in all, {self._limits.response} after a prompt"
             raise Refused(400, f"context_length_exceeded: there is no room for a further turn ({most})")
 
@@ -188,8 +211,7 @@ class Gateway:
                 try:
                     session = self._session(request)
                     asked = await read_object(request)
-                    work = getattr(session, method)(asked)
-                    reply = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, session.loop))
+                    reply = await _answer_of(session, method, asked)
                 except Refused as refusal:
                     error = {
                         "message": str(refusal),
@@ -220,6 +242,20 @@ class Gateway:
         return session
 
 
+async def _answer_of(session: Session, method: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Refused: the request, or its episode has ended."""
+    try:
+        answer = session.answer(method, asked)
+    except RuntimeError:  # its loop is closed
+        raise Refused(410, "the episode has ended") from None
+    try:
+        return await asyncio.wrap_future(answer)
+    except asyncio.CancelledError:
+        raise Refused(410, "the episode has ended") from None
+    except UserError as error:  # the chat template's
+        raise Refused(400, str(error)) from None
+
+
 def _messages(asked: Mapping[str, Any]) -> list[Message]:
     """The request's messages, text alone. Refused: there are none, or what cannot be done is asked for."""
     messages = asked.get("messages")
@@ -238,6 +274,7 @@ def _messages(asked: Mapping[str, Any]) -> list[Message]:
             content = "".join(part["text"] for part in content)
         if content is not None and not isinstance(content, str):
             raise Refused(400, "the content of a message must be text")
+        _essence(message)
         found.append({**message, "content": content or ""})
     return found
 
@@ -248,10 +285,14 @@ def _same(one: Message, other: Message) -> bool:
 
 
 def _essence(message: Message) -> tuple[Any, ...]:
-    calls = [
-        (call["function"]["name"], json.loads(call["function"]["arguments"] or "{}"))
-        for call in message.get("tool_calls") or ()
-    ]
+    """What makes two messages the same. Refused: its tool calls are none."""
+    try:
+        calls = [
+            (call["function"]["name"], json.loads(call["function"]["arguments"] or "{}"))
+            for call in message.get("tool_calls") or ()
+        ]
+    except (TypeError, LookupError, ValueError, RecursionError):
+        raise Refused(400, "tool_calls must be a list of functions with a name and arguments in JSON") from None
     return message["role"], message.get("content") or "", calls
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import math
 import os
 import signal
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from valor.agents.episode import Episode
@@ -18,6 +17,7 @@ from valor.agents.formats import find_format
 from valor.agents.gateway import Gateway, Session
 from valor.agents.http_server import is_loopback, require_libraries
 from valor.agents.loops import AgentLoop, Generate, LoopContext, Task, register_loop
+from valor.agents.tool_runner import TimedOut, ToolRaised, ToolRunner
 from valor.errors import UserError
 from valor.user_files import load_object
 
@@ -46,6 +46,7 @@ class GatewayLoop(AgentLoop):
         self._function = None
         if self._config.function is not None:
             self._function = load_object(self._config.function, f"{_KEY}.function")
+        self._runner = ToolRunner(max_threads=rollout.agent.max_concurrent_episodes)
 
     @cached_property
     def _gateway(self) -> Gateway:
@@ -57,11 +58,12 @@ class GatewayLoop(AgentLoop):
         row = {**task.row, "episode_key": list(task.key)}
         work = self._call(base_url, session.key, row) if self._function else self._execute(base_url, session.key, row)
         try:
-            reward = await asyncio.wait_for(work, self._config.timeout)
-        except TimeoutError:
+            reward = await work
+        except (TimeoutError, TimedOut):
             raise ProgramFailed(f"the program did not end within {self._config.timeout:g} s") from None
         finally:
             self._gateway.remove(base_url)
+            session.close()
         if session.play is None or session.last is None or not session.play.turns:
             raise ProgramFailed("the program ended without a request")
         reason = "length" if session.last.finish_reason == "length" else "stop"
@@ -69,9 +71,12 @@ class GatewayLoop(AgentLoop):
 
     async def _call(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> float | None:
         assert self._function is not None
-        if inspect.iscoroutinefunction(self._function):
-            return _reward(await self._function(base_url, api_key, row))
-        return _reward(await asyncio.to_thread(self._function, base_url, api_key, row))
+        call = partial(self._function, base_url, api_key, row)
+        try:
+            return _reward(await self._runner.run(call, {}, self._config.timeout))
+        except ToolRaised as failure:
+            cause = failure.__cause__
+            raise ProgramFailed(f"the function raised {type(cause).__name__}: {cause}") from cause
 
     async def _execute(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> float | None:
         """The number in the last line of the command's output, if it is one. ProgramFailed: it ended with an error."""
@@ -85,7 +90,8 @@ class GatewayLoop(AgentLoop):
             start_new_session=True,
         )
         try:
-            printed, complaint = await process.communicate(json.dumps(row, default=str).encode())
+            async with asyncio.timeout(self._config.timeout):
+                printed, complaint = await process.communicate(json.dumps(row, default=str).encode())
         finally:
             with suppress(ProcessLookupError):  # with all that it has started
                 os.killpg(process.pid, signal.SIGKILL)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from valor.agents.episode import rows_by_episode
 from valor.data.batch import Batch
+from valor.data.episodes import Episodes
 from valor.tracking.metrics import summarize
 
 
@@ -13,7 +13,7 @@ def episode_metrics(batch: Batch) -> dict[str, Any]:
     """`episode/*` where agents play: turns, rows, tool calls and errors, seconds of tools, tokens by kind."""
     if "episode" not in batch:
         return {}
-    rows = rows_by_episode(batch)
+    rows = Episodes(batch).rows
     infos = [batch.objects["episode_info"][one[0]] for one in rows]
     own = batch["response_mask"].sum()
     count = max(len(rows), 1)

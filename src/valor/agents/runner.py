@@ -32,6 +32,8 @@ class EpisodeRunner(Generic[T]):
             is generated together does not depend on the speed of tools.
     """
 
+    everywhere = False
+
     def __init__(
         self, tasks: Sequence[T], play: Play[T], *, most: int, max_tokens: int, deterministic: bool = False
     ) -> None:
@@ -40,6 +42,7 @@ class EpisodeRunner(Generic[T]):
         self._changed = Condition()
         self._asked: list[Request] = []
         self._in_engine = self._ended = 0
+        self._over: set[tuple[int, ...]] = set()  # episodes that have ended
         self._finished: list[Episode] = []  # and not told yet
         self._stopped: BaseException | None = None
         self._loop = asyncio.new_event_loop()
@@ -68,6 +71,8 @@ class EpisodeRunner(Generic[T]):
                     raise self._stopped
                 if self._ended == len(self._tasks):
                     return None
+                # A program that has ended its episode may have left a request behind, for whose answer nobody waits.
+                self._asked = [one for one in self._asked if _episode(one) not in self._over]
                 if self._ready:
                     requests, self._asked = sorted(self._asked, key=lambda one: one.seed), []
                     self._in_engine += len(requests)
@@ -78,13 +83,14 @@ class EpisodeRunner(Generic[T]):
                     self._changed.wait()
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, seed: EpisodeKey) -> Output:
-        """One turn; for the episodes. `seed` decides its random numbers."""
+        """One turn; for the episodes. `seed` decides its random numbers, and begins with the episode's key."""
         done: asyncio.Future[Output] = self._loop.create_future()
 
         def finish(output: Output) -> None:
             with self._changed:
                 self._in_engine -= 1
-            self._loop.call_soon_threadsafe(lambda: None if done.done() else done.set_result(output))
+            with suppress(RuntimeError):  # the episodes have ended by an error, which the next poll raises
+                self._loop.call_soon_threadsafe(lambda: None if done.done() else done.set_result(output))
 
         with self._changed:
             self._asked.append(Request("-".join(map(str, seed)), prompt_ids, params, seed, finish))
@@ -96,7 +102,7 @@ class EpisodeRunner(Generic[T]):
         if not self._deterministic:
             return bool(self._asked)
         under_way = min(self.max_requests, len(self._tasks) - self._ended)
-        return self._in_engine == 0 and len(self._asked) == under_way
+        return self._in_engine == 0 and len({_episode(one) for one in self._asked}) == under_way
 
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -119,6 +125,7 @@ class EpisodeRunner(Generic[T]):
                 episode = await self._play(task, self)
                 with self._changed:
                     self._ended += 1
+                    self._over.add(episode.key)
                     self._finished.append(episode)
                     self._changed.notify()
                 return episode
@@ -135,3 +142,8 @@ class EpisodeRunner(Generic[T]):
             if self._sink is not None:
                 self._sink(episode)
             report_progress(self._told, len(self._tasks))
+
+
+def _episode(request: Request) -> tuple[int, ...]:
+    """The key of the episode that asks."""
+    return request.seed[:3]

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from valor import algorithms
-from valor.agents.episode import last_rows, place_rewards, rows_by_episode
+from valor.agents.episode import last_rows, place_rewards
 from valor.agents.metrics import episode_metrics
 from valor.collector.dynamic_sampling import check_limit, informative_rows
+from valor.collector.episode_files import EpisodeFiles
 from valor.collector.freshness import WeightPublisher
 from valor.collector.grading import Grading
 from valor.collector.inputs import RunInputs
@@ -19,6 +20,7 @@ from valor.collector.prompts import PROMPT_OBJECTS, prompt_batch, sampling_param
 from valor.config import PPOConfig
 from valor.controller.group import Roles
 from valor.data.batch import Batch
+from valor.data.episodes import Episodes
 from valor.data.prompts import PromptRow
 from valor.errors import WorkersReplaced
 from valor.rewards.executor import RewardResult
@@ -36,6 +38,7 @@ class Collector:
         self.rollout = config.actor_rollout_ref.rollout
         self.grading = Grading(config, inputs, roles)
         self._weights = WeightPublisher(roles)
+        self._episodes = EpisodeFiles(config, inputs.agents)
         estimator = algorithms.ADVANTAGES[config.algorithm.adv_estimator]
         self._greedy_baseline = estimator.capability.needs_greedy_baseline
 
@@ -46,6 +49,7 @@ class Collector:
         ones are drawn until there are enough; surplus ones are left out. `reward/*` are about everything generated.
         """
         filtering, wanted = self.config.algorithm.filter_groups.enable, self.config.data.train_batch_size
+        self._episodes.begin(str(step))
         kept: list[Batch] = []
         results: list[RewardResult] = []
         sources: list[str] = []
@@ -59,7 +63,7 @@ class Collector:
             results += graded
             sources += last_rows(batch).objects["data_source"]
             kept.append(informative_rows(batch, graded, self._outcomes(graded), self.config) if filtering else batch)
-            found = sum(len(rows_by_episode(one)) for one in kept) // self.rollout.n
+            found = sum(len(Episodes(one).rows) for one in kept) // self.rollout.n
         metrics, line = summarize(sources, results)
         self._say(line)
         if self.inputs.reward_texts is not None:
@@ -76,7 +80,7 @@ class Collector:
         batch = kept[0]
         if rounds > 1 or found > wanted:
             batch = Batch.concat(kept)
-            batch = batch.take([i for rows in rows_by_episode(batch)[: wanted * self.rollout.n] for i in rows])
+            batch = batch.take([i for rows in Episodes(batch).rows[: wanted * self.rollout.n] for i in rows])
         metrics |= episode_metrics(batch)
         batch.meta |= {"temperature": self.rollout.temperature, "global_step": step}
         if self._greedy_baseline:
@@ -85,8 +89,9 @@ class Collector:
         self.roles["rollout"].sleep()
         return batch, metrics
 
-    def validation_batch(self) -> tuple[Batch, list[RewardResult]]:
-        """Responses to the whole validation set and their grades (without penalties for length)."""
+    def validation_batch(self, step: int) -> tuple[Batch, list[RewardResult]]:
+        """Responses to the whole validation set after `step`, and their grades (without penalties for length)."""
+        self._episodes.begin(f"val_{step}")
         parts: list[Batch] = []
         for rows in self.inputs.validation_chunks():
             prompts = prompt_batch(
@@ -99,10 +104,11 @@ class Collector:
             with phase("validation", len(prompts), unit="sample"):
                 sink = self.grading.sink(prompts, validation=True)
                 parts.append(self.answer(prompts, sampling_params(self.config, validation=True), sink=sink))
-        batch = last_rows(Batch.concat(parts))
-        with phase("reward", len(batch), unit="sample"):
-            results = self.grading.validation(batch)
-        batch.objects["reward_info"] = [r.components for r in results]
+        batch = Batch.concat(parts)
+        ends = last_rows(batch)
+        with phase("reward", len(ends), unit="sample"):
+            results = self.grading.validation(ends)
+        _add_reward_info(batch, results)
         self.roles["rollout"].sleep()
         return batch, results
 
@@ -127,11 +133,13 @@ class Collector:
         timer = timer or Timer()
         objects = PROMPT_OBJECTS if self.config.plays_episodes else ("uid",)
         columns = prompts.select(("prompts", "prompt_lengths", "episode_key", *objects))
+        columns = columns.union(self._episodes.recorded(prompts, params))
         try:
             with timer("update_weights"):
                 self._weights.publish()
             with timer("gen"):
                 rows = self.roles["rollout"].generate(columns, params, sink=sink)
+                self._episodes.write(rows)
                 if "episode" in rows:  # of one prompt several may have come
                     prompts = prompts.take(rows["episode"])
                     rows["episode"] = prompts["episode_key"][:, 2]
@@ -156,8 +164,7 @@ class Collector:
             batch = self.answer(prompts, sampling_params(self.config), sink=sink, timer=timer)
         with timer("reward"), phase("reward", len(batch), unit="sample"):
             results = self.grading.training(batch)
-        infos = [(r.components, rows) for r, rows in zip(results, rows_by_episode(batch), strict=True)]
-        batch.objects["reward_info"] = [components for components, rows in infos for _ in rows]
+        _add_reward_info(batch, results)
         binary = self.config.algorithm.reward_binarize
         batch["token_level_scores"] = place_rewards(self._outcomes(results), batch, at_end=binary)
         return batch, results
@@ -167,7 +174,7 @@ class Collector:
         n = self.rollout.n
         prompts = batch.select(("prompts", "prompt_lengths", "episode_key", *PROMPT_OBJECTS))
         params = replace(sampling_params(self.config), temperature=0.0)
-        rows = rows_by_episode(batch)
+        rows = Episodes(batch).rows
         prompts = prompts.take([one[0] for one in rows[::n]])
         with phase("greedy baseline", len(prompts), unit="sample"):
             greedy = self.answer(prompts, params, sink=self.grading.sink(prompts))
@@ -179,3 +186,9 @@ class Collector:
         scores = torch.tensor([r.score for r in results])
         algorithm = self.config.algorithm
         return algorithms.binarize(scores, algorithm.reward_threshold) if algorithm.reward_binarize else scores
+
+
+def _add_reward_info(batch: Batch, results: Sequence[RewardResult]) -> None:
+    """`reward_info`: what the grader of a row's episode said beside the score."""
+    pairs = zip(results, Episodes(batch).rows, strict=True)
+    batch.objects["reward_info"] = [result.components for result, rows in pairs for _ in rows]

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from valor import algorithms
-from valor.agents.episode import Episode, EpisodeKey, last_rows, rows_by_episode, turn_rewards
+from valor.agents.episode import Episode, EpisodeKey, last_rows, turn_rewards
 from valor.collector.inputs import RunInputs
 from valor.config import PPOConfig
 from valor.controller.group import Roles
 from valor.data.batch import Batch
+from valor.data.episodes import Episodes
 from valor.data.reward_texts import prompt_text
 from valor.errors import StepRefused
 from valor.rewards.executor import RewardResult
@@ -99,7 +100,7 @@ class Grading:
     def _leave_out_broken(self, batch: Batch, results: list[RewardResult]) -> None:
         broken = ~batch["rollout_log_probs"].isfinite().all(-1)
         error = "the rollout engine gave log-probs that are not finite"
-        for i, rows in enumerate(rows_by_episode(batch)):
+        for i, rows in enumerate(Episodes(batch).rows):
             if broken[rows].any():
                 batch["rollout_log_probs"][rows] = batch["response_mask"][rows] = 0.0
                 results[i] = RewardResult(self.config.error_score, {}, error)

@@ -14,8 +14,9 @@ from valor.data.sampler import PromptSampler
 from valor.errors import UserError
 from valor.models.load import load_model_config, load_policy_tokenizer, load_tokenizer
 from valor.models.reward import reward_model_kind
+from valor.rewards.executor import RewardExecutor
 from valor.rewards.judge import Judge
-from valor.rewards.manager import Graders, make_graders
+from valor.rewards.manager import make_graders
 from valor.rewards.registry import has_grader, needs_truth
 
 
@@ -25,8 +26,8 @@ class RunInputs:
     def __init__(self, config: PPOConfig) -> None:
         data = config.data.model_copy(update={"max_prompt_length": config.start_length})
         self.tokenizer = load_policy_tokenizer(config)
-        agents = Agents(config, self.tokenizer) if config.plays_episodes else None
-        tools_of = None if agents is None else agents.schemas_of
+        self.agents = Agents(config, self.tokenizer) if config.plays_episodes else None
+        tools_of = None if self.agents is None else self.agents.schemas_of
         self.train = PromptDataset(data, self.tokenizer, "train", tools_of)
         self.val = PromptDataset(data, self.tokenizer, "val", tools_of) if data.val_files else None
         dynamic = config.algorithm.filter_groups.enable
@@ -35,11 +36,11 @@ class RunInputs:
         self.rewards = make_graders(config.reward)
         reward_model = config.reward.reward_model
         if not reward_model.replaces_rule:  # where there is a reward model, it also validates what has no grader
-            validated = _to_grade(self.val, agents) if self.val and not reward_model.enable else ()
-            self.rewards.check({*_to_grade(self.train, agents), *validated})
-            _check_truths(self.train, self.rewards, agents)
+            validated = _to_grade(self.val, self.agents) if self.val and not reward_model.enable else ()
+            self.rewards.check({*_to_grade(self.train, self.agents), *validated})
+            _check_truths(self.train, self.rewards, self.agents)
         if self.val is not None:
-            _check_truths(self.val, self.rewards, agents)
+            _check_truths(self.val, self.rewards, self.agents)
         self._check_model(config)
         self.reward_texts = load_reward_texts(reward_model, self.tokenizer) if reward_model.is_role else None
         if isinstance(self.reward_texts, RewardTexts):
@@ -116,7 +117,7 @@ def _to_grade(rows: PromptDataset, agents: Agents | None) -> Iterable[str]:
     return {row.data_source for row in rows if not agents.judges(row.extra_info)}
 
 
-def _check_truths(rows: PromptDataset, rewards: Graders, agents: Agents | None) -> None:
+def _check_truths(rows: PromptDataset, rewards: RewardExecutor, agents: Agents | None) -> None:
     """UserError: a row that a grader compares with its ground truth has none."""
     missing = [
         row

@@ -6,7 +6,7 @@ from valor.config.base import Section
 from valor.config.critic import CriticConfig
 from valor.config.critic_runs import CriticPretrainConfig, CriticRunConfig, CriticScoreConfig
 from valor.config.data import DataConfig
-from valor.config.document import describe_keys
+from valor.config.describe import describe_keys
 from valor.config.engine import FSDPConfig, OptimConfig
 from valor.config.loading import LoadedConfig, dump_yaml, load
 from valor.config.model import BackboneConfig, CriticModelConfig, ModelConfig

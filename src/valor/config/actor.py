@@ -94,7 +94,6 @@ class RefFSDPConfig(
     FSDPConfig,
     model_dtype=inherits("actor_rollout_ref.actor.fsdp_config.model_dtype"),
     dtype=inherits("actor_rollout_ref.actor.fsdp_config.dtype"),
-    tensor_parallel_size=inherits("actor_rollout_ref.actor.fsdp_config.tensor_parallel_size"),
 ):
     """The reference model's sharding; its precision follows the actor's, so that their KL starts at zero."""
 

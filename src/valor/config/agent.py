@@ -73,6 +73,8 @@ class AgentConfig(Section):
     """Most episodes under way at once in one process."""
     deterministic: bool = False
     """Wait after every turn for all episodes, so that a run repeats bit for bit whatever the tools' speed."""
+    replay_dir: PathStr | None = key(None, "plays_episodes")
+    """Play the episodes that a run has recorded here (trainer.episode_data_dir) again, without their tools."""
 
 
 class RetrieverConfig(Section):

@@ -10,8 +10,9 @@ from pydantic import AfterValidator, BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from valor.config.base import BARE_ITEM, as_path
-from valor.config.tree import Key, is_section, schema
-from valor.errors import did_you_mean
+from valor.config.ppo import PPOConfig
+from valor.config.tree import Key, is_section, plain_keys, schema
+from valor.errors import UserError, did_you_mean
 
 _WORDS = {int: "integer", float: "number", bool: "true/false", str: "text", dict: "dict", type(None): "null"}
 _PLURALS = {"integer": "integers", "number": "numbers", "text": "texts", "path": "paths"}
@@ -49,6 +50,22 @@ def _bounds(metadata: Sequence[Any]) -> str:
     if limits == {"ge": 0, "le": 1}:
         return " from 0 to 1"
     return " and".join(f" {sign} {limits[kind]}" for kind, sign in _SIGNS.items() if kind in limits)
+
+
+def key_row(key: Key) -> tuple[str, str, str, str]:
+    """Name, type, default and meaning."""
+    choices = type_text(key).replace("one of ", "").replace("any of ", "").replace(", ", "|")
+    return key.name, choices, default_text(key), key.info.description or ""
+
+
+def describe_keys(prefix: str = "", root: type[BaseModel] = PPOConfig) -> str:
+    """A line per key below `prefix`: key, type, default, meaning. UserError: nothing has that prefix."""
+    below = prefix and f"{prefix.removesuffix('.')}."
+    keys = [key for key in plain_keys(root) if key.name == prefix or key.name.startswith(below)]
+    if not keys:
+        raise UserError(unknown_key(root, prefix))
+    rows = map(key_row, keys)
+    return "\n".join(f"{name:<68} {kind:<28} {default:<24} {doc}" for name, kind, default, doc in rows)
 
 
 def default_text(key: Key) -> str:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat
 
 from valor.config.base import CountOrOff, DType, Section, Share, key
 
@@ -28,9 +28,7 @@ class FSDPConfig(Section):
     reshard_after_forward: bool = True
     """Free the gathered parameters of a layer after its forward (less memory, one more gather in backward)."""
     fsdp_size: int = -1
-    """Processes (or tensor-parallel groups) per shard group; the groups hold copies of each other. -1 is one group."""
-    tensor_parallel_size: PositiveInt = 1
-    """Neighbouring processes among which heads and MLP columns are shared out; must divide both, and the processes."""
+    """Processes per shard group; the groups hold copies of each other. -1 is one group."""
     forward_prefetch: bool = False
     """Gather the next layer's parameters while the present one computes."""
     model_dtype: DType = "float32"

@@ -9,10 +9,8 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from valor.config.base import PathStr, Section, Share, inherits, key, section
 from valor.config.engine import FSDPConfig
 
-_SERVED = {".reward_manager.name!=remote": "a server grades"}
 _GRADED = {"uses_graders": "the reward model scores every sample (reward_model.rule_weight=0)"}
 _OWN = {".judge.url=null": "the judge has its own server"}
-_GRADERS = _SERVED | _GRADED
 
 
 class CustomRewardFunctionConfig(Section):
@@ -29,8 +27,8 @@ class CustomRewardFunctionConfig(Section):
 class RewardManagerConfig(Section):
     """Who calls the graders."""
 
-    name: Literal["naive", "prime", "dapo", "batch", "remote"] = "naive"
-    """naive, prime: sample by sample; dapo: and a penalty for length; batch: your function once a step; remote."""
+    name: Literal["naive", "prime", "dapo", "batch"] = "naive"
+    """naive, prime: sample by sample; dapo: and a penalty for length; batch: your function once a step."""
 
 
 class JudgeConfig(Section):
@@ -130,30 +128,6 @@ class RewardModelConfig(Section):
         return self.enable and self.rule_weight == 0
 
 
-class SandboxFusionConfig(Section):
-    """Remote sandbox for code answers."""
-
-    url: str | None = None
-    """Server address."""
-    max_concurrent: PositiveInt = key(64, ".url")
-    """Requests in flight."""
-    memory_limit_mb: PositiveInt = key(1024, ".url")
-    """Memory of one execution."""
-
-
-class RemoteGraderConfig(Section):
-    """A grader behind an HTTP address: gets the arguments of compute_score as JSON, replies with its result as JSON."""
-
-    url: str | None = None
-    """Address that takes POST requests (needs reward_manager.name=remote)."""
-    max_concurrent: PositiveInt = 32
-    """Requests in flight."""
-    requests_per_second: PositiveFloat | None = None
-    """Most requests begun in a second; null sets no limit."""
-    api_key_env: str | None = None
-    """Environment variable that holds the key, if the server wants one (sent as a bearer token)."""
-
-
 class OverlongBufferConfig(Section):
     """DAPO's soft penalty for length."""
 
@@ -174,11 +148,11 @@ class RewardKwargsConfig(Section):
 class RewardConfig(Section):
     """Scoring."""
 
-    num_workers: PositiveInt | None = key(None, _GRADERS)
+    num_workers: PositiveInt | None = key(None, _GRADED)
     """Grader processes; null takes 8, and up to 64 while graders wait rather than compute (Linux)."""
     timeout: PositiveFloat = key(10.0, _GRADED)
     """Seconds that one sample may take."""
-    memory_limit_mb: PositiveInt | None = key(4096, _GRADERS)
+    memory_limit_mb: PositiveInt | None = key(4096, _GRADED)
     """Megabytes of data that one grader process may hold (Linux); null sets no limit."""
     error_score: float = 0.0
     """Score of a sample whose grader failed or ran out of time (the failure is recorded)."""
@@ -188,18 +162,12 @@ class RewardConfig(Section):
     reward_manager: RewardManagerConfig = section(RewardManagerConfig)
     reward_kwargs: RewardKwargsConfig = section(RewardKwargsConfig)
     reward_model: RewardModelConfig = section(RewardModelConfig, ".reward_model.enable")
-    remote: RemoteGraderConfig = section(RemoteGraderConfig, ".reward_manager.name=remote")
-    sandbox_fusion: SandboxFusionConfig = section(SandboxFusionConfig, _SERVED)
 
     def contradictions(self, at: str) -> Iterator[str]:
         manager, own = self.reward_manager.name, self.custom_reward_function.path
         named = f"{at}reward_manager.name={manager}"
         if manager == "batch" and own is None:
             yield f"{named} calls a function of your own: set {at}custom_reward_function.path"
-        if manager == "remote" and self.remote.url is None:
-            yield f"{named} asks a server: set {at}remote.url"
-        if manager == "remote" and own is not None:
-            yield f"{named} and {at}custom_reward_function.path={own} are two graders: set one of them"
         if self.reward_kwargs.overlong_buffer_cfg.enable and manager != "dapo":
             key = f"{at}reward_kwargs.overlong_buffer_cfg.enable"
             yield f"{key}=true is read with {at}reward_manager.name=dapo, it is {manager}: set that too"

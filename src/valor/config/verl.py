@@ -93,7 +93,6 @@ _RENAMED = {
     "trainer.log_val_generations": "trainer.val_generations_to_log_to_wandb",
     "ray_kwargs.ray_init.*": "ray_init.*",
     "reward.custom_reward_function.*": "custom_reward_function.*",
-    "reward.sandbox_fusion.*": "sandbox_fusion.* reward_model.sandbox_fusion.*",
     "reward.reward_manager.name": "reward_model.reward_manager reward.reward_manager",
     "reward.reward_kwargs.*": "reward_model.reward_kwargs.*",
     "reward.num_workers": "reward_model.num_workers",
@@ -119,6 +118,7 @@ _MOVED = [
 _VALUES = [
     Spelling("*strategy", value="fsdp2", only=("fsdp",)),
     Spelling(f"{ROLLOUT}.name", value="native", only=("hf",)),
+    Spelling("reward.reward_manager.name", "graders are processes anyway", value="naive", only=("remote",)),
 ]
 _BEFORE_WIDER_ONES = [
     *_because({UNSEEN: f"{ACTOR}.state_masking"}, only=(True,)),
@@ -126,6 +126,7 @@ _BEFORE_WIDER_ONES = [
     *_because({"the trainer is synchronous": "trainer.v1.trainer_mode"}, only=("sync",)),
     *_because({"it is where AdamW comes from": "*optim.optimizer_impl"}, only=("torch.optim",)),
     *_because({"it is the optimizer": "*optim.optimizer"}, only=("AdamW",)),
+    *_because({"layers are whole": "*fsdp_config.tensor_parallel_size"}, only=(1,)),
     *_because({"managers are built in": "reward.reward_manager.module.*"}, only=(None, "custom_reward_manager")),
     *_because({"fsdp and fsdp2 are the engine": "model_engine engine"}, only=("dp", "fsdp", "fsdp2")),
     Spelling(f"{ROLLOUT}.do_sample", SAMPLED, refused=True, only=(False,)),
@@ -190,9 +191,11 @@ _REFUSED = {
     "replicas follow from the processes and tensor_model_parallel_size: set it to 1": REPLICAS,
     "a checkpoint is always read as a whole: drop it": "*checkpoint.load_contents",
     "saving is done before the next step: leave it at false": "*checkpoint.async_save",
+    "layers are not split: set ulysses_sequence_parallel_size to share rows": "*fsdp_config.tensor_parallel_size",
+    "code runs in a sandbox on this machine: drop it": "*sandbox_fusion.*",
     "activations are not offloaded: use gradient checkpointing": "*model.enable_activation_offload",
     "data sets are files: prepare a parquet or jsonl file": "data.custom_cls.path",
-    "managers are built in: naive (or prime, the same), dapo, batch, remote": "reward.reward_manager.source",
+    "managers are built in: naive (or prime, the same), dapo, batch": "reward.reward_manager.source",
     "Valor has no profiler: timings are in the metrics as timing_s/*": "*.profiler.* global_profiler.* "
     "trainer.profile_steps",
     "expert routing is not replayed": f"*.router_replay.* {ROLLOUT}.enable_rollout_routing_replay",

@@ -6,11 +6,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from valor.config import FSDPConfig, PPOConfig, TrainerConfig
+from valor.config import PPOConfig, TrainerConfig
 from valor.errors import UserError
 
 MAIN = "main"
@@ -47,6 +46,11 @@ class Placement:
     def world_size(self) -> int:
         """Processes of all pools."""
         return sum(pool.world_size for pool in self.pools.values())
+
+    @property
+    def cpus_per_node(self) -> int:
+        """What a node announces to Ray. It may run more processes than it has cores: their shares have to add up."""
+        return max(available_cores(), sum(pool.processes_per_node * pool.num_threads for pool in self.pools.values()))
 
     def pool_of(self, role: str) -> str:
         """Name of the role's pool; the members of an ensemble live together."""
@@ -127,46 +131,7 @@ def resolve_placement(config: PPOConfig) -> Placement:
 
 def check_placement(config: PPOConfig) -> list[str]:
     """What contradicts itself in where roles run and how processes share rows and layers out, a line each."""
-    return [*_check_pools(config), *_check_sequence_parallel(config), *_check_roles(config)]
-
-
-def check_tensor_parallel(
-    key: str, fsdp: FSDPConfig, processes: int | None, lora_rank: int, ulysses: int = 1
-) -> list[str]:
-    """Can one role's layers be shared out? `key`: the section that holds its fsdp_config, with a dot, or nothing.
-    `processes`: None where they are not known yet."""
-    size = fsdp.tensor_parallel_size
-    if size == 1:
-        return []
-    lines, setting = [], f"{key}fsdp_config.tensor_parallel_size={size}"
-    if processes is not None and processes % size:
-        lines.append(f"{setting} does not divide the number of processes, {processes}: set it to one that does")
-    if ulysses > 1:
-        lines.append(f"{setting} and {key}ulysses_sequence_parallel_size={ulysses} do not go together: set one to 1")
-    if lora_rank:
-        lines.append(f"{setting} does not go with LoRA: set lora_rank=0, or tensor_parallel_size=1")
-    return lines
-
-
-def _check_roles(config: PPOConfig) -> list[str]:
-    policy, critic, model, trainer = config.actor_rollout_ref, config.critic, config.reward.reward_model, config.trainer
-    roles: dict[str, tuple[str, Any, int]] = {}
-    roles["actor"] = ("actor_rollout_ref.actor.", policy.actor, policy.model.lora_rank)
-    roles["ref"] = ("actor_rollout_ref.ref.", policy.ref, 0)
-    roles["critic"] = ("critic.", critic, critic.model.lora_rank)
-    roles["reward_model"] = ("reward.reward_model.", model, 0)
-    pools = {role: pool for pool in config.pools.values() for role in pool.roles}
-    lines = []
-    for role, (key, section, lora_rank) in roles.items():
-        if role not in _present_roles(config):
-            continue
-        nodes, per_node = trainer.nnodes, trainer.processes_per_node
-        if role in pools:
-            nodes, per_node = pools[role].nnodes, pools[role].n_gpus_per_node
-        processes = nodes * per_node if per_node is not None else None
-        ulysses = getattr(section, "ulysses_sequence_parallel_size", 1)
-        lines += check_tensor_parallel(key, section.fsdp_config, processes, lora_rank, ulysses)
-    return lines
+    return [*_check_pools(config), *_check_sequence_parallel(config)]
 
 
 def _check_sequence_parallel(config: PPOConfig) -> list[str]:
@@ -184,12 +149,6 @@ def _check_sequence_parallel(config: PPOConfig) -> list[str]:
         lines.append(
             f"the exact KL is computed on the actor's rows as they are shared out: set actor_rollout_ref.ref."
             f"ulysses_sequence_parallel_size={own}, as the actor's"
-        )
-    own, other = policy.actor.fsdp_config.tensor_parallel_size, policy.ref.fsdp_config.tensor_parallel_size
-    if other not in (1, own):
-        lines.append(
-            "the exact KL is computed on the rows that the actor's processes share: set actor_rollout_ref.ref."
-            f"fsdp_config.tensor_parallel_size={own}, as the actor's"
         )
     return lines
 

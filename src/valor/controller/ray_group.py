@@ -265,6 +265,15 @@ def _start_ray(pool: ResourcePool, ray_init: dict[str, Any]) -> Watchdog:
         settings.setdefault("include_dashboard", False)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
-        return start_ray(**settings)
+        watchdog = start_ray(**settings)
     except ConnectionError as error:
         raise UserError(f"no Ray cluster at ray_kwargs.ray_init.address={settings.get('address')}: {error}") from None
+    here = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
+    if len(here) < pool.num_nodes:
+        ray.shutdown()
+        watchdog.close()
+        raise UserError(
+            f"{pool} needs {pool.num_nodes} nodes, and the Ray cluster has {len(here)} ({', '.join(here)}): add nodes "
+            "with `ray start --address`, or lower nnodes"
+        )
+    return watchdog

@@ -40,11 +40,6 @@ class DataRow:
     extra_info: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def place(self) -> str:
-        """Where the row is in its file: `row 3` of parquet and json, `line 4` of jsonl."""
-        return self.where.rpartition(", ")[2]
-
-    @property
     def lacks_truth(self) -> bool:
         """There is no ground truth, or an empty one."""
         truth = self.ground_truth

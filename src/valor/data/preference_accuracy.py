@@ -41,25 +41,6 @@ def preference_accuracy(
     }
 
 
-def as_table(found: dict[str, Any]) -> str:
-    """The findings as Markdown: a table, and what length explains."""
-    rows = [("all", found), *found["by_source"].items()]
-    width = max(len(name) for name, _ in rows)
-    lines = [f"| {'source':<{width}} | pairs | accuracy |", f"|{'-' * (width + 2)}|------:|---------:|"]
-    lines += [f"| {name:<{width}} | {group['pairs']:>5} | {_show(group['accuracy']):>8} |" for name, group in rows]
-    length = found["length"]
-    shorter, longer = length["chosen_shorter"], length["chosen_longer"]
-    lines += [
-        "",
-        f"- the better response is the shorter one ({shorter['pairs']} pairs): accuracy {_show(shorter['accuracy'])}",
-        f"- the better response is the longer one ({longer['pairs']} pairs): accuracy {_show(longer['accuracy'])}",
-        f"- always taking the longer one: accuracy {_show(length['longer_is_better'])}",
-        f"- correlation of score and length: {_show(length['score_correlation'])}; of their differences within pairs: "
-        f"{_show(length['difference_correlation'])}",
-    ]
-    return "\n".join(lines)
-
-
 def as_metrics(found: dict[str, Any]) -> dict[str, float]:
     """The findings as metrics; what could not be measured is left out."""
     length = found["length"]
@@ -85,7 +66,3 @@ def _mean(values: np.ndarray) -> float | None:
 
 def _correlation(a: np.ndarray, b: np.ndarray) -> float | None:
     return float(np.corrcoef(a, b)[0, 1]) if len(a) > 1 and a.std() > 0 and b.std() > 0 else None
-
-
-def _show(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"

@@ -68,7 +68,7 @@ class SweepConfig(Section):
     metric: str | None = None
     """What is compared, as last measured; null takes the entry's own, for ppo the mean of all val-core mean@n."""
     parallel: PositiveInt = 1
-    """Runs at a time: 1 one after another on this machine, more side by side through Ray, each with its share."""
+    """Runs at a time: 1 one after another on this machine, more side by side, each with its share of the GPUs."""
     out: PathStr = inherits("runs/sweeps/${.name}")
     """Folder of the sweep."""
 

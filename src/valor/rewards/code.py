@@ -16,14 +16,11 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from valor.rewards.answers import after_thinking
 from valor.sandbox import Limits, Sandbox, strongest_level
 from valor.sandbox.payload import same
-
-if TYPE_CHECKING:
-    from valor.sandbox.fusion import SandboxFusion
 
 _PYTHON = ("python", "py", "python3")
 _FENCE = re.compile(r"(`{3,}|~{3,})\s*([\w+#.-]*)")
@@ -42,24 +39,13 @@ from typing import *
 """
 
 
-@dataclass(frozen=True)
-class CodeSettings:
-    """`seconds` for all tests of one response; `sandbox_fusion` is the address of a server that runs them instead of
-    this machine, with at most `max_concurrent` requests of this process at a time and `memory_mb` for each."""
-
-    seconds: float = 8.0
-    sandbox_fusion: str | None = None
-    max_concurrent: int = 8
-    memory_mb: int = 1024
+_seconds = 8.0
 
 
-_settings = CodeSettings()
-
-
-def configure(settings: CodeSettings) -> None:
-    """Set what holds for all gradings of this process."""
-    global _settings
-    _settings = settings
+def configure(seconds: float) -> None:
+    """Set the time for all tests of one response, in all gradings of this process."""
+    global _seconds
+    _seconds = seconds
 
 
 @dataclass(frozen=True)
@@ -117,13 +103,6 @@ def grade(
     }
 
 
-def reference(ground_truth: Any, extra_info: dict[str, Any]) -> str | None:
-    """A response that is right: the `solution` of the data, if it has one (for `valor rewards check`)."""
-    solution = extra_info.get("solution")
-    return f"```python\n{solution}\n```" if solution else None
-
-
-grade.answer = reference  # type: ignore[attr-defined]
 grade.cpu_bound = True  # type: ignore[attr-defined]  # no more programs at once than there are cores
 
 
@@ -250,8 +229,8 @@ def _call_tests(name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> Fun
 def _run_program(code: str, tests: ProgramTests) -> tuple[int, int, str | None]:
     """Passed, total, and what went wrong first. After one that found no end, no further tests are run."""
     total, passed, done, first = len(tests.inputs), 0, 0, None
-    with _executor(tests.seconds) as executor:
-        for outcome in executor.run_all(code, tests.inputs, time.monotonic() + _settings.seconds):
+    with _sandbox(tests.seconds) as sandbox:
+        for outcome in sandbox.run_all(code, tests.inputs, time.monotonic() + _seconds):
             if outcome.error is None and same_output(outcome.stdout, tests.outputs[done]):
                 passed += 1
             elif first is None:
@@ -260,7 +239,7 @@ def _run_program(code: str, tests: ProgramTests) -> tuple[int, int, str | None]:
             if outcome.timed_out:
                 break
     if done < total and first is None:
-        first = f"{done} of {total} tests took {_settings.seconds:.3g} s: raise reward.timeout"
+        first = f"{done} of {total} tests took {_seconds:.3g} s: raise reward.timeout"
     return passed, total, first
 
 
@@ -270,17 +249,12 @@ def _check_functions(code: str, fenced: bool, tests: FunctionTests) -> tuple[int
         codes = [f"{tests.prelude}{prompt}\n\n{code}", code]
     else:  # the body of the function that the prompt begins
         codes = [f"{prompt}\n{textwrap.indent(code, '    ')}"] * fenced + [f"{prompt}{code}"]
-    with _executor(tests.seconds) as executor:
-        return executor.check(codes, tests.setup, tests.tests, tests.names)
+    with _sandbox(tests.seconds) as sandbox:
+        return sandbox.check(codes, tests.setup, tests.tests, tests.names)
 
 
-def _executor(cpu_seconds: int) -> Sandbox | SandboxFusion:
-    limits = Limits(cpu_seconds=cpu_seconds, wall_seconds=_settings.seconds, memory_mb=_settings.memory_mb)
-    if _settings.sandbox_fusion is None:
-        return Sandbox(strongest_level(), limits)
-    from valor.sandbox.fusion import SandboxFusion  # an HTTP client that the others need not load
-
-    return SandboxFusion(_settings.sandbox_fusion, limits, _settings.max_concurrent)
+def _sandbox(cpu_seconds: int) -> Sandbox:
+    return Sandbox(strongest_level(), Limits(cpu_seconds=cpu_seconds, wall_seconds=_seconds))
 
 
 def _fenced_blocks(text: str) -> list[tuple[str, str]]:

@@ -122,7 +122,3 @@ def _expression(line: str) -> str:
                 return ""  # round(…), 4!, a power
             return longest[0].strip().rstrip(".")
     return ""
-
-
-# A right answer, for `valor rewards check`.
-grade.answer = lambda ground_truth, extra_info: extra_info.get("solution")  # type: ignore[attr-defined]

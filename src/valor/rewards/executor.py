@@ -15,11 +15,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any
 
 from valor.rewards import registry
-from valor.rewards.code import CodeSettings
 from valor.rewards.custom import CustomFunction
 from valor.rewards.process import GraderProcess, GradingJob
 from valor.rewards.worker import OUT_OF_MEMORY, RewardResult, Sample, WorkerSetup, gather
@@ -40,8 +38,8 @@ class RewardExecutor:
     compute (Linux). Of graders that mostly compute, and say so by an attribute `cpu_bound`, no more run at once than
     there are cores: the neighbours of a sample do not eat its time. `error_score` is the score of a sample whose
     grader raised, hung or died, or (on Linux) found no more memory because its process holds `memory_mb` megabytes.
-    With `custom`, that function grades every sample, otherwise the registry does; `code` says where it runs code, with
-    the requests of all processes together. Raises UserError when the custom function cannot be loaded.
+    With `custom`, that function grades every sample, otherwise the registry does. Raises UserError when
+    the custom function cannot be loaded.
     """
 
     def __init__(
@@ -51,17 +49,14 @@ class RewardExecutor:
         timeout: float = 10.0,
         error_score: float = 0.0,
         custom: CustomFunction | None = None,
-        code: CodeSettings = CodeSettings(),  # noqa: B008
         memory_mb: int | None = None,
     ) -> None:
         # A mistake in the file is the user's to see now, not a thousand errors later.
         self._function: Callable[..., Any] | None = custom.load() if custom else None
         self.custom, self.timeout, self.error_score = custom, timeout, error_score
         self.num_workers, self.memory_mb = num_workers or _NUM_WORKERS, memory_mb
-        # A server that runs code bears so many requests and no more, whoever waits for them.
-        self.most_workers = num_workers or (_MOST_WORKERS if code.sandbox_fusion is None else _NUM_WORKERS)
-        requests = max(1, code.max_concurrent // self.num_workers)
-        self.code = replace(code, seconds=_CODE_SHARE * timeout, max_concurrent=requests)
+        self.most_workers = num_workers or _MOST_WORKERS
+        self.code_seconds = _CODE_SHARE * timeout
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -151,7 +146,7 @@ class RewardExecutor:
         return [job.future for job in jobs]
 
     def _start(self) -> None:
-        self._setup = WorkerSetup(self.custom, self.error_score, self.code, self.memory_mb)
+        self._setup = WorkerSetup(self.custom, self.error_score, self.code_seconds, self.memory_mb)
         self._loop = asyncio.new_event_loop()
         self._loop.call_soon(self._poll)
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -159,7 +154,7 @@ class RewardExecutor:
         atexit.register(self.close)
 
     def _is_computed(self, sample: Sample | list[Sample]) -> bool:
-        if self.code.sandbox_fusion is not None or isinstance(sample, list):
+        if isinstance(sample, list):
             return False
         return bool(getattr(self._function or registry.find_grader(sample.data_source), "cpu_bound", False))
 

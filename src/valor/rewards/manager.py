@@ -6,36 +6,25 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from valor.rewards.code import CodeSettings
 from valor.rewards.custom import CustomFunction
 from valor.rewards.executor import RewardExecutor
-from valor.rewards.server import RemoteGraders
 from valor.rewards.worker import RewardResult
 
 if TYPE_CHECKING:
     from valor.config import RewardConfig
 
-Graders = RewardExecutor | RemoteGraders
 
-
-def make_graders(config: RewardConfig) -> Graders:
+def make_graders(config: RewardConfig) -> RewardExecutor:
     """The graders of a run, as `config.reward` asks for them. Raises UserError when a custom function is no good."""
-    manager, custom, server = config.reward_manager.name, config.custom_reward_function, config.sandbox_fusion
-    if manager == "remote":
-        return RemoteGraders(config.remote, timeout=config.timeout, error_score=config.error_score)
-    function, code = None, CodeSettings()
+    custom, function = config.custom_reward_function, None
     if custom.path:
-        function = CustomFunction(custom.path, custom.name, custom.reward_kwargs, whole_batch=manager == "batch")
-    if server.url is not None:
-        code = CodeSettings(
-            sandbox_fusion=server.url, max_concurrent=server.max_concurrent, memory_mb=server.memory_limit_mb
-        )
+        whole_batch = config.reward_manager.name == "batch"
+        function = CustomFunction(custom.path, custom.name, custom.reward_kwargs, whole_batch=whole_batch)
     return RewardExecutor(
         num_workers=config.num_workers,
         timeout=config.timeout,
         error_score=config.error_score,
         custom=function,
-        code=code,
         memory_mb=config.memory_limit_mb,
     )
 

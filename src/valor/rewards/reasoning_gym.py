@@ -83,7 +83,3 @@ def _score_answer(task: str) -> Callable[..., float]:
         return get_score_answer_fn(task)
     except ValueError:
         raise UserError(f"reasoning-gym has no task '{task}'") from None
-
-
-# A right answer, for `valor rewards check`.
-grade.answer = lambda truth, extra_info: f"<answer>{_entry(truth, extra_info)['answer']}</answer>"  # type: ignore

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from valor.errors import UserError, did_you_mean
-from valor.rewards import choice, code, countdown, format, gsm8k, mathematics, qa, reasoning_gym, search_r1
+from valor.rewards import choice, code, countdown, gsm8k, mathematics, qa, reasoning_gym, search_r1
 
 # Called by keyword: data_source, solution_str, ground_truth, extra_info. Returns a number, or a dict with "score".
 Grader = Callable[..., Any]
@@ -41,9 +41,6 @@ BUILT_IN: dict[str, Grader] = {
     "openai/gsm8k-flexible": gsm8k.grade_flexible,
     "valor/arithmetic": gsm8k.grade_flexible,
     **dict.fromkeys(_MATHEMATICS, mathematics.grade),
-    "hiyouga/geometry3k": format.combine(
-        mathematics.grade, {"think_and_box": format.has_think_and_box}, {"acc": 0.9, "think_and_box": 0.1}
-    ),
     **dict.fromkeys(_CHOICE, choice.grade),
     "searchR1_*": search_r1.grade,
     **dict.fromkeys(_QUESTIONS, qa.grade),

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from valor.rewards import registry
-from valor.rewards.code import CodeSettings, configure
+from valor.rewards.code import configure
 from valor.rewards.custom import CustomFunction
 from valor.tracking.progress import report_progress
 
@@ -79,7 +79,7 @@ class WorkerSetup:
 
     custom: CustomFunction | None
     error_score: float
-    code: CodeSettings
+    code_seconds: float
     memory_mb: int | None
 
 
@@ -196,7 +196,7 @@ def serve(setup: WorkerSetup, begun: Any, channel: socket.socket) -> None:
     # What a grader forks has no way to answer in the place of this process.
     pid, nowhere = os.getpid(), os.open(os.devnull, os.O_RDWR)
     os.register_at_fork(after_in_child=lambda: os.dup2(nowhere, channel.fileno(), inheritable=False))
-    configure(setup.code)
+    configure(setup.code_seconds)
     if setup.memory_mb and LIMITS_MEMORY:
         _limit_memory(setup.memory_mb * 2**20)
     grading = Grading(setup)

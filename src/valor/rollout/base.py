@@ -130,14 +130,28 @@ class RequestSource(Protocol):
     """Most requests that are under way at once."""
     max_tokens: int
     """Longest prompt plus response of any of them."""
+    everywhere: bool
+    """Whether all processes that generate together have the same source; else the first of them alone has one."""
 
     def poll(self, *, wait: bool) -> Sequence[Request] | None:
         """The requests that have come since the last call; None: no more will come. `wait` blocks until either."""
         ...
 
 
+class Elsewhere:
+    """In place of a source where another of the processes that generate together has it."""
+
+    max_requests = max_tokens = 0
+    everywhere = False
+
+    def poll(self, *, wait: bool) -> Sequence[Request] | None:
+        return None
+
+
 class _Given:
     """A source of requests that are all there from the start."""
+
+    everywhere = True
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._requests: Sequence[Request] = requests
@@ -155,7 +169,8 @@ class RolloutEngine(Protocol):
 
     weight_mode: WeightMode
     parallel_size: int
-    """Neighbouring processes that generate together, and are given the same requests."""
+    """Neighbouring processes that generate together: all are given the same requests, or the first alone
+    (`RequestSource.everywhere`)."""
     weights_version: int | None
     """The version that `generate` uses; None: it has none, `sync_weights` comes first (or they are fixed)."""
     weights_checksum: int | None

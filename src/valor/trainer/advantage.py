@@ -16,9 +16,9 @@ from valor import algorithms
 from valor.algorithms.turns import Turns
 from valor.config import AlgorithmConfig, PFPPOConfig
 from valor.data.batch import Batch
+from valor.data.episodes import Episodes
 from valor.data.sampler import keyed_generator
 from valor.errors import UserError
-from valor.trainer.episodes import Episodes
 
 # What an estimator may name beyond the common inputs, where the run has it.
 _OFFERED_COLUMNS = ("old_log_probs", "sum_pi_squared", "rollout_is_weights", "turn_ids")

@@ -12,9 +12,9 @@ from valor import algorithms
 from valor.algorithms import ADVANTAGES, POLICY_LOSSES, VALUE_LOSSES, load_custom
 from valor.algorithms.ppo import aggregation
 from valor.algorithms.registry import Entry
-from valor.config import AlgorithmConfig, CriticRunConfig, PPOConfig, Section, SupervisedConfig
+from valor.config import AlgorithmConfig, CriticRunConfig, PPOConfig, Section
 from valor.config import inert_settings as inert_by_rules
-from valor.controller.placement import check_placement, check_tensor_parallel
+from valor.controller.placement import check_placement
 from valor.data.batch import Batch
 from valor.engines.registry import training_engine
 from valor.errors import UserError
@@ -26,9 +26,6 @@ from valor.workers.critic import value_head
 
 def check(config: BaseModel) -> list[str]:
     """Every mistake that those who act on `config` find in it, a line each. Runs the file `algorithm.custom_path`."""
-    if isinstance(config, SupervisedConfig):
-        processes = config.trainer.processes_per_node
-        return check_tensor_parallel("", config.fsdp_config, processes, config.model.lora_rank)
     if not isinstance(config, PPOConfig):
         return []
     try:

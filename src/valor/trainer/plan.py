@@ -10,7 +10,6 @@ from valor.config import (
     CriticConfig,
     CriticPretrainConfig,
     CriticScoreConfig,
-    FSDPConfig,
     PPOConfig,
     RMConfig,
     RunConfig,
@@ -31,11 +30,8 @@ def plan(config: Section, explicit_keys: Collection[str] = ()) -> str:
 
     `explicit_keys` are examined for settings without effect.
     """
-    if isinstance(config, CriticScoreConfig):
-        rows = _score_rows(config)
-    else:
-        assert isinstance(config, PPOConfig | SupervisedConfig), "what commands read"
-        rows = _training_rows(config)
+    assert isinstance(config, PPOConfig | SupervisedConfig), "what commands read"
+    rows = _critic_rows(config) if isinstance(config, CriticScoreConfig) else _training_rows(config)
     rows += [("note", f"{key}: {reason}") for key, reason in inert_settings(config, explicit_keys).items()]
     width = max(len(title) for title, _ in rows)
     lines, last = [], ""
@@ -51,7 +47,7 @@ def _training_rows(config: PPOConfig | SupervisedConfig) -> Rows:
         unit = "pairs" if isinstance(config, RMConfig) else "samples"
         rows = _supervised_rows(config, unit)
     elif isinstance(config, CriticPretrainConfig):
-        rows, files = _pretrain_rows(config), config.pretrain.rollouts or files
+        rows, files = _critic_rows(config), config.pretrain.rollouts or files
     else:
         rows = _ppo_rows(config)
     epochs = _count(trainer.total_epochs, "epoch")
@@ -73,7 +69,7 @@ def _ppo_rows(config: PPOConfig) -> Rows:
     weights = [engine.plan(config) for engine in generation_engines() if engine.name == policy.rollout.name]
     rows = [
         ("algorithm", f"{estimator}, policy loss {config.policy_loss}"),
-        ("actor", _model(policy.model, policy.actor.fsdp_config)),
+        ("actor", _model(policy.model)),
         ("rollout", _and(policy.rollout.name, *weights)),
         ("critic", _critic(config.critic)),
         ("reference", _reference(config)),
@@ -89,33 +85,21 @@ def _ppo_rows(config: PPOConfig) -> Rows:
     return [*rows, ("warm-up", warmup)] if config.trainer.critic_warmup else rows
 
 
-def _pretrain_rows(config: CriticPretrainConfig) -> Rows:
-    critic, data = config.critic, config.data
-    updates = f"{critic.ppo_mini_batch_size:,} prompts per update, {_count(critic.ppo_epochs, 'epoch')} of each"
-    return [
-        ("critic", _critic(critic)),
-        *([] if config.pretrain.rollouts else [("rollouts", _drawn(config, data.train_files))]),
-        ("placement", _placement(config.trainer)),
-        ("batch", f"{data.train_batch_size:,} prompts per step, {updates}"),
-    ]
-
-
-def _score_rows(config: CriticScoreConfig) -> Rows:
-    score = config.score
-    branches = f"{score.mc} from each of {score.positions} positions of {score.responses} responses"
+def _critic_rows(config: CriticPretrainConfig | CriticScoreConfig) -> Rows:
+    asked = config.score if isinstance(config, CriticScoreConfig) else config.pretrain
+    policy = config.actor_rollout_ref
+    drawn = f"{_count(policy.rollout.n, 'answer')} by {policy.model.path} to each prompt"
     return [
         ("critic", _critic(config.critic)),
-        ("rollouts", _and(*score.rollouts or [_drawn(config, config.data.val_files or [])])),
+        ("rollouts", _and(*asked.rollouts or [drawn])),
         ("placement", _placement(config.trainer)),
-        *([("branches", branches)] if score.mc else []),
-        ("written to", score.out),
     ]
 
 
 def _supervised_rows(config: SupervisedConfig, unit: str) -> Rows:
     data = config.data
     return [
-        ("model", _model(config.model, config.fsdp_config)),
+        ("model", _model(config.model)),
         ("placement", _processes(config.trainer, 1)),
         ("batch", f"{data.train_batch_size:,} {unit} per update, each text at most {data.max_length:,} tokens"),
         ("batch", f"micro-batches of at most {data.max_token_len_per_gpu:,} tokens per process"),
@@ -135,17 +119,9 @@ def _every(steps: int) -> str:
     return f"every {steps} steps, after the last" if steps > 0 else "after the last"
 
 
-def _model(model: BackboneConfig, fsdp: FSDPConfig) -> str:
+def _model(model: BackboneConfig) -> str:
     start = f" from {model.lora_adapter_path}" if model.lora_adapter_path is not None else ""
-    return _and(
-        model.path + (f" with LoRA adapters of rank {model.lora_rank}{start}" if model.lora_rank else ""),
-        fsdp.tensor_parallel_size > 1 and f"tensor parallel over {fsdp.tensor_parallel_size}",
-    )
-
-
-def _drawn(config: PPOConfig, files: list[str]) -> str:
-    policy = config.actor_rollout_ref
-    return f"{policy.rollout.n} answers by {policy.model.path} to each prompt of {_and(*files)}"
+    return model.path + (f" with LoRA adapters of rank {model.lora_rank}{start}" if model.lora_rank else "")
 
 
 def _critic(critic: CriticConfig) -> str:
@@ -153,7 +129,7 @@ def _critic(critic: CriticConfig) -> str:
         return "none"
     ensemble = critic.ensemble_size > 1 and f"{critic.ensemble_reduce} of {critic.ensemble_size}"
     frozen = f"frozen in steps {_and(*critic.freeze_steps)}" if critic.freeze_steps else ""
-    return _and(_model(critic.model, critic.fsdp_config), "frozen" if critic.freeze else frozen, ensemble)
+    return _and(_model(critic.model), "frozen" if critic.freeze else frozen, ensemble)
 
 
 def _reference(config: PPOConfig) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from valor.agents.episode import last_rows
 from valor.algorithms import mismatch_sums
 from valor.collector.collector import Collector
 from valor.collector.inputs import RunInputs
@@ -20,11 +21,11 @@ from valor.controller.group import Pools
 from valor.controller.placement import Placement
 from valor.controller.start import start_pools
 from valor.data.batch import Batch
+from valor.data.episodes import Episodes
 from valor.tracking.metrics import Timer
 from valor.tracking.progress import phase
 from valor.trainer.advantage import compute_advantages, rows_to_train_on
 from valor.trainer.critics import Critics
-from valor.trainer.episodes import Episodes
 from valor.trainer.old_log_probs import OldLogProbs, corrected, needs_sum_pi_squared
 from valor.trainer.recorder import PPORecorder
 from valor.trainer.run import Run
@@ -187,11 +188,11 @@ class PPORun(Run):
             return {}
         timer = Timer()
         with timer("testing"):
-            batch, results = self.collector.validation_batch()
-        scores = [r.score for r in results]
+            batch, results = self.collector.validation_batch(self.step)
+        scores, of_episodes = [r.score for r in results], last_rows(batch).objects
         metrics = validation_metrics(
-            batch.objects["uid"],
-            batch.objects["data_source"],
+            of_episodes["uid"],
+            of_episodes["data_source"],
             scores,
             [r.correct for r in results],
             [r.components.get("pred") for r in results],

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-from importlib import resources
-from pathlib import Path
 from typing import Any
-
-from jinja2 import Template
 
 from valor.algorithms import bradley_terry_loss
 from valor.config import RMConfig
-from valor.data.preference_accuracy import as_metrics, as_table, preference_accuracy
+from valor.data.preference_accuracy import as_metrics, preference_accuracy
 from valor.data.preferences import PreferenceDataset, load_preferences
 from valor.data.reward_texts import RewardTexts, longest_text
 from valor.models.load import load_model_config, load_tokenizer
@@ -71,26 +67,11 @@ class RewardModelRun(SupervisedRun):
         return {"loss": float(loss)} | as_metrics(self.found)
 
     def export(self) -> None:
-        """As every run; beside the model its accuracy (JSON) and a model card."""
+        """As every run; beside the model its accuracy (JSON)."""
         super().export()
         if self.found is None:  # a finished run that was started again
             self.validate()
         if self.found is not None:
-            table = as_table(self.found)
-            self.record.say(f"on {self.found['pairs']} held-out pairs:\n{table}")
+            accuracy = f"accuracy {self.found['accuracy']:.3f} on {self.found['pairs']} held-out pairs"
+            self.record.say(f"{accuracy}: {self.export_dir(ROLE) / ACCURACY_FILE}")
             write_atomically(self.export_dir(ROLE) / ACCURACY_FILE, json.dumps(self.found, indent=2) + "\n")
-        write_atomically(self.export_dir(ROLE) / "README.md", self._card())
-
-    def _card(self) -> str:
-        """Markdown: what it is, how it was trained, how to use it, how good it is."""
-        text = resources.files("valor.trainer").joinpath("reward_model_card.md").read_text(encoding="utf-8")
-        return Template(text, trim_blocks=True, keep_trailing_newline=True).render(
-            model=Path(self.config.model.path).name,
-            data=self.config.data,
-            files=[Path(file).name for file in self.config.data.train_files],
-            loss=self.config.loss,
-            steps=self.step,
-            pairs=len(self.train),
-            texts=self.texts,
-            measured=as_table(self.found) if self.found is not None else None,
-        )

@@ -9,10 +9,10 @@ from valor import algorithms
 from valor.config import PPOConfig
 from valor.controller.group import Roles
 from valor.data.batch import Batch
+from valor.data.episodes import Episodes
 from valor.data.sampler import shuffled
 from valor.models.rows import ROW_FIELDS
 from valor.tracking.progress import part, phase
-from valor.trainer.episodes import Episodes
 from valor.trainer.old_log_probs import WEIGHTS, OldLogProbs, corrected
 from valor.trainer.run import SkippedUpdates
 from valor.trainer.step_metrics import mean_over_updates, memory_notice

@@ -117,14 +117,14 @@ class ActorWorker(ModelRole):
     @dispatch("all")
     def send_weights(self, receivers: int) -> None:
         """Send the weights to `receivers` processes, in the dtype and under the names of their generation engine."""
+        if self._store is not None and self._channel is None:  # at once: the receivers wait there
+            self._channel = WeightChannel(self._store, 0, receivers + 1, self._context.device)
         with self.on_device() as engine:
             weights = engine.named_weights(generation_engine(self._rollout.name).weight_names)
-            if self._store is None:  # the other ranks have a part in gathering
+            if self._channel is None:  # the other ranks have a part in gathering
                 for _ in weights:
                     pass
                 return
-            if self._channel is None:
-                self._channel = WeightChannel(self._store, 0, receivers + 1, self._context.device)
             bucket_bytes = self._rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
             self._channel.send(weights, dtype=getattr(torch, self._rollout.dtype), bucket_bytes=bucket_bytes)
 

@@ -17,10 +17,10 @@ from valor.config import ModelConfig, PPOConfig, RolloutConfig
 from valor.data.batch import Batch
 from valor.errors import UserError
 from valor.models.load import load_model_config, load_policy_tokenizer
-from valor.rollout.base import Output, Request, SamplingParams
+from valor.rollout.base import Elsewhere, Output, Request, SamplingParams
 from valor.rollout.registry import generation_engine
 from valor.rollout.spec import BuildContext
-from valor.rollout.transfer import TIMEOUT, NamedTensors, WeightChannel
+from valor.rollout.transfer import MEETING, TIMEOUT, NamedTensors, WeightChannel
 from valor.workers.actor import Address
 from valor.workers.dispatch import dispatch
 from valor.workers.host import WorkerContext
@@ -79,7 +79,9 @@ class RolloutWorker:
         """
         if self._channel is None:
             rank, size, device = self._context.rank, self._context.world_size, self._context.device
-            self._channel = WeightChannel(TCPStore(*address, timeout=TIMEOUT), rank + 1, size + 1, device)
+            store = TCPStore(*address, timeout=MEETING)
+            store.set_timeout(TIMEOUT)
+            self._channel = WeightChannel(store, rank + 1, size + 1, device)
 
         def take(weights: NamedTensors) -> int | None:
             self.engine.sync_weights(weights, version=version)
@@ -106,7 +108,8 @@ class RolloutWorker:
         `sink` as soon as it has ended. Where agents play episodes, `prompts` has also their rows' objects, and the
         result may have several rows for one of its rows (`episode`).
         """
-        if self._context.rank % self.engine.parallel_size:
+        follows = self._context.rank % self.engine.parallel_size > 0
+        if follows:
             sink = None  # the first of the processes that generate together tells
         keys: list[EpisodeKey] = [tuple(key) for key in prompts["episode_key"].tolist()]
         ids = [
@@ -117,10 +120,13 @@ class RolloutWorker:
         if not shared:
             self._context.make_room()
         with self._actor.on_device() if self._actor is not None and shared else nullcontext():
+            if self._agents is not None and follows:  # and that one plays
+                self.engine.serve(Elsewhere())
+                return Batch()
             if self._agents is not None:
                 rows = [{name: column[i] for name, column in prompts.objects.items()} for i in range(len(prompts))]
                 tasks = [Task(*one) for one in zip(keys, ids, [params] * len(keys), rows, strict=True)]
-                return episode_rows(self._agents.play(self.engine, tasks, sink))
+                return self._agents.play(self.engine, tasks, sink)
             requests = [
                 Request(str(i), prompt, params, key, None if sink is None else partial(_tell, sink, key))
                 for i, (prompt, key) in enumerate(zip(ids, keys, strict=True))

@@ -19,7 +19,7 @@ def test_help_lists_every_command(capsys):
     [
         (["pop"], ["pop", "ppo"]),
         (["data", "check", "/nowhere.parquet"], ["/nowhere.parquet", "no such file"]),
-        (["data"], ["valor data check"]),
+        (["data"], ["valor data prepare"]),
         (["export", "/nowhere", "out"], ["/nowhere", "global_step_N"]),
         (["report", "/nowhere"], ["/nowhere"]),
         (["ppo", "no_such_key=1"], ["no_such_key"]),

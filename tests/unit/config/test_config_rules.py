@@ -59,7 +59,7 @@ def test_a_rule_is_not_about_the_key_that_it_asks():
         ("algorithm.lam=0.9", ["algorithm.reward_source=critic"], "the advantage is V(last) - V"),
         ("critic.freeze_steps=1-3", ["critic.freeze=true", "critic.model.path=c"], "with critic.freeze=true"),
         ("actor_rollout_ref.rollout.free_cache_engine=false", ["trainer.device=cpu"], "with trainer.device=cpu"),
-        ("reward.num_workers=2", ["reward.reward_manager.name=remote", "reward.remote.url=u"], "a server grades"),
+        ("reward.num_workers=2", RM, "the reward model scores every sample (reward_model.rule_weight=0)"),
         ("reward.timeout=2", RM, "the reward model scores every sample (reward_model.rule_weight=0)"),
         ("reward.reward_model.judge.timeout=2", RM, "judge.url is not set"),
         ("reward.reward_model.fsdp_config.optimizer_offload=true", RM, "no optimizer"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from valor.controller.jobs import LOG_FILE, Job, run_jobs
+from valor.controller.jobs import LOG_FILE, Job, device_slots, run_jobs
 
 pytestmark = pytest.mark.slow
 
@@ -76,10 +76,11 @@ def test_a_request_to_stop_reaches_the_running_job(tmp_path):
     assert ended == [("a", "exit code 1: stopped")]
 
 
-def test_side_by_side_through_ray(tmp_path):
-    """Each waits for a file of the other's, so neither ends alone; Ray's workers do not import torch for it."""
+def test_side_by_side(tmp_path, monkeypatch):
+    """Each waits for a file of the other's, so neither ends alone; each sees its own share of the GPUs."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     meet = (
-        "import sys, time, pathlib as p; p.Path({mine!r}).touch()\n"
+        "import os, time, pathlib as p; p.Path({mine!r}).touch(); print(os.environ['CUDA_VISIBLE_DEVICES'])\n"
         "while not p.Path({other!r}).exists(): time.sleep(0.05)"
     )
     a, b = str(tmp_path / "a.txt"), str(tmp_path / "b.txt")
@@ -93,3 +94,11 @@ def test_side_by_side_through_ray(tmp_path):
         "b": None,
         "c": "exit code 1: wrong",
     }
+    assert {(tmp_path / name / LOG_FILE).read_text().strip() for name in "ab"} == {"4,6", "5,7"}
+
+
+@pytest.mark.parametrize(("gpus", "shares"), [("3", ["3", "3"]), ("", [None, None]), ("1,2,3", ["1,3", "2"])])
+def test_shares_of_gpus(gpus, shares, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    slots = device_slots(2)
+    assert [slots.get().get("CUDA_VISIBLE_DEVICES") for _ in range(2)] == shares

@@ -4,14 +4,13 @@ import os
 import sys
 import threading
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import ray
 import torch
 
 from valor.config import load
-from valor.controller import nodes, placement, ray_group
+from valor.controller import placement, ray_group
 from valor.controller.placement import Placement, ResourcePool, resolve_placement, resolve_pool
 from valor.engines.fsdp import engine as fsdp
 from valor.errors import UserError
@@ -31,20 +30,16 @@ def config(*overrides: str):
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
     monkeypatch.setattr(placement, "available_cores", lambda: 64)
-    monkeypatch.setattr(nodes, "available_cores", lambda: 64)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
-def test_pools_share_the_cores_of_a_node(monkeypatch):
+def test_pools_share_the_cores_of_a_node():
     found = resolve_placement(config(*TWO_POOLS))
     assert [pool.num_threads for pool in found.pools.values()] == [8, 8]
     assert resolve_placement(config("trainer.n_gpus_per_node=4")).pools["main"].num_threads == 16
-    started: list[list[str]] = []
-    monkeypatch.setattr(nodes.subprocess, "Popen", lambda command, **_: started.append(command))
     more = Placement("ray", {name: replace(pool, num_threads=16) for name, pool in found.pools.items()}, found.home)
-    nodes._start([], more, SimpleNamespace(mark={}))  # type: ignore[arg-type]
-    assert "--num-cpus=128" in started[0]  # 4 x 16 and 4 x 16: the second pool is placed too
+    assert (found.cpus_per_node, more.cpus_per_node) == (64, 128)  # 4 x 16 and 4 x 16: the second pool is placed too
 
 
 @pytest.mark.parametrize("where", ["key", "variable"])
@@ -143,6 +138,8 @@ def test_eight_ranks_in_two_pools_on_two_nodes_have_a_device_each(monkeypatch, n
     groups = []
     try:
         cluster.add_node(num_cpus=8, num_gpus=4)
+        with pytest.raises(UserError, match="needs 3 nodes, and the Ray cluster has 2"):
+            ray_group.RayGroup(ResourcePool(3, 2, "cuda", 2), {}, {"address": cluster.address})
         ray.init(address=cluster.address, log_to_driver=False)
         for _ in range(2):
             groups.append(ray_group.RayGroup(ResourcePool(2, 2, "cuda", 2), {}, {}))

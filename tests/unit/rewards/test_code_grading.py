@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Much time on the clock: this machine may be busy."""
-    monkeypatch.setattr(code, "_settings", code.CodeSettings(seconds=30.0))
+    monkeypatch.setattr(code, "_seconds", 30.0)
 
 
 def block(text: str) -> str:
@@ -384,7 +384,7 @@ def test_a_grader_that_is_killed_takes_its_sandbox_along(tmp_path: Path) -> None
     script = tmp_path / "grade.py"
     script.write_text(
         "from valor.rewards import code\n"
-        "code.configure(code.CodeSettings(seconds=600.0))\n"
+        "code.configure(600.0)\n"
         "code.grade('apps', 'import time; time.sleep(500)', {'inputs': [''], 'outputs': ['1']})\n"
     )
     grader = psutil.Popen([sys.executable, str(script)], cwd=tmp_path)
@@ -401,7 +401,7 @@ def test_a_grader_that_is_killed_takes_its_sandbox_along(tmp_path: Path) -> None
 
 def test_a_hung_sample_is_stopped_by_the_pool_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with RewardExecutor(num_workers=1, timeout=3.0) as executor:
-        executor.code = code.CodeSettings(seconds=600.0)  # the grader itself would wait for it
+        executor.code_seconds = 600.0  # the grader itself would wait for it
         sleep = Sample("apps", "import time; time.sleep(500)", {"inputs": [""], "outputs": ["1"]})
         right = Sample("apps", block("print(1)"), {"inputs": [""], "outputs": ["1"]})
         results = executor.score([sleep, right])
@@ -418,7 +418,7 @@ def test_an_endless_solution_is_wrong_and_no_error_in_the_pool() -> None:
 
 
 def test_time_for_all_tests_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code, "_settings", code.CodeSettings(seconds=1.5))
+    monkeypatch.setattr(code, "_seconds", 1.5)
     tests = {"inputs": [""] * 50, "outputs": ["1"] * 50}
     result = code.grade("apps", block("import time\ntime.sleep(0.4)\nprint(1)"), tests)
     assert result["score"] == 0.0 and re.search(r"raise reward.timeout|no end within", result["verdict"])

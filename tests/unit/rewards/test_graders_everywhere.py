@@ -28,7 +28,6 @@ TRUTHS: dict[str, Any] = {
     "nq": ["Paris", "City of Paris"],
     "searchR1_nq": {"target": ["Paris"]},
     "countdown": {"target": 24, "numbers": [1, 1, 4, 6]},
-    "hiyouga/geometry3k": "(1,2]",
 }
 MEGABYTE = 10**6
 HOSTILE = {

@@ -4,17 +4,15 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
-from valor.rewards import compute_score, countdown
+from valor.rewards import countdown, mathematics
 from valor.rewards.deadline import run_within
-from valor.rewards.format import (
-    combine,
-    has_think_and_answer,
-    has_think_and_box,
-    repetition_penalty,
-)
+from valor.user_files import load_file
+
+FORM = load_file(str(Path(__file__).parents[3] / "examples" / "rewards" / "form.py"), "path")
 
 
 @pytest.mark.parametrize(
@@ -29,19 +27,19 @@ from valor.rewards.format import (
     ],
 )
 def test_think_and_answer(text: str, good: int) -> None:
-    assert has_think_and_answer(text) == good
+    assert FORM.has_think_and_answer(text) == good
 
 
 def test_think_and_box() -> None:
-    assert has_think_and_box(r"<think>x</think> \boxed{5}") == 1.0
-    assert has_think_and_box(r"<think>x \boxed{5}</think> y") == 0.0
+    assert FORM.has_think_and_box(r"<think>x</think> \boxed{5}") == 1.0
+    assert FORM.has_think_and_box(r"<think>x \boxed{5}</think> y") == 0.0
 
 
 def test_repetition_penalty() -> None:
-    assert repetition_penalty("one two three") == 0.0
-    assert repetition_penalty("a b c d e f g") == 0.0
-    assert repetition_penalty("a b c d a b c d") == pytest.approx(4 / 5 - 1)
-    assert repetition_penalty("again " * 1000) < -0.99
+    assert FORM.repetition_penalty("one two three") == 0.0
+    assert FORM.repetition_penalty("a b c d e f g") == 0.0
+    assert FORM.repetition_penalty("a b c d a b c d") == pytest.approx(4 / 5 - 1)
+    assert FORM.repetition_penalty("again " * 1000) < -0.99
 
 
 def has_box(text: str) -> float:
@@ -49,20 +47,20 @@ def has_box(text: str) -> float:
 
 
 def test_a_grader_and_a_format_make_a_grader() -> None:
-    both = combine(countdown.grade, {"box": has_box}, {"acc": 0.8, "box": 0.2})
+    both = FORM.combine(countdown.grade, {"box": has_box}, {"acc": 0.8, "box": 0.2})
     right, wrong = both("game24", r"\boxed{4*6+1-1}", "1 1 4 6"), both("game24", r"\boxed{4*6}", "1 1 4 6")
     assert right["score"] == pytest.approx(1.0) and (right["acc"], right["box"], right["numbers"]) == (1.0, 1.0, 1.0)
     assert wrong["score"] == pytest.approx(0.2) and wrong["acc"] == 0.0
     with pytest.raises(ValueError, match="acc, box"):
-        combine(countdown.grade, {"box": has_box}, {"acc": 1.0})
+        FORM.combine(countdown.grade, {"box": has_box}, {"acc": 1.0})
 
 
-def test_geometry_counts_the_form_a_little() -> None:
-    source = "hiyouga/geometry3k"
+def test_the_form_counts_a_little() -> None:
+    grade = FORM.combine(mathematics.grade, {"box": FORM.has_think_and_box}, {"acc": 0.9, "box": 0.1})
     scores = [r"<think>x</think> \boxed{5}", r"\boxed{5}", r"<think>x</think> \boxed{6}", "no"]
-    found = [compute_score(source, text, "5") for text in scores]
-    assert [f["score"] for f in found] == pytest.approx([1.0, 0.9, 0.1, 0.0])  # type: ignore[index]
-    assert [f["acc"] for f in found] == [1.0, 1.0, 0.0, 0.0]  # type: ignore[index]
+    found = [grade("math", text, "5") for text in scores]
+    assert [f["score"] for f in found] == pytest.approx([1.0, 0.9, 0.1, 0.0])
+    assert [f["acc"] for f in found] == [1.0, 1.0, 0.0, 0.0]
 
 
 def spin() -> None:

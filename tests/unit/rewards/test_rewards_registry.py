@@ -38,7 +38,6 @@ def test_a_name_goes_before_patterns_and_an_earlier_pattern_before_a_later_one()
                 "lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "math", "math_dapo",
                 "math_dapo_reasoning", "aime24", "aime_2025", "test-math-aime24", "numina_olympiads", "numina_amc_aime",
                 "math-ai/amc23", "amc23", "minerva_math", "olympiadbench", "bigmath_rl_prime", "gsm8k",
-                "hiyouga/geometry3k",
             )
         ),
         *((source, "Answer: B", "B") for source in ("cais/mmlu", "mmlu", "gpqa_diamond", "Rowan/hellaswag")),

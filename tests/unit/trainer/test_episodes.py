@@ -9,9 +9,9 @@ from torch import Tensor
 from valor import algorithms
 from valor.config import AlgorithmConfig, PFPPOConfig, PPOConfig, RolloutCorrectionConfig, load
 from valor.data.batch import Batch, pad_rows
+from valor.data.episodes import Episodes
 from valor.trainer.advantage import compute_advantages, resample, rows_to_train_on
 from valor.trainer.critics import Critics
-from valor.trainer.episodes import Episodes
 from valor.trainer.old_log_probs import corrected
 from valor.trainer.run import SkippedUpdates
 from valor.trainer.shaping import RewardShaping

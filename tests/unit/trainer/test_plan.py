@@ -64,8 +64,6 @@ def test_roles():
     assert row(grpo, "training data").endswith("train.parquet")
     assert row(grpo, "reward").startswith("built in, by column")
     assert row(grpo, "validation").startswith("before the first step, every 5 steps, after the last; 1 response")
-    split = plan(load(["actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2"]).config)
-    assert row(split, "actor").endswith("tensor parallel over 2") and "own weights" in row(split, "rollout")
     assert row(plan(load(["critic.freeze=true", "critic.model.path=trained"]).config), "critic") == "trained, frozen"
 
 

@@ -86,9 +86,8 @@ class FSDPEngine:
         self._fsdp, self._sequence_parallel = fsdp, sequence_parallel
         if sequence_parallel > 1:
             cast(Any, module).sequence_group = sequence_group(module, sequence_parallel)
-        model_parallel = max(fsdp.tensor_parallel_size, sequence_parallel)
-        self.data_parallel_rank = dist.get_rank() // model_parallel
-        self.data_parallel_size = dist.get_world_size() // model_parallel
+        self.data_parallel_rank = dist.get_rank() // sequence_parallel
+        self.data_parallel_size = dist.get_world_size() // sequence_parallel
         self.module: Any = module
         self.device = device
         self.total_steps = total_steps
@@ -208,7 +207,7 @@ class FSDPEngine:
 
     @property
     def whole_module(self) -> nn.Module | None:
-        return self.module.hf if self._fsdp.tensor_parallel_size == 1 else None
+        return self.module.hf
 
     @contextmanager
     def reference(self) -> Iterator[Reference]:

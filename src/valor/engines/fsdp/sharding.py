@@ -16,42 +16,33 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from valor.config.engine import FSDPConfig
 from valor.engines.fsdp.internals import ReduceInPlace, hooks_off
 from valor.engines.fsdp.loading import take_weights
-from valor.engines.fsdp.tensor_parallel import parallelize, planned_styles
 from valor.errors import UserError
 
 
 def shard(module: nn.Module, fsdp: FSDPConfig, device: torch.device, mesh: DeviceMesh) -> list[FSDPModule]:
     """Apply FSDP2 in place, layer by layer and then the root; returns the sharded modules as a forward enters them.
 
-    Over the `rank_mesh` of the same `fsdp`: what tensor parallelism cuts, FSDP2 then shards over the other ranks. The
-    weights are those of rank 0. Parameters keep their dtype as master weights, are gathered and computed with in
-    `fsdp.dtype`, and their gradients are summed over ranks in float32. Modules named by the model's `float32_modules()`
-    are computed in float32. Frozen and trainable parameters may share a layer; the trainable ones have one dtype there.
+    Over the `rank_mesh` of the same `fsdp`. The weights are those of rank 0. Parameters keep their dtype as master
+    weights, are gathered and computed with in `fsdp.dtype`, and their gradients are summed over ranks in float32.
+    Modules named by the model's `float32_modules()` are computed in float32. Frozen and trainable parameters may share
+    a layer; the trainable ones have one dtype there.
     """
-    size = fsdp.tensor_parallel_size
-    styles = planned_styles(module, size) if size > 1 else {}
-    data_mesh = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "tp")]
-    flat = {"tensor_parallel_size": 1, "fsdp_size": max(fsdp.fsdp_size * size, -1)}
-    flat_mesh = rank_mesh(device, fsdp.model_copy(update=flat)) if styles else mesh
+    single = mesh.size() == 1
     computing = getattr(torch, fsdp.dtype)
     offload = CPUOffloadPolicy() if fsdp.offload_policy and device.type == "cuda" else OffloadPolicy()
 
     def wrap(part: nn.Module, dtype: torch.dtype, *, root: bool = False) -> FSDPModule:
         take_weights(part, device)
-        cut = parallelize(part, styles, mesh)
-        over = data_mesh if cut else flat_mesh  # what no rank of a group has cut, they share out too
-        single = over.size() == 1
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         # With one rank there is nothing to gather, so a layer's computing copy stays until the step's work is done.
         reshard = False if single or root else fsdp.reshard_after_forward
         kept = {"mp_policy": policy, "reshard_after_forward": reshard, "offload_policy": offload}
-        sharded = cast(FSDPModule, fully_shard(part, mesh=over, **kept))
+        sharded = cast(FSDPModule, fully_shard(part, mesh=mesh, **kept))
         if single:
             sharded.set_custom_reduce_scatter(ReduceInPlace())  # type: ignore[arg-type]
         else:
             # Losses are divided by global denominators, so ranks' gradients add up. A plain sum is what gloo can do.
-            # The whole gradient of what is not cut is on every rank of a tensor-parallel group.
-            sharded.set_gradient_divide_factor(1.0 if cut else float(size))
+            sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
             if hasattr(sharded, "set_reduce_scatter_unused_params"):  # newer torch: an expert that one rank did not use
                 sharded.set_reduce_scatter_unused_params(True)
@@ -86,19 +77,13 @@ def gathered(parts: Sequence[FSDPModule]) -> Iterator[None]:
 
 def rank_mesh(device: torch.device, fsdp: FSDPConfig) -> DeviceMesh:
     """How ranks divide the work: `shard` over all, or over groups of `fsdp_size` that hold copies of each other
-    (`replicate`); with tensor parallelism neighbours are one place of that (`tp`).
-
-    UserError: sizes that do not divide the ranks.
+    (`replicate`). UserError: a size that does not divide the ranks.
     """
-    world, size = dist.get_world_size(), fsdp.tensor_parallel_size
-    if world % size:
-        raise UserError(f"fsdp_config.tensor_parallel_size={size} does not divide the {world} processes")
-    places, shards = world // size, fsdp.fsdp_size
-    shards = places if shards < 0 else min(shards, places)
-    if shards == 0 or places % shards:
-        of = f" / tensor_parallel_size={size}" if size > 1 else ""
-        raise UserError(f"fsdp_config.fsdp_size={shards} does not divide the {world}{of} ranks")
-    dims = {"replicate": places // shards, "shard": shards, "tp": size}
+    world, shards = dist.get_world_size(), fsdp.fsdp_size
+    shards = world if shards < 0 else min(shards, world)
+    if shards == 0 or world % shards:
+        raise UserError(f"fsdp_config.fsdp_size={shards} does not divide the {world} ranks")
+    dims = {"replicate": world // shards, "shard": shards}
     dims = {name: n for name, n in dims.items() if n > 1 or name == "shard"}
     return init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
 

@@ -21,9 +21,7 @@ def _check(config: PPOConfig) -> list[str]:
 
 
 def _plan(config: PPOConfig) -> str:
-    whole_layers = config.actor_rollout_ref.actor.fsdp_config.tensor_parallel_size == 1
-    shares = whole_layers and not config.rollout_apart
-    return "shares the actor's weights" if shares else "own weights, synced every step"
+    return "own weights, synced every step" if config.rollout_apart else "shares the actor's weights"
 
 
 def _build(context: BuildContext) -> NativeEngine:

@@ -40,9 +40,10 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 4.0  # seconds between two attempts
 class ServerEngine(RolloutEngine):
     """Generates by asking servers; see `valor.rollout.base.RolloutEngine`.
 
-    Every rank of the process group sends its own requests, samples of one prompt to one server. `sync_weights` is
-    collective: rank 0 writes and sends, the others have a part in gathering. With `weight_updates=none` there is no
-    sync, and `weights_version` stays None. TrainingStopped, with the address, when a server does not do its part.
+    Every rank of the process group sends its own requests, samples of a prompt and turns of an episode to one server.
+    `sync_weights` is collective: rank 0 writes and sends, the others have a part in gathering. With
+    `weight_updates=none` there is no sync, and `weights_version` stays None. TrainingStopped, with the address, when a
+    server does not do its part.
     """
 
     parallel_size = 1
@@ -94,9 +95,17 @@ class ServerEngine(RolloutEngine):
     async def _serve(self, source: RequestSource) -> None:
         urls = addresses(self._server)
         prompts: dict[tuple[int, ...], int] = {}
+        episodes: dict[tuple[int, ...], str] = {}
+
+        def server(request: Request) -> str:
+            """Samples of one prompt go to one server, and so do all turns of an episode."""
+            episode, turn = request.seed[:3], request.seed[3:]
+            if not turn or episode not in episodes:
+                episodes[episode] = urls[prompts.setdefault(tuple(request.prompt_ids), len(prompts)) % len(urls)]
+            return episodes[episode]
 
         async def one(request: Request) -> None:
-            url = urls[prompts.setdefault(tuple(request.prompt_ids), len(prompts)) % len(urls)]
+            url = server(request)
             reply = await self._post(client, f"{url}/completions", self._body(request))
             output = _output(request, url, reply, self.weights_version or 0)
             if request.on_finish is not None:

@@ -13,6 +13,7 @@ import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from typing import Any, cast
 from uuid import uuid4
@@ -22,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from valor.errors import UserError, did_you_mean
-from valor.rollout.base import Output, Request, RequestSource, RolloutEngine, Span, WeightMode
+from valor.errors import TrainingStopped, UserError, did_you_mean
+from valor.rollout.base import Output, Request, RequestSource, RolloutEngine, Span, StopTexts, WeightMode
 
 # Read when vLLM is imported; what the user has set stays.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -57,8 +58,9 @@ class VLLMEngine(RolloutEngine):
     """Generates with a vLLM engine of its own; see `valor.rollout.base.RolloutEngine`.
 
     Collective over all ranks of the process group, which must exist: every rank makes one, and calls `sync_weights`
-    and `serve`, with the same requests, when the others of its tensor-parallel group do. `options` are those of
-    vLLM's EngineArgs, `device` is this rank's. The first `serve` must come after a `sync_weights`.
+    and `serve` when the others of its tensor-parallel group do, which have the same requests, or none but the first of
+    them (`RequestSource.everywhere`). `options` are those of vLLM's EngineArgs, `device` is this rank's. The first
+    `serve` must come after a `sync_weights`.
     """
 
     weight_mode: WeightMode = "copied"
@@ -74,6 +76,7 @@ class VLLMEngine(RolloutEngine):
         self.parallel_size: int = options["tensor_parallel_size"]
         self._eos = frozenset(eos_token_ids)
         self._asleep: set[str] = set()
+        self._stop_texts: list[StopTexts] = []
         args = _engine_args(options)
         name = [f"valor-{uuid4().hex}"]
         dist.broadcast_object_list(name)
@@ -99,6 +102,8 @@ class VLLMEngine(RolloutEngine):
         if self.weights_version is None:
             raise ValueError("the engine has no weights: sync_weights comes first")
         self._wake("kv_cache")
+        if self._group is not None and not source.everywhere:
+            source = _SentToAll(source, self._group, self._stop_texts)
         running: dict[str, Request] = {}
         numbers = count()
         # vLLM compiles a piece of its sampler: on a CPU that takes longer than it saves, and needs a C++ compiler.
@@ -151,10 +156,10 @@ class VLLMEngine(RolloutEngine):
     def _output(self, request: Request, found: Any) -> Output:
         token_ids, log_probs, stop = list(found.token_ids), found.logprobs.logprobs, request.params.stop
         reason = found.finish_reason
-        if stop is not None and stop.complete(token_ids):
-            reason = "stop"  # by the last token that was allowed
-        elif stop is not None and stop.complete(token_ids[:-1]):  # one was added to end it
+        if stop is not None and stop.complete(token_ids[:-1]):  # one was added to end it
             token_ids, log_probs = token_ids[:-1], log_probs[: len(token_ids) - 1]
+        elif stop is not None and stop.complete(token_ids):
+            reason = "stop"  # by the last token that was allowed
         spans = (Span(len(token_ids), self.weights_version or 0),)
         return Output(request.request_id, token_ids, log_probs, reason, spans)
 
@@ -175,6 +180,58 @@ class VLLMEngine(RolloutEngine):
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         self._llm.add_request(name, TokensPrompt(prompt_token_ids=list(request.prompt_ids)), params)
+
+
+class _SentToAll:
+    """The first process's source, for all that generate together: each of its answers is sent to the others.
+
+    Collective. `stop_texts`: those that have been sent, since they come with a tokenizer. TrainingStopped in the other
+    processes where the source raises.
+    """
+
+    everywhere = True
+
+    def __init__(self, source: RequestSource, group: dist.ProcessGroup, stop_texts: list[StopTexts]) -> None:
+        self._source, self._group, self._known = source, group, stop_texts
+        self._first = dist.get_process_group_ranks(group)[0]
+        self.max_requests, self.max_tokens = source.max_requests, source.max_tokens
+
+    def poll(self, *, wait: bool) -> Sequence[Request] | None:
+        if dist.get_rank() != self._first:
+            return self._received()
+        try:
+            found = self._source.poll(wait=wait)
+        except BaseException:
+            self._exchange("error", [], [])
+            raise
+        stops = {one.params.stop: None for one in found or () if one.params.stop is not None}
+        new = [stop for stop in stops if stop not in self._known]
+        self._known += new
+        self._exchange("end" if found is None else "", new, [self._packed(one) for one in found or ()])
+        return found
+
+    def _received(self) -> Sequence[Request] | None:
+        said, new, packed = self._exchange("", [], [])
+        if said == "error":
+            raise TrainingStopped("generation has ended: the process that has its requests failed")
+        self._known += new
+        return None if said == "end" else [self._unpacked(*one) for one in packed]
+
+    def _packed(self, request: Request) -> tuple[Request, int | None]:
+        """Without what stays in its process, and the number of its stop texts."""
+        stop = request.params.stop
+        params = replace(request.params, stop=None)
+        return replace(request, params=params, on_finish=None), None if stop is None else self._known.index(stop)
+
+    def _unpacked(self, request: Request, stop: int | None) -> Request:
+        params = replace(request.params, stop=None if stop is None else self._known[stop])
+        return replace(request, params=params)
+
+    def _exchange(self, *sent: Any) -> list[Any]:
+        """What the first process sends."""
+        objects = list(sent)
+        dist.broadcast_object_list(objects, src=self._first, group=self._group)
+        return objects
 
 
 def _engine_args(options: dict[str, Any]) -> EngineArgs:

@@ -1,30 +1,25 @@
-"""`valor rewards check`: each planted fault is found and named, sound data passes, and mistakes are one line."""
+"""examples/data_preprocess/check.py: planted faults are found and named, sound data passes, mistakes are one line."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from valor.cli import main
+from valor.user_files import load_file
+
+CHECK = load_file(str(Path(__file__).parents[3] / "examples" / "data_preprocess" / "check.py"), "path")
 
 pytestmark = pytest.mark.slow
 
 CUSTOM = """
-import time
-
-
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    if ground_truth == "slow":
-        time.sleep(60)
     if ground_truth == "broken":
         raise RuntimeError("cannot grade this")
     if ground_truth == "generous":
         return 1.0
     return {"score": float(solution_str.endswith(f"RESULT {ground_truth}")), "pred": solution_str[-3:]}
 """
-HOOK = "\n\ncompute_score.answer = lambda ground_truth, extra_info: f'RESULT {ground_truth}'\n"
 
 
 def row(text: str, truth: Any, **more: Any) -> dict[str, Any]:
@@ -49,9 +44,7 @@ def check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     """Runs the command on these records; returns the exit code and what was printed."""
 
     def run(records: list[dict[str, Any]], *argv: Any) -> tuple[int, str]:
-        code = main(
-            ["rewards", "check", write(tmp_path / "train.jsonl", records), "--num-workers", "1", *map(str, argv)]
-        )
+        code = CHECK.main([write(tmp_path / "train.jsonl", records), *map(str, argv)])
         printed = capsys.readouterr()
         return code, printed.out + printed.err
 
@@ -62,8 +55,7 @@ def test_sound_data(check: Any, tmp_path: Path) -> None:
     test = [row(f"What is {i} + {i}? Write it after ####.", str(2 * i)) for i in range(50, 80)]
     code, printed = check(SOUND, "--test", write(tmp_path / "test.jsonl", test))
     assert code == 0, printed
-    assert re.search(r"openai/gsm8k +30 +30 +0 +0 ", printed) and printed.endswith("ok\n")
-    assert "problem" not in printed
+    assert printed.endswith("ok\n") and "problem" not in printed
 
 
 def test_each_planted_fault_is_found(check: Any, tmp_path: Path) -> None:
@@ -85,7 +77,7 @@ def test_each_planted_fault_is_found(check: Any, tmp_path: Path) -> None:
     code, printed = check(SOUND + planted, *files)
     assert code == 1
     for words in (
-        "openai/gsm8k: 1 of 35 rows can never score\n    line 31: ground truth 'forty-two': ValueError",
+        "the grader fails on 1 of 37 rows (line 31); the first: ValueError: the ground truth is not a number",
         "empty reward_model.ground_truth, which can never score: 1 of 37 rows (line 32)",
         "2 of 37 rows repeat a prompt that is there already, for example line 4 and line 33",
         "1 prompts occur with different ground truths, for example line 5 (8) and line 34 (9)",
@@ -112,29 +104,18 @@ def save_tokenizer(folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
-@pytest.mark.alone
 def test_graders_of_your_own(check: Any, tmp_path: Path) -> None:
     grader = tmp_path / "grader.py"
-    grader.write_text(CUSTOM + HOOK)
-    mine = [
-        row(f"Question {i}?", truth, data_source="mine") for i, truth in enumerate(["a", "broken", "generous", "slow"])
-    ]
-    code, printed = check(mine, "--custom", grader, "--timeout", 0.5)
+    grader.write_text(CUSTOM)
+    mine = [row(f"Question {i}?", truth, data_source="mine") for i, truth in enumerate(["a", "broken", "generous"])]
+    code, printed = check(mine, "--custom", grader)
     assert code == 1
     for words in (
-        "mine: 2 of 4 rows can never score",
-        "line 2: ground truth 'broken': RuntimeError: cannot grade this (grader.py:",
-        "line 4: ground truth 'slow': no score within 0.5 s",
-        "mine: 1 of 4 rows always score: an empty response is graded as right",
-        'mine: 1 of 4 rows always score: "I don\'t know." is graded as right',
-        "line 3: score 1 for ground truth 'generous'",
+        "the grader fails on 1 of 3 rows (line 2); the first: RuntimeError: cannot grade this (grader.py:",
+        'the grader takes "I don\'t know." for right: 1 of 3 rows (line 3)',
     ):
         assert words in printed, f"{words!r} is not in\n{printed}"
     assert check(mine[:1], "--custom", grader)[0] == 0
-    grader.write_text(CUSTOM)  # it does not say how a right answer is written: that is no fault of the data
-    (tmp_path / "other.py").write_text(CUSTOM)
-    code, printed = check(mine[:1], "--custom", tmp_path / "other.py")
-    assert code == 0 and "no ground truth scores in any of the usual ways" in printed
 
 
 def test_mistakes_are_one_line(check: Any, tmp_path: Path) -> None:
@@ -145,9 +126,4 @@ def test_mistakes_are_one_line(check: Any, tmp_path: Path) -> None:
     ):
         code, printed = check(SOUND, *argv)
         assert code == 2 and printed.count("\n") == 1 and words in printed, printed
-    assert main(["rewards", "check", str(tmp_path / "no.jsonl")]) == 2
-
-
-def test_only_some_rows_are_graded(check: Any) -> None:
-    code, printed = check(SOUND, "--limit", 4)
-    assert code == 0 and re.search(r"openai/gsm8k +4 +4 ", printed)
+    assert CHECK.main([str(tmp_path / "no.jsonl")]) == 2

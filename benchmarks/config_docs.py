@@ -1,34 +1,20 @@
-"""The keys as text: `valor config keys` and docs/configuration.md, from the schema and the table of spellings."""
+"""`python benchmarks/config_docs.py > docs/configuration.md`: every key, from the schema and the table of spellings."""
 
 import inspect
 from collections.abc import Iterable, Sequence
 
-from pydantic import BaseModel
-
 from valor.config.critic_runs import CriticPretrainConfig, CriticScoreConfig
-from valor.config.describe import default_text, show, type_text, unknown_key
+from valor.config.describe import key_row, show
 from valor.config.ppo import PPOConfig
 from valor.config.presets import PRESETS
 from valor.config.supervised import RMConfig, SFTConfig
-from valor.config.tree import Key, plain_keys, schema
+from valor.config.tree import schema
 from valor.config.verl import SPELLINGS, Spelling
-from valor.errors import UserError
-
-
-def describe_keys(prefix: str = "", root: type[BaseModel] = PPOConfig) -> str:
-    """A line per key below `prefix`: key, type, default, meaning. UserError: nothing has that prefix."""
-    below = prefix and f"{prefix.removesuffix('.')}."
-    keys = [key for key in plain_keys(root) if key.name == prefix or key.name.startswith(below)]
-    if not keys:
-        raise UserError(unknown_key(root, prefix))
-    rows = [(*_row(key)[:3], key.info.description) for key in keys]
-    return "\n".join(f"{name:<68} {kind:<28} {default:<24} {doc}" for name, kind, default, doc in rows)
-
 
 _DOC_HEAD = """\
 # Configuration keys
 
-<!-- Made from the schema in src/valor/config: python -m valor.config > docs/configuration.md -->
+<!-- Made from the schema in src/valor/config: python benchmarks/config_docs.py > docs/configuration.md -->
 
 `valor ppo key=value ...`, `valor sft key=value ...`, `valor rm train key=value ...` set these keys;
 `valor config keys [PREFIX]` lists them. The grammar is Hydra's: numbers, `true`/`false`, `null`, `[lists]`, `{dicts}`,
@@ -57,18 +43,19 @@ def render_docs() -> str:
         parts.append(f"- `{name}`: " + ", ".join(f"`{key}={show(value)}`" for key, value in flat.items()))
     for title, root, below in _TREES:
         keys = [key for key in schema(root).values() if key.name.startswith(below)]
-        parts += [f"\n## {title}\n", _table(["key", "type", "default", ""], map(_row, keys))]
+        parts += [
+            f"\n## {title}\n",
+            _table(
+                ["key", "type", "default", ""],
+                [
+                    (key.name, "", "", f"**{inspect.getdoc(key.section)}**") if key.section else key_row(key)
+                    for key in keys
+                ],
+            ),
+        ]
     parts += ["\n## Other spellings from verl\n", "`*` stands for any rest of a key.\n"]
     parts.append(_table(["key", ""], map(_spelling, SPELLINGS)))
     return "\n".join(parts) + "\n"
-
-
-def _row(key: Key) -> tuple[str, ...]:
-    """Name, type, default and meaning."""
-    if key.section is not None:
-        return key.name, "", "", f"**{inspect.getdoc(key.section)}**"
-    choices = type_text(key).replace("one of ", "").replace("any of ", "").replace(", ", "|")
-    return key.name, choices, default_text(key), key.info.description or ""
 
 
 def _table(head: list[str], rows: Iterable[Sequence[str]]) -> str:
@@ -84,3 +71,7 @@ def _spelling(one: Spelling) -> tuple[str, str]:
     what = f"read as `{meant}`" if meant else "refused" if one.refused else "no effect"
     what += f": {one.reason}" if one.reason else ""
     return one.pattern, f"with {' or '.join(f'`{value}`' for value in one.only)}: {what}" if one.only else what
+
+
+if __name__ == "__main__":
+    print(render_docs(), end="")

@@ -1,10 +1,15 @@
-"""Is this file fit to train on? What can be seen without grading: lengths, duplicates, missing graders."""
+"""Is this file fit to train on? Lengths, duplicates, graders; exit code 1 when it is not.
+
+python examples/data_preprocess/check.py FILE [--test FILE] [--model PATH --max-prompt-length N] [--custom PATH]
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,11 +18,16 @@ import numpy as np
 
 from valor.data.files import OPTIONAL_COLUMNS, REQUIRED_COLUMNS, DataRow, parse_row, read_records, read_rows, same_text
 from valor.data.prompts import render, token_ids
-from valor.errors import UserError
+from valor.errors import UserError, exit_code
+from valor.rewards.custom import CustomFunction
+from valor.rewards.executor import RewardExecutor
+from valor.rewards.registry import has_grader
+from valor.rewards.worker import Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+WRONG = "I don't know."
 PERCENTILES = (0, 50, 90, 99, 100)
 NAMED_ROWS = 3  # how many rows a finding names
 
@@ -103,7 +113,7 @@ def _parsed(records: list[tuple[str, dict[str, Any]]], report: Report) -> list[D
 def _check_truths(is_graded: Callable[[str], bool], report: Report) -> None:
     by_rule = [row for row in report.rows if row.style == "rule"]
     if empty := [row for row in by_rule if row.lacks_truth]:
-        report.problems.append(f"empty reward_model.ground_truth, which can never score: {_count(empty, report)}")
+        report.problems.append(f"empty reward_model.ground_truth, which can never score: {count_rows(empty, report)}")
     for source in dict.fromkeys(row.data_source for row in by_rule):
         if not is_graded(source):
             count = sum(row.data_source == source for row in by_rule)
@@ -112,7 +122,7 @@ def _check_truths(is_graded: Callable[[str], bool], report: Report) -> None:
                 "(valor rewards list), or set reward.custom_reward_function.path"
             )
     if answered := [row for row in report.rows if row.messages[-1]["role"] == "assistant"]:
-        count = _count(answered, report)
+        count = count_rows(answered, report)
         report.notes.append(f"prompt ends in an assistant message, the model would begin another: {count}")
 
 
@@ -123,11 +133,11 @@ def _check_duplicates(report: Report) -> None:
     repeated = [group for group in groups.values() if len(group) > 1]
     contradicting = [g for g in repeated if len({json.dumps(r.ground_truth, default=str) for r in g}) > 1]
     if contradicting:
-        example = " and ".join(f"{row.place} ({row.ground_truth})" for row in contradicting[0][:2])
+        example = " and ".join(f"{place_of(row)} ({row.ground_truth})" for row in contradicting[0][:2])
         report.notes.append(f"{len(contradicting)} prompts occur with different ground truths, for example {example}")
     if repeated:
         extra = f"{sum(len(group) - 1 for group in repeated)} of {len(report.rows)} rows"
-        example = " and ".join(row.place for row in repeated[0][:2])
+        example = " and ".join(place_of(row) for row in repeated[0][:2])
         report.notes.append(f"{extra} repeat a prompt that is there already, for example {example}")
 
 
@@ -139,7 +149,7 @@ def _check_overlap(test_path: str | Path, report: Report) -> None:
         return
     shared = [(row, tested[key]) for row in report.rows if (key := same_text(row.messages)) in tested]
     if shared:
-        examples = ", ".join(f"{row.place} = {other.place}" for row, other in shared[:NAMED_ROWS])
+        examples = ", ".join(f"{place_of(row)} = {place_of(other)}" for row, other in shared[:NAMED_ROWS])
         report.problems.append(
             f"{len(shared)} of {len(report.rows)} prompts are in {test_path} too ({examples}), so validation would "
             "measure memory: leave them out (valor data prepare --drop-duplicates)"
@@ -159,12 +169,78 @@ def _check_lengths(tokenizer: PreTrainedTokenizerBase, limit: int | None, report
     overlong = [row for row, n in zip(report.rows, lengths, strict=True) if limit is not None and n > limit]
     if overlong:
         report.problems.append(
-            f"prompt over {limit} tokens: {_count(overlong, report)}; raise data.max_prompt_length, or set "
+            f"prompt over {limit} tokens: {count_rows(overlong, report)}; raise data.max_prompt_length, or set "
             "data.filter_overlong_prompts=true or data.truncation=left|right|middle"
         )
     return texts[0]
 
 
-def _count(some: list[DataRow], report: Report) -> str:
-    named = ", ".join(row.place for row in some[:NAMED_ROWS])
+def place_of(row: DataRow) -> str:
+    """Where the row is in its file: `row 3` of parquet and json, `line 4` of jsonl."""
+    return row.where.rpartition(", ")[2]
+
+
+def count_rows(some: list[DataRow], report: Report) -> str:
+    """How many, and the first of them."""
+    named = ", ".join(place_of(row) for row in some[:NAMED_ROWS])
     return f"{len(some)} of {len(report.rows)} rows ({named}{', ...' if len(some) > NAMED_ROWS else ''})"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; the exit code."""
+    return exit_code(lambda: _check(argv))
+
+
+def _check(argv: Sequence[str] | None) -> int:
+    parser = argparse.ArgumentParser(
+        description="Can this file be trained on? Lengths, duplicates, graders; exit code 1 if not.",
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="a training file")
+    parser.add_argument("--test", type=Path, metavar="FILE", help="a validation file: its prompts must not be in FILE")
+    parser.add_argument("--model", metavar="PATH", help="a model or tokenizer: renders and measures the prompts")
+    parser.add_argument("--max-prompt-length", type=int, metavar="TOKENS", help="with --model (default 512)")
+    parser.add_argument("--custom", metavar="PATH", help="your own grader: the file of custom_reward_function.path")
+    parser.add_argument("--custom-name", default="compute_score", metavar="NAME", help="its function")
+    args = parser.parse_args(argv)
+    for file in (args.file, args.test):
+        if file is not None and not file.exists():
+            raise UserError(f"{file}: no such file; valor data prepare makes one")
+    if args.max_prompt_length and not args.model:
+        raise UserError("--max-prompt-length counts tokens: say whose with --model")
+    tokenizer = None
+    if args.model:
+        from valor.models.load import load_tokenizer
+
+        tokenizer = load_tokenizer(args.model, require_chat_template=True)
+    custom = CustomFunction(args.custom, args.custom_name) if args.custom else None
+    report = check_rows(
+        args.file,
+        (lambda _: True) if custom else has_grader,
+        tokenizer,
+        max_prompt_length=args.max_prompt_length or 512,
+        test_path=args.test,
+    )
+    with RewardExecutor(custom=custom) as executor:
+        _grade(report, executor)
+    print(report)
+    return report.exit_code
+
+
+def _grade(report: Report, executor: RewardExecutor) -> None:
+    """Add what graders make of a wrong answer to each row; rows without grader or ground truth are told already."""
+    rows = [
+        row
+        for row in report.rows
+        if row.style == "rule" and not row.lacks_truth and (executor.custom or has_grader(row.data_source))
+    ]
+    results = executor.score([Sample(row.data_source, WRONG, row.ground_truth, row.extra_info) for row in rows])
+    graded = list(zip(rows, results, strict=True))
+    if failed := [(row, result.error) for row, result in graded if result.error is not None]:
+        count = count_rows([row for row, _ in failed], report)
+        report.problems.append(f"the grader fails on {count}; the first: {failed[0][1]}")
+    if fooled := [row for row, result in graded if result.correct]:
+        report.problems.append(f"the grader takes {WRONG!r} for right: {count_rows(fooled, report)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
