@@ -30,7 +30,7 @@ class MultiTurnConfig(Section):
     """Where a longer result is cut."""
     tool_timeout: PositiveFloat = key(30.0, ".enable")
     """Seconds that one call may take."""
-    format: str = key("hermes", ".enable")
+    format: str = key("hermes", ".enable or actor_rollout_ref.rollout.agent.default_agent_loop=gateway_agent")
     """How the policy writes a call: hermes, qwen3_coder, llama3_json, or one that was registered."""
 
 
