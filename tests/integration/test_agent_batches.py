@@ -1,5 +1,6 @@
 """Episodes of two turns, every other one in two rows, through everything that a step does with a batch."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -94,7 +95,7 @@ def test_observations_have_no_gradient(two_turns, tmp_path, monkeypatch):
 
 MORE = [
     pytest.param(
-        ["algorithm.use_kl_in_reward=true", f"{ROLLOUT}.val_kwargs.n=2", f"{ROLLOUT}.val_kwargs.do_sample=true"],
+        ["algorithm.use_kl_in_reward=true", f"{ROLLOUT}.val_kwargs.n=2", f"{ROLLOUT}.val_kwargs.temperature=1.0"],
         id="ppo",
     ),
     pytest.param(
@@ -119,3 +120,15 @@ def test_local_and_ray_are_the_same(more, two_turns, tmp_path):
     for row in local[1:]:
         assert row["episode/turns/mean"] == 2 and row["training/rollout_log_probs_diff_max"] < 1e-4
         assert row["episode/rows"] == 1.5
+
+
+def test_validation_in_chunks_draws_what_it_draws_at_once(two_turns, tmp_path):
+    """Though episodes of a chunk have more rows than there are samples."""
+    sampled = [f"{ROLLOUT}.val_kwargs.n=2", f"{ROLLOUT}.val_kwargs.temperature=1.0", "trainer.val_only=true"]
+    found = []
+    for name, size in (("once", 4), ("chunks", 1)):
+        data = [f"data.val_batch_size={size}", f"trainer.validation_data_dir={tmp_path / name}"]
+        assert main(two_turns(tmp_path / f"run_{name}", *sampled, *data)) == 0
+        (file,) = (tmp_path / name).glob("*.jsonl")
+        found.append([json.loads(line)["response_ids"] for line in file.read_text().splitlines()])
+    assert found[0] == found[1] and len(found[0]) == 8

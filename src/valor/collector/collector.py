@@ -88,14 +88,16 @@ class Collector:
     def validation_batch(self) -> tuple[Batch, list[RewardResult]]:
         """Responses to the whole validation set and their grades (without penalties for length)."""
         parts: list[Batch] = []
+        first = 0
         for rows in self.inputs.validation_chunks():
             prompts = prompt_batch(
                 rows,
                 samples_per_prompt=self.rollout.val_kwargs.n,
                 seed=self.config.trainer.seed,
                 step=None,
-                first=sum(map(len, parts)) // self.rollout.val_kwargs.n,
+                first=first,
             )
+            first += len(rows)
             with phase("validation", len(prompts), unit="sample"):
                 sink = self.grading.sink(prompts, validation=True)
                 parts.append(self.answer(prompts, sampling_params(self.config, validation=True), sink=sink))
