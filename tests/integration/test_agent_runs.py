@@ -1,11 +1,17 @@
 """Whole runs whose policy has several turns: every way to say what it may do, and tools that misbehave."""
 
+import json
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import agent_tools
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
+import yaml
 from runs import read_metrics
 from talking_model import make_talking_model
 from transformers import AutoTokenizer
@@ -189,3 +195,77 @@ def test_a_program_that_hangs_is_one_failed_episode(agents, tmp_path):
     more = ["trainer.total_training_steps=1", "reward.max_error_ratio=0.5", f"{ROLLOUT}.agent.deterministic=true"]
     assert main(agents(tmp_path / "run", *gateway(f"function={PROGRAM}:hangs", "timeout=1.5"), *more)) == 0
     assert read_metrics(tmp_path / "run")[1]["episode/failed"] == 0.5
+
+
+def test_tools_and_loops_of_verl(agents, recorded, tmp_path, tiny):
+    """Rows that name a tool's arguments or a loop, beside the loop that is registered in a file."""
+    here = Path(__file__).parent
+    table = pq.read_table(tiny["train"]).slice(0, 16).to_pylist()
+    for i, row in enumerate(table):
+        row["extra_info"] = {**row["extra_info"], "tools_kwargs": {"echo": {"create_kwargs": {"word": f"word{i}"}}}}
+        row["agent_name"] = ("tool_agent", "twice", "told_more")[i % 3]
+    pq.write_table(pa.Table.from_pylist(table), tmp_path / "rows.parquet")
+    parameters = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+    schema = {"type": "function", "function": {"name": "echo", "description": "", "parameters": parameters}}
+    target = f"{here / 'verl_agent.py'}:"
+    tools = {"tools": [{"class_name": f"{target}Echo", "config": {"type": "native"}, "tool_schema": schema}]}
+    (tmp_path / "tools.yaml").write_text(yaml.safe_dump(tools))
+    loops = [{"name": "twice", "_target_": f"{target}Twice", "told": "why?"}]
+    (tmp_path / "loops.yaml").write_text(yaml.safe_dump(loops))
+    keys = [f"{MULTI}.tool_config_path={tmp_path / 'tools.yaml'}", f"{MULTI}.function_tool_path={TOOLS}"]
+    keys += [f"{ROLLOUT}.agent.agent_loop_config_path={tmp_path / 'loops.yaml'}", "data.train_batch_size=6"]
+    run = agents(tmp_path / "run", *multi_turn(*keys), f"data.train_files={tmp_path / 'rows.parquet'}")
+    assert main(run) == 0
+    assert_trained(tmp_path / "run")
+    assert_rows_are_the_turns(recorded)
+    names = [name for batch in recorded.batches for name in (one["agent_name"] for one in batch.objects["extra_info"])]
+    assert {"tool_agent", "twice", "told_more"} == set(names)
+    for batch, episodes in zip(recorded.batches, recorded.trained, strict=True):
+        for info, episode in zip(batch.objects["extra_info"], episodes, strict=True):
+            if info["agent_name"] != "tool_agent":
+                assert len(episode.turns) == 2 and episode.outcome is not None
+                continue
+            word = info["tools_kwargs"]["echo"]["create_kwargs"]["word"]
+            echoes = [call for call in episode.info["calls"] if call["name"] == "echo"]
+            assert all((call["text"], call["reward"]) == (word, 0.25) for call in echoes)
+            assert sum(turn.reward for turn in episode.turns) == 0.25 * len(echoes)
+            assert episode.info["tool_reward"] == 1.0
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    path = tmp_path_factory.mktemp("corpus") / "words.jsonl"
+    words = [f"{a}{b}" for a in "abc" for b in "abc"]
+    path.write_text("".join(json.dumps({"contents": f'"{word}"\n{word} <|end|>'}) + "\n" for word in words))
+    return path
+
+
+def test_search_in_this_process_and_by_a_server(agents, recorded, tmp_path, corpus):
+    """The same run either way."""
+    command = [sys.executable, "-m", "valor", "retrieve", str(corpus), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            url = server.stdout.readline().split(": ")[0]
+            places = {
+                "local": ["retriever.url=null", f"retriever.corpus_path={corpus}"],
+                "server": [f"retriever.url={url}"],
+            }
+            for name, place in places.items():
+                search = ["do_search=true", "max_turns=2", "data.max_start_length=32", "data.max_obs_length=80"]
+                lengths = ["data.max_prompt_length=350", "data.max_response_length=24", "retriever.topk=1"]
+                lengths += [f"{ROLLOUT}.agent.deterministic=true"]  # what runs together decides about the last bits
+                assert main(agents(tmp_path / name, *search, *lengths, *place)) == 0
+        finally:
+            server.send_signal(signal.SIGINT)
+    rows, other = assert_trained(tmp_path / "local"), assert_trained(tmp_path / "server")
+    assert [without_clock(row) for row in rows] == [without_clock(row) for row in other]
+    assert_rows_are_the_turns(recorded)
+    assert sum(row["episode/tool_calls"] for row in rows) > 0 and all(row["episode/tool_errors"] == 0 for row in rows)
+    episodes = [episode for played in recorded.played for episode in played]
+    assert {episode.finish_reason for episode in episodes} >= {"stop"}
+    assert all("<|end|>" in call["text"] for episode in episodes for call in episode.info["calls"])
+    assert any(episode.info["invalid_actions"] for episode in episodes)
+
+
+def without_clock(row):
+    return {name: value for name, value in row.items() if name != "episode/tool_seconds"}

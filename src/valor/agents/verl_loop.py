@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import count, groupby
 from typing import Any, TypeVar
 
 from valor.agents.episode import Episode, Turn
@@ -78,7 +78,7 @@ class VerlLoop(AgentLoop):
         self._cls, self._options = cls, options
 
     async def run(self, task: Task, generate: Generate) -> Episode:
-        server = _Server(task, generate)
+        server = _Server(task, generate, self.context.limits.model)
         loop = self._cls(
             trainer_config=self.context.config,
             server_manager=server,
@@ -101,16 +101,23 @@ class VerlLoop(AgentLoop):
 class _Server:
     """What a loop calls `server_manager`: it generates, and remembers with what log-probs."""
 
-    def __init__(self, task: Task, generate: Generate) -> None:
-        self._task, self._generate = task, generate
+    def __init__(self, task: Task, generate: Generate, longest: int) -> None:
+        self._task, self._generate, self._longest = task, generate, longest
+        self._numbers = count()
         self.outputs: list[Output] = []
 
     async def generate(
         self, request_id: str = "", *, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any], **kwargs: Any
     ) -> TokenOutput:
-        """The tokens that follow `prompt_ids`."""
-        seed = (*self._task.key, len(self.outputs)) if self.outputs else self._task.key
-        output = await self._generate(prompt_ids, _params(self._task.params, sampling_params), seed)
+        """The tokens that follow `prompt_ids`. ValueError: these leave no room for any."""
+        room, number = self._longest - len(prompt_ids), next(self._numbers)
+        if room < 1:
+            raise ValueError(
+                f"a prompt of {len(prompt_ids)} tokens leaves no room (rollout.max_model_len={self._longest})"
+            )
+        params = _params(self._task.params, sampling_params)
+        params = replace(params, max_tokens=min(params.max_tokens, room))
+        output = await self._generate(prompt_ids, params, (*self._task.key, number) if number else self._task.key)
         self.outputs.append(output)
         return TokenOutput(output.token_ids, output.log_probs, output.finish_reason)
 

@@ -93,14 +93,16 @@ class Collector:
         """Responses to the whole validation set after `step`, and their grades (without penalties for length)."""
         self._episodes.begin(f"val_{step}")
         parts: list[Batch] = []
+        first = 0
         for rows in self.inputs.validation_chunks():
             prompts = prompt_batch(
                 rows,
                 samples_per_prompt=self.rollout.val_kwargs.n,
                 seed=self.config.trainer.seed,
                 step=None,
-                first=sum(map(len, parts)) // self.rollout.val_kwargs.n,
+                first=first,
             )
+            first += len(rows)
             with phase("validation", len(prompts), unit="sample"):
                 sink = self.grading.sink(prompts, validation=True)
                 parts.append(self.answer(prompts, sampling_params(self.config, validation=True), sink=sink))

@@ -34,7 +34,7 @@ class MultiTurnConfig(Section):
     """Where a longer result is cut."""
     tool_timeout: PositiveFloat = key(30.0, _TURNS)
     """Seconds that one call of a tool, or of a text environment, may take."""
-    format: str = key("hermes", ".enable")
+    format: str = key("hermes", ".enable or actor_rollout_ref.rollout.agent.default_agent_loop=gateway_agent")
     """How the policy writes a call: hermes, qwen3_coder, llama3_json, or one that was registered."""
 
     @property
