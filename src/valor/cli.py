@@ -18,7 +18,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "ppo": ("valor.trainer.main_ppo:main", "train with PPO, GRPO or a relative: key=value …"),
     "sft": ("valor.trainer.main_sft:main", "supervised fine-tuning: key=value …"),
     "rm train": ("valor.trainer.main_sft:rm_train", "a reward model from preference pairs: key=value …"),
-    "demo": ("valor.lab.demo:main", "a tiny model made, warm-started and trained by PPO with a critic here"),
+    "demo": (
+        "valor.lab.demo:main",
+        "[--task search]: a tiny model made, warm-started and trained by PPO here",
+    ),
     "critic pretrain": ("valor.trainer.main_ppo:critic_pretrain", "fit a critic to rollouts: key=value …"),
     "critic score": ("valor.lab.critic_score:main", "the scorecard of a critic: key=value …"),
     "critic publish": ("valor.lab.publish:main", "CKPT_OR_HF_DIR OUT: a critic as a model with its card"),
@@ -28,6 +31,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "data prepare": ("valor.data.prepare:main", "[NAME]: a public data set, or your own, as files to train on"),
     "rewards list": ("valor.rewards.registry:main", "which grader scores which data_source, and its components"),
     "rewards sandbox": ("valor.sandbox.levels:main", "how this machine encloses code of models"),
+    "retrieve": ("valor.agents.search.server:main", "CORPUS: a search server for agents over documents of yours"),
     "export": ("valor.cli:export", "CKPT OUT [--role critic]: a checkpoint as a Hugging Face directory"),
     "report": ("valor.cli:report", "RUN_DIR: build report.html from what a run has left so far"),
 }

@@ -1,9 +1,13 @@
 """How a command ends early: its text is printed as one line."""
 
 import difflib
+import os
 import signal
 import sys
+import threading
+import traceback
 from collections.abc import Callable, Iterable
+from types import FrameType
 
 
 class UserError(Exception):
@@ -55,8 +59,20 @@ class Interrupted(KeyboardInterrupt):
     """A signal, whose number is the argument, that stops a run at once. Exit code 128 + that number."""
 
 
+def _on_sigint(number: int, frame: FrameType | None) -> None:
+    """KeyboardInterrupt. Inside an import the process ends here: libraries swallow it and go on with half a module."""
+    if any(each.f_code.co_filename.startswith("<frozen importlib") for each, _ in traceback.walk_stack(frame)):
+        os.write(2, b"SIGINT: stopped\n")
+        os._exit(128 + number)
+    raise KeyboardInterrupt
+
+
 def exit_code(command: Callable[[], int]) -> int:
     """Run a command; its exit code, or that of its early end, whose line has gone to stderr."""
+    first = threading.current_thread() is threading.main_thread()
+    first = first and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if first:
+        signal.signal(signal.SIGINT, _on_sigint)
     try:
         return command()
     except UserError as error:
@@ -72,3 +88,6 @@ def exit_code(command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print("SIGINT: stopped", file=sys.stderr)
         return 128 + signal.SIGINT
+    finally:
+        if first:
+            signal.signal(signal.SIGINT, signal.default_int_handler)

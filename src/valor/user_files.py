@@ -1,14 +1,16 @@
-"""Python files of the user's own: graders, advantage estimators, losses."""
+"""Python files of the user's own: graders, advantage estimators, losses, tools, environments."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 import zlib
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from valor.errors import UserError
+from valor.errors import UserError, did_you_mean
 
 
 def load_file(path: str, key: str) -> ModuleType:
@@ -38,3 +40,24 @@ def load_file(path: str, key: str) -> ModuleType:
             raise
         raise UserError(f"{path}: fails on import ({type(error).__name__}: {error})") from error
     return module
+
+
+def load_object(name: str, key: str) -> Any:
+    """What `file.py:Name`, `package.module:Name` or `package.module.Name` names.
+
+    UserError, naming the configuration `key` that holds it: there is none, or its import fails.
+    """
+    place, _, member = name.rpartition(":") if ":" in name else name.rpartition(".")
+    if not place or not member:
+        raise UserError(f"{key}: '{name}' must be file.py:Name or package.module.Name")
+    if place.endswith(".py"):
+        module = load_file(place, key)
+    else:
+        try:
+            module = importlib.import_module(place)
+        except Exception as error:
+            raise UserError(f"{key}: '{place}' cannot be imported ({type(error).__name__}: {error})") from error
+    if not hasattr(module, member):
+        known = [one for one in vars(module) if not one.startswith("_")]
+        raise UserError(f"{key}: {place} has no '{member}'{did_you_mean(member, known)}")
+    return getattr(module, member)

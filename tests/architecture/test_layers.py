@@ -19,6 +19,7 @@ HOUSE = house.House(SOURCE.parent)
 FLOORS = {
     "errors": 0,
     "user_files": 1,
+    "http_client": 1,
     "algorithms": 2,
     "config": 2,
     "sandbox": 2,

@@ -1,7 +1,8 @@
 """The fault suite: what it runs on, and its table in docs/reliability.md.
 
 Environment: VALOR_KILLS, the number of SIGKILLs (a few without it); VALOR_FAULT_SEED, what decides when they come;
-VALOR_FAULT_TABLE, the page whose table is written anew. `make test-faults` sets all three.
+VALOR_FAULT_TABLE, the page whose table is written anew. `make test-faults` sets all three. With VALOR_FAULT_MORE=1 the
+table keeps the rows of kinds that this run has not tried.
 """
 
 import os
@@ -21,7 +22,8 @@ SEED = int(os.environ.get("VALOR_FAULT_SEED", "0"))
 # A reward that an untrained model earns about every other time.
 PARITY = f"reward.custom_reward_function.path={Path(__file__).parents[1] / 'integration' / 'parity_reward.py'}"
 
-# Tests that try one fault each, also in other folders: what a test of that file (whose name has this in it) tries.
+# Tests that try one fault each (or as many as their property "attempts" says), also in other folders: what a test of
+# that file (whose name has this in it) tries.
 ONE_EACH = {
     ("test_damaged_checkpoints.py", ""): "damaged checkpoints, and kills while one is replaced",
     ("test_disk.py", ""): "disk and path faults",
@@ -32,7 +34,7 @@ ONE_EACH = {
     ("test_sandbox_attacks.py", "test_excess_ends"): "attempts to exhaust the machine from the sandbox",
     ("test_rewards_disturbed.py", ""): "graders that disturb their process",
 }
-_tried, _held = Counter[str](), Counter[str]()
+USER = "as root" if os.geteuid() == 0 else "as another user"
 
 
 @pytest.fixture
@@ -128,27 +130,36 @@ def finished_ppo(ppo_arguments: Callable[..., list[str]], tmp_path_factory: pyte
     return run_dir
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Add up what was tried and what held."""
-    if report.when != "call" or report.skipped:
-        return
-    found = [value for name, value in report.user_properties if name == "fault"]
-    for (file, name), kind in ONE_EACH.items():
-        if file in report.nodeid and name in report.nodeid:
-            level = re.search(r"\[(namespaces|landlock|seccomp|rlimits)\b", report.nodeid)
-            found.append((f"{kind}, level {level[1]}" if level else kind, 1))
-    for kind, number in found:
-        _tried[kind] += number
-        _held[kind] += number if report.passed else 0
+def _count(terminalreporter: pytest.TerminalReporter) -> tuple[Counter[str], Counter[str]]:
+    """What was tried and what held, by kind; the reports are those of all folders."""
+    tried, held = Counter[str](), Counter[str]()
+    for report in (*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")):
+        if report.when != "call":
+            continue
+        found = [value for name, value in report.user_properties if name == "fault"]
+        attempts = dict(report.user_properties).get("attempts", 1)
+        for (file, name), kind in ONE_EACH.items():
+            if file in report.nodeid and name in report.nodeid:
+                level = re.search(r"\[(namespaces|landlock|seccomp|rlimits)\b", report.nodeid)
+                found.append((f"{kind}, level {level[1]}, {USER}" if level else kind, attempts))
+        for kind, number in found:
+            tried[kind] += number
+            held[kind] += number if report.passed else 0
+    return tried, held
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print the table, and write it into the page that VALOR_FAULT_TABLE names."""
+    tried, held = _count(terminalreporter)
+    page = Path(os.environ["VALOR_FAULT_TABLE"]) if "VALOR_FAULT_TABLE" in os.environ else None
+    if page and os.environ.get("VALOR_FAULT_MORE"):
+        for kind, *numbers in re.findall(r"^\| ([^|*]+) \| (\d+) \| (\d+) \|$", page.read_text(), flags=re.M):
+            if kind not in tried:
+                tried[kind], held[kind] = map(int, numbers)
     rows = ["| fault | tried | withstood |", "|---|---|---|"]
-    rows += [f"| {kind} | {count} | {_held[kind]} |" for kind, count in sorted(_tried.items())]
-    rows.append(f"| **all** | {_tried.total()} | {_held.total()} |")
+    rows += [f"| {kind} | {count} | {held[kind]} |" for kind, count in sorted(tried.items())]
+    rows.append(f"| **all** | {tried.total()} | {held.total()} |")
     terminalreporter.write_line("\n".join(rows))
-    if page := os.environ.get("VALOR_FAULT_TABLE"):
-        text = Path(page).read_text()
+    if page:
         table = "\n".join(["<!-- faults -->", *rows, "<!-- /faults -->"])
-        Path(page).write_text(re.sub("<!-- faults -->.*<!-- /faults -->", table, text, flags=re.S))
+        page.write_text(re.sub("<!-- faults -->.*<!-- /faults -->", table, page.read_text(), flags=re.S))

@@ -104,6 +104,19 @@ def test_graders_of_ppo(undisturbed, runner, ppo, tmp_path, counts):
     raise AssertionError(f"{left} of {count} graders were not found")
 
 
+def test_episodes_of_eight_turns(runner, ppo, tmp_path, counts):
+    """Waves of turns (rollout.agent.deterministic) do not depend on how long the pauses between turns are."""
+    counts("SIGKILL of PPO", count := max(number("ppo") // 20, 1))
+    loop = {"name": "eight", "_target_": f"{Path(__file__).with_name('eight_turns.py')}:EightTurns"}
+    (tmp_path / "loops.yaml").write_text(yaml.safe_dump([loop]))
+    agent = "actor_rollout_ref.rollout.agent"
+    loops = [f"{agent}.agent_loop_config_path={tmp_path / 'loops.yaml'}", f"{agent}.default_agent_loop=eight"]
+    settings = [PARITY, *loops, f"{agent}.deterministic=true", "data.max_response_length=40"]
+    seconds = runner.finish(ppo(tmp_path / "whole", *settings))
+    kill_drivers(runner, ppo(tmp_path / "cut", *settings), seconds, count, random.Random(SEED + 5))
+    assert_same_results(tmp_path / "whole", tmp_path / "cut")
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize("kind", ["sft", "rm", "critic"])
 def test_other_runs(kind, runner, tiny, tmp_path, counts):

@@ -1,6 +1,7 @@
 """Processes that generate or evaluate die in the middle of a step: others take their place, and the samples and weights
 are those of an undisturbed run."""
 
+import json
 import os
 import signal
 import threading
@@ -11,6 +12,7 @@ import ray
 from killing import assert_same_results
 
 from conftest import PARITY
+from tiny_reward_models import make_classifier
 from valor.cli import main
 from valor.controller.ray_group import RayGroup
 
@@ -27,14 +29,14 @@ def undisturbed(ppo, tmp_path_factory):
     return run_dir
 
 
-def kill_at(monkeypatch: pytest.MonkeyPatch, role: str, method: str, seconds: float) -> list[int]:
-    """From now on the first rank is killed so many seconds after the second such call. Returns who was killed."""
+def kill_at(monkeypatch: pytest.MonkeyPatch, role: str, method: str, seconds: float, call: int = 2) -> list[int]:
+    """From now on the first rank is killed so many seconds after such call number `call`. Returns who was killed."""
     run, seen, killed = RayGroup._run, [], []
 
     def disturbed(group, name, what, calls, sink):
         if (name, what) == (role, method):
             seen.append(1)
-            if len(seen) == 2:
+            if len(seen) == call:
                 pid = ray.get(group._actors[0].__ray_call__.remote(lambda self: os.getpid()))
                 killed.append(pid)
                 if seconds:
@@ -67,6 +69,97 @@ def test_the_step_goes_on(role, method, seconds, undisturbed, ppo, tmp_path, mon
     assert main(ppo(tmp_path / "run", PARITY, REFERENCE, *APART)) == 0
     assert len(killed) == 1
     assert_same_results(undisturbed, tmp_path / "run")
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("seconds", [0.0, 0.02])
+def test_a_reward_model_is_replaced(seconds, ppo, tmp_path, monkeypatch, counts):
+    counts("SIGKILL of a role that is replaced")
+    model = make_classifier(tmp_path / "rm")
+    scored = ["reward.reward_model.enable=true", f"reward.reward_model.model_path={model}"]
+    assert main(ppo(tmp_path / "undisturbed", *scored)) == 0
+    killed = kill_at(monkeypatch, "reward_model", "score", seconds)
+    pool = "resource_pools={others: {roles: [reward_model]}}"
+    assert main(ppo(tmp_path / "run", *scored, pool)) == 0
+    assert len(killed) == 1
+    assert_same_results(tmp_path / "undisturbed", tmp_path / "run")
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_critic_that_is_judged_is_replaced(tiny, tmp_path, monkeypatch, counts):
+    counts("SIGKILL of a role that is replaced")
+    chat = [{"role": "user", "content": "11+22="}]
+    rows = [{"messages": chat, "response": str(number), "score": number % 2} for number in range(16)]
+    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def score(out: str, *more: str) -> list[dict]:
+        settings = ["data.max_prompt_length=32", "data.max_response_length=8", "trainer.device=cpu"]
+        settings += [f"actor_rollout_ref.model.path={tiny['model']}", f"critic.model.path={tiny['model']}"]
+        settings += [f"score.rollouts={tmp_path / 'rollouts.jsonl'}", f"score.out={tmp_path / out}"]
+        assert main(["critic", "score", *settings, "trainer.num_threads=1", *more]) == 0
+        return [json.loads(line) for line in (tmp_path / out / "rollouts.jsonl").read_text().splitlines()]
+
+    expected = score("undisturbed")
+    killed = kill_at(monkeypatch, "critic", "compute_values", 0.0, call=1)
+    assert score("disturbed", "trainer.controller=ray") == expected
+    assert len(killed) == 1
+
+
+def die_inside(monkeypatch: pytest.MonkeyPatch, role: str, method: str, at: str, number: int) -> list[float]:
+    """The first rank of `role` kills itself in the first such call, when it calls WeightChannel's `at` for the
+    number-th time. Returns how long each call took until its end was noticed."""
+    run, seconds = RayGroup._run, []
+
+    def arm(host) -> None:
+        from valor.rollout.transfer import WeightChannel
+
+        work, left = getattr(WeightChannel, at), [number]
+
+        def last(*args):
+            left[0] -= 1
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return work(*args)
+
+        setattr(WeightChannel, at, last)
+
+    def disturbed(group, name, what, calls, sink):
+        mine = (name, what) == (role, method)
+        if mine and not seconds:
+            ray.get(group._actors[0].__ray_call__.remote(arm))
+        began = time.monotonic()
+        try:
+            return run(group, name, what, calls, sink)
+        finally:
+            if what in ("send_weights", "receive_weights"):
+                seconds.append(time.monotonic() - began)
+
+    monkeypatch.setattr(RayGroup, "_run", disturbed)
+    return seconds
+
+
+INSIDE = [("__init__", 1), ("_broadcast", 1), ("_broadcast", 2), ("_broadcast", 3), ("_broadcast", 5)]
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize(("at", "number"), INSIDE)
+def test_a_rollout_that_dies_inside_a_transfer_is_noticed(at, number, undisturbed, ppo, tmp_path, monkeypatch, counts):
+    """The actor would wait for it for half an hour."""
+    counts("SIGKILL inside a transfer of weights")
+    seconds = die_inside(monkeypatch, "rollout", "receive_weights", at, number)
+    assert main(ppo(tmp_path / "run", PARITY, REFERENCE, *APART)) == 0
+    assert max(seconds) < 30.0
+    assert_same_results(undisturbed, tmp_path / "run")
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize(("at", "number"), [("__init__", 1), ("_broadcast", 2)])
+def test_an_actor_that_dies_inside_a_transfer_is_noticed(at, number, ppo, tmp_path, monkeypatch, capsys, counts):
+    counts("SIGKILL inside a transfer of weights")
+    seconds = die_inside(monkeypatch, "actor", "send_weights", at, number)
+    assert main(ppo(tmp_path / "run", PARITY, REFERENCE, *APART)) == 1
+    assert max(seconds) < 30.0
+    assert "same command again" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("cluster")

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 # What differs between two runs of the same mathematics.
-_CLOCK = ("timing", "perf/", "reward/grading_seconds")
+_CLOCK = ("timing", "perf/", "reward/grading_seconds", "episode/tool_seconds")
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:

@@ -24,6 +24,7 @@ NEEDS = {
     "gdpo": ["algorithm.gdpo_reward_keys=[short,digits]", "algorithm.gdpo_reward_weights=[1,0.5]"],
     "dro": [f"{ACTOR}.policy_loss.dro_beta=0.1"],
     "gspo": [f"{ACTOR}.clip_ratio_low=3e-4", f"{ACTOR}.clip_ratio_high=4e-4"],
+    "turn_ppo": [f"{ACTOR}.clip_ratio_low=3e-4", f"{ACTOR}.clip_ratio_high=4e-4"],
     "clip_cov": [f"{ACTOR}.policy_loss.clip_cov_lb=-5", f"{ACTOR}.policy_loss.clip_cov_ratio=0.2"],
     "kl_cov": [f"{ACTOR}.policy_loss.kl_cov_ratio=0.2"],
 }
@@ -81,7 +82,7 @@ def test_each_estimator_with_its_natural_loss(estimator, train):
 @pytest.mark.parametrize("loss", BUILTIN_LOSSES)
 def test_each_policy_loss_with_grpo(loss, train):
     rows = train("algorithm.adv_estimator=grpo", f"{ACTOR}.policy_loss.loss_mode={loss}", *NEEDS.get(loss, []))
-    clips = {"ppo", "vanilla", "gspo", "geo_mean", "cispo", "clip_cov", "dppo_tv", "dppo_kl"}
+    clips = {"ppo", "vanilla", "gspo", "turn_ppo", "geo_mean", "cispo", "clip_cov", "dppo_tv", "dppo_kl"}
     assert all("actor/ppo_kl" in row and ("actor/pg_clipfrac" in row) == (loss in clips) for row in rows)
 
 
@@ -213,6 +214,20 @@ def test_decoupled_and_adaptive_lambda_and_bootstrap(train):
         other = train("algorithm.lam=0.9", "critic.optim.lr=1e-2", setting, name=f"other{number}")
         assert plain[0] == {**other[0], **{k: v for k, v in plain[0].items() if k.startswith(("critic/", "actor/"))}}
         assert plain[1]["critic/returns/mean"] != other[1]["critic/returns/mean"]
+
+
+def test_gae_by_turns(train):
+    """A single answer is an episode of one turn: bilevel is plain GAE, and the unit turn trains the critic at the first
+    token of each response, so that with equal weights its loss is another."""
+    settings = ("critic.optim.lr=1e-2", "critic.cliprange_value=null")
+    plain = train(*settings, "algorithm.lam=0.9", name="plain")
+    inside = train(*settings, "algorithm.lam=0.9", "algorithm.gae_unit=bilevel", name="bilevel")
+    for name in ("critic/advantages/max", "critic/returns/mean", "critic/vf_loss", "actor/grad_norm"):
+        assert [row[name] for row in inside] == pytest.approx([row[name] for row in plain], rel=1e-3, abs=1e-5), name
+    turns = train(*settings, "algorithm.gae_unit=turn", name="turn")
+    assert turns[0]["critic/score/mean"] == plain[0]["critic/score/mean"]
+    assert turns[0]["critic/returns/mean"] == pytest.approx(turns[0]["critic/score/mean"])  # a response counts once
+    assert turns[1]["critic/values/max"] != plain[1]["critic/values/max"]
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "gae"])

@@ -94,7 +94,7 @@ class PlainEngine:
     def onload(self, *, optimizer=True) -> None: ...
 
 
-class FourEngine:
+class FourEngine(RolloutEngine):
     """Answers every prompt with the same tokens, the last of which ends it."""
 
     weight_mode, parallel_size = "copied", 1
@@ -105,15 +105,12 @@ class FourEngine:
         self.received: list[tuple[int, int]] = []
         FourEngine.made.append(self)
 
-    def generate(self, requests):
-        outputs = []
-        for request in requests:
-            tokens = [7, self.context.eos_token_ids[0]]
-            output = Output(request.request_id, tokens, [-1.0, -1.0], "stop", (Span(2, self.weights_version),))
-            if request.on_finish is not None:
+    def serve(self, source):
+        while (requests := source.poll(wait=True)) is not None:
+            for request in requests:
+                tokens = [7, self.context.eos_token_ids[0]]
+                output = Output(request.request_id, tokens, [-1.0, -1.0], "stop", (Span(2, self.weights_version),))
                 request.on_finish(output)
-            outputs.append(output)
-        return outputs
 
     def sync_weights(self, weights=None, *, version):
         self.received.append((version, sum(tensor.numel() for _, tensor in weights)))

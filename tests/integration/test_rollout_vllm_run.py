@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from runs import read_metrics
 from transformers import AutoModelForCausalLM
 
@@ -89,6 +90,31 @@ def test_under_ray(is_tied, placed, native_run, untied, overrides, tmp_path):
     model = [] if is_tied else [untied]
     assert main(overrides(tmp_path / "run", *STEPS, *VLLM, *placed, *model)) == 0
     assert_same_training(native_run(*model), tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def episodes(tmp_path_factory):
+    """Episodes of two turns with a deterministic loop, every other one in two rows; the first turn ends at a text."""
+    file = tmp_path_factory.mktemp("loops") / "loops.yaml"
+    loop = {
+        "name": "two",
+        "_target_": f"{Path(__file__).with_name('two_turns.py')}:TwoTurns",
+        "forks": True,
+        "reward": 0.5,
+    }
+    file.write_text(yaml.safe_dump([loop | {"stop": "<>aeiou"}]))
+    agent = f"{ROLLOUT}.agent"
+    loops = [f"{agent}.agent_loop_config_path={file}", f"{agent}.default_agent_loop=two", f"{agent}.deterministic=true"]
+    return [*loops, "data.max_response_length=24"]
+
+
+@pytest.mark.parametrize("placed", [[], ["trainer.n_gpus_per_node=2", SPLIT]], ids=["here", "split over two"])
+def test_episodes(placed, native_run, episodes, overrides, tmp_path, request):
+    if placed:
+        request.getfixturevalue("cluster")
+    assert main(overrides(tmp_path / "run", *STEPS, *VLLM, *placed, *episodes)) == 0
+    assert_same_training(native_run(*episodes), tmp_path / "run")
+    assert all(row["episode/rows"] == 1.5 for row in read_metrics(tmp_path / "run")[1:])
 
 
 def test_what_does_not_fit_is_one_line(overrides, tmp_path, capsys):

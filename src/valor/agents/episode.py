@@ -5,17 +5,24 @@ A single answer is an episode of one turn. Tokens are kept exactly as the engine
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, repeat
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
+from valor.algorithms import place_at_end
 from valor.data.batch import Batch, pad_rows
+from valor.data.episodes import Episodes
 from valor.rollout.base import FinishReason, Output, Span
 
 EpisodeKey = tuple[int, ...]
 """(run seed, step, number of the sample in the step): names an episode and decides its random numbers."""
+
+EpisodeEnd = FinishReason | Literal["turns"]
+"""stop: it came to its end; length, turns: cut off by a limit on tokens or turns; abort: it failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,22 +31,33 @@ class Turn:
 
     `token_ids` and `log_probs` [n] are those of the sampled tokens; `spans` say which version of the weights sampled
     how many of them. `observation_ids` are the tokens that the policy was given since its last turn; those of the first
-    turn are the prompt, and belong to the episode.
+    turn are the prompt, and belong to the episode. `prompt_ids`: the turn begins a row of its own, with this prompt,
+    because the chat template rewrites what came before. `reward`: what the environment gave for the turn.
     """
 
     token_ids: Sequence[int]
     log_probs: Sequence[float]
     spans: tuple[Span, ...]
     observation_ids: Sequence[int] = ()
+    prompt_ids: Sequence[int] | None = None
+    reward: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """Turns of one conversation, and why the last one ended."""
+    """Turns of one conversation, and why the last one ended.
+
+    `prompt_ids`: of the first row; None: the prompt that was given. `outcome`: the environment's score of the whole;
+    None: graders judge. `info`: counters and records, for metrics and for reading. `error`: why it could not be played.
+    """
 
     key: EpisodeKey
     turns: tuple[Turn, ...]
-    finish_reason: FinishReason
+    finish_reason: EpisodeEnd
+    prompt_ids: Sequence[int] | None = None
+    outcome: float | None = None
+    info: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
 
     @classmethod
     def of_one_turn(cls, key: EpisodeKey, output: Output) -> Episode:
@@ -48,38 +66,100 @@ class Episode:
 
     @property
     def response_ids(self) -> list[int]:
-        """All tokens after the prompt: observations and the policy's own."""
+        """All tokens after the first prompt: observations and the policy's own; of later rows the policy's own."""
         return [*chain.from_iterable((*turn.observation_ids, *turn.token_ids) for turn in self.turns)]
+
+    @property
+    def rows(self) -> list[range]:
+        """Which turns (from 0) each row holds."""
+        starts = [0, *(i for i, turn in enumerate(self.turns) if i and turn.prompt_ids is not None)]
+        return [range(*pair) for pair in zip(starts, [*starts[1:], len(self.turns)], strict=True)]
 
 
 def episode_rows(episodes: Sequence[Episode]) -> Batch:
-    """One row for each episode, right-padded with zeros to T tokens after the prompt.
+    """The rows of the episodes, right-padded with zeros to T tokens after the prompt.
 
-    `responses` [B, T], `response_lengths` [B]; and, 0 on observations and padding: `response_mask` [B, T] (1: sampled
-    by the policy), `rollout_log_probs` [B, T], `turn_ids` [B, T] (number of the token's turn, counted from 1),
-    `weights_versions` [B, T] (which weights sampled the token). Objects: `finish_reason`.
+    `responses` [R, T], `response_lengths` [R]; and, 0 on observations and padding: `response_mask` [R, T] (1: sampled
+    by the policy), `rollout_log_probs` [R, T], `turn_ids` [R, T] (number of the token's turn, counted from 1 through
+    the episode), `weights_versions` [R, T] (which weights sampled the token). Objects: `finish_reason`.
+
+    Episodes of loops, which bring their own prompts, have also `prompts`, `prompt_lengths`, `turn_rewards` [R, T] (on
+    the last token of each turn), `episode` [R] (number of the row's episode here), and objects `outcome`,
+    `episode_info`, `episode_error`.
     """
-    responses, lengths = pad_rows([episode.response_ids for episode in episodes], torch.long)
-    log_probs, _ = pad_rows([_per_token(e, [turn.log_probs for turn in e.turns]) for e in episodes], torch.float32)
-    turns = [_per_token(e, [[i] * len(t.token_ids) for i, t in enumerate(e.turns, 1)]) for e in episodes]
-    turn_ids, _ = pad_rows(turns, torch.long)
-    versions, _ = pad_rows([_per_token(e, [_versions(turn) for turn in e.turns]) for e in episodes], torch.long)
-    columns = {
-        "responses": responses,
-        "response_lengths": lengths,
-        "response_mask": (turn_ids > 0).float(),
-        "rollout_log_probs": log_probs,
-        "turn_ids": turn_ids,
-        "weights_versions": versions,
+    rows = [(number, turns) for number, episode in enumerate(episodes) for turns in episode.rows]
+
+    def columns(of_turn: Callable[[Turn, int], Sequence[float]], dtype: torch.dtype) -> Tensor:
+        found = [_per_token(episodes[number].turns, turns, of_turn) for number, turns in rows]
+        return pad_rows(found, dtype)[0]
+
+    responses = [
+        [*chain.from_iterable((*t.observation_ids, *t.token_ids) for t in (episodes[number].turns[i] for i in turns))]
+        for number, turns in rows
+    ]
+    padded, lengths = pad_rows(responses, torch.long)
+    turn_ids = columns(lambda turn, i: [i + 1] * len(turn.token_ids), torch.long)
+    batch = Batch(
+        {
+            "responses": padded,
+            "response_lengths": lengths,
+            "response_mask": (turn_ids > 0).float(),
+            "rollout_log_probs": columns(lambda turn, i: turn.log_probs, torch.float32),
+            "turn_ids": turn_ids,
+            "weights_versions": columns(lambda turn, i: _versions(turn), torch.long),
+        },
+        {"finish_reason": [episodes[number].finish_reason for number, _ in rows]},
+    )
+    if all(episode.prompt_ids is None for episode in episodes):
+        return batch
+    prompts = [episodes[number].turns[turns[0]].prompt_ids or episodes[number].prompt_ids for number, turns in rows]
+    batch["prompts"], batch["prompt_lengths"] = pad_rows([prompt or () for prompt in prompts], torch.long)
+    batch["turn_rewards"] = columns(lambda turn, i: [*repeat(0.0, len(turn.token_ids) - 1), turn.reward], torch.float32)
+    batch["episode"] = torch.tensor([number for number, _ in rows])
+    batch.objects |= {
+        "outcome": [episodes[number].outcome for number, _ in rows],
+        "episode_info": [episodes[number].info for number, _ in rows],
+        "episode_error": [episodes[number].error for number, _ in rows],
     }
-    return Batch(columns, {"finish_reason": [episode.finish_reason for episode in episodes]})
+    return batch
 
 
-def _per_token(episode: Episode, of_turns: Sequence[Sequence[float]]) -> list[float]:
+def _per_token(turns: Sequence[Turn], which: range, of_turn: Callable[[Turn, int], Sequence[float]]) -> list[float]:
     """The turns' numbers in a row, with zeros where the policy was given an observation."""
-    pairs = zip(episode.turns, of_turns, strict=True)
+    pairs = ((turns[i], of_turn(turns[i], i)) for i in which)
     return [*chain.from_iterable((*repeat(0, len(turn.observation_ids)), *numbers) for turn, numbers in pairs)]
 
 
 def _versions(turn: Turn) -> list[int]:
     return [*chain.from_iterable(repeat(span.weights_version, span.num_tokens) for span in turn.spans)]
+
+
+def last_rows(batch: Batch) -> Batch:
+    """One row an episode: its last one, with the text and the length of all of them."""
+    rows = Episodes(batch).rows
+    if len(rows) == len(batch):
+        return batch
+    ends = batch.take([one[-1] for one in rows])
+    texts, lengths = batch.objects["response_text"], batch["response_lengths"]
+    ends.objects["response_text"] = ["".join(texts[i] for i in one) for one in rows]
+    ends["response_lengths"] = torch.stack([lengths[one].sum() for one in rows])
+    if "turn_rewards" in batch:
+        ends["turn_rewards"] = place_at_end(turn_rewards(batch), ends["response_mask"])
+    return ends
+
+
+def turn_rewards(batch: Batch) -> Tensor:
+    """What each episode's environment gave for its turns, [E]."""
+    episodes = Episodes(batch)
+    return episodes.sums(batch["turn_rewards"]) if "turn_rewards" in batch else torch.zeros(len(episodes.rows))
+
+
+def place_rewards(scores: Tensor, batch: Batch, *, at_end: bool = False) -> Tensor:
+    """Rewards of tokens [R, T] that add up to the episodes' scores [E]: those of turns on the turns' last tokens, the
+    rest (`at_end`: all) on the last policy token of the episode."""
+    if "episode" not in batch:
+        return place_at_end(scores, batch["response_mask"])
+    of_row = torch.zeros(len(batch))
+    of_row[[one[-1] for one in Episodes(batch).rows]] = scores if at_end else scores - turn_rewards(batch)
+    placed = place_at_end(of_row, batch["response_mask"])
+    return placed if at_end else placed + batch["turn_rewards"] * batch["response_mask"]

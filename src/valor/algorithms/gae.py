@@ -6,9 +6,18 @@ import torch
 from torch import Tensor
 
 from valor.algorithms.reductions import Moments, last_token, masked_whiten, over_rows, result_like, zeroed
-from valor.algorithms.registry import register_advantage
-from valor.algorithms.scan import Packing, at_next_policy_token, credit_policy_tokens, suffix_scan, sums_to_go
+from valor.algorithms.registry import choose, register_advantage
+from valor.algorithms.scan import (
+    Packing,
+    at_next_policy_token,
+    credit_policy_tokens,
+    suffix_scan,
+    sums_to_go,
+)
+from valor.algorithms.turns import Turns
 from valor.errors import UserError
+
+GAE_UNITS: tuple[str, ...] = ("token", "turn", "bilevel")
 
 
 def gae_by_loop(
@@ -49,6 +58,10 @@ def gae(
     whitening: str = "batch",
     reward_on_masked: str = "carry",
     zero_masked: bool = True,
+    gae_unit: str = "token",
+    turn_ids: Tensor | None = None,
+    gamma_turn: float = 1.0,
+    lam_turn: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """A_t = δ_t + γλ A_{t'}, δ_t = r_t + γ V_{t'} − V_t, return_t = A_t + V_t; t' is the next POLICY token after t
     (https://arxiv.org/abs/1506.02438).
@@ -66,23 +79,60 @@ def gae(
     reward_on_masked: a reward on a masked position goes to the last policy token before it ("carry"), or is lost
         ("drop", as in verl).
     zero_masked: False leaves at masked positions what the recursion carries, whitened, as verl does.
+    gae_unit: what one step of the recursion is: "token"; "turn" (`_turn_gae`) or "bilevel" (`_gae_inside_turns`), with
+        turn_ids [B, T], the number of each policy token's turn, and gamma_turn, lam_turn between turns.
     Degenerate: a row without policy tokens is all 0; λ = 0 is the TD error, λ = 1 the Monte-Carlo return minus V.
     """
+    lambdas = (lam if lam_actor is None else lam_actor, lam if lam_critic is None else lam_critic)
+    response_mask, rewards = response_mask.to(values.dtype), rewards.to(values.dtype)
+    if not all(0.0 <= share <= 1.0 for share in (gamma, *lambdas, gamma_turn, lam_turn)):
+        raise UserError("gamma and lam, gamma_turn and lam_turn must be between 0 and 1")
+    end = None if bootstrap_mask is None else (bootstrap_mask, bootstrap_values)
+    if choose(gae_unit, GAE_UNITS, "gae_unit") == "token":
+        if not gamma_turn == lam_turn == 1.0:
+            raise UserError("gae_unit=token has no turns to discount: leave gamma_turn and lam_turn at 1")
+        more = (adaptive_lam_alpha, reward_on_masked, zero_masked)
+        advantages, returns, moments = _token_gae(rewards, values, response_mask, gamma, lambdas, end, *more)
+    else:
+        if adaptive_lam_alpha is not None or not zero_masked:
+            raise UserError(f"gae_unit={gae_unit} takes neither adaptive_lam_alpha nor zero_masked=false: use token")
+        rewards = credit_policy_tokens(rewards, response_mask, reward_on_masked)
+        turns, moments = Turns(turn_ids, response_mask), None
+        assert bool(turns.in_order.all()), "turn_ids of policy tokens are to rise along a row, from 1"
+        of_turns = (gamma_turn, lam_turn)
+        advantages, returns = _turn_gae(gae_unit, rewards, values, turns, of_turns, gamma, lambdas, end)
+    masked_whiten(advantages, response_mask, scope=whitening, zero_masked=zero_masked, moments=moments, out=advantages)
+    return advantages, returns
+
+
+End = tuple[Tensor, Tensor | None]  # which rows were cut off [B], and their value after the end [B]
+
+
+def _token_gae(
+    rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    gamma: float,
+    lambdas: tuple[float, float],
+    end: End | None = None,
+    adaptive_lam_alpha: float | None = None,
+    reward_on_masked: str = "carry",
+    zero_masked: bool = True,
+) -> tuple[Tensor, Tensor, Moments]:
+    """Advantages and returns [B, T] of `gae` before whitening, and the moments of the advantages."""
     if adaptive_lam_alpha is not None and adaptive_lam_alpha <= 0:
         raise UserError(f"adaptive_lam_alpha must be positive, got {adaptive_lam_alpha}")
-    lam_actor = lam if lam_actor is None else lam_actor
-    lam_critic = lam if lam_critic is None else lam_critic
-    response_mask, rewards = response_mask.to(values.dtype), rewards.to(values.dtype)
+    lam_actor, lam_critic = lambdas
     advantages, returns = result_like(values), result_like(values)
     decay: float | Tensor = gamma * lam_actor
     if adaptive_lam_alpha is not None:
         lengths = response_mask.sum(1).clamp(min=1).double()
         decay = gamma * (1.0 - 1.0 / (adaptive_lam_alpha * lengths)).clamp(min=0.0)
-    if bootstrap_mask is not None:
-        rewards = _add_end_values(rewards, values, response_mask, bootstrap_mask, bootstrap_values, gamma)
+    if end is not None:
+        rewards = _add_end_values(rewards, values, response_mask, *end, gamma)
     one_lambda = adaptive_lam_alpha is None and lam_actor == lam_critic
     # Where nothing decays, Σ δ is Σ r − V whatever lies between: no token needs to move.
-    telescopes = one_lambda and gamma == lam_actor == 1.0 and bootstrap_mask is None and zero_masked
+    telescopes = one_lambda and gamma == lam_actor == 1.0 and end is None and zero_masked
 
     def of_rows(rows: slice) -> Moments:
         mask = response_mask[rows]
@@ -107,9 +157,60 @@ def gae(
         torch.add(target, value, out=returns[rows])
         return moments
 
-    moments = reduce(Moments.merge, over_rows(of_rows, values), Moments())
-    masked_whiten(advantages, response_mask, scope=whitening, zero_masked=zero_masked, moments=moments, out=advantages)
-    return advantages, returns
+    return advantages, returns, reduce(Moments.merge, over_rows(of_rows, values), Moments())
+
+
+def _turn_gae(
+    unit: str,
+    rewards: Tensor,
+    values: Tensor,
+    turns: Turns,
+    of_turns: tuple[float, float],
+    gamma: float,
+    lambdas: tuple[float, float],
+    end: End | None,
+) -> tuple[Tensor, Tensor]:
+    """A turn as one action (Turn-PPO, https://arxiv.org/abs/2512.17008; https://github.com/sail-sg/oat/pull/63):
+    A_k = δ_k + γλ A_{k+1}, δ_k = R_k + γ V_{k+1} − V_k with γ_turn, λ_turn; each token of turn k has A_k and the return
+    A_k + V_k. Unit bilevel: `_gae_inside_turns`, of these returns.
+
+    R_k: Σ of the turn's rewards. V_k: the value at its first policy token, the state before the turn is taken. No other
+    value is read: the critic is to be trained there alone (`Turns.starts`).
+    An episode of one turn: A = Σ r − V_first, REINFORCE with the value of the prompt as baseline.
+    """
+    reward, value = turns.total(rewards), turns.first(values)
+    gamma_turn, lam_turn = of_turns
+    advantage, target, _ = _token_gae(reward, value, turns.present, gamma_turn, (lam_turn, lam_turn), end)
+    if unit == "bilevel":
+        return _gae_inside_turns(rewards, values, turns, turns.spread(target - reward), gamma, lambdas)
+    if not gamma == lambdas[0] == lambdas[1] == 1.0:
+        raise UserError(
+            "gae_unit=turn has no tokens to discount: set gamma_turn and lam_turn, leave gamma and lam at 1"
+        )
+    return turns.spread(advantage), turns.spread(target)
+
+
+def _gae_inside_turns(
+    rewards: Tensor, values: Tensor, turns: Turns, after: Tensor, gamma: float, lambdas: tuple[float, float]
+) -> tuple[Tensor, Tensor]:
+    """GAE over the tokens of each turn, by γ and λ, where `after` [B, T] follows the turn: of turn k it is
+    C_k = γ_turn (V_{k+1} + λ_turn A_{k+1}), the return of `_turn_gae` without R_k. δ_t = r_t + γ V_{t+1} − V_t and
+    A_t = δ_t + γλ A_{t+1} inside the turn, A_t = r_t + C_k − V_t at its last token.
+
+    Bi-Level GAE (VAGEN, https://arxiv.org/abs/2510.16907), which puts the turn's return at its last token in the same
+    way. VAGEN chains turns by the values at their last tokens, which know the action already; here it is the values at
+    their first tokens. At λ_turn = 1 no such value is left and the numbers are the same. An episode of one turn is
+    plain GAE; turns of one token are the unit turn; at γ = γ_turn = λ = λ_turn = 1 all is plain GAE.
+    """
+    packing = Packing(turns.mask)
+    value, inner = packing.pack(zeroed(values, turns.mask)), packing.pack(turns.mask - turns.starts.to(values.dtype))
+    goes_on = torch.cat([inner[:, 1:], torch.zeros_like(inner[:, :1])], 1)  # the next policy token is of the same turn
+    delta = packing.pack(rewards) - value + packing.pack(after) * (1.0 - goes_on)
+    delta[:, :-1] += gamma * value[:, 1:] * goes_on[:, :-1]
+    advantages, returns = (
+        packing.unpack(suffix_scan(delta, gamma * lam * goes_on), out=torch.empty_like(values)) for lam in lambdas
+    )
+    return advantages, returns.add_(zeroed(values, turns.mask))
 
 
 def _add_end_values(

@@ -21,6 +21,7 @@ class LossInputs:
     """What every policy loss gets, already 0 where the mask is 0.
 
     log_probs (with gradient), old_log_probs, advantages, response_mask: [B, T]; rollout_is_weights: [B, T] or None.
+    sequence_lengths [B], of `aggregate_loss`, or None.
     """
 
     log_probs: Tensor
@@ -32,6 +33,7 @@ class LossInputs:
     loss_scale_factor: float | None = None
     num_tokens: Denominator = None
     num_sequences: Denominator = None
+    sequence_lengths: Tensor | None = None
 
     def log_ratio(self, bound: float | None = LOG_RATIO_BOUND) -> Tensor:
         """log π/π_old [B, T], clamped to ±bound."""
@@ -43,7 +45,8 @@ class LossInputs:
         if self.rollout_is_weights is not None:
             per_token = per_token * self.rollout_is_weights
         denominator = loss_denominator(self.loss_agg_mode, self.num_tokens, self.num_sequences)
-        return aggregate_loss(per_token, self.response_mask, self.loss_agg_mode, self.loss_scale_factor, denominator)
+        settings = (self.loss_agg_mode, self.loss_scale_factor, denominator, self.sequence_lengths)
+        return aggregate_loss(per_token, self.response_mask, *settings)
 
     def fraction(self, hit: Tensor) -> Tensor:
         """Mean of `hit` [B, T] over the policy tokens, additive under the global denominator."""
@@ -64,7 +67,9 @@ def policy_loss(
     loss_scale_factor: float | None = None,
     num_tokens: Denominator = None,
     num_sequences: Denominator = None,
+    sequence_lengths: Tensor | None = None,
     rollout_is_weights: Tensor | None = None,
+    turn_ids: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Metrics]:
     """The loss `name` (a scalar with gradient to log_probs) and its metrics (detached scalars); inputs [B, T].
@@ -72,7 +77,9 @@ def policy_loss(
     old_log_probs: None when the batch gets a single update: the ratio is exactly 1.
     num_tokens, num_sequences: counts of the whole mini-batch when this is a part of it: losses, gradients and metrics
         of the parts then add up to those of the whole.
+    sequence_lengths [B]: policy tokens of the sequence, where it has several rows and num_sequences counts sequences.
     rollout_is_weights [B, T]: importance weights of the rollout correction, multiplied onto each token's loss.
+    turn_ids [B, T]: number of each policy token's turn, rising along a row; for losses that name it.
     clip_ratio_*: reach those losses that clip; further options are the loss's own, an unknown one is a UserError.
     A loss that fixes its aggregation (`Capability.aggregation`) uses that in place of the default token-mean.
     """
@@ -92,9 +99,11 @@ def policy_loss(
         loss_scale_factor=loss_scale_factor,
         num_tokens=num_tokens,
         num_sequences=num_sequences,
+        sequence_lengths=sequence_lengths,
     )
     common = {
         "inputs": inputs,
+        "turn_ids": turn_ids,
         "clip_ratio_low": clip_ratio_low,
         "clip_ratio_high": clip_ratio_high,
         "clip_ratio_c": clip_ratio_c,

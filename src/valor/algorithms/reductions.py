@@ -195,6 +195,7 @@ def aggregate_loss(
     mode: str = "token-mean",
     scale_factor: float | None = None,
     denominator: Denominator = None,
+    sequence_lengths: Tensor | None = None,
 ) -> Tensor:
     """One number from per-token losses [B, T]; with a global `denominator` the parts of a mini-batch simply add up.
 
@@ -206,6 +207,8 @@ def aggregate_loss(
 
     denominator: N (token-mean) or S (seq-mean-*) of the whole mini-batch when `loss` is a part of it; default: counted
         in `mask`, fully masked rows left out. token-sum has none.
+    sequence_lengths [B]: n_i, where a sequence has several rows and `denominator` counts sequences; default: those of
+        `mask`.
     scale_factor: of seq-mean-token-sum-norm alone; default T, the padded width, which ties the loss to the padding:
         pass the longest response allowed.
     An empty mask gives 0, and a gradient of 0.
@@ -218,7 +221,7 @@ def aggregate_loss(
     lengths = masked_count(mask, -1)
     rows = masked_sum(loss, mask, -1)
     if mode == "seq-mean-token-mean":
-        rows = rows / lengths.clamp(min=1.0)
+        rows = rows / (lengths if sequence_lengths is None else sequence_lengths).clamp(min=1.0)
     total = rows.sum() / _positive((lengths > 0).sum() if denominator is None else denominator)
     if mode == "seq-mean-token-sum-norm":
         total = total / (float(mask.shape[-1]) if scale_factor is None else scale_factor)

@@ -138,7 +138,7 @@ ADVANTAGES = Registry(
     "advantage estimator", "rewards", "response_mask", "values", "group_ids", "reward_baselines", "gamma", "lam"
 )
 # `inputs` is a `valor.algorithms.ppo.LossInputs`; its `aggregate` and `fraction` make the (loss, metrics) to return.
-POLICY_LOSSES = Registry("policy loss", "inputs", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+POLICY_LOSSES = Registry("policy loss", "inputs", "turn_ids", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
 # A value loss returns three [B, T] tensors: loss, 1 where a clip binds, predicted value.
 VALUE_LOSSES = Registry("value loss", "values", "returns", "old_values", "cliprange_value")
 

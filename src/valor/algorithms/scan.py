@@ -19,19 +19,20 @@ _CHUNK = 16  # the fastest width for `_chunked_scan` on CPUs
 
 
 def suffix_scan(x: Tensor, decay: float | Tensor) -> Tensor:
-    """y_t = x_t + decay · y_{t+1} along the last dim of x [R, W], 0 after the end; decay in [0, 1], one or per row [R].
+    """y_t = x_t + decay_t · y_{t+1} along the last dim of x [R, W], 0 after the end; decay in [0, 1]: one, one per row
+    [R], or one per position [R, W].
 
     No division, so no over- or underflow; exact for decay 0 and 1.
     """
     if isinstance(decay, Tensor):
-        return _doubling_scan(x, decay.double().unsqueeze(1))
+        return _doubling_scan(x, (decay.unsqueeze(1) if decay.ndim == 1 else decay).double().expand_as(x))
     if not 0.0 <= decay <= 1.0:
-        raise UserError(f"gamma and lam must be between 0 and 1: the decay per token would be {decay:g}")
+        raise UserError(f"gamma and lam must be between 0 and 1: the decay per step would be {decay:g}")
     # A matrix product in lower precision (TF32, bfloat16) would not be exact.
     full_precision = torch.get_float32_matmul_precision() == "highest" and not torch.is_autocast_enabled("cpu")
     if x.device.type == "cpu" and full_precision and x.numel():
         return _chunked_scan(x, float(decay))
-    return _doubling_scan(x, torch.tensor(decay, dtype=torch.float64, device=x.device))
+    return _doubling_scan(x, torch.full_like(x, decay, dtype=torch.float64))
 
 
 def _chunked_scan(x: Tensor, decay: float) -> Tensor:
@@ -57,11 +58,11 @@ def _powers(decay: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _doubling_scan(x: Tensor, decay: Tensor) -> Tensor:
-    """After k rounds y_t sums the first 2^k terms (https://doi.org/10.1145/7902.7903); decay: scalar or [R, 1]."""
+    """After k rounds y_t sums the first 2^k terms (https://doi.org/10.1145/7902.7903); decay: float64 [R, W]."""
     y, reach = x.clone(), 1
     while reach < x.shape[1]:
-        summed = y[:, :-reach] + decay.to(x.dtype) * y[:, reach:]
-        y, decay, reach = torch.cat([summed, y[:, -reach:]], 1), decay * decay, 2 * reach
+        y = torch.cat([y[:, :-reach] + decay[:, :-1].to(x.dtype) * y[:, reach:], y[:, -reach:]], 1)
+        decay, reach = decay[:, :-reach] * decay[:, reach:], 2 * reach  # products over `reach` positions
     return y
 
 
@@ -73,7 +74,7 @@ class Packing:
     """
 
     def __init__(self, mask: Tensor) -> None:
-        self.has_gaps = mask.shape[1] > 1 and bool((mask[:, 1:] - mask[:, :-1]).max() > 0)
+        self.has_gaps = mask.shape[1] > 1 and bool((mask[:, 1:] > mask[:, :-1]).any())
         if self.has_gaps:
             present = mask.bool()
             self.slots = present.cumsum(1) * present

@@ -6,6 +6,7 @@ from torch import Tensor
 from valor.algorithms.ppo import LossInputs, Metrics, clip_bounds
 from valor.algorithms.reductions import masked_mean
 from valor.algorithms.registry import register_policy_loss
+from valor.algorithms.turns import Turns
 from valor.errors import UserError
 
 
@@ -17,10 +18,30 @@ def gspo(inputs: LossInputs, *, clip_ratio_low: float = 0.2, clip_ratio_high: fl
     Aggregated as seq-mean-token-mean. Its authors clip at 3e-4 and 4e-4, far below PPO's 0.2.
     Metrics: pg_clipfrac, ppo_kl.
     """
-    low, high = clip_bounds(clip_ratio_low, clip_ratio_high)
     log_ratio = inputs.log_ratio(bound=None)
     sequence = masked_mean(log_ratio.detach(), inputs.response_mask, dim=-1).unsqueeze(-1)
-    ratio = (inputs.log_probs - inputs.log_probs.detach() + sequence).clamp(max=10.0).exp()
+    return _clipped_together(inputs, sequence, clip_ratio_low, clip_ratio_high)
+
+
+@register_policy_loss("turn_ppo", aggregation="seq-mean-token-mean")
+def turn_ppo(
+    inputs: LossInputs, *, turn_ids: Tensor | None, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2
+) -> tuple[Tensor, Metrics]:
+    """`gspo` turn by turn: PPO's clip on s_k = exp(mean of log π/π_old over the policy tokens of turn k), for each of
+    these tokens (Turn-PPO of ST-PPO, https://arxiv.org/abs/2511.20718). A response of one turn: GSPO.
+
+    turn_ids [B, T]: number of each policy token's turn. Aggregated as seq-mean-token-mean.
+    Metrics: pg_clipfrac, ppo_kl.
+    """
+    turns = Turns(turn_ids, inputs.response_mask)
+    return _clipped_together(inputs, turns.mean(inputs.log_ratio(bound=None).detach()), clip_ratio_low, clip_ratio_high)
+
+
+def _clipped_together(inputs: LossInputs, log_ratio_of_all: Tensor, low: float, high: float) -> tuple[Tensor, Metrics]:
+    """PPO's clip on a ratio that tokens share ([B, T] or [B, 1]), with each token's gradient through its own log π."""
+    low, high = clip_bounds(low, high)
+    log_ratio = inputs.log_ratio(bound=None)
+    ratio = (inputs.log_probs - inputs.log_probs.detach() + log_ratio_of_all).clamp(max=10.0).exp()
     unclipped = -inputs.advantages * ratio
     clipped = -inputs.advantages * ratio.clamp(low, high)
     metrics = {"pg_clipfrac": inputs.fraction(clipped > unclipped), "ppo_kl": inputs.fraction(-log_ratio)}

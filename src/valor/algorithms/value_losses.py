@@ -130,11 +130,12 @@ def value_loss(
     loss_scale_factor: float | None = None,
     num_tokens: Denominator = None,
     num_sequences: Denominator = None,
+    sequence_lengths: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Metrics]:
     """The critic's loss and metrics; values [B, T] with gradient (logits [B, T, K] for hl_gauss), others [B, T].
 
-    num_tokens, num_sequences: counts of the whole mini-batch when this is a part of it.
+    num_tokens, num_sequences, sequence_lengths: as in `policy_loss`.
     Metrics: vf_clipfrac, vpred_mean, vf_error_mean (mean of V − R).
     """
     entry = VALUE_LOSSES[name]
@@ -147,7 +148,8 @@ def value_loss(
     }
     per_token, clipped, predicted = entry.call(common, options)
     denominator = loss_denominator(loss_agg_mode, num_tokens, num_sequences)
-    loss = aggregate_loss(per_token, response_mask, loss_agg_mode, loss_scale_factor, denominator)
+    settings = (loss_agg_mode, loss_scale_factor, denominator, sequence_lengths)
+    loss = aggregate_loss(per_token, response_mask, *settings)
     metrics = {
         "vf_clipfrac": token_fraction(clipped, response_mask, num_tokens),
         "vpred_mean": token_fraction(predicted, response_mask, num_tokens),

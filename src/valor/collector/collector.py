@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from valor import algorithms
+from valor.agents.episode import last_rows, place_rewards
+from valor.agents.metrics import episode_metrics
 from valor.collector.dynamic_sampling import check_limit, informative_rows
+from valor.collector.episode_files import EpisodeFiles
 from valor.collector.freshness import WeightPublisher
 from valor.collector.grading import Grading
 from valor.collector.inputs import RunInputs
@@ -17,6 +20,7 @@ from valor.collector.prompts import PROMPT_OBJECTS, prompt_batch, sampling_param
 from valor.config import PPOConfig
 from valor.controller.group import Roles
 from valor.data.batch import Batch
+from valor.data.episodes import Episodes
 from valor.data.prompts import PromptRow
 from valor.errors import WorkersReplaced
 from valor.rewards.executor import RewardResult
@@ -34,6 +38,7 @@ class Collector:
         self.rollout = config.actor_rollout_ref.rollout
         self.grading = Grading(config, inputs, roles)
         self._weights = WeightPublisher(roles)
+        self._episodes = EpisodeFiles(config, inputs.agents)
         estimator = algorithms.ADVANTAGES[config.algorithm.adv_estimator]
         self._greedy_baseline = estimator.capability.needs_greedy_baseline
 
@@ -44,6 +49,7 @@ class Collector:
         ones are drawn until there are enough; surplus ones are left out. `reward/*` are about everything generated.
         """
         filtering, wanted = self.config.algorithm.filter_groups.enable, self.config.data.train_batch_size
+        self._episodes.begin(str(step))
         kept: list[Batch] = []
         results: list[RewardResult] = []
         sources: list[str] = []
@@ -55,9 +61,9 @@ class Collector:
             batch, graded = self._answer_and_grade(rows, step, first=len(results) // self.rollout.n, timer=timer)
             rounds += 1
             results += graded
-            sources += batch.objects["data_source"]
+            sources += last_rows(batch).objects["data_source"]
             kept.append(informative_rows(batch, graded, self._outcomes(graded), self.config) if filtering else batch)
-            found = sum(map(len, kept)) // self.rollout.n
+            found = sum(len(Episodes(one).rows) for one in kept) // self.rollout.n
         metrics, line = summarize(sources, results)
         self._say(line)
         if self.inputs.reward_texts is not None:
@@ -71,7 +77,11 @@ class Collector:
                 "training/filter_groups/surplus_prompts": found - wanted,
                 "training/filter_groups/score_before": sum(r.score for r in results) / len(results),
             }
-        batch = Batch.concat(kept).take(range(wanted * self.rollout.n)) if rounds > 1 or found > wanted else kept[0]
+        batch = kept[0]
+        if rounds > 1 or found > wanted:
+            batch = Batch.concat(kept)
+            batch = batch.take([i for rows in Episodes(batch).rows[: wanted * self.rollout.n] for i in rows])
+        metrics |= episode_metrics(batch)
         batch.meta |= {"temperature": self.rollout.temperature, "global_step": step}
         if self._greedy_baseline:
             with timer("gen_baseline"):
@@ -79,24 +89,28 @@ class Collector:
         self.roles["rollout"].sleep()
         return batch, metrics
 
-    def validation_batch(self) -> tuple[Batch, list[RewardResult]]:
-        """Responses to the whole validation set and their grades (without penalties for length)."""
+    def validation_batch(self, step: int) -> tuple[Batch, list[RewardResult]]:
+        """Responses to the whole validation set after `step`, and their grades (without penalties for length)."""
+        self._episodes.begin(f"val_{step}")
         parts: list[Batch] = []
+        first = 0
         for rows in self.inputs.validation_chunks():
             prompts = prompt_batch(
                 rows,
                 samples_per_prompt=self.rollout.val_kwargs.n,
                 seed=self.config.trainer.seed,
                 step=None,
-                first=sum(map(len, parts)) // self.rollout.val_kwargs.n,
+                first=first,
             )
+            first += len(rows)
             with phase("validation", len(prompts), unit="sample"):
                 sink = self.grading.sink(prompts, validation=True)
                 parts.append(self.answer(prompts, sampling_params(self.config, validation=True), sink=sink))
         batch = Batch.concat(parts)
-        with phase("reward", len(batch), unit="sample"):
-            results = self.grading.validation(batch)
-        batch.objects["reward_info"] = [r.components for r in results]
+        ends = last_rows(batch)
+        with phase("reward", len(ends), unit="sample"):
+            results = self.grading.validation(ends)
+        _add_reward_info(batch, results)
         self.roles["rollout"].sleep()
         return batch, results
 
@@ -119,13 +133,19 @@ class Collector:
         `sink` gets each episode as soon as it has ended.
         """
         timer = timer or Timer()
-        columns = prompts.select(("prompts", "prompt_lengths", "episode_key", "uid"))
+        objects = PROMPT_OBJECTS if self.config.plays_episodes else ("uid",)
+        columns = prompts.select(("prompts", "prompt_lengths", "episode_key", *objects))
+        columns = columns.union(self._episodes.recorded(prompts, params))
         try:
             with timer("update_weights"):
                 self._weights.publish()
             with timer("gen"):
-                answered = prompts.union(self.roles["rollout"].generate(columns, params, sink=sink))
-                return self.inputs.with_text(answered)
+                rows = self.roles["rollout"].generate(columns, params, sink=sink)
+                self._episodes.write(rows)
+                if "episode" in rows:  # of one prompt several may have come
+                    prompts = prompts.take(rows["episode"])
+                    rows["episode"] = prompts["episode_key"][:, 2]
+                return self.inputs.with_text(prompts.union(rows))
         except WorkersReplaced as replaced:
             self._say(str(replaced))
             return self.answer(prompts, params, sink=sink, timer=timer)
@@ -146,8 +166,9 @@ class Collector:
             batch = self.answer(prompts, sampling_params(self.config), sink=sink, timer=timer)
         with timer("reward"), phase("reward", len(batch), unit="sample"):
             results = self.grading.training(batch)
-        batch.objects["reward_info"] = [r.components for r in results]
-        batch["token_level_scores"] = algorithms.place_at_end(self._outcomes(results), batch["response_mask"])
+        _add_reward_info(batch, results)
+        binary = self.config.algorithm.reward_binarize
+        batch["token_level_scores"] = place_rewards(self._outcomes(results), batch, at_end=binary)
         return batch, results
 
     def _greedy_rewards(self, batch: Batch) -> Tensor:
@@ -155,13 +176,21 @@ class Collector:
         n = self.rollout.n
         prompts = batch.select(("prompts", "prompt_lengths", "episode_key", *PROMPT_OBJECTS))
         params = replace(sampling_params(self.config), temperature=0.0)
-        prompts = prompts.take(range(0, len(batch), n))
+        rows = Episodes(batch).rows
+        prompts = prompts.take([one[0] for one in rows[::n]])
         with phase("greedy baseline", len(prompts), unit="sample"):
             greedy = self.answer(prompts, params, sink=self.grading.sink(prompts))
-        return self.scores(greedy).repeat_interleave(n)
+        scores = self.scores(greedy).repeat_interleave(n)
+        return scores.repeat_interleave(torch.tensor([len(one) for one in rows]))
 
     def _outcomes(self, results: Sequence[RewardResult]) -> Tensor:
         """Scores [B] as the algorithm takes them: 0 or 1 under `reward_binarize`."""
         scores = torch.tensor([r.score for r in results])
         algorithm = self.config.algorithm
         return algorithms.binarize(scores, algorithm.reward_threshold) if algorithm.reward_binarize else scores
+
+
+def _add_reward_info(batch: Batch, results: Sequence[RewardResult]) -> None:
+    """`reward_info`: what the grader of a row's episode said beside the score."""
+    pairs = zip(results, Episodes(batch).rows, strict=True)
+    batch.objects["reward_info"] = [result.components for result, rows in pairs for _ in rows]

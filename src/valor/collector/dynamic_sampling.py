@@ -10,6 +10,7 @@ from torch import Tensor
 from valor import algorithms
 from valor.config import PPOConfig
 from valor.data.batch import Batch
+from valor.data.episodes import Episodes
 from valor.errors import TrainingStopped, UserError
 from valor.rewards.executor import RewardResult
 
@@ -17,9 +18,11 @@ _SCORE_NAMES = (None, "score", "seq_reward", "seq_final_reward")  # verl's ways 
 
 
 def informative_rows(batch: Batch, results: Sequence[RewardResult], scores: Tensor, config: PPOConfig) -> Batch:
-    """The rows of prompts whose samples differ in `algorithm.filter_groups.metric`. `scores` [B]: of training."""
-    metric = _metric(results, scores, config)
-    return batch.take(algorithms.filter_groups(metric, batch.objects["uid"]).nonzero().squeeze(1))
+    """The rows of prompts whose episodes differ in `algorithm.filter_groups.metric`. `scores` [E]: of training."""
+    metric, rows = _metric(results, scores, config), Episodes(batch).rows
+    prompts = [batch.objects["uid"][one[0]] for one in rows]
+    kept = algorithms.filter_groups(metric, prompts).nonzero().squeeze(1).tolist()
+    return batch.take([row for number in kept for row in rows[number]])
 
 
 def _metric(results: Sequence[RewardResult], scores: Tensor, config: PPOConfig) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from valor.controller.group import Pools, Roles
+from valor.errors import TrainingStopped
 
 
 class WeightPublisher:
@@ -34,5 +35,6 @@ class WeightPublisher:
         sent = roles.submit("actor", actor.send_weights, receivers)
         received = roles.submit("rollout", rollout.receive_weights, self._address, version)
         errors = received.exception(), sent.exception()
-        if error := errors[0] or errors[1]:  # a sender complains of the receiver that died
+        deaths = [error for error in errors if isinstance(error, TrainingStopped)]
+        if error := next(iter(deaths), errors[0] or errors[1]):  # who is left complains of the one that died
             raise error

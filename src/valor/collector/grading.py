@@ -11,11 +11,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from valor import algorithms
-from valor.agents.episode import Episode, EpisodeKey
+from valor.agents.episode import Episode, EpisodeKey, last_rows, turn_rewards
 from valor.collector.inputs import RunInputs
 from valor.config import PPOConfig
 from valor.controller.group import Roles
 from valor.data.batch import Batch
+from valor.data.episodes import Episodes
 from valor.data.reward_texts import prompt_text
 from valor.errors import StepRefused
 from valor.rewards.executor import RewardResult
@@ -48,6 +49,8 @@ class Grading:
         columns = prompts.objects
 
         def grade(episode: Episode) -> None:
+            if episode.outcome is not None or episode.error is not None:
+                return
             i = rows[episode.key]
             source = columns["data_source"][i]
             if self.inputs.has_grader(source):
@@ -58,39 +61,49 @@ class Grading:
         return grade
 
     def training(self, batch: Batch) -> list[RewardResult]:
-        """What the responses are worth in training, in row order.
+        """What the episodes of a batch are worth in training, in order.
 
-        Nothing is learnt from a row whose log-probs are not finite: it is an error, and its `response_mask` becomes 0.
-        StepRefused when there are more errors than `reward.max_error_ratio` allows.
+        Nothing is learnt from an episode with log-probs that are not finite: it is an error, and the `response_mask` of
+        its rows becomes 0. StepRefused when there are more errors than `reward.max_error_ratio` allows.
         """
-        model = self.config.reward_model
-        results = [] if model.replaces_rule else self._by_rule(batch)
+        model, ends = self.config.reward_model, last_rows(batch)
+        results = [] if model.replaces_rule else self._by_rule(ends)
         if model.enable:
-            pairs = zip(self._by_model(batch), results or [None] * len(batch), strict=True)
+            pairs = zip(self._by_model(ends), results or [None] * len(ends), strict=True)
             results = [self._joined(by_model, by_rule) for by_model, by_rule in pairs]
+        if "turn_rewards" in batch:
+            pairs = zip(results, turn_rewards(batch).tolist(), strict=True)
+            results = [r._replace(score=r.score + of_turns) for r, of_turns in pairs]
         if "rollout_log_probs" in batch:
             self._leave_out_broken(batch, results)
         self._check_errors(results)
-        return self._without_overlong_penalty(results, batch)
+        return self._without_overlong_penalty(results, ends)
 
     def validation(self, batch: Batch) -> list[RewardResult]:
-        """The verdicts on the responses, in row order."""
-        if not self.config.reward_model.enable:
-            return self._by_rule(batch)
-        has_grader = [self.inputs.has_grader(source) for source in batch.objects["data_source"]]
+        """The verdicts on the responses, in row order. Where an environment judges, what it gave for the turns counts
+        too; the rewards of tools do not."""
+        outcomes = batch.objects.get("outcome") or [None] * len(batch)
+        judged = [outcome is not None for outcome in outcomes]
+        by_model = self.config.reward_model.enable
+        sources = batch.objects["data_source"]
+        by_rule = [not by_model or judged[i] or self.inputs.has_grader(source) for i, source in enumerate(sources)]
         results: dict[int, RewardResult] = {}
         for graded, score in ((True, self._by_rule), (False, self._by_model)):
-            rows = [i for i, found in enumerate(has_grader) if found is graded]
+            rows = [i for i, found in enumerate(by_rule) if found is graded]
             if rows:
                 results |= zip(rows, score(batch.take(rows)), strict=True)
+        if any(judged):
+            of_turns = turn_rewards(batch).tolist()
+            results |= {i: r._replace(score=r.score + of_turns[i]) for i, r in results.items() if judged[i]}
         return [results[i] for i in range(len(batch))]
 
     def _leave_out_broken(self, batch: Batch, results: list[RewardResult]) -> None:
         broken = ~batch["rollout_log_probs"].isfinite().all(-1)
-        batch["rollout_log_probs"][broken] = batch["response_mask"][broken] = 0.0
         error = "the rollout engine gave log-probs that are not finite"
-        for i in broken.nonzero().flatten().tolist():
-            results[i] = RewardResult(self.config.error_score, {}, error)
+        for i, rows in enumerate(Episodes(batch).rows):
+            if broken[rows].any():
+                batch["rollout_log_probs"][rows] = batch["response_mask"][rows] = 0.0
+                results[i] = RewardResult(self.config.error_score, {}, error)
 
     def _check_errors(self, results: list[RewardResult]) -> None:
         errors = Counter(r.error for r in results if r.error is not None)
@@ -103,6 +116,21 @@ class Grading:
 
     def _by_rule(self, batch: Batch) -> list[RewardResult]:
         """The graders' verdicts; what they were given while it was generated is not graded again."""
+        if "outcome" in batch:
+            judged = [self._by_environment(batch, i) for i in range(len(batch))]
+            rest = [i for i, result in enumerate(judged) if result is None]
+            graded = iter(self._by_grader(batch.take(rest)) if rest else ())
+            return [next(graded) if result is None else result for result in judged]
+        return self._by_grader(batch)
+
+    def _by_environment(self, batch: Batch, i: int) -> RewardResult | None:
+        """What the environment of row i's episode said, or why it could not be played; None: graders judge."""
+        if (error := batch.objects["episode_error"][i]) is not None:
+            return RewardResult(self.config.error_score, {}, error)
+        outcome = batch.objects["outcome"][i]
+        return None if outcome is None else RewardResult(outcome, {})
+
+    def _by_grader(self, batch: Batch) -> list[RewardResult]:
         samples = [Sample(*row) for row in zip(*(batch.objects[name] for name in _SAMPLE_COLUMNS), strict=True)]
         keys = [tuple(key) for key in batch["episode_key"].tolist()] if "episode_key" in batch else []
         futures: dict[int, Future[RewardResult]] = {}

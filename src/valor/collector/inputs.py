@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from valor.agents.agents import Agents
 from valor.config import PPOConfig, RewardModelConfig
 from valor.data.batch import Batch
 from valor.data.prompts import PromptDataset, PromptRow
 from valor.data.reward_texts import CriticTexts, RewardTexts, longest_text
 from valor.data.sampler import PromptSampler
 from valor.errors import UserError
-from valor.models.load import load_model_config, load_tokenizer
+from valor.models.load import load_model_config, load_policy_tokenizer, load_tokenizer
 from valor.models.reward import reward_model_kind
 from valor.rewards.executor import RewardExecutor
 from valor.rewards.judge import Judge
@@ -23,21 +24,23 @@ class RunInputs:
     """Tokenizer, data sets, sampler and graders of a run."""
 
     def __init__(self, config: PPOConfig) -> None:
-        data = config.data
+        data = config.data.model_copy(update={"max_prompt_length": config.start_length})
         self.tokenizer = load_policy_tokenizer(config)
-        self.train = PromptDataset(data, self.tokenizer, split="train")
-        self.val = PromptDataset(data, self.tokenizer, split="val") if data.val_files else None
+        self.agents = Agents(config, self.tokenizer) if config.plays_episodes else None
+        tools_of = None if self.agents is None else self.agents.schemas_of
+        self.train = PromptDataset(data, self.tokenizer, "train", tools_of)
+        self.val = PromptDataset(data, self.tokenizer, "val", tools_of) if data.val_files else None
         dynamic = config.algorithm.filter_groups.enable
         at_once = data.gen_batch_size if dynamic and data.gen_batch_size else data.train_batch_size
         self.sampler = PromptSampler(len(self.train), at_once, seed=data.seed, shuffle=data.shuffle)
         self.rewards = make_graders(config.reward)
         reward_model = config.reward.reward_model
         if not reward_model.replaces_rule:  # where there is a reward model, it also validates what has no grader
-            validated = self.val.data_sources if self.val and not reward_model.enable else ()
-            self.rewards.check({*self.train.data_sources, *validated})
-            _check_truths(self.train, self.rewards)
+            validated = _to_grade(self.val, self.agents) if self.val and not reward_model.enable else ()
+            self.rewards.check({*_to_grade(self.train, self.agents), *validated})
+            _check_truths(self.train, self.rewards, self.agents)
         if self.val is not None:
-            _check_truths(self.val, self.rewards)
+            _check_truths(self.val, self.rewards, self.agents)
         self._check_model(config)
         self.reward_texts = load_reward_texts(reward_model, self.tokenizer) if reward_model.is_role else None
         if isinstance(self.reward_texts, RewardTexts):
@@ -107,26 +110,28 @@ class RunInputs:
         self.rewards.close()
 
 
-def _check_truths(rows: PromptDataset, rewards: RewardExecutor) -> None:
+def _to_grade(rows: PromptDataset, agents: Agents | None) -> Iterable[str]:
+    """The data sources of rows that no environment judges."""
+    if agents is None:
+        return rows.data_sources
+    return {row.data_source for row in rows if not agents.judges(row.extra_info)}
+
+
+def _check_truths(rows: PromptDataset, rewards: RewardExecutor, agents: Agents | None) -> None:
     """UserError: a row that a grader compares with its ground truth has none."""
-    missing = [row for row in rows.without_truth if not rewards.grades_everything and needs_truth(row.data_source)]
+    missing = [
+        row
+        for row in rows.without_truth
+        if not rewards.grades_everything
+        and needs_truth(row.data_source)
+        and not (agents is not None and agents.judges(row.extra_info))
+    ]
     if missing:
         raise UserError(
             f"{missing[0].where}: there is no reward_model.ground_truth, which the grader of "
             f"'{missing[0].data_source}' needs ({len(missing)} of {len(rows)} {rows.split} prompts): fill it in or "
             "leave such rows out"
         )
-
-
-def load_policy_tokenizer(config: PPOConfig) -> Any:
-    """The tokenizer of the policy, with a chat template. UserError: there is none."""
-    model = config.actor_rollout_ref.model
-    return load_tokenizer(
-        config.data.tokenizer or model.tokenizer_path or model.path,
-        trust_remote_code=model.trust_remote_code,
-        custom_chat_template=model.custom_chat_template,
-        require_chat_template=True,
-    )
 
 
 def load_reward_texts(model: RewardModelConfig, policy_tokenizer: Any) -> RewardTexts | CriticTexts:

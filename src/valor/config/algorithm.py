@@ -6,6 +6,7 @@ from typing import Any, Literal
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from valor.config.actor import KLKind
+from valor.config.agent import StateMaskingConfig
 from valor.config.base import PathStr, Section, Share, inherits, key, section
 
 
@@ -95,10 +96,18 @@ class AlgorithmConfig(Section):
     """Lambda of the critic's targets."""
     adaptive_lam_alpha: PositiveFloat | None = key(None, {".reward_source!=critic": "the advantage is V(last) - V"})
     """Lambda of the advantages by response length: 1 - 1 / (alpha * length); null uses lam_actor."""
+    gae_unit: Literal["token", "turn", "bilevel"] = key(
+        "token", {".reward_source!=critic": "the advantage is V(last) - V"}
+    )
+    """gae, one step is: a token; a turn, by gamma_turn and lam_turn alone; bilevel: turns, then the tokens in each."""
+    gamma_turn: Share = key(1.0, ".gae_unit!=token")
+    """turn, bilevel: discount per turn."""
+    lam_turn: Share = key(1.0, ".gae_unit!=token")
+    """turn, bilevel: lambda between turns."""
     adv_whitening: Literal["batch", "mini_batch", "none"] = "batch"
     """Over which tokens gae, reinforce_plus_plus, reinforce_plus_plus_baseline and gdpo normalise advantages."""
     truncation_bootstrap: bool = False
-    """gae, a response cut at the length limit: true continues with the value after its last token, false with 0."""
+    """gae, a response cut at a limit of length or turns: true continues with the value after it, false with 0."""
     norm_adv_by_std_in_grpo: bool = True
     """GRPO: divide by the group's standard deviation (false is Dr. GRPO)."""
     singleton: Literal["zero", "raw"] = "zero"
@@ -131,6 +140,7 @@ class AlgorithmConfig(Section):
     pf_ppo: PFPPOConfig = section(PFPPOConfig, ".use_pf_ppo")
     filter_groups: FilterGroupsConfig = section(FilterGroupsConfig, ".filter_groups.enable")
     rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
+    state_masking: StateMaskingConfig = section(StateMaskingConfig)
 
     def contradictions(self, at: str) -> Iterator[str]:
         masked = self.reward_mask_ratio > 0

@@ -13,11 +13,12 @@ _OF_POLICY_TRAINING = """
     actor_rollout_ref.actor.optim.* actor_rollout_ref.actor.policy_loss.* actor_rollout_ref.actor.clip_*
     actor_rollout_ref.actor.entropy* actor_rollout_ref.actor.*kl_* actor_rollout_ref.ref.*
     actor_rollout_ref.rollout.val_kwargs.* actor_rollout_ref.rollout.log_prob_* algorithm.lam* algorithm.ad[av]*
+    algorithm.gae_unit algorithm.gamma_turn
     algorithm.norm_* algorithm.singleton algorithm.truncation_bootstrap algorithm.reward_source
     algorithm.reward_mask_* algorithm.missing_reward algorithm.use_* algorithm.kl_* algorithm.pf_ppo.*
     algorithm.filter_groups.* algorithm.rollout_correction.* data.gen_batch_size trainer.critic_warmup trainer.val_*
     trainer.test_freq trainer.keep_best trainer.log_* trainer.rollout_data_dir trainer.validation_data_dir
-    trainer.rollout_probs_diff_warn
+    trainer.episode_data_dir actor_rollout_ref.rollout.agent.replay_dir trainer.rollout_probs_diff_warn
 """
 _OF_CRITIC_TRAINING = """
     critic.optim.* critic.freeze* critic.value_loss* critic.cliprange_value critic.loss_* critic.ppo_epochs

@@ -37,6 +37,10 @@ class DataConfig(FilesConfig):
     """Longest prompt in tokens."""
     max_response_length: PositiveInt = 512
     """Longest response in tokens."""
+    max_start_length: PositiveInt | None = key(None, "do_search")
+    """Longest first prompt of a search episode in tokens; null takes max_prompt_length."""
+    max_obs_length: PositiveInt = key(512, "do_search")
+    """Longest search result in tokens; what is longer is cut."""
     train_batch_size: PositiveInt = 1024
     """PROMPTS per training step."""
     gen_batch_size: PositiveInt | None = key(None, "algorithm.filter_groups.enable")

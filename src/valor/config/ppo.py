@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from pydantic import model_validator
+from pydantic import PositiveInt, model_validator
 
 from valor.config.actor import ActorConfig, RefConfig
+from valor.config.agent import RetrieverConfig
 from valor.config.algorithm import AlgorithmConfig
 from valor.config.base import MAIN_TREE, Section, key, section
 from valor.config.critic import CriticConfig
@@ -18,6 +19,7 @@ from valor.config.tree import fill_inherited, get_at, lookup, set_at
 
 CRITIC_BY_DEFAULT = "gae"
 """The estimator with which critic.enable is true where it is not set."""
+SINGLE_TURN = "single_turn_agent"
 MAX_LENGTH = "actor_rollout_ref.rollout.max_model_len"
 
 
@@ -42,6 +44,11 @@ class PPOConfig(Section):
     algorithm: AlgorithmConfig = section(AlgorithmConfig)
     trainer: TrainerConfig = section(TrainerConfig)
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig)
+    do_search: bool = False
+    """Let the policy search, as in Search-R1: <search>query</search>, and an answer in <answer>."""
+    max_turns: PositiveInt = key(10, "do_search")
+    """Most searches in an episode; after them comes one last turn."""
+    retriever: RetrieverConfig = section(RetrieverConfig)
     resource_pools: dict[str, PoolConfig] = key({})
     """Processes of their own for some roles, by a name of yours: {values: {roles: critic, n_gpus_per_node: 2}}."""
 
@@ -64,9 +71,47 @@ class PPOConfig(Section):
         sections = "actor_rollout_ref.ref", "reward.reward_model"
         return {"no optimizer": " ".join(f"{section}.fsdp_config.optimizer_offload" for section in sections)}
 
+    @property
+    def default_agent_loop(self) -> str:
+        """The loop of rows that name none."""
+        return self.actor_rollout_ref.rollout.agent.default_agent_loop or next(iter(self._loops), SINGLE_TURN)
+
+    @property
+    def _loops(self) -> dict[str, str]:
+        """The loops that keys ask for, each with the setting that does."""
+        rollout = self.actor_rollout_ref.rollout
+        environment = rollout.agent.environment
+        asked = {
+            "environment_agent": environment and f"actor_rollout_ref.rollout.agent.environment={environment}",
+            "tool_agent": rollout.multi_turn.enable and "actor_rollout_ref.rollout.multi_turn.enable=true",
+            "search_agent": self.do_search and "do_search=true",
+        }
+        return {loop: setting for loop, setting in asked.items() if setting}
+
+    @property
+    def plays_episodes(self) -> bool:
+        """Whether a row may have more than one turn."""
+        own = self.actor_rollout_ref.rollout.agent.agent_loop_config_path
+        return self.default_agent_loop != SINGLE_TURN or own is not None
+
+    @property
+    def start_length(self) -> int:
+        """Longest first prompt in tokens."""
+        searching = self.do_search and self.data.max_start_length
+        return searching or self.data.max_prompt_length
+
+    @property
+    def episode_length(self) -> int:
+        """Most tokens after the prompt of a row: the policy's, and what it is told. Search-R1 counts
+        data.max_response_length for each turn, and data.max_prompt_length for all before the last."""
+        return self.data.max_prompt_length - self.start_length + self.data.max_response_length
+
     def contradictions(self, at: str) -> Iterator[str]:
         for lines in (self._lengths(), self._batches(), self._critic(), self._losses(), self._validation()):
             yield from lines
+        if len(self._loops) > 1 and self.actor_rollout_ref.rollout.agent.default_agent_loop is None:
+            both, loops = " and ".join(self._loops.values()), " or ".join(self._loops)
+            yield f"{both} are different loops: set actor_rollout_ref.rollout.agent.default_agent_loop to {loops}"
 
     def _lengths(self) -> Iterator[str]:
         data, buffer = self.data, self.reward.reward_kwargs.overlong_buffer_cfg

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from valor.config.agent import AgentConfig, MultiTurnConfig
 from valor.config.base import BARE_ITEM, CountOrOff, DType, PathStr, PositiveShare, Section, inherits, key, section
 
 
@@ -90,6 +91,8 @@ class RolloutConfig(Section):
     val_kwargs: ValidationSamplingConfig = section(ValidationSamplingConfig, "data.val_files")
     checkpoint_engine: WeightSyncConfig = section(WeightSyncConfig)
     server: ServerConfig = section(ServerConfig)
+    multi_turn: MultiTurnConfig = section(MultiTurnConfig)
+    agent: AgentConfig = section(AgentConfig)
     nnodes: NonNegativeInt = 0
     """Nodes on which generation has processes of its own, beside those of the trainer; 0 shares the trainer's."""
     n_gpus_per_node: PositiveInt | None = inherits("trainer.n_gpus_per_node", ".nnodes")

@@ -52,6 +52,8 @@ class SFTDataConfig(SupervisedDataConfig, train_files=["~/data/gsm8k_sft/train.p
     """Column with the chat messages; where it is missing, prompt_key and response_key are read."""
     response_key: str = "response"
     """Column with the response text."""
+    tools_key: str = "tools"
+    """Column with the schemas of the tools that a chat's template shows; may be missing."""
     truncation: Truncation = "error"
     """What happens to a longer sample: stop, or cut that part."""
     apply_chat_template_kwargs: dict[str, Any] = key({})

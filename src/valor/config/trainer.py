@@ -91,11 +91,13 @@ class TrainerConfig(RunConfig):
     val_only: bool = False
     """Validate and stop."""
     log_generations: NonNegativeInt = 4
-    """Training samples per step to keep, with each token's value and advantage."""
+    """Training samples (whole episodes) per step to keep, with each token's value and advantage."""
     log_val_generations: NonNegativeInt = key(0, "data.val_files")
     """Validation samples to log."""
     rollout_data_dir: PathStr | None = None
     """Write every step's rollouts to this folder as jsonl."""
+    episode_data_dir: PathStr | None = key(None, "plays_episodes")
+    """Record the episodes of every step and validation in this folder, to read and to replay (agent.replay_dir)."""
     validation_data_dir: PathStr | None = key(None, "data.val_files")
     """Write every validation's samples to this folder as jsonl."""
     keep_best: bool = False

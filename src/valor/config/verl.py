@@ -59,9 +59,9 @@ ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 REWARD_MODEL, VLLM = "reward.reward_model", "actor_rollout_ref.rollout.engine_kwargs.vllm"
 LOSS = "actor_rollout_ref.actor.policy_loss"
+UNSEEN = "what the policy is told is never trained on"
 WHOLE = RESUMABLE, [*RESUMABLE, "hf_model"]
 SAMPLED = "training rollouts are always sampled"
-ONE_TURN, AGENT_LOOPS = "responses have one turn", "agent.default_agent_loop agent.agent_loop_config_path"
 REPLICAS = _at(ROLLOUT, "data_parallel_size expert_parallel_size pipeline_model_parallel_size")
 
 _MICRO_BATCHES = {
@@ -73,6 +73,9 @@ _RENAMED = {
     "fsdp_config.*": "engine.* model.fsdp_config.*",
     "critic.fsdp_config.*": "critic.fsdp.* critic.model.fsdp_config.*",
     f"{MODEL}.enable_gradient_checkpointing": f"{ACTOR}.fsdp_config.gradient_checkpointing",
+    f"{ROLLOUT}.n": f"{ROLLOUT}.n_agent",
+    f"{ROLLOUT}.multi_turn.tool_config_path": "data.tool_config_path",
+    f"{ROLLOUT}.multi_turn.function_tool_path": "data.function_tool_path",
     "critic.model.enable_gradient_checkpointing": "critic.fsdp_config.gradient_checkpointing",
     "*.optim.clip_grad": "*.grad_clip",
     "*optim.lr_warmup_steps": "*optim.warmup_steps",
@@ -118,14 +121,14 @@ _VALUES = [
     Spelling("reward.reward_manager.name", "graders are processes anyway", value="naive", only=("remote",)),
 ]
 _BEFORE_WIDER_ONES = [
+    *_because({UNSEEN: f"{ACTOR}.state_masking"}, only=(True,)),
+    *_because({f"{UNSEEN}: leave it at true": f"{ACTOR}.state_masking"}, only=(False,), refused=True),
     *_because({"the trainer is synchronous": "trainer.v1.trainer_mode"}, only=("sync",)),
     *_because({"it is where AdamW comes from": "*optim.optimizer_impl"}, only=("torch.optim",)),
     *_because({"it is the optimizer": "*optim.optimizer"}, only=("AdamW",)),
     *_because({"layers are whole": "*fsdp_config.tensor_parallel_size"}, only=(1,)),
     *_because({"managers are built in": "reward.reward_manager.module.*"}, only=(None, "custom_reward_manager")),
     *_because({"fsdp and fsdp2 are the engine": "model_engine engine"}, only=("dp", "fsdp", "fsdp2")),
-    *_because({ONE_TURN: f"{ROLLOUT}.agent.default_agent_loop"}, only=("single_turn_agent",)),
-    *_because({f"{ONE_TURN}, without tools": _at(ROLLOUT, f"multi_turn.enable {AGENT_LOOPS}")}, refused=True),
     Spelling(f"{ROLLOUT}.do_sample", SAMPLED, refused=True, only=(False,)),
     *_because({"replicas follow from the processes": REPLICAS}, only=(1,)),
     *_because({"a checkpoint is always read as a whole": "*checkpoint.load_contents"}, only=WHOLE),
@@ -142,6 +145,7 @@ _NO_EFFECT = {
     "the penalty is always logged": "*.overlong_buffer_cfg.log",
     "rows are always balanced over processes by tokens": "trainer.balance_batch",
     "any group of processes hosts any roles": "actor_rollout_ref.hybrid_engine",
+    "Search-R1 does not read it either": "algorithm.no_think_rl",
     "it is unused in verl too": f"actor_rollout_ref.nccl_timeout data.return_raw_input_ids {ACTOR}.freeze_vision_tower "
     "critic.forward_micro_batch_size critic.forward_micro_batch_size_per_gpu critic.forward_max_token_len_per_gpu "
     + _at(ROLLOUT, "over_sample_rate multi_stage_wake_up multi_turn.num_repeat_rollouts"),
@@ -170,7 +174,9 @@ _NO_EFFECT = {
         "calculate_log_probs",
     ),
     SAMPLED: f"{ROLLOUT}.do_sample",
-    ONE_TURN: f"{ROLLOUT}.multi_turn.* data.tool_config_path data.function_tool_path",
+    "turns are put together by token ids, always exactly": _at(
+        ROLLOUT, "multi_turn.use_inference_chat_template multi_turn.tokenization_sanity_check_mode"
+    ),
     "it names a class in data.custom_cls.path": "data.custom_cls.name",
     "messages are always kept": "data.return_raw_chat data.return_full_prompt",
     "prompts are read and measured in the trainer's process": "data.dataloader_num_workers data.use_shm "

@@ -137,8 +137,12 @@ class RoleHandle:
         results = self._group.run(self._role, method, [calls[rank] for rank in ranks], sink)
         if not isinstance(results[0], Batch):
             return results[0]
-        order = torch.tensor([i for part in parts for i in part])
-        return Batch.concat([results[ranks.index(rank)] for rank in range(len(parts))]).take(torch.argsort(order))
+        found = [results[ranks.index(rank)] for rank in range(len(parts))]
+        joined, order = Batch.concat(found), torch.tensor([i for part in parts for i in part])
+        if "episode" in joined:  # of one row several may have come, and these stay together
+            of_part = [torch.tensor(part)[one["episode"]] for part, one in zip(parts, found, strict=True) if len(one)]
+            joined["episode"] = order = torch.cat(of_part)
+        return joined.take(torch.argsort(order, stable=True))
 
 
 Roles = WorkerGroup | Pools

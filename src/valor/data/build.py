@@ -28,7 +28,7 @@ class Request:
     `seed`; of a generator, training rows to make. `test_size`: rows of a test split that is held out of train, for data
     that has none. `template` takes the place of the recipe's, in ready-made messages too. `system`: a message before
     prompts that have none. `form` turns pairs into RL `prompts` or `sft` conversations. `options` are a generator's
-    settings.
+    settings. `data_source`: another one than the data's own.
     """
 
     recipe: Recipe
@@ -42,6 +42,7 @@ class Request:
     form: str = "pairs"
     drop_duplicates: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
+    data_source: str | None = None
 
     @property
     def generates(self) -> bool:
@@ -111,7 +112,7 @@ def _rows(request: Request, split: str, source: Source, notes: list[str]) -> Ite
     recipe, left_out = request.recipe, 0
     for where, record in source.records:
         try:
-            row = _row(request, record, source.data_source or recipe.data_source)
+            row = _row(request, record, source.data_source)
             if row is not None and not recipe.pairs:
                 parse_row(row, where)
         except (ValueError, KeyError, TypeError) as error:
@@ -124,19 +125,25 @@ def _rows(request: Request, split: str, source: Source, notes: list[str]) -> Ite
         notes.append(f"{split}: {left_out} records without a usable answer were left out")
 
 
-def _row(request: Request, record: Record, data_source: str) -> Row | None:
+def _row(request: Request, record: Record, place: str | None = None) -> Row | None:
+    """The row that a record makes; `place` is the data source of the place where it was found."""
     recipe = request.recipe
     made = recipe.convert(record)
     if made is None:
         return None
     if isinstance(made, Pair):
         return {**made._asdict(), "prompt": _messages(request, made.prompt)}
+    source, truth = request.data_source or made.data_source or place or recipe.data_source, made.ground_truth
+    extra = dict(made.extra)
+    if recipe.tool:
+        asked = {"ground_truth": truth, "question": extra.get("question"), "data_source": source}
+        extra |= {"need_tools_kwargs": True, "tools_kwargs": {recipe.tool: {"create_kwargs": asked}}}
     return {
-        "data_source": data_source,
+        "data_source": source,
         "prompt": _messages(request, made.question),
         "ability": recipe.ability,
-        "reward_model": {"style": "rule", "ground_truth": made.ground_truth},
-        "extra_info": dict(made.extra),
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": extra,
     }
 
 
@@ -163,7 +170,7 @@ def _generated(request: Request, notes: list[str]) -> dict[str, list[Row]]:
     repeats = 0
     try:
         for record in recipe.generate(request.seed, **request.options):
-            row, known = _row(request, record, recipe.data_source), len(found)
+            row, known = _row(request, record), len(found)
             assert row is not None, "a generator makes no puzzle without an answer"
             found.setdefault(same_text(row["prompt"]), row)
             repeats = repeats + 1 if len(found) == known else 0
@@ -204,7 +211,7 @@ def _finished(rows: list[Row], split: str, request: Request) -> list[Row]:
     if request.form == "prompts":
         return [
             {
-                "data_source": recipe.data_source,
+                "data_source": request.data_source or recipe.data_source,
                 "prompt": row["prompt"],
                 "ability": recipe.ability,
                 "reward_model": {"style": "model", "ground_truth": row["chosen"]},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from array import array
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ Piece = tuple[str, bool]  # text, and whether the assistant wrote it
 class Demonstration:
     """Tokens of one chat up to the last one of the assistant; `loss_mask` is 1 where the assistant wrote the token.
 
-    The first `prompt_length` tokens are the prompt: what stands before the assistant's first turn.
+    The first `prompt_length` tokens are the prompt: what stands before the assistant's first turn in this row.
     """
 
     tokens: array[int]
@@ -39,8 +40,10 @@ class DemonstrationDataset(Sequence[Demonstration]):
     """The training or validation chats that `data` asks for, in file order, tokenised when the object is made.
 
     Every piece of a chat (prompt, assistant turn, what comes between) is tokenised by itself, so the prompt has the
-    very tokens that a rollout will see. Samples over `data.max_length` are cut (`truncation` left, right, middle) or a
-    UserError that names the first one; those left without a token of the assistant are dropped, with a warning.
+    very tokens that a rollout will see. A turn whose template renders the turns before it otherwise than they were
+    written (drops their thoughts, say) begins a row of its own; each turn is learnt once. Rows over `data.max_length`
+    are cut (`truncation` left, right, middle) or a UserError that names the first one; those left without a token of
+    the assistant are dropped, with a warning.
     """
 
     def __init__(self, data: SFTDataConfig, tokenizer: Any, split: Literal["train", "val"], seed: int) -> None:
@@ -49,22 +52,29 @@ class DemonstrationDataset(Sequence[Demonstration]):
         # Which columns there must be depends on the row: messages, or prompt and response.
         records = [record for path in paths for record in read_records(path)]
         numbers = subset(len(records), limit, seed, 0, SUBSET_STREAM, shuffle=data.shuffle)
-        chats = [(where, _chat(record, where, data)) for where, record in (records[i] for i in numbers)]
-        pieces = [_pieces(tokenizer, chat, where, data.apply_chat_template_kwargs) for where, chat in chats]
-        texts = [text for of_chat in pieces for text, _ in of_chat]
+        chats = [(where, *_chat(record, where, data)) for where, record in (records[i] for i in numbers)]
+        kwargs = data.apply_chat_template_kwargs
+        pieces = [
+            (where, row)
+            for where, chat, tools in chats
+            for row in _rows(tokenizer, chat, where, {**kwargs, "tools": tools} if tools else kwargs)
+        ]
+        if len(pieces) > len(chats):
+            logger.warning("%s: %d chats are %d rows (the template rewrites turns)", split, len(chats), len(pieces))
+        texts = [text for _, row in pieces for text, _ in row]
         ids = tokenized(tokenizer, texts, len(texts))
         self._rows: list[Demonstration] = []
-        for (where, _), of_chat in zip(chats, pieces, strict=True):
-            whole = _join([(next(ids), own) for _, own in of_chat], tokenizer.eos_token_id)
-            row = _cut(whole, data.max_length, data.truncation, where)
-            if row is not None:
-                self._rows.append(row)
-        dropped = len(chats) - len(self._rows)
+        for where, row in pieces:
+            whole = _join([(next(ids), own) for _, own in row], tokenizer.eos_token_id)
+            kept = _cut(whole, data.max_length, data.truncation, where)
+            if kept is not None:
+                self._rows.append(kept)
+        dropped = len(pieces) - len(self._rows)
         if not self._rows:
             raise UserError(f"data.{split}_files: no sample has an assistant token within data.max_length")
         if dropped:
             logger.warning(
-                "%s: %d of %d samples have no assistant token left and are dropped", split, dropped, len(chats)
+                "%s: %d of %d samples have no assistant token left and are dropped", split, dropped, len(pieces)
             )
 
     def __len__(self) -> int:
@@ -82,10 +92,10 @@ class DemonstrationDataset(Sequence[Demonstration]):
         return batch
 
 
-def _chat(record: Mapping[str, Any], where: str, data: SFTDataConfig) -> list[dict[str, Any]]:
-    """The row's messages, from its messages column or its prompt and response."""
+def _chat(record: Mapping[str, Any], where: str, data: SFTDataConfig) -> tuple[list[dict[str, Any]], list[Any]]:
+    """The row's messages, from its messages column or its prompt and response; and the schemas of its tools."""
     if data.messages_key in record:
-        chat = parse_messages(record[data.messages_key], where, data.messages_key)
+        chat = parse_messages(_with_calls(record[data.messages_key]), where, data.messages_key)
     elif data.prompt_key in record and data.response_key in record:
         response = record[data.response_key]
         if not isinstance(response, str):
@@ -99,28 +109,77 @@ def _chat(record: Mapping[str, Any], where: str, data: SFTDataConfig) -> list[di
         )
     if chat[0]["role"] == "assistant" or all(m["role"] != "assistant" for m in chat):
         raise UserError(f"{where}: a demonstration needs an assistant message, and something before the first one")
-    return chat
+    tools = _without_nulls(_from_json(record.get(data.tools_key)) or [])
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise UserError(f"{where}: '{data.tools_key}' must be a list of function schemas, or such a list as JSON")
+    return chat, tools
 
 
-def _pieces(
+def _with_calls(messages: Any) -> Any:
+    """Messages with `tool_calls` as templates want them: arguments that are no JSON text, and content, if empty."""
+    if not isinstance(messages, list):
+        return messages
+    made = []
+    for message in messages:
+        calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+        if isinstance(calls, list):
+            message = {
+                **message,
+                "tool_calls": [_call(call) for call in calls],
+                "content": message.get("content") or "",
+            }
+        made.append(message)
+    return made
+
+
+def _call(call: Any) -> Any:
+    call = _without_nulls(call)
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
+    return {**call, "function": {**function, "arguments": _from_json(function.get("arguments", {}))}}
+
+
+def _from_json(found: Any) -> Any:
+    """What a text says as JSON; the text where it is none."""
+    try:
+        return json.loads(found) if isinstance(found, str) else found
+    except ValueError:
+        return found
+
+
+def _without_nulls(found: Any) -> Any:
+    """Parquet gives every dictionary the union of all keys, filled with nulls that chat templates would render."""
+    if isinstance(found, Mapping):
+        return {key: _without_nulls(value) for key, value in found.items() if value is not None}
+    return [_without_nulls(value) for value in found] if isinstance(found, list) else found
+
+
+def _rows(
     tokenizer: Any, chat: Sequence[Mapping[str, Any]], where: str, template_kwargs: Mapping[str, Any]
-) -> list[Piece]:
-    """The rendered chat cut before and after every assistant turn; what follows the last turn is left out."""
-    pieces: list[Piece] = []
+) -> list[list[Piece]]:
+    """The rendered chat cut before and after every assistant turn; what follows the last turn is left out.
+
+    One row, or several where the template renders earlier turns otherwise when more follows.
+    """
+    rows: list[list[Piece]] = []
     done = ""
     for i, message in enumerate(chat):
         if message["role"] != "assistant":
             continue
         before = render(tokenizer, chat[:i], {**template_kwargs, "add_generation_prompt": True}, where)
         after = render(tokenizer, chat[: i + 1], {**template_kwargs, "add_generation_prompt": False}, where)
-        if not before.startswith(done) or not after.startswith(before):
+        if not after.startswith(before):
             raise UserError(
-                f"{where}: the chat template renders message {i} otherwise when more follows, so its tokens cannot be "
-                "told apart: split the chat into single turns, or set model.custom_chat_template"
+                f"{where}: the chat template renders message {i} otherwise than it asks for it, so its tokens cannot "
+                "be told apart: leave data.apply_chat_template_kwargs alone, or set model.custom_chat_template"
             )
-        pieces += [(before[len(done) :], False), (after[len(before) :], True)]
+        if not rows or not before.startswith(done):
+            rows.append([])
+            done = ""
+        rows[-1] += [(before[len(done) :], False), (after[len(before) :], True)]
         done = after
-    return pieces
+    return rows
 
 
 def _join(pieces: Sequence[tuple[Sequence[int], bool]], eos_token_id: int | None) -> Demonstration:

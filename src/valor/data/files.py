@@ -1,7 +1,8 @@
 """Prompt files: parquet, jsonl and json in the columns that verl made common, read into checked rows.
 
 A row has `prompt` (a list of messages, each with `role` and `content`), `data_source` (which grader scores it),
-`reward_model` ({"style": "rule", "ground_truth": ...}), and optionally `ability` and `extra_info`.
+`reward_model` ({"style": "rule", "ground_truth": ...}), and optionally `ability`, `extra_info`, and `agent_name`
+(which loop plays its episodes; it is kept in `extra_info`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".json.gz")
 REQUIRED_COLUMNS = ("prompt", "data_source", "reward_model")
-OPTIONAL_COLUMNS = ("extra_info",)
+OPTIONAL_COLUMNS = ("extra_info", "agent_name")
 
 
 @dataclass(frozen=True)
@@ -112,13 +113,16 @@ def parse_row(
     extra_info = record.get("extra_info")
     if extra_info is not None and not isinstance(extra_info, Mapping):
         raise UserError(f"{where}: 'extra_info' must be a dictionary or absent, got {_kind(extra_info)}")
+    agent = record.get("agent_name")
+    if not isinstance(agent, str | None):
+        raise UserError(f"{where}: 'agent_name' must be the name of an agent loop or absent, got {_kind(agent)}")
     return DataRow(
         where=where,
         messages=parse_messages(record.get(prompt_key), where, prompt_key),
         data_source=source,
         ground_truth=reward_model.get("ground_truth"),
         style=str(reward_model.get("style") or "rule"),
-        extra_info=dict(extra_info or {}),
+        extra_info={**(extra_info or {}), **({"agent_name": agent} if agent is not None else {})},
     )
 
 

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ def _recipe(args: argparse.Namespace) -> Recipe:
         raise UserError(f"--template must say where the question goes: {QUESTION}")
     if args.options and (recipe.generate is None or args.local):
         raise UserError(f"--option: {recipe.name} is read, not generated here")
-    return replace(recipe, data_source=args.data_source or recipe.data_source)
+    return recipe
 
 
 def _own_prompts(prompt: str, answer: str, data_source: str, extra: Sequence[str]) -> Recipe:

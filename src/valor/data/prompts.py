@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
@@ -48,11 +48,16 @@ class PromptDataset(Sequence[PromptRow]):
     Prompts over `data.max_prompt_length` tokens are left out (`filter_overlong_prompts`), cut (`truncation` left,
     right, middle) or raise a UserError that names the first such row (`truncation: error`). `train_max_samples` /
     `val_max_samples` above 0 keep that many rows: a random subset by `data.seed` with `data.shuffle`, else the first
-    ones. Validation prompts stay in file order unless `validation_shuffle`.
+    ones. Validation prompts stay in file order unless `validation_shuffle`. `tools_of`: the tools that the template
+    describes to a row with this extra_info.
     """
 
     def __init__(
-        self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Literal["train", "val"] = "train"
+        self,
+        data: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        split: Literal["train", "val"] = "train",
+        tools_of: Callable[[Mapping[str, Any]], Sequence[Any]] | None = None,
     ) -> None:
         paths = data.train_files if split == "train" else data.val_files
         limit = data.train_max_samples if split == "train" else data.val_max_samples
@@ -63,7 +68,13 @@ class PromptDataset(Sequence[PromptRow]):
         self.split = split
         self.num_overlong = 0
         self._rows: list[tuple[int, array[int], DataRow]] = []
-        texts = (render(tokenizer, rows[n].messages, data.apply_chat_template_kwargs, rows[n].where) for n in numbers)
+        kwargs = data.apply_chat_template_kwargs
+
+        def text(row: DataRow) -> str:
+            tools = list(tools_of(row.extra_info)) if tools_of else []
+            return render(tokenizer, row.messages, {**kwargs, **({"tools": tools} if tools else {})}, row.where)
+
+        texts = (text(rows[n]) for n in numbers)
         for number, ids in zip(numbers, tokenized(tokenizer, texts, len(numbers)), strict=True):
             if not ids:
                 raise UserError(f"{rows[number].where}: the prompt has no tokens after the chat template")

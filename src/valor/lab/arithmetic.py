@@ -13,7 +13,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from valor.data.files import write_parquet, write_rows
 
@@ -42,21 +42,32 @@ _CHAT_TEMPLATE = (
 class DataFiles:
     """Parquet files of the task. No problem of `val` occurs in any other file; `sft_*` hold the teacher's answers."""
 
+    config_prefix: ClassVar[str] = ""
+    """How the names of the task's settings in demo_config/ begin."""
+
     train: Path
     val: Path
     sft_train: Path
     sft_val: Path
 
+    @property
+    def settings(self) -> list[str]:
+        """The files of an RL run, as settings of `valor ppo`."""
+        return [f"data.train_files={self.train}", f"data.val_files={self.val}"]
 
-def make_model(out_dir: Path | str, seed: int = 0) -> Path:
-    """Write an untrained Qwen2 model of 0.6 million parameters and its byte tokenizer; returns the directory."""
+
+def make_model(out_dir: Path | str, seed: int = 0, tokenizer: Any = None, initializer_range: float = 0.02) -> Path:
+    """Write an untrained Qwen2 model of 0.6 million parameters and its byte tokenizer (or the one that is given).
+
+    `initializer_range`: standard deviation of the weights. Returns the directory.
+    """
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from valor.models.hf import quiet_transformers
 
     out = Path(out_dir)
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer() if tokenizer is None else tokenizer
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -66,6 +77,7 @@ def make_model(out_dir: Path | str, seed: int = 0) -> Path:
         num_key_value_heads=2,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
+        initializer_range=initializer_range,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,

@@ -57,11 +57,11 @@ def _start(config: CriticScoreConfig, command: str) -> int:
 
 def _measure(config: CriticScoreConfig) -> tuple[Judged, Branches | None]:
     """Rollouts, branches if asked for, and the critic's values of the rollouts: policy and critic take turns."""
-    from valor.collector.inputs import load_policy_tokenizer
     from valor.collector.rollouts import correct, outcomes, rollout_records, same_prompt, write_rollouts
     from valor.controller.placement import resolve_pool
     from valor.controller.start import start_group
     from valor.lab.scorecard import Judged
+    from valor.models.load import load_policy_tokenizer
     from valor.tracking.progress import phase
     from valor.trainer.critic_tokenizer import check_critic_tokenizer
     from valor.workers.roles import role_specs
@@ -91,9 +91,10 @@ def _measure(config: CriticScoreConfig) -> tuple[Judged, Branches | None]:
 
 
 def _rollouts(config: CriticScoreConfig, pool: ResourcePool, controller: str) -> tuple[Batch, Branches | None]:
-    from valor.collector.inputs import RunInputs, load_policy_tokenizer
+    from valor.collector.inputs import RunInputs
     from valor.collector.rollouts import SCORE_STREAM, draw_rollouts, policy_group, read_rollouts
     from valor.lab.branches import draw_branches
+    from valor.models.load import load_policy_tokenizer
 
     score, data = config.score, config.data
     if score.rollouts:

@@ -1,6 +1,6 @@
 """`valor demo`: a tiny model, a warm start by SFT, PPO with a critic (or GRPO), and a look at what came out.
 
-Nothing is downloaded, and nothing here is special: the two command lines that are printed are what is run, with the
+Nothing is downloaded, and nothing here is special: the command lines that are printed are what is run, with the
 settings of the files in demo_config/.
 """
 
@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
-from valor.lab import arithmetic
+from valor.lab import arithmetic, lookup
 from valor.tracking.console import format_seconds, say
 from valor.tracking.rundir import METRICS_FILE
 
@@ -25,76 +26,126 @@ ROLES = {"ppo": ("actor", "critic"), "grpo": ("actor",)}
 
 
 @dataclass(frozen=True)
-class Accuracy:
-    """Greedy accuracy on the validation problems, and mean reward of the samples drawn for training (T = 1)."""
+class Task:
+    """What the model is to learn, and from whom."""
+
+    problems: str
+    teacher: str
+    question: str
+    make_model: Callable[[Path, int], Path]
+    make_data: Callable[[Path, int], arithmetic.DataFiles]
+
+
+TASKS = {
+    "arithmetic": Task(
+        problems="arithmetic problems",
+        teacher="often forgets the carry",
+        question=arithmetic.question(58, 77),
+        make_model=arithmetic.make_model,
+        make_data=arithmetic.make_data,
+    ),
+    "search": Task(
+        problems="questions about numbers that can only be looked up",
+        teacher="mostly guesses",
+        question=lookup.question("VOKA"),
+        make_model=lookup.make_model,
+        make_data=lookup.make_data,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Results:
+    """Greedy accuracy on the validation problems; mean reward of the samples drawn for training (T = 1), and how often
+    each of them called a tool. NaN: there were none."""
 
     validation: float
     sampled: float
+    calls: float
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Make, warm-start, train, check. Exit code of the step that failed, else 0."""
     args = _parse(argv)
-    out: Path = args.out
+    out, task = args.out, TASKS[args.task]
     began = time.monotonic()
-    say(f"[1/4] a tiny model and its arithmetic problems in {out}")
-    arithmetic.make_model(out / "model", seed=args.seed)
-    files = arithmetic.make_data(out / "data", seed=args.seed)
+    say(f"[1/4] a tiny model and its {task.problems} in {out}")
+    task.make_model(out / "model", args.seed)
+    files = task.make_data(out / "data", args.seed)
 
-    say("[2/4] warm start: supervised training on the answers of a teacher who often forgets the carry")
+    say(f"[2/4] warm start: supervised training on the answers of a teacher who {task.teacher}")
     code = _run("sft", sft_overrides(out / "model", files, out / "sft", args.seed))
     if code:
         return code
 
     say(f"[3/4] {args.algorithm.upper()} on the same kind of problems, rewarded for right results alone")
-    run_dir = out / args.algorithm
-    start = out / "sft" / "huggingface" / "actor"
+    run_dir, start = out / args.algorithm, out / "sft" / "huggingface" / "actor"
     code = _run("ppo", [*ppo_overrides(start, files, run_dir, args.algorithm, args.seed), *args.overrides])
     if code:
         return code
 
     say("[4/4] what came out, loaded with plain transformers")
     for role in ROLES[args.algorithm]:
-        say(f"  {role:<8} {run_dir / 'huggingface' / role}  {_loaded(run_dir / 'huggingface' / role, role)}")
+        folder = run_dir / "huggingface" / role
+        say(f"  {role:<8} {folder}  {_loaded(folder, role, task.question)}")
     for name in ("report.html", METRICS_FILE):
         if (run_dir / name).exists():
             say(f"  {name.partition('.')[0]:<8} {run_dir / name}")
-    before, after = read_accuracy(run_dir)
+    before, after = read_results(run_dir)
     unseen = pq.read_metadata(files.val).num_rows
     say(f"accuracy on {unseen} unseen problems, greedy: {before.validation:.3f} -> {after.validation:.3f}")
     say(f"mean reward of the samples drawn in training: {before.sampled:.3f} -> {after.sampled:.3f}")
+    if isinstance(files, lookup.DataFiles):
+        say(f"searches in each of them: {before.calls:.2f} -> {after.calls:.2f}")
+        code = _control(files, run_dir, args)
     say(f"{format_seconds(time.monotonic() - began)} in all")
-    return 0
+    return code
 
 
 def sft_overrides(model: Path, files: arithmetic.DataFiles, run_dir: Path, seed: int) -> list[str]:
     """The warm start as settings of `valor sft`."""
     data = [f"data.train_files={files.sft_train}", f"data.val_files={files.sft_val}"]
-    return [*_config("sft"), f"model.path={model}", *data, *_of_run(run_dir, seed)]
+    return [*_config(files, "sft"), f"model.path={model}", *data, *_of_run(run_dir, seed)]
 
 
 def ppo_overrides(
     model: Path, files: arithmetic.DataFiles, run_dir: Path, algorithm: str = "ppo", seed: int = 0
 ) -> list[str]:
     """The RL run as settings of `valor ppo`: the same samples per step and per update for both algorithms."""
-    data = [f"data.train_files={files.train}", f"data.val_files={files.val}"]
-    return [*_config(algorithm), f"actor_rollout_ref.model.path={model}", *data, *_of_run(run_dir, seed)]
+    model_path = f"actor_rollout_ref.model.path={model}"
+    return [*_config(files, algorithm), model_path, *files.settings, *_of_run(run_dir, seed)]
 
 
-def _config(name: str) -> list[str]:
-    return [f"--config-path={Path(__file__).with_name('demo_config')}", f"--config-name={name}"]
+def _config(files: arithmetic.DataFiles, name: str) -> list[str]:
+    folder = Path(__file__).with_name("demo_config")
+    return [f"--config-path={folder}", f"--config-name={files.config_prefix}{name}"]
 
 
 def _of_run(run_dir: Path, seed: int) -> list[str]:
     return [f"trainer.seed={seed}", f"trainer.default_local_dir={run_dir}"]
 
 
-def read_accuracy(run_dir: Path) -> tuple[Accuracy, Accuracy]:
+def read_results(run_dir: Path) -> tuple[Results, Results]:
     """Before training (the first step still samples from the old policy) and after the last step, from the metrics."""
     lines = [json.loads(line) for line in (run_dir / METRICS_FILE).read_text(encoding="utf-8").splitlines()]
-    validation = [v for m in lines for k, v in m.items() if k.startswith("val-core/") and k.endswith("/mean@1")]
-    sampled = [m["critic/score/mean"] for m in lines if "critic/score/mean" in m]
-    return Accuracy(validation[0], sampled[0]), Accuracy(validation[-1], sampled[-1])
+    series = [
+        [v for m in lines for k, v in m.items() if k.startswith("val-core/") and k.endswith("/mean@1")],
+        *([m[key] for m in lines if key in m] for key in ("critic/score/mean", "episode/tool_calls")),
+    ]
+    before, after = (Results(*(values[i] if values else math.nan for values in series)) for i in (0, -1))
+    return before, after
+
+
+def _control(files: lookup.DataFiles, run_dir: Path, args: argparse.Namespace) -> int:
+    """Validate the trained policy where searches find nothing about the names that it is asked for."""
+    say("control: the trained policy, and no document about any of these names")
+    blind = run_dir.with_name(f"{run_dir.name}_control")
+    model, files = run_dir / "huggingface" / "actor", replace(files, corpus=files.corpus_without)
+    overrides = ppo_overrides(model, files, blind, args.algorithm, args.seed)
+    code = _run("ppo", [*overrides, *args.overrides, "trainer.val_only=true"])
+    if not code:
+        say(f"accuracy on the same problems when searches find nothing: {read_results(blind)[0].validation:.3f}")
+    return code
 
 
 def _run(command: str, overrides: Sequence[str]) -> int:
@@ -107,7 +158,7 @@ def _run(command: str, overrides: Sequence[str]) -> int:
     return main_of(list(overrides))
 
 
-def _loaded(folder: Path, role: str) -> str:
+def _loaded(folder: Path, role: str, question: str) -> str:
     """Load the exported model as anybody would, and say in a few words what it does."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
@@ -115,16 +166,23 @@ def _loaded(folder: Path, role: str) -> str:
 
     transformers_logging.disable_progress_bar()  # the process ends with this report
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    chat = [{"role": "user", "content": arithmetic.question(58, 77)}]
+    chat = [{"role": "user", "content": question}]
     text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
     with torch.no_grad():
         if role == "critic":
             critic = AutoModelForTokenClassification.from_pretrained(folder)
-            return f"(value of {chat[0]['content']} is {critic(input_ids=ids).logits[0, -1, 0].item():.2f})"
+            return f"(value of {question} is {critic(input_ids=ids).logits[0, -1, 0].item():.2f})"
         model: Any = AutoModelForCausalLM.from_pretrained(folder)
-        out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
-    return f"({chat[0]['content']} {tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)})"
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=16,
+            do_sample=False,
+            stop_strings=["</search>", "</answer>"],
+            tokenizer=tokenizer,
+        )
+    return f"({question} {tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)})"
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -132,7 +190,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, default=Path("runs/demo"), help="folder for everything (default: %(default)s)"
     )
+    parser.add_argument(
+        "--task", choices=list(TASKS), default="arithmetic", help="sums, or questions to look up (default: %(default)s)"
+    )
     parser.add_argument("--algorithm", choices=list(ROLES), default="ppo")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="further settings of the RL run")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="further settings of the RL runs")
     return parser.parse_args(argv)

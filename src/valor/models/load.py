@@ -15,6 +15,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -22,6 +23,7 @@ from transformers import (
 )
 from transformers.dynamic_module_utils import init_hf_modules
 
+from valor.config import PPOConfig
 from valor.config.model import BackboneConfig, CriticModelConfig, ModelConfig
 from valor.errors import UserError
 from valor.models.hf import disable_dropout_in_config, quiet_transformers
@@ -59,6 +61,17 @@ def load_tokenizer(
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def load_policy_tokenizer(config: PPOConfig) -> Any:
+    """The tokenizer of the policy, with a chat template. UserError: there is none."""
+    model = config.actor_rollout_ref.model
+    return load_tokenizer(
+        config.data.tokenizer or model.tokenizer_path or model.path,
+        trust_remote_code=model.trust_remote_code,
+        custom_chat_template=model.custom_chat_template,
+        require_chat_template=True,
+    )
 
 
 def load_policy(model: ModelConfig, *, dtype: torch.dtype = torch.float32, seed: int = 42) -> PolicyModel:
@@ -129,6 +142,14 @@ def load_sequence_classifier(
     _require_all_weights(model.path, missing)
     _prepare(hf, model, new_head_seed or 0)
     return hf
+
+
+def load_encoder(path: str) -> Any:
+    """The model without a head at `path` on the CPU, in float32, dropout off: what turns texts into hidden states."""
+    model = BackboneConfig(path=path)
+    hf, info = _from_pretrained(AutoModel, model, load_model_config(model), torch.float32)
+    _require_all_weights(path, {key for key in info["missing_keys"] if "pooler" not in key})
+    return hf.eval()
 
 
 def _agreed_head(path: str, config: Any, wanted: ValueHead | None) -> ValueHead:

@@ -43,14 +43,15 @@ def run_within(seconds: float, function: Callable[..., _T], *args: object) -> _T
             except queue.Empty:
                 if used() >= limit or time.monotonic() >= end:
                     sent.append(True)
-                    _raise_in(thread, _Interrupt)
+                    raise_in(thread, _Interrupt)
         for _ in range(2):  # `finish` may be called twice
             ended.put(None)
 
     def finish() -> None:
         done.put(None)
         ended.get()
-        _raise_in(thread, None)  # one that was sent and has not struck yet
+        if sent:  # and has not struck yet; without one, CPython 3.11 is left with a flag on which a profiler loops
+            raise_in(thread, None)
 
     _thread.start_new_thread(watch, ())
     try:
@@ -74,6 +75,7 @@ def _clock(thread: int) -> Callable[[], float]:
     return lambda: time.clock_gettime(clock)
 
 
-def _raise_in(thread: int, exception: type[BaseException] | None) -> None:
+def raise_in(thread: int, exception: type[BaseException] | None) -> None:
+    """Raise an exception in a running thread, between two of its bytecodes. None: take back one that has not struck."""
     value = ctypes.py_object(exception) if exception else None
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), value)

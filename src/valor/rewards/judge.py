@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import re
-import threading
 import time
-from collections.abc import Coroutine, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import httpx2
-
-from valor.errors import UserError
+from valor.http_client import Server
 from valor.rewards.worker import RewardResult, gather
 
 if TYPE_CHECKING:
@@ -23,8 +17,6 @@ if TYPE_CHECKING:
 
 _PROMPT = Path(__file__).with_name("judge_prompt.txt")
 _FIELD = re.compile(r"\{(prompt|response|ground_truth)\}")
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds between two attempts
-_TEMPORARY = frozenset({408, 409, 429})  # and every status from 500 on
 
 
 class Question(NamedTuple):
@@ -36,53 +28,30 @@ class Question(NamedTuple):
 
 
 class Judge:
-    """Asks `concurrency` questions at once; one without a score after all attempts gets `error_score`.
-
-    Requests are made in a thread of its own. The key in the environment variable `api_key_env` is sent as a bearer
-    token.
-    """
+    """Asks `concurrency` questions at once; one without a score after all attempts gets `error_score`."""
 
     def __init__(self, config: JudgeConfig, error_score: float) -> None:
         assert config.url is not None and config.model is not None, "a configuration that enables a judge names both"
         self.config, self.error_score, self.url = config, error_score, config.url.rstrip("/")
         self._score = re.compile(config.score_regex)
         self._template = config.prompt_template or _PROMPT.read_text(encoding="utf-8")
-        self._gate = asyncio.Semaphore(config.concurrency)
-        # Time is limited per request below; the client's own limits are per read and would cut long answers.
-        limits = httpx2.Limits(max_connections=config.concurrency)
-        self._client = httpx2.AsyncClient(headers=self._headers(), timeout=None, limits=limits)
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._server = Server(config.url, api_key_env=config.api_key_env, max_concurrent=config.concurrency)
 
     def check(self) -> None:
         """Before a run: UserError when nobody listens at the address, or the key is refused."""
-        key = "reward.reward_model.judge"
-        try:
-            status = httpx2.get(f"{self.url}/models", headers=self._headers(), timeout=10.0).status_code
-        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            raise UserError(f"no judge at {key}.url={self.config.url}: {_describe(error)}") from None
-        if status in (401, 403):
-            raise UserError(
-                f"the judge at {self.config.url} refuses the key (status {status}): put it into the environment "
-                f"variable {self.config.api_key_env or 'that you name'} ({key}.api_key_env)"
-            )
+        keys = "reward.reward_model.judge"
+        self._server.check(f"{self.url}/models", "judge", f"{keys}.url", f"{keys}.api_key_env")
 
     def score(self, questions: Sequence[Question]) -> list[RewardResult]:
         """One result a question, in order; never raises for what the server does."""
-        return gather([self._submit(self._judge(question)) for question in questions])
-
-    def _submit(self, job: Coroutine[Any, Any, RewardResult]) -> Future[RewardResult]:
-        async def in_turn() -> RewardResult:
-            async with self._gate:
-                return await job
-
-        return asyncio.run_coroutine_threadsafe(in_turn(), self._loop)
+        return gather([self._server.submit(self._judge(question)) for question in questions])
 
     async def _judge(self, question: Question) -> RewardResult:
         began, config = time.perf_counter(), self.config
         body = {**config.request, "model": config.model, "messages": [{"role": "user", "content": self.ask(question)}]}
         try:
-            reply = await self._post(json.dumps(body))
+            url, attempts = f"{self.url}/chat/completions", 1 + config.retries
+            reply = await self._server.post(url, json.dumps(body), seconds=config.timeout, attempts=attempts)
             score = self.read(reply.json()["choices"][0]["message"]["content"] or "")
             return RewardResult(score, {}, None, time.perf_counter() - began)
         except (TimeoutError, RuntimeError) as error:
@@ -90,34 +59,6 @@ class Judge:
         except Exception as error:
             reason = f"the reply is no chat completion ({type(error).__name__})"
         return RewardResult(self.error_score, {}, f"judge: {reason}", time.perf_counter() - began)
-
-    async def _post(self, body: str) -> httpx2.Response:
-        """The reply, of status 200. No connection, 408, 409, 429 and 5xx are tried again, with growing pauses.
-
-        Raises TimeoutError, with the last refusal, after all attempts, and RuntimeError for one that will not pass.
-        """
-        pause, seconds, refusal = _FIRST_PAUSE, self.config.timeout, ""
-        for attempt in range(1 + self.config.retries):
-            if attempt:
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE)
-            try:
-                async with asyncio.timeout(seconds):
-                    reply = await self._client.post(f"{self.url}/chat/completions", content=body)
-                if reply.status_code == 200:
-                    return reply
-                refusal = f"status {reply.status_code}: {' '.join(reply.text.split())[:200]}"
-                if reply.status_code not in _TEMPORARY and reply.status_code < 500:
-                    raise RuntimeError(refusal)
-            except TimeoutError:
-                refusal = f"no reply within {seconds:g} s"
-            except httpx2.HTTPError as error:
-                refusal = _describe(error)
-        raise TimeoutError(refusal)
-
-    def _headers(self) -> dict[str, str]:
-        key = os.environ.get(self.config.api_key_env) if self.config.api_key_env else None
-        return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
 
     def ask(self, question: Question) -> str:
         """The text of the request. What stands in prompt or response is never taken for a field of the template."""
@@ -138,7 +79,3 @@ class Judge:
         if not low <= score <= high:
             raise RuntimeError(f"the score {score:g} is outside {low:g} to {high:g}")
         return score
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".rstrip(": ")[:200]

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from valor.rewards.answers import answer_part, tagged
+from valor.rewards.answers import answer_part
 from valor.rewards.numerals import with_digits
 
 _ARTICLES = frozenset(("a", "an", "the"))
@@ -28,9 +28,9 @@ _NAME = re.compile(r"(?:[A-Z][\w.'-]*\s*){3,}")
 _SLACK = 3  # words that may stand between those of the right answer
 _SHORT = 8  # words of an answer that is compared by F1
 _F1 = 0.6
-_MAX_LENGTH = 20_000  # characters of an answer; nobody reads further
+MAX_LENGTH = 20_000  # characters of an answer; nobody reads further
 _MAX_TRUTHS = 500
-_PRED = 200  # characters
+MAX_PRED = 200  # characters
 
 
 def grade(
@@ -42,24 +42,11 @@ def grade(
     Components: `em` and `f1` (SQuAD's), `contains`, `format` 1 with `<answer>`, `pred`.
     """
     answer, is_tagged = answer_part(solution_str)
-    answer, truths = answer[:_MAX_LENGTH], aliases(ground_truth)
-    result = _measures(answer, truths)
+    answer, truths = answer[:MAX_LENGTH], aliases(ground_truth)
+    result = measures(answer, truths)
     plain, words = normalize(answer), content_words(answer)
     right = result["em"] or any(says(plain, words, truth) for truth in truths)
-    return {"score": float(right), **result, "format": float(is_tagged), "pred": plain[:_PRED]}
-
-
-def grade_exact(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """Score 1 when the last `<answer>` is exactly an alias after SQuAD's normalization, else 0 (Search-R1's rule).
-
-    Components: `em`, `f1`, `contains` of what stands in `<answer>`, `format` 1 with `<answer>`, `pred`.
-    """
-    inside = tagged(solution_str)
-    result = _measures((inside or "")[:_MAX_LENGTH], aliases(ground_truth))
-    pred = normalize(inside or "")[:_PRED]
-    return {"score": result["em"], **result, "format": float(inside is not None), "pred": pred}
+    return {"score": float(right), **result, "format": float(is_tagged), "pred": plain[:MAX_PRED]}
 
 
 def aliases(ground_truth: Any) -> list[str]:
@@ -109,8 +96,9 @@ def says(plain: str, words: list[str], truth: str) -> bool:
     return is_name and _stand_together(words, [wanted[0], family[-1]], 2)
 
 
-def _measures(answer: str, truths: list[str]) -> dict[str, Any]:
-    plain, wanted = _normalized(answer), [_normalized(truth) for truth in truths]
+def measures(answer: str, truths: list[str]) -> dict[str, Any]:
+    """`em`, `f1` and `contains` of an answer: the best over the truths."""
+    plain, wanted = normalized(answer), [normalized(truth) for truth in truths]
     words = plain.split()
     return {
         "em": float(plain in wanted),
@@ -119,7 +107,7 @@ def _measures(answer: str, truths: list[str]) -> dict[str, Any]:
     }
 
 
-def _normalized(text: str) -> str:
+def normalized(text: str) -> str:
     """As SQuAD does it; but what that leaves nothing of (The The, "+") stays, or an empty answer would be equal."""
     return normalize(text) or " ".join(text.lower().split())
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from valor.errors import UserError, did_you_mean
-from valor.rewards import choice, code, countdown, gsm8k, mathematics, qa, reasoning_gym
+from valor.rewards import choice, code, countdown, gsm8k, mathematics, qa, reasoning_gym, search_r1
 
 # Called by keyword: data_source, solution_str, ground_truth, extra_info. Returns a number, or a dict with "score".
 Grader = Callable[..., Any]
@@ -42,7 +42,7 @@ BUILT_IN: dict[str, Grader] = {
     "valor/arithmetic": gsm8k.grade_flexible,
     **dict.fromkeys(_MATHEMATICS, mathematics.grade),
     **dict.fromkeys(_CHOICE, choice.grade),
-    "searchR1_*": qa.grade_exact,
+    "searchR1_*": search_r1.grade,
     **dict.fromkeys(_QUESTIONS, qa.grade),
     **dict.fromkeys(_COUNTDOWN, countdown.grade),
     **dict.fromkeys(_CODE, code.grade),

@@ -8,10 +8,13 @@ are the engine's business, so the same caller drives the native engine, an exter
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
+
+from valor.tracking.progress import report_progress
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -21,13 +24,33 @@ WeightMode = Literal["shared", "copied", "fixed"]
 
 
 @dataclass(frozen=True, slots=True)
+class StopTexts:
+    """Texts that end a sequence; the token that completes one is its last.
+
+    `candidates` are the tokens that may complete one, `decode` gives the text of token ids.
+    """
+
+    texts: tuple[str, ...]
+    candidates: frozenset[int]
+    decode: Callable[[Sequence[int]], str] = field(compare=False)
+
+    def complete(self, token_ids: Sequence[int]) -> bool:
+        """Whether the last token completes one of the texts."""
+        if not token_ids or token_ids[-1] not in self.candidates:
+            return False
+        tail = 4 * max(map(len, self.texts))  # a character has at most 4 bytes, a token at least one
+        text = self.decode(token_ids[-tail:])
+        return any(one in text for one in self.texts)
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the tokens of one request are chosen.
 
     `temperature` 0 is greedy. `top_k` <= 0 and `top_p` 1.0 switch that truncation off; with both on, top-p acts on
     the renormalised top-k distribution. `max_tokens` counts new tokens. A token of `stop_token_ids`, or the engine's
-    end-of-sequence token unless `ignore_eos`, ends the sequence and is its last token. Raises ValueError on values
-    that have no meaning.
+    end-of-sequence token unless `ignore_eos`, ends the sequence and is its last token; so does what completes a text of
+    `stop`. Raises ValueError on values that have no meaning.
     """
 
     temperature: float = 1.0
@@ -35,6 +58,7 @@ class SamplingParams:
     top_p: float = 1.0
     max_tokens: int = 16
     stop_token_ids: tuple[int, ...] = ()
+    stop: StopTexts | None = None
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
@@ -99,21 +123,75 @@ class Output:
     spans: tuple[Span, ...] = ()
 
 
+class RequestSource(Protocol):
+    """Requests that come while others are being generated, such as the turns of episodes."""
+
+    max_requests: int
+    """Most requests that are under way at once."""
+    max_tokens: int
+    """Longest prompt plus response of any of them."""
+    everywhere: bool
+    """Whether all processes that generate together have the same source; else the first of them alone has one."""
+
+    def poll(self, *, wait: bool) -> Sequence[Request] | None:
+        """The requests that have come since the last call; None: no more will come. `wait` blocks until either."""
+        ...
+
+
+class Elsewhere:
+    """In place of a source where another of the processes that generate together has it."""
+
+    max_requests = max_tokens = 0
+    everywhere = False
+
+    def poll(self, *, wait: bool) -> Sequence[Request] | None:
+        return None
+
+
+class _Given:
+    """A source of requests that are all there from the start."""
+
+    everywhere = True
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._requests: Sequence[Request] = requests
+        self.max_requests = len(requests)
+        self.max_tokens = max((len(one.prompt_ids) + one.params.max_tokens for one in requests), default=0)
+
+    def poll(self, *, wait: bool) -> Sequence[Request] | None:
+        requests, self._requests = self._requests, ()
+        return requests or None
+
+
 @runtime_checkable
 class RolloutEngine(Protocol):
     """A generation engine: native, or an adapter to an external one."""
 
     weight_mode: WeightMode
     parallel_size: int
-    """Neighbouring processes that generate together, and are given the same requests."""
+    """Neighbouring processes that generate together: all are given the same requests, or the first alone
+    (`RequestSource.everywhere`)."""
     weights_version: int | None
     """The version that `generate` uses; None: it has none, `sync_weights` comes first (or they are fixed)."""
     weights_checksum: int | None
     """Of all weights that an engine with a copy of its own holds (`valor.rollout.transfer.checksum`)."""
 
+    def serve(self, source: RequestSource) -> None:
+        """Generate what `source` has until it has no more; each output goes to its request's `on_finish`."""
+        ...
+
     def generate(self, requests: Sequence[Request]) -> list[Output]:
         """Run all requests; outputs in the order of `requests`."""
-        ...
+        outputs: dict[int, Output] = {}
+
+        def finish(place: int, output: Output) -> None:
+            outputs[place] = output
+            if (on_finish := requests[place].on_finish) is not None:
+                on_finish(output)
+            report_progress(len(outputs), len(requests))
+
+        self.serve(_Given([replace(one, on_finish=partial(finish, place)) for place, one in enumerate(requests)]))
+        return [outputs[place] for place in range(len(requests))]
 
     def sync_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None = None, *, version: int) -> None:
         """Make the next `generate` use the policy's weights of `version`; an engine that shares them takes None."""

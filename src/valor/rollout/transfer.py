@@ -14,6 +14,7 @@ from torch import Tensor
 NamedTensors = Iterable[tuple[str, Tensor]]
 
 TIMEOUT = timedelta(minutes=30)
+MEETING = timedelta(seconds=20)  # who is not there by then has died
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -35,7 +36,9 @@ class WeightChannel:
 
     def __init__(self, store: Any, rank: int, size: int, device: torch.device) -> None:
         backend: Any = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
-        self._group = backend(store, rank, size, TIMEOUT)
+        self._group = backend(store, rank, size, TIMEOUT if device.type == "cuda" else MEETING)
+        if device.type != "cuda":  # gloo has met by now, nccl does in the first transfer
+            self._group._set_default_timeout(TIMEOUT)
         self._store = store  # the sender's is the server: it has to live as long
         self._device = device
 

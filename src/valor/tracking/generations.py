@@ -11,7 +11,9 @@ from typing import Any, Literal
 
 from valor.tracking.rundir import samples_file, write_atomically
 
-_PER_TOKEN = ("mask", "advantages", "values", "log_probs", "returns")
+Split = Literal["train", "val"]
+_WHOLE = ("mask", "turns")
+_MEASURED = ("advantages", "values", "log_probs", "returns")
 _TORN = "\ufffd"  # what a decoder makes of a character whose last bytes are still to come
 _MAX_WINDOW = 256  # tokens; bytes that never become a character are given up after so many
 
@@ -22,6 +24,10 @@ class Sample:
 
     `tokens` joined is the response's text (see `token_strings`). `mask` is 0 on tokens that the policy did not
     write (tool observations). ValueError if a list has another length.
+
+    Of an episode also `turns` (number of each token's turn from 1; 0 on what the policy was told), and `episode`: its
+    `calls`, `turn_rewards`, `outcome`, and `rows` (of each row after the first its `prompt`, and the token `at` which
+    it begins).
     """
 
     prompt: str
@@ -32,22 +38,22 @@ class Sample:
     ground_truth: Any = None
     finish_reason: str = ""
     mask: list[int] | None = None
-    advantages: list[float] | None = None
-    values: list[float] | None = None
-    returns: list[float] | None = None
-    log_probs: list[float] | None = None
+    turns: list[int] | None = None
+    advantages: Sequence[float | None] | None = None
+    values: Sequence[float | None] | None = None
+    returns: Sequence[float | None] | None = None
+    log_probs: Sequence[float | None] | None = None
     reward_info: dict[str, Any] = field(default_factory=dict)
+    episode: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        for name in _PER_TOKEN:
+        for name in (*_WHOLE, *_MEASURED):
             numbers = getattr(self, name)
             if numbers is not None and len(numbers) != len(self.tokens):
                 raise ValueError(f"{name} has {len(numbers)} entries for {len(self.tokens)} tokens")
 
 
-def write_samples(
-    run_dir: Path, step: int, samples: Iterable[Sample], *, split: Literal["train", "val"] = "train"
-) -> Path:
+def write_samples(run_dir: Path, step: int, samples: Iterable[Sample], *, split: Split = "train") -> Path:
     """Write the sample generations of `step`, replacing those written before; returns the file.
 
     Per-token numbers keep six significant digits; non-finite ones become null.
@@ -80,7 +86,7 @@ def token_strings(ids: Sequence[int], decode: Callable[[list[int]], str]) -> lis
 
 def _record(step: int, split: str, sample: Sample) -> dict[str, Any]:
     record = _jsonable({"step": step, "split": split, **asdict(sample)})
-    for name in _PER_TOKEN[1:]:
+    for name in _MEASURED:
         if record[name] is not None:
             record[name] = [None if number is None else float(f"{number:.6g}") for number in record[name]]
     return record

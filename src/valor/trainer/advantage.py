@@ -13,30 +13,33 @@ import torch
 from torch import Tensor
 
 from valor import algorithms
+from valor.algorithms.turns import Turns
 from valor.config import AlgorithmConfig, PFPPOConfig
 from valor.data.batch import Batch
+from valor.data.episodes import Episodes
 from valor.data.sampler import keyed_generator
 from valor.errors import UserError
 
 # What an estimator may name beyond the common inputs, where the run has it.
-_OFFERED_COLUMNS = ("old_log_probs", "sum_pi_squared", "rollout_is_weights")
+_OFFERED_COLUMNS = ("old_log_probs", "sum_pi_squared", "rollout_is_weights", "turn_ids")
 FROM_THE_RUN = (*_OFFERED_COLUMNS, "component_scores", "component_weights", "bootstrap_mask", "bootstrap_values")
 COMPONENTS = ("reward_keys", "reward_weights")  # in adv_kwargs, of an estimator that compares reward components
 _RESAMPLING_STREAM = 1  # last word of the random key
 
 
 def compute_advantages(batch: Batch, config: AlgorithmConfig, error_score: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Advantages and returns [B, T] by `algorithm.adv_estimator`.
+    """Advantages and returns [B, T] by `algorithm.adv_estimator`, of a batch whose rows are whole episodes.
 
     The estimator gets those of the batch's columns and of the section's settings that it names. `error_score`: what a
-    sample whose grader failed has in each reward component.
+    sample whose grader failed has in each reward component. With `gae_unit=turn` the batch gains `value_mask` [B, T]: 1
+    at the first policy token of each turn, where alone the critic has a target.
     """
     tensors = batch.tensors
     offered: dict[str, Any] = {name: tensors[name] for name in _OFFERED_COLUMNS if name in tensors}
     offered |= offered_settings(config)
     entry, options = algorithms.ADVANTAGES[config.adv_estimator], {**config.adv_kwargs}
     if config.truncation_bootstrap:
-        cut_off = torch.tensor([r == "length" for r in batch.objects["finish_reason"]])
+        cut_off = torch.tensor([reason in ("length", "turns") for reason in batch.objects["finish_reason"]])
         offered |= {"bootstrap_mask": cut_off, "bootstrap_values": tensors["bootstrap_values"]}
     if entry.capability.needs_components:
         keys, weights = (options.pop(name, None) for name in COMPONENTS)
@@ -53,6 +56,8 @@ def compute_advantages(batch: Batch, config: AlgorithmConfig, error_score: float
         **{k: v for k, v in offered.items() if k in entry.options},
         **options,
     }
+    if common.get("gae_unit") == "turn":
+        batch["value_mask"] = Turns(common.get("turn_ids"), common["response_mask"]).starts.float()
     if from_critic(config):
         return algorithms.critic_advantages(common["values"], common["response_mask"], whitening=offered["whitening"])
     if "reward_missing" not in batch:
@@ -76,7 +81,7 @@ def from_critic(config: AlgorithmConfig) -> bool:
 
 def rows_to_train_on(batch: Batch, config: AlgorithmConfig, *key: int) -> tuple[Batch, dict[str, float]]:
     """The rows that critic and actor learn from, with metrics: all, but for those that `missing_reward=exclude` leaves
-    out; with PF-PPO as many as before, drawn by their scores and `key` (run seed, step)."""
+    out; with PF-PPO as many episodes as before, drawn by their scores and `key` (run seed, step)."""
     metrics: dict[str, float] = {}
     if "reward_missing" in batch and config.missing_reward == "exclude":
         batch = batch.take(torch.nonzero(~batch["reward_missing"]).squeeze(1))
@@ -87,10 +92,11 @@ def rows_to_train_on(batch: Batch, config: AlgorithmConfig, *key: int) -> tuple[
 
 def offered_settings(config: AlgorithmConfig) -> dict[str, Any]:
     """The section's settings under the names that estimators give them."""
+    names = {"lam_actor", "lam_critic", "adaptive_lam_alpha", "norm_adv_by_std_in_grpo", "singleton", "gae_unit"}
+    if config.gae_unit != "token":
+        names |= {"gamma_turn", "lam_turn"}
     return {
-        **config.model_dump(
-            include={"lam_actor", "lam_critic", "adaptive_lam_alpha", "norm_adv_by_std_in_grpo", "singleton"}
-        ),
+        **config.model_dump(include=names),
         "whitening": "batch" if config.adv_whitening == "batch" else "none",
     }
 
@@ -117,19 +123,19 @@ def component_scores(
 
 
 def resample(batch: Batch, config: PFPPOConfig, *key: int) -> tuple[Batch, dict[str, float]]:
-    """PF-PPO: as many rows as before, drawn with replacement by their scores; all columns follow.
+    """PF-PPO: as many episodes as before, drawn with replacement by their scores; all their rows and columns follow.
 
     `key` (run seed, step) decides the draw.
     """
-    scores = batch["token_level_scores"].sum(-1)
+    episodes = Episodes(batch)
+    scores = episodes.sums(batch["token_level_scores"])
     chosen = algorithms.pf_ppo_resample(
         scores,
         reweight_method=config.reweight_method,
         weight_pow=config.weight_pow,
         generator=keyed_generator(*key, _RESAMPLING_STREAM),
     )
-    drawn = batch.take(chosen)
-    return drawn, {
-        "training/pf_ppo/distinct_ratio": len(chosen.unique()) / len(batch),
-        "training/pf_ppo/score_after": float(drawn["token_level_scores"].sum(-1).mean()),
+    return episodes.take(chosen.tolist()), {
+        "training/pf_ppo/distinct_ratio": len(chosen.unique()) / len(chosen),
+        "training/pf_ppo/score_after": float(scores[chosen].mean()),
     }

@@ -15,10 +15,11 @@ from valor.algorithms.registry import Entry
 from valor.config import AlgorithmConfig, CriticRunConfig, PPOConfig, Section
 from valor.config import inert_settings as inert_by_rules
 from valor.controller.placement import check_placement
+from valor.data.batch import Batch
 from valor.engines.registry import training_engine
 from valor.errors import UserError
 from valor.rollout.registry import generation_engine, generation_engines
-from valor.trainer.advantage import COMPONENTS, FROM_THE_RUN, from_critic, offered_settings
+from valor.trainer.advantage import COMPONENTS, FROM_THE_RUN, compute_advantages, from_critic, offered_settings
 from valor.workers.actor import policy_loss_options
 from valor.workers.critic import value_head
 
@@ -62,6 +63,9 @@ def _estimator(config: PPOConfig) -> list[str]:
     needs, options = entry.capability, entry.options
     few = n < needs.min_group_size and not ("singleton" in options and algorithm.singleton == "raw")
     by_value = from_critic(algorithm)  # A = V(last) - V
+    reads_the_end = algorithm.truncation_bootstrap or (
+        algorithm.reward_mask_ratio > 0 and algorithm.missing_reward in ("bootstrap", "critic")
+    )
     wrong = {
         f"{name} needs a critic: set critic.enable=true, or an estimator that does without, such as grpo or rloo": (
             needs.needs_critic and not config.critic.enable
@@ -74,6 +78,10 @@ def _estimator(config: PPOConfig) -> list[str]:
         ),
         f"algorithm.truncation_bootstrap=true is not for {name}: use gae": (
             algorithm.truncation_bootstrap and "bootstrap_mask" not in options
+        ),
+        "algorithm.gae_unit=turn trains the critic where turns begin, while algorithm.truncation_bootstrap=true, and "
+        "algorithm.missing_reward=bootstrap or critic, read it at the end: use gae_unit=token or bilevel": (
+            algorithm.gae_unit == "turn" and "gae_unit" in options and not by_value and reads_the_end
         ),
         "algorithm.reward_source=critic leaves no reward to subtract algorithm.use_kl_in_reward from: use "
         "actor_rollout_ref.actor.use_kl_loss=true": by_value and algorithm.use_kl_in_reward,
@@ -89,7 +97,13 @@ def _estimator(config: PPOConfig) -> list[str]:
         wrong |= _components(name, algorithm)
     taken = {*offered_settings(algorithm), *FROM_THE_RUN}
     lines = [line for line, is_so in wrong.items() if is_so]
-    return lines + _options(entry, "algorithm.adv_kwargs", algorithm.adv_kwargs, options, taken)
+    lines += _options(entry, "algorithm.adv_kwargs", algorithm.adv_kwargs, options, taken)
+    if entry.builtin and "gae_unit" in options and not lines:  # contradictions of its options are found by trying them
+        one = torch.ones(1, 1)
+        columns = {**dict.fromkeys(("token_level_rewards", "response_mask", "values"), one), "turn_ids": one.long()}
+        batch = Batch({**columns, "bootstrap_values": one[0]}, {"uid": ["a"], "finish_reason": ["stop"]})
+        compute_advantages(batch, algorithm)
+    return lines
 
 
 def _components(name: str, algorithm: AlgorithmConfig) -> dict[str, bool]:
@@ -124,7 +138,13 @@ def _policy_loss(config: PPOConfig) -> list[str]:
         one, options = torch.ones(1, 1), policy_loss_options(actor, name)
         try:
             algorithms.policy_loss(
-                name, log_probs=-one, old_log_probs=-one, advantages=one, response_mask=one, **options
+                name,
+                log_probs=-one,
+                old_log_probs=-one,
+                advantages=one,
+                response_mask=one,
+                turn_ids=one.long(),
+                **options,
             )
         except (UserError, TypeError, ValueError) as error:
             lines.append(f"actor_rollout_ref.actor.policy_loss.loss_mode={name}: {error}")

@@ -41,8 +41,12 @@ class Critics:
         return Batch(out), {"critic/ensemble_std": float(spread)}
 
     def update(self, batch: Batch, step: int) -> dict[str, float]:
-        """One step's updates of every member; metrics are means over them. Nothing in a frozen step."""
+        """One step's updates of every member; metrics are means over them. Nothing in a frozen step.
+
+        Trains where `value_mask` is 1, or, without that column, at all policy tokens.
+        """
         frozen = self.config.frozen_at(step)
+        batch = batch.union(Batch({"response_mask": batch["value_mask"]})) if "value_mask" in batch else batch
         parts = []
         for member, name in enumerate(self.names if not frozen else ()):
             own = f"values/{name}"

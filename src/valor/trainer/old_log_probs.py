@@ -16,6 +16,7 @@ from torch import Tensor
 from valor import algorithms
 from valor.config import PPOConfig, RolloutCorrectionConfig
 from valor.data.batch import Batch
+from valor.data.episodes import Episodes
 
 WEIGHTS = "rollout_is_weights"
 
@@ -61,7 +62,8 @@ def corrected(batch: Batch, log_probs: Tensor, config: RolloutCorrectionConfig) 
 
     `log_probs` [B, T] are the training model's. Metrics: `rollout_corr/*`.
     """
-    rollout, mask = batch["rollout_log_probs"], batch["response_mask"]
+    episodes = Episodes(batch)  # a sequence is an episode, whatever its rows
+    log_probs, rollout, mask = map(episodes.join, (log_probs, batch["rollout_log_probs"], batch["response_mask"]))
     found = algorithms.rollout_correction(
         log_probs=log_probs,
         rollout_log_probs=rollout,
@@ -72,8 +74,8 @@ def corrected(batch: Batch, log_probs: Tensor, config: RolloutCorrectionConfig) 
         rollout_rs=config.rollout_rs,
         rollout_rs_threshold=config.rollout_rs_threshold,
     )
-    columns = {"response_mask": found.response_mask}
+    columns = {"response_mask": episodes.part(found.response_mask)}
     if found.weights is not None:
-        columns[WEIGHTS] = found.weights
+        columns[WEIGHTS] = episodes.part(found.weights)
     metrics = algorithms.off_policy_metrics(log_probs, rollout, mask) | found.metrics
     return batch.union(Batch(columns)), {f"rollout_corr/{name}": value for name, value in metrics.items()}

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from valor.agents.episode import last_rows
 from valor.algorithms import mismatch_sums
 from valor.collector.collector import Collector
 from valor.collector.inputs import RunInputs
@@ -20,6 +21,7 @@ from valor.controller.group import Pools
 from valor.controller.placement import Placement
 from valor.controller.start import start_pools
 from valor.data.batch import Batch
+from valor.data.episodes import Episodes
 from valor.tracking.metrics import Timer
 from valor.tracking.progress import phase
 from valor.trainer.advantage import compute_advantages, rows_to_train_on
@@ -109,11 +111,14 @@ class PPORun(Run):
                 columns, found = done.result()
                 batch, metrics = batch.union(columns), metrics | found
             with timer("adv"):
-                metrics |= self.shaping.shape_rewards(batch, self.step)
-                batch["advantages"], batch["returns"] = compute_advantages(
-                    batch, algorithm, self.config.reward.error_score
+                episodes = Episodes(batch)
+                whole = episodes.joined()
+                metrics |= self.shaping.shape_rewards(whole, self.step)
+                whole["advantages"], whole["returns"] = compute_advantages(
+                    whole, algorithm, self.config.reward.error_score
                 )
-                metrics |= batch_metrics(batch) | critic_diagnostics(batch, self.config)
+                metrics |= batch_metrics(whole) | critic_diagnostics(whole, self.config)
+                batch = episodes.split(whole)
             trained, found = rows_to_train_on(batch, algorithm, self.config.trainer.seed, self.step)
             metrics |= found
             updates = [
@@ -183,11 +188,11 @@ class PPORun(Run):
             return {}
         timer = Timer()
         with timer("testing"):
-            batch, results = self.collector.validation_batch()
-        scores = [r.score for r in results]
+            batch, results = self.collector.validation_batch(self.step)
+        scores, of_episodes = [r.score for r in results], last_rows(batch).objects
         metrics = validation_metrics(
-            batch.objects["uid"],
-            batch.objects["data_source"],
+            of_episodes["uid"],
+            of_episodes["data_source"],
             scores,
             [r.correct for r in results],
             [r.components.get("pred") for r in results],

@@ -8,7 +8,7 @@ from typing import Any
 
 from valor import algorithms
 from valor.algorithms import value_quality
-from valor.collector.inputs import RunInputs, load_policy_tokenizer
+from valor.collector.inputs import RunInputs
 from valor.collector.rollouts import (
     PRETRAIN_STREAM,
     correct,
@@ -27,6 +27,7 @@ from valor.controller.start import start_group
 from valor.data.batch import Batch
 from valor.data.sampler import PromptSampler, shuffled
 from valor.errors import UserError
+from valor.models.load import load_policy_tokenizer
 from valor.tracking.metrics import Timer, explained_variance, summarize
 from valor.tracking.progress import phase
 from valor.trainer.critic_tokenizer import check_critic_tokenizer

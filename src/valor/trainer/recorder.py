@@ -7,15 +7,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from importlib.metadata import version
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
 from valor.collector.rollouts import rollout_records, write_rollouts
 from valor.config import PPOConfig, SupervisedConfig, dump_yaml
 from valor.data.batch import Batch
+from valor.data.episodes import Episodes
 from valor.report import build_report
 from valor.tracking.console import get_console
-from valor.tracking.generations import Sample, token_strings, write_samples
+from valor.tracking.generations import Sample, Split, token_strings, write_samples
 from valor.tracking.loggers import RunInfo, Tracker
 from valor.tracking.progress_console import show_progress
 from valor.tracking.rundir import write_atomically, write_run_info
@@ -123,19 +125,14 @@ class PPORecorder(RunRecorder):
         return self.config.trainer.keep_best
 
     def samples(self, step: int, batch: Batch) -> None:
-        """The first `trainer.log_generations` rows of a training batch, with what each token was worth."""
-        rows = [self._sample(batch, i) for i in range(min(self.config.trainer.log_generations, len(batch)))]
-        if rows:
-            write_samples(self.run_dir, step, rows)
-        self._write(self.config.trainer.rollout_data_dir, step, batch, batch["token_level_scores"].sum(-1).tolist())
+        """The first `trainer.log_generations` episodes of a training batch, with what each token was worth."""
+        trainer, scores = self.config.trainer, Episodes(batch).sums(batch["token_level_scores"]).tolist()
+        self._keep("train", step, batch, scores, trainer.log_generations, trainer.rollout_data_dir)
 
     def validation(self, step: int, batch: Batch, scores: Sequence[float], value: float | None) -> None:
-        """Samples of a validation pass, and whether `value` is the best so far."""
-        count = min(self.config.trainer.log_val_generations, len(batch))
-        rows = [self._sample(batch, i, reward=scores[i]) for i in range(count)]
-        if rows:
-            write_samples(self.run_dir, step, rows, split="val")
-        self._write(self.config.trainer.validation_data_dir, step, batch, scores)
+        """Samples of a validation pass with the episodes' scores, and whether `value` is the best so far."""
+        trainer = self.config.trainer
+        self._keep("val", step, batch, scores, trainer.log_val_generations, trainer.validation_data_dir)
         if value is not None and (self.best is None or value > self.best["value"]):
             self.best = {"step": step, "value": value}
             self.best_is_new = self.keeps_best and step > 0
@@ -145,29 +142,67 @@ class PPORecorder(RunRecorder):
         if self.config.trainer.report:
             build_report(self.run_dir)
 
-    def _write(self, folder: str | None, step: int, batch: Batch, scores: Sequence[float]) -> None:
-        """Every row of a batch as a line of JSON that `read_rollouts` can read back, when a folder is given."""
+    def _keep(
+        self, split: Split, step: int, batch: Batch, scores: Sequence[float], count: int, folder: str | None
+    ) -> None:
+        """The first `count` episodes as samples; every row, with its episode's score, as a line of JSON that
+        `read_rollouts` can read back, when a folder is given."""
+        rows = Episodes(batch).rows
+        shown = [self._sample(batch, *pair) for pair in zip(rows[:count], scores, strict=False)]
+        if shown:
+            write_samples(self.run_dir, step, shown, split=split)
         if folder is not None:
+            of_rows = [score for score, one in zip(scores, rows, strict=True) for _ in one]
             file = Path(folder).expanduser() / f"{step}.jsonl"
-            write_rollouts(file, rollout_records(batch, scores, step, self._tokenizer))
+            write_rollouts(file, rollout_records(batch, of_rows, step, self._tokenizer))
 
-    def _sample(self, batch: Batch, i: int, reward: float | None = None) -> Sample:
-        length = int(batch["response_lengths"][i])
-        ids = batch["responses"][i, :length].tolist()
-        prompt = batch["prompts"][i, : int(batch["prompt_lengths"][i])].tolist()
+    def _sample(self, batch: Batch, rows: Sequence[int], reward: float) -> Sample:
+        """An episode of these rows, one behind the other."""
+        lengths = batch["response_lengths"].tolist()
+
+        def joined(column: str) -> list[Any]:
+            return [x for i in rows for x in batch[column][i, : lengths[i]].tolist()]
+
+        mask, first = joined("response_mask"), rows[0]
         numbers = {
-            field: batch[column][i, :length].tolist() if column in batch else None
+            field: [x if own else None for x, own in zip(joined(column), mask, strict=True)]
             for field, column in _PER_TOKEN.items()
+            if column in batch
         }
+        tokens = [token_strings(batch["responses"][i, : lengths[i]].tolist(), self._tokenizer.decode) for i in rows]
+        of_loop: dict[str, Any] = {}
+        if "episode" in batch:
+            starts = [*accumulate(map(len, tokens))]
+            later = [{"at": at, "prompt": self._prompt(batch, i)} for at, i in zip(starts, rows[1:], strict=False)]
+            of_loop["turns"] = joined("turn_ids")
+            of_loop["episode"] = {
+                "calls": batch.objects["episode_info"][first].get("calls", []),
+                "turn_rewards": _by_turn(joined("turn_rewards"), of_loop["turns"]),
+                "outcome": batch.objects["outcome"][first],
+                "rows": later,
+            }
         return Sample(
-            prompt=self._tokenizer.decode(prompt),
-            tokens=token_strings(ids, self._tokenizer.decode),
-            reward=float(batch["token_level_scores"][i].sum()) if reward is None else reward,
-            uid=batch.objects["uid"][i],
-            data_source=batch.objects["data_source"][i],
-            ground_truth=batch.objects["ground_truth"][i],
-            finish_reason=batch.objects["finish_reason"][i],
-            mask=[int(m) for m in batch["response_mask"][i, :length]],
-            reward_info=batch.objects["reward_info"][i] if "reward_info" in batch else {},
+            prompt=self._prompt(batch, first),
+            tokens=[*chain.from_iterable(tokens)],
+            reward=reward,
+            uid=batch.objects["uid"][first],
+            data_source=batch.objects["data_source"][first],
+            ground_truth=batch.objects["ground_truth"][first],
+            finish_reason=batch.objects["finish_reason"][first],
+            mask=[int(m) for m in mask],
+            reward_info=batch.objects["reward_info"][first] if "reward_info" in batch else {},
             **numbers,
+            **of_loop,
         )
+
+    def _prompt(self, batch: Batch, i: int) -> str:
+        return self._tokenizer.decode(batch["prompts"][i, : int(batch["prompt_lengths"][i])].tolist())
+
+
+def _by_turn(rewards: Sequence[float], turns: Sequence[int]) -> list[float]:
+    """What each turn was given, from the first on."""
+    of_turn = [0.0] * max(turns, default=0)
+    for reward, turn in zip(rewards, turns, strict=True):
+        if turn:
+            of_turn[turn - 1] += reward
+    return of_turn

@@ -14,42 +14,51 @@ from valor.tracking.metrics import Timer, explained_variance, summarize
 
 _SPREAD = ("values", "returns", "advantages")
 _NUM_PARTS = 5
+_NUM_TURNS = 8  # that have an explained variance of their own
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
-    """Scores, rewards, advantages, values, lengths and finish reasons of a whole batch."""
+    """Scores, rewards, advantages, values, lengths and finish reasons of a whole batch, a row an episode."""
     mask, finished = batch["response_mask"], batch.objects["finish_reason"]
+    judged = batch.tensors.get("value_mask", mask)
     out = {
         **summarize("critic/score", batch["token_level_scores"].sum(-1)),
         **summarize("critic/rewards", batch["token_level_rewards"].sum(-1)),
         **summarize("critic/advantages", batch["advantages"], mask),
-        **summarize("critic/returns", batch["returns"], mask),
+        **summarize("critic/returns", batch["returns"], judged),
         **summarize("response_length", batch["response_lengths"]),
         "response_length/clip_ratio": finished.count("length") / max(len(finished), 1),
         **summarize("prompt_length", batch["prompt_lengths"]),
     }
     if "values" in batch:
-        out |= summarize("critic/values", batch["values"], mask)
-        out["critic/vf_explained_var"] = explained_variance(batch["values"], batch["returns"], mask)
+        out |= summarize("critic/values", batch["values"], judged)
+        out["critic/vf_explained_var"] = explained_variance(batch["values"], batch["returns"], judged)
     return out
 
 
 def critic_diagnostics(batch: Batch, config: PPOConfig) -> dict[str, float | Histogram]:
     """`critic/<quantity>/histogram` over policy tokens; with a critic also `critic/vf_abs_error/fifth_k`, mean |V - R|
-    in the k-th fifth of each response's policy tokens, and `reward/from_critic`, whether the reward is its value."""
+    in the k-th fifth of each response's policy tokens, `critic/vf_explained_var/turn_k` where there are several turns,
+    and `reward/from_critic`, whether the reward is its value. Values are judged where they have a target."""
     mask = batch["response_mask"]
+    judged = batch.tensors.get("value_mask", mask)
     out: dict[str, float | Histogram] = {}
     for name in _SPREAD:
-        if name in batch and (found := histogram(batch[name], mask)) is not None:
+        where = mask if name == "advantages" else judged
+        if name in batch and (found := histogram(batch[name], where)) is not None:
             out[f"critic/{name}/histogram"] = found
     if "values" in batch:
         out["reward/from_critic"] = float(config.algorithm.reward_source == "critic")
         error = (batch["values"] - batch["returns"]).abs()
         part = _part(mask)
         for k in range(_NUM_PARTS):
-            here = (part == k) & (mask != 0)
+            here = (part == k) & (judged != 0)
             if here.any():
                 out[f"critic/vf_abs_error/fifth_{k + 1}"] = float(error[here].mean())
+        turns = int((batch["turn_ids"] * (mask != 0)).max()) if "turn_ids" in batch and mask.any() else 1
+        for turn in range(1, min(turns, _NUM_TURNS) + 1) if turns > 1 else ():
+            here = judged * (batch["turn_ids"] == turn)
+            out[f"critic/vf_explained_var/turn_{turn}"] = explained_variance(batch["values"], batch["returns"], here)
     return out
 
 

@@ -9,6 +9,7 @@ from valor import algorithms
 from valor.config import PPOConfig
 from valor.controller.group import Roles
 from valor.data.batch import Batch
+from valor.data.episodes import Episodes
 from valor.data.sampler import shuffled
 from valor.models.rows import ROW_FIELDS
 from valor.tracking.progress import part, phase
@@ -53,18 +54,20 @@ class Updates:
         return {k if "/" in k else f"{role}/{k}": v for k, v in mean_over_updates(parts).items()}
 
     def mini_batches(self, role: str, batch: Batch, step: int, member: int = 0) -> Iterator[Batch]:
-        """Rows of each optimizer step, in order, with the columns that the role reads."""
+        """Rows of each optimizer step, in order, with the columns that the role reads; an episode's rows together."""
         settings = self.config.critic if role == "critic" else self.config.actor_rollout_ref.actor
-        rows_per_step = settings.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
-        count = settings.ppo_epochs * math.ceil(len(batch) / rows_per_step)
+        samples_per_step = settings.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
+        samples = Episodes(batch).rows
+        count = settings.ppo_epochs * math.ceil(len(samples) / samples_per_step)
         number = 0
         for epoch in range(settings.ppo_epochs):
-            order = list(range(len(batch)))
+            order = list(range(len(samples)))
             if settings.shuffle:
-                order = shuffled(len(batch), settings.data_loader_seed + member, step, epoch).tolist()
-            for start in range(0, len(batch), rows_per_step):
+                order = shuffled(len(samples), settings.data_loader_seed + member, step, epoch).tolist()
+            for start in range(0, len(samples), samples_per_step):
                 columns = self._columns(role, batch, first=number == 0)
-                rows = batch.select(columns).take(order[start : start + rows_per_step])
+                chosen = order[start : start + samples_per_step]
+                rows = batch.select(columns).take([row for sample in chosen for row in samples[sample]])
                 if role == "actor" and self._whiten:
                     rows["advantages"] = algorithms.masked_whiten(rows["advantages"], rows["response_mask"])
                 number += 1
@@ -72,7 +75,7 @@ class Updates:
                 yield counted(rows)
 
     def _columns(self, role: str, batch: Batch, *, first: bool) -> list[str]:
-        shared = [*ROW_FIELDS, "response_mask"]
+        shared = [*ROW_FIELDS, "response_mask", *(["episode"] if "episode" in batch else [])]
         if role == "critic":
             return [*shared, "values", "returns"]
         names = [*shared, "advantages"]
@@ -81,6 +84,8 @@ class Updates:
         actor = self.config.actor_rollout_ref.actor
         if actor.use_kl_loss and not actor.exact_kl_loss:
             names.append("ref_log_probs")
+        if "turn_ids" in algorithms.POLICY_LOSSES[self.config.policy_loss].parameters:
+            names.append("turn_ids")
         if WEIGHTS in batch:
             names.append(WEIGHTS)
         # Before the first update the weights are still those that sampled: the gap can be measured for free.
@@ -98,10 +103,18 @@ class Updates:
 
 
 def counted(mini_batch: Batch) -> Batch:
-    """The mini-batch with the global counts of its mask; at least 1, so that a loss over nothing is 0."""
+    """The mini-batch with the global counts of its mask; at least 1, so that a loss over nothing is 0.
+
+    With a column `episode` a sequence is an episode: `sequence_lengths` [B] are the policy tokens of the row's episode.
+    """
     mask = mini_batch["response_mask"]
+    present = mask.any(-1)
+    if "episode" in mini_batch:
+        episodes = Episodes(mini_batch)
+        lengths = episodes.sums(mask)
+        mini_batch["sequence_lengths"], present = episodes.spread(lengths), lengths > 0
     mini_batch.meta |= {
         "num_tokens": max(float(mask.sum()), 1.0),
-        "num_sequences": max(float(mask.any(-1).sum()), 1.0),
+        "num_sequences": max(float(present.sum()), 1.0),
     }
     return mini_batch

@@ -117,14 +117,14 @@ class ActorWorker(ModelRole):
     @dispatch("all")
     def send_weights(self, receivers: int) -> None:
         """Send the weights to `receivers` processes, in the dtype and under the names of their generation engine."""
+        if self._store is not None and self._channel is None:  # at once: the receivers wait there
+            self._channel = WeightChannel(self._store, 0, receivers + 1, self._context.device)
         with self.on_device() as engine:
             weights = engine.named_weights(generation_engine(self._rollout.name).weight_names)
-            if self._store is None:  # the other ranks have a part in gathering
+            if self._channel is None:  # the other ranks have a part in gathering
                 for _ in weights:
                     pass
                 return
-            if self._channel is None:
-                self._channel = WeightChannel(self._store, 0, receivers + 1, self._context.device)
             bucket_bytes = self._rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
             self._channel.send(weights, dtype=getattr(torch, self._rollout.dtype), bucket_bytes=bucket_bytes)
 
@@ -137,6 +137,7 @@ class ActorWorker(ModelRole):
         config = self.config
         log_probs, mask = outputs["log_probs"], rows["response_mask"]
         counts = {"num_tokens": rows.meta["num_tokens"], "num_sequences": rows.meta["num_sequences"]}
+        sequence_lengths = rows.tensors.get("sequence_lengths")
         pg_loss, metrics = algorithms.policy_loss(
             self.loss_mode,
             log_probs=log_probs,
@@ -144,13 +145,15 @@ class ActorWorker(ModelRole):
             advantages=rows["advantages"],
             response_mask=mask,
             rollout_is_weights=rows.tensors.get("rollout_is_weights"),
+            sequence_lengths=sequence_lengths,
+            turn_ids=rows.tensors.get("turn_ids"),
             **policy_loss_options(config, self.loss_mode, self._generator),
             **counts,
         )
         metrics = {**metrics, "pg_loss": pg_loss.detach()}
         loss = pg_loss
         denominator = algorithms.loss_denominator(config.loss_agg_mode, **counts)
-        aggregate = (mask, config.loss_agg_mode, config.loss_scale_factor, denominator)
+        aggregate = (mask, config.loss_agg_mode, config.loss_scale_factor, denominator, sequence_lengths)
         if "entropy" in outputs:
             entropy = algorithms.aggregate_loss(outputs["entropy"], *aggregate)
             loss = loss - config.entropy_coeff * entropy

@@ -82,6 +82,7 @@ class CriticWorker(ModelRole):
             loss_scale_factor=config.loss_scale_factor,
             num_tokens=rows.meta["num_tokens"],
             num_sequences=rows.meta["num_sequences"],
+            sequence_lengths=rows.tensors.get("sequence_lengths"),
             **config.value_loss_kwargs,
         )
         return loss, {**metrics, "vf_loss": loss.detach()}

@@ -38,7 +38,14 @@ def role_specs(
             },
         ),
         "rollout": RoleSpec(
-            RolloutWorker, {"config": shared.rollout, "model": shared.model, "eos_token_ids": eos_token_ids}, True
+            RolloutWorker,
+            {
+                "config": shared.rollout,
+                "model": shared.model,
+                "eos_token_ids": eos_token_ids,
+                "episodes": config if config.plays_episodes else None,
+            },
+            True,
         ),
     }
     if config.needs_reference:

@@ -10,15 +10,17 @@ from typing import Any
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from transformers import GenerationConfig
 
+from valor.agents.agents import Agents
 from valor.agents.episode import Episode, EpisodeKey, episode_rows
-from valor.config import ModelConfig, RolloutConfig
+from valor.agents.loops import Task
+from valor.config import ModelConfig, PPOConfig, RolloutConfig
 from valor.data.batch import Batch
 from valor.errors import UserError
-from valor.models.load import load_model_config
-from valor.rollout.base import Output, Request, SamplingParams
+from valor.models.load import load_model_config, load_policy_tokenizer
+from valor.rollout.base import Elsewhere, Output, Request, SamplingParams
 from valor.rollout.registry import generation_engine
 from valor.rollout.spec import BuildContext
-from valor.rollout.transfer import TIMEOUT, NamedTensors, WeightChannel
+from valor.rollout.transfer import MEETING, TIMEOUT, NamedTensors, WeightChannel
 from valor.workers.actor import Address
 from valor.workers.dispatch import dispatch
 from valor.workers.host import WorkerContext
@@ -31,7 +33,13 @@ class RolloutWorker:
     """One rank of the rollout, whose engine is the one that `config.name` names."""
 
     def __init__(
-        self, context: WorkerContext, *, config: RolloutConfig, model: ModelConfig, eos_token_ids: list[int]
+        self,
+        context: WorkerContext,
+        *,
+        config: RolloutConfig,
+        model: ModelConfig,
+        eos_token_ids: list[int],
+        episodes: PPOConfig | None = None,
     ) -> None:
         self._context = context
         self._actor: ModelRole | None = context.roles.get("actor")  # None: in a pool of its own
@@ -40,6 +48,7 @@ class RolloutWorker:
         beside = None if self._actor is None else self._actor.engine
         ends = _end_token_ids(model, eos_token_ids)
         self.engine = self._spec.build(BuildContext(config, model, ends, context.device, beside))
+        self._agents = None if episodes is None else Agents(episodes, load_policy_tokenizer(episodes))
 
     @property
     def data_parallel_rank(self) -> int:
@@ -70,7 +79,9 @@ class RolloutWorker:
         """
         if self._channel is None:
             rank, size, device = self._context.rank, self._context.world_size, self._context.device
-            self._channel = WeightChannel(TCPStore(*address, timeout=TIMEOUT), rank + 1, size + 1, device)
+            store = TCPStore(*address, timeout=MEETING)
+            store.set_timeout(TIMEOUT)
+            self._channel = WeightChannel(store, rank + 1, size + 1, device)
 
         def take(weights: NamedTensors) -> int | None:
             self.engine.sync_weights(weights, version=version)
@@ -94,20 +105,32 @@ class RolloutWorker:
 
         Needs `prompts`, `prompt_lengths` and `episode_key` [B, 3] = (run seed, step, sample number): the key alone
         decides what is drawn, whichever rank draws it. Returns the columns of `episode_rows`. An episode goes to
-        `sink` as soon as it has ended.
+        `sink` as soon as it has ended. Where agents play episodes, `prompts` has also their rows' objects, and the
+        result may have several rows for one of its rows (`episode`).
         """
-        keys: list[EpisodeKey] = [tuple(key) for key in prompts["episode_key"].tolist()]
-        rows = zip(prompts["prompts"].tolist(), prompts["prompt_lengths"].tolist(), keys, strict=True)
-        if self._context.rank % self.engine.parallel_size:
+        follows = self._context.rank % self.engine.parallel_size > 0
+        if follows:
             sink = None  # the first of the processes that generate together tells
-        requests = [
-            Request(str(i), row[:length], params, key, None if sink is None else partial(_tell, sink, key))
-            for i, (row, length, key) in enumerate(rows)
+        keys: list[EpisodeKey] = [tuple(key) for key in prompts["episode_key"].tolist()]
+        ids = [
+            row[:length]
+            for row, length in zip(prompts["prompts"].tolist(), prompts["prompt_lengths"].tolist(), strict=True)
         ]
         shared = self._actor is not None and self.engine.weight_mode == "shared"
         if not shared:
             self._context.make_room()
         with self._actor.on_device() if self._actor is not None and shared else nullcontext():
+            if self._agents is not None and follows:  # and that one plays
+                self.engine.serve(Elsewhere())
+                return Batch()
+            if self._agents is not None:
+                rows = [{name: column[i] for name, column in prompts.objects.items()} for i in range(len(prompts))]
+                tasks = [Task(*one) for one in zip(keys, ids, [params] * len(keys), rows, strict=True)]
+                return self._agents.play(self.engine, tasks, sink)
+            requests = [
+                Request(str(i), prompt, params, key, None if sink is None else partial(_tell, sink, key))
+                for i, (prompt, key) in enumerate(zip(ids, keys, strict=True))
+            ]
             outputs = self.engine.generate(requests)
         return episode_rows([Episode.of_one_turn(*pair) for pair in zip(keys, outputs, strict=True)])
 

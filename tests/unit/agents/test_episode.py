@@ -2,7 +2,7 @@
 
 import torch
 
-from valor.agents.episode import Episode, Turn, episode_rows
+from valor.agents.episode import Episode, Turn, episode_rows, last_rows, turn_rewards
 from valor.rollout.base import Output, Span
 
 
@@ -37,3 +37,16 @@ def test_observations_are_neither_the_policys_nor_of_a_turn():
 def test_an_episode_that_said_nothing_is_a_row_without_tokens():
     rows = episode_rows([Episode((0, 1, 0), (Turn([], [], ()),), "abort"), Episode((0, 1, 1), (), "abort")])
     assert len(rows) == 2 and rows["response_lengths"].tolist() == [0, 0]
+
+
+def test_the_last_row_of_an_episode_has_the_rewards_of_all_its_turns():
+    def turn(reward, prompt=None):
+        return Turn([5, 6], [-1.0, -1.0], (Span(2, 0),), prompt_ids=prompt, reward=reward)
+
+    forked = Episode((0, 0, 0), (turn(1.0), turn(2.0, [7]), turn(4.0, [7, 8])), "stop", prompt_ids=[1])
+    whole = Episode((0, 0, 1), (turn(8.0), turn(16.0)), "stop", prompt_ids=[1])
+    batch = episode_rows([forked, whole])
+    batch.objects["response_text"] = ["a", "b", "c", "d"]
+    ends = last_rows(batch)
+    assert batch["episode"].tolist() == [0, 0, 0, 1] and len(ends) == 2
+    assert turn_rewards(ends).tolist() == turn_rewards(batch).tolist() == [7.0, 24.0]

@@ -1,5 +1,6 @@
 """Policy losses: gradients against finite differences, additivity over parts, masks, and what users get wrong."""
 
+import itertools
 import math
 
 import pytest
@@ -15,6 +16,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     "reinforce": {},
     "gpg": {},
     "gspo": {},
+    "turn_ppo": {},
     "geo_mean": {},
     "cispo": {},
     "sapo": {"tau_neg": 1.5},
@@ -38,6 +40,7 @@ def case(rows: int = 5, width: int = 7, seed: int = 0, dtype: torch.dtype = torc
         "advantages": torch.randn(rows, width, generator=generator, dtype=dtype),
         "response_mask": mask,
         "rollout_is_weights": torch.rand(rows, width, generator=generator, dtype=dtype) + 0.5,
+        "turn_ids": (torch.arange(width) // 3 + 1).expand(rows, width),
     }
 
 
@@ -68,6 +71,15 @@ def surrogate(name: str, inputs: dict[str, Tensor], at: Tensor) -> Tensor:
         sequence = ((log_probs - old) * mask).sum(1, keepdim=True) / lengths
         ratio = (at - log_probs + sequence).exp()
         token = -torch.minimum(advantages * ratio, advantages * ratio.clamp(0.8, 1.2))
+    elif name == "turn_ppo":
+        token = torch.zeros_like(at)
+        for row, turn in itertools.product(range(len(at)), inputs["turn_ids"].unique()):
+            here = ((inputs["turn_ids"][row] == turn) & (mask[row] == 1)).nonzero().flatten().tolist()
+            mean = sum((log_probs - old)[row, t] for t in here) / max(len(here), 1)
+            for t in here:
+                ratio = (at[row, t] - log_probs[row, t] + mean).exp()
+                gain = advantages[row, t] * ratio, advantages[row, t] * ratio.clamp(0.8, 1.2)
+                token[row, t] = -min(gain)
     else:
         limit = float(options["clip_ratio_high"])  # type: ignore[arg-type]
         new_p, old_p = log_probs.exp(), old.exp()
@@ -77,7 +89,7 @@ def surrogate(name: str, inputs: dict[str, Tensor], at: Tensor) -> Tensor:
             binary = old_p * (old_p / new_p).log() + (1 - old_p) * ((1 - old_p + 1e-8) / (1 - new_p + 1e-8)).log()
             keep = (binary <= limit) | torch.where(advantages > 0, new_p <= old_p, new_p >= old_p)
         token = -advantages * (log_probs - old).exp().clamp(max=3.0) * keep * at
-    if name == "gspo":
+    if name in ("gspo", "turn_ppo"):
         return ((token * weights * mask).sum(1, keepdim=True) / lengths).sum() / (mask.sum(1) > 0).sum()
     return (token * weights * mask).sum() / mask.sum()
 
@@ -87,7 +99,7 @@ def surrogate(name: str, inputs: dict[str, Tensor], at: Tensor) -> Tensor:
 def test_gradient_equals_finite_differences(name: str, seed: int) -> None:
     inputs = case(seed=seed)
     _, analytic = gradient(name, inputs)
-    held = {"reinforce", "gpg", "cispo", "gspo", "dppo_tv", "dppo_kl"}
+    held = {"reinforce", "gpg", "cispo", "gspo", "turn_ppo", "dppo_tv", "dppo_kl"}
 
     def value(at: Tensor) -> Tensor:
         if name in held:
@@ -135,8 +147,8 @@ def test_nothing_leaks_from_masked_positions(name: str) -> None:
     clean = gradient(name, inputs)
     hole = inputs["response_mask"] == 0
     for filler in (math.nan, math.inf, -math.inf):
-        dirty = {key: x.masked_fill(hole, filler) for key, x in inputs.items() if key != "response_mask"}
-        loss, grad = gradient(name, {**dirty, "response_mask": inputs["response_mask"]})
+        floats = {key: x for key, x in inputs.items() if x.is_floating_point() and key != "response_mask"}
+        loss, grad = gradient(name, {**inputs, **{key: x.masked_fill(hole, filler) for key, x in floats.items()}})
         assert torch.equal(loss, clean[0]) and torch.equal(grad, clean[1])
         assert not grad[hole].any()
 
@@ -163,6 +175,26 @@ def test_a_single_update_has_ratio_one(name: str) -> None:
     assert metrics["ppo_kl"].item() == 0.0 and log_probs.grad is not None
     if name not in PICKS_TOKENS:
         torch.testing.assert_close(log_probs.grad, -inputs["advantages"] / 12)
+
+
+@pytest.mark.parametrize("number", [1, 40])
+def test_a_response_of_one_turn_is_a_sequence_for_turn_ppo(number: int) -> None:
+    inputs = case() | {"turn_ids": torch.full((5, 7), number)}
+    loss, grad = gradient("gspo", inputs)
+    by_turn, by_turn_grad = gradient("turn_ppo", inputs)
+    torch.testing.assert_close(by_turn, loss, atol=1e-14, rtol=1e-14)
+    torch.testing.assert_close(by_turn_grad, grad, atol=1e-14, rtol=1e-14)
+
+
+def test_turns_of_one_token_are_clipped_as_tokens() -> None:
+    inputs = case() | {"turn_ids": torch.arange(1, 8).expand(5, 7)}
+    loss, grad = gradient("turn_ppo", inputs)
+    plain = {**inputs, "clip_ratio_c": None, "loss_agg_mode": "seq-mean-token-mean"}
+    log_probs = inputs["log_probs"].clone().requires_grad_()
+    expected, _ = algorithms.policy_loss("ppo", **{**plain, "log_probs": log_probs})
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(grad, log_probs.grad)
 
 
 def test_rollout_weights_scale_each_token() -> None:
@@ -224,11 +256,12 @@ def test_kl_cov_pulls_back_the_tokens_of_largest_covariance() -> None:
         ("dppo_tv", {"clip_ratio_c": 1.0}, "greater than 1"),
         ("ppo", {"loss_agg_mode": "token_mean"}, "did you mean token-mean"),
         ("gspo", {"loss_agg_mode": "token-sum"}, "always aggregates as seq-mean-token-mean"),
+        ("turn_ppo", {"turn_ids": None}, r"pass turn_ids \[B, T\]"),
     ],
 )
 def test_mistakes_are_named(name: str, options: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        algorithms.policy_loss(name, **case(), **options)
+        algorithms.policy_loss(name, **{**case(), **options})
 
 
 def test_shapes_are_checked() -> None:

@@ -11,6 +11,8 @@ from torch import Tensor
 from valor import algorithms
 
 ESTIMATORS = tuple(algorithms.ADVANTAGES.names())
+POLICY_LOSSES = [name for name in algorithms.POLICY_LOSSES.names() if algorithms.POLICY_LOSSES[name].builtin]
+KL_KINDS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
 LOSSES = ("ppo", "gspo", "geo_mean", "cispo", "sapo", "dro", "gpg", "reinforce", "dppo_tv", "dppo_kl")
 # Estimators whose advantages are a multiple of the rewards, with every other input scaled alike; for the others only
 # the direction is the same.
@@ -158,3 +160,139 @@ def test_splitting_a_mini_batch_over_ranks(name: str, seed: int, cuts: list[int]
     parts = [run(slice(a, b), counts) for a, b in itertools.pairwise(edges)]
     torch.testing.assert_close(sum(loss for loss, _ in parts), whole, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(torch.cat([grad for _, grad in parts]), gradient, atol=1e-6, rtol=1e-5)
+
+
+def on_observations(inputs: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """The same with other numbers wherever the mask is 0, some of them no numbers."""
+    mask = inputs["response_mask"]
+    generator = torch.Generator().manual_seed(seed + 7)
+
+    def change(x: Tensor) -> Tensor:
+        if not x.is_floating_point():
+            return torch.where(mask == 1, x, seed % 5)
+        filler = 9 * torch.randn(x.shape, generator=generator)
+        filler = filler.masked_fill(torch.rand(x.shape, generator=generator) < 0.2, torch.nan)
+        return torch.where(mask.view(*mask.shape, *[1] * (x.ndim - 2)) == 1, x, filler)
+
+    touched = {key: change(x) for key, x in inputs.items() if key != "response_mask" and x.shape[:2] == mask.shape}
+    return inputs | touched
+
+
+def loss_inputs(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.as_tensor(batch(seed)["response_mask"])
+    old = -torch.rand(8, 9, generator=generator)
+    return {
+        "log_probs": old + 0.3 * torch.randn(8, 9, generator=generator),
+        "old_log_probs": old,
+        "advantages": torch.randn(8, 9, generator=generator),
+        "rollout_is_weights": torch.rand(8, 9, generator=generator) + 0.5,
+        "response_mask": mask,
+        "turn_ids": (torch.arange(9) // 4 + 1).expand(8, 9) * mask.long(),
+    }
+
+
+def policy_gradient(name: str, inputs: dict[str, Tensor]) -> list[Tensor]:
+    """Loss, gradient and metrics."""
+    options: dict = {"dro_beta": 0.1} if name == "dro" else {}
+    if name == "clip_cov":
+        options = {"clip_cov_lb": -1.0, "clip_cov_ratio": 0.2, "generator": torch.Generator().manual_seed(0)}
+    log_probs = inputs["log_probs"].clone().requires_grad_()
+    loss, metrics = algorithms.policy_loss(name, **{**inputs, "log_probs": log_probs}, **options)  # type: ignore[arg-type]
+    loss.backward()
+    assert log_probs.grad is not None
+    return [loss.detach(), log_probs.grad, *metrics.values()]
+
+
+def same_bits(some: list[Tensor], others: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+@quick
+@given(seed=seeds)
+def test_observations_have_no_part_in_a_policy_loss(name: str, seed: int) -> None:
+    """Nothing that stands there changes a bit of loss, gradient or metrics; that the policy said it would."""
+    inputs = loss_inputs(seed)
+    found = policy_gradient(name, inputs)
+    hole = inputs["response_mask"] == 0
+    assert not found[1][hole].any() and not found[1][hole].signbit().any()
+    assert same_bits(policy_gradient(name, on_observations(inputs, seed)), found)
+    if hole.any():
+        row, place = hole.nonzero()[0].tolist()
+        said = {**inputs, "response_mask": inputs["response_mask"].clone(), "turn_ids": inputs["turn_ids"].clone()}
+        said["response_mask"][row, place], said["turn_ids"][row, place] = 1.0, place // 4 + 1
+        assert not same_bits(policy_gradient(name, said), found)
+
+
+@pytest.mark.parametrize("name", [n for n in algorithms.VALUE_LOSSES.names() if algorithms.VALUE_LOSSES[n].builtin])
+@quick
+@given(seed=seeds)
+def test_observations_have_no_part_in_a_value_loss(name: str, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.as_tensor(batch(seed)["response_mask"])
+    shape = (8, 9, 5) if name == "hl_gauss" else (8, 9)
+    inputs = {key: torch.rand(8, 9, generator=generator) for key in ("old_values", "returns")}
+    inputs |= {"values": torch.randn(shape, generator=generator), "response_mask": mask}
+
+    def gradient(inputs: dict[str, Tensor]) -> list[Tensor]:
+        values = inputs["values"].clone().requires_grad_()
+        loss, metrics = algorithms.value_loss(name, **{**inputs, "values": values})  # type: ignore[arg-type]
+        loss.backward()
+        assert values.grad is not None
+        return [loss.detach(), values.grad, *metrics.values()]
+
+    found = gradient(inputs)
+    assert not found[1][mask == 0].any() and same_bits(gradient(on_observations(inputs, seed)), found)
+
+
+@pytest.mark.parametrize("mode", algorithms.LOSS_AGG_MODES)
+@quick
+@given(seed=seeds, kind=st.sampled_from(KL_KINDS))
+def test_observations_have_no_part_in_kl_and_entropy(mode: str, seed: int, kind: str) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.as_tensor(batch(seed)["response_mask"])
+    inputs = {"ref_log_probs": -torch.rand(8, 9, generator=generator), "response_mask": mask}
+    inputs["logits"] = torch.randn(8, 9, 4, generator=generator)
+
+    def gradient(inputs: dict[str, Tensor]) -> list[Tensor]:
+        logits = inputs["logits"].clone().requires_grad_()
+        kl = algorithms.kl_penalty(logits.log_softmax(-1)[..., 0], inputs["ref_log_probs"], kind)
+        terms = [kl, algorithms.entropy_from_logits(logits)]
+        losses = [algorithms.aggregate_loss(term, mask, mode) for term in terms]
+        torch.stack(losses).sum().backward()
+        assert logits.grad is not None
+        return [*(loss.detach() for loss in losses), logits.grad]
+
+    found = gradient(inputs)
+    changed = {key: torch.nan_to_num(x) for key, x in on_observations(inputs, seed).items()}  # a forward gives numbers
+    again = gradient(changed)
+    assert not found[-1][mask == 0].any() and not again[-1][mask == 0].any()
+    assert same_bits(again, found)
+
+
+@pytest.mark.parametrize(("name", "unit"), [*((n, "token") for n in ESTIMATORS), ("gae", "turn"), ("gae", "bilevel")])
+@quick
+@given(seed=seeds)
+def test_observations_have_no_part_in_advantages(name: str, unit: str, seed: int) -> None:
+    """But for a reward there, which `reward_on_masked` is about."""
+    inputs, options = batch(seed), own_options(name, seed)
+    mask = torch.as_tensor(inputs["response_mask"])
+    inputs["rewards"] = torch.as_tensor(inputs["rewards"]) * mask
+    if unit != "token":
+        options |= {
+            "gae_unit": unit,
+            "turn_ids": (torch.arange(9) // 4 + 1).expand(8, 9) * mask.long(),
+            "lam_turn": 0.8,
+        }
+    lam = 1.0 if unit == "turn" else 0.9
+    found = estimate(name, inputs, options, lam=lam)
+    tensors = {key: x for key, x in (inputs | options).items() if isinstance(x, Tensor) and key != "rewards"}
+    changed = on_observations(tensors, seed)
+    again = estimate(
+        name,
+        {key: changed.get(key, x) for key, x in inputs.items()},
+        {key: changed.get(key, x) for key, x in options.items()},
+        lam=lam,
+    )
+    assert same_bits(list(found), list(again))

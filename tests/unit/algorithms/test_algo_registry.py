@@ -62,7 +62,7 @@ def test_every_algorithm_of_the_catalogue_is_there() -> None:
     }  # fmt: skip
     assert builtin(algorithms.POLICY_LOSSES) == {
         "ppo", "vanilla", "gpg", "gspo", "cispo", "geo_mean", "sapo", "dro", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl",
-        "reinforce",
+        "reinforce", "turn_ppo",
     }  # fmt: skip
     assert builtin(algorithms.VALUE_LOSSES) == {"mse", "huber", "bce", "hl_gauss"}
 

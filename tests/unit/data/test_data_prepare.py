@@ -270,4 +270,6 @@ def test_real_files(shared_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     rows = read_rows(tmp_path / "gsm8k" / "test.parquet")
     scores = [compute_score(r.data_source, f"So it is\n#### {r.ground_truth}", r.ground_truth) for r in rows[:200]]
     assert all(s["score"] == 1.0 for s in scores)  # type: ignore[index]
-    assert read_rows(tmp_path / "nq" / "test.parquet")[0].ground_truth == ["14 December 1972 UTC", "December 1972"]
+    assert read_rows(tmp_path / "nq" / "test.parquet")[0].ground_truth == {
+        "target": ["14 December 1972 UTC", "December 1972"]
+    }

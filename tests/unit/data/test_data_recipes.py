@@ -1,7 +1,9 @@
 """Every recipe: records as the hub publishes them become the rows that training reads, from there and from files."""
 
+import hashlib
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +54,12 @@ PUBLISHED: dict[str, tuple[dict[str, Any], Any, list[str]]] = {
     "game24": ({"Rank": 1, "Puzzles": "1 1 4 6"}, {"numbers": [1, 1, 4, 6], "target": 24}, ["1, 1, 4, 6", "<answer>"]),
     "nq": (
         {"id": "test_0", "question": "who?", "golden_answers": ["Ada", "Lady Ada"]},
-        ["Ada", "Lady Ada"],
+        {"target": ["Ada", "Lady Ada"]},
         ["who?", "<answer>"],
     ),
     "hotpotqa": (
         {"id": "d0", "question": "who?", "golden_answers": ["Rome"], "metadata": {"type": "bridge"}},
-        ["Rome"],
+        {"target": ["Rome"]},
         ["who?"],
     ),
     "mmlu": (
@@ -130,7 +132,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None, str]]:
 
 
 def test_every_recipe_of_the_hub_is_tested_here() -> None:
-    several_places = {"aime", "nq_hotpotqa"}
+    several_places = {"aime", "search"}
     assert set(PUBLISHED) | set(PAIRS) | several_places == {n for n, r in RECIPES.items() if r.generate is None}
 
 
@@ -194,8 +196,45 @@ def test_pairs_of_one_text_are_left_out(tmp_path: Path) -> None:
 
 
 def test_several_places_keep_their_data_sources(tmp_path: Path, hub: list[Any]) -> None:
-    prepare(Request(find_recipe("nq_hotpotqa")), tmp_path)
+    prepare(Request(find_recipe("search")), tmp_path)
     assert [r["data_source"] for r in rows(tmp_path / "train.parquet")] == ["searchR1_nq", "searchR1_hotpotqa"]
+    prepare(Request(find_recipe("search"), data_source="mine"), tmp_path)
+    assert [r["data_source"] for r in rows(tmp_path / "train.parquet")] == ["mine", "mine"]
+
+
+def test_search_rows_have_search_r1_s_words_and_verl_s_columns(tmp_path: Path) -> None:
+    records = [
+        {"question": " who wrote it ", "answer": ["Ada", "Lady Ada"]},
+        {"question": "Where?", "golden_answers": ["Rome"], "data_source": "hotpotqa"},
+        {"question": "Why?", "golden_answers": []},
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    request = Request(find_recipe("search"), local=[f"train={tmp_path / 'a.jsonl'}"], splits=["train"])
+    lines = prepare(request, tmp_path)
+    assert lines[1:] == ["train: 1 records without a usable answer were left out"]
+    first, second = rows(tmp_path / "train.parquet")
+    words = first["prompt"][0]["content"]
+    # Of the script that is named in recipes/hub.py, with this question.
+    assert (
+        hashlib.sha256(words.encode()).hexdigest() == "7f3b0998f4e30a26289277eb0af565a12c6a788a83e4bbde88d2504eb2496508"
+    )
+    assert words.endswith("For example, <answer> Beijing </answer>. Question: who wrote it?\n")
+    truth = {"target": ["Ada", "Lady Ada"]}
+    assert first["extra_info"] == {
+        "split": "train",
+        "index": 0,
+        "question": "who wrote it?",
+        "need_tools_kwargs": True,
+        "tools_kwargs": {
+            "search": {
+                "create_kwargs": {"ground_truth": truth, "question": "who wrote it?", "data_source": "searchR1_qa"}
+            }
+        },
+    }
+    assert first["reward_model"] == {"style": "rule", "ground_truth": truth}
+    assert [row["data_source"] for row in (first, second)] == ["searchR1_qa", "searchR1_hotpotqa"]
+    prepare(replace(request, data_source="searchR1_mine"), tmp_path)
+    assert [row["data_source"] for row in rows(tmp_path / "train.parquet")] == ["searchR1_mine"] * 2
 
 
 def test_a_clone_of_the_hub_s_repository(tmp_path: Path) -> None:
@@ -206,10 +245,13 @@ def test_a_clone_of_the_hub_s_repository(tmp_path: Path) -> None:
         (folder / name / "train.jsonl").write_text(json.dumps(PUBLISHED[name][0]) + "\n")
         configs.append(f"- config_name: {name}\n  data_files: [{{split: train, path: {name}/train.jsonl}}]\n")
     (folder / "README.md").write_text(f"---\nconfigs:\n{''.join(configs)}---\n")
-    prepare(Request(find_recipe("nq_hotpotqa"), local=[str(folder)], splits=["train"]), tmp_path / "local")
+    prepare(Request(find_recipe("search"), local=[str(folder)], splits=["train"]), tmp_path / "local")
     made = rows(tmp_path / "local" / "train.parquet")
     assert [r["data_source"] for r in made] == ["searchR1_nq", "searchR1_hotpotqa"]
-    assert [r["reward_model"]["ground_truth"] for r in made] == [["Ada", "Lady Ada"], ["Rome"]]
+    assert [r["reward_model"]["ground_truth"] for r in made] == [
+        {"target": ["Ada", "Lady Ada"]},
+        {"target": ["Rome"]},
+    ]
 
 
 def test_dapo_math_keeps_one_of_its_copies_and_can_hold_a_test_set_out(tmp_path: Path) -> None:

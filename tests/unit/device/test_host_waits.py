@@ -83,6 +83,7 @@ def test_policy_losses_do_not_wait(name, device):
         old_log_probs=(-2.1 * MASK).to(DEVICE),
         advantages=ADVANTAGES.to(DEVICE),
         response_mask=MASK.to(DEVICE),
+        turn_ids=MASK.cumsum(1).long().to(DEVICE),
         num_tokens=18.0,
         num_sequences=4.0,
         **OPTIONS.get(name, {}),

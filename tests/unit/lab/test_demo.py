@@ -1,51 +1,65 @@
 """The demonstration: its command lines are valid, its numbers are read from the right places, and it learns."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from valor.config import PPOConfig, SFTConfig, load
-from valor.lab import arithmetic, critic_score, demo
+from valor.lab import arithmetic, critic_score, demo, lookup
 
-FILES = arithmetic.DataFiles(*(Path(f"{name}.parquet") for name in ("train", "val", "sft_train", "sft_val")))
+PARTS = [Path(f"{name}.parquet") for name in ("train", "val", "sft_train", "sft_val")]
+FILES = {
+    "arithmetic": arithmetic.DataFiles(*PARTS),
+    "search": lookup.DataFiles(*PARTS, Path("corpus.jsonl"), Path("corpus_without.jsonl")),
+}
+# The longest prompt and response.
+LENGTHS = {
+    "arithmetic": (arithmetic.MAX_PROMPT_TOKENS, arithmetic.MAX_RESPONSE_TOKENS),
+    "search": (
+        lookup.MAX_QUESTION_TOKENS,
+        2 * (lookup.MAX_TURN_TOKENS + lookup.MAX_RESULT_TOKENS) + lookup.MAX_TURN_TOKENS,
+    ),
+}
 
 
+@pytest.mark.parametrize("task", list(FILES))
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
-def test_both_algorithms_get_the_same_samples_per_step_and_per_update(algorithm):
-    config = load(demo.ppo_overrides(Path("model"), FILES, Path("run"), algorithm, seed=5), PPOConfig).config
+def test_both_algorithms_get_the_same_samples_per_step_and_per_update(algorithm, task):
+    config = load(demo.ppo_overrides(Path("model"), FILES[task], Path("run"), algorithm, seed=5), PPOConfig).config
     n = config.actor_rollout_ref.rollout.n
     assert config.data.train_batch_size * n == 256
     assert config.actor_rollout_ref.actor.ppo_mini_batch_size * n == 64
     assert config.critic.enable == (algorithm == "ppo")
-    limits = config.data.max_prompt_length, config.data.max_response_length
-    assert limits == (arithmetic.MAX_PROMPT_TOKENS, arithmetic.MAX_RESPONSE_TOKENS)
+    assert (config.start_length, config.episode_length) == LENGTHS[task]
     assert config.trainer.seed == config.data.seed == 5
     assert config.actor_rollout_ref.rollout.val_kwargs.temperature == 0
 
 
-def test_the_warm_start_is_a_valid_sft_command_line():
-    config = load(demo.sft_overrides(Path("model"), FILES, Path("run"), seed=5), SFTConfig).config
+@pytest.mark.parametrize(("task", "longest"), [("arithmetic", sum(LENGTHS["arithmetic"])), ("search", 46)])
+def test_the_warm_start_is_a_valid_sft_command_line(task, longest):
+    config = load(demo.sft_overrides(Path("model"), FILES[task], Path("run"), seed=5), SFTConfig).config
     assert config.data.train_files == ["sft_train.parquet"]
-    assert config.data.max_length == arithmetic.MAX_PROMPT_TOKENS + arithmetic.MAX_RESPONSE_TOKENS
+    assert config.data.max_length == longest
     assert (config.trainer.seed, config.trainer.default_local_dir) == (5, "run")
 
 
-def test_accuracy_is_that_of_the_first_and_the_last_validation(tmp_path):
+def test_results_are_those_of_the_first_and_the_last_validation_and_step(tmp_path):
     key = "val-core/valor/arithmetic/reward/mean@1"
     rows = [
         {"step": 0, key: 0.25},
-        {"step": 1, "critic/score/mean": 0.5},
-        {"step": 2, "critic/score/mean": 0.75, key: 0.875},
+        {"step": 1, "critic/score/mean": 0.5, "episode/tool_calls": 0.25},
+        {"step": 2, "critic/score/mean": 0.75, "episode/tool_calls": 1.0, key: 0.875},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert demo.read_accuracy(tmp_path) == (demo.Accuracy(0.25, 0.5), demo.Accuracy(0.875, 0.75))
+    assert demo.read_results(tmp_path) == (demo.Results(0.25, 0.5, 0.25), demo.Results(0.875, 0.75, 1.0))
 
 
 @pytest.mark.slow
 def test_ppo_lifts_accuracy_on_unseen_problems_over_nine_tenths(tmp_path, capsys):
     assert demo.main(["--out", str(tmp_path), "trainer.total_training_steps=20"]) == 0
-    before, after = demo.read_accuracy(tmp_path / "ppo")
+    before, after = demo.read_results(tmp_path / "ppo")
     assert before.validation < 0.6 < 0.9 < after.validation
     assert before.sampled < 0.6 < 0.8 < after.sampled
     printed = capsys.readouterr().out
@@ -55,6 +69,25 @@ def test_ppo_lifts_accuracy_on_unseen_problems_over_nine_tenths(tmp_path, capsys
     # The critic tells right from wrong answers to unseen problems, which a new one cannot.
     assert area(tmp_path, "ppo/huggingface/critic") > 0.8
     assert area(tmp_path, "sft/huggingface/actor") == 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_the_search_demo_says_what_it_found_with_documents_and_without(tmp_path, capsys, monkeypatch, algorithm):
+    """Too few steps to learn anything: what is learnt is in benchmarks/results/search_demo.md."""
+    whole = demo.sft_overrides
+    short = ["trainer.total_training_steps=3", "data.train_max_samples=300", "data.val_max_samples=8"]
+    monkeypatch.setattr(demo, "sft_overrides", lambda *args: [*whole(*args), *short])
+    sizes = ["data.train_batch_size=8", "data.val_max_samples=8", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
+    few = [*sizes, *(["critic.ppo_mini_batch_size=4"] if algorithm == "ppo" else []), "trainer.total_training_steps=2"]
+    assert demo.main(["--task", "search", "--algorithm", algorithm, "--out", str(tmp_path), *few]) == 0
+    printed = capsys.readouterr().out
+    before, after = demo.read_results(tmp_path / algorithm)
+    control, _ = demo.read_results(tmp_path / f"{algorithm}_control")
+    assert f"searches in each of them: {before.calls:.2f} -> {after.calls:.2f}" in printed
+    assert f"when searches find nothing: {control.validation:.3f}" in printed
+    assert f"retriever.corpus_path={tmp_path / 'data' / 'corpus_without.jsonl'}" in printed
+    assert (math.isnan(control.sampled), math.isnan(control.calls)) == (True, True)  # nothing was trained
 
 
 def area(demo_dir: Path, critic: str) -> float:

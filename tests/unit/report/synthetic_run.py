@@ -59,6 +59,8 @@ def make_run(run_dir: Path, *, steps: int = 120, critic: bool = True, seed: int 
             tracker.log(step, _step_metrics(rng, step, steps, critic))
     for step in sorted({1, steps // 4, steps // 2, steps} - {0}):
         write_samples(run_dir, step, [_sample(rng, step / steps, critic) for _ in range(4)])
+    if critic:
+        write_samples(run_dir, steps // 2 + 1, [_episode(rng)])
     unjudged = [replace(_sample(rng, 1.0, critic), advantages=None, values=None, returns=None) for _ in range(3)]
     write_samples(run_dir, steps, unjudged, split="val")
     write_run_info(
@@ -118,6 +120,19 @@ def _step_metrics(rng: np.random.Generator, step: int, steps: int, critic: bool)
             "critic/returns/mean": skill + noise(0, 0.02),
         }
         metrics |= {f"critic/vf_abs_error/fifth_{k}": 0.45 - 0.05 * k - 0.15 * t + 0.01 * noise() for k in range(1, 6)}
+        metrics |= {
+            "episode/turns/mean": 2.5 + t,
+            "episode/turns/max": 4.0,
+            "episode/rows": 1.2,
+            "episode/tool_calls": 1.5 + t + noise(0, 0.1),
+            "episode/tool_errors": 0.4 * (1 - t),
+            "episode/tool_seconds": 0.6,
+            "episode/policy_tokens": 60.0,
+            "episode/observation_tokens": 140.0,
+            "episode/cut_off": 0.1,
+            "episode/failed": 0.0,
+        }
+        metrics |= {f"critic/vf_explained_var/turn_{k}": 0.1 * k + 0.4 * t + noise(0, 0.03) for k in range(1, 4)}
         for name, centre in (("values", skill), ("returns", skill), ("advantages", 0.0)):
             tokens = rng.normal(centre, 0.3 - 0.15 * t, 400)
             metrics[f"critic/{name}/histogram"] = histogram(tokens, np.ones(400))
@@ -164,6 +179,41 @@ def _sample(rng: np.random.Generator, t: float, critic: bool) -> Sample:
         returns=[reward] * n if critic else None,
         log_probs=[float(-abs(rng.gamma(0.35, 0.9))) for _ in range(n)],
         reward_info={"acc": reward},
+    )
+
+
+def _episode(rng: np.random.Generator) -> Sample:
+    """Three turns: a call that is answered, one that fails, and, in a row of its own, the answer."""
+    said = [
+        "I look it up.<tool_call>search</tool_call>",
+        "Again.<tool_call>serch</tool_call>",
+        "It is Oslo.<|im_end|>",
+    ]
+    told = [f"\n<|im_start|>tool\n{HOSTILE} Oslo is the capital.<|im_end|>\n<|im_start|>assistant\n"]
+    parts = [(1, said[0]), (0, told[0]), (2, said[1]), (3, said[2])]
+    tokens = [(turn, piece) for turn, text in parts for piece in _pieces(text)]
+    turns = [turn for turn, _ in tokens]
+    values = [None if not turn else 0.2 * turn + float(rng.normal(0, 0.01)) for turn in turns]
+    values[turns.index(2) + 3] = 0.95  # here the critic changes its mind
+    calls = [
+        {"turn": 1, "name": "search", "arguments": {"query": HOSTILE}, "text": HOSTILE * 9, "error": None},
+        {"turn": 2, "name": "serch", "arguments": {}, "text": "Error: unknown tool 'serch'.", "error": "unknown"},
+    ]
+    return Sample(
+        prompt="<|im_start|>user\nWhat is the capital of Norway?<|im_end|>\n<|im_start|>assistant\n",
+        tokens=[piece for _, piece in tokens],
+        reward=1.0,
+        finish_reason="stop",
+        mask=[int(turn > 0) for turn in turns],
+        turns=turns,
+        advantages=[None if value is None else 1 - value for value in values],
+        values=values,
+        episode={
+            "calls": [call | {"reward": 0.0, "seconds": 0.41, "metrics": {}} for call in calls],
+            "turn_rewards": [0.0, -0.5, 0.0],
+            "outcome": 1.0,
+            "rows": [{"at": turns.index(3), "prompt": "<|im_start|>user\nall that came before, rewritten"}],
+        },
     )
 
 

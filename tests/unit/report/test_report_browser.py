@@ -78,6 +78,32 @@ def test_report_opens(report, browse, width, phone, dark):
         assert page.console() == []
 
 
+def test_an_episode_is_a_conversation(report, browse):
+    with browse() as page:
+        page.open(report)
+        page.wait_for("document.documentElement.dataset.ready === 'yes'")
+        step = "[...document.getElementById('sample-step').options].find(one => one.text === 'step 31').value"
+        enter(page, "sample-step", page.run(f"return {step}"), "change")
+        texts = "return [...document.querySelectorAll('{}')].map(one => one.textContent)"
+        heads = page.run(texts.format(".conversation .bubble > small"))
+        assert heads == ["policy, turn 1", "policy, turn 2 · reward -0.5", "policy, turn 3"]
+        found, failed = page.run(texts.format(".call"))
+        assert found.startswith("search(") and "0.41 s" in found and HOSTILE.strip() in found
+        assert failed.startswith("serch({})0.41 s · error: unknown")
+        assert page.run("return [...document.querySelectorAll('.call details')].map(one => one.open)") == [False, True]
+        (told,) = page.run(texts.format(".told"))
+        assert told.startswith("tool, ") and "Oslo is the capital" in told
+        backgrounds = "return [...document.querySelectorAll('.told .tokens span')].every(one => !one.style.background)"
+        assert page.run(backgrounds)
+        assert len(page.run(texts.format(".turned"))) == 1
+        assert "changed its mind most in turn 2" in page.run(texts.format(".mind"))[0]
+        assert "all that came before, rewritten" in page.run(texts.format(".conversation > details"))[0]
+        assert page.run("return window.hacked === undefined")
+        page.run("document.querySelector('.turned').dispatchEvent(new MouseEvent('click', {bubbles: true}))")
+        assert "value0.95" in page.run("return document.getElementById('tip').textContent")
+        assert page.console() == []
+
+
 def test_sparse_runs_open_without_errors(browse, tmp_path):
     bare = tmp_path / "bare"
     bare.mkdir()

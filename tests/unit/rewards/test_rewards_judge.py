@@ -8,9 +8,9 @@ from http.server import ThreadingHTTPServer
 import pytest
 
 from json_http import JsonHandler
+from valor import http_client
 from valor.config.reward import JudgeConfig
 from valor.errors import UserError
-from valor.rewards import judge as judge_module
 from valor.rewards.judge import Judge, Question
 
 Answer = Callable[[str], tuple[int, str]]  # from what was asked to a status and the judge's text
@@ -53,7 +53,7 @@ class FakeServer:
 @pytest.fixture
 def server(monkeypatch) -> Iterator[FakeServer]:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    monkeypatch.setattr(judge_module, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(http_client, "_FIRST_PAUSE", 0.01)
     fake = FakeServer()
     yield fake
     fake.http.shutdown()

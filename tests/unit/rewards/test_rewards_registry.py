@@ -9,7 +9,7 @@ import pytest
 from valor.cli import main
 from valor.config.reward import CustomRewardFunctionConfig, RewardConfig
 from valor.errors import UserError
-from valor.rewards import compute_score, gsm8k, mathematics, qa
+from valor.rewards import compute_score, gsm8k, mathematics, qa, search_r1
 from valor.rewards.custom import CustomFunction
 from valor.rewards.executor import RewardResult, Sample
 from valor.rewards.manager import make_graders, summarize
@@ -26,7 +26,7 @@ def test_built_in_graders_by_data_source() -> None:
 def test_a_name_goes_before_patterns_and_an_earlier_pattern_before_a_later_one() -> None:
     assert grader_for("openai/gsm8k") is gsm8k.grade_strict
     assert grader_for("gsm8k_other") is mathematics.grade
-    assert grader_for("searchR1_nq") is qa.grade_exact and grader_for("nq") is qa.grade
+    assert grader_for("searchR1_nq") is search_r1.grade and grader_for("nq") is qa.grade
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from rollout_models import random_model
+from stop_texts import assert_stopped, stopping_after
 from transformers import FalconConfig, FalconForCausalLM, Lfm2Config, Lfm2ForCausalLM, PreTrainedModel
 
 from valor.errors import UserError
@@ -254,3 +255,11 @@ def test_models_that_cannot_be_driven_are_refused() -> None:
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(ValueError, match="empty prompt"):
         Request("a", [])
+
+
+def test_a_text_that_ends_a_sequence_may_lie_across_tokens_and_come_with_the_last_one(qwen: PreTrainedModel) -> None:
+    work = batch(12, tokens=20)
+    engine = NativeEngine(qwen, eos_token_ids=[2])
+    for length in (1, 3):
+        stop, stopping = stopping_after(work, engine.generate(work), length)
+        assert_stopped(engine.generate(stopping), engine.generate(work), stop)

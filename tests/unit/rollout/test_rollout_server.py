@@ -77,6 +77,20 @@ def test_requests_say_everything_and_samples_of_a_prompt_share_a_server(servers)
     assert sorted(body["seed"] for fake in servers for body in fake.asked) == sorted(seeds * 2)
 
 
+def test_turns_of_an_episode_share_a_server(servers):
+    """Also where the second turn has the prompt of another episode's first one."""
+    first = [Request(f"r{i}", [7, i], SamplingParams(max_tokens=3), (5, 1, i)) for i in range(4)]
+    later = [
+        Request(f"r{i}.{t}", [7, i + 1, 9, t], SamplingParams(max_tokens=3), (5, 1, i, t))
+        for i in range(4)
+        for t in (1, 2)
+    ]
+    started(servers).generate([*first, *later])
+    asked = [{tuple(body["prompt"][1:]) for body in fake.asked} for fake in servers]
+    of_episode = [{(i,), (i + 1, 9, 1), (i + 1, 9, 2)} for i in range(4)]
+    assert asked == [of_episode[0] | of_episode[2], of_episode[1] | of_episode[3]]
+
+
 def test_weights_travel_in_files_that_do_not_stay(servers, tmp_path):
     servers[0].uncached = [False, False, True]
     engine = started(servers, server={"weights_dir": str(tmp_path)}, dtype="bfloat16")

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from stop_texts import assert_stopped, stopping_after
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -195,6 +196,18 @@ def test_sequences_end_where_they_should(start):
     assert stopped.token_ids == whole[0].token_ids[: whole[0].token_ids.index(stop) + 1]
     with pytest.raises(UserError, match="160"):
         engine.generate([Request("long", [5] * 160)])
+
+
+def test_a_text_ends_a_sequence_as_in_the_native_engine(start):
+    model = tiny("tied")
+    engine, native = start(model), NativeEngine(model, eos_token_ids=[2])
+    sync(engine, model, 0)
+    work = [Request(str(i), PROMPT[:20], SamplingParams(max_tokens=20), (i,)) for i in range(12)]
+    free = native.generate(work)
+    for length in (1, 3):
+        stop, stopping = stopping_after(work, free, length)
+        assert_stopped(engine.generate(stopping), free, stop)
+        assert [o.token_ids for o in native.generate(stopping)] == [o.token_ids for o in engine.generate(stopping)]
 
 
 def test_weights_that_did_not_arrive_are_noticed(start, monkeypatch):

@@ -28,6 +28,14 @@ GDPO = ["algorithm.adv_estimator=gdpo", "actor_rollout_ref.rollout.n=2", "algori
         ([*GDPO, "algorithm.gdpo_reward_weights=[x]"], "reward_weights=['x']: give a list with one number for each"),
         (["algorithm.reward_source=critic", "algorithm.use_kl_in_reward=true"], "use_kl_loss"),
         (["algorithm.reward_source=critic", "algorithm.truncation_bootstrap=true"], "rewards by rule"),
+        (["algorithm.gae_unit=turn", "algorithm.truncation_bootstrap=true"], "use gae_unit=token or bilevel"),
+        (
+            ["algorithm.gae_unit=turn", "algorithm.reward_mask_ratio=0.1", "algorithm.missing_reward=critic"],
+            "use gae_unit=token or bilevel",
+        ),
+        (["algorithm.gae_unit=turn", "algorithm.lam=0.95"], "gae_unit=turn has no tokens to discount: set gamma_turn"),
+        (["algorithm.gae_unit=bilevel", "algorithm.adaptive_lam_alpha=0.1"], "gae_unit=bilevel takes neither adaptive"),
+        (["algorithm.gae_unit=bilevel", "+algorithm.adv_kwargs.zero_masked=false"], "gae_unit=bilevel takes neither"),
         (["actor_rollout_ref.rollout.dtype=float32"], "actor_rollout_ref.rollout.dtype=float32, but rollout.name=nat"),
         (["actor_rollout_ref.actor.policy_loss.loss_mode=dro"], "policy_loss.loss_mode=dro: dro needs dro_beta > 0"),
         (
@@ -128,6 +136,13 @@ def test_settings_that_the_chosen_algorithms_do_not_read():
     assert inert(*argv, "data.val_files=v") == {
         "algorithm.lam": "no effect: adv_estimator=grpo does not read it",
     }
+    turns = ["algorithm.gae_unit=turn", "algorithm.lam_turn=0.9", "algorithm.gamma_turn=0.9"]
+    assert inert(*turns) == {} and inert(*turns, "algorithm.adv_estimator=grpo").keys() == {
+        turn.partition("=")[0] for turn in turns
+    }
+    assert inert(*turns[1:]) == dict.fromkeys(
+        ("algorithm.gamma_turn", "algorithm.lam_turn"), "no effect with algorithm.gae_unit=token"
+    )
     assert inert("actor_rollout_ref.actor.policy_loss.loss_mode=sapo", "actor_rollout_ref.actor.tau_pos=2") == {}
     clipped = inert("critic.value_loss=bce", "critic.cliprange_value=0.2")
     assert clipped == {"critic.cliprange_value": "no effect with critic.value_loss=bce, which does not clip"}

@@ -146,10 +146,10 @@ def test_what_a_template_adds_after_the_end_token_does_not_count(model_dir, tmp_
     assert "2<|end|>\n<|user|>" in text_of(other, row)
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(model_dir, tmp_path):
+def test_a_template_whose_question_is_no_part_of_the_answered_one_is_refused(model_dir, tmp_path):
     other = AutoTokenizer.from_pretrained(model_dir)
     other.chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    with pytest.raises(UserError, match="renders message 1 otherwise when more follows"):
+    with pytest.raises(UserError, match="renders message 1 otherwise than it asks for it"):
         dataset(other, write(tmp_path / "c.parquet", messages=[CHAT]))
 
 

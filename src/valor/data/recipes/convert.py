@@ -69,12 +69,18 @@ def numbers_game(record: Record) -> Example:
     return Example(question, {"target": target, "numbers": numbers}, extra)
 
 
-def open_question(record: Record) -> Example | None:
-    """A question with the answers that count as right; without one the record is left out."""
+def search_question(record: Record) -> Example | None:
+    """A question, ended by a question mark as in Search-R1, with the answers that count as right under `target`.
+
+    A record without an answer is left out. One that names its own data set (`data_source`) keeps the name.
+    """
     found: Any = value(record, "golden_answers", "answers", "answer", "reward_model.ground_truth.target")
     answers = [str(a) for a in ([found] if isinstance(found, str) else found) if str(a).strip()]
-    question = text(record, "question")
-    return Example(question, answers, {"question": question}) if answers else None
+    asked = text(record, "question")
+    question = asked if asked.endswith("?") else f"{asked}?"
+    named = record.get("data_source")
+    source = f"searchR1_{str(named).removeprefix('searchR1_')}" if named else None
+    return Example(question, {"target": answers}, {"question": question}, source) if answers else None
 
 
 def mmlu(record: Record) -> Example:

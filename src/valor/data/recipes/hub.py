@@ -10,11 +10,15 @@ _CHOOSE = QUESTION + '\n\nThink step by step and end with "Answer: X", where X i
 _GSM8K = QUESTION + ' Think step by step, then write the final answer as a number after "####".'
 _COMPLETE = "Complete this Python function. Give the whole function in one ```python block.\n\n" + QUESTION
 _PROGRAM = QUESTION + "\n\nGive the code in one ```python block."
+# Search-R1's words, to the letter (scripts/data_process/nq_search.py of https://github.com/PeterGriffinJin/Search-R1).
 _SEARCH = (
-    "Answer the question. Think inside <think> and </think> first. If you lack some knowledge, you can search with "
-    "<search> query </search>; results come back between <information> and </information>, and you can search as "
-    "often as you like. Give the short answer inside <answer> and </answer>, for example <answer> Beijing </answer>."
-    "\n\nQuestion: " + QUESTION
+    "Answer the given question. You must conduct reasoning inside <think> and </think> first every time you get new "
+    "information. After reasoning, if you find you lack some knowledge, you can call a search engine by <search> query "
+    "</search> and it will return the top searched results between <information> and </information>. You can search as "
+    "many times as your want. If you find no further external knowledge needed, you can directly provide the answer "
+    "inside <answer> and </answer>, without detailed illustrations. For example, <answer> Beijing </answer>. Question: "
+    + QUESTION
+    + "\n"
 )
 
 
@@ -62,12 +66,12 @@ RECIPES = (
            convert.dapo, "math_dapo", "math", QUESTION, {"train": [_DAPO]}, one_each=True),
     Recipe("game24", "Game of 24: the 1,362 solvable hands of four numbers from 1 to 13",
            convert.numbers_game, "game24", "math", EXPRESSION, {"train": [_GAME24]}),
-    Recipe("nq", "Natural Questions (open), 79,168 + 3,610, asked in the manner of Search-R1",
-           convert.open_question, "searchR1_nq", "fact-reasoning", _SEARCH, _NQ),
-    Recipe("hotpotqa", "HotpotQA, 90,447 + 7,405 (dev), asked in the manner of Search-R1",
-           convert.open_question, "searchR1_hotpotqa", "fact-reasoning", _SEARCH, _HOTPOTQA),
-    Recipe("nq_hotpotqa", "NQ and HotpotQA together, the training data of Search-R1",
-           convert.open_question, "searchR1_nq_hotpotqa", "fact-reasoning", _SEARCH, _NQ_HOTPOTQA),
+    Recipe("nq", "Natural Questions (open), 79,168 + 3,610, as Search-R1 asks them",
+           convert.search_question, "searchR1_nq", "fact-reasoning", _SEARCH, _NQ, tool="search"),
+    Recipe("hotpotqa", "HotpotQA, 90,447 + 7,405 (dev), as Search-R1 asks it",
+           convert.search_question, "searchR1_hotpotqa", "fact-reasoning", _SEARCH, _HOTPOTQA, tool="search"),
+    Recipe("search", "NQ and HotpotQA together, the training data of Search-R1",
+           convert.search_question, "searchR1_qa", "fact-reasoning", _SEARCH, _NQ_HOTPOTQA, tool="search"),
     Recipe("mmlu", "MMLU: 99,842 auxiliary and 14,042 test questions with four choices, 57 subjects",
            convert.mmlu, "cais/mmlu", "knowledge", _CHOOSE, _splits("cais/mmlu", "all", train="auxiliary_train")),
     Recipe("hellaswag", "HellaSwag: 39,905 + 10,042 (validation) texts with four endings",

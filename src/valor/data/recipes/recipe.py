@@ -24,11 +24,15 @@ class Hub(NamedTuple):
 
 
 class Example(NamedTuple):
-    """A question (text, or messages that are taken as they are), its ground truth, and more for `extra_info`."""
+    """A question (text, or messages that are taken as they are), its ground truth, and more for `extra_info`.
+
+    `data_source` where the record names its own.
+    """
 
     question: str | Messages
     ground_truth: Any
     extra: Mapping[str, Any] = {}
+    data_source: str | None = None
 
 
 class Pair(NamedTuple):
@@ -47,7 +51,8 @@ class Recipe:
     `convert` makes an Example or a Pair of one record, or None to leave it out; a ValueError says what is wrong with
     the record. `data_source` chooses the grader. `template` is the user's message around the question. `hub`: the
     places of each split. `generate(seed, **options)` makes records without end or as long as there are any, instead
-    of reading them from `hub`. `one_each`: the published data repeats its prompts, one of each is kept.
+    of reading them from `hub`. `one_each`: the published data repeats its prompts, one of each is kept. `tool`: every
+    row has verl's `extra_info.tools_kwargs` for the tool of this name.
     """
 
     name: str
@@ -60,6 +65,7 @@ class Recipe:
     generate: Callable[..., Iterator[Record]] | None = None
     one_each: bool = False
     pairs: bool = False
+    tool: str | None = None
 
     @property
     def splits(self) -> tuple[str, ...]:

@@ -176,6 +176,74 @@
     return holder;
   };
 
+  const tokenSpan = (record, place, limits) => {
+    const own = !record.mask || record.mask[place];
+    const span = element("span", own ? "" : "other", tokenText(record.tokens[place]));
+    span.dataset.place = place;
+    if (own) span.style.background = background(record[signal.id]?.[place], limits);
+    return span;
+  };
+  const folded = (title, body, open) => {
+    const made = element("details");
+    made.open = open;
+    made.append(element("summary", "", title), body);
+    return made;
+  };
+
+  // ---- an episode as a conversation -----------------------------------------------------------------------------
+  const callCard = (call) => {
+    const card = element("div", call.error ? "call failed" : "call");
+    const asked = typeof call.arguments === "string" ? call.arguments : JSON.stringify(call.arguments);
+    const facts = [`${short(call.seconds)} s`, ...(call.reward ? [`reward ${short(call.reward)}`] : []), ...(call.error ? [`error: ${call.error}`] : [])];
+    card.append(element("code", "", `${call.name ?? "no call"}(${asked})`), element("small", "", facts.join(" · ")));
+    card.append(folded("Result", element("pre", "", call.text), call.text.length <= 300));
+    return card;
+  };
+  // The policy's token whose value is farthest from that of its token before; null without a critic.
+  const turningPoint = ({ turns, values }) => {
+    let [before, found] = [null, null];
+    (turns && values ? values : []).forEach((value, place) => {
+      if (!turns[place] || value === null) return;
+      if (before !== null && !(Math.abs(value - before) <= found?.size)) {
+        if (value !== before) found = { place, from: before, to: value, size: Math.abs(value - before) };
+      }
+      before = value;
+    });
+    return found;
+  };
+  const conversation = (record, limits) => {
+    const { calls, turn_rewards: rewards, rows } = record.episode;
+    const box = element("div", "conversation");
+    const point = turningPoint(record);
+    let spoken = 0; // the last turn of the policy so far
+    for (let start = 0, end; start < record.tokens.length; start = end) {
+      const turn = record.turns[start];
+      const row = rows.findIndex(({ at }) => at === start);
+      for (end = start + 1; end < record.tokens.length && record.turns[end] === turn && !rows.some(({ at }) => at === end);) end += 1;
+      if (row >= 0) box.append(folded(`Row ${row + 2}: the chat template has rewritten what came before`, element("pre", "", rows[row].prompt), false));
+      const tokens = element("div", "tokens");
+      for (let place = start; place < end; place += 1) tokens.append(tokenSpan(record, place, limits));
+      if (point && point.place >= start && point.place < end) tokens.children[point.place - start].classList.add("turned");
+      const bubble = element("div", turn ? "bubble" : "bubble told");
+      if (turn) {
+        const reward = rewards[turn - 1] ? ` · reward ${short(rewards[turn - 1])}` : "";
+        bubble.append(element("small", "", turn === spoken ? "policy, goes on" : `policy, turn ${turn}${reward}`), tokens);
+        box.append(bubble, ...calls.filter((call) => call.turn === turn && turn !== spoken).map(callCard));
+        spoken = turn;
+      } else {
+        const answered = calls.some((call) => call.turn === spoken);
+        const who = answered ? "tool" : "environment";
+        bubble.append(folded(`${who}, ${end - start} tokens as the policy reads them`, tokens, !answered && end - start <= 200));
+        box.append(bubble);
+      }
+    }
+    if (point) {
+      const where = `The critic changed its mind most in turn ${record.turns[point.place]}, at token ${point.place + 1}`;
+      box.append(element("p", "mind", `${where} (framed): ${short(point.from)} → ${short(point.to)}`));
+    }
+    return box;
+  };
+
   const sampleCard = (record, limits) => {
     const card = element("article", "sample");
     const head = element("header");
@@ -189,18 +257,17 @@
     fact("expected", record.ground_truth, "truth");
     fact("ended by", record.finish_reason);
     fact("tokens", record.tokens.length + (record.tokens_left_out || 0));
+    if (record.episode) {
+      fact("turns", record.episode.turn_rewards.length);
+      fact("tool calls", record.episode.calls.length);
+      fact("tool errors", record.episode.calls.filter((call) => call.error).length || "");
+      fact("environment's outcome", record.episode.outcome);
+    }
     fact("", record.data_source);
     Object.entries(record.reward_info || {}).forEach(([name, value]) => fact(name, typeof value === "number" ? number(value) : value));
-    const prompt = element("details");
-    prompt.append(element("summary", "", "Prompt"), element("pre", "", record.prompt));
-    const tokens = element("div", "tokens");
-    record.tokens.forEach((token, place) => {
-      const own = !record.mask || record.mask[place];
-      const span = element("span", own ? "" : "other", tokenText(token));
-      span.dataset.place = place;
-      if (own) span.style.background = background(record[signal.id]?.[place], limits);
-      tokens.append(span);
-    });
+    const prompt = folded("Prompt", element("pre", "", record.prompt), false);
+    const tokens = record.episode ? conversation(record, limits) : element("div", "tokens");
+    if (!record.episode) tokens.append(...record.tokens.map((_, place) => tokenSpan(record, place, limits)));
     if (record.tokens_left_out) tokens.append(element("span", "cut", ` … and ${record.tokens_left_out} more tokens`));
     card.append(head, prompt, tokens);
     const trace = record.values && valueTrace(record.values, record.reward);

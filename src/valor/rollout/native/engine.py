@@ -4,6 +4,8 @@ Every prompt is prefilled once, all but its last token; its samples then start a
 that last token. Decoding, sampling and log-probabilities so have one path: a step gives each active row one token.
 """
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,20 +19,21 @@ from valor.errors import TrainingStopped, UserError, out_of_memory
 from valor.models.export import plain_weights
 from valor.models.hf import cache_bytes_per_token
 from valor.models.policy import PolicyModel
-from valor.rollout.base import FinishReason, Output, Request, Span, WeightMode
+from valor.rollout.base import FinishReason, Output, Request, RequestSource, RolloutEngine, Span, WeightMode
 from valor.rollout.native.attention import check_supported, generation_mode, serving
 from valor.rollout.native.kv_cache import PromptCache, SlotCache, free_bytes
 from valor.rollout.native.packed_linear import packed_linears
 from valor.rollout.native.schedule import Group, Waiting
 from valor.rollout.sampling import BatchSampler, uniform_stream
 from valor.rollout.transfer import checksum
-from valor.tracking.progress import report_progress
 
 # A prefill of this many tokens keeps a processor busy; beyond it, at most this share of a batch may be padding.
 ENOUGH_TOKENS = 512
 MAX_PADDING = 0.125
 # Steps between two visits of the rows' records.
 MAX_SEGMENT = 128
+# Where further requests may come meanwhile.
+OPEN_SEGMENT = 16
 # Steps between two looks at whether a row has ended: a GPU waits for each of them.
 STEPS_PER_TEST = {"cpu": 1, "cuda": 8}
 # Of the memory that is free when a generation begins, what its cache may take. The cache grows by half.
@@ -44,7 +47,6 @@ class Row:
     """One sequence that is being decoded; its place in the engine's list is its slot in the cache."""
 
     request: Request
-    index: int  # place of the request in the caller's list
     prompt: int  # number of its prompt in the cache, -1 when that is part of its own row
     stop_ids: frozenset[int]
     max_new: int
@@ -61,13 +63,76 @@ class Row:
         """Cache columns of its own in use: all tokens but the last, which has not been fed, less a shared prompt."""
         return len(self.token_ids) + (0 if self.prompt >= 0 else len(self.request.prompt_ids) - 1)
 
+    @property
+    def tested_ids(self) -> frozenset[int]:
+        """The tokens with which the row may end."""
+        stop = self.request.params.stop
+        return self.stop_ids if stop is None else self.stop_ids | stop.candidates
+
+    def add(self, token_ids: Sequence[int], log_probs: Sequence[float]) -> None:
+        """Take sampled tokens, up to the one that ends the row."""
+        for token, log_prob in zip(token_ids, log_probs, strict=True):
+            self.token_ids.append(token)
+            self.log_probs.append(log_prob)
+            if self.stopped:
+                return
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the last token ends the row."""
+        stop = self.request.params.stop
+        return self.token_ids[-1] in self.stop_ids or (stop is not None and stop.complete(self.token_ids))
+
     def finish_reason(self) -> FinishReason | None:
-        if self.token_ids[-1] in self.stop_ids:
+        if self.stopped:
             return "stop"
         return "length" if len(self.token_ids) >= self.max_new else None
 
 
-class NativeEngine:
+class _Intake:
+    """The requests of one `serve`: those that have come and not ended, and whether more may come.
+
+    UserError when a prompt leaves no room for a new token.
+    """
+
+    def __init__(self, source: RequestSource, max_model_len: int) -> None:
+        self.source, self._max_model_len = source, max_model_len
+        self.pending: list[Request] = []
+        self.ended = False
+        self.poll(wait=True)
+
+    @property
+    def most(self) -> int:
+        """Requests that may be under way at once."""
+        return len(self.pending) if self.ended else self.source.max_requests
+
+    def poll(self, *, wait: bool) -> Sequence[Request]:
+        """What has come since the last call; `wait`: at least one, unless no more will come."""
+        found: list[Request] = []
+        while not self.ended and (new := self.source.poll(wait=wait and not found)) != []:
+            self.ended = new is None
+            found += new or ()
+        for request in found:
+            if len(request.prompt_ids) >= self._max_model_len:
+                raise UserError(
+                    f"a prompt of {len(request.prompt_ids)} tokens leaves no room for a response: "
+                    f"the model takes {self._max_model_len} tokens"
+                )
+        self.pending += found
+        return found
+
+    def finish(self, row: Row, reason: FinishReason, version: int) -> None:
+        """Give a row's output to its receiver."""
+        request = row.request
+        self.pending = [one for one in self.pending if one is not request]
+        output = Output(request.request_id, row.token_ids, row.log_probs, reason, (Span(len(row.token_ids), version),))
+        # Tensors made by the receivers are theirs, and may need gradients later.
+        with torch.inference_mode(False):
+            if request.on_finish is not None:
+                request.on_finish(output)
+
+
+class NativeEngine(RolloutEngine):
     """Generates with a Hugging Face causal LM that someone else trains; see `valor.rollout.base.RolloutEngine`.
 
     Every process generates by itself.
@@ -102,38 +167,17 @@ class NativeEngine:
         self.weights_version: int | None = 0
         self.weights_checksum: int | None = None
 
-    def generate(self, requests: Sequence[Request]) -> list[Output]:
-        """Outputs in the order of `requests`; raises UserError when a prompt leaves no room for a new token.
+    def serve(self, source: RequestSource) -> None:
+        """Generate what `source` has until it has no more; UserError when a prompt leaves no room for a new token.
 
         Where memory runs out, what has not ended starts again, with half as many rows at a time from then on;
         TrainingStopped where that is one.
         """
-        for request in requests:
-            if len(request.prompt_ids) >= self._max_model_len:
-                raise UserError(
-                    f"a prompt of {len(request.prompt_ids)} tokens leaves no room for a response: "
-                    f"the model takes {self._max_model_len} tokens"
-                )
-        outputs: list[Output | None] = [None] * len(requests)
-        done = 0
-
-        def finish(row: Row, reason: FinishReason) -> None:
-            nonlocal done
-            spans = (Span(len(row.token_ids), self.weights_version or 0),)
-            output = Output(row.request.request_id, row.token_ids, row.log_probs, reason, spans)
-            outputs[row.index] = output
-            done += 1
-            # Tensors made by the receivers are theirs, and may need gradients later.
-            with torch.inference_mode(False):
-                if row.request.on_finish is not None:
-                    row.request.on_finish(output)
-                report_progress(done, len(requests))
-
-        if requests:
+        intake = _Intake(source, self._max_model_len)
+        if intake.pending:
             with self._unsharded(), generation_mode(self._hf), torch.inference_mode(), self._pack(self._hf):
-                while places := [place for place, output in enumerate(outputs) if output is None]:
-                    self._attempt(requests, places, finish)
-        return [output for output in outputs if output is not None]
+                while intake.pending:
+                    self._attempt(intake)
 
     def sync_weights(self, weights: Iterable[tuple[str, Tensor]] | None = None, *, version: int) -> None:
         """Record the version; the weights are the actor's own. Raises ValueError when others are pushed."""
@@ -147,13 +191,11 @@ class NativeEngine:
     def close(self) -> None:
         """Nothing to end."""
 
-    def _attempt(
-        self, requests: Sequence[Request], places: Sequence[int], finish: Callable[[Row, FinishReason], None]
-    ) -> None:
-        """Generate the requests at `places`, or less of them where memory does not suffice."""
-        slots = min(self._max_num_seqs, self._affordable(requests), len(places))
+    def _attempt(self, intake: _Intake) -> None:
+        """Generate all requests, or less of them where memory does not suffice."""
+        slots = min(self._max_num_seqs, self._affordable(intake.source), intake.most)
         try:
-            self._run([(place, requests[place]) for place in places], slots, finish)
+            self._run(intake, slots)
             return
         except RuntimeError as error:
             if not out_of_memory(error):
@@ -168,27 +210,28 @@ class NativeEngine:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _affordable(self, requests: Sequence[Request]) -> int:
+    def _affordable(self, source: RequestSource) -> int:
         """How many rows as long as the longest one may become the free memory can hold; at least 1."""
         free = free_bytes(_device(self._hf))
         if free is None:
-            return len(requests)
-        longest = max(len(request.prompt_ids) + request.params.max_tokens for request in requests)
+            return source.max_requests
         element = next(p for p in self._hf.parameters() if p.is_floating_point()).element_size()
-        row = cache_bytes_per_token(self._config, element) * min(longest, self._max_model_len)
+        row = cache_bytes_per_token(self._config, element) * min(source.max_tokens, self._max_model_len)
         return max(1, int(CACHE_SHARE * free / row))
 
-    def _run(
-        self, requests: Sequence[tuple[int, Request]], slots: int, finish: Callable[[Row, FinishReason], None]
-    ) -> None:
-        waiting = Waiting(requests, slots)
-        cache = SlotCache(slots, shared=waiting.worth_sharing())
-        rows: list[Row] = []
-        while rows or waiting:
-            groups = waiting.admit(len(rows))
-            if groups:
-                self._prefill(groups, cache, rows)
-            self._decode_until_change(cache, rows, waiting, finish)
+    def _run(self, intake: _Intake, slots: int) -> None:
+        waiting = Waiting(slots)
+        waiting.add(intake.pending)
+        while waiting:
+            # Turns of episodes have prompts of their own; samples of one prompt come together, and nothing after them.
+            cache = SlotCache(slots, shared=intake.ended and waiting.worth_sharing())
+            rows: list[Row] = []
+            while rows or waiting:
+                groups = waiting.admit(len(rows))
+                if groups:
+                    self._prefill(groups, cache, rows)
+                self._decode_until_change(cache, rows, waiting, intake)
+            waiting.add(intake.poll(wait=True))
 
     def _prefill(self, groups: list[Group], cache: SlotCache, rows: list[Row]) -> None:
         """Run the prompts of `groups` (sorted by length) in padded batches, and add their samples to `rows`."""
@@ -211,38 +254,37 @@ class NativeEngine:
             for index, group in enumerate(batch):
                 samples = slice(len(rows), len(rows) + len(group.members))
                 prompt = cache.add_prompt(prefill, index, len(group.prompt_ids) - 1, samples)
-                rows.extend(self._new_row(request, place, prompt) for place, request in group.members)
+                rows.extend(self._new_row(request, prompt) for request in group.members)
 
-    def _new_row(self, request: Request, index: int, prompt: int) -> Row:
+    def _new_row(self, request: Request, prompt: int) -> Row:
         params = request.params
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         max_new = min(params.max_tokens, self._max_model_len - len(request.prompt_ids))
-        return Row(request, index, prompt, stops, max_new, uniform_stream(request.seed, max_new))
+        return Row(request, prompt, stops, max_new, uniform_stream(request.seed, max_new))
 
-    def _decode_until_change(
-        self, cache: SlotCache, rows: list[Row], waiting: Waiting, finish: Callable[[Row, FinishReason], None]
-    ) -> None:
+    def _decode_until_change(self, cache: SlotCache, rows: list[Row], waiting: Waiting, intake: _Intake) -> None:
         """Decode until all rows are done, or enough have left for waiting requests to join."""
         while rows and not waiting.can_join(len(rows)):
-            self._decode_segment(cache, rows)
+            self._decode_segment(cache, rows, MAX_SEGMENT if intake.ended else OPEN_SEGMENT)
             for slot in reversed(range(len(rows))):
                 reason = rows[slot].finish_reason()
                 if reason is not None:
-                    finish(_remove(rows, slot, cache), reason)
+                    intake.finish(_remove(rows, slot, cache), reason, self.weights_version or 0)
+            waiting.add(intake.poll(wait=False))
 
-    def _decode_segment(self, cache: SlotCache, rows: list[Row]) -> None:
-        """Give all rows one token after another until one of them ends, or for MAX_SEGMENT steps.
+    def _decode_segment(self, cache: SlotCache, rows: list[Row], longest: int) -> None:
+        """Give all rows one token after another until one of them ends, or for `longest` steps.
 
         Raises RuntimeError when the model's logits are not finite.
         """
         device = _device(self._hf)
         sampler = BatchSampler([row.request.params for row in rows], device)
         cache.arrange([row.prompt for row in rows], [row.own_columns for row in rows], device)
-        steps = min(MAX_SEGMENT, *(row.max_new - len(row.token_ids) for row in rows))
+        steps = min(longest, *(row.max_new - len(row.token_ids) for row in rows))
         done = [len(row.token_ids) for row in rows]
         uniforms = np.stack([row.uniforms[n : n + steps] for row, n in zip(rows, done, strict=True)], axis=1)
         uniforms = torch.from_numpy(uniforms).to(device)
-        stops = _stop_table([row.stop_ids for row in rows], device)
+        stops = _stop_table([row.tested_ids for row in rows], device)
         fed = torch.tensor([row.last_token for row in rows], device=device)
         chosen, scored, ended = [], [], torch.zeros((), dtype=torch.bool, device=device)
         per_test = STEPS_PER_TEST["cpu" if device.type == "cpu" else "cuda"]
@@ -262,9 +304,7 @@ class NativeEngine:
             raise RuntimeError("the policy's logits are not finite: its weights have diverged")
         tokens, values = torch.stack(chosen, dim=1).tolist(), scores.tolist()
         for row, row_tokens, row_values in zip(rows, tokens, values, strict=True):
-            kept = next((n for n, token in enumerate(row_tokens, 1) if token in row.stop_ids), len(row_tokens))
-            row.token_ids += row_tokens[:kept]
-            row.log_probs += row_values[:kept]
+            row.add(row_tokens, row_values)
 
 
 class NativeCopy(NativeEngine):

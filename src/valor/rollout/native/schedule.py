@@ -13,35 +13,35 @@ SHARE_LENGTH = 32
 
 @dataclass(slots=True)
 class Group:
-    """Requests with the same prompt, each with its place in the caller's list."""
+    """Requests with the same prompt."""
 
     prompt_ids: tuple[int, ...]
-    members: list[tuple[int, Request]]
+    members: list[Request]
 
 
 class Waiting:
-    """The queue of groups that have not started, longest prompts first; at most `max_num_seqs` requests run at once.
+    """The queue of groups that have not started, longest prompts first; at most `max_num_seqs` requests run at once."""
 
-    `requests` come with their places in the caller's list.
-    """
-
-    def __init__(self, requests: Sequence[tuple[int, Request]], max_num_seqs: int) -> None:
-        groups: dict[tuple[int, ...], Group] = {}
-        for index, request in requests:
-            key = tuple(request.prompt_ids)
-            groups.setdefault(key, Group(key, [])).members.append((index, request))
-        self._mean_samples = len(requests) / len(groups)
-        self._longest_prompt = max(len(key) for key in groups)
-        # Popped from the end; the sort is stable, so equal lengths keep the caller's order.
-        self._queue = sorted(groups.values(), key=lambda g: -len(g.prompt_ids))[::-1]
+    def __init__(self, max_num_seqs: int) -> None:
+        self._queue: list[Group] = []  # popped from the end
         self._max_num_seqs = max_num_seqs
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Queue further requests; those of one call that have equal prompts start together."""
+        groups: dict[tuple[int, ...], Group] = {}
+        for request in requests:
+            key = tuple(request.prompt_ids)
+            groups.setdefault(key, Group(key, [])).members.append(request)
+        # The sort is stable, so equal lengths keep the order in which they came.
+        self._queue = sorted([*reversed(self._queue), *groups.values()], key=lambda g: -len(g.prompt_ids))[::-1]
 
     def __bool__(self) -> bool:
         return bool(self._queue)
 
     def worth_sharing(self) -> bool:
         """Whether keeping prompts apart from the samples that continue them saves more work than it makes."""
-        return self._mean_samples >= 2 and self._longest_prompt > SHARE_LENGTH
+        samples = sum(len(group.members) for group in self._queue)
+        return samples >= 2 * len(self._queue) and len(self._queue[-1].prompt_ids) > SHARE_LENGTH
 
     def can_join(self, active: int) -> bool:
         """Whether it is time to call `admit` while `active` rows are running."""

@@ -26,23 +26,24 @@ from torch import Tensor
 from valor.config import RolloutConfig
 from valor.config.rollout import ServerConfig
 from valor.errors import TrainingStopped
-from valor.rollout.base import Output, Request, Span, WeightMode
+from valor.rollout.base import Output, Request, RequestSource, RolloutEngine, Span, WeightMode
 from valor.rollout.sampling import uniform_stream
 from valor.rollout.transfer import buckets, checksum
-from valor.tracking.progress import report_progress
 
 AS_TOKENS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 CONNECT_SECONDS = 10.0
+_POLL_SECONDS = 0.002  # between two looks for further requests
 _PATIENCE = 30.0  # seconds for which a server may be away
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 4.0  # seconds between two attempts
 
 
-class ServerEngine:
+class ServerEngine(RolloutEngine):
     """Generates by asking servers; see `valor.rollout.base.RolloutEngine`.
 
-    Every rank of the process group sends its own requests, samples of one prompt to one server. `sync_weights` is
-    collective: rank 0 writes and sends, the others have a part in gathering. With `weight_updates=none` there is no
-    sync, and `weights_version` stays None. TrainingStopped, with the address, when a server does not do its part.
+    Every rank of the process group sends its own requests, samples of a prompt and turns of an episode to one server.
+    `sync_weights` is collective: rank 0 writes and sends, the others have a part in gathering. With
+    `weight_updates=none` there is no sync, and `weights_version` stays None. TrainingStopped, with the address, when a
+    server does not do its part.
     """
 
     parallel_size = 1
@@ -55,11 +56,14 @@ class ServerEngine:
         self._config, self._server = config, config.server
         self._eos = frozenset(eos_token_ids)
 
-    def generate(self, requests: Sequence[Request]) -> list[Output]:
-        """Outputs in the order of `requests`."""
+    def serve(self, source: RequestSource) -> None:
+        """Have the servers generate what `source` has until it has no more."""
         if self.weights_version is None and self.weight_mode == "copied":
             raise ValueError("the servers have no weights: sync_weights comes first")
-        return asyncio.run(self._generate(requests))
+        try:
+            asyncio.run(self._serve(source))
+        except* Exception as failed:
+            raise failed.exceptions[0] from None
 
     def sync_weights(self, weights: Iterable[tuple[str, Tensor]] | None = None, *, version: int) -> None:
         """Replace the servers' weights in place, and have them forget what they computed with the old ones.
@@ -88,25 +92,34 @@ class ServerEngine:
 
     # ---- inside
 
-    async def _generate(self, requests: Sequence[Request]) -> list[Output]:
-        urls, prompts, done = addresses(self._server), {}, 0
+    async def _serve(self, source: RequestSource) -> None:
+        urls = addresses(self._server)
+        prompts: dict[tuple[int, ...], int] = {}
+        episodes: dict[tuple[int, ...], str] = {}
 
-        async def one(request: Request) -> Output:
-            nonlocal done
-            url = urls[prompts.setdefault(tuple(request.prompt_ids), len(prompts)) % len(urls)]
+        def server(request: Request) -> str:
+            """Samples of one prompt go to one server, and so do all turns of an episode."""
+            episode, turn = request.seed[:3], request.seed[3:]
+            if not turn or episode not in episodes:
+                episodes[episode] = urls[prompts.setdefault(tuple(request.prompt_ids), len(prompts)) % len(urls)]
+            return episodes[episode]
+
+        async def one(request: Request) -> None:
+            url = server(request)
             reply = await self._post(client, f"{url}/completions", self._body(request))
             output = _output(request, url, reply, self.weights_version or 0)
-            done += 1
             if request.on_finish is not None:
                 request.on_finish(output)
-            report_progress(done, len(requests))
-            return output
 
         async with self._client() as client:
-            outputs = list(await asyncio.gather(*map(one, requests)))
+            async with asyncio.TaskGroup() as tasks:
+                # Asked again and again, so that an error ends the loop though no further request may come.
+                while (new := source.poll(wait=False)) is not None:
+                    for request in new:
+                        tasks.create_task(one(request))
+                    await asyncio.sleep(_POLL_SECONDS)
             if self.weight_mode == "copied":
                 await self._check_held(client)
-        return outputs
 
     def _body(self, request: Request) -> dict[str, Any]:
         """All that decides about sampling is said: what is left out, servers take from the model's files."""
@@ -125,6 +138,7 @@ class ServerEngine:
             "ignore_eos": True,  # all that ends a sequence is named above
             **AS_TOKENS,
             "logprobs": 0,
+            **({} if params.stop is None else {"stop": params.stop.texts, "include_stop_str_in_output": True}),
         }
 
     def _client(self) -> httpx2.AsyncClient:

@@ -13,6 +13,8 @@ import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
 from typing import Any, cast
 from uuid import uuid4
 
@@ -21,9 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from valor.errors import UserError, did_you_mean
-from valor.rollout.base import Output, Request, Span, WeightMode
-from valor.tracking.progress import report_progress
+from valor.errors import TrainingStopped, UserError, did_you_mean
+from valor.rollout.base import Output, Request, RequestSource, RolloutEngine, Span, StopTexts, WeightMode
 
 # Read when vLLM is imported; what the user has set stays.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -53,12 +54,13 @@ class _Executor(ExecutorWithExternalLauncher):
         return f"file://{name}", rank, device  # the name keeps two runs on one machine apart
 
 
-class VLLMEngine:
+class VLLMEngine(RolloutEngine):
     """Generates with a vLLM engine of its own; see `valor.rollout.base.RolloutEngine`.
 
     Collective over all ranks of the process group, which must exist: every rank makes one, and calls `sync_weights`
-    and `generate`, with the same requests, when the others of its tensor-parallel group do. `options` are those of
-    vLLM's EngineArgs, `device` is this rank's. The first `generate` must come after a `sync_weights`.
+    and `serve` when the others of its tensor-parallel group do, which have the same requests, or none but the first of
+    them (`RequestSource.everywhere`). `options` are those of vLLM's EngineArgs, `device` is this rank's. The first
+    `serve` must come after a `sync_weights`.
     """
 
     weight_mode: WeightMode = "copied"
@@ -74,6 +76,7 @@ class VLLMEngine:
         self.parallel_size: int = options["tensor_parallel_size"]
         self._eos = frozenset(eos_token_ids)
         self._asleep: set[str] = set()
+        self._stop_texts: list[StopTexts] = []
         args = _engine_args(options)
         name = [f"valor-{uuid4().hex}"]
         dist.broadcast_object_list(name)
@@ -94,28 +97,26 @@ class VLLMEngine:
             raise
         self.sleep()  # the models that are loaded after this one need the memory; weights must be sent anyway
 
-    def generate(self, requests: Sequence[Request]) -> list[Output]:
-        """Outputs in the order of `requests`; UserError when a prompt leaves no room for a new token."""
+    def serve(self, source: RequestSource) -> None:
+        """Generate what `source` has until it has no more; UserError when a prompt leaves no room for a new token."""
         if self.weights_version is None:
             raise ValueError("the engine has no weights: sync_weights comes first")
-        for request in requests:
-            if len(request.prompt_ids) >= self._max_model_len:
-                raise UserError(
-                    f"a prompt of {len(request.prompt_ids)} tokens leaves no room for a response: "
-                    f"actor_rollout_ref.rollout.max_model_len is {self._max_model_len}"
-                )
         self._wake("kv_cache")
-        outputs: list[Any] = [None] * len(requests)
-        done = 0
+        if self._group is not None and not source.everywhere:
+            source = _SentToAll(source, self._group, self._stop_texts)
+        running: dict[str, Request] = {}
+        numbers = count()
         # vLLM compiles a piece of its sampler: on a CPU that takes longer than it saves, and needs a C++ compiler.
         with torch._dynamo.config.patch(disable=self._no_compiler or torch._dynamo.config.disable):
-            for place, output in self._run(requests):
-                outputs[place] = output
-                done += 1
-                if (on_finish := requests[place].on_finish) is not None:
-                    on_finish(output)
-                report_progress(done, len(requests))
-        return outputs
+            while (new := source.poll(wait=not running)) is not None or running:
+                for request in new or ():
+                    name = str(next(numbers))
+                    running[name] = request
+                    self._add(name, request)
+                for found in cast(list[Any], self._llm.step()):
+                    request = running.pop(found.request_id)
+                    if request.on_finish is not None:
+                        request.on_finish(self._output(request, found.outputs[0]))
 
     def sync_weights(self, weights: Iterable[tuple[str, Tensor]] | None = None, *, version: int) -> None:
         """Replace the weights in place and forget what was computed with the old ones.
@@ -152,21 +153,25 @@ class VLLMEngine:
             self._llm.wake_up([part])
             self._asleep.remove(part)
 
-    def _run(self, requests: Sequence[Request]) -> Iterator[tuple[int, Output]]:
-        """Run the requests; yield outputs as they complete, with their places."""
-        running = {str(place): request for place, request in enumerate(requests)}
-        for name, request in running.items():
-            self._add(name, request)
-        version = self.weights_version or 0
-        while running:
-            for found in cast(list[Any], self._llm.step()):
-                request, text = running.pop(found.request_id), found.outputs[0]
-                token_ids, spans = list(text.token_ids), (Span(len(text.token_ids), version),)
-                output = Output(request.request_id, token_ids, text.logprobs.logprobs, text.finish_reason, spans)
-                yield int(found.request_id), output
+    def _output(self, request: Request, found: Any) -> Output:
+        token_ids, log_probs, stop = list(found.token_ids), found.logprobs.logprobs, request.params.stop
+        reason = found.finish_reason
+        if stop is not None and stop.complete(token_ids[:-1]):  # one was added to end it
+            token_ids, log_probs = token_ids[:-1], log_probs[: len(token_ids) - 1]
+        elif stop is not None and stop.complete(token_ids):
+            reason = "stop"  # by the last token that was allowed
+        spans = (Span(len(token_ids), self.weights_version or 0),)
+        return Output(request.request_id, token_ids, log_probs, reason, spans)
 
     def _add(self, name: str, request: Request) -> None:
+        if len(request.prompt_ids) >= self._max_model_len:
+            raise UserError(
+                f"a prompt of {len(request.prompt_ids)} tokens leaves no room for a response: "
+                f"actor_rollout_ref.rollout.max_model_len is {self._max_model_len}"
+            )
         stops = set(request.params.stop_token_ids) | (set() if request.params.ignore_eos else self._eos)
+        if request.params.stop is not None and not stops:
+            raise UserError("a policy without an end-of-sequence token cannot stop at a text: give it eos_token_id")
         params = VLLMParams(
             **as_greedy(request, sorted(stops)),
             ignore_eos=True,  # all that ends a sequence is named above
@@ -175,6 +180,58 @@ class VLLMEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         self._llm.add_request(name, TokensPrompt(prompt_token_ids=list(request.prompt_ids)), params)
+
+
+class _SentToAll:
+    """The first process's source, for all that generate together: each of its answers is sent to the others.
+
+    Collective. `stop_texts`: those that have been sent, since they come with a tokenizer. TrainingStopped in the other
+    processes where the source raises.
+    """
+
+    everywhere = True
+
+    def __init__(self, source: RequestSource, group: dist.ProcessGroup, stop_texts: list[StopTexts]) -> None:
+        self._source, self._group, self._known = source, group, stop_texts
+        self._first = dist.get_process_group_ranks(group)[0]
+        self.max_requests, self.max_tokens = source.max_requests, source.max_tokens
+
+    def poll(self, *, wait: bool) -> Sequence[Request] | None:
+        if dist.get_rank() != self._first:
+            return self._received()
+        try:
+            found = self._source.poll(wait=wait)
+        except BaseException:
+            self._exchange("error", [], [])
+            raise
+        stops = {one.params.stop: None for one in found or () if one.params.stop is not None}
+        new = [stop for stop in stops if stop not in self._known]
+        self._known += new
+        self._exchange("end" if found is None else "", new, [self._packed(one) for one in found or ()])
+        return found
+
+    def _received(self) -> Sequence[Request] | None:
+        said, new, packed = self._exchange("", [], [])
+        if said == "error":
+            raise TrainingStopped("generation has ended: the process that has its requests failed")
+        self._known += new
+        return None if said == "end" else [self._unpacked(*one) for one in packed]
+
+    def _packed(self, request: Request) -> tuple[Request, int | None]:
+        """Without what stays in its process, and the number of its stop texts."""
+        stop = request.params.stop
+        params = replace(request.params, stop=None)
+        return replace(request, params=params, on_finish=None), None if stop is None else self._known.index(stop)
+
+    def _unpacked(self, request: Request, stop: int | None) -> Request:
+        params = replace(request.params, stop=None if stop is None else self._known[stop])
+        return replace(request, params=params)
+
+    def _exchange(self, *sent: Any) -> list[Any]:
+        """What the first process sends."""
+        objects = list(sent)
+        dist.broadcast_object_list(objects, src=self._first, group=self._group)
+        return objects
 
 
 def _engine_args(options: dict[str, Any]) -> EngineArgs:

@@ -31,6 +31,7 @@ class Row(NamedTuple):
     params: SamplingParams
     uniforms: np.ndarray
     output: list[int]
+    end: int  # one of its stop tokens
 
 
 def as_greedy(request: Request, stop_token_ids: list[int]) -> dict[str, Any]:
@@ -40,7 +41,7 @@ def as_greedy(request: Request, stop_token_ids: list[int]) -> dict[str, Any]:
         "max_tokens": request.params.max_tokens,
         "stop_token_ids": stop_token_ids,
         "logprobs": 0,
-        "extra_args": {_KEY: (request.params, request.seed)},
+        "extra_args": {_KEY: (request.params, request.seed, stop_token_ids[0] if stop_token_ids else 0)},
     }
 
 
@@ -65,10 +66,13 @@ class ChosenToken(LogitsProcessor):
         # A row whose prompt is not complete is sampled too; vLLM throws that token away.
         uniforms = torch.tensor([row.uniforms[len(row.output)] for row in rows], dtype=torch.float64)
         tokens, log_probs = self._sampler(logits, uniforms.to(logits.device))
+        for place, row in enumerate(rows):
+            if row.params.stop is not None and row.params.stop.complete(row.output):
+                tokens[place] = row.end  # thrown away: it ends the sequence after the text that does
         return logits.fill_(-torch.inf).scatter_(1, tokens[:, None], log_probs[:, None])
 
     def _row(self, params: VLLMParams, prompt: list[int] | None, output: list[int]) -> Row:
         if params.extra_args is None:  # vLLM's own trial run
-            return Row(SamplingParams(), uniform_stream((0,), 1), [])
-        own, seed = params.extra_args[_KEY]
-        return Row(own, uniform_stream(seed, own.max_tokens), output)
+            return Row(SamplingParams(), uniform_stream((0,), 1), [], 0)
+        own, seed, end = params.extra_args[_KEY]
+        return Row(own, uniform_stream(seed, own.max_tokens), output, end)

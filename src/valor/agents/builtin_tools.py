@@ -1,0 +1,128 @@
+"""Tools that come with Valor: a calculator, and Python in the sandbox. By name in a tools file, or as functions."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import time
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+from valor.agents.tools import ToolResult
+from valor.errors import UserError
+from valor.sandbox import Limits, Sandbox, SandboxError, strongest_level
+
+_MAX_LENGTH = 500  # characters of an expression
+_MAX_BITS = 4096  # of a power, and of the result
+_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+# Runs inside the sandbox: errors and what is printed in one stream, then the value of the last line, as in a console.
+_CONSOLE = """
+import ast, sys, traceback
+sys.stderr = sys.stdout
+tree, names = None, {"__name__": "__main__"}
+try:
+    tree = ast.parse(SOURCE)
+    last = tree.body.pop().value if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, "code", "exec"), names)
+    value = eval(compile(ast.Expression(last), "code", "eval"), names) if last else None
+    if value is not None:
+        print(repr(value))
+except Exception as error:
+    error.__traceback__ = error.__traceback__.tb_next if tree else None
+    traceback.print_exception(error)
+"""
+
+
+def calculator(expression: str) -> str:
+    """Compute an arithmetic expression.
+
+    Args:
+        expression: Numbers with + - * / // % ** and parentheses.
+    """
+    if len(expression) > _MAX_LENGTH:
+        raise ValueError(f"the expression is longer than {_MAX_LENGTH} characters")
+    try:
+        tree = ast.parse(expression.strip().replace("^", "**"), mode="eval")
+    except (SyntaxError, MemoryError, RecursionError):
+        raise ValueError("this is not an arithmetic expression") from None
+    try:
+        value = _value(tree.body)
+    except ZeroDivisionError:
+        raise ValueError("division by zero") from None
+    if isinstance(value, Fraction) and value.denominator == 1:
+        if value.numerator.bit_length() > _MAX_BITS:
+            raise ValueError("the result is too large")
+        return str(value.numerator)
+    return format(float(value), ".12g")
+
+
+def _value(node: ast.expr) -> Fraction | float:
+    """Exact as long as no root is drawn."""
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return Fraction(str(number))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return _value(operand)
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            return _power(_value(left), _value(right))
+        case ast.BinOp(left=left, op=operation, right=right) if type(operation) in _OPERATORS:
+            return _OPERATORS[type(operation)](_value(left), _value(right))
+    raise ValueError("only numbers with + - * / // % ** and parentheses can be computed")
+
+
+def _power(base: Fraction | float, exponent: Fraction | float) -> Fraction | float:
+    if isinstance(base, Fraction) and exponent == int(exponent):
+        bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+        if bits * abs(exponent) > _MAX_BITS:
+            raise ValueError("the power is too large")
+        return base ** int(exponent)
+    if base < 0:
+        raise ValueError("the root of a negative number")
+    return float(base) ** float(exponent)
+
+
+def make_python(cpu_seconds: int = 4, memory_mb: int = 512) -> Callable[[str], ToolResult]:
+    """The tool `python`, which may use so much CPU time and memory in a call; no network, no files, no memory of
+    earlier calls.
+
+    Raises UserError when code cannot be enclosed on this machine.
+    """
+    try:
+        level = strongest_level()
+    except SandboxError as error:
+        raise UserError(f"the tool python: {error}") from error
+    limits = Limits(cpu_seconds=cpu_seconds, wall_seconds=2.0 * cpu_seconds, memory_mb=memory_mb)
+
+    def python(code: str) -> ToolResult:
+        """Run Python code in a fresh interpreter. Answers what it prints, and the value of its last line.
+
+        Args:
+            code: The code.
+        """
+        program = _CONSOLE.replace("SOURCE", repr(code), 1)
+        with Sandbox(level, limits) as sandbox:
+            (outcome,) = sandbox.run_all(program, [""], time.monotonic() + limits.wall_seconds)
+        if outcome.error is None:
+            return ToolResult(outcome.stdout.rstrip("\n"))
+        text = f"{outcome.stdout.rstrip()}\nError: {outcome.error}.".lstrip("\n")
+        return ToolResult(text, error="timeout" if outcome.timed_out else "failed")
+
+    python.cpu_bound = True  # type: ignore[attr-defined]
+    return python
+
+
+BUILTIN_TOOLS: dict[str, Callable[..., Callable[..., Any]]] = {
+    "calculator": lambda: calculator,
+    "python": make_python,
+}
+"""What makes each, from the `config` of its entry in a tools file."""

@@ -1,0 +1,169 @@
+"""The loop of text environments: the policy acts and the environment answers, until it says that it is over."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from valor.agents.chat import Conversation, Message
+from valor.agents.environments.base import Step, TextEnvironment
+from valor.agents.environments.openenv import OpenEnv
+from valor.agents.environments.reasoning_gym import ReasoningGym
+from valor.agents.environments.skyrl_gym import SkyRLGym
+from valor.agents.environments.textarena import TextArena
+from valor.agents.episode import Episode, EpisodeEnd
+from valor.agents.loops import AgentLoop, Generate, LoopContext, Play, Task, register_loop
+from valor.agents.tool_loop import with_opening
+from valor.agents.tool_runner import TimedOut, ToolRaised, ToolRunner
+from valor.agents.tools import exception_text
+from valor.errors import UserError
+from valor.user_files import load_object
+
+_log = logging.getLogger(__name__)
+_KEY = "rollout.agent.environment"
+
+ENVIRONMENTS: dict[str, Callable[..., TextEnvironment]] = {
+    "skyrl_gym": SkyRLGym,
+    "textarena": TextArena,
+    "reasoning_gym": ReasoningGym,
+    "openenv": OpenEnv,
+}
+"""By what stands before the colon; what stands after it is their first argument."""
+
+Call = Callable[..., Awaitable[Any]]
+
+
+class EnvironmentFailed(RuntimeError):
+    """An environment raised, did not answer in time, or answered what cannot be used."""
+
+
+@register_loop("environment_agent")
+class EnvironmentLoop(AgentLoop):
+    """The environment of `rollout.agent.environment`, or that of the row, judges the episode.
+
+    Its score is the sum of its steps' rewards and of what the environment says at the end.
+    """
+
+    grades = True
+
+    def __init__(self, context: LoopContext) -> None:
+        super().__init__(context)
+        rollout = context.config.actor_rollout_ref.rollout
+        self._name, self._kwargs = rollout.agent.environment, rollout.agent.environment_kwargs
+        self._most_turns, self._seconds = rollout.multi_turn.most_turns, rollout.multi_turn.tool_timeout
+        self._runner = ToolRunner()
+        if self._name is not None:
+            find_environment(self._name, self._kwargs)()  # a mistake is told before the run
+
+    async def run(self, task: Task, generate: Generate) -> Episode:
+        name, make = self._of_row(task.row["extra_info"])
+        environment = await self._call(make, "the constructor", self._seconds)
+        call = partial(self._call_method, environment, asyncio.Lock())
+        try:
+            talk = Conversation(self.chat, _beginning(task.row["messages"], await call("open", task.row)))
+            play = self.play(task, generate, talk.token_ids)
+            if play.room < 1:
+                raise EnvironmentFailed(
+                    f"it begins with {len(play.row)} tokens, which leaves no room for a turn: raise "
+                    "data.max_prompt_length"
+                )
+            reason = await self._turns(play, talk, call)
+            outcome = await call("score")
+        finally:
+            try:
+                await call("close")
+            except EnvironmentFailed as failure:
+                _log.warning("%s: %s", name, failure)
+        return play.end(reason, None if outcome is None else _finite(outcome), {"environment": name})
+
+    async def _turns(self, play: Play, talk: Conversation, call: Call) -> EpisodeEnd:
+        """Play until the episode ends; why it did. A turn that a limit cuts off reaches the environment too: otherwise
+        a policy that never ends would never lose."""
+        while True:
+            output = await play.turn()
+            text = talk.answer(output)
+            if output.finish_reason == "abort":
+                return "abort"
+            step = _step(await call("step", text))
+            play.reward(_finite(step.reward))
+            if step.done:
+                return "stop"
+            if output.finish_reason != "stop":
+                return output.finish_reason
+            if len(play.turns) >= self._most_turns:
+                return "turns"
+            told = talk.tell(_messages(step.messages))
+            if not (play.new_row(told.token_ids) if told.new_row else play.observe(told.token_ids)):
+                return "length"
+
+    def _of_row(self, extra_info: Mapping[str, Any]) -> tuple[str, Callable[[], TextEnvironment]]:
+        """The name of a row's environment, and what makes it."""
+        name, kwargs = extra_info.get("environment") or self._name, extra_info.get("environment_kwargs") or {}
+        if name is None:
+            raise UserError(f"environment_agent needs {_KEY}, or extra_info.environment in each row")
+        given = json.loads(kwargs) if isinstance(kwargs, str) else kwargs
+        own = {key: value for key, value in given.items() if value is not None}  # tables fill columns up with nulls
+        return name, find_environment(name, {**(self._kwargs if name == self._name else {}), **own})
+
+    async def _call_method(self, environment: TextEnvironment, lock: asyncio.Lock, method: str, *arguments: Any) -> Any:
+        seconds = environment.open_seconds if method == "open" else None
+        function = partial(getattr(environment, method), *arguments)
+        return await self._call(function, f"{method}()", seconds or self._seconds, lock)
+
+    async def _call(
+        self, function: Callable[..., Any], what: str, seconds: float, lock: asyncio.Lock | None = None
+    ) -> Any:
+        try:
+            return await self._runner.run(function, {}, seconds, lock)
+        except TimedOut:
+            raise EnvironmentFailed(f"{what} did not end within {seconds:g} s") from None
+        except ToolRaised as raised:
+            if isinstance(raised.__cause__, UserError):
+                raise raised.__cause__ from None
+            raise EnvironmentFailed(f"{what} raised {exception_text(raised.__cause__)}") from raised.__cause__
+
+
+def find_environment(name: str, kwargs: Mapping[str, Any]) -> Callable[[], TextEnvironment]:
+    """What makes an environment of that name. UserError: there is none, or it does not take these arguments."""
+    library, _, rest = name.partition(":")
+    if library in ENVIRONMENTS:
+        make = partial(ENVIRONMENTS[library], rest, **kwargs)
+    else:
+        cls = load_object(name, _KEY)
+        if not (isinstance(cls, type) and issubclass(cls, TextEnvironment)):
+            raise UserError(f"{_KEY}={name}: is no environment: derive it from valor.agents.TextEnvironment")
+        make = partial(cls, **kwargs)
+
+    def made() -> TextEnvironment:
+        try:
+            return make()
+        except TypeError as error:
+            raise UserError(f"{_KEY}={name}: cannot be made with these environment_kwargs ({error})") from None
+
+    return made
+
+
+def _beginning(messages: Sequence[Message], opening: Any) -> list[Message]:
+    """What the policy reads first, from what `open` has returned."""
+    return with_opening(messages, opening) if opening is None or isinstance(opening, str) else list(opening)
+
+
+def _messages(given: Sequence[Message] | str) -> Sequence[Message]:
+    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+
+
+def _step(given: Any) -> Step:
+    if not isinstance(given, tuple) or not 1 <= len(given) <= len(Step._fields):
+        raise EnvironmentFailed(f"step() returned {type(given).__name__}, and not a Step")
+    return Step(*given)
+
+
+def _finite(reward: float) -> float:
+    if not math.isfinite(reward):
+        raise EnvironmentFailed(f"its reward is {reward}")
+    return float(reward)

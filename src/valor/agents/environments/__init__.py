@@ -1,0 +1,1 @@
+"""Text environments that exist elsewhere, each behind the same four methods."""

@@ -1,0 +1,113 @@
+"""Environments behind an OpenEnv server, over its WebSocket (huggingface/OpenEnv, core/env_server/http_server.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+from valor.agents.environments.base import Step, TextEnvironment, row_number
+from valor.agents.tools import as_text
+from valor.errors import UserError
+from valor.rewards.answers import after_thinking
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0  # seconds between tries to get a session
+_MAX_BYTES = 16 * 2**20  # of an observation
+
+
+class OpenEnvError(RuntimeError):
+    """What the server says in place of an answer, with its code."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code = code
+
+
+class OpenEnv(TextEnvironment):
+    """`openenv:http://host:port`: a session of its own for each episode.
+
+    The policy's text is the field `action` of an action, beside the fields `action_fields`; the field `observation` of
+    what comes back is shown to it (None: all fields as JSON). `reset` goes to the server's reset, with `seed` (of
+    extra_info, or the row's number). An episode for which the server gave no reward at all, because it was cut off,
+    say, is worth `unscored` (None: what a grader says). Where all sessions are taken, it waits `open_seconds` for one.
+    UserError: no `websockets` package, or no address.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        action: str = "message",
+        action_fields: Mapping[str, Any] | None = None,
+        observation: str | None = None,
+        reset: Mapping[str, Any] | None = None,
+        unscored: float | None = None,
+        open_seconds: float = 600.0,
+    ) -> None:
+        try:
+            from websockets.asyncio.client import connect
+        except ImportError:
+            raise UserError("an OpenEnv server needs websockets: pip install 'valor-rl[agents]'") from None
+        parts = urlsplit(url)
+        schemes = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
+        if parts.scheme not in schemes or not parts.netloc:
+            raise UserError(f"'{url}' is no address of an OpenEnv server; openenv:http://127.0.0.1:8000 is one")
+        self._url = f"{schemes[parts.scheme]}://{parts.netloc}{parts.path.rstrip('/')}/ws"
+        self._connect, self._socket = connect, None
+        self._action, self._fields, self._observation = action, dict(action_fields or {}), observation
+        self._reset, self.open_seconds, self._score = dict(reset or {}), open_seconds, unscored
+
+    async def open(self, row: Mapping[str, Any]) -> str:
+        data, pause = {"seed": row_number(row), **self._reset}, _FIRST_PAUSE
+        while True:
+            self._socket = await self._connect(self._url, max_size=_MAX_BYTES, proxy=None)
+            try:
+                return self._text(await self._ask({"type": "reset", "data": data}))
+            except OpenEnvError as error:
+                await self._socket.close()
+                if error.code != "CAPACITY_REACHED":
+                    raise
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    async def step(self, text: str) -> Step:
+        action = {**self._fields, self._action: after_thinking(text).strip()}
+        answer = await self._ask({"type": "step", "data": action})
+        reward = answer.get("reward")
+        if reward is not None:
+            self._score = 0.0  # beside the rewards
+        return Step(self._text(answer), float(reward or 0.0), bool(answer.get("done")))
+
+    def score(self) -> float | None:
+        return self._score
+
+    async def close(self) -> None:
+        if self._socket is not None:
+            from websockets.exceptions import ConnectionClosed
+
+            with suppress(ConnectionClosed):
+                await self._socket.send(json.dumps({"type": "close"}))
+            await self._socket.close()
+
+    async def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """The observation that answers a message. Raises OpenEnvError."""
+        from websockets.exceptions import ConnectionClosed
+
+        assert self._socket is not None, "it is open"
+        with suppress(ConnectionClosed):  # a server without a free session says so and hangs up, before it is asked
+            await self._socket.send(json.dumps(message))
+        answer = json.loads(await self._socket.recv())
+        data = answer["data"]
+        if answer["type"] == "error":
+            raise OpenEnvError(str(data.get("code")), str(data.get("message")))
+        return data
+
+    def _text(self, answer: Mapping[str, Any]) -> str:
+        shown = answer["observation"]
+        if self._observation is None:
+            return as_text({key: value for key, value in shown.items() if key != "metadata" and value is not None})
+        if self._observation not in shown:
+            raise KeyError(f"observations have the fields {', '.join(shown)}, and not '{self._observation}'")
+        return as_text(shown[self._observation])

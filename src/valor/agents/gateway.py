@@ -1,0 +1,309 @@
+"""An OpenAI-compatible server that remembers, by session, the very tokens that its answers consist of.
+
+A session is one episode that somebody else plays: a program with an OpenAI client of its own. Each request is a turn.
+Where its messages go on from those before, the turn continues the same tokens; where they do not, because the program
+has cut or rewritten its history, the turn begins a new row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from valor.agents.chat import Chat, Conversation, Message
+from valor.agents.formats import Format, ToolCall
+from valor.agents.http_server import MAX_CONNECTIONS, Refused, address, authorise, listen, read_object
+from valor.agents.loops import Generate, Limits, Play, Task
+from valor.errors import UserError
+from valor.rollout.base import Output
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+_KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class Session:
+    """The turns of one episode, as they are asked for; those of one session come one after the other."""
+
+    def __init__(self, task: Task, generate: Generate, chat: Chat, limits: Limits, parse: Format) -> None:
+        self.key = secrets.token_urlsafe(24)
+        self.loop = asyncio.get_running_loop()
+        self.play: Play | None = None
+        self.last: Output | None = None
+        self._task, self._generate, self._chat, self._limits, self._parse = task, generate, chat, limits, parse
+        self._turns = asyncio.Lock()
+        self._talk: Conversation | None = None
+        self._known: list[Message] = []  # the messages of the last request, and our answer
+        self._tools: Sequence[Any] = ()
+        self._answering: set[asyncio.Task[dict[str, Any]]] = set()
+
+    def answer(self, method: str, asked: Mapping[str, Any]) -> Future[dict[str, Any]]:
+        """What `chat` or `generate` returns, for other threads; cancelled when the episode ends before."""
+
+        async def work() -> dict[str, Any]:
+            me = asyncio.current_task()
+            assert me is not None
+            self._answering.add(me)
+            try:
+                return await getattr(self, method)(asked)
+            finally:
+                self._answering.discard(me)
+
+        return asyncio.run_coroutine_threadsafe(work(), self.loop)
+
+    def close(self) -> None:
+        """Drop what is still being answered."""
+        for task in [*self._answering]:
+            task.cancel()
+
+    async def chat(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """A chat completion. Sampling is the run's own; only the number of tokens may be lowered."""
+        messages, tools = _messages(asked), asked.get("tools") or ()
+        async with self._turns:
+            self._continue(messages, tools)
+            output = await self._turn(asked.get("max_completion_tokens") or asked.get("max_tokens"))
+            assert self._talk is not None
+            text = self._talk.answer(output)
+            message, reason = self._answer(text, tools), output.finish_reason
+            self._known = [*messages, message]
+        if message.get("tool_calls") and reason == "stop":
+            reason = "tool_calls"
+        choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
+        return {"object": "chat.completion", "choices": [choice], **self._facts(asked, output)}
+
+    async def generate(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """A completion of token ids (vLLM's /inference/v1/generate)."""
+        ids = asked.get("token_ids")
+        if not isinstance(ids, list) or not ids or not all(type(one) is int for one in ids):
+            raise Refused(400, '"token_ids" must be a list of whole numbers')
+        size = len(self._chat.tokenizer)
+        if not 0 <= min(ids) <= max(ids) < size:
+            raise Refused(400, f"a token id is outside the vocabulary of {size} tokens")
+        async with self._turns:
+            self._talk, self._known = None, []
+            if self.play is None:
+                self._begin(ids)
+            else:
+                row = self.play.row
+                told = ids[len(row) :] if ids[: len(row)] == row and len(ids) > len(row) else None
+                self._check_room(self.play.observe(told) if told is not None else self.play.new_row(ids))
+            output = await self._turn((asked.get("sampling_params") or {}).get("max_tokens"))
+        content = [
+            {"token": f"token_id:{token}", "logprob": log_prob}
+            for token, log_prob in zip(output.token_ids, output.log_probs, strict=True)
+        ]
+        choice = {
+            "index": 0,
+            "token_ids": output.token_ids,
+            "logprobs": {"content": content},
+            "finish_reason": output.finish_reason,
+        }
+        return {"request_id": secrets.token_hex(8), "choices": [choice], **self._facts(asked, output)}
+
+    def _continue(self, messages: list[Message], tools: Sequence[Any]) -> None:
+        """Bring the episode to where the policy is to answer `messages`."""
+        known = len(self._known)
+        goes_on = (
+            self._talk is not None
+            and tools == self._tools
+            and len(messages) > known
+            and all(_same(*pair) for pair in zip(messages[:known], self._known, strict=True))
+        )
+        self._tools = tools
+        if goes_on and self.play is not None and self._talk is not None:
+            told = self._talk.tell(messages[known:])
+            told_row = self.play.new_row if told.new_row else self.play.observe
+            self._check_room(told_row(told.token_ids))
+            return
+        self._talk = Conversation(self._chat, messages, tools)
+        if self.play is None:
+            self._begin(self._talk.token_ids)
+        else:
+            self._check_room(self.play.new_row(self._talk.token_ids))
+
+    def _begin(self, prompt_ids: Sequence[int]) -> None:
+        self.play = Play(self._task, self._generate, self._limits, prompt_ids)
+        self._check_room(self.play.room > 0)
+
+    def _check_room(self, fits: bool) -> None:
+        if not fits:
+            self._talk, self._known = None, []  # what was refused has not been told: the next request begins anew
+            most = f"{self._limits.model} tokens in all, {self._limits.response} after a prompt"
+            raise Refused(400, f"context_length_exceeded: there is no room for a further turn ({most})")
+
+    async def _turn(self, most: Any) -> Output:
+        if most is not None and (type(most) is not int or most < 1):
+            raise Refused(400, "the number of tokens must be a whole number above 0")
+        assert self.play is not None
+        self.last = await self.play.turn(most=most)
+        return self.last
+
+    def _answer(self, text: str, tools: Sequence[Any]) -> Message:
+        """The message of a turn: with its calls where the request offers tools."""
+        parsed = self._parse(text, tools) if tools else None
+        calls = [call for call in parsed.calls if isinstance(call, ToolCall)] if parsed else []
+        if parsed is None or not calls:
+            return {"role": "assistant", "content": text}
+        number = len(self.play.turns) if self.play else 0
+        listed = [
+            {
+                "id": f"call_{number}_{i}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+            }
+            for i, call in enumerate(calls)
+        ]
+        return {"role": "assistant", "content": parsed.content.strip() or None, "tool_calls": listed}
+
+    def _facts(self, asked: Mapping[str, Any], output: Output) -> dict[str, Any]:
+        prompt = len(self.play.row) - len(output.token_ids) if self.play else 0
+        usage = {"prompt_tokens": prompt, "completion_tokens": len(output.token_ids)}
+        usage["total_tokens"] = sum(usage.values())
+        facts = {"created": int(time.time()), "model": asked.get("model") or "policy", "usage": usage}
+        return {"id": f"chatcmpl-{secrets.token_hex(8)}", **facts}
+
+
+class Gateway:
+    """The server of one process, in a thread of its own; sessions come and go."""
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        import uvicorn
+
+        self._sessions: dict[str, Session] = {}
+        listening = listen(host, port)
+        self.address = address(listening)
+        config = uvicorn.Config(
+            self._app(), log_level="warning", lifespan="off", limit_concurrency=MAX_CONNECTIONS, timeout_keep_alive=60
+        )
+        self._server = uvicorn.Server(config)
+        run = {"target": self._server.run, "kwargs": {"sockets": [listening]}}
+        threading.Thread(**run, name="gateway", daemon=True).start()
+
+    def add(self, session: Session) -> str:
+        """Let a session be asked; returns its base URL."""
+        name = secrets.token_hex(8)
+        self._sessions[name] = session
+        return f"{self.address}/sessions/{name}/v1"
+
+    def remove(self, base_url: str) -> None:
+        """Answer no further requests of a session."""
+        self._sessions.pop(base_url.split("/")[-2], None)
+
+    def close(self) -> None:
+        """End the server."""
+        self._server.should_exit = True
+
+    def _app(self) -> Any:
+        from starlette.applications import Starlette
+        from starlette.responses import JSONResponse
+        from starlette.routing import Route
+
+        def answers(method: str) -> Any:
+            async def answer(request: Request) -> Response:
+                try:
+                    session = self._session(request)
+                    asked = await read_object(request)
+                    reply = await _answer_of(session, method, asked)
+                except Refused as refusal:
+                    error = {
+                        "message": str(refusal),
+                        "type": "invalid_request_error",
+                        "code": str(refusal).split(":")[0],
+                    }
+                    return JSONResponse({"error": error}, refusal.status)
+                return _streamed(reply) if asked.get("stream") else JSONResponse(reply)
+
+            return answer
+
+        async def models(request: Request) -> Response:
+            return JSONResponse({"object": "list", "data": [{"id": "policy", "object": "model"}]})
+
+        paths = {"chat/completions": "chat", "inference/v1/generate": "generate"}
+        routes = [
+            Route(f"/sessions/{{name}}/{prefix}{path}", answers(method), methods=["POST"])
+            for path, method in paths.items()
+            for prefix in ("", "v1/")
+        ]
+        return Starlette(routes=[*routes, Route("/sessions/{name}/v1/models", models)])
+
+    def _session(self, request: Request) -> Session:
+        session = self._sessions.get(request.path_params["name"])
+        if session is None:
+            raise Refused(404, "there is no such session, or it has ended")
+        authorise(request, session.key)
+        return session
+
+
+async def _answer_of(session: Session, method: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Refused: the request, or its episode has ended."""
+    try:
+        answer = session.answer(method, asked)
+    except RuntimeError:  # its loop is closed
+        raise Refused(410, "the episode has ended") from None
+    try:
+        return await asyncio.wrap_future(answer)
+    except asyncio.CancelledError:
+        raise Refused(410, "the episode has ended") from None
+    except UserError as error:  # the chat template's
+        raise Refused(400, str(error)) from None
+
+
+def _messages(asked: Mapping[str, Any]) -> list[Message]:
+    """The request's messages, text alone. Refused: there are none, or what cannot be done is asked for."""
+    messages = asked.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise Refused(400, '"messages" must be a list with at least one message')
+    if asked.get("n") not in (None, 1):
+        raise Refused(400, '"n" must be 1: an episode has one answer a turn')
+    found: list[Message] = []
+    for message in messages:
+        if not isinstance(message, dict) or message.get("role") not in _KNOWN_ROLES:
+            raise Refused(400, f"a message must be an object with one of the roles {', '.join(_KNOWN_ROLES)}")
+        content = message.get("content")
+        if isinstance(content, list):
+            if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+                raise Refused(400, "a message may have text alone")
+            content = "".join(part["text"] for part in content)
+        if content is not None and not isinstance(content, str):
+            raise Refused(400, "the content of a message must be text")
+        _essence(message)
+        found.append({**message, "content": content or ""})
+    return found
+
+
+def _same(one: Message, other: Message) -> bool:
+    """Whether a client has sent back what it was given; None and what is left out are the same."""
+    return _essence(one) == _essence(other)
+
+
+def _essence(message: Message) -> tuple[Any, ...]:
+    """What makes two messages the same. Refused: its tool calls are none."""
+    try:
+        calls = [
+            (call["function"]["name"], json.loads(call["function"]["arguments"] or "{}"))
+            for call in message.get("tool_calls") or ()
+        ]
+    except (TypeError, LookupError, ValueError, RecursionError):
+        raise Refused(400, "tool_calls must be a list of functions with a name and arguments in JSON") from None
+    return message["role"], message.get("content") or "", calls
+
+
+def _streamed(reply: dict[str, Any]) -> Response:
+    """The whole answer as one event: for clients that only read streams."""
+    from starlette.responses import Response
+
+    (choice,) = reply["choices"]
+    delta = {"index": 0, "delta": choice["message"], "finish_reason": choice["finish_reason"]}
+    if choice["message"].get("tool_calls"):
+        calls = [{"index": i, **call} for i, call in enumerate(choice["message"]["tool_calls"])]
+        delta["delta"] = {**choice["message"], "tool_calls": calls}
+    event = {**reply, "object": "chat.completion.chunk", "choices": [delta]}
+    return Response(f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n", media_type="text/event-stream")

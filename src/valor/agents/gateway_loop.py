@@ -1,0 +1,114 @@
+"""Episodes played by programs that own their loop: a function or a command, which calls an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import signal
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cached_property, partial
+from typing import Any
+
+from valor.agents.episode import Episode
+from valor.agents.formats import find_format
+from valor.agents.gateway import Gateway, Session
+from valor.agents.http_server import is_loopback, require_libraries
+from valor.agents.loops import AgentLoop, Generate, LoopContext, Task, register_loop
+from valor.agents.tool_runner import TimedOut, ToolRaised, ToolRunner
+from valor.errors import UserError
+from valor.user_files import load_object
+
+_KEY = "actor_rollout_ref.rollout.agent.gateway"
+_MAX_OUTPUT = 2**20  # bytes that are read of a command's output
+
+
+class ProgramFailed(RuntimeError):
+    """A program did not play its episode to the end."""
+
+
+@register_loop("gateway_agent")
+class GatewayLoop(AgentLoop):
+    """Each episode is one call of `rollout.agent.gateway.function`, or one run of its `command`."""
+
+    def __init__(self, context: LoopContext) -> None:
+        super().__init__(context)
+        rollout = context.config.actor_rollout_ref.rollout
+        self._config = rollout.agent.gateway
+        self._parse = find_format(rollout.multi_turn.format)
+        require_libraries()
+        if (self._config.function is None) == (self._config.command is None):
+            raise UserError(f"agent gateway_agent needs {_KEY}.function or {_KEY}.command, and not both")
+        if not is_loopback(self._config.host) and self._config.function is not None:
+            raise UserError(f"{_KEY}.host={self._config.host}: functions run in this process: leave it at 127.0.0.1")
+        self._function = None
+        if self._config.function is not None:
+            self._function = load_object(self._config.function, f"{_KEY}.function")
+        self._runner = ToolRunner(max_threads=rollout.agent.max_concurrent_episodes)
+
+    @cached_property
+    def _gateway(self) -> Gateway:
+        return Gateway(self._config.host)
+
+    async def run(self, task: Task, generate: Generate) -> Episode:
+        session = Session(task, generate, self.chat, self.context.limits, self._parse)
+        base_url = self._gateway.add(session)
+        row = {**task.row, "episode_key": list(task.key)}
+        work = self._call(base_url, session.key, row) if self._function else self._execute(base_url, session.key, row)
+        try:
+            reward = await work
+        except (TimeoutError, TimedOut):
+            raise ProgramFailed(f"the program did not end within {self._config.timeout:g} s") from None
+        finally:
+            self._gateway.remove(base_url)
+            session.close()
+        if session.play is None or session.last is None or not session.play.turns:
+            raise ProgramFailed("the program ended without a request")
+        reason = "length" if session.last.finish_reason == "length" else "stop"
+        return session.play.end(reason, reward)
+
+    async def _call(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> float | None:
+        assert self._function is not None
+        call = partial(self._function, base_url, api_key, row)
+        try:
+            return _reward(await self._runner.run(call, {}, self._config.timeout))
+        except ToolRaised as failure:
+            cause = failure.__cause__
+            raise ProgramFailed(f"the function raised {type(cause).__name__}: {cause}") from cause
+
+    async def _execute(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> float | None:
+        """The number in the last line of the command's output, if it is one. ProgramFailed: it ended with an error."""
+        assert self._config.command is not None
+        process = await asyncio.create_subprocess_shell(
+            self._config.command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key},
+            start_new_session=True,
+        )
+        try:
+            async with asyncio.timeout(self._config.timeout):
+                printed, complaint = await process.communicate(json.dumps(row, default=str).encode())
+        finally:
+            with suppress(ProcessLookupError):  # with all that it has started
+                os.killpg(process.pid, signal.SIGKILL)
+        if process.returncode:
+            said = complaint.decode(errors="replace").strip().rpartition("\n")[2]
+            raise ProgramFailed(f"the command ended with exit code {process.returncode}: {said[:300]}")
+        last = printed[-_MAX_OUTPUT:].decode(errors="replace").strip().rpartition("\n")[2]
+        try:
+            return _reward(float(last))
+        except ValueError:
+            return None
+
+
+def _reward(value: Any) -> float | None:
+    """ValueError: a reward that is no finite number."""
+    if value is None:
+        return None
+    if not math.isfinite(value):
+        raise ValueError(f"the program's reward is {value}")
+    return float(value)

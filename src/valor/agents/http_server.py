@@ -1,0 +1,94 @@
+"""What our HTTP servers share: bounded requests, keys, one line for every refusal, and where they listen."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import json
+import socket
+from typing import TYPE_CHECKING, Any
+
+from valor.errors import UserError
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+MAX_CONNECTIONS = 1024
+_MAX_BYTES = 16 * 2**20  # of a request
+_BODY_SECONDS = 30.0  # in which a request has to arrive
+
+
+class Refused(Exception):
+    """A request that is not answered: its status, and one line that says why."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+def require_libraries() -> None:
+    """UserError where the libraries of servers are not installed."""
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError:
+        raise UserError("a server needs starlette and uvicorn: pip install 'valor-rl[agents]'") from None
+
+
+def authorise(request: Request, api_key: str | None) -> None:
+    """Refused unless the request brings the key as a bearer token; None asks for none."""
+    given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+    if api_key is not None and not hmac.compare_digest(given.encode(), api_key.encode()):
+        raise Refused(401, "the key is missing or wrong: send it as a bearer token")
+
+
+async def read_object(request: Request) -> dict[str, Any]:
+    """The request's JSON object. Refused: it is none, too long, or too slow."""
+    body = b""
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > _MAX_BYTES:
+                    raise Refused(413, f"the request has more than {_MAX_BYTES} bytes")
+    except TimeoutError:
+        raise Refused(408, f"the request did not arrive within {_BODY_SECONDS:g} s") from None
+    return parse_object(body)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """The JSON object that a request's body is. Refused: it is none."""
+    try:
+        asked = json.loads(body)
+        json.dumps(asked, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise Refused(400, "the request holds half of a surrogate pair, which is no text") from None
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the request is not JSON: {error}") from None
+    if not isinstance(asked, dict):
+        raise Refused(400, "the request must be a JSON object")
+    return asked
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes a free one. UserError: it cannot be had."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
+    except (OSError, OverflowError) as error:
+        raise UserError(f"cannot listen at {host}, port {port} ({error}): choose another") from None
+
+
+def address(listening: socket.socket) -> str:
+    """The http address of a listening socket."""
+    host, port = listening.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server there."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

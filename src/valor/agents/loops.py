@@ -1,0 +1,148 @@
+"""Loops: who carries an episode from turn to turn."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from valor.agents.chat import Chat
+from valor.agents.episode import Episode, EpisodeEnd, EpisodeKey, Turn
+from valor.algorithms.registry import choose
+from valor.config import PPOConfig
+from valor.rollout.base import Output, SamplingParams, StopTexts
+
+Generate = Callable[[Sequence[int], SamplingParams, EpisodeKey], Awaitable[Output]]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What an episode is to be played for: one sample of one row of the data."""
+
+    key: EpisodeKey
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    row: Mapping[str, Any]
+    """messages, data_source, ground_truth, extra_info, uid, agent_name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """In tokens: what may follow the prompt of a row, and a prompt with all that follows."""
+
+    response: int
+    model: int
+
+
+class Play:
+    """The episode of one task while it is being played: it writes down turns as they come, within the limits."""
+
+    def __init__(self, task: Task, generate: Generate, limits: Limits, prompt_ids: Sequence[int]) -> None:
+        self.task, self.prompt_ids = task, list(prompt_ids)
+        self._generate, self._limits = generate, limits
+        self.row: list[int] = list(prompt_ids)
+        """The present row: its prompt and all that has followed."""
+        self._row_prompt = len(self.row)
+        self._observed: Sequence[int] = ()
+        self._new_prompt: Sequence[int] | None = None
+        self.turns: list[Turn] = []
+
+    @property
+    def room(self) -> int:
+        """How many tokens the present row may still get."""
+        return min(self._limits.response - (len(self.row) - self._row_prompt), self._limits.model - len(self.row))
+
+    async def turn(self, *, most: int | None = None, stop: StopTexts | None = None) -> Output:
+        """Let the policy speak, in at most `most` tokens."""
+        seed = self.task.key if not self.turns else (*self.task.key, len(self.turns))
+        room = self.room if most is None else min(self.room, most)
+        params = replace(self.task.params, max_tokens=min(room, self.task.params.max_tokens), stop=stop)
+        output = await self._generate(self.row, params, seed)
+        self.turns.append(Turn(output.token_ids, output.log_probs, output.spans, self._observed, self._new_prompt))
+        self.row = [*self.row, *output.token_ids]
+        self._observed, self._new_prompt = (), None
+        return output
+
+    def observe(self, token_ids: Sequence[int]) -> bool:
+        """Append what the policy is told. False: that leaves no room for a further turn, and nothing was appended."""
+        if self.room <= len(token_ids):
+            return False
+        self.row = [*self.row, *token_ids]
+        self._observed = tuple(token_ids)
+        return True
+
+    def new_row(self, prompt_ids: Sequence[int]) -> bool:
+        """Go on in a row of its own with this prompt. False: the prompt leaves no room for a further turn."""
+        if self._limits.model <= len(prompt_ids):
+            return False
+        self.row, self._row_prompt = list(prompt_ids), len(prompt_ids)
+        self._new_prompt = tuple(prompt_ids)
+        return True
+
+    def reward(self, reward: float) -> None:
+        """Add to the reward of the last turn."""
+        self.turns[-1] = replace(self.turns[-1], reward=self.turns[-1].reward + reward)
+
+    def end(self, reason: EpisodeEnd, outcome: float | None = None, info: Mapping[str, Any] | None = None) -> Episode:
+        """The episode, ended."""
+        return Episode(self.task.key, tuple(self.turns), reason, self.prompt_ids, outcome, info or {})
+
+
+@dataclass(frozen=True, slots=True)
+class LoopContext:
+    """From what a loop is made, in each process that generates."""
+
+    config: PPOConfig
+    chat: Chat
+    limits: Limits
+
+
+class AgentLoop(ABC):
+    """Plays episodes: one object a process, for many episodes at once."""
+
+    grades: bool = False
+    """Whether its episodes come with an outcome, so that no grader is needed."""
+    schemas: Sequence[Mapping[str, Any]] = ()
+    """Tools that the chat template describes in every first prompt."""
+
+    def __init__(self, context: LoopContext) -> None:
+        self.context, self.chat = context, context.chat
+
+    @abstractmethod
+    async def run(self, task: Task, generate: Generate) -> Episode:
+        """Play one episode."""
+
+    def play(self, task: Task, generate: Generate, prompt_ids: Sequence[int] | None = None) -> Play:
+        """An episode to write turns into, from the task's prompt or another one."""
+        prompt_ids = task.prompt_ids if prompt_ids is None else prompt_ids
+        return Play(task, generate, self.context.limits, prompt_ids)
+
+
+_LOOPS: dict[str, Callable[..., AgentLoop]] = {}
+Loop = TypeVar("Loop", bound=Callable[..., AgentLoop])
+
+
+def register_loop(name: str) -> Callable[[Loop], Loop]:
+    """Make a loop known as `agent_name`: a class, or a function, that takes a LoopContext and keyword arguments."""
+
+    def register(make: Loop) -> Loop:
+        _LOOPS[name] = make
+        return make
+
+    return register
+
+
+def make_loop(name: str, context: LoopContext, **options: Any) -> AgentLoop:
+    """The loop of that name. UserError: there is none."""
+    return _LOOPS[choose(name, _LOOPS, "agent_name")](context, **options)
+
+
+@register_loop("single_turn_agent")
+class SingleTurnLoop(AgentLoop):
+    """One answer, as without agents: for rows that name it beside others that do not."""
+
+    async def run(self, task: Task, generate: Generate) -> Episode:
+        play = self.play(task, generate)
+        output = await play.turn()
+        return play.end(output.finish_reason)

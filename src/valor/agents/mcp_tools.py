@@ -1,0 +1,163 @@
+"""Tools of MCP servers (https://modelcontextprotocol.io): a command, or an address."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from valor.agents.formats import Schema
+from valor.agents.tools import EpisodeTools, Run, ToolResult, exception_text
+from valor.errors import UserError
+
+_START_SECONDS = 60.0  # a command may first install its server
+
+
+class McpSource:
+    """The tools of one server. All episodes of a process share one session, which is opened again when it was lost.
+
+    `command` is a program and its arguments, which speaks over its standard input and output, with `env` beside a few
+    variables of ours (PATH, HOME, ...); `url` an address of streamable HTTP. UserError: not one of the two, the mcp
+    package is not installed, or the server does not answer.
+    """
+
+    def __init__(
+        self, command: Sequence[str] | None = None, env: Mapping[str, str] | None = None, url: str | None = None
+    ) -> None:
+        try:
+            import mcp  # noqa: F401
+        except ImportError:
+            raise UserError("tools of MCP servers need the mcp package: pip install 'valor-rl[agents]'") from None
+        if (command is None) == (url is None) or isinstance(command, str) or (env and url):
+            raise UserError("an MCP server is command: [program, arguments], with env: {...} if it needs one, or url")
+        given = tuple((name, str(value)) for name, value in (env or {}).items())
+        self._server = _server(tuple(map(str, command or ())), given, url)
+        try:
+            tools = self._server.submit(self._server.tools()).result(_START_SECONDS)
+        except Exception as error:
+            raise UserError(f"the MCP server {url or ' '.join(command or ())}: {_reason(error)}") from None
+        self.schemas: list[Schema] = [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description or "",
+                    "parameters": tool.input_schema,
+                },
+            }
+            for tool in tools
+        ]
+
+    def of_episode(self, run: Run) -> EpisodeTools:
+        """The server's tools; it knows nothing of episodes."""
+        return _McpTools(self._server, run)
+
+
+class _McpTools(EpisodeTools):
+    def __init__(self, server: _Server, run: Run) -> None:
+        self._server, self._run = server, run
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        return await self._run(self._server.call, {"name": name, "arguments": dict(arguments)})
+
+
+class _Server:
+    """A session with a server, in a thread and on an event loop of its own: episodes come and go with theirs."""
+
+    def __init__(self, where: Any) -> None:
+        self._where = where
+        self._keeper: asyncio.Task[None] | None = None  # enters and leaves the session, which one task has to do
+        self._client: Any = None
+        self._lost, self._opening = asyncio.Event(), asyncio.Lock()
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="mcp", daemon=True).start()
+
+    def submit(self, work: Any) -> Any:
+        """A future of a coroutine's result."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def tools(self) -> list[Any]:
+        """All tools, page by page; on this object's loop."""
+        client, found, cursor = await self._session(), [], None
+        while True:
+            page = await client.list_tools(cursor=cursor)
+            found += page.tools
+            cursor = page.next_cursor
+            if cursor is None:
+                return found
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+        """A call's result, for any loop. What goes wrong is a text, and the next call opens a new session."""
+        try:
+            return await asyncio.wrap_future(self.submit(self._call(name, arguments)))
+        except Exception as error:
+            return ToolResult(f"Error: {name}: {_reason(error)}.", error="failed")
+
+    async def _call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+        client = await self._session()
+        try:
+            answer = await client.call_tool(name, arguments)
+        except Exception as error:
+            if client is self._client and not _is_answer(error):
+                self._lost.set()
+            raise
+        return ToolResult(_text(answer), error="failed" if answer.is_error else None)
+
+    async def _session(self) -> Any:
+        async with self._opening:
+            if self._lost.is_set() and self._keeper is not None:
+                await asyncio.wait({self._keeper})
+            if self._keeper is None or self._keeper.done():
+                self._lost.clear()
+                opened: asyncio.Future[Any] = self._loop.create_future()
+                self._keeper = self._loop.create_task(self._keep(opened))
+                self._client = await opened
+            return self._client
+
+    async def _keep(self, opened: asyncio.Future[Any]) -> None:
+        from mcp import Client
+
+        try:
+            async with Client(self._where) as client:
+                opened.set_result(client)
+                await self._lost.wait()
+        except Exception as error:
+            if not opened.done():
+                opened.set_exception(error)
+
+
+@cache
+def _server(command: tuple[str, ...], env: tuple[tuple[str, str], ...], url: str | None) -> _Server:
+    if url is not None:
+        return _Server(url)
+    from mcp import StdioServerParameters
+
+    return _Server(StdioServerParameters(command=command[0], args=list(command[1:]), env=dict(env)))
+
+
+def _is_answer(error: Exception) -> bool:
+    """Whether the server itself has said so, over a session that goes on."""
+    from mcp import MCPError
+    from mcp_types import CONNECTION_CLOSED
+
+    return isinstance(error, MCPError) and error.code != CONNECTION_CLOSED
+
+
+def _text(answer: Any) -> str:
+    """The texts of an answer. Raises TypeError for images and other things that no text is."""
+    kinds = {block.type for block in answer.content} - {"text"}
+    if kinds:
+        raise TypeError(f"it answered with {', '.join(sorted(kinds))}, and only text is supported")
+    if not answer.content and answer.structured_content is not None:
+        return json.dumps(answer.structured_content, ensure_ascii=False)
+    return "\n".join(block.text for block in answer.content)
+
+
+def _reason(error: BaseException) -> str:
+    """One line. The library wraps what happened into groups of exceptions."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return " ".join(exception_text(error).split())

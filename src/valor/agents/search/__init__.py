@@ -1,0 +1,1 @@
+"""Search: an index over a corpus, a server around it, and what agents ask it with."""

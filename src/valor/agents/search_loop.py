@@ -1,0 +1,87 @@
+"""Search-R1's loop: the policy writes <search>query</search> and is given documents, until it writes an <answer>
+(https://arxiv.org/abs/2503.09516)."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from valor.agents.episode import Episode
+from valor.agents.formats import ToolCall
+from valor.agents.loops import AgentLoop, Generate, LoopContext, Task, register_loop
+from valor.agents.search.client import SearchFailed, documents_text, open_retriever
+from valor.agents.tool_loop import call_record
+from valor.agents.tool_sources import FunctionSource, FunctionTool
+from valor.agents.tools import Toolbox, ToolLimits, ToolResult, Toolset
+
+_ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
+# The words of Search-R1, which its models have been trained with.
+_INVALID = (
+    "\nMy previous action is invalid. If I want to search, I should put the query between <search> and </search>. "
+    "If I want to give the final answer, I should put the answer between <answer> and </answer>. Let me try again.\n"
+)
+_PARAMETERS = {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}
+_SCHEMA = {"type": "function", "function": {"name": "search", "description": "", "parameters": _PARAMETERS}}
+
+
+@register_loop("search_agent")
+class SearchLoop(AgentLoop):
+    """Turns of at most `data.max_response_length` tokens and `max_turns` searches; then one turn without a search.
+
+    The text goes on as it is: no chat template comes between the turns.
+    """
+
+    def __init__(self, context: LoopContext) -> None:
+        super().__init__(context)
+        config = context.config
+        self._max_turns, self._turn_length = config.max_turns, config.data.max_response_length
+        self._stop = self.chat.stop_texts("</search>", "</answer>")
+        marks = config.algorithm.state_masking
+        self._before = self.chat.ids(f"\n\n{marks.start_state_marker}")
+        self._after = self.chat.ids(f"{marks.end_state_marker}\n\n")
+        self._invalid = self.chat.ids(_INVALID)
+        self._most = max(config.data.max_obs_length - len(self._before) - len(self._after), 1)
+        where = config.retriever
+        if where.url is None:
+            self._retriever = open_retriever(corpus=where.corpus_path, topk=where.topk)
+        else:
+            self._retriever = open_retriever(where.url, topk=where.topk, timeout=where.timeout)
+        # The retriever has a time limit of its own, for each of its attempts.
+        limits = ToolLimits(tool_timeout=10 * where.timeout, max_tool_response_length=None)
+        self._toolset = Toolset([FunctionSource([FunctionTool(self._search, _SCHEMA)])], limits)
+
+    async def run(self, task: Task, generate: Generate) -> Episode:
+        play, toolbox = self.play(task, generate), self._toolset.toolbox()
+        calls: list[dict[str, Any]] = []
+        info: dict[str, Any] = {"calls": calls, "invalid_actions": 0}
+        while True:
+            output = await play.turn(most=self._turn_length, stop=self._stop)
+            if output.finish_reason == "abort":
+                return play.end("abort", info=info)
+            action = _ACTION.search(self.chat.decode(output.token_ids))
+            if action is not None and action[1] == "answer":
+                return play.end("stop", info=info)
+            if len(play.turns) > self._max_turns:
+                return play.end("turns", info=info)
+            told = self._invalid
+            if action is not None:
+                told = await self._documents(toolbox, action[2].strip(), len(play.turns), calls)
+            else:
+                info["invalid_actions"] += 1
+            if not play.observe(told):
+                return play.end("length", info=info)
+
+    async def _documents(self, toolbox: Toolbox, query: str, turn: int, calls: list[dict[str, Any]]) -> list[int]:
+        call = ToolCall("search", {"query": query})
+        result = await toolbox.call(call)
+        calls.append(call_record(turn, call, result))
+        hidden: list[str] = []
+        documents = self.chat.ids(self.chat.hide(result.text.strip(), hidden), hidden)
+        return [*self._before, *documents[: self._most], *self._after]
+
+    async def _search(self, query: str) -> ToolResult:
+        try:
+            (documents,) = await self._retriever.retrieve([query])
+        except SearchFailed as failure:
+            return ToolResult(f"Search error: {failure}", error="failed")
+        return ToolResult(documents_text(documents))

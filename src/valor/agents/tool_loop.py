@@ -1,0 +1,93 @@
+"""The loop of chat models with tools: the policy speaks, its calls are answered, until a turn has none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from valor.agents.chat import Conversation, Message
+from valor.agents.episode import Episode, EpisodeEnd
+from valor.agents.formats import Call, ToolCall, find_format
+from valor.agents.loops import AgentLoop, Generate, LoopContext, Play, Task, register_loop
+from valor.agents.tool_files import load_sources
+from valor.agents.tool_sources import EnvironmentSource
+from valor.agents.tools import Toolbox, ToolLimits, ToolResult, Toolset
+
+
+@register_loop("tool_agent")
+class ToolLoop(AgentLoop):
+    """Tools of `rollout.multi_turn`, their calls in its format, each turn told by the chat template."""
+
+    def __init__(self, context: LoopContext) -> None:
+        super().__init__(context)
+        multi = context.config.actor_rollout_ref.rollout.multi_turn
+        sources = load_sources(multi.tool_config_path, multi.function_tool_path, multi.environment)
+        limits = ToolLimits(
+            multi.tool_timeout,
+            multi.max_tool_response_length,
+            multi.tool_response_truncate_side,
+            multi.max_parallel_calls,
+        )
+        self._toolset = Toolset(sources, limits)
+        self._parse, self._most_turns = find_format(multi.format), multi.most_turns
+        self.schemas = self._toolset.schemas
+        environments = [one for one in sources if isinstance(one, EnvironmentSource)]
+        self.grades = any(hasattr(one.environment, "get_reward") for one in environments)
+
+    async def run(self, task: Task, generate: Generate) -> Episode:
+        toolbox = self._toolset.toolbox()
+        try:
+            said = await toolbox.open(task.row)
+            talk = Conversation(self.chat, with_opening(task.row["messages"], said), toolbox.schemas)
+            play = self.play(task, generate, talk.token_ids)
+            calls: list[dict[str, Any]] = []
+            reason = await self._turns(play, talk, toolbox, calls)
+            reward = await toolbox.rewards()
+        finally:
+            await toolbox.close()
+        info = {"calls": calls, **({} if self.grades or reward is None else {"tool_reward": reward})}
+        return play.end(reason, reward if self.grades else None, info)
+
+    async def _turns(self, play: Play, talk: Conversation, toolbox: Toolbox, calls: list[dict[str, Any]]) -> EpisodeEnd:
+        """Play until the episode ends; why it did. Calls and their results are appended to `calls`."""
+        while True:
+            output = await play.turn()
+            text = talk.answer(output)
+            if output.finish_reason != "stop":
+                return output.finish_reason
+            asked = self._parse(text, toolbox.schemas).calls
+            if not asked:
+                return "stop"
+            if len(play.turns) >= self._most_turns:
+                return "turns"
+            results = await toolbox.call_all(asked)
+            for call, result in zip(asked, results, strict=False):
+                calls.append(call_record(len(play.turns), call, result))
+                play.reward(result.reward)
+            told = talk.tell([_tool_message(*pair) for pair in zip([*asked, None], results, strict=False)])
+            if not (play.new_row(told.token_ids) if told.new_row else play.observe(told.token_ids)):
+                return "length"
+
+
+def with_opening(messages: Sequence[Message], said: str | None) -> list[Message]:
+    """The prompt, with what an environment says at the start at the end of its last message."""
+    if not said:
+        return list(messages)
+    *before, last = messages
+    return [*before, {**last, "content": f"{last['content']}\n{said}" if last.get("content") else said}]
+
+
+def call_record(turn: int, call: Call, result: ToolResult) -> dict[str, Any]:
+    """What is kept of a call, for metrics, for reading and for playing an episode again."""
+    asked: Mapping[str, Any]
+    if isinstance(call, ToolCall):
+        asked = {"name": call.name, "arguments": call.arguments}
+    else:
+        asked = {"name": None, "arguments": call.text}
+    answered = {"text": result.text, "reward": result.reward, "error": result.error, "seconds": result.seconds}
+    return {"turn": turn, **asked, **answered, "metrics": result.metrics}
+
+
+def _tool_message(call: Call | None, result: ToolResult) -> Message:
+    name = {"name": call.name} if isinstance(call, ToolCall) else {}
+    return {"role": "tool", **name, "content": result.text}

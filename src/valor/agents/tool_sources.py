@@ -1,0 +1,124 @@
+"""Tools from plain Python: functions, and the public methods of an environment that every episode has to itself."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.utils.chat_template_utils import get_json_schema
+
+from valor.agents.formats import Schema
+from valor.agents.tools import EpisodeTools, Run, as_text, name_of
+from valor.errors import UserError
+
+_NO_TOOLS = ("reset", "get_reward", "close")
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionTool:
+    """A function, blocking or a coroutine function, and its schema. `convert`: its result becomes this of it."""
+
+    function: Callable[..., Any]
+    schema: Schema
+    convert: Callable[[Any], Any] | None = None
+
+
+class FunctionSource:
+    """Functions as tools; they know nothing of episodes."""
+
+    def __init__(self, tools: Sequence[FunctionTool | Callable[..., Any]]) -> None:
+        self._tools = [t if isinstance(t, FunctionTool) else FunctionTool(t, schema_of(t)) for t in tools]
+        self.schemas: list[Schema] = [tool.schema for tool in self._tools]
+
+    def of_episode(self, run: Run) -> EpisodeTools:
+        """These functions."""
+        return _Functions({name_of(tool.schema): tool for tool in self._tools}, run)
+
+
+class _Functions(EpisodeTools):
+    def __init__(self, tools: Mapping[str, FunctionTool], run: Run) -> None:
+        self._tools, self._run = tools, run
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        tool = self._tools[name]
+        value = await self._run(tool.function, arguments)
+        return tool.convert(value) if tool.convert else value
+
+
+class EnvironmentSource:
+    """A class of environments, in the shape of TRL's `environment_factory`.
+
+    `__init__()` takes no arguments; `reset(**row)` begins the episode and may return a text for the policy to read;
+    `get_reward() -> float` and `close()` are optional; every other public method is a tool. Methods may be coroutine
+    functions; those of one instance never overlap. Raises UserError for a class of another shape.
+    """
+
+    def __init__(self, environment: type) -> None:
+        self.environment, name = environment, environment.__name__
+        if not callable(getattr(environment, "reset", None)):
+            raise UserError(
+                f"environment {name} has no method reset(): it begins an episode, and takes a row's columns"
+            )
+        try:
+            inspect.signature(environment).bind()
+        except TypeError as error:
+            raise UserError(f"environment {name} must be made without arguments: {error}") from None
+        methods = inspect.getmembers(environment, inspect.isroutine)
+        tools = [method for key, method in methods if not key.startswith("_") and key not in _NO_TOOLS]
+        if not tools:
+            raise UserError(f"environment {name} has no public method beside reset(): it has no tools")
+        self.schemas: list[Schema] = [schema_of(method) for method in tools]
+
+    def of_episode(self, run: Run) -> EpisodeTools:
+        """An instance that is made when the episode begins."""
+        return _Environment(self.environment, run)
+
+
+class _Environment(EpisodeTools):
+    def __init__(self, environment: type, run: Run) -> None:
+        self._environment, self._run = environment, run
+        self._instance, self._lock = None, asyncio.Lock()
+
+    async def open(self, row: Mapping[str, Any], names: Sequence[str]) -> str | None:
+        """`reset` gets the row's columns and what is in its `extra_info`, or those of them that it names."""
+        self._instance = await self._run(self._environment, {})
+        given = {**(row.get("extra_info") or {}), **row}
+        parameters = inspect.signature(self._instance.reset).parameters
+        if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+            given = {name: value for name, value in given.items() if name in parameters}
+        text = await self._method("reset", given)
+        return None if text is None else as_text(text)
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        return await self._method(name, arguments)
+
+    async def reward(self) -> float | None:
+        if not hasattr(self._environment, "get_reward"):
+            return None
+        return float(await self._method("get_reward", {}))
+
+    async def close(self) -> None:
+        if self._instance is not None and hasattr(self._environment, "close"):
+            await self._method("close", {})
+
+    async def _method(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        return await self._run(getattr(self._instance, name), arguments, lock=self._lock)
+
+
+def schema_of(function: Callable[..., Any], name: str | None = None) -> Schema:
+    """OpenAI's schema of a function by its type hints and Google docstring, under its own name or another.
+
+    Raises UserError when they do not say enough.
+    """
+    called = name or getattr(function, "__name__", type(function).__name__)
+    try:
+        if any(parameter.kind in _VARIADIC for parameter in inspect.signature(function).parameters.values()):
+            raise TypeError("*args and **kwargs cannot be described, name each argument")
+        schema = get_json_schema(function)
+    except Exception as error:  # transformers has several kinds, and hints may be names that mean nothing
+        raise UserError(f"{called}() cannot be a tool: {' '.join(str(error).split())}") from error
+    return {**schema, "function": {**schema["function"], "name": called}}

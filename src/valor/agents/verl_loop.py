@@ -1,0 +1,157 @@
+"""Agent loops in verl's shape: a class derived from `AgentLoopBase`, whose `run` returns tokens and their mask.
+
+Shapes of volcengine/verl, verl/experimental/agent_loop/agent_loop.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count, groupby
+from typing import Any, TypeVar
+
+from valor.agents.episode import Episode, Turn
+from valor.agents.loops import AgentLoop, Generate, LoopContext, Task, register_loop
+from valor.rollout.base import Output, SamplingParams, Span
+
+Loop = TypeVar("Loop", bound=type)
+
+
+@dataclass
+class TokenOutput:
+    """What `server_manager.generate` returns."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    stop_reason: str
+
+
+@dataclass
+class AgentLoopOutput:
+    """An episode, or a row of one: `response_mask` is 1 on the policy's own tokens.
+
+    `response_logprobs` may be left out where every run of own tokens is what one call of `generate` returned.
+    `reward_score`: the score of the whole; None leaves it to the graders.
+    """
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    response_mask: list[int]
+    response_logprobs: list[float] | None = None
+    reward_score: float | None = None
+    num_turns: int = 0
+    metrics: Any = None
+    extra_fields: dict[str, Any] = field(default_factory=dict)
+
+
+class AgentLoopBase:
+    """To derive from: one object an episode. `config` is the run's, `server_manager` generates."""
+
+    def __init__(
+        self, trainer_config: Any, server_manager: Any, tokenizer: Any, processor: Any = None, **kwargs: Any
+    ) -> None:
+        self.config = getattr(trainer_config, "config", trainer_config)
+        self.rollout_config = self.config.actor_rollout_ref.rollout
+        self.server_manager, self.tokenizer, self.processor = server_manager, tokenizer, processor
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+        """An AgentLoopOutput, or a list of them: rows of one episode. `kwargs` are the row's columns."""
+        raise NotImplementedError
+
+
+def register(name: str) -> Callable[[Loop], Loop]:
+    """Make a class known as `agent_name`."""
+
+    def decorate(cls: Loop) -> Loop:
+        register_loop(name)(lambda context, **options: VerlLoop(context, cls=cls, options=options))
+        return cls
+
+    return decorate
+
+
+@register_loop("verl")
+class VerlLoop(AgentLoop):
+    """Plays episodes with objects of `cls`."""
+
+    def __init__(self, context: LoopContext, *, cls: type, options: Mapping[str, Any]) -> None:
+        super().__init__(context)
+        self._cls, self._options = cls, options
+
+    async def run(self, task: Task, generate: Generate) -> Episode:
+        server = _Server(task, generate, self.context.limits.model)
+        loop = self._cls(
+            trainer_config=self.context.config,
+            server_manager=server,
+            tokenizer=self.chat.tokenizer,
+            processor=None,
+            **self._options,
+        )
+        params = task.params
+        sampling = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
+        row = {**task.row["extra_info"], **task.row, "raw_prompt": task.row["messages"]}
+        found = await loop.run(sampling | {"max_tokens": params.max_tokens}, **row)
+        outputs: list[Any] = found if isinstance(found, list) else [found]
+        turns = [turn for i, output in enumerate(outputs) for turn in server.turns(output, new_row=i > 0)]
+        last = outputs[-1]
+        reason = "length" if server.outputs and server.outputs[-1].finish_reason == "length" else "stop"
+        info = {"metrics": last.metrics, **(last.extra_fields or {})}
+        return Episode(task.key, tuple(turns), reason, outputs[0].prompt_ids, last.reward_score, info)
+
+
+class _Server:
+    """What a loop calls `server_manager`: it generates, and remembers with what log-probs."""
+
+    def __init__(self, task: Task, generate: Generate, longest: int) -> None:
+        self._task, self._generate, self._longest = task, generate, longest
+        self._numbers = count()
+        self.outputs: list[Output] = []
+
+    async def generate(
+        self, request_id: str = "", *, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any], **kwargs: Any
+    ) -> TokenOutput:
+        """The tokens that follow `prompt_ids`. ValueError: these leave no room for any."""
+        room, number = self._longest - len(prompt_ids), next(self._numbers)
+        if room < 1:
+            raise ValueError(
+                f"a prompt of {len(prompt_ids)} tokens leaves no room (rollout.max_model_len={self._longest})"
+            )
+        params = _params(self._task.params, sampling_params)
+        params = replace(params, max_tokens=min(params.max_tokens, room))
+        output = await self._generate(prompt_ids, params, (*self._task.key, number) if number else self._task.key)
+        self.outputs.append(output)
+        return TokenOutput(output.token_ids, output.log_probs, output.finish_reason)
+
+    def turns(self, output: AgentLoopOutput, *, new_row: bool) -> list[Turn]:
+        """The turns of a row. ValueError: lengths differ, or own tokens are not what was generated."""
+        ids, mask, given = output.response_ids, output.response_mask, output.response_logprobs
+        if len(mask) != len(ids) or (given is not None and len(given) != len(ids)):
+            raise ValueError("response_ids, response_mask and response_logprobs differ in length")
+        turns: list[Turn] = []
+        told: list[int] = []
+        prompt = output.prompt_ids if new_row else None
+        for own, places in groupby(range(len(ids)), key=lambda i: mask[i] == 1):
+            part = list(places)
+            tokens = ids[part[0] : part[-1] + 1]
+            if not own:
+                told = tokens
+                continue
+            made = next((one for one in self.outputs if one.token_ids[: len(tokens)] == tokens), None)
+            if given is not None:
+                log_probs = given[part[0] : part[-1] + 1]
+            elif made is not None:
+                log_probs = made.log_probs[: len(tokens)]
+            else:
+                raise ValueError("own tokens that no call of generate returned need response_logprobs")
+            version = (made or self.outputs[-1]).spans[-1].weights_version if self.outputs else 0
+            turns.append(Turn(tokens, log_probs, (Span(len(tokens), version),), told, prompt))
+            told, prompt = [], None
+        if told or not turns:
+            turns.append(Turn([], [], (), told or ids[:1], prompt))
+        return turns
+
+
+def _params(params: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
+    known = {name: given[name] for name in ("temperature", "top_p", "top_k", "max_tokens") if name in given}
+    known |= {"max_tokens": given["max_new_tokens"]} if "max_new_tokens" in given else {}
+    known |= {"stop_token_ids": tuple(given["stop_token_ids"])} if given.get("stop_token_ids") else {}
+    return replace(params, **known)

@@ -1,0 +1,198 @@
+"""Tools as verl declares them: classes derived from `BaseTool`, and functions under `@function_tool`.
+
+Shapes of volcengine/verl, verl/tools/base_tool.py, function_tool.py and schemas.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from valor.agents.formats import Schema
+from valor.agents.tool_runner import TimedOut, ToolRaised
+from valor.agents.tool_sources import FunctionTool, schema_of
+from valor.agents.tools import EpisodeTools, Run, ToolResult, as_text, tool_kwargs
+from valor.errors import UserError
+from valor.user_files import load_file
+
+
+class _Open(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+
+class _Parameters(_Open):
+    type: str = "object"
+    properties: dict[str, Any] = Field(default_factory=dict)
+    required: list[str] = Field(default_factory=list)
+
+
+class _Function(_Open):
+    name: str
+    description: str = ""
+    parameters: _Parameters = Field(default_factory=_Parameters)
+
+
+class OpenAIFunctionToolSchema(_Open):
+    """What the policy is told of a tool."""
+
+    type: str = "function"
+    function: _Function
+
+
+class ToolResponse(BaseModel):
+    """What a tool answers. Images and videos are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+    text: str | None = None
+
+
+class BaseTool:
+    """One tool for all episodes, each of which has an instance of it, named by an id.
+
+    An instance is created when its episode begins and released when it ends; calls of one instance never overlap.
+    `create` and `execute` may also return what they did in older versions of verl: the id alone, and a text.
+    """
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+        self.config = config
+        schema = tool_schema or self.get_openai_tool_schema()
+        if schema is None:
+            raise UserError(f"{type(self).__name__} has no schema: give tool_schema, or get_openai_tool_schema()")
+        self.tool_schema = schema
+        self.name = self.tool_schema.function.name
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema | None:
+        """The schema of a tool that is declared without one."""
+        return getattr(self, "tool_schema", None)
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+        """Make an instance and return its id. The row's `create_kwargs` come as keywords and as `create_kwargs`."""
+        return instance_id or uuid.uuid4().hex, ToolResponse()
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float, dict[str, Any]] | ToolResult:
+        """The answer to a call, its reward, and its metrics."""
+        raise NotImplementedError
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        """The reward of the whole episode, asked for when it has ended."""
+        return 0.0
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """Let go of an instance."""
+
+
+class BaseToolSource:
+    """Instances of BaseTool as tools."""
+
+    def __init__(self, tools: Sequence[BaseTool]) -> None:
+        self._tools = {tool.name: tool for tool in tools}
+        self.schemas: list[Schema] = [
+            tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True) for tool in tools
+        ]
+
+    def of_episode(self, run: Run) -> EpisodeTools:
+        """Instances for the tools that the row selects."""
+        return _Instances(self._tools, run)
+
+
+class _Instances(EpisodeTools):
+    takes_kwargs = True
+
+    def __init__(self, tools: Mapping[str, BaseTool], run: Run) -> None:
+        self._tools, self._run = tools, run
+        self._ids: dict[str, str] = {}
+        self._locks = {name: asyncio.Lock() for name in tools}
+        self._kwargs: dict[str, Mapping[str, Any]] = {}
+
+    async def open(self, row: Mapping[str, Any], names: Sequence[str]) -> str | None:
+        """What `create` answers beside the id is not shown to the policy, as in verl."""
+        self._kwargs = tool_kwargs(row)
+        for name in names:
+            given = self._kwargs_for(name, "create")
+            parameters = inspect.signature(self._tools[name].create).parameters
+            takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+            keywords = given if takes_any or "create_kwargs" not in parameters else {}
+            if takes_any or "create_kwargs" in parameters:
+                keywords = {**keywords, "create_kwargs": given}
+            created = await self._run(
+                self._tools[name].create, {"instance_id": uuid.uuid4().hex, **keywords}, lock=self._locks[name]
+            )
+            self._ids[name] = created[0] if isinstance(created, tuple) else created
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        return verl_result(await self._method(name, "execute", dict(arguments)))
+
+    async def reward(self) -> float | None:
+        giving = [name for name in self._ids if type(self._tools[name]).calc_reward is not BaseTool.calc_reward]
+        rewards = [float(await self._method(name, "calc_reward")) for name in giving]
+        return sum(rewards) if rewards else None
+
+    async def close(self) -> None:
+        failures = []
+        for name in self._ids:
+            try:
+                await self._method(name, "release")
+            except (TimedOut, ToolRaised) as failure:  # the others are released all the same
+                failures.append(failure)
+        self._ids = {}
+        if failures:
+            raise failures[0]
+
+    async def _method(self, name: str, method: str, *arguments: Any) -> Any:
+        function = partial(getattr(self._tools[name], method), self._ids[name], *arguments)
+        return await self._run(function, self._kwargs_for(name, method), lock=self._locks[name])
+
+    def _kwargs_for(self, name: str, method: str) -> dict[str, Any]:
+        return dict(self._kwargs.get(name, {}).get(f"{method}_kwargs") or {})
+
+
+def verl_result(value: Any) -> ToolResult:
+    """A tool's return value in any of verl's shapes: the answer, or a tuple of answer, reward and metrics.
+
+    The answer is a ToolResponse, a text, or anything that becomes one as JSON. Raises TypeError for other tuples.
+    """
+    if isinstance(value, ToolResult):
+        return value
+    parts = value if isinstance(value, tuple) else (value,)
+    if not 1 <= len(parts) <= 3:
+        raise TypeError(f"a tuple of {len(parts)}: return the answer, its reward and its metrics")
+    answer, reward, metrics = (*parts, None, None)[:3]
+    if any(getattr(answer, kind, None) for kind in ("image", "video")):  # verl's own ToolResponse has them
+        raise TypeError("images and videos are not supported")
+    text = getattr(answer, "text", answer)
+    text = "" if text is None else as_text(text)
+    return ToolResult(text, float(reward or 0.0), metrics=dict(metrics or {}))
+
+
+def function_tool(name: str | Callable[..., Any] | None = None, *, schema: Any = None) -> Any:
+    """Mark a function of a file as a tool, as `@function_tool`, or `@function_tool("name")` for another name.
+
+    `schema`, a dictionary or OpenAIFunctionToolSchema, is for a function that hints and docstring do not describe. The
+    function may return a text, anything that becomes one as JSON, or a tuple (answer, reward, metrics).
+    """
+
+    def mark(function: Callable[..., Any]) -> Callable[..., Any]:
+        given = schema.model_dump(exclude_unset=True) if isinstance(schema, BaseModel) else schema
+        described: Schema = given or schema_of(function, None if callable(name) else name)
+        function.valor_tool = FunctionTool(function, described, verl_result)  # type: ignore[attr-defined]
+        return function
+
+    return mark(name) if callable(name) else mark
+
+
+def load_function_tools(path: str) -> list[FunctionTool]:
+    """The functions under `@function_tool` in a Python file, in its order. Raises UserError when there are none."""
+    module = load_file(path, "rollout.multi_turn.function_tool_path")
+    marked = [getattr(value, "valor_tool", None) for value in vars(module).values()]
+    tools = [tool for tool in marked if isinstance(tool, FunctionTool)]
+    if not tools:
+        raise UserError(f"{path} has no function under @function_tool (from valor.agents import function_tool)")
+    return list({id(tool): tool for tool in tools}.values())

@@ -1,0 +1,100 @@
+"""Servers that take JSON: many requests at once, no more than they bear, again when busy."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import httpx2
+
+from valor.errors import UserError
+
+_T = TypeVar("_T")
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds between two attempts
+_TEMPORARY = frozenset({408, 409, 429})  # and every status from 500 on
+
+
+class Server:
+    """Posts JSON from a thread of its own: `max_concurrent` jobs at once.
+
+    The key in the environment variable `api_key_env` is sent as a bearer token.
+    """
+
+    def __init__(self, url: str, *, api_key_env: str | None, max_concurrent: int) -> None:
+        self.url, self._api_key_env = url, api_key_env
+        self._gate = asyncio.Semaphore(max_concurrent)
+        # Time is limited per request below; the client's own limits are per read and would cut long answers.
+        limits = httpx2.Limits(max_connections=max_concurrent)
+        self._client = httpx2.AsyncClient(headers=self._headers(), timeout=None, limits=limits)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def check(self, url: str, who: str, url_key: str, key_key: str) -> None:
+        """Before a run: UserError when nobody listens at the address, or the key is refused.
+
+        `who` is behind it; `url_key` and `key_key` are the configuration keys of its address and of its key.
+        """
+        try:
+            status = httpx2.get(url, headers=self._headers(), timeout=10.0).status_code
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            raise UserError(f"no {who} at {url_key}={self.url}: {_describe(error)}") from None
+        if status in (401, 403):
+            raise UserError(
+                f"the {who} at {self.url} refuses the key (status {status}): put it into the environment variable "
+                f"{self._api_key_env or 'that you name'} ({key_key})"
+            )
+
+    def submit(self, job: Coroutine[Any, Any, _T]) -> Future[_T]:
+        """Run a job, which may call `post`, in the background."""
+
+        async def in_turn() -> _T:
+            async with self._gate:
+                return await job
+
+        return asyncio.run_coroutine_threadsafe(in_turn(), self._loop)
+
+    async def post(self, url: str, body: str, *, seconds: float, attempts: int) -> httpx2.Response:
+        """The reply, of status 200. No connection, 408, 409, 429 and 5xx are tried again, with growing pauses.
+
+        `seconds` are for each of the `attempts`. Raises TimeoutError, with the last refusal, when they are over, and
+        RuntimeError for a refusal that will not pass.
+        """
+        pause, attempt = _FIRST_PAUSE, 0
+        while True:
+            attempt += 1
+            try:
+                async with asyncio.timeout(seconds):
+                    reply = await self._client.post(url, content=body)
+                if reply.status_code == 200:
+                    return reply
+                refusal = f"status {reply.status_code}: {' '.join(reply.text.split())[:200]}"
+                if reply.status_code not in _TEMPORARY and reply.status_code < 500:
+                    raise RuntimeError(refusal)
+            except TimeoutError:
+                refusal = f"no reply within {seconds:g} s"
+            except httpx2.HTTPError as error:
+                refusal = _describe(error)
+            if attempt == attempts:
+                raise TimeoutError(refusal)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def close(self) -> None:
+        """End the thread; requests under way are dropped."""
+        if self._loop.is_running():
+            asyncio.run_coroutine_threadsafe(self._client.aclose(), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+
+    def _headers(self) -> dict[str, str]:
+        key = os.environ.get(self._api_key_env) if self._api_key_env else None
+        return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(": ")[:200]

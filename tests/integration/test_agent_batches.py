@@ -1,0 +1,134 @@
+"""Episodes of two turns, every other one in two rows, through everything that a step does with a batch."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from runs import read_metrics, weights
+
+from valor.collector.collector import Collector
+from valor.data.batch import Batch
+from valor.trainer import ppo
+from valor.trainer.main_ppo import main
+
+pytestmark = pytest.mark.slow
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@pytest.fixture(scope="module")
+def two_turns(overrides, tmp_path_factory):
+    """The command line of two steps with these episodes."""
+    file = tmp_path_factory.mktemp("loops") / "loops.yaml"
+    target = f"{Path(__file__).with_name('two_turns.py')}:TwoTurns"
+    file.write_text(yaml.safe_dump([{"name": "two", "_target_": target, "forks": True, "reward": 0.5}]))
+    agent = f"{ROLLOUT}.agent"
+    loops = [f"{agent}.agent_loop_config_path={file}", f"{agent}.default_agent_loop=two", f"{agent}.deterministic=true"]
+
+    def make(run_dir, *more):
+        sizes = ["data.max_response_length=24", "trainer.total_training_steps=2", "data.val_max_samples=4"]
+        return overrides(run_dir, *sizes, *loops, *more)
+
+    return make
+
+
+REWARDS = ("response_mask", "token_level_scores", "token_level_rewards", "turn_rewards")
+
+
+def disturbed(batch, amount=50.0):
+    """The batch with other numbers at the places of observations and padding, but for rewards, which count anywhere."""
+    mask = batch["response_mask"]
+    columns = {
+        name: column + amount * (mask == 0)
+        for name, column in batch.tensors.items()
+        if column.shape == mask.shape and column.is_floating_point() and name not in REWARDS
+    }
+    return (
+        batch.union(Batch(columns)) if not columns else Batch({**batch.tensors, **columns}, batch.objects, batch.meta)
+    )
+
+
+def test_observations_have_no_gradient(two_turns, tmp_path, monkeypatch):
+    """Other log-probs, values, advantages and returns at their places change no bit of the weights; their mask does."""
+    settings = ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.entropy_coeff=0.01"]
+    settings += ["trainer.val_before_train=false", "trainer.test_freq=0", "algorithm.use_kl_in_reward=true"]
+    assert main(two_turns(tmp_path / "plain", *settings)) == 0
+    next_batch, trained_rows = Collector.next_batch, ppo.rows_to_train_on
+
+    def disturbed_batch(*args):
+        batch, metrics = next_batch(*args)
+        return disturbed(batch), metrics
+
+    def disturbed_rows(*args):
+        batch, metrics = trained_rows(*args)
+        return disturbed(batch), metrics
+
+    def disturbed_columns(compute, self, batch, timer):
+        columns, metrics = compute(self, batch, timer)
+        masked = disturbed(Batch({"response_mask": batch["response_mask"], **columns.tensors}))
+        return masked.select(list(columns.tensors)), metrics
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Collector, "next_batch", disturbed_batch)
+        patched.setattr(ppo, "rows_to_train_on", disturbed_rows)
+        for name in ("compute_old_log_probs", "compute_ref_log_probs", "compute_values"):
+            compute = getattr(ppo.PPORun, name)
+            patched.setattr(ppo.PPORun, name, lambda self, *args, c=compute: disturbed_columns(c, self, *args))
+        assert main(two_turns(tmp_path / "disturbed", *settings)) == 0
+
+    def flipped_rows(*args):
+        batch, metrics = trained_rows(*args)
+        mask, ids = batch["response_mask"], batch["turn_ids"]
+        row, place = next((r, t) for r, t in (mask == 0).nonzero().tolist() if ids[r, t:].any())
+        mask[row, place] = 1.0
+        return batch, metrics
+
+    monkeypatch.setattr(ppo, "rows_to_train_on", flipped_rows)
+    assert main(two_turns(tmp_path / "flipped", *settings)) == 0
+    for role in ("actor", "critic"):
+        plain, other, flipped = (weights(tmp_path / name, role) for name in ("plain", "disturbed", "flipped"))
+        assert all(torch.equal(plain[name], other[name]) for name in plain), role
+        assert any(not torch.equal(plain[name], flipped[name]) for name in plain), role
+
+
+MORE = [
+    pytest.param(
+        ["algorithm.use_kl_in_reward=true", f"{ROLLOUT}.val_kwargs.n=2", f"{ROLLOUT}.val_kwargs.temperature=1.0"],
+        id="ppo",
+    ),
+    pytest.param(
+        ["algorithm.adv_estimator=grpo", "algorithm.filter_groups.enable=true", "data.gen_batch_size=4"],
+        id="dynamic sampling",
+    ),
+    pytest.param(["algorithm.adv_estimator=remax", "algorithm.use_kl_in_reward=true"], id="remax"),
+]
+
+
+@pytest.mark.usefixtures("hosts")
+@pytest.mark.parametrize("more", MORE)
+def test_local_and_ray_are_the_same(more, two_turns, tmp_path):
+    places = {"local": [], "ray": ["trainer.controller=ray"], "two": ["trainer.n_gpus_per_node=2"]}
+    for name, place in places.items():
+        assert main(two_turns(tmp_path / name, *more, *place)) == 0
+    local, ray, two = (read_metrics(tmp_path / name) for name in places)
+    assert local == ray
+    for one, other in zip(local, two, strict=True):
+        for name in ("critic/score/mean", "episode/turns/mean", "episode/rows", "response_length/mean"):
+            assert one.get(name) == pytest.approx(other.get(name)), name
+    for row in local[1:]:
+        assert row["episode/turns/mean"] == 2 and row["training/rollout_log_probs_diff_max"] < 1e-4
+        assert row["episode/rows"] == 1.5
+
+
+def test_validation_in_chunks_draws_what_it_draws_at_once(two_turns, tmp_path):
+    """Though episodes of a chunk have more rows than there are samples."""
+    sampled = [f"{ROLLOUT}.val_kwargs.n=2", f"{ROLLOUT}.val_kwargs.temperature=1.0", "trainer.val_only=true"]
+    found = []
+    for name, size in (("once", 4), ("chunks", 1)):
+        data = [f"data.val_batch_size={size}", f"trainer.validation_data_dir={tmp_path / name}"]
+        assert main(two_turns(tmp_path / f"run_{name}", *sampled, *data)) == 0
+        (file,) = (tmp_path / name).glob("*.jsonl")
+        found.append([json.loads(line)["response_ids"] for line in file.read_text().splitlines()])
+    assert found[0] == found[1] and len(found[0]) == 8

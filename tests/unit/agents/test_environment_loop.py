@@ -1,0 +1,181 @@
+"""The loop of text environments, with a policy that says what the test has written down."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from valor.agents.chat import Chat
+from valor.agents.environment_loop import EnvironmentFailed, EnvironmentLoop
+from valor.agents.episode import Episode
+from valor.agents.loops import Limits, LoopContext, Task
+from valor.config import load
+from valor.errors import UserError
+from valor.lab.arithmetic import make_tokenizer
+from valor.rollout.base import Output, SamplingParams, Span
+
+WORLD = '''
+import asyncio
+from valor.agents import Step, TextEnvironment
+from valor.errors import UserError
+
+LOG = []
+
+class World(TextEnvironment):
+    """Repeats what was said; "win" ends it, "half" is worth a half, and so on."""
+
+    def __init__(self, opening=None, final=0.0):
+        self.opening, self.final = opening, final
+
+    def open(self, row):
+        LOG.append("open")
+        return self.opening
+
+    async def step(self, text):
+        LOG.append(text)
+        if text == "raise":
+            raise ValueError("the world broke")
+        if text == "sleep":
+            await asyncio.sleep(30)
+        if text == "wrong":
+            return "only a text"
+        if text == "nan":
+            return "", float("nan"), False
+        if text == "stop":
+            raise UserError("fix this")
+        return Step(f"you said {text}<|end|>", 0.5 if text == "half" else 0.0, text == "win")
+
+    def score(self):
+        LOG.append("score")
+        return self.final
+
+    def close(self):
+        LOG.append("close")
+'''
+MESSAGES = [{"role": "user", "content": "Go."}]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> str:
+    path = tmp_path / "world.py"
+    path.write_text(WORLD)
+    return f"{path}:World"
+
+
+def loop_of(world: str, *overrides: str, response: int = 200) -> EnvironmentLoop:
+    key = "actor_rollout_ref.rollout"
+    config = load([f"{key}.agent.environment={world}", f"{key}.multi_turn.tool_timeout=0.5", *overrides]).config
+    assert config.default_agent_loop == "environment_agent"
+    return EnvironmentLoop(LoopContext(config, Chat(make_tokenizer()), Limits(response, 1000)))
+
+
+def play(loop: EnvironmentLoop, *texts: str, extra_info: dict[str, Any] | None = None) -> tuple[Episode, list[str]]:
+    """The episode in which the policy says these texts, and the prompts that it was given."""
+    prompts: list[str] = []
+
+    async def generate(prompt_ids: Sequence[int], params: SamplingParams, seed: Any) -> Output:
+        prompts.append(loop.chat.decode(prompt_ids))
+        ids = [*loop.chat.ids(texts[len(prompts) - 1]), loop.chat.tokenizer.eos_token_id]
+        reason = "stop" if len(ids) <= params.max_tokens else "length"
+        ids = ids[: params.max_tokens]
+        return Output("", ids, [-1.0] * len(ids), reason, (Span(len(ids), 0),))
+
+    row = {
+        "messages": MESSAGES,
+        "ground_truth": None,
+        "data_source": "d",
+        "extra_info": extra_info or {},
+        "uid": "0:1",
+    }
+    task = Task((0, 0, 0), loop.chat.ids("Go."), SamplingParams(max_tokens=200), row)
+    return asyncio.run(loop.run(task, generate)), prompts
+
+
+def log_of(loop: EnvironmentLoop) -> list[str]:
+    return loop._of_row({})[1]().open.__globals__["LOG"]
+
+
+def test_turns_their_rewards_and_the_end(world: str) -> None:
+    loop = loop_of(world, "actor_rollout_ref.rollout.agent.environment_kwargs={final: 2.0}")
+    episode, prompts = play(loop, "hi", "half", "win")
+    assert (episode.finish_reason, episode.outcome) == ("stop", 2.0)
+    assert [turn.reward for turn in episode.turns] == [0.0, 0.5, 0.0]
+    first = "<|user|>Go.<|assistant|>"
+    # What the environment wrote of a special token is characters to the policy.
+    assert prompts == [
+        first,
+        first + "hi<|end|><|user|>you said hi<|end|><|assistant|>",
+        first + "hi<|end|><|user|>you said hi<|end|><|assistant|>half<|end|><|user|>you said half<|end|><|assistant|>",
+    ]
+    told = episode.turns[1].observation_ids
+    assert told.count(loop.chat.tokenizer.eos_token_id) == 0
+    assert log_of(loop) == ["open", "hi", "half", "win", "score", "close"]
+    assert loop.grades
+
+
+@pytest.mark.parametrize(
+    ("opening", "prompt"),
+    [
+        ("'A room.'", "<|user|>Go.\nA room.<|assistant|>"),
+        ("[{role: system, content: S}, {role: user, content: U}]", "<|system|>S<|user|>U<|assistant|>"),
+    ],
+)
+def test_the_environment_may_add_to_the_prompt_or_replace_it(world: str, opening: str, prompt: str) -> None:
+    loop = loop_of(world, f"actor_rollout_ref.rollout.agent.environment_kwargs={{opening: {opening}}}")
+    episode, prompts = play(loop, "win")
+    assert prompts == [prompt] and episode.prompt_ids == loop.chat.ids(prompt)
+
+
+def test_no_score_leaves_the_episode_to_a_grader(world: str) -> None:
+    loop = loop_of(world, "actor_rollout_ref.rollout.agent.environment_kwargs={final: null}")
+    assert play(loop, "win")[0].outcome is None
+
+
+def test_limits_cut_off_after_the_environment_has_heard_the_turn(world: str) -> None:
+    loop = loop_of(world, "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=2")
+    episode, _ = play(loop, "a", "half")
+    assert episode.finish_reason == "turns" and episode.turns[1].reward == 0.5
+    loop = loop_of(world, response=4)
+    episode, _ = play(loop, "half")  # four tokens, and none left for the end
+    assert episode.finish_reason == "length" and episode.turns[0].reward == 0.5
+    loop = loop_of(world, response=20)
+    episode, _ = play(loop, "a", "never")  # what it is told leaves no room
+    assert episode.finish_reason == "length" and len(episode.turns) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("raise", r"step\(\) raised ValueError: the world broke"),
+        ("sleep", r"step\(\) did not end within 0.5 s"),
+        ("wrong", r"step\(\) returned str"),
+        ("nan", "its reward is nan"),
+    ],
+)
+def test_what_fails_is_the_episodes_error_and_the_environment_is_closed(world: str, text: str, said: str) -> None:
+    loop = loop_of(world)
+    with pytest.raises(EnvironmentFailed, match=said):
+        play(loop, text)
+    assert log_of(loop)[-1] == "close"
+
+
+def test_a_users_mistake_ends_the_run(world: str) -> None:
+    with pytest.raises(UserError, match="fix this"):
+        play(loop_of(world), "stop")
+    with pytest.raises(UserError, match="unexpected keyword argument 'colour'"):
+        loop_of(world, "actor_rollout_ref.rollout.agent.environment_kwargs={colour: red}")
+
+
+def test_a_row_may_name_its_own_environment_and_arguments(world: str) -> None:
+    loop = loop_of("reasoning_gym:leg_counting", "actor_rollout_ref.rollout.agent.environment_kwargs={tries: 2}")
+    row = {"environment": world, "environment_kwargs": {"final": 3.0, "opening": None}}
+    assert play(loop, "win", extra_info=row)[0].outcome == 3.0
+    row = {"environment": world, "environment_kwargs": '{"final": 4.0}'}
+    assert play(loop, "win", extra_info=row)[0].outcome == 4.0
+
+
+def test_several_loops_are_not_guessed_between(world: str) -> None:
+    with pytest.raises(UserError, match="are different loops: set"):
+        loop_of(world, "do_search=true")

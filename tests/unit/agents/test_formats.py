@@ -1,0 +1,169 @@
+"""Tool calls in the text of a turn: what is a call, what is a bad one and why, what is thinking, what is said."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from valor.agents.formats import FORMATS, BadCall, ToolCall, find_format, register_format
+from valor.errors import UserError
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string"},
+                "days": {"type": "integer"},
+                "exact": {"type": "boolean", "nullable": True},
+                "places": {"type": "array"},
+                "note": {"type": ["string", "null"]},
+            },
+        },
+    },
+}
+_TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<function=weather>", "</function>", "<parameter=days>"]
+_TAGS += ["</parameter>", "<|python_tag|>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|channel|>"]
+_TAGS += ["<|message|>", "<|call|>", "<|end|>", "<|start|>assistant", "commentary to=functions.weather", '{"name": "a"']
+_TAGS += ['"arguments": {}', "}", "[" * 5000, "9" * 5000, "NaN"]
+_TEXTS = st.lists(st.sampled_from(_TAGS) | st.text(max_size=8), max_size=12).map("".join)
+_NAMES = st.from_regex(r"[a-z_]{1,12}", fullmatch=True)
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda v: st.lists(v) | st.dictionaries(st.text(), v),
+    max_leaves=5,
+)
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+@given(text=_TEXTS)
+@settings(max_examples=300, deadline=None)
+def test_a_format_reads_any_text(name, text):
+    parsed = FORMATS[name](text, [WEATHER])
+    assert all(isinstance(call, ToolCall | BadCall) for call in parsed.calls)
+    assert all(isinstance(call.arguments, dict) for call in parsed.calls if isinstance(call, ToolCall))
+
+
+_RENDER = {
+    "hermes": lambda name, arguments: (
+        f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+    ),
+    "llama3_json": lambda name, arguments: json.dumps({"name": name, "parameters": arguments}) + "; ",
+    "gpt-oss": lambda name, arguments: (
+        f"<|start|>assistant<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+        f"{json.dumps(arguments)}<|call|>"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", sorted(_RENDER))
+@given(calls=st.lists(st.tuples(_NAMES, st.dictionaries(st.text(), _VALUES, max_size=4)), min_size=1, max_size=3))
+@settings(max_examples=150, deadline=None)
+def test_rendered_calls_are_read_again(name, calls):
+    if name == "gpt-oss":  # its tokens would end the message; a tokenizer does not let them into a text
+        calls = [(tool, json.loads(json.dumps(arguments).replace("<|", "<"))) for tool, arguments in calls]
+    text = "".join(_RENDER[name](*call) for call in calls)
+    assert FORMATS[name](text, []).calls == [ToolCall(*call) for call in calls]
+
+
+@given(city=st.text().filter(lambda t: "</parameter>" not in t and "</tool_call>" not in t), days=st.integers())
+@settings(max_examples=150, deadline=None)
+def test_values_without_quotes_keep_their_text(city, days):
+    text = (
+        f"<tool_call>\n<function=weather>\n<parameter=city>\n{city}\n</parameter>\n"
+        f"<parameter=days>\n{days}\n</parameter>\n</function>\n</tool_call>"
+    )
+    if "</think>" not in text:
+        assert FORMATS["qwen3_coder"](text, [WEATHER]).calls == [ToolCall("weather", {"city": city, "days": days})]
+
+
+def test_calls_thinking_and_content_are_told_apart():
+    text = (
+        '<think>I could <tool_call>{"name": "no"}</tool_call></think>Let me look. <tool_call>'
+        '{"name": "a", "arguments": {"x": "</tool_call>"}}</tool_call> and '
+        '<tool_call>{"name": "b", "arguments": {}}</tool_call>'
+    )
+    parsed = FORMATS["hermes"](text, [])
+    assert parsed.calls == [ToolCall("a", {"x": "</tool_call>"}), ToolCall("b", {})]
+    assert parsed.content == "Let me look.  and"
+    assert parsed.thinking == 'I could <tool_call>{"name": "no"}</tool_call>'
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm", "llama3_json"])
+def test_thinking_that_began_in_the_prompt_or_does_not_end_holds_no_calls(name):
+    call = '{"name": "a", "parameters": {}}' if name == "llama3_json" else "<tool_call>a</tool_call>"
+    began = FORMATS[name](f"{call}\n</think>\nIt is 4.", [])
+    assert began == ([], "It is 4.", call)
+    assert FORMATS[name](f"<think>{call}", []) == ([], "", call)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("hermes", '<tool_call>{"name": "a", "arguments": {}}', "<tool_call> has no </tool_call>"),
+        ("hermes", '<tool_call>{"name": "a", }</tool_call>', "it is not valid JSON: "),
+        ("hermes", '<tool_call>["a"]</tool_call>', 'the call has no "name"'),
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>', 'the call has no "name"'),
+        ("hermes", '<tool_call>{"name": "a", "arguments": "{}"}</tool_call>', '"arguments" must be a JSON object'),
+        ("hermes", '<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>', "it is not valid JSON: a number"),
+        ("hermes", f"<tool_call>{'[' * 100_000}</tool_call>", "it is nested too deeply"),
+        ("qwen3_coder", '<tool_call>{"name": "a"}</tool_call>', "it must be <function=NAME>"),
+        ("qwen3_coder", "<tool_call><function=a>x=1</function></tool_call>", "between <function> and </function>"),
+        ("glm", "<tool_call></tool_call>", "the call has no name"),
+        ("glm", "<tool_call>a<arg_key>x</arg_key></tool_call>", "after the name there must be only"),
+        ("llama3_json", '{"name": "a", "parameters": 3}', '"parameters" must be a JSON object'),
+        ("llama3_json", "<|python_tag|>print(3)", "it is not valid JSON"),
+        (
+            "gpt-oss",
+            "<|channel|>commentary to=functions.a<|message|>[1]<|call|>",
+            "the arguments must be a JSON object",
+        ),
+    ],
+)
+def test_a_bad_call_has_a_reason(name, text, reason):
+    (call,) = FORMATS[name](text, []).calls
+    assert isinstance(call, BadCall) and call.reason.startswith(reason)
+
+
+def test_values_become_what_the_schema_says():
+    arguments = {"days": "3", "exact": "True", "places": '["a"]', "city": "7", "note": "null"}
+    body = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    (call,) = FORMATS["qwen3_coder"](f"<tool_call><function=weather>{body}</function></tool_call>", [WEATHER]).calls
+    assert call == ToolCall("weather", {"days": 3, "exact": True, "places": ["a"], "city": "7", "note": None})
+    (call,) = FORMATS["glm"](
+        "<tool_call>weather\n<arg_key>days</arg_key>\n<arg_value>soon</arg_value>\n<arg_key>note</arg_key>"
+        "<arg_value>5</arg_value><arg_key>exact</arg_key><arg_value>None</arg_value></tool_call>",
+        [WEATHER],
+    ).calls
+    assert call == ToolCall("weather", {"days": "soon", "note": "5", "exact": None})
+
+
+def test_tags_of_thinking_among_the_arguments_are_text():
+    arguments = {"text": "<think></think> </tool_call>"}
+    for name in ("hermes", "llama3_json"):
+        assert FORMATS[name](_RENDER[name]("a", arguments), []).calls == [ToolCall("a", arguments)]
+
+
+def test_an_answer_in_json_is_no_call():
+    assert FORMATS["llama3_json"]('{"answer": 4}', []) == ([], '{"answer": 4}', "")
+    assert FORMATS["llama3_json"]("The name is {x}.", []).calls == []
+
+
+def test_harmony_has_channels():
+    text = (
+        "<|channel|>analysis<|message|>to=functions.no<|end|><|start|>assistant<|channel|>commentary<|message|>I look."
+        '<|end|><|start|>assistant to=functions.a<|channel|>commentary json<|message|>{"x": 1}'
+    )
+    parsed = FORMATS["gpt-oss"](text, [])
+    assert parsed == ([ToolCall("a", {"x": 1})], "I look.", "to=functions.no")
+
+
+def test_formats_are_found_by_name():
+    with pytest.raises(UserError, match=r"there is no 'hermess'; did you mean hermes\?"):
+        find_format("hermess")
+    register_format("mine")(FORMATS["hermes"])
+    assert find_format("mine") is FORMATS["hermes"]
+    del FORMATS["mine"]

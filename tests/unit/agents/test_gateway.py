@@ -1,0 +1,104 @@
+"""The gateway over a real socket: what it refuses, and what a session is after a refusal."""
+
+import asyncio
+
+import httpx2
+import pytest
+
+from valor.agents.chat import Chat
+from valor.agents.formats import Parsed
+from valor.agents.gateway import Gateway, Session
+from valor.agents.loops import Limits, Task
+from valor.lab.arithmetic import make_tokenizer
+from valor.rollout.base import Output, SamplingParams, Span
+
+CHAT = Chat(make_tokenizer())
+SAID = [*CHAT.ids("ok"), *CHAT.ids("<|end|>")]
+QUESTION = [{"role": "user", "content": "1+1="}]
+
+
+@pytest.fixture(scope="module")
+def gateway():
+    made = Gateway()
+    yield made
+    made.close()
+
+
+def talk(gateway, conversation):
+    """Run `conversation(post, session)` with a session whose policy always says ok."""
+
+    async def run():
+        async def generate(prompt_ids, params, seed):
+            await asyncio.sleep(0)
+            return Output("", SAID[: params.max_tokens], [-0.5] * len(SAID[: params.max_tokens]), "stop", (Span(1, 0),))
+
+        task = Task((7, 1, 0), [1], SamplingParams(max_tokens=40), {})
+        session = Session(task, generate, CHAT, Limits(40, 100), lambda text, schemas: Parsed([], text, ""))
+        url = gateway.add(session)
+        async with httpx2.AsyncClient(timeout=20) as client:
+
+            async def post(body, path="chat/completions", key=session.key):
+                content = {"content": body} if isinstance(body, bytes) else {"json": body}
+                return await client.post(f"{url}/{path}", headers={"Authorization": f"Bearer {key}"}, **content)
+
+            await conversation(post, session)
+            gateway.remove(url)
+            assert (await post({"messages": QUESTION})).status_code == 404
+
+    asyncio.run(run())
+
+
+def test_what_is_refused(gateway):
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
+    cases = [
+        ({"messages": QUESTION, "n": 2}, 400, '"n" must be 1'),
+        ({"messages": []}, 400, '"messages" must be a list'),
+        ({"messages": [{"role": "boss", "content": ""}]}, 400, "one of the roles"),
+        ({"messages": [call]}, 400, "tool_calls must be a list"),
+        ({"messages": QUESTION, "max_tokens": "many"}, 400, "whole number above 0"),
+        ({"messages": [{"role": "user", "content": "1" * 200}]}, 400, "context_length_exceeded"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "text alone"),
+        (b"{not json", 400, "not JSON"),
+        (b"[" * 17_000_000, 413, "bytes"),
+    ]
+
+    async def conversation(post, session):
+        assert (await post({"messages": QUESTION}, key="wrong")).status_code == 401
+        for body, status, words in cases:
+            reply = await post(body)
+            assert reply.status_code == status and words in reply.json()["error"]["message"], reply.text
+        assert (await post({"token_ids": [10**6]}, "inference/v1/generate")).status_code == 400
+        assert session.play is None or not session.play.turns
+
+    talk(gateway, conversation)
+
+
+def test_what_was_refused_has_not_been_told(gateway):
+    """A program that shortens a result which was too long is answered from what it says then."""
+
+    async def conversation(post, session):
+        first = (await post({"messages": QUESTION})).json()["choices"][0]["message"]
+        assert first == {"role": "assistant", "content": "ok"}
+        told = [*QUESTION, first]
+        assert (await post({"messages": [*told, {"role": "user", "content": "x" * 60}]})).status_code == 400
+        shorter = [*told, {"role": "user", "content": "xy"}]
+        assert (await post({"messages": shorter})).status_code == 200
+        assert CHAT.decode(session.play.row) == CHAT.render(shorter) + "ok<|end|>"
+        assert [turn.prompt_ids is None for turn in session.play.turns] == [True, False]
+
+    talk(gateway, conversation)
+
+
+def test_an_answer_that_an_ended_episode_waits_for_is_dropped(gateway):
+    async def conversation(post, session):
+        async def never(*_):
+            await asyncio.Event().wait()
+
+        session._generate = never
+        asked = asyncio.ensure_future(post({"messages": QUESTION}))
+        while not session._answering:
+            await asyncio.sleep(0.01)
+        session.close()
+        assert (await asked).status_code == 410
+
+    talk(gateway, conversation)

@@ -1,0 +1,129 @@
+"""Tools of real MCP servers, in a toolbox: answers, errors, servers that end, and mistakes in the configuration."""
+
+import asyncio
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from valor.agents.formats import ToolCall
+from valor.agents.mcp_tools import McpSource
+from valor.agents.tool_files import load_sources
+from valor.agents.tools import ToolLimits, ToolResult, Toolset, name_of
+from valor.errors import UserError
+
+SERVER = Path(__file__).parents[2] / "mcp_server.py"
+
+
+@pytest.fixture(scope="module")
+def toolset(tmp_path_factory: pytest.TempPathFactory) -> Toolset:
+    path = tmp_path_factory.mktemp("tools") / "tools.yaml"
+    config = {"command": [sys.executable, str(SERVER)], "env": {"COLOUR": "red"}}
+    path.write_text(yaml.safe_dump({"tools": [{"class_name": "mcp", "config": config}]}))
+    return Toolset(load_sources(str(path)), ToolLimits(tool_timeout=5.0))
+
+
+def call(toolset: Toolset, name: str, **arguments: Any) -> ToolResult:
+    """A call in an episode of its own, on an event loop of its own."""
+
+    async def play() -> ToolResult:
+        toolbox = toolset.toolbox()
+        await toolbox.open({})
+        result = await toolbox.call(ToolCall(name, arguments))
+        await toolbox.close()
+        return result
+
+    return asyncio.run(play())
+
+
+def test_schemas_are_the_servers(toolset: Toolset) -> None:
+    add = next(schema for schema in toolset.schemas if name_of(schema) == "add")
+    assert add["function"]["description"] == "Add two numbers."
+    assert set(add["function"]["parameters"]["required"]) == {"a", "b"}
+    assert call(toolset, "add", a=1).error == "arguments"
+
+
+def test_answers_are_texts(toolset: Toolset) -> None:
+    assert call(toolset, "add", a=1, b=2).text == "3"
+    assert call(toolset, "pair").text == "one\ntwo"
+    assert call(toolset, "who").text.endswith(" red")
+
+
+def test_episodes_share_a_session(toolset: Toolset) -> None:
+    assert call(toolset, "who").text == call(toolset, "who").text
+
+
+def test_what_goes_wrong_is_a_text(toolset: Toolset) -> None:
+    failed = call(toolset, "fail")
+    assert failed.error == "failed" and "fail" in failed.text
+    shown = call(toolset, "picture")
+    assert shown.error == "failed" and "answered with image" in shown.text
+
+
+def test_a_server_that_has_ended_is_started_again(toolset: Toolset) -> None:
+    before = call(toolset, "who").text
+    assert call(toolset, "end") == ToolResult(
+        "Error: end: MCPError: Connection closed.", error="failed", seconds=pytest.approx(0, abs=5)
+    )
+    assert call(toolset, "add", a=2, b=2).text == "4"
+    assert call(toolset, "who").text != before
+
+
+def test_a_call_that_takes_too_long_holds_up_no_later_one(toolset: Toolset) -> None:
+    impatient = Toolset(toolset.sources, ToolLimits(tool_timeout=0.5))
+    assert call(impatient, "sleep", seconds=3.0).error == "timeout"
+    assert call(toolset, "add", a=2, b=3).text == "5"
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = subprocess.Popen([sys.executable, str(SERVER), str(port)])
+    for _ in range(300):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                break
+        time.sleep(0.1)
+    yield f"http://127.0.0.1:{port}/mcp"
+    process.kill()
+    process.wait()
+
+
+def test_a_server_at_an_address(address: str) -> None:
+    toolset = Toolset([McpSource(url=address)])
+    assert call(toolset, "add", a=3, b=4).text == "7"
+    assert call(toolset, "fail").error == "failed"
+    assert call(toolset, "add", a=4, b=4).text == "8"
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({}, "command: \\[program, arguments\\]"),
+        ({"command": "uvx server"}, "command: \\[program, arguments\\]"),
+        ({"command": ["/no/such/program"]}, "No such file"),
+        ({"command": [sys.executable, "-c", "pass"]}, "Connection closed"),
+        ({"url": "http://127.0.0.1:9/mcp"}, "connection attempts failed"),
+        ({"urls": "x"}, "unexpected keyword argument 'urls'"),
+    ],
+)
+def test_a_server_that_cannot_be_had_is_told(tmp_path: Path, config: dict[str, Any], said: str) -> None:
+    path = tmp_path / "tools.yaml"
+    path.write_text(yaml.safe_dump({"tools": [{"class_name": "mcp", "config": config}]}))
+    with pytest.raises(UserError, match=said):
+        load_sources(str(path))
+
+
+def test_a_server_brings_its_own_schemas(tmp_path: Path) -> None:
+    schema = {"type": "function", "function": {"name": "add"}}
+    path = tmp_path / "tools.yaml"
+    path.write_text(yaml.safe_dump({"tools": [{"class_name": "mcp", "config": {}, "tool_schema": schema}]}))
+    with pytest.raises(UserError, match="drop tool_schema"):
+        load_sources(str(path))

@@ -1,0 +1,168 @@
+"""Corpora as they are found, and what an index finds in them."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import BertConfig, BertModel
+
+from tiny_reward_models import SIZE, character_tokenizer
+from valor.agents.search import index as index_module
+from valor.agents.search.index import BM25Index, EmbeddingIndex, open_index, read_corpus
+from valor.errors import UserError
+
+CITIES = {
+    "Paris": "Paris is the capital of France and lies on the Seine.",
+    "Lyon": "Lyon lies where the Rhone meets the Saone.",
+    "Rome": "Rome is the capital of Italy.",
+    "Bern": "The seat of the Swiss government, with many bears.",
+}
+CONTENTS = [f'"{title}"\n{text}' for title, text in CITIES.items()]
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    return write(
+        tmp_path / "cities.jsonl", [{"id": title, "contents": c} for title, c in zip(CITIES, CONTENTS, strict=True)]
+    )
+
+
+def test_every_kind_of_corpus_gives_the_same_documents(tmp_path: Path, corpus: Path) -> None:
+    rows = [{"title": title, "text": text} for title, text in CITIES.items()]
+    titled = write(tmp_path / "titled.jsonl", [*rows, rows[0]])  # a document that occurs twice is one
+    questions = write(
+        tmp_path / "questions.jsonl", [{"question": "?", "ctxs": rows[:3]}, {"ctxs": []}, {"ctxs": rows[2:]}]
+    )
+    packed = tmp_path / "packed.jsonl.gz"
+    packed.write_bytes(gzip.compress(corpus.read_bytes()))
+    table = tmp_path / "table.parquet"
+    pq.write_table(pa.Table.from_pylist([{"url": "x", **row} for row in rows]), table)
+    for path in (corpus, titled, questions, packed, table):
+        assert read_corpus(path) == CONTENTS, path
+    assert read_corpus(write(tmp_path / "untitled.jsonl", [{"text": "words"}])) == ['""\nwords']
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([{"contents": "a b"}, {"body": "text"}], ["line 2", "'contents'", "body"]),
+        ([{"contents": 3}], ["line 1", "contents"]),
+        ([{"title": "t"}], ["line 1", "'text'"]),
+        ([{"ctxs": ["text"]}], ["line 1"]),
+        ([{"ctxs": []}], ["no documents"]),
+        ([], ["empty"]),
+        ([{"contents": "a\n the"}], ["no word"]),
+    ],
+)
+def test_a_corpus_that_cannot_be_searched_is_one_line(rows: list[Any], words: list[str], tmp_path: Path) -> None:
+    with pytest.raises(UserError) as error:
+        open_index(write(tmp_path / "c.jsonl", rows))
+    assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
+
+
+def test_bm25_ranks_by_rare_words_and_finds_nothing_for_unknown_ones(corpus: Path) -> None:
+    index = open_index(corpus)
+    capital, seine, unknown, empty = index.search(["capital of Italy", "SEINE!", "zebra", ""], 3)
+    assert [d.contents for d in capital] == [CONTENTS[2], CONTENTS[0]]
+    assert capital[0].score > capital[1].score > 0
+    assert [d.contents for d in seine] == [CONTENTS[0]]
+    assert unknown == empty == []
+    assert index.search([], 3) == []
+    assert len(index.search(["capital"], 100)[0]) == 2
+
+
+def test_one_query_is_answered_as_it_is_among_others(corpus: Path) -> None:
+    index = open_index(corpus)
+    queries = ["capital", "bears of Lyon", "where lies Rome"]
+    assert index.search(queries, 2) == [index.search([query], 2)[0] for query in queries]
+
+
+def test_an_index_is_kept_until_the_corpus_changes(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[int] = []
+    build = BM25Index.build
+    monkeypatch.setattr(BM25Index, "build", lambda index: (built.append(1), build(index))[1])
+    folder = tmp_path / "made" / "index"
+    results = [open_index(corpus, folder=folder).search(["capital bears"], 3) for _ in range(3)]
+    assert built == [1] and results[0] == results[1] == results[2]
+    write(corpus, [{"contents": '"Oslo"\nThe capital of Norway.'}])
+    assert open_index(corpus, folder=folder).search(["capital"], 3)[0][0].contents.startswith('"Oslo"')
+    assert built == [1, 1]
+    (folder / "index.json").unlink()  # it ended while it was writing
+    open_index(corpus, folder=folder)
+    assert built == [1, 1, 1]
+
+
+def test_a_damaged_index_and_a_folder_that_is_none_are_one_line(corpus: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "index"
+    open_index(corpus, folder=folder)
+    for file in folder.glob("*.npy"):
+        file.write_bytes(b"\x80\x04nonsense")
+    with pytest.raises(UserError, match="cannot be kept here"):
+        open_index(corpus, folder=folder)
+    with pytest.raises(UserError, match="cannot be kept here"):
+        open_index(corpus, folder=corpus)
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny random BERT whose name says that it is an e5."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-e5"
+    tokenizer = character_tokenizer(pair=True)
+    tokenizer.model_max_length = 64
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    BertModel(BertConfig(vocab_size=len(tokenizer), max_position_embeddings=64, **SIZE)).save_pretrained(folder)
+    return str(folder)
+
+
+def test_embeddings_are_means_of_hidden_states_and_the_inner_product_decides(
+    corpus: Path, encoder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_module, "_BATCH", 3)  # several passes, with padding
+    index = open_index(corpus, embeddings=encoder, folder=tmp_path / "index")
+    assert isinstance(index, EmbeddingIndex)
+    hf, tokenizer = BertModel.from_pretrained(encoder), character_tokenizer(pair=True)
+
+    def vector(text: str) -> torch.Tensor:
+        ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=64)["input_ids"]
+        with torch.no_grad():
+            mean = hf(ids).last_hidden_state[0].mean(0)
+        return mean / mean.norm()
+
+    for query in ("capital of Italy", "bears"):
+        scores = torch.stack([vector(f"passage: {text}") for text in CONTENTS]) @ vector(f"query: {query}")
+        found = index.search([query], 2)[0]
+        assert [d.contents for d in found] == [CONTENTS[i] for i in scores.topk(2).indices]
+        torch.testing.assert_close(torch.tensor([d.score for d in found]), scores.topk(2).values, atol=1e-5, rtol=0)
+    again = open_index(corpus, embeddings=encoder, folder=tmp_path / "index")
+    assert again.search(["bears"], 4) == index.search(["bears"], 4)
+
+
+def test_an_encoder_that_is_not_there_is_one_line(corpus: Path) -> None:
+    with pytest.raises(UserError, match="no model directory '/no/such/model'"):
+        open_index(corpus, embeddings="/no/such/model")
+
+
+def test_questions_find_their_passages(shared_dir: Path) -> None:
+    path = shared_dir / "data" / "corpus_nq_oracle_2655.jsonl.gz"
+    rows = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+    index = open_index(path)
+    assert len(index.documents) == 2600
+    found = index.search([row["question"] for row in rows], 3)
+    hits = sum(
+        any(ctx["text"] in document.contents for ctx in row["ctxs"] for document in documents)
+        for row, documents in zip(rows, found, strict=True)
+    )
+    assert hits > 0.75 * len(rows)

@@ -1,0 +1,392 @@
+"""The toolbox of an episode: every misbehaviour of a policy or a tool ends in one text and one count."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from valor.agents.formats import BadCall, ToolCall
+from valor.agents.tool_runner import ToolRunner
+from valor.agents.tool_sources import EnvironmentSource, FunctionSource
+from valor.agents.tools import ToolboxError, ToolLimits, ToolResult, Toolset
+from valor.errors import TrainingStopped, UserError
+
+
+def add(a: int, b: int = 1) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+
+async def fetch(key: str, missing: str | None = None) -> dict:
+    """Look something up.
+
+    Args:
+        key: Its name.
+        missing: What to answer if it is not there.
+    """
+    await asyncio.sleep(0)
+    return {"key": key, "missing": missing}
+
+
+def odd(kind: str):
+    """Misbehave.
+
+    Args:
+        kind: How.
+    """
+    if kind == "exit":
+        raise SystemExit(3)
+    if kind == "stop":
+        raise StopIteration
+    if kind == "cancel":
+        raise asyncio.CancelledError
+    if kind == "silent":
+        raise RuntimeError
+    if kind == "loop":
+        while True:
+            pass
+    circle = []
+    circle.append(circle)
+    return {
+        "megabyte": "x" * 1_000_000,
+        "none": None,
+        "surrogate": "a\ud800b\0c",
+        "circle": circle,
+        "object": {1, 2},
+        "nan": ToolResult("fine", reward=float("nan")),
+        "rewarded": ToolResult("well done", reward=0.5, metrics={"depth": 2}),
+        "coroutine": fetch("x") if kind == "coroutine" else None,
+    }[kind]
+
+
+def run(work):
+    return asyncio.run(asyncio.wait_for(work, 30))
+
+
+def box(*sources, **limits):
+    return Toolset(sources or [FunctionSource([add, fetch, odd])], ToolLimits(**limits)).toolbox()
+
+
+async def call(toolbox, name, **arguments):
+    return await toolbox.call(ToolCall(name, arguments))
+
+
+def test_functions_get_their_schemas_from_hints_and_docstrings():
+    schemas = {schema["function"]["name"]: schema["function"]["parameters"] for schema in box().schemas}
+    assert schemas["add"]["required"] == ["a"] and schemas["add"]["properties"]["b"]["type"] == "integer"
+    assert schemas["fetch"]["properties"]["key"] == {"type": "string", "description": "Its name."}
+
+
+@pytest.mark.parametrize(
+    ("tool_call", "text", "error"),
+    [
+        (ToolCall("add", {"a": 2, "b": 3}), "5", None),
+        (ToolCall("fetch", {"key": "é", "missing": None}), '{"key": "é", "missing": null}', None),
+        (BadCall("{", 'the call has no "name"'), 'Error: malformed tool call, the call has no "name".', "malformed"),
+        (
+            ToolCall("ad", {}),
+            "Error: unknown tool 'ad'; did you mean add? (the tools are add, fetch, odd).",
+            "unknown",
+        ),
+        (ToolCall("add", {}), "Error: wrong arguments for add, 'a' is a required property.", "arguments"),
+        (ToolCall("add", {"a": "2"}), "Error: wrong arguments for add, a: '2' is not of type 'integer'.", "arguments"),
+        (
+            ToolCall("fetch", {"key": "x", "mising": "y"}),
+            "Error: wrong arguments for fetch, there is no argument 'mising'; did you mean missing?",
+            "arguments",
+        ),
+        (ToolCall("odd", {"kind": "no"}), "Error: odd raised KeyError: 'no'.", "exception"),
+        (ToolCall("odd", {"kind": "exit"}), "Error: odd raised SystemExit: 3.", "exception"),
+        (ToolCall("odd", {"kind": "stop"}), "Error: odd raised StopIteration.", "exception"),
+        (ToolCall("odd", {"kind": "cancel"}), "Error: odd raised CancelledError.", "exception"),
+        (ToolCall("odd", {"kind": "silent"}), "Error: odd raised RuntimeError.", "exception"),
+        (ToolCall("odd", {"kind": "none"}), "null", None),
+        (ToolCall("odd", {"kind": "surrogate"}), "a\ufffdb\ufffdc", None),
+        (ToolCall("odd", {"kind": "circle"}), "[[...]]", None),
+        (ToolCall("odd", {"kind": "object"}), '"{1, 2}"', None),
+        (
+            ToolCall("odd", {"kind": "nan"}),
+            "Error: what odd returned cannot be used, ValueError: its reward is nan.",
+            "failed",
+        ),
+        (
+            ToolCall("odd", {"kind": "coroutine"}),
+            "Error: odd raised TypeError: it returned a coroutine: define it with `async def`.",
+            "exception",
+        ),
+    ],
+)
+def test_every_call_ends_in_one_text_and_one_count(tool_call, text, error):
+    toolbox = box()
+    result = run(toolbox.call(tool_call))
+    assert (result.text, result.error) == (text, error)
+    assert +toolbox.counts == {"calls": 1} | ({error: 1} if error else {})
+
+
+def test_a_tool_may_say_its_reward_and_metrics():
+    result = run(call(box(), "odd", kind="rewarded"))
+    assert (result.text, result.reward, result.metrics) == ("well done", 0.5, {"depth": 2}) and result.seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("side", "most", "text"),
+    [
+        ("left", 4, "(truncated)...xxxx"),
+        ("right", 4, "xxxx...(truncated)"),
+        ("middle", 5, "xx...(truncated)...xx"),
+        ("middle", 1, "(truncated)"),
+        ("left", 0, "(truncated)"),
+        ("left", None, "x" * 1_000_000),
+    ],
+)
+def test_long_texts_lose_the_named_side(side, most, text):
+    toolbox = box(max_tool_response_length=most, tool_response_truncate_side=side)
+    assert run(call(toolbox, "odd", kind="megabyte")).text == text
+    assert toolbox.counts["truncated"] == (most is not None)
+
+
+def test_calls_beyond_the_limit_of_a_turn_are_answered_by_one_text():
+    toolbox = box(max_parallel_calls=2)
+    results = run(toolbox.call_all([ToolCall("add", {"a": i}) for i in range(5)]))
+    assert [result.text for result in results] == ["1", "2", "Error: only the first 2 of these calls were done."]
+    assert toolbox.counts["excess"] == 3 and len(run(toolbox.call_all([]))) == 0
+
+
+def test_a_busy_loop_is_given_up_and_its_thread_ends():
+    runner = ToolRunner()
+    toolbox = Toolset([FunctionSource([odd])], ToolLimits(tool_timeout=0.1), runner).toolbox()
+
+    async def episode():
+        result = await call(toolbox, "odd", kind="loop")
+        await asyncio.sleep(0.2)
+        return result
+
+    assert run(episode()).text == "Error: odd gave no answer within 0.1 s."
+    assert toolbox.counts["timeout"] == 1 and not runner._hanging
+    assert not [thread for thread in threading.enumerate() if thread.name == "odd"]
+
+
+def test_what_hangs_gives_its_place_back_until_too_much_hangs():
+    release = threading.Event()
+
+    def hang(stay: bool) -> bool:
+        """Wait.
+
+        Args:
+            stay: Whether.
+        """
+        return release.wait() if stay else False
+
+    runner = ToolRunner(max_threads=1, max_hanging=2)
+    toolbox = Toolset([FunctionSource([hang])], ToolLimits(tool_timeout=0.05), runner).toolbox()
+
+    async def episode():
+        for _ in range(2):
+            assert (await call(toolbox, "hang", stay=True)).error == "timeout"
+            assert (await call(toolbox, "hang", stay=False)).text == "false"
+        assert (await call(toolbox, "hang", stay=True)).error == "timeout"
+        with pytest.raises(TrainingStopped, match=r"3 calls of tools hang, one of them of hang\(\)"):
+            await call(toolbox, "hang", stay=False)
+        release.set()
+        await asyncio.sleep(0.2)
+        assert (await call(toolbox, "hang", stay=False)).text == "false"
+
+    run(episode())
+
+
+def test_a_cancelled_episode_cancels_its_call():
+    ended = []
+
+    async def wait() -> None:
+        """Wait."""
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(True)
+
+    async def episode():
+        task = asyncio.create_task(call(box(FunctionSource([wait])), "wait"))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.sleep(0)
+        assert ended == [True]
+
+    run(episode())
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("blocking", [True, False])
+def test_many_episodes_wait_for_their_tools_at_the_same_time(blocking):
+    def sleep() -> str:
+        """Sleep."""
+        time.sleep(0.05)
+        return "done"
+
+    async def asleep() -> str:
+        """Sleep."""
+        await asyncio.sleep(0.05)
+        return "done"
+
+    toolset = Toolset([FunctionSource([sleep, asleep])])
+
+    async def episode():
+        toolbox = toolset.toolbox()
+        await toolbox.open({})
+        texts = [(await call(toolbox, "sleep" if blocking else "asleep")).text for _ in range(2)]
+        await toolbox.close()
+        return texts
+
+    async def episodes():
+        began = time.monotonic()
+        assert await asyncio.gather(*(episode() for _ in range(200))) == [["done"] * 2] * 200
+        return time.monotonic() - began
+
+    assert 0.1 <= run(episodes()) < 2  # one after the other they would take 20
+
+
+class Counter:
+    """An environment that counts."""
+
+    made, released = 0, threading.Event()
+
+    def __init__(self):
+        Counter.made += 1
+        self.value, self.inside, self.closed = 0, 0, False
+
+    def reset(self, start: int, **columns) -> str:
+        self.value, self.columns = start, columns
+        return f"It stands at {start}."
+
+    def up(self, by: int) -> int:
+        """Count up.
+
+        Args:
+            by: How much.
+        """
+        self.inside += 1
+        assert self.inside == 1
+        time.sleep(0.01)
+        self.value += by
+        self.inside -= 1
+        return self.value
+
+    async def fail(self) -> str:
+        """Fail."""
+        raise ValueError("no more")
+
+    def hang(self) -> None:
+        """Wait."""
+        Counter.released.wait()
+
+    def get_reward(self) -> float:
+        return self.value / 10
+
+    def close(self):
+        Counter.last, self.closed = self, True
+
+    def _hidden(self):
+        pass
+
+
+def test_each_episode_has_an_environment_to_itself_whose_calls_do_not_overlap():
+    toolset = Toolset([EnvironmentSource(Counter)], ToolLimits(max_parallel_calls=8))
+
+    async def episode(start):
+        toolbox = toolset.toolbox()
+        assert {schema["function"]["name"] for schema in toolbox.schemas} == {"up", "fail", "hang"}
+        text = await toolbox.open({"extra_info": {"start": start, "other": 1}, "uid": "a"})
+        results = await toolbox.call_all([ToolCall("up", {"by": 1})] * 3)
+        assert (await call(toolbox, "fail")).text == "Error: fail raised ValueError: no more."
+        reward = await toolbox.rewards()
+        await toolbox.close()
+        return text, sorted(result.text for result in results), reward, Counter.last.columns["other"]
+
+    async def episodes():
+        return await asyncio.gather(episode(0), episode(5))
+
+    made = Counter.made
+    assert run(episodes()) == [
+        ("It stands at 0.", ["1", "2", "3"], 0.3, 1),
+        ("It stands at 5.", ["6", "7", "8"], 0.8, 1),
+    ]
+    assert Counter.made == made + 2 and Counter.last.closed
+
+
+def test_a_call_waits_for_one_that_was_given_up():
+    toolbox = box(EnvironmentSource(Counter), tool_timeout=0.5)
+
+    async def episode():
+        await toolbox.open({"start": 0})
+        first = await call(toolbox, "hang")
+        second = await call(toolbox, "up", by=1)
+        with pytest.raises(ToolboxError, match="the reward: it gave no answer within"):
+            await toolbox.rewards()
+        Counter.released.set()
+        third = await call(toolbox, "up", by=1)
+        return first.error, second.error, third.text
+
+    assert run(episode()) == ("timeout", "timeout", "1")
+
+
+def test_an_environment_that_cannot_begin_is_an_error_of_the_episode():
+    toolbox = box(EnvironmentSource(Counter))
+    with pytest.raises(ToolboxError, match=r"opening fail, hang, up: it raised TypeError: .*'start'"):
+        run(toolbox.open({}))
+    run(toolbox.close())
+
+
+def test_a_row_selects_its_tools():
+    toolbox = box()
+    run(toolbox.open({"extra_info": {"tool_selection": ["add"]}}))
+    assert [schema["function"]["name"] for schema in toolbox.schemas] == ["add"]
+    assert run(call(toolbox, "fetch", key="x")).text == "Error: unknown tool 'fetch' (the tools are add)."
+    assert run(toolbox.rewards()) is None
+    with pytest.raises(UserError, match=r"tool_selection: 'ad' is not one of the tools; did you mean add\?"):
+        run(box().open({"extra_info": {"tool_selection": ["ad"]}}))
+    with pytest.raises(UserError, match="tools_kwargs: 'add' is a function or a method, which takes none"):
+        run(box().open({"extra_info": {"tools_kwargs": {"add": {"create_kwargs": {}}, "gone": None}}}))
+
+
+def test_tools_that_cannot_be_described_are_refused():
+    class NoReset:
+        pass
+
+    class NoTools:
+        def reset(self):
+            pass
+
+    class NeedsArguments(Counter):
+        def __init__(self, size):
+            pass
+
+    def any_number(*numbers: int) -> int:
+        """Add."""
+        return sum(numbers)
+
+    def untyped(a) -> int:
+        """Add.
+
+        Args:
+            a: A number.
+        """
+        return a
+
+    for make, message in [
+        (lambda: FunctionSource([any_number]), r"any_number\(\) cannot be a tool: \*args"),
+        (lambda: FunctionSource([untyped]), r"untyped\(\) cannot be a tool: Argument a is missing a type hint"),
+        (lambda: FunctionSource([lambda: 3]), "cannot be a tool"),
+        (lambda: EnvironmentSource(NoReset), r"has no method reset\(\)"),
+        (lambda: EnvironmentSource(NoTools), "it has no tools"),
+        (lambda: EnvironmentSource(NeedsArguments), "must be made without arguments: missing a required argument"),
+        (lambda: Toolset([FunctionSource([add, add])]), "several tools of the name add"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            make()
