@@ -16,7 +16,7 @@ from runs import read_metrics
 from talking_model import make_talking_model
 from transformers import AutoTokenizer
 
-from valor.agents.agents import Agents
+from valor.agents.runner import EpisodeRunner
 from valor.collector.collector import Collector
 from valor.trainer.main_ppo import main
 
@@ -49,11 +49,11 @@ def multi_turn(*more):
 
 
 class Recorded:
-    """The episodes that were played, call by call of `Agents.play`, and the batches that were trained on."""
+    """The episodes that were played, call by call of `EpisodeRunner.run`, and the batches that were trained on."""
 
     def __init__(self, monkeypatch):
         self.played, self.batches = [], []
-        play, next_batch = Agents.play, Collector.next_batch
+        play, next_batch = EpisodeRunner.run, Collector.next_batch
 
         def recording_play(*args):
             self.played.append(play(*args))
@@ -64,7 +64,7 @@ class Recorded:
             self.batches.append(batch)
             return batch, metrics
 
-        monkeypatch.setattr(Agents, "play", recording_play)
+        monkeypatch.setattr(EpisodeRunner, "run", recording_play)
         monkeypatch.setattr(Collector, "next_batch", recording_batch)
 
     @property

@@ -263,6 +263,9 @@ def _messages(asked: Mapping[str, Any]) -> list[Message]:
         raise Refused(400, '"messages" must be a list with at least one message')
     if asked.get("n") not in (None, 1):
         raise Refused(400, '"n" must be 1: an episode has one answer a turn')
+    for name in ("stop", "logprobs", "logit_bias", "response_format"):
+        if asked.get(name) not in (None, False, [], {}, {"type": "text"}):
+            raise Refused(400, f'"{name}" is not served: leave it out')
     found: list[Message] = []
     for message in messages:
         if not isinstance(message, dict) or message.get("role") not in _KNOWN_ROLES:

@@ -52,6 +52,9 @@ def test_what_is_refused(gateway):
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
     cases = [
         ({"messages": QUESTION, "n": 2}, 400, '"n" must be 1'),
+        ({"messages": QUESTION, "stop": ["."]}, 400, '"stop" is not served'),
+        ({"messages": QUESTION, "logprobs": True}, 400, '"logprobs" is not served'),
+        ({"messages": QUESTION, "response_format": {"type": "json_object"}}, 400, '"response_format" is not served'),
         ({"messages": []}, 400, '"messages" must be a list'),
         ({"messages": [{"role": "boss", "content": ""}]}, 400, "one of the roles"),
         ({"messages": [call]}, 400, "tool_calls must be a list"),
