@@ -341,12 +341,6 @@ def test_the_registry_knows_it() -> None:
         assert compute_score(source, block("print(1)"), {"inputs": [""], "outputs": ["1"]})["score"] == 1.0  # type: ignore[index]
 
 
-def test_the_data_says_how_a_right_answer_is_written() -> None:
-    assert code.reference(SQUARE, {}) is None
-    right = code.reference(SQUARE, {"solution": "def square(x): return x * x"})
-    assert right is not None and code.grade("mbpp", right, SQUARE)["score"] == 1.0
-
-
 def test_same_verdict_in_main_thread_worker_thread_and_worker_process() -> None:
     jobs = [(truth, response) for truth, response in RIGHT.values()][::6]
     jobs += [(truth, response) for truth, response, _ in WRONG.values()][:6:2]
