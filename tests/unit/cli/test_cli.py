@@ -18,7 +18,6 @@ def test_help_lists_every_command(capsys):
     ("arguments", "words"),
     [
         (["pop"], ["pop", "ppo"]),
-        (["data", "check", "/nowhere.parquet"], ["/nowhere.parquet", "no such file"]),
         (["data"], ["valor data prepare"]),
         (["export", "/nowhere", "out"], ["/nowhere", "global_step_N"]),
         (["report", "/nowhere"], ["/nowhere"]),

@@ -9,7 +9,6 @@ from transformers import AutoTokenizer
 
 from valor.agents.agents import Agents
 from valor.agents.chat import Chat
-from valor.agents.episode import episode_rows
 from valor.agents.loops import Task
 from valor.agents.search.index import open_index
 from valor.config import PPOConfig, SFTConfig, load
@@ -125,9 +124,8 @@ def test_demonstrations_have_the_tokens_and_the_mask_of_the_episodes_that_they_s
         prompt = Chat(tokenizer).ids(Chat(tokenizer).render(messages[:1]))
         row = {"extra_info": {}, "messages": messages[:1]}
         task = Task((0, 0, i), prompt, SamplingParams(max_tokens=config.data.max_response_length), row)
-        (episode,) = agents.play(Teacher(Chat(tokenizer), said), [task])
-        assert episode.finish_reason == "stop"
-        rows = episode_rows([episode])
+        rows = agents.play(Teacher(Chat(tokenizer), said), [task])
+        assert rows.objects["finish_reason"] == ["stop"]
         demonstrated = shown[i]
         assert demonstrated.tokens.tolist() == [*prompt, *rows["responses"][0].tolist()]
         assert demonstrated.loss_mask.tolist() == [0] * len(prompt) + rows["response_mask"][0].int().tolist()

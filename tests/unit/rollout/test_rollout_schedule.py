@@ -7,11 +7,13 @@ def request(name: str, prompt: list[int], tokens: int = 10) -> Request:
 
 
 def queue(requests: list[Request], max_num_seqs: int = 100) -> Waiting:
-    return Waiting(list(enumerate(requests)), max_num_seqs)
+    waiting = Waiting(max_num_seqs)
+    waiting.add(requests)
+    return waiting
 
 
 def names(groups: list[Group]) -> list[list[str]]:
-    return [[request.request_id for _, request in group.members] for group in groups]
+    return [[request.request_id for request in group.members] for group in groups]
 
 
 def test_samples_of_a_prompt_are_grouped_and_long_prompts_come_first() -> None:
@@ -36,6 +38,12 @@ def test_requests_join_once_a_quarter_of_the_rows_is_free() -> None:
     assert not waiting.can_join(7)
     assert waiting.can_join(6)
     assert len(waiting.admit(6)) == 2
+
+
+def test_what_comes_later_waits_behind_longer_prompts_and_those_of_its_length() -> None:
+    waiting = queue([request("a", [1, 2]), request("b", [3])])
+    waiting.add([request("c", [4]), request("d", [1, 2, 3]), request("e", [4])])
+    assert names(waiting.admit(0)) == [["d"], ["a"], ["b"], ["c", "e"]]
 
 
 def test_sharing_pays_for_long_prompts_with_several_samples() -> None:
