@@ -32,6 +32,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "rewards list": ("valor.rewards.registry:main", "which grader scores which data_source, and its components"),
     "rewards sandbox": ("valor.sandbox.levels:main", "how this machine encloses code of models"),
     "retrieve": ("valor.agents.search.server:main", "CORPUS: a search server for agents over documents of yours"),
+    "serve": ("valor.lab.serve:main", "MODEL: an OpenAI-compatible server to try agents with, which records episodes"),
     "export": ("valor.cli:export", "CKPT OUT [--role critic]: a checkpoint as a Hugging Face directory"),
     "report": ("valor.cli:report", "RUN_DIR: build report.html from what a run has left so far"),
 }

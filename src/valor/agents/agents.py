@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +13,17 @@ import yaml
 
 from valor.agents.chat import Chat
 from valor.agents.environment_loop import EnvironmentLoop
-from valor.agents.episode import Episode, EpisodeKey, Turn, episode_rows
+from valor.agents.episode import Episode, Turn, episode_rows
 from valor.agents.gateway_loop import GatewayLoop
-from valor.agents.loops import AgentLoop, Generate, Limits, LoopContext, Task, make_loop
-from valor.agents.record import Record, episode_record, play_again
+from valor.agents.loops import LOOPS, AgentLoop, Limits, LoopContext, Task
 from valor.agents.runner import EpisodeRunner, Sink
 from valor.agents.search_loop import SearchLoop
 from valor.agents.tool_loop import ToolLoop
 from valor.agents.verl_loop import VerlLoop
 from valor.config import PPOConfig
 from valor.data.batch import Batch
-from valor.data.episodes import Episodes
 from valor.errors import TrainingStopped, UserError
-from valor.rollout.base import Output, Request, RolloutEngine, SamplingParams, Span
+from valor.rollout.base import RolloutEngine, Span
 from valor.user_files import load_object
 
 TOOLS_FILE = "tools.json"
@@ -35,13 +33,14 @@ BUILT_IN = (ToolLoop, SearchLoop, EnvironmentLoop, GatewayLoop, VerlLoop)  # imp
 class Agents:
     """Loops by name, made as they are asked for. UserError: a loop, or what it needs, is not there.
 
-    Under `agent.replay_dir` there are no loops: recorded episodes are played again.
+    Under `agent.replay_dir` there are no loops: recorded episodes take the place of played ones.
     """
 
     def __init__(self, config: PPOConfig, tokenizer: Any) -> None:
         rollout, data = config.actor_rollout_ref.rollout, config.data
         limits = Limits(config.episode_length, rollout.max_model_len)
-        self._context = LoopContext(config, Chat(tokenizer, data.apply_chat_template_kwargs), limits)
+        self.chat = Chat(tokenizer, data.apply_chat_template_kwargs)
+        self._context = LoopContext(config, self.chat, limits)
         self._options = rollout.agent
         self._loops: dict[str, AgentLoop] = {}
         self._own: dict[str, dict[str, Any]] = {}
@@ -73,52 +72,30 @@ class Agents:
         return self._options.replay_dir is not None or self.loop_of(extra_info).grades
 
     def play(self, engine: RolloutEngine, tasks: Sequence[Task], sink: Sink | None = None) -> Batch:
-        """The rows of an episode for each task, in their order; `sink` gets each episode when it has ended.
+        """The rows of an episode for each task, in their order; `sink` gets each episode when it has ended."""
+        return episode_rows(self.runner(tasks).run(engine, sink))
 
-        Where episodes are recorded, each one's first row has its record in the column `episode_record`.
-        """
-        records: dict[EpisodeKey, Record] | None = {} if self._context.config.trainer.episode_data_dir else None
-        runner = EpisodeRunner(
+    def runner(self, tasks: Sequence[Task]) -> EpisodeRunner:
+        """Plays the tasks, and those that are added later."""
+        return EpisodeRunner(
             tasks,
-            partial(self._play, records),
+            self._play,
             most=self._options.max_concurrent_episodes,
             max_tokens=self._context.limits.model,
             deterministic=self._options.deterministic,
         )
-        rows = episode_rows(runner.run(engine, sink))
-        if records is not None:
-            column: list[Record | None] = [None] * len(rows)
-            for task, (first, *_) in zip(tasks, Episodes(rows).rows, strict=True):
-                column[first] = records[task.key]
-            rows.objects["episode_record"] = column
-        return rows
 
-    async def _play(self, records: dict[EpisodeKey, Record] | None, task: Task, runner: EpisodeRunner[Task]) -> Episode:
+    async def _play(self, task: Task, runner: EpisodeRunner) -> Episode:
         """One episode. What a loop or an environment raises is that episode's error, and no other's."""
-        asked: list[tuple[Request, list[int]]] = []
-
-        async def generate(prompt_ids: Sequence[int], params: SamplingParams, seed: EpisodeKey) -> Output:
-            output = await runner.generate(prompt_ids, params, seed)
-            asked.append((Request("", prompt_ids, params, seed), output.token_ids))
-            return output
-
         try:
-            episode = await self._run(task, generate)
+            return await self.loop_of(task.row["extra_info"]).run(task, runner.generate)
         except (UserError, TrainingStopped):
             raise
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             me = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and me is not None and me.cancelling():
                 raise  # the run ends; else the loop has cancelled itself
-            episode = _failed(task, f"{type(error).__name__}: {error}".removesuffix(": "))
-        if records is not None:
-            records[task.key] = episode_record(task, episode, asked, self._context.chat)
-        return episode
-
-    async def _run(self, task: Task, generate: Generate) -> Episode:
-        if "recorded" in task.row:
-            return await play_again(task, task.row["recorded"], generate, self._context.chat)
-        return await self.loop_of(task.row["extra_info"]).run(task, generate)
+            return _failed(task, f"{type(error).__name__}: {error}".removesuffix(": "))
 
     def _name_of(self, extra_info: Mapping[str, Any]) -> str:
         return extra_info.get("agent_name") or self._context.config.default_agent_loop
@@ -136,12 +113,12 @@ class Agents:
 
     def _make(self, name: str) -> AgentLoop:
         if name not in self._own:
-            return make_loop(name, self._context)
+            return LOOPS[name](self._context)
         options = dict(self._own[name])
         cls = load_object(options.pop("_target_"), "actor_rollout_ref.rollout.agent.agent_loop_config_path")
         if isinstance(cls, type) and issubclass(cls, AgentLoop):
             return cls(self._context, **options)
-        return make_loop("verl", self._context, cls=cls, options=options)
+        return LOOPS["verl"](self._context, cls=cls, options=options)
 
 
 def _failed(task: Task, error: str) -> Episode:

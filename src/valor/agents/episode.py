@@ -16,7 +16,8 @@ from torch import Tensor
 from valor.algorithms import place_at_end
 from valor.data.batch import Batch, pad_rows
 from valor.data.episodes import Episodes
-from valor.rollout.base import FinishReason, Output, Span
+from valor.rollout.base import FinishReason, Output, Span, token_versions
+from valor.tracking.metrics import summarize
 
 EpisodeKey = tuple[int, ...]
 """(run seed, step, number of the sample in the step): names an episode and decides its random numbers."""
@@ -106,7 +107,7 @@ def episode_rows(episodes: Sequence[Episode]) -> Batch:
             "response_mask": (turn_ids > 0).float(),
             "rollout_log_probs": columns(lambda turn, i: turn.log_probs, torch.float32),
             "turn_ids": turn_ids,
-            "weights_versions": columns(lambda turn, i: _versions(turn), torch.long),
+            "weights_versions": columns(lambda turn, i: token_versions(turn.spans), torch.long),
         },
         {"finish_reason": [episodes[number].finish_reason for number, _ in rows]},
     )
@@ -128,10 +129,6 @@ def _per_token(turns: Sequence[Turn], which: range, of_turn: Callable[[Turn, int
     """The turns' numbers in a row, with zeros where the policy was given an observation."""
     pairs = ((turns[i], of_turn(turns[i], i)) for i in which)
     return [*chain.from_iterable((*repeat(0, len(turn.observation_ids)), *numbers) for turn, numbers in pairs)]
-
-
-def _versions(turn: Turn) -> list[int]:
-    return [*chain.from_iterable(repeat(span.weights_version, span.num_tokens) for span in turn.spans)]
 
 
 def last_rows(batch: Batch) -> Batch:
@@ -163,3 +160,31 @@ def place_rewards(scores: Tensor, batch: Batch, *, at_end: bool = False) -> Tens
     of_row[[one[-1] for one in Episodes(batch).rows]] = scores if at_end else scores - turn_rewards(batch)
     placed = place_at_end(of_row, batch["response_mask"])
     return placed if at_end else placed + batch["turn_rewards"] * batch["response_mask"]
+
+
+def episode_metrics(batch: Batch) -> dict[str, Any]:
+    """`episode/*` where agents play: turns, rows, tool calls and errors, seconds of tools, tokens by kind."""
+    if "episode" not in batch:
+        return {}
+    rows = Episodes(batch).rows
+    infos = [batch.objects["episode_info"][one[0]] for one in rows]
+    own = batch["response_mask"].sum()
+    count = max(len(rows), 1)
+    ends = [batch.objects["finish_reason"][one[0]] for one in rows]
+    out = {
+        **summarize("episode/turns", batch["turn_ids"].amax(1)[[one[-1] for one in rows]].float()),
+        "episode/rows": len(batch) / count,
+        "episode/cut_off": sum(end in ("length", "turns") for end in ends) / count,
+        "episode/failed": ends.count("abort") / count,
+        "episode/policy_tokens": float(own) / count,
+        "episode/observation_tokens": float(batch["response_lengths"].sum() - own) / count,
+    }
+    calls = [call for info in infos for call in info.get("calls", ())]
+    out |= {
+        "episode/tool_calls": len(calls) / count,
+        "episode/tool_errors": sum(call["error"] is not None for call in calls) / count,
+        "episode/tool_seconds": sum(call["seconds"] for call in calls) / count,
+    }
+    for kind in sorted({call["error"] for call in calls if call["error"] is not None}):
+        out[f"episode/tool_errors/{kind}"] = sum(call["error"] == kind for call in calls) / count
+    return out

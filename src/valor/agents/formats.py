@@ -1,4 +1,4 @@
-"""How models write tool calls, by name: the text of a turn, read as calls, thinking and what is said beside them."""
+"""How models write tool calls, by name: the text of a turn, read as calls and what is said beside them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
-from valor.errors import UserError, did_you_mean
+from valor.algorithms.registry import Named
 
 Schema = Mapping[str, Any]
 """OpenAI's description of a function: `{"type": "function", "function": {"name": ..., "parameters": ...}}`."""
@@ -18,16 +18,8 @@ _CALL, _END_CALL = "<tool_call>", "</tool_call>"
 _MARK = re.compile(f"{_CALL}|{_THINK}")
 _PYTHON_TAG = "<|python_tag|>"
 _NAMED = re.compile(r'\{\s*"name"\s*:')
-_HARMONY = re.compile(
-    r"(?:<\|start\|>assistant(?P<role>[^<]*))?<\|channel\|>(?P<header>(?:(?!<\|message\|>).)*)<\|message\|>"
-    r"(?P<body>(?:(?!<\|(?:start|end|call|return)\|>).)*)(?:<\|(?:end|call|return)\|>)?",
-    re.DOTALL,
-)
-_RECIPIENT = re.compile(r"\bto=functions\.([^\s<]+)")
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
-_GLM_NAME = re.compile(r"\s*([^\s<]+)\s*")
-_GLM_ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,35 +42,17 @@ Call = ToolCall | BadCall
 
 
 class Parsed(NamedTuple):
-    """The calls in order; the text that is neither a call nor thinking; the text of the thinking."""
+    """The calls in order; the text that is neither a call nor thinking."""
 
     calls: list[Call]
     content: str
-    thinking: str
 
 
 Format = Callable[[str, Sequence[Schema]], Parsed]
 """Reads the text of a turn (without its end-of-turn token), given the schemas of the tools. Never raises."""
 
-FORMATS: dict[str, Format] = {}
-
-
-def register_format(name: str) -> Callable[[Format], Format]:
-    """Make a function the reader of `rollout.multi_turn.format=name`."""
-
-    def register(function: Format) -> Format:
-        FORMATS[name] = function
-        return function
-
-    return register
-
-
-def find_format(name: str) -> Format:
-    """The reader of a format. Raises UserError for a name that is not registered."""
-    if name not in FORMATS:
-        known = f"the formats are {', '.join(sorted(FORMATS))}, and yours by valor.agents.register_format"
-        raise UserError(f"rollout.multi_turn.format: there is no '{name}'{did_you_mean(name, FORMATS)} ({known})")
-    return FORMATS[name]
+FORMATS = Named[Format]("rollout.multi_turn.format")
+register_format = FORMATS.register
 
 
 @register_format("hermes")
@@ -93,15 +67,9 @@ def parse_qwen3_coder(text: str, schemas: Sequence[Schema] = ()) -> Parsed:
 
     A value is converted to the type that the tool's schema has for it.
     """
-    types = _types(schemas)
+    functions = [schema["function"] for schema in schemas]
+    types = {f["name"]: (f.get("parameters") or {}).get("properties") or {} for f in functions}
     return _parse_tagged(text, lambda body: _xml_call(body, types))
-
-
-@register_format("glm")
-def parse_glm(text: str, schemas: Sequence[Schema] = ()) -> Parsed:
-    """`<tool_call>NAME<arg_key>P</arg_key><arg_value>value</arg_value></tool_call>`: GLM-4.5 and later."""
-    types = _types(schemas)
-    return _parse_tagged(text, lambda body: _glm_call(body, types))
 
 
 @register_format("llama3_json")
@@ -110,75 +78,49 @@ def parse_llama3_json(text: str, schemas: Sequence[Schema] = ()) -> Parsed:
 
     Other text, and JSON that does not begin with a name, is an answer, unless `<|python_tag|>` stands before it.
     """
-    thinking, text = _leading_thinking(text)
+    text = _without_leading_thinking(text)
     rest = text.strip()
     tagged = rest.startswith(_PYTHON_TAG)
     rest = rest.removeprefix(_PYTHON_TAG).strip()
     if not tagged and not _NAMED.match(rest):
-        return Parsed([], text.strip(), thinking)
+        return Parsed([], text.strip())
     calls: list[Call] = []
     while rest:
         end = _json_end(rest, 0) or len(rest)
         calls.append(_json_call(rest[:end], ("parameters", "arguments")))
         rest = rest[end:].lstrip("; \n")
-    return Parsed(calls, "", thinking)
-
-
-@register_format("gpt-oss")
-def parse_gpt_oss(text: str, schemas: Sequence[Schema] = ()) -> Parsed:
-    """Harmony: messages to `functions.NAME`, whose text is the arguments as JSON. The analysis channel is thinking.
-
-    The last message may lack its end token, since that is what ends the turn.
-    """
-    parsed, at = Parsed([], "", ""), 0
-    content, thinking = [], []
-    for message in _HARMONY.finditer(text):
-        content.append(text[at : message.start()])
-        at = message.end()
-        header, body = f"{message['role'] or ''} {message['header']}", message["body"]
-        recipient = _RECIPIENT.search(header)
-        if recipient:
-            parsed.calls.append(_named_call(recipient[1], body))
-        elif message["header"].lstrip().startswith("analysis"):
-            thinking.append(body)
-        else:
-            content.append(body)
-    return parsed._replace(content="".join([*content, text[at:]]).strip(), thinking="\n".join(thinking).strip())
+    return Parsed(calls, "")
 
 
 def _parse_tagged(
     text: str, read: Callable[[str], Call], skip: Callable[[str, int], int | None] = lambda text, at: None
 ) -> Parsed:
     """Split at the tags of calls and of thinking. `skip` may find the end of what a call's closing tag comes after."""
-    thought, text = _leading_thinking(text)
-    thoughts, content, calls, at = [thought], [], [], 0
+    text = _without_leading_thinking(text)
+    content, calls, at = [], [], 0
     while (mark := _MARK.search(text, at)) is not None:
         is_call = mark[0] == _CALL
         closing = _END_CALL if is_call else _END_THINK
         end = text.find(closing, (is_call and skip(text, mark.end())) or mark.end())
-        body = text[mark.end() : end if end >= 0 else None]
-        if not is_call:
-            thoughts.append(body)
-        else:
+        if is_call:
+            body = text[mark.end() : end if end >= 0 else None]
             calls.append(read(body) if end >= 0 else BadCall(body, f"{_CALL} has no {_END_CALL}"))
         content.append(text[at : mark.start()])
         at = end + len(closing) if end >= 0 else len(text)
     content.append(text[at:])
-    return Parsed(calls, "".join(content).strip(), "\n".join(filter(None, map(str.strip, thoughts))))
+    return Parsed(calls, "".join(content).strip())
 
 
-def _leading_thinking(text: str) -> tuple[str, str]:
-    """Thinking that began in the prompt (an end without a beginning, as some chat templates have it), and the rest."""
+def _without_leading_thinking(text: str) -> str:
+    """The text behind thinking; this may have begun in the prompt (an end without a beginning), as some chat templates
+    have it."""
     before, end, rest = text.partition(_END_THINK)
     starts = [name.start() for name in _NAMED.finditer(before)]
     in_call = any((_json_end(text, start) or 0) > len(before) for start in starts)  # a text among its arguments
     if end and _THINK not in before and not in_call:
-        return before.strip(), rest
+        return rest
     stripped = text.lstrip()
-    if stripped.startswith(_THINK):
-        before, _, rest = stripped.removeprefix(_THINK).partition(_END_THINK)
-        return before.strip(), rest
-    return "", text
+    return stripped.partition(_END_THINK)[2] if stripped.startswith(_THINK) else text
 
 
 def _json_end(text: str, at: int) -> int | None:
@@ -210,13 +152,6 @@ def _json_call(body: str, names_of_arguments: Sequence[str] = ("arguments",)) ->
     return ToolCall(call["name"], call[key])
 
 
-def _named_call(name: str, body: str) -> Call:
-    arguments = _decoded(body)
-    if isinstance(arguments, dict | BadCall):
-        return arguments if isinstance(arguments, BadCall) else ToolCall(name, arguments)
-    return BadCall(body, "the arguments must be a JSON object")
-
-
 def _decoded(body: str) -> Any:
     try:
         return json.loads(body, parse_constant=_refuse)
@@ -232,33 +167,15 @@ def _xml_call(body: str, types: Mapping[str, Mapping[str, Schema]]) -> Call:
     function = _FUNCTION.fullmatch(body)
     if function is None:
         return BadCall(body, "it must be <function=NAME> ... </function>")
-    reason = "between <function> and </function> there must be only <parameter=NAME> ... </parameter>"
-    return _with_arguments(function[1].strip(), function[2], _PARAMETER, types, reason)
-
-
-def _glm_call(body: str, types: Mapping[str, Mapping[str, Schema]]) -> Call:
-    name = _GLM_NAME.match(body)
-    if name is None:
-        return BadCall(body, "the call has no name")
-    reason = "after the name there must be only <arg_key>NAME</arg_key> <arg_value>...</arg_value>"
-    return _with_arguments(name[1], body[name.end() :], _GLM_ARGUMENT, types, reason)
-
-
-def _with_arguments(
-    name: str, text: str, pattern: re.Pattern[str], types: Mapping[str, Mapping[str, Schema]], reason: str
-) -> Call:
+    name, text = function[1].strip(), function[2]
     arguments, at = {}, 0
-    while at < len(text) and (argument := pattern.match(text, at)):
+    while at < len(text) and (argument := _PARAMETER.match(text, at)):
         key = argument[1].strip()
         arguments[key] = _converted(argument[2], types.get(name, {}).get(key, {}))
         at = argument.end()
-    return BadCall(text, reason) if text[at:].strip() else ToolCall(name, arguments)
-
-
-def _types(schemas: Sequence[Schema]) -> dict[str, Mapping[str, Schema]]:
-    """The schemas of the parameters of each tool, by their names."""
-    functions = [schema["function"] for schema in schemas]
-    return {f["name"]: (f.get("parameters") or {}).get("properties") or {} for f in functions}
+    if text[at:].strip():
+        return BadCall(text, "between <function> and </function> there must be only <parameter=NAME> ... </parameter>")
+    return ToolCall(name, arguments)
 
 
 def _converted(text: str, schema: Schema) -> Any:

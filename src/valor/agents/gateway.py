@@ -10,15 +10,17 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from valor.agents.chat import Chat, Conversation, Message
+from valor.agents.episode import Episode
 from valor.agents.formats import Format, ToolCall
-from valor.agents.http_server import MAX_CONNECTIONS, Refused, address, authorise, listen, read_object
+from valor.agents.http_server import MAX_CONNECTIONS, Refused, address, authorise, read_object
 from valor.agents.loops import Generate, Limits, Play, Task
 from valor.errors import UserError
 from valor.rollout.base import Output
@@ -31,13 +33,27 @@ _KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class Session:
-    """The turns of one episode, as they are asked for; those of one session come one after the other."""
+    """The turns of one episode, as they are asked for; those of one session come one after the other.
 
-    def __init__(self, task: Task, generate: Generate, chat: Chat, limits: Limits, parse: Format) -> None:
+    It lives on `loop`, by default the running one. `after_turn` is called there with the episode so far.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        generate: Generate,
+        chat: Chat,
+        limits: Limits,
+        parse: Format,
+        loop: asyncio.AbstractEventLoop | None = None,
+        after_turn: Callable[[Episode, Sequence[Message]], None] | None = None,
+    ) -> None:
         self.key = secrets.token_urlsafe(24)
-        self.loop = asyncio.get_running_loop()
+        self.loop = loop or asyncio.get_running_loop()
         self.play: Play | None = None
-        self.last: Output | None = None
+        self._last: Output | None = None
+        self._after_turn = after_turn
+        self._opening: Sequence[Message] = ()
         self._task, self._generate, self._chat, self._limits, self._parse = task, generate, chat, limits, parse
         self._turns = asyncio.Lock()
         self._talk: Conversation | None = None
@@ -64,9 +80,27 @@ class Session:
         for task in [*self._answering]:
             task.cancel()
 
+    @property
+    def busy(self) -> bool:
+        """Whether a request is being answered."""
+        return bool(self._answering)
+
+    def goes_on(self, asked: Mapping[str, Any]) -> bool:
+        """Whether a request, its messages by `read_messages`, begins with all that was asked and answered here."""
+        if "token_ids" not in asked:
+            return self._knows(asked["messages"], asked.get("tools") or ())
+        ids, row = asked["token_ids"], self.play.row if self.play else []
+        return isinstance(ids, list) and len(ids) > len(row) > 0 and ids[: len(row)] == row
+
+    def end(self, reward: float | None = None) -> Episode | None:
+        """The episode as it is; None without a turn."""
+        if self.play is None or self._last is None or not self.play.turns:
+            return None
+        return self.play.end("length" if self._last.finish_reason == "length" else "stop", reward)
+
     async def chat(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """A chat completion. Sampling is the run's own; only the number of tokens may be lowered."""
-        messages, tools = _messages(asked), asked.get("tools") or ()
+        messages, tools = read_messages(asked), asked.get("tools") or ()
         async with self._turns:
             self._continue(messages, tools)
             output = await self._turn(asked.get("max_completion_tokens") or asked.get("max_tokens"))
@@ -110,13 +144,7 @@ class Session:
 
     def _continue(self, messages: list[Message], tools: Sequence[Any]) -> None:
         """Bring the episode to where the policy is to answer `messages`."""
-        known = len(self._known)
-        goes_on = (
-            self._talk is not None
-            and tools == self._tools
-            and len(messages) > known
-            and all(_same(*pair) for pair in zip(messages[:known], self._known, strict=True))
-        )
+        goes_on, known = self._knows(messages, tools), len(self._known)
         self._tools = tools
         if goes_on and self.play is not None and self._talk is not None:
             told = self._talk.tell(messages[known:])
@@ -125,9 +153,16 @@ class Session:
             return
         self._talk = Conversation(self._chat, messages, tools)
         if self.play is None:
+            self._opening = messages
             self._begin(self._talk.token_ids)
         else:
             self._check_room(self.play.new_row(self._talk.token_ids))
+
+    def _knows(self, messages: Sequence[Message], tools: Sequence[Any]) -> bool:
+        """Whether `messages` are those of the last request, our answer, and more."""
+        known = self._known
+        more = self._talk is not None and tools == self._tools and len(messages) > len(known)
+        return more and all(_same(*pair) for pair in zip(messages, known, strict=False))
 
     def _begin(self, prompt_ids: Sequence[int]) -> None:
         self.play = Play(self._task, self._generate, self._limits, prompt_ids)
@@ -143,8 +178,10 @@ class Session:
         if most is not None and (type(most) is not int or most < 1):
             raise Refused(400, "the number of tokens must be a whole number above 0")
         assert self.play is not None
-        self.last = await self.play.turn(most=most)
-        return self.last
+        self._last = await self.play.turn(most=most)
+        if self._after_turn is not None and (episode := self.end()) is not None:
+            self._after_turn(episode, self._opening)
+        return self._last
 
     def _answer(self, text: str, tools: Sequence[Any]) -> Message:
         """The message of a turn: with its calls where the request offers tools."""
@@ -174,11 +211,13 @@ class Session:
 class Gateway:
     """The server of one process, in a thread of its own; sessions come and go."""
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+    places = ("/sessions/{name}",)
+    """Paths below which requests are answered."""
+
+    def __init__(self, listening: socket.socket) -> None:
         import uvicorn
 
         self._sessions: dict[str, Session] = {}
-        listening = listen(host, port)
         self.address = address(listening)
         config = uvicorn.Config(
             self._app(), log_level="warning", lifespan="off", limit_concurrency=MAX_CONNECTIONS, timeout_keep_alive=60
@@ -209,8 +248,7 @@ class Gateway:
         def answers(method: str) -> Any:
             async def answer(request: Request) -> Response:
                 try:
-                    session = self._session(request)
-                    asked = await read_object(request)
+                    session, asked = await self.find(request)
                     reply = await _answer_of(session, method, asked)
                 except Refused as refusal:
                     error = {
@@ -228,18 +266,20 @@ class Gateway:
 
         paths = {"chat/completions": "chat", "inference/v1/generate": "generate"}
         routes = [
-            Route(f"/sessions/{{name}}/{prefix}{path}", answers(method), methods=["POST"])
+            Route(f"{place}/{prefix}{path}", answers(method), methods=["POST"])
             for path, method in paths.items()
             for prefix in ("", "v1/")
+            for place in self.places
         ]
-        return Starlette(routes=[*routes, Route("/sessions/{name}/v1/models", models)])
+        return Starlette(routes=[*routes, *(Route(f"{place}/v1/models", models) for place in self.places)])
 
-    def _session(self, request: Request) -> Session:
+    async def find(self, request: Request) -> tuple[Session, dict[str, Any]]:
+        """Whom a request is for, and what it asks. Refused: there is no such session, or it is not allowed."""
         session = self._sessions.get(request.path_params["name"])
         if session is None:
             raise Refused(404, "there is no such session, or it has ended")
         authorise(request, session.key)
-        return session
+        return session, await read_object(request)
 
 
 async def _answer_of(session: Session, method: str, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -256,7 +296,7 @@ async def _answer_of(session: Session, method: str, asked: Mapping[str, Any]) ->
         raise Refused(400, str(error)) from None
 
 
-def _messages(asked: Mapping[str, Any]) -> list[Message]:
+def read_messages(asked: Mapping[str, Any]) -> list[Message]:
     """The request's messages, text alone. Refused: there are none, or what cannot be done is asked for."""
     messages = asked.get("messages")
     if not isinstance(messages, list) or not messages:

@@ -13,9 +13,9 @@ from functools import cached_property, partial
 from typing import Any
 
 from valor.agents.episode import Episode
-from valor.agents.formats import find_format
+from valor.agents.formats import FORMATS
 from valor.agents.gateway import Gateway, Session
-from valor.agents.http_server import is_loopback, require_libraries
+from valor.agents.http_server import is_loopback, listen, require_libraries
 from valor.agents.loops import AgentLoop, Generate, LoopContext, Task, register_loop
 from valor.agents.tool_runner import TimedOut, ToolRaised, ToolRunner
 from valor.errors import UserError
@@ -37,7 +37,7 @@ class GatewayLoop(AgentLoop):
         super().__init__(context)
         rollout = context.config.actor_rollout_ref.rollout
         self._config = rollout.agent.gateway
-        self._parse = find_format(rollout.multi_turn.format)
+        self._parse = FORMATS[rollout.multi_turn.format]
         require_libraries()
         if (self._config.function is None) == (self._config.command is None):
             raise UserError(f"agent gateway_agent needs {_KEY}.function or {_KEY}.command, and not both")
@@ -50,7 +50,7 @@ class GatewayLoop(AgentLoop):
 
     @cached_property
     def _gateway(self) -> Gateway:
-        return Gateway(self._config.host)
+        return Gateway(listen(self._config.host, 0))
 
     async def run(self, task: Task, generate: Generate) -> Episode:
         session = Session(task, generate, self.chat, self.context.limits, self._parse)
@@ -64,10 +64,10 @@ class GatewayLoop(AgentLoop):
         finally:
             self._gateway.remove(base_url)
             session.close()
-        if session.play is None or session.last is None or not session.play.turns:
+        episode = session.end(reward)
+        if episode is None:
             raise ProgramFailed("the program ended without a request")
-        reason = "length" if session.last.finish_reason == "length" else "stop"
-        return session.play.end(reason, reward)
+        return episode
 
     async def _call(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> float | None:
         assert self._function is not None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import hmac
 import ipaddress
 import json
+import os
 import socket
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +71,28 @@ def parse_object(body: bytes) -> dict[str, Any]:
     if not isinstance(asked, dict):
         raise Refused(400, "the request must be a JSON object")
     return asked
+
+
+def add_address(parser: argparse.ArgumentParser) -> None:
+    """The options of a command that serves: --port, --host, --api-key-env."""
+    add: Any = parser.add_argument
+    add("--port", type=int, default=8000, help="0 takes a free one (default 8000)")
+    add("--host", default="127.0.0.1", help="where to listen (default 127.0.0.1, this machine alone)")
+    add("--api-key-env", metavar="NAME", help="environment variable with the key that requests must bring")
+
+
+def key_for(host: str, variable: str | None) -> str | None:
+    """The key that the environment variable holds. UserError: it holds none, or other machines would need none."""
+    if variable is None:
+        if not is_loopback(host):
+            raise UserError(
+                f"--host {host} lets other machines in: name the environment variable that holds a key for them "
+                "(--api-key-env), or listen on 127.0.0.1"
+            )
+        return None
+    if not os.environ.get(variable):
+        raise UserError(f"--api-key-env {variable}: this environment variable is not set; put the key into it")
+    return os.environ[variable]
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from valor.agents.chat import Chat
 from valor.agents.episode import Episode, EpisodeEnd, EpisodeKey, Turn
-from valor.algorithms.registry import choose
+from valor.algorithms.registry import Named
 from valor.config import PPOConfig
+from valor.data.batch import Batch
 from valor.rollout.base import Output, SamplingParams, StopTexts
 
 Generate = Callable[[Sequence[int], SamplingParams, EpisodeKey], Awaitable[Output]]
@@ -25,6 +26,14 @@ class Task:
     params: SamplingParams
     row: Mapping[str, Any]
     """messages, data_source, ground_truth, extra_info, uid, agent_name."""
+
+
+def tasks_of(prompts: Batch, params: SamplingParams) -> list[Task]:
+    """A task for each row: `prompts`, `prompt_lengths`, `episode_key`, and its objects."""
+    columns = (prompts["episode_key"].tolist(), prompts["prompts"].tolist(), prompts["prompt_lengths"].tolist())
+    rows = ({name: column[i] for name, column in prompts.objects.items()} for i in range(len(prompts)))
+    pairs = zip(*columns, rows, strict=True)
+    return [Task(tuple(key), prompt_ids[:length], params, row) for key, prompt_ids, length, row in pairs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,23 +128,8 @@ class AgentLoop(ABC):
         return Play(task, generate, self.context.limits, prompt_ids)
 
 
-_LOOPS: dict[str, Callable[..., AgentLoop]] = {}
-Loop = TypeVar("Loop", bound=Callable[..., AgentLoop])
-
-
-def register_loop(name: str) -> Callable[[Loop], Loop]:
-    """Make a loop known as `agent_name`: a class, or a function, that takes a LoopContext and keyword arguments."""
-
-    def register(make: Loop) -> Loop:
-        _LOOPS[name] = make
-        return make
-
-    return register
-
-
-def make_loop(name: str, context: LoopContext, **options: Any) -> AgentLoop:
-    """The loop of that name. UserError: there is none."""
-    return _LOOPS[choose(name, _LOOPS, "agent_name")](context, **options)
+LOOPS = Named[Callable[..., AgentLoop]]("agent_name")  # each takes a LoopContext and keyword arguments
+register_loop = LOOPS.register
 
 
 @register_loop("single_turn_agent")

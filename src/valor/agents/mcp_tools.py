@@ -6,62 +6,39 @@ import asyncio
 import json
 import threading
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from valor.agents.formats import Schema
-from valor.agents.tools import EpisodeTools, Run, ToolResult, exception_text
+from valor.agents.tool_sources import FunctionTool
+from valor.agents.tools import ToolResult, exception_text
 from valor.errors import UserError
 
 _START_SECONDS = 60.0  # a command may first install its server
 
 
-class McpSource:
+def mcp_tools(
+    command: Sequence[str] | None = None, env: Mapping[str, str] | None = None, url: str | None = None
+) -> list[FunctionTool]:
     """The tools of one server. All episodes of a process share one session, which is opened again when it was lost.
 
     `command` is a program and its arguments, which speaks over its standard input and output, with `env` beside a few
     variables of ours (PATH, HOME, ...); `url` an address of streamable HTTP. UserError: not one of the two, the mcp
     package is not installed, or the server does not answer.
     """
-
-    def __init__(
-        self, command: Sequence[str] | None = None, env: Mapping[str, str] | None = None, url: str | None = None
-    ) -> None:
-        try:
-            import mcp  # noqa: F401
-        except ImportError:
-            raise UserError("tools of MCP servers need the mcp package: pip install 'valor-rl[agents]'") from None
-        if (command is None) == (url is None) or isinstance(command, str) or (env and url):
-            raise UserError("an MCP server is command: [program, arguments], with env: {...} if it needs one, or url")
-        given = tuple((name, str(value)) for name, value in (env or {}).items())
-        self._server = _server(tuple(map(str, command or ())), given, url)
-        try:
-            tools = self._server.submit(self._server.tools()).result(_START_SECONDS)
-        except Exception as error:
-            raise UserError(f"the MCP server {url or ' '.join(command or ())}: {_reason(error)}") from None
-        self.schemas: list[Schema] = [
-            {
-                "type": "function",
-                "function": {
-                    "name": tool.name,
-                    "description": tool.description or "",
-                    "parameters": tool.input_schema,
-                },
-            }
-            for tool in tools
-        ]
-
-    def of_episode(self, run: Run) -> EpisodeTools:
-        """The server's tools; it knows nothing of episodes."""
-        return _McpTools(self._server, run)
-
-
-class _McpTools(EpisodeTools):
-    def __init__(self, server: _Server, run: Run) -> None:
-        self._server, self._run = server, run
-
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        return await self._run(self._server.call, {"name": name, "arguments": dict(arguments)})
+    try:
+        import mcp  # noqa: F401
+    except ImportError:
+        raise UserError("tools of MCP servers need the mcp package: pip install 'valor-rl[agents]'") from None
+    if (command is None) == (url is None) or isinstance(command, str) or (env and url):
+        raise UserError("an MCP server is command: [program, arguments], with env: {...} if it needs one, or url")
+    given = tuple((name, str(value)) for name, value in (env or {}).items())
+    server = _server(tuple(map(str, command or ())), given, url)
+    try:
+        tools = server.submit(server.tools()).result(_START_SECONDS)
+    except Exception as error:
+        raise UserError(f"the MCP server {url or ' '.join(command or ())}: {_reason(error)}") from None
+    return [FunctionTool(partial(server.call, tool.name), _schema(tool)) for tool in tools]
 
 
 class _Server:
@@ -89,7 +66,7 @@ class _Server:
             if cursor is None:
                 return found
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+    async def call(self, name: str, /, **arguments: Any) -> ToolResult:
         """A call's result, for any loop. What goes wrong is a text, and the next call opens a new session."""
         try:
             return await asyncio.wrap_future(self.submit(self._call(name, arguments)))
@@ -136,6 +113,11 @@ def _server(command: tuple[str, ...], env: tuple[tuple[str, str], ...], url: str
     from mcp import StdioServerParameters
 
     return _Server(StdioServerParameters(command=command[0], args=list(command[1:]), env=dict(env)))
+
+
+def _schema(tool: Any) -> Schema:
+    described = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+    return {"type": "function", "function": described}
 
 
 def _is_answer(error: Exception) -> bool:

@@ -7,24 +7,32 @@ their own: each waits for its turns and for its tools, and holds up nobody else.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from itertools import count
 from threading import Condition, Thread
-from typing import Generic, TypeVar
 
 from valor.agents.episode import Episode, EpisodeKey
-from valor.rollout.base import Output, Request, RolloutEngine, SamplingParams
+from valor.agents.loops import Task
+from valor.rollout.base import Abort, Output, Request, RolloutEngine, SamplingParams
 from valor.tracking.progress import report_progress
 
-T = TypeVar("T")
-Play = Callable[[T, "EpisodeRunner[T]"], Awaitable[Episode]]
+Play = Callable[[Task, "EpisodeRunner"], Awaitable[Episode]]
 Sink = Callable[[Episode], None]
 
+_LISTEN_SECONDS = 0.01  # between two questions for news, where nothing else happens
 
-class EpisodeRunner(Generic[T]):
-    """Plays an episode for each of `tasks`, and is the source of the requests that they make (`RequestSource`).
+
+class EpisodeRunner:
+    """Plays episodes, and is the source of the requests that they make (`RequestSource`).
+
+    `run` plays those of `tasks`. Where further tasks may come, `serve` plays until `pause`, as often as it is called;
+    meanwhile tools go on, and what was being generated goes on from its tokens.
 
     Args:
+        tasks: what to play an episode for.
         play: plays one task's episode.
         most: episodes under way at once.
         max_tokens: longest prompt plus response.
@@ -35,74 +43,159 @@ class EpisodeRunner(Generic[T]):
     everywhere = False
 
     def __init__(
-        self, tasks: Sequence[T], play: Play[T], *, most: int, max_tokens: int, deterministic: bool = False
+        self, tasks: Sequence[Task], play: Play, *, most: int, max_tokens: int, deterministic: bool = False
     ) -> None:
-        self._tasks, self._play, self._deterministic = tasks, play, deterministic
-        self.max_requests, self.max_tokens = min(most, len(tasks)), max_tokens
+        self._play, self._deterministic = play, deterministic
+        self.max_requests, self.max_tokens = most, max_tokens
         self._changed = Condition()
         self._asked: list[Request] = []
-        self._in_engine = self._ended = 0
-        self._over: set[tuple[int, ...]] = set()  # episodes that have ended
-        self._finished: list[Episode] = []  # and not told yet
+        self._names = count()  # of requests
+        self._in_engine: dict[str, Request] = {}
+        self._discarded: set[str] = set()  # of these, those whose episode was dropped
+        self._interrupted: set[str] = set()  # and those that go on after their abort
+        self._under_way: set[EpisodeKey] = set()  # episodes that have not ended
+        self._over: set[EpisodeKey] = set()  # and those of `run` that have
+        self._finished: list[Episode] = []  # that have, and nobody was told yet
         self._stopped: BaseException | None = None
+        self._told = 0
+        self._sink: Sink | None = None
+        self._listen: Callable[[], None] | None = None
+        self._paused = False
+        self._aborts: list[Abort] = []
+        self.idle_seconds = 0.0  # in which the engine had nothing to do
         self._loop = asyncio.new_event_loop()
+        self._thread = Thread(target=self._run_loop, name="episodes", daemon=True)
+        self._tasks = tasks
+        self._playing: dict[EpisodeKey, asyncio.Task[Episode]] = {}
 
     def run(self, engine: RolloutEngine, sink: Sink | None = None) -> list[Episode]:
         """The episodes in the order of the tasks. `sink` gets each when it has ended, in the calling thread."""
-        self._sink, self._told = sink, 0
-        thread = Thread(target=self._run_loop, name="episodes", daemon=True)
-        thread.start()
+        self._sink, self.max_requests = sink, min(self.max_requests, len(self._tasks))
+        self._closed, self._under_way = True, {task.key for task in self._tasks}
+        self._thread.start()
         try:
             engine.serve(self)
         except BaseException:
-            with suppress(RuntimeError):  # it has ended
-                self._loop.call_soon_threadsafe(lambda: self._main.cancel())
+            self._cancel()
             raise
         finally:
-            thread.join()
+            self._thread.join()
         self._tell()
         return self._episodes
 
-    def poll(self, *, wait: bool) -> Sequence[Request] | None:
+    def serve(self, engine: RolloutEngine, sink: Sink, listen: Callable[[], None]) -> None:
+        """Play what `add` brings, until `pause`. `sink` gets episodes when they have ended.
+
+        `listen` is called again and again, and may call `add`, `drop`, `pause` or change the engine's weights. All is
+        called in the calling thread.
+        """
+        self._sink, self._listen, self._closed, self._paused = sink, listen, False, False
+        if not self._thread.is_alive():
+            self._thread.start()
+        engine.serve(self)
+
+    def add(self, tasks: Sequence[Task]) -> None:
+        """Further episodes to play."""
+        with self._changed:
+            self._under_way |= {task.key for task in tasks}
+        with suppress(RuntimeError):  # an episode has failed the run, which the next poll tells
+            self._loop.call_soon_threadsafe(self._begin, tasks)
+
+    def drop(self, keys: Collection[EpisodeKey]) -> None:
+        """End these episodes; nobody is told of them."""
+        with self._changed:
+            self._under_way -= set(keys)
+            names = {name for name, one in self._in_engine.items() if _episode(one) in keys}
+            self._discarded |= names
+            self._aborts += map(Abort, names)
+            self._finished = [one for one in self._finished if one.key not in keys]
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._cancel_episodes, keys)
+
+    def interrupt(self) -> None:
+        """Have the engine begin anew with what it is generating: its keys and values are those of old weights."""
+        with self._changed:
+            self._interrupted |= self._in_engine.keys() - self._discarded
+            self._aborts = [Abort(name) for name in self._in_engine]
+
+    def pause(self) -> None:
+        """Let `serve` return as soon as the engine has given back what it is generating."""
+        self.interrupt()
+        self._paused = True
+
+    def close(self) -> None:
+        """End all episodes."""
+        self._cancel()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def poll(self, *, wait: bool) -> Sequence[Request | Abort] | None:
+        since = time.monotonic()
         while True:
             self._tell()
+            if self._listen is not None:
+                self._listen()
             with self._changed:
                 if self._stopped is not None:
                     raise self._stopped
-                if self._ended == len(self._tasks):
-                    return None
-                # A program that has ended its episode may have left a request behind, for whose answer nobody waits.
-                self._asked = [one for one in self._asked if _episode(one) not in self._over]
-                if self._ready:
-                    requests, self._asked = sorted(self._asked, key=lambda one: one.seed), []
-                    self._in_engine += len(requests)
-                    return requests
-                if not wait:
-                    return []
+                if (found := self._next()) is None or found or not wait:
+                    break
                 if not self._finished:
-                    self._changed.wait()
+                    self._changed.wait(None if self._listen is None else _LISTEN_SECONDS)
+        self.idle_seconds += time.monotonic() - since if wait else 0.0
+        return found
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, seed: EpisodeKey) -> Output:
         """One turn; for the episodes. `seed` decides its random numbers, and begins with the episode's key."""
         done: asyncio.Future[Output] = self._loop.create_future()
+        request = Request(f"{'-'.join(map(str, seed))}#{next(self._names)}", prompt_ids, params, seed)
 
         def finish(output: Output) -> None:
             with self._changed:
-                self._in_engine -= 1
+                name = request.request_id
+                discarded, interrupted = name in self._discarded, name in self._interrupted
+                del self._in_engine[name]
+                self._discarded.discard(name)
+                self._interrupted.discard(name)
+                if discarded:
+                    return
+                if interrupted and output.finish_reason == "abort":
+                    self._asked.append(replace(request, so_far=output, on_finish=finish))
+                    return
             with suppress(RuntimeError):  # the episodes have ended by an error, which the next poll raises
                 self._loop.call_soon_threadsafe(lambda: None if done.done() else done.set_result(output))
 
         with self._changed:
-            self._asked.append(Request("-".join(map(str, seed)), prompt_ids, params, seed, finish))
+            self._asked.append(replace(request, on_finish=finish))
             self._changed.notify()
         return await done
+
+    # ---- inside
+
+    def _next(self) -> Sequence[Request | Abort] | None:
+        """What `poll` answers now."""
+        aborts, self._aborts = self._aborts, []
+        if self._closed and not self._under_way:
+            return None
+        if self._paused:
+            return aborts if aborts or self._in_engine else None
+        # A program that has ended its episode may have left a request behind, for whose answer nobody waits.
+        self._asked = [one for one in self._asked if not self._is_over(_episode(one))]
+        if aborts or not self._ready:
+            return aborts
+        requests, self._asked = sorted(self._asked, key=lambda one: one.seed), []
+        self._in_engine |= {one.request_id: one for one in requests}
+        return requests
+
+    def _is_over(self, key: EpisodeKey) -> bool:
+        return key in self._over if self._closed else key not in self._under_way
 
     @property
     def _ready(self) -> bool:
         if not self._deterministic:
             return bool(self._asked)
-        under_way = min(self.max_requests, len(self._tasks) - self._ended)
-        return self._in_engine == 0 and len({_episode(one) for one in self._asked}) == under_way
+        under_way = min(self.max_requests, len(self._under_way))
+        return not self._in_engine and len({_episode(one) for one in self._asked}) == under_way
 
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -118,21 +211,38 @@ class EpisodeRunner(Generic[T]):
             self._loop.close()
 
     async def _play_all(self) -> list[Episode]:
-        places = asyncio.Semaphore(self.max_requests)
-
-        async def one(task: T) -> Episode:
-            async with places:
-                episode = await self._play(task, self)
-                with self._changed:
-                    self._ended += 1
-                    self._over.add(episode.key)
-                    self._finished.append(episode)
-                    self._changed.notify()
-                return episode
-
-        async with asyncio.TaskGroup() as group:
-            playing = [group.create_task(one(task)) for task in self._tasks]
+        self._places = asyncio.Semaphore(self.max_requests)
+        async with asyncio.TaskGroup() as self._group:
+            playing = self._begin(self._tasks)
+            if not self._closed:
+                await asyncio.Event().wait()  # until `close`
         return [task.result() for task in playing]
+
+    def _begin(self, tasks: Sequence[Task]) -> list[asyncio.Task[Episode]]:
+        playing = [self._group.create_task(self._play_one(task)) for task in tasks]
+        self._playing |= {task.key: one for task, one in zip(tasks, playing, strict=True)}
+        return playing
+
+    async def _play_one(self, task: Task) -> Episode:
+        async with self._places:
+            episode = await self._play(task, self)
+            with self._changed:
+                self._under_way.discard(task.key)
+                if self._closed:
+                    self._over.add(task.key)
+                self._finished.append(episode)
+                self._changed.notify()
+            del self._playing[task.key]
+            return episode
+
+    def _cancel_episodes(self, keys: Collection[EpisodeKey]) -> None:
+        for key in keys:
+            if (playing := self._playing.pop(key, None)) is not None:
+                playing.cancel()
+
+    def _cancel(self) -> None:
+        with suppress(RuntimeError, AttributeError):  # it has ended, or never begun
+            self._loop.call_soon_threadsafe(lambda: self._main.cancel())
 
     def _tell(self) -> None:
         with self._changed:
@@ -141,7 +251,8 @@ class EpisodeRunner(Generic[T]):
             self._told += 1
             if self._sink is not None:
                 self._sink(episode)
-            report_progress(self._told, len(self._tasks))
+            if self._closed:
+                report_progress(self._told, len(self._tasks))
 
 
 def _episode(request: Request) -> tuple[int, ...]:

@@ -11,8 +11,9 @@ from valor.agents.formats import ToolCall
 from valor.agents.loops import AgentLoop, Generate, LoopContext, Task, register_loop
 from valor.agents.search.client import SearchFailed, documents_text, open_retriever
 from valor.agents.tool_loop import call_record
-from valor.agents.tool_sources import FunctionSource, FunctionTool
-from valor.agents.tools import Toolbox, ToolLimits, ToolResult, Toolset
+from valor.agents.tool_sources import FunctionTool, function_source
+from valor.agents.tools import Toolbox, ToolResult, Toolset
+from valor.config.agent import MultiTurnConfig
 
 _ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
 # The words of Search-R1, which its models have been trained with.
@@ -47,8 +48,10 @@ class SearchLoop(AgentLoop):
         else:
             self._retriever = open_retriever(where.url, topk=where.topk, timeout=where.timeout)
         # The retriever has a time limit of its own, for each of its attempts.
-        limits = ToolLimits(tool_timeout=10 * where.timeout, max_tool_response_length=None)
-        self._toolset = Toolset([FunctionSource([FunctionTool(self._search, _SCHEMA)])], limits)
+        limits = MultiTurnConfig().model_copy(
+            update={"tool_timeout": 10 * where.timeout, "max_tool_response_length": None}
+        )
+        self._toolset = Toolset([function_source([FunctionTool(self._search, _SCHEMA)])], limits)
 
     async def run(self, task: Task, generate: Generate) -> Episode:
         play, toolbox = self.play(task, generate), self._toolset.toolbox()

@@ -10,10 +10,10 @@ import yaml
 from pydantic import ValidationError
 
 from valor.agents.builtin_tools import BUILTIN_TOOLS
-from valor.agents.mcp_tools import McpSource
-from valor.agents.tool_sources import EnvironmentSource, FunctionSource, FunctionTool, schema_of
+from valor.agents.mcp_tools import mcp_tools
+from valor.agents.tool_sources import FunctionTool, environment_source, function_source, schema_of
 from valor.agents.tools import ToolSource
-from valor.agents.verl_tools import BaseToolSource, OpenAIFunctionToolSchema, load_function_tools
+from valor.agents.verl_tools import OpenAIFunctionToolSchema, base_tool_source, load_function_tools
 from valor.errors import UserError, did_you_mean
 from valor.user_files import load_object
 
@@ -34,9 +34,9 @@ def load_sources(
     if tool_config_path is not None:
         sources += _load_tools_file(tool_config_path)
     if function_tool_path is not None:
-        sources.append(FunctionSource(load_function_tools(function_tool_path)))
+        sources.append(function_source(load_function_tools(function_tool_path)))
     if environment is not None:
-        sources.append(EnvironmentSource(load_object(environment, "rollout.multi_turn.environment")))
+        sources.append(environment_source(load_object(environment, "rollout.multi_turn.environment")))
     return sources
 
 
@@ -53,15 +53,13 @@ def _load_tools_file(path: str) -> list[ToolSource]:
         raise UserError(f"{path}: must have a list `tools:`; check {_KEY}")
     if "${" in text:
         raise UserError(f"{path}: ${{...}} is not filled in here; write the value")
-    made = [_make_tool(f"{path}: tools[{i}]", entry) for i, entry in enumerate(entries)]
+    made = [tool for i, entry in enumerate(entries) for tool in _make_tools(f"{path}: tools[{i}]", entry)]
     functions = [tool for tool in made if isinstance(tool, FunctionTool)]
-    servers = [tool for tool in made if isinstance(tool, McpSource)]
-    classes = [tool for tool in made if not isinstance(tool, FunctionTool | McpSource)]
-    return [*[FunctionSource(functions)] * bool(functions), *[BaseToolSource(classes)] * bool(classes), *servers]
+    return [function_source(functions), base_tool_source([tool for tool in made if not isinstance(tool, FunctionTool)])]
 
 
-def _make_tool(place: str, entry: Any) -> Any:
-    """A FunctionTool, if the entry is of a built-in tool, an McpSource, or an instance of its class."""
+def _make_tools(place: str, entry: Any) -> list[Any]:
+    """FunctionTools, if the entry is of a built-in tool or an MCP server, or an instance of its class."""
     if not isinstance(entry, Mapping) or not isinstance(entry.get("class_name"), str):
         raise UserError(f"{place}: has no class_name")
     for key in entry:
@@ -81,12 +79,12 @@ def _make_tool(place: str, entry: Any) -> Any:
     if name in BUILTIN_TOOLS:
         config.pop("type", None)
         function = _construct(place, name, BUILTIN_TOOLS[name], config)
-        return FunctionTool(function, schema.model_dump(exclude_unset=True) if schema else schema_of(function))
+        return [FunctionTool(function, schema.model_dump(exclude_unset=True) if schema else schema_of(function))]
     if name == "mcp":
         if schema is not None:
             raise UserError(f"{place}: an MCP server brings its own schemas: drop tool_schema")
         config.pop("type", None)
-        return _construct(place, name, McpSource, config)
+        return _construct(place, name, mcp_tools, config)
     if "." not in name:
         raise UserError(
             f"{place}: there is no built-in tool '{name}'{did_you_mean(name, BUILTIN_TOOLS)} (class_name is "
@@ -95,7 +93,7 @@ def _make_tool(place: str, entry: Any) -> Any:
     tool = _construct(place, name, load_object(name, place), {"config": config, "tool_schema": schema})
     if not all(callable(getattr(tool, method, None)) for method in ("create", "execute", "calc_reward", "release")):
         raise UserError(f"{place}: {name} is no tool: derive it from valor.agents.BaseTool")
-    return tool
+    return [tool]
 
 
 def _construct(place: str, name: str, make: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:

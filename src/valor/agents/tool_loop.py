@@ -7,11 +7,10 @@ from typing import Any
 
 from valor.agents.chat import Conversation, Message
 from valor.agents.episode import Episode, EpisodeEnd
-from valor.agents.formats import Call, ToolCall, find_format
+from valor.agents.formats import FORMATS, Call, ToolCall
 from valor.agents.loops import AgentLoop, Generate, LoopContext, Play, Task, register_loop
 from valor.agents.tool_files import load_sources
-from valor.agents.tool_sources import EnvironmentSource
-from valor.agents.tools import Toolbox, ToolLimits, ToolResult, Toolset
+from valor.agents.tools import Toolbox, ToolResult, Toolset
 
 
 @register_loop("tool_agent")
@@ -22,17 +21,10 @@ class ToolLoop(AgentLoop):
         super().__init__(context)
         multi = context.config.actor_rollout_ref.rollout.multi_turn
         sources = load_sources(multi.tool_config_path, multi.function_tool_path, multi.environment)
-        limits = ToolLimits(
-            multi.tool_timeout,
-            multi.max_tool_response_length,
-            multi.tool_response_truncate_side,
-            multi.max_parallel_calls,
-        )
-        self._toolset = Toolset(sources, limits)
-        self._parse, self._most_turns = find_format(multi.format), multi.most_turns
+        self._toolset = Toolset(sources, multi)
+        self._parse, self._most_turns = FORMATS[multi.format], multi.most_turns
         self.schemas = self._toolset.schemas
-        environments = [one for one in sources if isinstance(one, EnvironmentSource)]
-        self.grades = any(hasattr(one.environment, "get_reward") for one in environments)
+        self.grades = any(source.judges for source in sources)
 
     async def run(self, task: Task, generate: Generate) -> Episode:
         toolbox = self._toolset.toolbox()

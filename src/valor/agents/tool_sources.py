@@ -6,12 +6,13 @@ import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from transformers.utils.chat_template_utils import get_json_schema
 
 from valor.agents.formats import Schema
-from valor.agents.tools import EpisodeTools, Run, as_text, name_of
+from valor.agents.tools import EpisodeTools, Run, ToolSource, as_text, name_of
 from valor.errors import UserError
 
 _NO_TOOLS = ("reset", "get_reward", "close")
@@ -27,16 +28,10 @@ class FunctionTool:
     convert: Callable[[Any], Any] | None = None
 
 
-class FunctionSource:
+def function_source(functions: Sequence[FunctionTool | Callable[..., Any]]) -> ToolSource:
     """Functions as tools; they know nothing of episodes."""
-
-    def __init__(self, tools: Sequence[FunctionTool | Callable[..., Any]]) -> None:
-        self._tools = [t if isinstance(t, FunctionTool) else FunctionTool(t, schema_of(t)) for t in tools]
-        self.schemas: list[Schema] = [tool.schema for tool in self._tools]
-
-    def of_episode(self, run: Run) -> EpisodeTools:
-        """These functions."""
-        return _Functions({name_of(tool.schema): tool for tool in self._tools}, run)
+    tools = [one if isinstance(one, FunctionTool) else FunctionTool(one, schema_of(one)) for one in functions]
+    return ToolSource([one.schema for one in tools], partial(_Functions, {name_of(one.schema): one for one in tools}))
 
 
 class _Functions(EpisodeTools):
@@ -49,33 +44,26 @@ class _Functions(EpisodeTools):
         return tool.convert(value) if tool.convert else value
 
 
-class EnvironmentSource:
+def environment_source(environment: type) -> ToolSource:
     """A class of environments, in the shape of TRL's `environment_factory`.
 
     `__init__()` takes no arguments; `reset(**row)` begins the episode and may return a text for the policy to read;
     `get_reward() -> float` and `close()` are optional; every other public method is a tool. Methods may be coroutine
     functions; those of one instance never overlap. Raises UserError for a class of another shape.
     """
-
-    def __init__(self, environment: type) -> None:
-        self.environment, name = environment, environment.__name__
-        if not callable(getattr(environment, "reset", None)):
-            raise UserError(
-                f"environment {name} has no method reset(): it begins an episode, and takes a row's columns"
-            )
-        try:
-            inspect.signature(environment).bind()
-        except TypeError as error:
-            raise UserError(f"environment {name} must be made without arguments: {error}") from None
-        methods = inspect.getmembers(environment, inspect.isroutine)
-        tools = [method for key, method in methods if not key.startswith("_") and key not in _NO_TOOLS]
-        if not tools:
-            raise UserError(f"environment {name} has no public method beside reset(): it has no tools")
-        self.schemas: list[Schema] = [schema_of(method) for method in tools]
-
-    def of_episode(self, run: Run) -> EpisodeTools:
-        """An instance that is made when the episode begins."""
-        return _Environment(self.environment, run)
+    name = environment.__name__
+    if not callable(getattr(environment, "reset", None)):
+        raise UserError(f"environment {name} has no method reset(): it begins an episode, and takes a row's columns")
+    try:
+        inspect.signature(environment).bind()
+    except TypeError as error:
+        raise UserError(f"environment {name} must be made without arguments: {error}") from None
+    methods = inspect.getmembers(environment, inspect.isroutine)
+    tools = [method for key, method in methods if not key.startswith("_") and key not in _NO_TOOLS]
+    if not tools:
+        raise UserError(f"environment {name} has no public method beside reset(): it has no tools")
+    schemas = [schema_of(method) for method in tools]
+    return ToolSource(schemas, partial(_Environment, environment), hasattr(environment, "get_reward"))
 
 
 class _Environment(EpisodeTools):

@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple
 
 from valor.agents.formats import BadCall, Call, Schema
 from valor.agents.tool_arguments import ArgumentCheck
 from valor.agents.tool_runner import TimedOut, ToolRaised, ToolRunner
+from valor.config.agent import MultiTurnConfig
 from valor.errors import TrainingStopped, UserError, did_you_mean
 
 _log = logging.getLogger(__name__)
@@ -37,19 +38,6 @@ class ToolResult:
     error: ToolError | None = None
     seconds: float = 0.0
     metrics: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class ToolLimits:
-    """Keys of `actor_rollout_ref.rollout.multi_turn`: seconds of one call, characters of its text, calls of one turn.
-
-    A longer text loses its left side, its right side or its middle, and says so. None: any length.
-    """
-
-    tool_timeout: float = 30.0
-    max_tool_response_length: int | None = 256
-    tool_response_truncate_side: Literal["left", "right", "middle"] = "middle"
-    max_parallel_calls: int = 1
 
 
 class ToolboxError(RuntimeError):
@@ -78,23 +66,25 @@ class EpisodeTools:
         """Let go of what the episode has."""
 
 
-class ToolSource(Protocol):
-    """Tools of one origin, loaded once a process."""
+class ToolSource(NamedTuple):
+    """Tools of one origin, loaded once a process. `judges`: they give the outcome of an episode."""
 
     schemas: list[Schema]
-
-    def of_episode(self, run: Run) -> EpisodeTools:
-        """The same tools for one episode."""
-        ...
+    of_episode: Callable[[Run], EpisodeTools]
+    judges: bool = False
 
 
 class Toolset:
-    """All tools of a process. Raises UserError for two of one name, and for a schema that is not valid."""
+    """All tools of a process. Raises UserError for two of one name, and for a schema that is not valid.
+
+    `limits`: seconds of one call, characters of its text, calls of one turn. A longer text loses its left side, its
+    right side or its middle, and says so.
+    """
 
     def __init__(
-        self, sources: Sequence[ToolSource], limits: ToolLimits | None = None, runner: ToolRunner | None = None
+        self, sources: Sequence[ToolSource], limits: MultiTurnConfig | None = None, runner: ToolRunner | None = None
     ) -> None:
-        self.sources, self.limits, self.runner = sources, limits or ToolLimits(), runner or ToolRunner()
+        self.sources, self.limits, self.runner = sources, limits or MultiTurnConfig(), runner or ToolRunner()
         self.schemas = [schema for source in sources for schema in source.schemas]
         names = Counter(name_of(schema) for schema in self.schemas)
         twice = [name for name, count in names.items() if count > 1]
@@ -110,12 +100,11 @@ class Toolset:
 class Toolbox:
     """The tools of one episode. Whoever opens it closes it, also when opening raised.
 
-    `schemas` are OpenAI's, for the chat template; after `open`, those of the tools that the row selects. `counts`:
-    calls, texts that were shortened (`truncated`), parts that could not be closed (`close_failed`), and errors by kind.
+    `schemas` are OpenAI's, for the chat template; after `open`, those of the tools that the row selects.
     """
 
     def __init__(self, toolset: Toolset) -> None:
-        self.schemas, self.counts = list(toolset.schemas), Counter[str]()
+        self.schemas = list(toolset.schemas)
         self._limits, self._checks = toolset.limits, toolset.checks
         run = partial(toolset.runner.run, seconds=toolset.limits.tool_timeout)
         self._parts = [(source.of_episode(run), [*map(name_of, source.schemas)]) for source in toolset.sources]
@@ -147,9 +136,7 @@ class Toolbox:
         """
         most = self._limits.max_parallel_calls
         results = await asyncio.gather(*map(self.call, calls[:most]))
-        excess = len(calls) - most
-        if excess > 0:
-            self.counts["excess"] += excess
+        if len(calls) > most:
             results.append(_error("excess", f"only the first {most} of these calls were done"))
         return results
 
@@ -157,11 +144,7 @@ class Toolbox:
         """One call's result. Raises nothing but TrainingStopped, when too many calls hang."""
         began = time.monotonic()
         result = await self._result(call)
-        text, truncated = self._shortened(result.text)
-        self.counts.update({"calls": 1, "truncated": int(truncated)})
-        if result.error is not None:
-            self.counts[result.error] += 1
-        return replace(result, text=text, seconds=time.monotonic() - began)
+        return replace(result, text=self._shortened(result.text), seconds=time.monotonic() - began)
 
     async def rewards(self) -> float | None:
         """The sum of what the tools give for the whole episode; None when none of them ever does.
@@ -177,12 +160,11 @@ class Toolbox:
         return sum(rewards) if rewards else None
 
     async def close(self) -> None:
-        """Let go of everything; what fails is logged and counted."""
+        """Let go of everything; what fails is logged."""
         for part, _ in self._parts:
             try:
                 await part.close()
             except (TimedOut, ToolRaised) as error:
-                self.counts["close_failed"] += 1
                 _log.warning("closing %s: it %s", type(part).__name__, self._reason(error))
 
     def _check_names(self, key: str, names: Iterable[str]) -> None:
@@ -224,16 +206,15 @@ class Toolbox:
             return f"gave no answer within {self._limits.tool_timeout:g} s"
         return f"raised {exception_text(error.__cause__)}"
 
-    def _shortened(self, text: str) -> tuple[str, bool]:
-        """The text in valid Unicode and at most as long as it may be; and whether it was longer."""
+    def _shortened(self, text: str) -> str:
+        """The text in valid Unicode and at most as long as it may be."""
         most, side = self._limits.max_tool_response_length, self._limits.tool_response_truncate_side
-        too_long = most is not None and len(text) > most
-        if most is not None and too_long:
+        if most is not None and len(text) > most:
             left = {"left": 0, "right": most, "middle": most // 2}[side]
             right = {"left": most, "right": 0, "middle": most // 2}[side]
             marks = ("..." if left else "", "..." if right else "")
             text = f"{text[:left]}{marks[0]}(truncated){marks[1]}{text[len(text) - right :]}"
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").replace("\0", "\ufffd"), too_long
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").replace("\0", "\ufffd")
 
 
 def name_of(schema: Schema) -> str:

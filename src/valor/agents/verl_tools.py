@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from valor.agents.formats import Schema
 from valor.agents.tool_runner import TimedOut, ToolRaised
 from valor.agents.tool_sources import FunctionTool, schema_of
-from valor.agents.tools import EpisodeTools, Run, ToolResult, as_text, tool_kwargs
+from valor.agents.tools import EpisodeTools, Run, ToolResult, ToolSource, as_text, tool_kwargs
 from valor.errors import UserError
 from valor.user_files import load_file
 
@@ -89,18 +89,10 @@ class BaseTool:
         """Let go of an instance."""
 
 
-class BaseToolSource:
-    """Instances of BaseTool as tools."""
-
-    def __init__(self, tools: Sequence[BaseTool]) -> None:
-        self._tools = {tool.name: tool for tool in tools}
-        self.schemas: list[Schema] = [
-            tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True) for tool in tools
-        ]
-
-    def of_episode(self, run: Run) -> EpisodeTools:
-        """Instances for the tools that the row selects."""
-        return _Instances(self._tools, run)
+def base_tool_source(tools: Sequence[BaseTool]) -> ToolSource:
+    """Instances of BaseTool as tools; an episode has those that its row selects."""
+    schemas: list[Schema] = [tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True) for tool in tools]
+    return ToolSource(schemas, partial(_Instances, {tool.name: tool for tool in tools}))
 
 
 class _Instances(EpisodeTools):

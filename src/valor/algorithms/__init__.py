@@ -1,6 +1,13 @@
 """The mathematics of Valor: pure functions on tensors and floats. This list is the public interface."""
 
-from valor.algorithms import gae, group_relative, policy_gradient, reinforce, trust_regions  # noqa: F401  # they register
+from valor.algorithms import (  # noqa: F401  # they register
+    gae,
+    group_relative,
+    policy_gradient,
+    reinforce,
+    trust_regions,
+    vtrace,
+)
 from valor.algorithms.advantages import compute_advantages
 from valor.algorithms.distributions import entropy_from_logits, full_kl_from_logits, sum_pi_squared_from_logits
 from valor.algorithms.kl import AdaptiveKLController, KLController, kl_penalty, make_kl_controller, subtract_divergence

@@ -129,7 +129,7 @@ def _token_gae(
         lengths = response_mask.sum(1).clamp(min=1).double()
         decay = gamma * (1.0 - 1.0 / (adaptive_lam_alpha * lengths)).clamp(min=0.0)
     if end is not None:
-        rewards = _add_end_values(rewards, values, response_mask, *end, gamma)
+        rewards = add_end_values(rewards, values, response_mask, *end, gamma)
     one_lambda = adaptive_lam_alpha is None and lam_actor == lam_critic
     # Where nothing decays, Σ δ is Σ r − V whatever lies between: no token needs to move.
     telescopes = one_lambda and gamma == lam_actor == 1.0 and end is None and zero_masked
@@ -213,7 +213,7 @@ def _gae_inside_turns(
     return advantages, returns.add_(zeroed(values, turns.mask))
 
 
-def _add_end_values(
+def add_end_values(
     rewards: Tensor, values: Tensor, response_mask: Tensor, cut_off: Tensor, end_values: Tensor | None, gamma: float
 ) -> Tensor:
     """Rewards plus γ V(end) at the last policy token of rows that were cut off; V(end): that token's value if None."""

@@ -12,7 +12,8 @@ def off_policy_metrics(log_probs: Tensor, rollout_log_probs: Tensor, response_ma
     """Perplexities of both policies on the sampled responses, and the divergence between them; inputs [B, T].
 
     *_ppl: mean over sequences of e^(−mean log-prob); kl: mean of −x; k3_kl: mean of e^x − 1 − x; chi2_token: mean
-    ρ² − 1; chi2_seq: mean over sequences of e^(2Σx) − 1; x = log π_train − log π_rollout, |x| and |Σx| ≤ 20.
+    ρ² − 1; chi2_seq: mean over sequences of e^(2Σx) − 1; eff_sample_size: share of tokens (mean ρ)² / mean ρ²;
+    x = log π_train − log π_rollout, ρ = e^x, |x| and |Σx| ≤ 20.
     """
     rows = response_mask.bool().any(-1)
     if not bool(rows.any()):
@@ -37,6 +38,7 @@ def off_policy_metrics(log_probs: Tensor, rollout_log_probs: Tensor, response_ma
         "k3_kl": masked_mean(x.exp() - 1.0 - x, response_mask),
         "chi2_token": masked_mean((2.0 * x).exp(), response_mask) - 1.0,
         "chi2_seq": (2.0 * sequence).exp().mean() - 1.0,
+        "eff_sample_size": masked_mean(x.exp(), response_mask).square() / masked_mean((2.0 * x).exp(), response_mask),
     }
     return {key: value.item() for key, value in numbers.items()}
 

@@ -70,6 +70,7 @@ def policy_loss(
     sequence_lengths: Tensor | None = None,
     rollout_is_weights: Tensor | None = None,
     turn_ids: Tensor | None = None,
+    sequence_log_ratio: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Metrics]:
     """The loss `name` (a scalar with gradient to log_probs) and its metrics (detached scalars); inputs [B, T].
@@ -80,6 +81,8 @@ def policy_loss(
     sequence_lengths [B]: policy tokens of the sequence, where it has several rows and num_sequences counts sequences.
     rollout_is_weights [B, T]: importance weights of the rollout correction, multiplied onto each token's loss.
     turn_ids [B, T]: number of each policy token's turn, rising along a row; for losses that name it.
+    sequence_log_ratio [B]: mean of log π/π_old over the policy tokens of the sequence, where it has several rows; for
+        losses that name it.
     clip_ratio_*: reach those losses that clip; further options are the loss's own, an unknown one is a UserError.
     A loss that fixes its aggregation (`Capability.aggregation`) uses that in place of the default token-mean.
     """
@@ -104,6 +107,7 @@ def policy_loss(
     common = {
         "inputs": inputs,
         "turn_ids": turn_ids,
+        "sequence_log_ratio": sequence_log_ratio,
         "clip_ratio_low": clip_ratio_low,
         "clip_ratio_high": clip_ratio_high,
         "clip_ratio_c": clip_ratio_c,

@@ -1,15 +1,16 @@
-"""Named algorithms: what is registered, what each needs, and which options it takes."""
+"""Things by name, and named algorithms: what is registered, what each needs, and which options it takes."""
 
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar, cast
 
 from valor.errors import UserError, did_you_mean
 from valor.user_files import load_file
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Thing = TypeVar("Thing")
 
 
 def choose(name: str, known: Iterable[str], what: str) -> str:
@@ -17,8 +18,32 @@ def choose(name: str, known: Iterable[str], what: str) -> str:
     names = list(known)
     if name in names:
         return name
-    hint = did_you_mean(str(name), names, cutoff=0.5) or f"; known: {', '.join(names)}"
-    raise UserError(f"unknown {what} '{name}'{hint}")
+    raise _unknown(name, names, what)
+
+
+def _unknown(name: str, known: Collection[str], what: str) -> UserError:
+    hint = did_you_mean(str(name), known, cutoff=0.5) or f"; known: {', '.join(known)}"
+    return UserError(f"unknown {what} '{name}'{hint}")
+
+
+class Named(dict[str, Thing]):
+    """Things of one `kind` by their names; to look up a name that is not there is a UserError."""
+
+    def __init__(self, kind: str, things: Mapping[str, Thing] | None = None) -> None:
+        super().__init__(things or {})
+        self.kind = kind
+
+    def __missing__(self, name: str) -> NoReturn:
+        raise _unknown(name, self, self.kind)
+
+    def register(self, name: str) -> Callable[[Function], Function]:
+        """Decorator that adds a function or a class under `name`, in place of another one of that name."""
+
+        def add(function: Function) -> Function:
+            self[name] = cast(Thing, function)
+            return function
+
+        return add
 
 
 @dataclass(frozen=True)
@@ -29,7 +54,8 @@ class Capability:
     needs_critic: token values. min_group_size: samples of one prompt.
     needs_greedy_baseline: the reward of a greedy response per prompt. needs_components: named reward components.
     needs_sum_pi_squared: Σ_v π(v)² per position from the actor. natural_loss: the policy loss its paper pairs it with.
-    aggregation: the loss_agg_mode that is part of a policy loss's definition (None: any).
+    aggregation: the loss_agg_mode that is part of a policy loss's definition (None: any). one_row: a policy loss that
+        has to see a whole sequence at once; episodes of several rows are refused.
     """
 
     summary: str = ""
@@ -41,6 +67,7 @@ class Capability:
     needs_sum_pi_squared: bool = False
     natural_loss: str = "ppo"
     aggregation: str | None = None
+    one_row: bool = False
 
     def given(self) -> list[tuple[str, Any]]:
         """The fields after summary and paper that are not at their default."""
@@ -91,24 +118,15 @@ class Entry:
         return self.function(**wanted, **options)
 
 
-class Registry:
-    """Names to functions of one kind, which register themselves: ours and users' by the same decorator."""
+class Registry(Named[Entry]):
+    """Algorithms of one kind, which register themselves: ours and users' by the same decorator."""
 
     all: ClassVar[list["Registry"]] = []
 
     def __init__(self, kind: str, *common: str) -> None:
-        self.kind, self.common = kind, frozenset(common)
-        self._entries: dict[str, Entry] = {}
+        super().__init__(kind)
+        self.common = frozenset(common)
         Registry.all.append(self)
-
-    def __getitem__(self, name: str) -> Entry:
-        return self._entries[choose(name, self._entries, self.kind)]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._entries
-
-    def names(self) -> list[str]:
-        return list(self._entries)
 
     def register(self, name: str, **capability: Any) -> Callable[[Function], Function]:
         """Decorator that adds a function under `name`; keywords are fields of `Capability`.
@@ -118,10 +136,10 @@ class Registry:
         """
 
         def add(function: Function) -> Function:
-            present = self._entries.get(name)
+            present = self.get(name)
             if present is not None and _origin(present.function) != _origin(function):
                 raise UserError(f"{self.kind} '{name}' is already registered; choose another name")
-            self._entries[name] = Entry(name, function, Capability(**capability), self.common)
+            self[name] = Entry(name, function, Capability(**capability), self.common)
             return function
 
         return add
@@ -138,7 +156,9 @@ ADVANTAGES = Registry(
     "advantage estimator", "rewards", "response_mask", "values", "group_ids", "reward_baselines", "gamma", "lam"
 )
 # `inputs` is a `valor.algorithms.ppo.LossInputs`; its `aggregate` and `fraction` make the (loss, metrics) to return.
-POLICY_LOSSES = Registry("policy loss", "inputs", "turn_ids", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+POLICY_LOSSES = Registry(
+    "policy loss", "inputs", "turn_ids", "sequence_log_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"
+)
 # A value loss returns three [B, T] tensors: loss, 1 where a clip binds, predicted value.
 VALUE_LOSSES = Registry("value loss", "values", "returns", "old_values", "cliprange_value")
 
@@ -161,8 +181,7 @@ def describe_algorithms() -> str:
     lines: list[str] = []
     for registry in Registry.all:
         lines += ["", registry.kind] if lines else [registry.kind]
-        for name in registry.names():
-            entry = registry[name]
+        for name, entry in registry.items():
             about = entry.capability.summary or (inspect.getdoc(entry.function) or "").partition("\n\n")[0]
             needs = ", ".join(f"{key}={value}" for key, value in entry.capability.given())
             head, indent = f"  {name:<30} ", " " * 33

@@ -16,7 +16,7 @@ from valor.algorithms.reductions import keep_masked, masked_mean, masked_sum
 from valor.algorithms.registry import choose
 from valor.errors import UserError
 
-ROLLOUT_IS: tuple[str, ...] = ("token", "sequence")
+ROLLOUT_IS: tuple[str, ...] = ("token", "prefix", "sequence")
 ROLLOUT_RS: tuple[str, ...] = (
     *(f"token_{kind}" for kind in ("k1", "k2", "k3")),
     *(f"seq_sum_{kind}" for kind in ("k1", "k2", "k3")),
@@ -70,14 +70,18 @@ def rollout_correction(
 def importance_weights(
     log_ratio: Tensor, response_mask: Tensor, level: str, threshold: Threshold, *, batch_normalize: bool = False
 ) -> tuple[Tensor, dict[str, float]]:
-    """w = e^x per token, or e^Σx for all tokens of the sequence; |exponent| ≤ 20; [B, T], 0 at masked positions.
+    """w = e^x per token, e^Σx over the tokens up to it (prefix), or over all of the sequence for each of its tokens;
+    |exponent| ≤ 20; [B, T], 0 at masked positions.
 
     threshold: a number truncates from above (TIS); "lo_hi" sets weights outside of [lo, hi] to 0 (IcePop).
-    batch_normalize: divides by the mean over tokens (token) or over sequences (sequence).
+    batch_normalize: divides by the mean over tokens (token) or over sequences (prefix, sequence).
     """
     choose(level, ROLLOUT_IS, "rollout_is")
     low, high = parse_bounds(threshold, "rollout_is_threshold")
-    exponent = log_ratio if level == "token" else masked_sum(log_ratio, response_mask, -1).unsqueeze(1)
+    if level == "prefix":
+        exponent = log_ratio.cumsum(1)
+    else:
+        exponent = log_ratio if level == "token" else masked_sum(log_ratio, response_mask, -1).unsqueeze(1)
     raw = keep_masked(exponent.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp().expand_as(log_ratio), response_mask)
     if low is None:
         weights = raw.clamp(max=high)

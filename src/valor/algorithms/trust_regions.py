@@ -11,16 +11,23 @@ from valor.errors import UserError
 
 
 @register_policy_loss("gspo", aggregation="seq-mean-token-mean")
-def gspo(inputs: LossInputs, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2) -> tuple[Tensor, Metrics]:
+def gspo(
+    inputs: LossInputs,
+    *,
+    sequence_log_ratio: Tensor | None = None,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+) -> tuple[Tensor, Metrics]:
     """PPO's clip on s_i = exp(mean_t log π/π_old), whose gradient reaches each token as through that token alone:
     log s_it = log π_t − sg(log π_t) + sg(log s_i), at most 10 (GSPO, https://arxiv.org/abs/2507.18071).
 
-    Aggregated as seq-mean-token-mean. Its authors clip at 3e-4 and 4e-4, far below PPO's 0.2.
+    sequence_log_ratio [B]: log s_i of sequences that have several rows. Aggregated as seq-mean-token-mean. Its authors
+    clip at 3e-4 and 4e-4, far below PPO's 0.2.
     Metrics: pg_clipfrac, ppo_kl.
     """
-    log_ratio = inputs.log_ratio(bound=None)
-    sequence = masked_mean(log_ratio.detach(), inputs.response_mask, dim=-1).unsqueeze(-1)
-    return _clipped_together(inputs, sequence, clip_ratio_low, clip_ratio_high)
+    if sequence_log_ratio is None:
+        sequence_log_ratio = masked_mean(inputs.log_ratio(bound=None).detach(), inputs.response_mask, dim=-1)
+    return _clipped_together(inputs, sequence_log_ratio.unsqueeze(-1), clip_ratio_low, clip_ratio_high)
 
 
 @register_policy_loss("turn_ppo", aggregation="seq-mean-token-mean")
@@ -48,7 +55,7 @@ def _clipped_together(inputs: LossInputs, log_ratio_of_all: Tensor, low: float, 
     return inputs.aggregate(torch.maximum(unclipped, clipped)), metrics
 
 
-@register_policy_loss("geo_mean", aggregation="seq-mean-token-mean")
+@register_policy_loss("geo_mean", aggregation="seq-mean-token-mean", one_row=True)
 def geo_mean(
     inputs: LossInputs, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2
 ) -> tuple[Tensor, Metrics]:

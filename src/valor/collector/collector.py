@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from valor import algorithms
-from valor.agents.episode import last_rows, place_rewards
-from valor.agents.metrics import episode_metrics
+from valor.agents.episode import episode_metrics, last_rows, place_rewards
+from valor.collector.ahead import SamplesAhead
 from valor.collector.dynamic_sampling import check_limit, informative_rows
-from valor.collector.episode_files import EpisodeFiles
-from valor.collector.freshness import WeightPublisher
+from valor.collector.generation import Generation
 from valor.collector.grading import Grading
 from valor.collector.inputs import RunInputs
 from valor.collector.prompts import PROMPT_OBJECTS, prompt_batch, sampling_params
+from valor.collector.supply import BatchesAhead, Supply
 from valor.config import PPOConfig
 from valor.controller.group import Roles
 from valor.data.batch import Batch
 from valor.data.episodes import Episodes
 from valor.data.prompts import PromptRow
-from valor.errors import WorkersReplaced
 from valor.rewards.executor import RewardResult
 from valor.rewards.manager import summarize
-from valor.rollout.base import SamplingParams
 from valor.tracking.metrics import Timer
 from valor.tracking.progress import phase
 
@@ -37,19 +38,44 @@ class Collector:
         self.config, self.inputs, self.roles, self._say = config, inputs, roles, say
         self.rollout = config.actor_rollout_ref.rollout
         self.grading = Grading(config, inputs, roles)
-        self._weights = WeightPublisher(roles)
-        self._episodes = EpisodeFiles(config, inputs.agents)
+        self.generation = Generation(config, inputs, roles, say)
+        self.supply = self._make_supply()
         estimator = algorithms.ADVANTAGES[config.algorithm.adv_estimator]
         self._greedy_baseline = estimator.capability.needs_greedy_baseline
 
-    def next_batch(self, step: int, timer: Timer) -> tuple[Batch, dict[str, float]]:
+    def _make_supply(self) -> Supply | None:
+        """Where generation runs ahead of training, its samples."""
+        v1, total_steps = self.config.trainer.v1, self.inputs.total_steps
+        if not v1.runs_ahead:
+            return None
+        if v1.by_batches:
+            age = v1.sampler.max_off_policy_threshold
+            return BatchesAhead(self.generation, self.grading, total_steps, age=age)
+        return SamplesAhead(self.generation, self.grading, total_steps)
+
+    def save(self, folder: Path, step: int) -> None:
+        """What has to be there for a run that goes on after `step`."""
+        if self.supply is not None:
+            self.supply.save(folder, step)
+
+    def load(self, folder: Path) -> None:
+        """Go on from what `save` wrote."""
+        if self.supply is not None and folder.is_dir():
+            self.supply.load(folder)
+
+    def close(self) -> None:
+        """End what runs ahead."""
+        if self.supply is not None:
+            self.supply.close()
+
+    def next_batch(self, step: int, timer: Timer) -> tuple[Batch, dict[str, Any]]:
         """`data.train_batch_size` prompts with `rollout.n` scored responses each, the samples of a prompt together.
 
         With dynamic sampling (`algorithm.filter_groups`, DAPO) prompts whose samples all agree are dropped and further
         ones are drawn until there are enough; surplus ones are left out. `reward/*` are about everything generated.
         """
         filtering, wanted = self.config.algorithm.filter_groups.enable, self.config.data.train_batch_size
-        self._episodes.begin(str(step))
+        self.generation.files.begin(str(step))
         kept: list[Batch] = []
         results: list[RewardResult] = []
         sources: list[str] = []
@@ -57,13 +83,17 @@ class Collector:
         while found < wanted:
             if rounds:
                 self._say(check_limit(step, rounds, found, self.config))
-            rows = [self.inputs.train[i] for i in self.inputs.sampler.next_batch()]
-            batch, graded = self._answer_and_grade(rows, step, first=len(results) // self.rollout.n, timer=timer)
+            if self.supply is not None:
+                batch, graded = self._graded(self.supply.take(wanted - found, step, timer), timer)
+            else:
+                rows = [self.inputs.train[i] for i in self.inputs.sampler.next_batch()]
+                batch, graded = self._answer_and_grade(rows, step, first=len(results) // self.rollout.n, timer=timer)
             rounds += 1
             results += graded
             sources += last_rows(batch).objects["data_source"]
             kept.append(informative_rows(batch, graded, self._outcomes(graded), self.config) if filtering else batch)
             found = sum(len(Episodes(one).rows) for one in kept) // self.rollout.n
+        metrics: dict[str, Any]
         metrics, line = summarize(sources, results)
         self._say(line)
         if self.inputs.reward_texts is not None:
@@ -86,12 +116,19 @@ class Collector:
         if self._greedy_baseline:
             with timer("gen_baseline"):
                 batch["reward_baselines"] = self._greedy_rewards(batch)
-        self.roles["rollout"].sleep()
+        if self.supply is not None:
+            metrics |= self.supply.metrics(batch)
+        if self.supply is None or not self.config.rollout_apart:
+            self.roles["rollout"].sleep()
         return batch, metrics
 
     def validation_batch(self, step: int) -> tuple[Batch, list[RewardResult]]:
         """Responses to the whole validation set after `step`, and their grades (without penalties for length)."""
-        self._episodes.begin(f"val_{step}")
+        with nullcontext() if self.supply is None else self.supply.standing():
+            return self._validation_batch(step)
+
+    def _validation_batch(self, step: int) -> tuple[Batch, list[RewardResult]]:
+        self.generation.files.begin(f"val_{step}")
         parts: list[Batch] = []
         first = 0
         for rows in self.inputs.validation_chunks():
@@ -105,7 +142,7 @@ class Collector:
             first += len(rows)
             with phase("validation", len(prompts), unit="sample"):
                 sink = self.grading.sink(prompts, validation=True)
-                parts.append(self.answer(prompts, sampling_params(self.config, validation=True), sink=sink))
+                parts.append(self.generation.answer(prompts, sampling_params(self.config, validation=True), sink=sink))
         batch = Batch.concat(parts)
         ends = last_rows(batch)
         with phase("reward", len(ends), unit="sample"):
@@ -120,36 +157,6 @@ class Collector:
         parts = [self._answer_and_grade(rows[i : i + at_once], step, first=i, timer=Timer())[0] for i in starts]
         return Batch.concat(parts)
 
-    def answer(
-        self,
-        prompts: Batch,
-        params: SamplingParams,
-        *,
-        sink: Callable[..., None] | None = None,
-        timer: Timer | None = None,
-    ) -> Batch:
-        """The prompts with one response each, as ids and as text, by the actor's present weights.
-
-        `sink` gets each episode as soon as it has ended.
-        """
-        timer = timer or Timer()
-        objects = PROMPT_OBJECTS if self.config.plays_episodes else ("uid",)
-        columns = prompts.select(("prompts", "prompt_lengths", "episode_key", *objects))
-        columns = columns.union(self._episodes.recorded(prompts, params))
-        try:
-            with timer("update_weights"):
-                self._weights.publish()
-            with timer("gen"):
-                rows = self.roles["rollout"].generate(columns, params, sink=sink)
-                self._episodes.write(rows)
-                if "episode" in rows:  # of one prompt several may have come
-                    prompts = prompts.take(rows["episode"])
-                    rows["episode"] = prompts["episode_key"][:, 2]
-                return self.inputs.with_text(prompts.union(rows))
-        except WorkersReplaced as replaced:
-            self._say(str(replaced))
-            return self.answer(prompts, params, sink=sink, timer=timer)
-
     def scores(self, batch: Batch) -> Tensor:
         """What the responses of a batch are worth in training, [B]."""
         return self._outcomes(self.grading.training(batch))
@@ -163,7 +170,11 @@ class Collector:
         )
         with phase("rollout", len(prompts), unit="sample"):
             sink = self.grading.sink(prompts)
-            batch = self.answer(prompts, sampling_params(self.config), sink=sink, timer=timer)
+            batch = self.generation.answer(prompts, sampling_params(self.config), sink=sink, timer=timer)
+        return self._graded(batch, timer)
+
+    def _graded(self, batch: Batch, timer: Timer) -> tuple[Batch, list[RewardResult]]:
+        """The batch with its scores."""
         with timer("reward"), phase("reward", len(batch), unit="sample"):
             results = self.grading.training(batch)
         _add_reward_info(batch, results)
@@ -176,10 +187,11 @@ class Collector:
         n = self.rollout.n
         prompts = batch.select(("prompts", "prompt_lengths", "episode_key", *PROMPT_OBJECTS))
         params = replace(sampling_params(self.config), temperature=0.0)
+        self.generation.files.begin(f"greedy_{batch.meta['global_step']}")
         rows = Episodes(batch).rows
         prompts = prompts.take([one[0] for one in rows[::n]])
         with phase("greedy baseline", len(prompts), unit="sample"):
-            greedy = self.answer(prompts, params, sink=self.grading.sink(prompts))
+            greedy = self.generation.answer(prompts, params, sink=self.grading.sink(prompts))
         scores = self.scores(greedy).repeat_interleave(n)
         return scores.repeat_interleave(torch.tensor([len(one) for one in rows]))
 

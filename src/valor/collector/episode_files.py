@@ -1,16 +1,17 @@
-"""Episodes of a run as files: `N.jsonl` holds those of step N, `val_N.jsonl` those of the validation after it."""
+"""Episodes of a run as files: `N.jsonl` holds those of step N, `val_N.jsonl` those of the validation after it, and
+`greedy_N.jsonl` those of a greedy baseline."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from valor.agents.agents import TOOLS_FILE, Agents
+from valor.agents.episode import episode_rows
+from valor.agents.record import Record, as_json, episode_records, recorded_episode
 from valor.config import PPOConfig
 from valor.data.batch import Batch
 from valor.errors import UserError
-from valor.rollout.base import SamplingParams
 from valor.tracking.rundir import write_atomically
 
 _KEY = "actor_rollout_ref.rollout.agent.replay_dir"
@@ -26,7 +27,7 @@ class EpisodeFiles:
         self._agents = agents
         self._lines: list[str] = []
         self._file: str | None = None
-        self._recorded: dict[tuple[Any, ...], Any] = {}
+        self._recorded: dict[tuple[int, ...], Record] = {}
 
     def begin(self, name: str) -> None:
         """What is played from now on belongs to the file `name`. UserError: there is none to replay."""
@@ -36,32 +37,37 @@ class EpisodeFiles:
         if self._replayed is not None:
             self._recorded = _read(self._replayed / self._file)
 
-    def recorded(self, prompts: Batch, params: SamplingParams) -> Batch:
-        """A column `recorded` for prompts that are to be replayed, else nothing. UserError: an episode is missing."""
-        if self._replayed is None or self._file is None:
-            return Batch()
-        keys = [(*key, params.temperature) for key in prompts["episode_key"].tolist()]
-        missing = [key for key in keys if key not in self._recorded]
-        if missing:
-            seed, step, sample, _ = missing[0]
-            where = self._replayed / self._file
-            raise UserError(f"{_KEY}: {where} has no episode {sample} of step {step} with trainer.seed={seed}")
-        return Batch({}, {"recorded": [self._recorded[key] for key in keys]})
+    def replayed(self, prompts: Batch) -> Batch | None:
+        """The rows of the recorded episodes of these prompts, where there are to be such.
 
-    def write(self, rows: Batch) -> None:
-        """Take the records of episodes out of their rows, and add them to the file."""
-        records = rows.objects.pop("episode_record", ())
-        if self._written is not None and self._file is not None:
-            kept = (record for record in records if record is not None)
-            self._lines += (json.dumps(record, default=str, ensure_ascii=False) + "\n" for record in kept)
+        UserError: an episode is missing, or had another prompt.
+        """
+        if self._replayed is None or self._file is None:
+            return None
+        episodes, where = [], f"{_KEY}: {self._replayed / self._file} has"
+        for key, messages in zip(prompts["episode_key"].tolist(), prompts.objects["messages"], strict=True):
+            seed, step, sample = key
+            record = self._recorded.get(tuple(key))
+            if record is None:
+                raise UserError(f"{where} no episode {sample} of step {step} with trainer.seed={seed}")
+            if record["messages"] != as_json(messages):
+                raise UserError(f"{where} another prompt for episode {sample} of step {step}: give the same data")
+            episodes.append(recorded_episode(record))
+        return episode_rows(episodes)
+
+    def write(self, prompts: Batch, rows: Batch) -> None:
+        """Add the episodes of these prompts to the file."""
+        if self._written is not None and self._file is not None and self._agents is not None:
+            records = episode_records(prompts, rows, self._agents.chat)
+            self._lines += (json.dumps(record, default=str, ensure_ascii=False) + "\n" for record in records)
             write_atomically(self._written / self._file, "".join(self._lines))
 
 
-def _read(path: Path) -> dict[tuple[Any, ...], Any]:
-    """Records by key and temperature: a greedy baseline has the keys of the samples."""
+def _read(path: Path) -> dict[tuple[int, ...], Record]:
+    """Records by key."""
     try:
         records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        return {(*record["key"], record["temperature"]): record for record in records}
+        return {tuple(record["key"]): record for record in records}
     except OSError as error:
         raise UserError(f"{_KEY}: '{path}': {error.strerror}: it is written under trainer.episode_data_dir") from None
     except (ValueError, KeyError, TypeError) as error:

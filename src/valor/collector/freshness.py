@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
 from valor.controller.group import Pools, Roles
 from valor.errors import TrainingStopped
 
 
 class WeightPublisher:
     """Gives the rollout the actor's weights when it has others: by a call where it is beside the actor, else by a
-    transfer between their pools."""
+    transfer between their pools.
+
+    versions: those that the rollout was given, ascending (of asynchronous runs alone).
+    """
 
     def __init__(self, roles: Roles) -> None:
         self._roles = roles
         self._address: tuple[str, int] | None = None
         self._replacements = 0  # of the rollout's processes, when the channel was opened
+        self.versions: list[int] = []
 
     def publish(self) -> None:
         """After it, `generate` uses the actor's present weights, unless its engine keeps its own on purpose.
@@ -23,18 +33,55 @@ class WeightPublisher:
         roles = self._roles
         actor, rollout = roles["actor"], roles["rollout"]
         version = actor.version()
+        self._note(version)
         if not rollout.needs_weights(version):
             return
         if not isinstance(roles, Pools) or roles.placement.pool_of("rollout") == roles.placement.pool_of("actor"):
             rollout.update_weights()
             return
-        replacements = roles.num_replacements("rollout")
-        if self._address is None or self._replacements != replacements:  # new processes know no old channel
-            self._address, self._replacements = actor.open_channel(), replacements
-        receivers = roles.placement.pools[roles.placement.pool_of("rollout")].world_size
+        address, receivers = self._channel(roles)
         sent = roles.submit("actor", actor.send_weights, receivers)
-        received = roles.submit("rollout", rollout.receive_weights, self._address, version)
+        received = roles.submit("rollout", rollout.receive_weights, address, version)
         errors = received.exception(), sent.exception()
         deaths = [error for error in errors if isinstance(error, TrainingStopped)]
         if error := next(iter(deaths), errors[0] or errors[1]):  # who is left complains of the one that died
             raise error
+
+    def publish_beside(self, tell: Callable[[tuple[str, int], int], None]) -> None:
+        """The same while the rollout generates: `tell(address, version)` has it take the weights between two tokens."""
+        roles = self._roles
+        assert isinstance(roles, Pools), "generation has a pool of its own"
+        actor = roles["actor"]
+        version = actor.version()
+        if self.versions and self.versions[-1] == version:
+            return
+        address, receivers = self._channel(roles)
+        tell(address, version)
+        roles.submit("actor", actor.send_weights, receivers).result()
+        self._note(version)
+
+    @property
+    def version(self) -> int:
+        """Number of the newest transfer, from 0; ages are differences of such numbers."""
+        return len(self.versions) - 1
+
+    def number(self, weights_version: int) -> int:
+        """Number of the transfer that brought the weights after so many updates."""
+        return max(0, bisect_right(self.versions, weights_version) - 1)
+
+    def ages(self, weights_versions: Tensor) -> Tensor:
+        """Of tokens that weights of these versions have sampled, the age in transfers."""
+        known = torch.tensor(self.versions)
+        return self.version - (torch.searchsorted(known, weights_versions, right=True) - 1).clamp(min=0)
+
+    def _note(self, version: int) -> None:
+        if not self.versions or self.versions[-1] != version:
+            self.versions.append(version)
+
+    def _channel(self, roles: Pools) -> tuple[tuple[str, int], int]:
+        """Where sender and receivers meet, and how many receivers there are."""
+        replacements = roles.num_replacements("rollout")
+        if self._address is None or self._replacements != replacements:  # new processes know no old channel
+            self._address, self._replacements = roles["actor"].open_channel(), replacements
+        assert self._address is not None
+        return self._address, roles.placement.pools[roles.placement.pool_of("rollout")].world_size

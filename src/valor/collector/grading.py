@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from threading import Lock
 
 from valor import algorithms
 from valor.agents.episode import Episode, EpisodeKey, last_rows, turn_rewards
@@ -59,6 +60,23 @@ class Grading:
                 self._early[episode.key] = text, self.inputs.rewards.submit_all([sample])[0]
 
         return grade
+
+    def when_graded(self, keys: Sequence[EpisodeKey], then: Callable[[], None]) -> None:
+        """Call `then`, in any thread, when no grader is at work on these episodes."""
+        pending = {self._early[key][1] for key in keys if key in self._early}
+        lock = Lock()
+
+        def ended(future: Future[RewardResult]) -> None:
+            with lock:
+                pending.discard(future)
+                last = not pending
+            if last:
+                then()
+
+        if not pending:
+            then()
+        for future in list(pending):
+            future.add_done_callback(ended)
 
     def training(self, batch: Batch) -> list[RewardResult]:
         """What the episodes of a batch are worth in training, in order.

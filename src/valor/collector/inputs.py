@@ -85,12 +85,16 @@ class RunInputs:
         model, data = config.actor_rollout_ref.model, config.data
         described = load_model_config(model).get_text_config()
         positions = getattr(described, "max_position_embeddings", None)
-        longest = data.max_prompt_length + data.max_response_length
-        if positions is not None and longest > positions:
-            raise UserError(
-                f"data.max_prompt_length + data.max_response_length is {longest} tokens, and the model '{model.path}' "
-                f"has {positions} positions: lower them, or take a model that reads longer texts"
-            )
+        whole = data.max_prompt_length + data.max_response_length
+        lengths = {"data.max_prompt_length + data.max_response_length": whole}
+        if self.agents is not None:  # its rows may be that long
+            lengths["actor_rollout_ref.rollout.max_model_len"] = config.actor_rollout_ref.rollout.max_model_len
+        for key, longest in lengths.items():
+            if positions is not None and longest > positions:
+                raise UserError(
+                    f"{key} is {longest} tokens, and the model '{model.path}' has {positions} positions: set it lower, "
+                    "or take a model that reads longer texts"
+                )
         size = int(described.vocab_size)
         largest = max(self.eos_token_ids, default=0)
         if len(self.tokenizer) > size:

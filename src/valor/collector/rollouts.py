@@ -1,7 +1,8 @@
 """Scored responses as a thing of their own: drawn from the policy for a critic to learn from or to be judged on,
 written to a file, read back.
 
-A batch of rollouts has prompts, responses, their lengths and mask, `scores` [B], and the objects of `OBJECTS`.
+A batch of rollouts has prompts, responses, their lengths and mask, `scores` [B], and the objects of `OBJECTS`; and
+`episode` where rollouts may have several rows, each with the score of the whole.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from valor.config import PPOConfig
 from valor.controller.placement import ResourcePool
 from valor.controller.start import start_group
 from valor.data.batch import Batch, pad_rows
+from valor.data.episodes import Episodes
 from valor.data.files import read_records
 from valor.data.prompts import PromptRow, render, token_ids
 from valor.errors import UserError
@@ -54,8 +57,9 @@ def policy_group(
 def draw_rollouts(collector: Collector, rows: Sequence[PromptRow], stream: int, at_once: int | None) -> Batch:
     """`rollout.n` responses to each of `rows`, drawn and scored as in training, `at_once` prompts at a time."""
     batch = collector.responses(rows, stream, at_once or len(rows))
-    batch["scores"] = batch["token_level_scores"].sum(-1)
-    return batch.select(_COLUMNS)
+    episodes = Episodes(batch)
+    batch["scores"] = episodes.spread(episodes.sums(batch["token_level_scores"]))
+    return batch.select([*_COLUMNS, *(["episode"] if "episode" in batch else [])])
 
 
 def correct(batch: Batch) -> Tensor:
@@ -66,24 +70,29 @@ def correct(batch: Batch) -> Tensor:
 
 def outcomes(batch: Batch, gamma: float) -> Tensor:
     """Return [B, T] of every state: γ^(policy tokens that follow) times the score, the λ = 1 return."""
-    mask = batch["response_mask"]
+    episodes = Episodes(batch)
+    mask = episodes.join(batch["response_mask"])
     _, returns = algorithms.compute_advantages(
         "gae",
-        rewards=algorithms.place_at_end(batch["scores"], mask),
+        rewards=algorithms.place_at_end(batch["scores"][[rows[-1] for rows in episodes.rows]], mask),
         response_mask=mask,
         values=torch.zeros_like(mask),
         gamma=gamma,
         lam=1.0,
         whitening="none",
     )
-    return returns
+    return episodes.part(returns)
 
 
 def same_prompt(batch: Batch) -> list[int]:
-    """Number of each row's prompt, in order of appearance: rows with the same prompt tokens share it."""
+    """Number of each row's prompt, in order of appearance: rollouts with the same prompt tokens share it."""
     seen: dict[tuple[int, ...], int] = {}
-    rows = zip(batch["prompts"].tolist(), batch["prompt_lengths"].tolist(), strict=True)
-    return [seen.setdefault(tuple(row[:n]), len(seen)) for row, n in rows]
+    prompts = list(zip(batch["prompts"].tolist(), batch["prompt_lengths"].tolist(), strict=True))
+    found: list[int] = []
+    for rows in Episodes(batch).rows:
+        prompt, length = prompts[rows[0]]
+        found += [seen.setdefault(tuple(prompt[:length]), len(seen))] * len(rows)
+    return found
 
 
 def rollout_records(batch: Batch, scores: Sequence[float], step: int, tokenizer: Any) -> Iterator[dict[str, Any]]:
@@ -104,6 +113,7 @@ def rollout_records(batch: Batch, scores: Sequence[float], step: int, tokenizer:
             "prompt_ids": prompt,
             "response_ids": response,
             "response_mask": batch["response_mask"][i, :length].int().tolist(),
+            **({"episode": int(batch["episode"][i])} if "episode" in batch else {}),
         }
 
 
@@ -117,14 +127,20 @@ def read_rollouts(paths: Sequence[str], tokenizer: Any) -> Batch:
     """The rollouts in jsonl or parquet files, or in all such files of a folder.
 
     A row is what `trainer.rollout_data_dir` and `validation_data_dir` hold (prompt_ids, response_ids), or messages with
-    a text response; either has a score. UserError: anything else.
+    a text response; either has a score. Neighbours with the same `episode` (and `step`) are rows of one rollout.
+    UserError: anything else.
     """
-    found = [_parse(record, where, tokenizer) for path in _files(paths) for where, record in read_records(path)]
+    records = [(path, *one) for path in _files(paths) for one in read_records(path)]
+    found = [_parse(record, where, tokenizer) for _, where, record in records]
     batch = Batch({}, {name: [row[name] for row in found] for name in OBJECTS})
     batch["prompts"], batch["prompt_lengths"] = pad_rows([row["prompt"] for row in found], torch.long)
     batch["responses"], batch["response_lengths"] = pad_rows([row["response"] for row in found], torch.long)
     batch["response_mask"], _ = pad_rows([row["response_mask"] for row in found], torch.float32)
     batch["scores"] = torch.tensor([row["score"] for row in found], dtype=torch.float32)
+    numbers = [(path, record.get("step"), record.get("episode")) for path, _, record in records]
+    if any(number is not None for _, _, number in numbers):
+        begins = [one != before or one[-1] is None for before, one in pairwise(numbers)]
+        batch["episode"] = torch.tensor([False, *begins]).cumsum(0)
     return batch
 
 

@@ -74,7 +74,7 @@ class AgentConfig(Section):
     deterministic: bool = False
     """Wait after every turn for all episodes, so that a run repeats bit for bit whatever the tools' speed."""
     replay_dir: PathStr | None = key(None, "plays_episodes")
-    """Play the episodes that a run has recorded here (trainer.episode_data_dir) again, without their tools."""
+    """Train on the episodes that a run has recorded here (trainer.episode_data_dir), and generate nothing."""
 
 
 class RetrieverConfig(Section):

@@ -49,8 +49,8 @@ _RATIO_DIFFERS = {".ratio_weighs=false": "with bypass_mode and ppo_clip the rati
 class RolloutCorrectionConfig(Section):
     """The gap between the distribution that generated the samples and the one being trained."""
 
-    rollout_is: Literal["token", "sequence"] | None = key(None, _RATIO_DIFFERS)
-    """Importance weights of the policy loss, per token or per sequence; null uses none."""
+    rollout_is: Literal["token", "prefix", "sequence"] | None = key(None, _RATIO_DIFFERS)
+    """Importance weights of the policy loss: of the token, of all up to it, of the sequence; null uses none."""
     rollout_is_threshold: PositiveFloat | str = key(2.0, ".weighs")
     """Upper bound of the weights, or "low_high" bounds outside of which a weight is 0."""
     rollout_is_batch_normalize: bool = key(False, ".weighs")

@@ -4,6 +4,7 @@ verl's spellings in it are read as the keys that they mean."""
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,7 @@ def compose_tree(root: type[BaseModel], line: CommandLine, reading: Reading) -> 
 
     UserError: what was wrong so far, and no such configuration, malformed yaml, or an override that Hydra refuses.
     """
-    for preset, node in config_nodes(root).items():
-        ConfigStore.instance().store(name=preset, node=node)
+    _store(root)
     name = (line.config_name or DEFAULTS[root]).removesuffix(".yaml")
     folder = Path(line.config_path).expanduser().resolve() if line.config_path is not None else None
     try:
@@ -66,6 +66,13 @@ def compose_tree(root: type[BaseModel], line: CommandLine, reading: Reading) -> 
             reading.tree = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
     except (UserError, YAMLError, OmegaConfBaseException, HydraException) as error:
         raise UserError("\n".join([*reading.mistakes, _one_line(error, line, name, root)])) from error
+
+
+@cache
+def _store(root: type[BaseModel]) -> None:
+    """Tell Hydra the named configurations of a tree, once."""
+    for preset, node in config_nodes(root).items():
+        ConfigStore.instance().store(name=preset, node=node)
 
 
 def _one_line(error: Exception, line: CommandLine, name: str, root: type[BaseModel]) -> str:

@@ -48,7 +48,7 @@ class CriticRunConfig(PPOConfig):
     always_critic: ClassVar[bool] = True
 
     def unused(self) -> dict[str, str]:
-        pools = "resource_pools* actor_rollout_ref.rollout.nnodes"
+        pools = "resource_pools* actor_rollout_ref.rollout.nnodes trainer.v1.*"
         return super().unused() | {
             "the policy is not trained here, and returns are outcomes (lambda 1)": _OF_POLICY_TRAINING,
             "policy and critic take turns on all processes of trainer.*": pools,

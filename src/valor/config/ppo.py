@@ -17,10 +17,11 @@ from valor.config.rollout import RolloutConfig
 from valor.config.trainer import PoolConfig, RayKwargsConfig, TrainerConfig
 from valor.config.tree import fill_inherited, get_at, lookup, set_at
 
-CRITIC_BY_DEFAULT = "gae"
-"""The estimator with which critic.enable is true where it is not set."""
+CRITIC_BY_DEFAULT = ("gae", "vtrace")
+"""The estimators with which critic.enable is true where it is not set; the first is the default."""
 SINGLE_TURN = "single_turn_agent"
 MAX_LENGTH = "actor_rollout_ref.rollout.max_model_len"
+ROLLOUT_NODES = "actor_rollout_ref.rollout.nnodes"
 
 
 class ActorRolloutRefConfig(Section):
@@ -59,8 +60,10 @@ class PPOConfig(Section):
             return data
         tree = fill_inherited(cls, data)
         if get_at(tree, "critic.enable") is None:
-            estimator = get_at(tree, "algorithm.adv_estimator") or CRITIC_BY_DEFAULT
-            set_at(tree, "critic.enable", cls.always_critic or estimator == CRITIC_BY_DEFAULT)
+            estimator = get_at(tree, "algorithm.adv_estimator") or CRITIC_BY_DEFAULT[0]
+            set_at(tree, "critic.enable", cls.always_critic or estimator in CRITIC_BY_DEFAULT)
+        if get_at(tree, "trainer.v1.trainer_mode") == "separate_async" and not get_at(tree, "resource_pools"):
+            set_at(tree, ROLLOUT_NODES, get_at(tree, ROLLOUT_NODES) or 1)
         if get_at(tree, MAX_LENGTH) is None:
             parts = [lookup(cls, tree, f"data.max_{part}_length") for part in ("prompt", "response")]
             if all(isinstance(part, int) for part in parts):  # what is no number is told where it was set
@@ -107,8 +110,9 @@ class PPOConfig(Section):
         return self.data.max_prompt_length - self.start_length + self.data.max_response_length
 
     def contradictions(self, at: str) -> Iterator[str]:
-        for lines in (self._lengths(), self._batches(), self._critic(), self._losses(), self._validation()):
-            yield from lines
+        checks = (self._lengths, self._batches, self._critic, self._losses, self._validation, self._asynchronous)
+        for check in checks:
+            yield from check()
         if len(self._loops) > 1 and self.actor_rollout_ref.rollout.agent.default_agent_loop is None:
             both, loops = " and ".join(self._loops.values()), " or ".join(self._loops)
             yield f"{both} are different loops: set actor_rollout_ref.rollout.agent.default_agent_loop to {loops}"
@@ -163,6 +167,42 @@ class PPOConfig(Section):
         for name in ("val_only", "keep_best"):
             if getattr(self.trainer, name) and self.data.val_files is None:
                 yield f"trainer.{name}=true needs validation prompts: set data.val_files"
+
+    def _asynchronous(self) -> Iterator[str]:
+        v1, sampler = self.trainer.v1, "trainer.v1.sampler"
+        mode = f"trainer.v1.trainer_mode={v1.trainer_mode}"
+        if v1.trainer_mode == "separate_async" and not self.rollout_apart:
+            yield f"{mode} needs processes for generation: set {ROLLOUT_NODES}=1"
+        if v1.trainer_mode == "colocate_async" and self.rollout_apart:
+            yield f"{mode} generates in the trainer's processes, and rollout has some of its own: use separate_async"
+        updates = -(-self.data.train_batch_size // self.actor_rollout_ref.actor.ppo_mini_batch_size)
+        updates *= self.actor_rollout_ref.actor.ppo_epochs
+        if (v1.separate_async.parameter_sync_step or updates) % updates:
+            yield (
+                f"trainer.v1.separate_async.parameter_sync_step={v1.separate_async.parameter_sync_step}: weights are "
+                f"transferred between steps, and a step has {updates} updates: set a multiple of that"
+            )
+        if not v1.runs_ahead:
+            return
+        most = v1.sampler.max_off_policy_threshold * self.steps_per_transfer
+        if v1.num_warmup_batches > most and not v1.by_batches:
+            yield (
+                f"trainer.v1.{v1.trainer_mode}.num_warmup_batches={v1.num_warmup_batches} begins batches that are too "
+                f"old when they are trained on: set it to {most} or less, or raise {sampler}.max_off_policy_threshold"
+            )
+        if v1.by_batches and self.steps_per_transfer > 1:
+            yield "trainer.v1.deterministic=true transfers weights every step: leave parameter_sync_step at null"
+        if self.algorithm.adv_estimator == "remax":
+            yield f"{mode}: ReMax compares with greedy responses of the same weights: set trainer_mode=sync"
+        if self.actor_rollout_ref.rollout.agent.replay_dir is not None:
+            yield f"{mode}: recorded episodes are replayed step by step: set trainer_mode=sync"
+
+    @property
+    def steps_per_transfer(self) -> int:
+        """Steps between two transfers of weights to generators of their own."""
+        updates = -(-self.data.train_batch_size // self.actor_rollout_ref.actor.ppo_mini_batch_size)
+        asked = self.trainer.v1.separate_async.parameter_sync_step
+        return 1 if asked is None else max(1, asked // (updates * self.actor_rollout_ref.actor.ppo_epochs))
 
     @property
     def pools(self) -> dict[str, PoolConfig]:

@@ -60,7 +60,7 @@ class ServerConfig(Section):
     weights_dir: PathStr | None = key(None, ".weight_updates=filesystem")
     """Folder of these files, on a path that this machine and the server's share; null: the temporary directory."""
     timeout: PositiveFloat = 600.0
-    """Seconds that one response, or one update of the weights, may take."""
+    """Seconds that one response, or one update of the weights, may take, and that a server may be away."""
 
 
 class RolloutConfig(Section):

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 
+from valor.config.asynchronous import V1Config
 from valor.config.base import BARE_ITEM, CountOrOff, PathStr, PositiveShare, Section, Seed, inherits, key, section
 
 MovableRole = Literal["critic", "ref", "reward_model", "rollout"]
@@ -104,6 +105,7 @@ class TrainerConfig(RunConfig):
     """Keep the checkpoint with the best validation score besides the newest ones."""
     report: bool = True
     """Write report.html into the run's folder."""
+    v1: V1Config = section(V1Config)
     rollout_probs_diff_warn: PositiveFloat = 0.05
     """Warn when rollout and training probabilities of the sampled tokens differ by more than this on average."""
 

@@ -123,7 +123,6 @@ _VALUES = [
 _BEFORE_WIDER_ONES = [
     *_because({UNSEEN: f"{ACTOR}.state_masking"}, only=(True,)),
     *_because({f"{UNSEEN}: leave it at true": f"{ACTOR}.state_masking"}, only=(False,), refused=True),
-    *_because({"the trainer is synchronous": "trainer.v1.trainer_mode"}, only=("sync",)),
     *_because({"it is where AdamW comes from": "*optim.optimizer_impl"}, only=("torch.optim",)),
     *_because({"it is the optimizer": "*optim.optimizer"}, only=("AdamW",)),
     *_because({"layers are whole": "*fsdp_config.tensor_parallel_size"}, only=(1,)),
@@ -135,8 +134,8 @@ _BEFORE_WIDER_ONES = [
     *_because({"managers are built in": "reward.reward_manager.source"}, only=("register",)),
 ]
 _NO_EFFECT = {
-    "there is one trainer, which is synchronous, and one kind of worker": "trainer.use_legacy_worker_impl "
-    "trainer.use_v1 algorithm.filter_groups.max_inflight_gen_batches transfer_queue.*",
+    "there is one trainer and one kind of worker": "trainer.use_legacy_worker_impl trainer.use_v1 "
+    "algorithm.filter_groups.max_inflight_gen_batches transfer_queue.* trainer.v1.sampler.sync_refill_failed_groups",
     "the reward model runs in the training processes, with its own engine and tokenizer": "reward_model.rollout.* "
     f"{REWARD_MODEL}.rollout.* reward_model.use_reward_loop reward_model.launch_reward_fn_async reward_model.strategy "
     "reward_model.use_dynamic_bsz reward_model.ulysses_sequence_parallel_size reward_model.model.input_tokenizer "
@@ -220,7 +219,10 @@ _REFUSED = {
     "use algorithm.rollout_correction.*": "algorithm.rollout_is algorithm.rollout_is_*",
     "a grader of your own is reward.custom_reward_function.*": "reward.reward_manager.module.*",
     "distillation is not supported": "distillation.*",
-    "the trainer is synchronous": "trainer.v1.* async_training.*",
+    "training and generation keep their processes: drop it": "trainer.v1.separate_async.hybrid_rollout.*",
+    "which samples come next is trainer.v1.sampler.max_off_policy_strategy": "trainer.v1.sampler.custom_sampler.* "
+    "trainer.v1.sampler.sampler_kwargs.*",
+    "set trainer.v1.trainer_mode=separate_async, sampler.max_off_policy_threshold": "async_training.*",
     "checkpoints go to trainer.default_local_dir": "trainer.default_hdfs_dir",
     "checkpoints are kept by trainer.max_ckpt_to_keep": "trainer.del_local_ckpt_after_load "
     "trainer.remove_previous_ckpt_in_save",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
@@ -18,6 +18,8 @@ from valor.workers.host import HOST, RoleSpec
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Sink = Callable[[Any], None]
+Feed = Callable[[int], Sequence[Any]]
+"""What a rank is to be told, each thing once."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -38,11 +40,14 @@ class WorkerGroup(ABC):
         return role in self.specs
 
     @abstractmethod
-    def run(self, role: str, method: str, calls: list[Call], sink: Sink | None = None) -> list[Any]:
+    def run(
+        self, role: str, method: str, calls: list[Call], sink: Sink | None = None, feed: Feed | None = None
+    ) -> list[Any]:
         """Run `method` on every rank, rank i with `calls[i]`; results in rank order. Errors of a rank are raised.
 
         With a `sink` the method gets a keyword argument `sink`, and what it puts there on any rank arrives here one
-        by one, in the calling thread, before `run` returns.
+        by one, in the calling thread, before `run` returns. A `feed`, which comes with a sink, is the way back: it is
+        asked in this thread all the time, and the method's keyword argument `feed` gives what it has brought.
         """
 
     def data_parallel_ranks(self, role: str) -> list[int]:
@@ -71,6 +76,7 @@ class Pools:
         self._groups = groups
         # One thread a pool: what is submitted to a pool runs in order, and beside what other pools do.
         self._threads = {name: ThreadPoolExecutor(1, thread_name_prefix=name) for name in groups if len(groups) > 1}
+        self._last: dict[str, Future[Any]] = {}  # what was submitted to each pool
 
     def __getitem__(self, role: str) -> RoleHandle:
         return self._groups[self.placement.pool_of(role)][role]
@@ -82,7 +88,8 @@ class Pools:
         """Start `function`, which calls `role`, in that role's pool. With one pool it has run when this returns."""
         pool = self.placement.pool_of(role)
         if pool in self._threads:
-            return self._threads[pool].submit(function, *args, **kwargs)
+            self._last[pool] = self._threads[pool].submit(function, *args, **kwargs)
+            return self._last[pool]
         done: Future[T] = Future()
         done.set_result(function(*args, **kwargs))
         return done
@@ -97,8 +104,18 @@ class Pools:
         return [role for group in self._groups.values() for role in group.specs]
 
     def peak_memory(self) -> dict[str, float]:
-        """GiB that the fullest rank held in each kind of call since the last time, as metrics."""
-        return {key: value for group in self._groups.values() for key, value in group.peak_memory().items()}
+        """GiB that the fullest rank held in each kind of call since the last time, as metrics; not of pools that are
+        busy, or whose last call has failed, which is told to who waits for it."""
+        free = [group for name, group in self._groups.items() if self._is_free(name)]
+        return {key: value for group in free for key, value in group.peak_memory().items()}
+
+    def _is_free(self, pool: str) -> bool:
+        last = self._last.get(pool)
+        return last is None or (last.done() and last.exception() is None)
+
+    def data_parallel_ranks(self, role: str) -> list[int]:
+        """`WorkerGroup.data_parallel_ranks` of the role's pool."""
+        return self._groups[self.placement.pool_of(role)].data_parallel_ranks(role)
 
     def close(self) -> None:
         """End all processes; the first pool, which may have started Ray, goes last."""
@@ -123,8 +140,11 @@ class RoleHandle:
             return partial(self._call_all, method)
         return partial(self._call_dp, method, keep_together)
 
-    def _call_all(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._group.run(self._role, method, [(args, kwargs)] * self._group.pool.world_size)[0]
+    def _call_all(
+        self, method: str, *args: Any, sink: Sink | None = None, feed: Feed | None = None, **kwargs: Any
+    ) -> Any:
+        calls = [(args, kwargs)] * self._group.pool.world_size
+        return self._group.run(self._role, method, calls, sink, feed)[0]
 
     def _call_dp(
         self, method: str, keep_together: str | None, batch: Batch, *args: Any, sink: Sink | None = None, **kwargs: Any

@@ -11,6 +11,7 @@ import torch
 
 from valor.config import PPOConfig, TrainerConfig
 from valor.errors import UserError
+from valor.rollout.registry import generation_engine
 
 MAIN = "main"
 
@@ -111,10 +112,12 @@ def resolve_pool(trainer: TrainerConfig, ray_address: str | None = None) -> tupl
 
 
 def resolve_placement(config: PPOConfig) -> Placement:
-    """The run's pools: that of `trainer.*`, and those of `resource_pools`, whose processes are on the same device.
+    """The run's pools: that of `trainer.*`, and those of `resource_pools`, whose processes are on the same device; but
+    those that only ask servers are on the CPU.
 
     Pools may come to lie on one node, so its cores are shared out over the processes of all of them.
     """
+    elsewhere = generation_engine(config.actor_rollout_ref.rollout.name).elsewhere
     main, controller = resolve_pool(config.trainer, config.ray_kwargs.ray_init.address)
     each = main.processes_per_node + sum(asked.n_gpus_per_node for asked in config.pools.values())
     main = replace(main, num_threads=config.trainer.num_threads or max(1, available_cores() // each))
@@ -122,11 +125,22 @@ def resolve_placement(config: PPOConfig) -> Placement:
     for name, asked in config.pools.items():
         threads = asked.num_threads or main.num_threads
         pools[name] = replace(
-            main, num_nodes=asked.nnodes, processes_per_node=asked.n_gpus_per_node, num_threads=threads
+            main,
+            num_nodes=asked.nnodes,
+            processes_per_node=asked.n_gpus_per_node,
+            device="cpu" if elsewhere and asked.roles == ["rollout"] else main.device,
+            num_threads=threads,
         )
         home |= dict.fromkeys(asked.roles, name)
     apart = bool(config.pools) or config.trainer.node_rank is not None
-    return Placement("ray" if apart else controller, pools, home)
+    return Placement("ray" if apart and not _in_threads(config) else controller, pools, home)
+
+
+def _in_threads(config: PPOConfig) -> bool:
+    """Whether a generator beside the trainer is a thread of its process: for a debugger, and where Ray is not."""
+    asynchronous = config.trainer.v1.trainer_mode == "separate_async" and config.trainer.controller == "local"
+    pools = list(config.pools.values())
+    return asynchronous and [pool.roles for pool in pools] == [["rollout"]] and pools[0].n_gpus_per_node == 1
 
 
 def check_placement(config: PPOConfig) -> list[str]:
@@ -182,7 +196,7 @@ def _check_pools(config: PPOConfig) -> list[str]:
             homes[role] = name
     if config.trainer.node_rank is not None and config.ray_kwargs.ray_init.address is not None:
         lines.append("trainer.node_rank starts Ray itself and ray_kwargs.ray_init.address joins a cluster: drop one")
-    if config.pools and config.trainer.controller == "local":
+    if config.pools and config.trainer.controller == "local" and not _in_threads(config):
         lines.append(
             f"{', '.join(config.pools)}: a pool has processes of its own and trainer.controller=local is one process: "
             "use ray"

@@ -7,6 +7,8 @@ import os
 import socket
 import time
 from collections import deque
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import psutil
@@ -15,7 +17,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from valor.controller.group import Call, Sink, WorkerGroup
+from valor.controller.group import Call, Feed, Sink, WorkerGroup
 from valor.controller.placement import ResourcePool, available_cores
 from valor.controller.watchdog import Watchdog, start_ray
 from valor.errors import TrainingStopped, UserError, WorkerDied, WorkersReplaced
@@ -23,6 +25,7 @@ from valor.tracking.progress import Latest, Progress, add_listener, relay
 from valor.workers.host import RoleSpec, WorkerHost
 
 _POLL_SECONDS = 0.5
+_FEED_SECONDS = 0.05  # where ranks wait for what they are to be told
 _PLACEMENT_SECONDS = 120.0
 _DEATH_SECONDS = 30.0  # in which Ray notices that a node is gone
 _MOST_REPLACEMENTS = 20  # of a pool's processes in a run: they die of something that stays
@@ -30,12 +33,13 @@ _MOST_REPLACEMENTS = 20  # of a pool's processes in a run: they die of something
 
 class _RayHost:
     """A WorkerHost in a Ray process. On a second thread the driver polls it while a call runs: for the progress of the
-    call, and for what the call has put into its sink since the last time."""
+    call, for what the call has put into its sink since the last time, and to bring what the call is fed."""
 
     def __init__(self, rank: int, pool: ResourcePool) -> None:
         self._latest = Latest()
         add_listener(self._latest)
         self._reported: dict[int, deque[Any]] = {}  # by the number of the call
+        self._brought: dict[int, deque[Any]] = {}
         self._host = WorkerHost(
             rank,
             pool.world_size,
@@ -61,24 +65,41 @@ class _RayHost:
         self._host.build(specs)
 
     def call(
-        self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], number: int | None = None
+        self,
+        role: str,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        number: int | None = None,
+        fed: bool = False,
     ) -> Any:
         """`number`: of a call that has a sink."""
         self._latest.report = None
         if number is not None:
             kwargs = {**kwargs, "sink": self._reported.setdefault(number, deque()).append}
+        if number is not None and fed:
+            kwargs["feed"] = partial(_drain, self._brought.setdefault(number, deque()))
         return self._host.call(role, method, *args, **kwargs)
 
     def close(self) -> None:
         self._host.close()
 
     @ray.method(concurrency_group="poll")
-    def poll(self, number: int | None, last: bool = False) -> tuple[Progress | None, list[Any]]:
-        """Progress, and what call `number` has reported since the last time. `last`: the call has ended."""
-        reported = self._reported.get(number, deque()) if number is not None else deque()
-        items = [reported.popleft() for _ in range(len(reported))]
-        if last and number is not None:
+    def poll(
+        self, number: int | None, last: bool = False, brought: Sequence[Any] = ()
+    ) -> tuple[Progress | None, list[Any]]:
+        """Progress, and what call `number`, which is `brought` something, has reported since the last time.
+
+        `last`: the call has ended.
+        """
+        if number is None:
+            return self._latest.report, []
+        if brought:  # perhaps before the call has begun
+            self._brought.setdefault(number, deque()).extend(brought)
+        items = _drain(self._reported.get(number, deque()))
+        if last:
             self._reported.pop(number, None)
+            self._brought.pop(number, None)
         return self._latest.report, items
 
 
@@ -93,6 +114,7 @@ class RayGroup(WorkerGroup):
         self._numbers = itertools.count()  # of calls with a sink
         self._own_ray = None if ray.is_initialized() else _start_ray(pool, ray_init)
         try:
+            _check_nodes(pool)
             self._start()
         except BaseException:  # a model that cannot be loaded, Ctrl-C: no process and no reservation stays behind
             self.close()
@@ -139,33 +161,44 @@ class RayGroup(WorkerGroup):
         here = ray.get_runtime_context().get_node_id()
         return sorted(node_of, key=lambda i: (node_of[i] != here, address[node_of[i]], i))
 
-    def run(self, role: str, method: str, calls: list[Call], sink: Sink | None = None) -> list[Any]:
+    def run(
+        self, role: str, method: str, calls: list[Call], sink: Sink | None = None, feed: Feed | None = None
+    ) -> list[Any]:
         """Processes that died are replaced, where their roles can be, and the call is repeated.
 
         WorkersReplaced, once they are, when the call needs weights that were sent before.
         """
         try:
-            return self._run(role, method, calls, sink)
+            return self._run(role, method, calls, sink, feed)
         except WorkerDied as death:
-            replaceable = all(spec.replaceable for spec in self.specs.values())
-            if not replaceable or self.num_replacements == _MOST_REPLACEMENTS:
+            if not all(spec.replaceable for spec in self.specs.values()):
                 raise
-            self.num_replacements += 1
-            self._end_processes()
-            self._start()
+            self._replace(death)
             if role in self.specs and getattr(self.specs[role].cls, method).valor_sent_weights:
                 raise WorkersReplaced(f"{death.what}: new ones have taken their place") from None
-            return self.run(role, method, calls, sink)
+            return self.run(role, method, calls, sink, feed)
 
-    def _run(self, role: str, method: str, calls: list[Call], sink: Sink | None) -> list[Any]:
+    def _replace(self, death: WorkerDied) -> None:
+        """New processes; also where one of them dies while it starts."""
+        if self.num_replacements == _MOST_REPLACEMENTS:
+            raise death
+        self.num_replacements += 1
+        self._end_processes()
+        try:
+            self._start()
+        except WorkerDied as again:
+            self._replace(again)
+
+    def _run(self, role: str, method: str, calls: list[Call], sink: Sink | None, feed: Feed | None) -> list[Any]:
         # The same arguments for every rank are stored once and shared.
-        if len(calls) > 1 and all(c is calls[0] for c in calls):
+        if sink is None and len(calls) > 1 and all(c is calls[0] for c in calls):
             args, kwargs = calls[0]
             refs = [ray.put(args), ray.put(kwargs)]
             return self._get([a.call.remote(role, method, *refs) for a in self._actors])
         number = None if sink is None else next(self._numbers)
-        started = [a.call.remote(role, method, *c, number) for a, c in zip(self._actors, calls, strict=True)]
-        return self._get(started, number, sink)
+        fed = feed is not None
+        started = [a.call.remote(role, method, *c, number, fed) for a, c in zip(self._actors, calls, strict=True)]
+        return self._get(started, number, sink, feed)
 
     def _end_processes(self) -> None:
         actors, self._actors = self._actors, []
@@ -180,17 +213,22 @@ class RayGroup(WorkerGroup):
             ray.shutdown()
             self._own_ray.close()
 
-    def _get(self, refs: list[Any], number: int | None = None, sink: Sink | None = None) -> list[Any]:
-        """Results in order. While waiting, progress and what call `number` reports are passed on. A rank's error is
-        raised as its own type."""
+    def _get(
+        self, refs: list[Any], number: int | None = None, sink: Sink | None = None, feed: Feed | None = None
+    ) -> list[Any]:
+        """Results in order. While waiting, progress and what call `number` reports are passed on, and what `feed` has
+        for it. A rank's error is raised as its own type."""
         waiting = list(refs)
         try:
             while waiting:
-                ready, waiting = ray.wait(waiting, timeout=_POLL_SECONDS)
+                ready, waiting = ray.wait(waiting, timeout=_POLL_SECONDS if feed is None else _FEED_SECONDS)
                 for ref in ready:
                     ray.get(ref)  # raises at once, while the other ranks may wait for the failed one
                 if waiting or sink is not None:
-                    seen = ray.get([a.poll.remote(number, last=not waiting) for a in self._actors])
+                    # What comes after the end is for the next call.
+                    brought = [feed(rank) if feed and waiting else () for rank in range(len(self._actors))]
+                    polled = zip(self._actors, brought, strict=True)
+                    seen = ray.get([a.poll.remote(number, not waiting, found) for a, found in polled])
                     relay([progress for progress, _ in seen])
                     for item in (item for _, items in seen for item in items):
                         sink(item)  # type: ignore[misc]  # without a sink there are no items
@@ -224,6 +262,10 @@ class RayGroup(WorkerGroup):
         return WorkerDied(
             f"the process of rank {rank} on node {node} died (the node itself, a kill, or no memory left)"
         )
+
+
+def _drain(items: deque[Any]) -> list[Any]:
+    return [items.popleft() for _ in range(len(items))]
 
 
 def own_gpu() -> int:
@@ -265,15 +307,16 @@ def _start_ray(pool: ResourcePool, ray_init: dict[str, Any]) -> Watchdog:
         settings.setdefault("include_dashboard", False)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
-        watchdog = start_ray(**settings)
+        return start_ray(**settings)
     except ConnectionError as error:
         raise UserError(f"no Ray cluster at ray_kwargs.ray_init.address={settings.get('address')}: {error}") from None
+
+
+def _check_nodes(pool: ResourcePool) -> None:
+    """UserError: the cluster has fewer nodes than the pool needs."""
     here = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
     if len(here) < pool.num_nodes:
-        ray.shutdown()
-        watchdog.close()
         raise UserError(
             f"{pool} needs {pool.num_nodes} nodes, and the Ray cluster has {len(here)} ({', '.join(here)}): add nodes "
             "with `ray start --address`, or lower nnodes"
         )
-    return watchdog

@@ -1,13 +1,35 @@
-"""Start worker groups on the controller that was asked for."""
+"""Start worker groups on the controller that was asked for: in this process, or on a Ray cluster."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from valor.controller.group import Pools, WorkerGroup
-from valor.controller.local import LocalGroup
+from valor.controller.group import Call, Feed, Pools, Sink, WorkerGroup
 from valor.controller.placement import Placement, ResourcePool
-from valor.workers.host import RoleSpec
+from valor.workers.host import RoleSpec, WorkerHost
+
+
+class LocalGroup(WorkerGroup):
+    """All roles in this very process: no copies, no serialisation, a debugger's breakpoints just work."""
+
+    def __init__(self, pool: ResourcePool, specs: dict[str, RoleSpec]) -> None:
+        super().__init__(pool, specs)
+        assert pool.world_size == 1
+        self._host = WorkerHost(0, 1, pool.device, pool.num_threads, deterministic=pool.deterministic)
+        self._host.connect()
+        self._host.build(specs)
+
+    def run(
+        self, role: str, method: str, calls: list[Call], sink: Sink | None = None, feed: Feed | None = None
+    ) -> list[Any]:
+        ((args, kwargs),) = calls
+        ways = {} if sink is None else {"sink": sink}
+        ways |= {} if feed is None else {"feed": partial(feed, 0)}
+        return [self._host.call(role, method, *args, **kwargs, **ways)]
+
+    def close(self) -> None:
+        self._host.close()
 
 
 def start_group(

@@ -44,16 +44,23 @@ class Watchdog:
 
 
 def start_ray(**settings: Any) -> Watchdog:
-    """ray.init, whose processes end with this one. SIGTERM stays whose it was: Ray would end this process at once."""
+    """ray.init, whose processes end with this one. SIGTERM stays whose it was: Ray would end this process at once.
+
+    TrainingStopped when the machine has so much to do that Ray does not get up.
+    """
     import ray
+
+    from valor.errors import TrainingStopped
 
     watchdog, on_sigterm = Watchdog(), signal.getsignal(signal.SIGTERM)
     outer = os.environ.get(_NAME)
     os.environ |= watchdog.mark
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **settings)
-    except BaseException:
+    except BaseException as error:
         watchdog.close()
+        if "timed out during startup" in str(error):
+            raise TrainingStopped("Ray did not start in time: the machine has too much to do; run it again") from None
         raise
     finally:
         os.environ.pop(_NAME)

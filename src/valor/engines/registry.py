@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from valor.algorithms.registry import choose
+from valor.algorithms.registry import Named
 from valor.engines.base import BuildEngine
 from valor.engines.fsdp.engine import build_fsdp
 
 DEFAULT_STRATEGY = "fsdp2"  # of roles whose section has no key for it
-_ENGINES: dict[str, BuildEngine] = {DEFAULT_STRATEGY: build_fsdp}
+_ENGINES = Named[BuildEngine]("strategy", {DEFAULT_STRATEGY: build_fsdp})
 
 
 def register_training_engine(name: str, build: BuildEngine) -> None:
@@ -17,4 +17,4 @@ def register_training_engine(name: str, build: BuildEngine) -> None:
 
 def training_engine(strategy: str) -> BuildEngine:
     """What builds the engine of that name. UserError: there is none."""
-    return _ENGINES[choose(strategy, _ENGINES, "strategy")]
+    return _ENGINES[strategy]

@@ -10,6 +10,7 @@ from valor.collector.collector import Collector
 from valor.collector.prompts import PROMPT_OBJECTS, sampling_params
 from valor.collector.rollouts import BRANCH_STREAM
 from valor.data.batch import Batch, pad_rows
+from valor.data.episodes import Episodes
 from valor.data.sampler import subset
 from valor.errors import UserError
 from valor.lab.scorecard import Branches
@@ -30,7 +31,7 @@ def draw_branches(
     """
     seed, limit = collector.config.trainer.seed, collector.config.data.max_response_length
     lengths = rollouts["response_lengths"]
-    if bool((rollouts["response_mask"].sum(1) != lengths).any()):
+    if Episodes(rollouts).forked or bool((rollouts["response_mask"].sum(1) != lengths).any()):
         raise UserError(
             "score.mc branches off answers of one turn, and these have tokens that the policy did not write"
         )
@@ -48,7 +49,7 @@ def draw_branches(
     # One call for all: a branch that goes on beyond the limit is cut afterwards, as its tokens do not depend on it.
     params = replace(sampling_params(collector.config), max_tokens=limit - int(tokens.min()))
     with phase("branches", len(states), unit="sample"):
-        drawn = collector.answer(states, params)
+        drawn = collector.generation.answer(states, params)
     ends = [
         row[: min(int(n), limit - len(so_far[i // branches]))]
         for i, (row, n) in enumerate(zip(drawn["responses"].tolist(), drawn["response_lengths"], strict=True))

@@ -57,9 +57,13 @@ def _start(config: CriticScoreConfig, command: str) -> int:
 
 def _measure(config: CriticScoreConfig) -> tuple[Judged, Branches | None]:
     """Rollouts, branches if asked for, and the critic's values of the rollouts: policy and critic take turns."""
+    from torch.nn.functional import pad
+
     from valor.collector.rollouts import correct, outcomes, rollout_records, same_prompt, write_rollouts
     from valor.controller.placement import resolve_pool
     from valor.controller.start import start_group
+    from valor.data.batch import Batch
+    from valor.data.episodes import Episodes
     from valor.lab.scorecard import Judged
     from valor.models.load import load_policy_tokenizer
     from valor.tracking.progress import phase
@@ -86,8 +90,16 @@ def _measure(config: CriticScoreConfig) -> tuple[Judged, Branches | None]:
     lengths = rollouts["response_lengths"].tolist()
     with_values = (one | {"values": v[:n]} for one, v, n in zip(records, values.tolist(), lengths, strict=True))
     write_rollouts(Path(config.score.out) / ROLLOUTS_FILE, with_values)
-    returns = outcomes(rollouts, config.algorithm.gamma)
-    return Judged(values, returns, rollouts["response_mask"], correct(rollouts), same_prompt(rollouts)), branches
+    columns = {
+        "values": values,
+        "returns": outcomes(rollouts, config.algorithm.gamma),
+        "response_mask": rollouts["response_mask"],
+    }
+    # One column of padding more, or a turn might run on into the next row of its episode.
+    rows = rollouts.union(Batch({name: pad(column, (0, 1)) for name, column in columns.items()}))
+    whole = Episodes(rows).joined()
+    mask = whole["response_mask"]
+    return Judged(whole["values"], whole["returns"], mask, correct(whole), same_prompt(whole)), branches
 
 
 def _rollouts(config: CriticScoreConfig, pool: ResourcePool, controller: str) -> tuple[Batch, Branches | None]:

@@ -10,11 +10,9 @@ from statistics import median
 from typing import Any
 
 from valor.config.tree import flatten, get_at
-from valor.report.histograms import histogram_specs
-from valor.report.panels import SECTIONS, panel_specs
+from valor.report.pictures import SECTIONS, histogram_specs, panel_specs, timing_spec
 from valor.report.run_data import RunData, Series, read_run, rounded, thin
 from valor.report.skeleton import render_page, short
-from valor.report.timing import timeline_spec, timing_spec
 from valor.tracking.console import format_seconds, validation_scores
 from valor.tracking.rundir import METRICS_FILE, write_atomically
 
@@ -34,7 +32,7 @@ def build_report(run_dir: Path) -> Path:
 def _render(run: RunData) -> str:
     """The page's text."""
     lines, spreads = panel_specs(run.metrics), histogram_specs(run.histograms)
-    timing, timeline = timing_spec(run.metrics), timeline_spec(run.metrics)
+    timing = timing_spec(run.metrics)
     pictures = {name: [one for one in (*lines, *spreads) if one["section"] == name] for name in SECTIONS}
     pictures = {name: found for name, found in pictures.items() if found or (name == "time" and timing)}
     sections = {name: SECTIONS[name] for name in pictures} | ({"samples": "Samples"} if run.samples else {})
@@ -47,7 +45,6 @@ def _render(run: RunData) -> str:
             "panels": lines,
             "spreads": spreads,
             "timing": timing,
-            "timeline": timeline,
             "samples": [asdict(group) for group in run.samples],
         },
         eyebrow=f"{get_at(run.config, 'trainer.project_name') or 'Valor'} · run report",
@@ -58,7 +55,6 @@ def _render(run: RunData) -> str:
         sections=sections | {"metrics": "Every metric", "config": "Configuration"},
         pictures=pictures,
         timing=timing,
-        timeline=timeline,
         samples=run.samples,
         settings=[(key, typed(value)) for key, value in flatten(run.config).items()],
     )

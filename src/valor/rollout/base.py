@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, groupby, repeat
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -85,7 +86,8 @@ class Request:
 
     `seed` alone, with the token's index, decides the random numbers: two requests with equal prompt, parameters and
     seed give equal samples wherever and in whatever company they run. Vary one number of it to get another sample.
-    `on_finish` is called with the output as soon as it is complete.
+    `on_finish` is called with the output as soon as it is complete. `so_far`: what an earlier request for the same
+    sequence had sampled when it was aborted; this one goes on behind it, and its output holds the whole.
     """
 
     request_id: str
@@ -93,10 +95,23 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     seed: tuple[int, ...] = (0,)
     on_finish: Callable[[Output], None] | None = field(default=None, compare=False)
+    so_far: Output | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.prompt_ids) == 0:
             raise ValueError(f"request {self.request_id!r} has an empty prompt")
+
+    @property
+    def known_ids(self) -> tuple[int, ...]:
+        """The prompt and what has been sampled so far: the tokens that an engine begins with."""
+        return (*self.prompt_ids, *(() if self.so_far is None else self.so_far.token_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End the request of this name now: its output is what it has, with the finish reason "abort"."""
+
+    request_id: str
 
 
 class Span(NamedTuple):
@@ -104,6 +119,16 @@ class Span(NamedTuple):
 
     num_tokens: int
     weights_version: int
+
+
+def spans_of(token_versions: Iterable[int]) -> tuple[Span, ...]:
+    """The spans of tokens whose weights had these versions."""
+    return tuple(Span(len([*same]), version) for version, same in groupby(token_versions))
+
+
+def token_versions(spans: Iterable[Span]) -> list[int]:
+    """Of each token the version of the weights that sampled it."""
+    return [*chain.from_iterable(repeat(span.weights_version, span.num_tokens) for span in spans)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,18 +148,63 @@ class Output:
     spans: tuple[Span, ...] = ()
 
 
+@dataclass(slots=True, eq=False)
+class UnderWay:
+    """A request that is being generated, and which weights have sampled which of its tokens.
+
+    `version`: of the weights that sample from now on. `versions`: of the tokens that it began with (`so_far`), and of
+    those that earlier weights have sampled.
+    """
+
+    request: Request
+    version: int
+    versions: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        had = self.request.so_far
+        self.versions = [] if had is None else token_versions(had.spans)
+
+    def changed(self, num_new: int, version: int) -> None:
+        """Weights of `version` sample from here on, behind `num_new` tokens that were not in `so_far`."""
+        known = len(self.request.known_ids) - len(self.request.prompt_ids) + num_new
+        self.versions += [self.version] * (known - len(self.versions))
+        self.version = version
+
+    def output(self, new_ids: Sequence[int], new_log_probs: Sequence[float], reason: FinishReason) -> Output:
+        """What became of it, with these tokens behind `so_far`; a stop text ends it where it is complete."""
+        had, stop = self.request.so_far, self.request.params.stop
+        begun = 0 if had is None else len(had.token_ids)
+        ids = [*(had.token_ids if had else ()), *new_ids]
+        log_probs = [*(had.log_probs if had else ()), *new_log_probs]
+        ends = (
+            n
+            for n in range(begun + 1, len(ids) + 1)
+            if stop and ids[n - 1] in stop.candidates and stop.complete(ids[:n])
+        )
+        if (end := next(ends, None)) is not None:
+            ids, log_probs, reason = ids[:end], log_probs[:end], "stop"
+        versions = [*self.versions, *repeat(self.version, len(ids))][: len(ids)]
+        return Output(self.request.request_id, ids, log_probs, reason, spans_of(versions))
+
+
 class RequestSource(Protocol):
-    """Requests that come while others are being generated, such as the turns of episodes."""
+    """Requests that come while others are being generated, such as the turns of episodes.
+
+    Inside `poll` the engine stands between two tokens: the source may give it other weights there (`sync_weights`),
+    and requests under way go on with these behind the keys and values that they have.
+    """
 
     max_requests: int
     """Most requests that are under way at once."""
     max_tokens: int
     """Longest prompt plus response of any of them."""
     everywhere: bool
-    """Whether all processes that generate together have the same source; else the first of them alone has one."""
+    """Whether all processes that generate together have the same source; else the first of them alone has one, and the
+    others' are polled only to give their engines the weights that the first is giving to its own at that moment."""
 
-    def poll(self, *, wait: bool) -> Sequence[Request] | None:
-        """The requests that have come since the last call; None: no more will come. `wait` blocks until either."""
+    def poll(self, *, wait: bool) -> Sequence[Request | Abort] | None:
+        """The requests that have come since the last call, and which of the earlier ones are to end; None: no more
+        will come. `wait` blocks until either."""
         ...
 
 
@@ -144,7 +214,7 @@ class Elsewhere:
     max_requests = max_tokens = 0
     everywhere = False
 
-    def poll(self, *, wait: bool) -> Sequence[Request] | None:
+    def poll(self, *, wait: bool) -> Sequence[Request | Abort] | None:
         return None
 
 
@@ -158,7 +228,7 @@ class _Given:
         self.max_requests = len(requests)
         self.max_tokens = max((len(one.prompt_ids) + one.params.max_tokens for one in requests), default=0)
 
-    def poll(self, *, wait: bool) -> Sequence[Request] | None:
+    def poll(self, *, wait: bool) -> Sequence[Request | Abort] | None:
         requests, self._requests = self._requests, ()
         return requests or None
 

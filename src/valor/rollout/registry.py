@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from valor.algorithms.registry import choose
+from valor.algorithms.registry import Named
 from valor.rollout.native.spec import NATIVE
 from valor.rollout.server.checks import SERVER
 from valor.rollout.spec import GenerationEngineSpec
 from valor.rollout.vllm.options import VLLM
 
-_ENGINES = {spec.name: spec for spec in (NATIVE, VLLM, SERVER)}
+_ENGINES = Named("actor_rollout_ref.rollout.name", {spec.name: spec for spec in (NATIVE, VLLM, SERVER)})
 
 
 def register_generation_engine(spec: GenerationEngineSpec) -> None:
@@ -18,7 +18,7 @@ def register_generation_engine(spec: GenerationEngineSpec) -> None:
 
 def generation_engine(name: str) -> GenerationEngineSpec:
     """The engine of that name. UserError: there is none."""
-    return _ENGINES[choose(name, _ENGINES, "actor_rollout_ref.rollout.name")]
+    return _ENGINES[name]
 
 
 def generation_engines() -> list[GenerationEngineSpec]:

@@ -37,6 +37,7 @@ class GenerationEngineSpec:
         plan: what a plan says about the engine's weights.
         build: makes the engine; what is slow to import is imported here.
         weight_names: under which names it takes weights (see `valor.engines.base.WeightNames`).
+        elsewhere: whether it generates on devices that are not the run's, so that its own processes need no GPU.
     """
 
     name: str
@@ -46,3 +47,4 @@ class GenerationEngineSpec:
     plan: Callable[[PPOConfig], str]
     build: Callable[[BuildContext], RolloutEngine]
     weight_names: Literal["module", "checkpoint"] = "checkpoint"
+    elsewhere: bool = False

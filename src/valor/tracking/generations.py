@@ -26,8 +26,8 @@ class Sample:
     write (tool observations). ValueError if a list has another length.
 
     Of an episode also `turns` (number of each token's turn from 1; 0 on what the policy was told), and `episode`: its
-    `calls`, `turn_rewards`, `outcome`, and `rows` (of each row after the first its `prompt`, and the token `at` which
-    it begins).
+    `calls`, `turn_rewards`, `outcome`, `error` (why it could not be played), and `rows` (of each row after the first
+    its `prompt`, and the token `at` which it begins).
     """
 
     prompt: str

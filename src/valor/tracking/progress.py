@@ -144,9 +144,14 @@ class Latest:
 
 
 def relay(snapshots: Sequence[Progress | None]) -> None:
-    """Report the sum over workers, one snapshot each; workers without a report yet count as not begun."""
+    """Report the sum over workers, one snapshot each; workers without a report yet count as not begun.
+
+    Steps are the driver's to count: a call outside of a step's phases is no part of them.
+    """
     known = [one for one in snapshots if one is not None]
-    if not known:
+    with _board.lock:
+        counts_steps = _board.innermost().last.unit == "step"
+    if not known or counts_steps:
         return
     totals = [one.total for one in known if one.total is not None]
     complete = len(totals) == len(known)

@@ -21,7 +21,7 @@ from valor.data.sampler import keyed_generator
 from valor.errors import UserError
 
 # What an estimator may name beyond the common inputs, where the run has it.
-_OFFERED_COLUMNS = ("old_log_probs", "sum_pi_squared", "rollout_is_weights", "turn_ids")
+_OFFERED_COLUMNS = ("old_log_probs", "rollout_log_probs", "sum_pi_squared", "rollout_is_weights", "turn_ids")
 FROM_THE_RUN = (*_OFFERED_COLUMNS, "component_scores", "component_weights", "bootstrap_mask", "bootstrap_values")
 COMPONENTS = ("reward_keys", "reward_weights")  # in adv_kwargs, of an estimator that compares reward components
 _RESAMPLING_STREAM = 1  # last word of the random key

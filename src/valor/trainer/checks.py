@@ -23,6 +23,8 @@ from valor.trainer.advantage import COMPONENTS, FROM_THE_RUN, compute_advantages
 from valor.workers.actor import policy_loss_options
 from valor.workers.critic import value_head
 
+_LOG_PROBS = ("old_log_probs", "rollout_log_probs")
+
 
 def check(config: BaseModel) -> list[str]:
     """Every mistake that those who act on `config` find in it, a line each. Runs the file `algorithm.custom_path`."""
@@ -63,6 +65,7 @@ def _estimator(config: PPOConfig) -> list[str]:
     needs, options = entry.capability, entry.options
     few = n < needs.min_group_size and not ("singleton" in options and algorithm.singleton == "raw")
     by_value = from_critic(algorithm)  # A = V(last) - V
+    weighs_returns = entry.builtin and options >= set(_LOG_PROBS)
     reads_the_end = algorithm.truncation_bootstrap or (
         algorithm.reward_mask_ratio > 0 and algorithm.missing_reward in ("bootstrap", "critic")
     )
@@ -74,8 +77,10 @@ def _estimator(config: PPOConfig) -> list[str]:
         f"it is {n}": few,
         f"{name} needs a pass of the actor over each batch, which bypass_mode leaves out: set "
         "algorithm.rollout_correction.bypass_mode=false": (
-            needs.needs_sum_pi_squared and algorithm.rollout_correction.bypass_mode
+            (needs.needs_sum_pi_squared or weighs_returns) and algorithm.rollout_correction.bypass_mode
         ),
+        f"{name} weighs what follows a token itself, as algorithm.rollout_correction.rollout_is=sequence does: use "
+        "rollout_is=token or prefix": weighs_returns and algorithm.rollout_correction.rollout_is == "sequence",
         f"algorithm.truncation_bootstrap=true is not for {name}: use gae": (
             algorithm.truncation_bootstrap and "bootstrap_mask" not in options
         ),
@@ -98,11 +103,14 @@ def _estimator(config: PPOConfig) -> list[str]:
     taken = {*offered_settings(algorithm), *FROM_THE_RUN}
     lines = [line for line, is_so in wrong.items() if is_so]
     lines += _options(entry, "algorithm.adv_kwargs", algorithm.adv_kwargs, options, taken)
-    if entry.builtin and "gae_unit" in options and not lines:  # contradictions of its options are found by trying them
-        one = torch.ones(1, 1)
-        columns = {**dict.fromkeys(("token_level_rewards", "response_mask", "values"), one), "turn_ids": one.long()}
+    if entry.builtin and needs.needs_critic and not lines:  # contradictions of its options are found by trying them
+        one, names = torch.ones(1, 1), ("token_level_rewards", "response_mask", "values", *_LOG_PROBS)
+        columns = {**dict.fromkeys(names, one), "turn_ids": one.long()}
         batch = Batch({**columns, "bootstrap_values": one[0]}, {"uid": ["a"], "finish_reason": ["stop"]})
-        compute_advantages(batch, algorithm)
+        try:
+            compute_advantages(batch, algorithm)
+        except TypeError as error:  # a text where a number belongs
+            lines.append(f"algorithm.adv_kwargs={algorithm.adv_kwargs}: {error}")
     return lines
 
 
@@ -195,7 +203,9 @@ def inert_settings(config: Section, explicit_keys: Collection[str]) -> dict[str,
 
 def _not_read(config: PPOConfig, keys: Collection[str]) -> Iterator[tuple[str, str]]:
     shared, algorithm = config.actor_rollout_ref, config.algorithm
-    reads = {engine.name: engine.reads for engine in generation_engines()}
+    reads = {engine.name: [*engine.reads] for engine in generation_engines()}
+    if config.plays_episodes and shared.rollout.name in reads:
+        reads[shared.rollout.name].append("max_model_len")  # bounds the rows of an episode
     special = [pattern for patterns in reads.values() for pattern in patterns] + ["engine_kwargs.*"]
     estimator = ADVANTAGES[algorithm.adv_estimator]
     of_estimators = offered_settings(algorithm).keys() - {"whitening"} | {"lam"}

@@ -27,7 +27,7 @@ class OldLogProbs:
 
     bypass: the rollout's own are the old ones. on_policy: a batch gets one update, so that the current log-probs,
     detached, are the old ones. recompute: one pass over the batch before the first update. correct_batch,
-    correct_mini_batches: when the rollout correction acts.
+    correct_mini_batches: when the rollout correction acts. by_estimator: advantages are corrected.
     """
 
     bypass: bool
@@ -35,6 +35,7 @@ class OldLogProbs:
     recompute: bool
     correct_batch: bool
     correct_mini_batches: bool
+    by_estimator: bool
 
     @staticmethod
     def of(config: PPOConfig) -> OldLogProbs:
@@ -42,14 +43,22 @@ class OldLogProbs:
         bypass = correction.bypass_mode
         updates = math.ceil(config.data.train_batch_size / actor.ppo_mini_batch_size) * actor.ppo_epochs
         weighs, rejects = correction.weighs, correction.rollout_rs is not None
-        needed = config.algorithm.use_kl_in_reward or weighs or rejects or needs_sum_pi_squared(config)
+        reads = "old_log_probs" in algorithms.ADVANTAGES[config.algorithm.adv_estimator].parameters
+        needed = config.algorithm.use_kl_in_reward or weighs or rejects or reads
+        needed |= config.trainer.v1.runs_ahead  # how far samples are off-policy is measured in any case
         return OldLogProbs(
             bypass=bypass,
             on_policy=updates == 1 and not bypass,
             recompute=not bypass and (updates > 1 or needed),
             correct_batch=not bypass and (weighs or rejects),
             correct_mini_batches=bypass and (rejects or weighs),
+            by_estimator="rollout_log_probs" in algorithms.ADVANTAGES[config.algorithm.adv_estimator].parameters,
         )
+
+    @property
+    def corrects(self) -> bool:
+        """Whether anything is done about samples of another distribution."""
+        return self.correct_batch or self.correct_mini_batches or self.by_estimator
 
 
 def needs_sum_pi_squared(config: PPOConfig) -> bool:
@@ -63,6 +72,7 @@ def corrected(batch: Batch, log_probs: Tensor, config: RolloutCorrectionConfig) 
     `log_probs` [B, T] are the training model's. Metrics: `rollout_corr/*`.
     """
     episodes = Episodes(batch)  # a sequence is an episode, whatever its rows
+    log_probs_of_rows = log_probs
     log_probs, rollout, mask = map(episodes.join, (log_probs, batch["rollout_log_probs"], batch["response_mask"]))
     found = algorithms.rollout_correction(
         log_probs=log_probs,
@@ -77,5 +87,12 @@ def corrected(batch: Batch, log_probs: Tensor, config: RolloutCorrectionConfig) 
     columns = {"response_mask": episodes.part(found.response_mask)}
     if found.weights is not None:
         columns[WEIGHTS] = episodes.part(found.weights)
-    metrics = algorithms.off_policy_metrics(log_probs, rollout, mask) | found.metrics
-    return batch.union(Batch(columns)), {f"rollout_corr/{name}": value for name, value in metrics.items()}
+    metrics = {f"rollout_corr/{name}": value for name, value in found.metrics.items()}
+    return batch.union(Batch(columns)), off_policy(batch, log_probs_of_rows) | metrics
+
+
+def off_policy(batch: Batch, log_probs: Tensor) -> dict[str, float]:
+    """How far the batch's samples are from `log_probs` [B, T] of the training model: `rollout_corr/*`."""
+    join = Episodes(batch).join
+    columns = map(join, (log_probs, batch["rollout_log_probs"], batch["response_mask"]))
+    return {f"rollout_corr/{name}": value for name, value in algorithms.off_policy_metrics(*columns).items()}

@@ -82,7 +82,24 @@ def _ppo_rows(config: PPOConfig) -> Rows:
         rows.append(("placement", f"pool {name}: {each}: {_and(*pool.roles)}"))
     rows += [*(("batch", text) for text in _batch(config)), ("old log-probs", _old_log_probs(config))]
     warmup = f"the first {config.trainer.critic_warmup} steps train the critic alone"
+    if config.trainer.v1.trainer_mode != "sync":
+        rows.append(("ahead", _ahead(config)))
     return [*rows, ("warm-up", warmup)] if config.trainer.critic_warmup else rows
+
+
+def _ahead(config: PPOConfig) -> str:
+    v1 = config.trainer.v1
+    if not v1.runs_ahead:
+        return f"{v1.trainer_mode}, only with the newest weights"
+    limit = v1.sampler.max_off_policy_threshold
+    if v1.by_batches:
+        return f"{v1.trainer_mode}, every batch by weights {limit} steps old"
+    strategy = {"drop": "older ones are dropped and drawn again", "wait": "training waits for older ones"}
+    begun = _count(v1.num_warmup_batches, "batch")
+    return (
+        f"{v1.trainer_mode}, {begun} ahead, samples at most {limit} versions old: "
+        + strategy[v1.sampler.max_off_policy_strategy]
+    )
 
 
 def _critic_rows(config: CriticPretrainConfig | CriticScoreConfig) -> Rows:
@@ -150,7 +167,11 @@ def _reward(config: PPOConfig) -> str:
         name = f"judge {judge.model} at {judge.url}" if judge.url else f"reward model {model.model_path}"
         rule = "in the rule's place" if model.replaces_rule else f"+ {model.rule_weight:g} x rule ({graded})"
         graded = f"{model.weight:g} x {name} {rule}"
-    algorithm = config.algorithm
+    agent, algorithm = config.actor_rollout_ref.rollout.agent, config.algorithm
+    if agent.replay_dir is not None:
+        graded = f"as recorded; of episodes without a score: {graded}"
+    elif config.default_agent_loop == "environment_agent":
+        graded = f"by the environment, {agent.environment or 'which each row names'}; where it leaves it open: {graded}"
     return _and(
         graded,
         algorithm.reward_source == "critic" and "training takes the critic's value in its place",

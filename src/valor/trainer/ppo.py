@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ from valor.data.episodes import Episodes
 from valor.tracking.metrics import Timer
 from valor.tracking.progress import phase
 from valor.trainer.advantage import compute_advantages, rows_to_train_on
+from valor.trainer.checkpoints import Checkpoint
 from valor.trainer.critics import Critics
-from valor.trainer.old_log_probs import OldLogProbs, corrected, needs_sum_pi_squared
+from valor.trainer.old_log_probs import OldLogProbs, corrected, needs_sum_pi_squared, off_policy
 from valor.trainer.recorder import PPORecorder
 from valor.trainer.run import Run
 from valor.trainer.shaping import RewardShaping
@@ -34,6 +36,8 @@ from valor.trainer.step_metrics import batch_metrics, critic_diagnostics, throug
 from valor.trainer.updates import Updates
 from valor.trainer.validation import headline, validation_metrics
 from valor.workers.roles import critic_names, role_specs
+
+_COLLECTOR_DIR = "collector"  # in a checkpoint
 
 
 class PPORun(Run):
@@ -72,10 +76,16 @@ class PPORun(Run):
         roles = start_pools(self.placement, specs, self.config.ray_kwargs.ray_init.model_dump())
         stack.callback(roles.close)
         self.collector = Collector(self.config, self.inputs, roles, self.record.say)
+        stack.callback(self.collector.close)
         self.updates = Updates(self.config, roles, self.skips, self.record.say)
         self.critics = Critics(self.config, roles, self.updates)
         if len(self.placement.pools) > 1:
             self.record.say(self.placement.table(roles.roles))
+        if self.config.trainer.v1.runs_ahead and not self.old.corrects:
+            self.record.say(
+                "samples may be of older weights, and nothing corrects for that: "
+                "algorithm.rollout_correction.rollout_is=token, or algorithm.adv_estimator=vtrace"
+            )
         return roles
 
     @property
@@ -121,6 +131,7 @@ class PPORun(Run):
                 batch = episodes.split(whole)
             trained, found = rows_to_train_on(batch, algorithm, self.config.trainer.seed, self.step)
             metrics |= found
+            self.updates.check(trained)
             updates = [
                 self.roles.submit("critic", self.update_critic, trained, timer),
                 self.roles.submit("actor", self.update_actor, trained, timer),
@@ -130,6 +141,8 @@ class PPORun(Run):
         self._warn_of_mismatch(metrics)
         self.record.samples(self.step, batch)
         metrics |= throughput_metrics(batch, timer, self.placement.world_size) | self.roles.peak_memory()
+        if "wait" in timer.seconds:
+            metrics["trainer/idle_ratio"] = timer.seconds["wait"] / timer.seconds["step"]
         return metrics | {"training/global_step": self.step, "training/epoch": self.sampler.epoch}
 
     def compute_old_log_probs(self, batch: Batch, timer: Timer) -> tuple[Batch, dict[str, float]]:
@@ -149,6 +162,8 @@ class PPORun(Run):
             count = max(float(mask.sum()), 1.0)
             metrics = {"actor/entropy": float((columns["entropy"] * mask).sum() / count)}
             metrics |= {k: v.item() for k, v in mismatch_sums(old, batch["rollout_log_probs"], mask, count).items()}
+            if self.config.trainer.v1.runs_ahead and not self.old.correct_batch:
+                metrics |= off_policy(batch, old)
             if self.old.correct_batch:
                 correction, found = corrected(batch, old, self.config.algorithm.rollout_correction)
                 return columns.union(correction), metrics | found
@@ -208,6 +223,14 @@ class PPORun(Run):
         super().load_state_dict(state)
         self.shaping.load_state_dict(state["shaping"])
         torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch_rng"]), dtype=torch.uint8))
+
+    def resume(self, checkpoint: Checkpoint) -> None:
+        super().resume(checkpoint)
+        self.collector.load(checkpoint.folder / _COLLECTOR_DIR)
+
+    def _write_roles(self, folder: Path) -> None:
+        super()._write_roles(folder)
+        self.collector.save(folder / _COLLECTOR_DIR, self.step)
 
     def _warn_of_mismatch(self, metrics: Mapping[str, Any]) -> None:
         """Say so when the rollout engine and the training forward have come apart."""

@@ -25,6 +25,7 @@ from valor.controller.group import Roles
 from valor.controller.placement import ResourcePool
 from valor.controller.start import start_group
 from valor.data.batch import Batch
+from valor.data.episodes import Episodes
 from valor.data.sampler import PromptSampler, shuffled
 from valor.errors import UserError
 from valor.models.load import load_policy_tokenizer
@@ -109,13 +110,14 @@ class CriticPretrainRun(Run):
             with timer("values"), phase("values", len(batch), unit="sample"):
                 values, metrics = self.critics.compute_values(batch)
             batch = batch.union(values)
-            mask = batch["response_mask"]
+            whole = Episodes(batch).joined()
+            mask = whole["response_mask"]
             metrics |= {
-                **summarize("critic/score", batch["scores"]),
-                **summarize("critic/values", batch["values"], mask),
-                **summarize("critic/returns", batch["returns"], mask),
-                "critic/vf_explained_var": explained_variance(batch["values"], batch["returns"], mask),
-                **critic_diagnostics(batch, self.config),
+                **summarize("critic/score", whole["scores"]),
+                **summarize("critic/values", whole["values"], mask),
+                **summarize("critic/returns", whole["returns"], mask),
+                "critic/vf_explained_var": explained_variance(whole["values"], whole["returns"], mask),
+                **critic_diagnostics(whole, self.config),
             }
             with timer("update_critic"):
                 metrics |= self.critics.update(batch, self.step)
@@ -129,13 +131,14 @@ class CriticPretrainRun(Run):
         """`critic/holdout/*` on the prompts kept back: explained variance, mean |V - R|, and the AUC of the value at
         the last token against right and wrong. Exports the critic when its explained variance is the best so far."""
         with phase("held out", len(self.held), unit="sample"):
-            values = self.critics.compute_values(self.held)[0]["values"]
-        returns, mask = self.held["returns"], self.held["response_mask"]
+            values = self.critics.compute_values(self.held)[0].select(["values"])
+        whole = Episodes(self.held.union(values)).joined()
+        values, returns, mask = whole["values"], whole["returns"], whole["response_mask"]
         fit = explained_variance(values, returns, mask)
         metrics = {
             "critic/holdout/vf_explained_var": fit,
             "critic/holdout/abs_error": float(((values - returns).abs() * mask).sum() / mask.sum()),
-            "critic/holdout/auc": value_quality.auc(algorithms.value_at_end(values, mask), correct(self.held)),
+            "critic/holdout/auc": value_quality.auc(algorithms.value_at_end(values, mask), correct(whole)),
         }
         if self.record.best is None or fit > self.record.best["value"]:
             self.record.best = {"step": self.step, "value": fit}
@@ -175,8 +178,8 @@ class CriticPretrainRun(Run):
             returns = part["returns"][part["response_mask"] > 0]
             if returns.min() == returns.max():
                 raise UserError(
-                    f"the {len(part)} {name} rollouts all have the return {returns[0]:g}, so there is nothing to tell "
-                    "apart: take more prompts, or easier or harder ones"
+                    f"the {_count(part)} {name} rollouts all have the return {returns[0]:g}, so there is nothing to "
+                    "tell apart: take more prompts, or easier or harder ones"
                 )
         rows: dict[int, list[int]] = {}
         for row, prompt in enumerate(same_prompt(self.train)):
@@ -189,11 +192,15 @@ class CriticPretrainRun(Run):
         trainer = self.config.trainer
         self.total_steps = trainer.total_training_steps or self.steps_per_epoch * trainer.total_epochs
         self.record.say(
-            f"{len(self.train)} rollouts of {len(self.rows_of)} prompts to learn from, {len(self.held)} of {num_held} "
-            f"held out; mean score {float(rollouts['scores'].mean()):.3f}"
+            f"{_count(self.train)} rollouts of {len(self.rows_of)} prompts to learn from, {_count(self.held)} of "
+            f"{num_held} held out; mean score {float(Episodes(rollouts).joined()['scores'].mean()):.3f}"
         )
 
     def _export_quietly(self) -> None:
         for role in self.trained_roles:
             self.roles[role].export(self.export_dir(role))
             self.tokenizer.save_pretrained(self.export_dir(role))
+
+
+def _count(rollouts: Batch) -> int:
+    return len(Episodes(rollouts).rows)

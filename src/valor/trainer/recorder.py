@@ -179,6 +179,7 @@ class PPORecorder(RunRecorder):
                 "calls": batch.objects["episode_info"][first].get("calls", []),
                 "turn_rewards": _by_turn(joined("turn_rewards"), of_loop["turns"]),
                 "outcome": batch.objects["outcome"][first],
+                "error": batch.objects["episode_error"][first],
                 "rows": later,
             }
         return Sample(

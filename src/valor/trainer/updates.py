@@ -11,6 +11,7 @@ from valor.controller.group import Roles
 from valor.data.batch import Batch
 from valor.data.episodes import Episodes
 from valor.data.sampler import shuffled
+from valor.errors import StepRefused
 from valor.models.rows import ROW_FIELDS
 from valor.tracking.progress import part, phase
 from valor.trainer.old_log_probs import WEIGHTS, OldLogProbs, corrected
@@ -29,6 +30,17 @@ class Updates:
         estimator = config.algorithm.adv_estimator
         whitens = "whitening" in algorithms.ADVANTAGES[estimator].options
         self._whiten = whitens and config.algorithm.adv_whitening == "mini_batch"
+        self._loss = algorithms.POLICY_LOSSES[config.policy_loss]
+        self._ratio_of_sequences = "sequence_log_ratio" in self._loss.parameters and not self.old.on_policy
+
+    def check(self, batch: Batch) -> None:
+        """StepRefused: the policy loss cannot be right for these rows."""
+        if self._loss.capability.one_row and Episodes(batch).forked:
+            raise StepRefused(
+                f"policy loss {self._loss.name} has to see a response at once, and this step has episodes in several "
+                "rows (the chat template, or the agent, has rewritten what was said): use "
+                "actor_rollout_ref.actor.policy_loss.loss_mode=turn_ppo or gspo"
+            )
 
     def run(self, role: str, batch: Batch, step: int, *, member: int = 0) -> dict[str, float]:
         """All epochs and mini-batches of a role, or of one `member` of an ensemble, in an order of its own.
@@ -46,6 +58,8 @@ class Updates:
                     metrics: dict[str, float] = {}
                     if role == "actor" and self.old.correct_mini_batches:
                         mini_batch, metrics = self._corrected(mini_batch)
+                    if role == "actor" and self._ratio_of_sequences:
+                        mini_batch = self._with_ratios(mini_batch)
                     metrics |= worker.update(mini_batch)
                 self.skips.count(role, bool(metrics["skipped"]), step)
                 if line := memory_notice(metrics, f"{SECTIONS[role]}.ppo_max_token_len_per_gpu"):
@@ -84,7 +98,7 @@ class Updates:
         actor = self.config.actor_rollout_ref.actor
         if actor.use_kl_loss and not actor.exact_kl_loss:
             names.append("ref_log_probs")
-        if "turn_ids" in algorithms.POLICY_LOSSES[self.config.policy_loss].parameters:
+        if "turn_ids" in self._loss.parameters:
             names.append("turn_ids")
         if WEIGHTS in batch:
             names.append(WEIGHTS)
@@ -100,6 +114,18 @@ class Updates:
         if mini_batch.meta["update"] > 1:  # from here on the distance is the training's own, not the engine's
             del mini_batch.tensors["rollout_log_probs"]
         return counted(mini_batch), metrics
+
+    def _with_ratios(self, mini_batch: Batch) -> Batch:
+        """`sequence_log_ratio` [B], where episodes have several rows: no micro-batch need have all of an episode, so
+        that the ratio of the whole takes a forward pass of its own."""
+        episodes = Episodes(mini_batch)
+        if not episodes.forked:
+            return mini_batch
+        present = self.roles["actor"].compute_log_probs(mini_batch, with_entropy=False)["old_log_probs"]
+        mask = mini_batch["response_mask"]
+        sums = episodes.sums(algorithms.keep_masked(present - mini_batch["old_log_probs"], mask))
+        means = sums / episodes.sums(mask).clamp(min=1.0)
+        return mini_batch.union(Batch({"sequence_log_ratio": episodes.spread(means)}))
 
 
 def counted(mini_batch: Batch) -> Batch:

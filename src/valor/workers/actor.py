@@ -110,17 +110,19 @@ class ActorWorker(ModelRole):
         self._store = self._channel = None
         if self._context.rank > 0:
             return None
-        assert self._context.address is not None, "pools are on Ray, where every process has an address"
-        self._store = TCPStore(self._context.address, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
-        return self._context.address, self._store.port
+        address = self._context.address or "127.0.0.1"  # without Ray pools are threads of one process
+        self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+        return address, self._store.port
 
     @dispatch("all")
     def send_weights(self, receivers: int) -> None:
         """Send the weights to `receivers` processes, in the dtype and under the names of their generation engine."""
+        spec = generation_engine(self._rollout.name)
         if self._store is not None and self._channel is None:  # at once: the receivers wait there
-            self._channel = WeightChannel(self._store, 0, receivers + 1, self._context.device)
+            device = torch.device("cpu") if spec.elsewhere else self._context.device
+            self._channel = WeightChannel(self._store, 0, receivers + 1, device)
         with self.on_device() as engine:
-            weights = engine.named_weights(generation_engine(self._rollout.name).weight_names)
+            weights = engine.named_weights(spec.weight_names)
             if self._channel is None:  # the other ranks have a part in gathering
                 for _ in weights:
                     pass
@@ -147,6 +149,7 @@ class ActorWorker(ModelRole):
             rollout_is_weights=rows.tensors.get("rollout_is_weights"),
             sequence_lengths=sequence_lengths,
             turn_ids=rows.tensors.get("turn_ids"),
+            sequence_log_ratio=rows.tensors.get("sequence_log_ratio"),
             **policy_loss_options(config, self.loss_mode, self._generator),
             **counts,
         )

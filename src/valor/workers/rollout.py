@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,8 @@ from transformers import GenerationConfig
 
 from valor.agents.agents import Agents
 from valor.agents.episode import Episode, EpisodeKey, episode_rows
-from valor.agents.loops import Task
+from valor.agents.loops import tasks_of
+from valor.agents.runner import EpisodeRunner
 from valor.config import ModelConfig, PPOConfig, RolloutConfig
 from valor.data.batch import Batch
 from valor.errors import UserError
@@ -22,6 +23,7 @@ from valor.rollout.registry import generation_engine
 from valor.rollout.spec import BuildContext
 from valor.rollout.transfer import MEETING, TIMEOUT, NamedTensors, WeightChannel
 from valor.workers.actor import Address
+from valor.workers.ahead import AheadPlayer, FollowedSource, answer
 from valor.workers.dispatch import dispatch
 from valor.workers.host import WorkerContext
 from valor.workers.model_role import ModelRole
@@ -49,6 +51,8 @@ class RolloutWorker:
         ends = _end_token_ids(model, eos_token_ids)
         self.engine = self._spec.build(BuildContext(config, model, ends, context.device, beside))
         self._agents = None if episodes is None else Agents(episodes, load_policy_tokenizer(episodes))
+        self._config = config
+        self._ahead: AheadPlayer | None = None
 
     @property
     def data_parallel_rank(self) -> int:
@@ -96,7 +100,9 @@ class RolloutWorker:
             self.engine.sleep()
 
     def close(self) -> None:
-        """End the engine."""
+        """End the engine, and the episodes under way."""
+        if self._ahead is not None:
+            self._ahead.runner.close()
         self.engine.close()
 
     @dispatch("dp", keep_together="uid", sent_weights=True)
@@ -111,28 +117,48 @@ class RolloutWorker:
         follows = self._context.rank % self.engine.parallel_size > 0
         if follows:
             sink = None  # the first of the processes that generate together tells
-        keys: list[EpisodeKey] = [tuple(key) for key in prompts["episode_key"].tolist()]
-        ids = [
-            row[:length]
-            for row, length in zip(prompts["prompts"].tolist(), prompts["prompt_lengths"].tolist(), strict=True)
-        ]
-        shared = self._actor is not None and self.engine.weight_mode == "shared"
-        if not shared:
-            self._context.make_room()
-        with self._actor.on_device() if self._actor is not None and shared else nullcontext():
+        tasks = tasks_of(prompts, params)
+        with self._generating():
             if self._agents is not None and follows:  # and that one plays
                 self.engine.serve(Elsewhere())
                 return Batch()
             if self._agents is not None:
-                rows = [{name: column[i] for name, column in prompts.objects.items()} for i in range(len(prompts))]
-                tasks = [Task(*one) for one in zip(keys, ids, [params] * len(keys), rows, strict=True)]
                 return self._agents.play(self.engine, tasks, sink)
             requests = [
-                Request(str(i), prompt, params, key, None if sink is None else partial(_tell, sink, key))
-                for i, (prompt, key) in enumerate(zip(ids, keys, strict=True))
+                Request(str(i), one.prompt_ids, params, one.key, sink and partial(_tell, sink, one.key))
+                for i, one in enumerate(tasks)
             ]
             outputs = self.engine.generate(requests)
-        return episode_rows([Episode.of_one_turn(*pair) for pair in zip(keys, outputs, strict=True)])
+        return episode_rows([Episode.of_one_turn(task.key, one) for task, one in zip(tasks, outputs, strict=True)])
+
+    @dispatch("all", sent_weights=True)
+    def generate_ahead(self, *, sink: Callable[[Any], None], feed: Callable[[], Sequence[Any]]) -> None:
+        """Play the episodes that `feed` brings (`Begin`), until it brings a `Pause`; `sink` gets each as `Played`.
+
+        Episodes that are under way at a `Pause` go on with the next call: tools meanwhile, generation by the weights
+        of then. `TakeWeights` changes the weights between two tokens.
+        """
+        with self._generating():
+            if self._context.rank % self.engine.parallel_size > 0:
+                self.engine.serve(FollowedSource(feed, self.receive_weights))
+                return
+            if self._ahead is None:
+                if self._agents is None:
+                    most, longest = self._config.max_num_seqs, self._config.max_model_len
+                    runner = EpisodeRunner([], answer, most=most, max_tokens=longest)
+                else:
+                    runner = self._agents.runner([])
+                self._ahead = AheadPlayer(runner, self.receive_weights)
+            self._ahead.serve(self.engine, sink, feed)
+
+    @contextmanager
+    def _generating(self) -> Iterator[None]:
+        """The device is the engine's, or that of the weights which it shares, for the block."""
+        shared = self._actor is not None and self.engine.weight_mode == "shared"
+        if not shared:
+            self._context.make_room()
+        with self._actor.on_device() if self._actor is not None and shared else nullcontext():
+            yield
 
 
 def _tell(sink: Sink, key: EpisodeKey, output: Output) -> None:

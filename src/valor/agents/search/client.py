@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import httpx2
 
@@ -17,18 +17,6 @@ from valor.http_client import Server
 
 class SearchFailed(Exception):
     """A search without an answer. The text is one line for the agent; the run goes on."""
-
-
-class Retriever(Protocol):
-    """Finds documents."""
-
-    async def retrieve(self, queries: Sequence[str]) -> list[list[Document]]:
-        """The documents of each query, the best first. Raises SearchFailed."""
-        ...
-
-    def close(self) -> None:
-        """Let go of connections; searches under way are dropped."""
-        ...
 
 
 class HttpRetriever:
@@ -59,6 +47,7 @@ class HttpRetriever:
         self._server = Server(url, api_key_env=api_key_env, max_concurrent=max_concurrent)
 
     async def retrieve(self, queries: Sequence[str]) -> list[list[Document]]:
+        """The documents of each query, the best first. Raises SearchFailed."""
         # Scores are always asked for: without them Search-R1's own server fails.
         body = json.dumps({"queries": list(queries), "topk": self.topk, "return_scores": True})
         post = self._server.post(self.url, body, seconds=self._timeout, attempts=self._attempts)
@@ -74,9 +63,6 @@ class HttpRetriever:
             raise SearchFailed(f"the search server answered {len(found)} of {len(queries)} queries")
         return found
 
-    def close(self) -> None:
-        self._server.close()
-
 
 class LocalRetriever:
     """An index in this process: the same answers without a server."""
@@ -85,15 +71,13 @@ class LocalRetriever:
         self.index, self.topk = index, topk
 
     async def retrieve(self, queries: Sequence[str]) -> list[list[Document]]:
+        """The documents of each query, the best first."""
         return await asyncio.to_thread(self.index.search, queries, self.topk)
-
-    def close(self) -> None:
-        pass
 
 
 def open_retriever(
     url: str | None = None, corpus: str | None = None, *, topk: int = 3, embeddings: str | None = None, **http: Any
-) -> Retriever:
+) -> HttpRetriever | LocalRetriever:
     """The server at `url`, or an index of the file `corpus`, made once in a process.
 
     `embeddings`: the encoder of that index, None takes BM25; `http`: further arguments of HttpRetriever. UserError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,15 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from valor.agents.http_server import (
     MAX_CONNECTIONS,
     Refused,
+    add_address,
     address,
     authorise,
-    is_loopback,
+    key_for,
     listen,
     read_object,
     require_libraries,
 )
 from valor.agents.search.index import Index, open_index
-from valor.errors import UserError
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -91,7 +90,7 @@ def make_app(index: Index, *, topk: int = 3, api_key: str | None = None) -> Star
 def main(argv: list[str]) -> int:
     """`valor retrieve`: make the index, then serve until a signal ends it."""
     args = _parser().parse_args(argv)
-    api_key = _key(args.host, args.api_key_env)
+    api_key = key_for(args.host, args.api_key_env)
     require_libraries()
     import uvicorn
 
@@ -114,20 +113,6 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _key(host: str, variable: str | None) -> str | None:
-    """The key that the environment variable holds. UserError: it holds none, or others could search without one."""
-    if variable is None:
-        if not is_loopback(host):
-            raise UserError(
-                f"--host {host} lets other machines search: name the environment variable that holds a key for them "
-                "(--api-key-env), or listen on 127.0.0.1"
-            )
-        return None
-    if not os.environ.get(variable):
-        raise UserError(f"--api-key-env {variable}: this environment variable is not set; put the key into it")
-    return os.environ[variable]
-
-
 def _topk(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= MAX_TOPK:
         raise argparse.ArgumentTypeError(f"must be a number from 1 to {MAX_TOPK}, got {text}")
@@ -142,9 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add: Any = parser.add_argument
     add("corpus", type=Path, metavar="CORPUS", help="the file with the documents")
-    add("--port", type=int, default=8000, help="0 takes a free one (default 8000)")
-    add("--host", default="127.0.0.1", help="where to listen (default 127.0.0.1, this machine alone)")
-    add("--api-key-env", metavar="NAME", help="environment variable with the key that requests must bring")
+    add_address(parser)
     add("--topk", type=_topk, default=3, help="documents for requests that name no number (default 3)")
     add("--embeddings", metavar="MODEL", help="a Hugging Face encoder, such as intfloat/e5-base-v2, in place of BM25")
     add("--index", type=Path, metavar="DIR", help="keep the index there, and read it from there the next time")

@@ -82,18 +82,6 @@
       { label: phase.label, value: percent(sums[place] / whole), stroke: stroke(place), shape: "box" })));
   };
 
-  const drawTimeline = ({ rows }) => {
-    const layout = base();
-    Object.assign(layout, { hovermode: "closest", bargap: 0.35 });
-    layout.xaxis = { ...layout.xaxis, ticksuffix: " s", rangemode: "tozero" };
-    layout.yaxis = { ...layout.yaxis, type: "category", autorange: "reversed", showgrid: false, nticks: undefined };
-    Plotly.react("plot-timeline", [{
-      type: "bar", orientation: "h", y: rows.map((row) => row.label), x: rows.map((row) => row.seconds),
-      base: rows.map((row) => row.began), marker: { color: color("c1"), opacity: 0.86 },
-      customdata: rows.map((row) => row.seconds), hovertemplate: "%{y}: from %{base:.3~g} s, %{customdata:.3~g} s<extra></extra>",
-    }], layout, options);
-  };
-
   const drawSpread = ({ id, steps, rows, shares }) => {
     const layout = base();
     Object.assign(layout, { hovermode: "closest" });
@@ -194,7 +182,8 @@
   const callCard = (call) => {
     const card = element("div", call.error ? "call failed" : "call");
     const asked = typeof call.arguments === "string" ? call.arguments : JSON.stringify(call.arguments);
-    const facts = [`${short(call.seconds)} s`, ...(call.reward ? [`reward ${short(call.reward)}`] : []), ...(call.error ? [`error: ${call.error}`] : [])];
+    const spent = call.seconds < 1 ? `${(1000 * call.seconds).toFixed(call.seconds < 0.01 ? 1 : 0)} ms` : `${short(call.seconds)} s`;
+    const facts = [spent, ...(call.reward ? [`reward ${short(call.reward)}`] : []), ...(call.error ? [`error: ${call.error}`] : [])];
     card.append(element("code", "", `${call.name ?? "no call"}(${asked})`), element("small", "", facts.join(" · ")));
     card.append(folded("Result", element("pre", "", call.text), call.text.length <= 300));
     return card;
@@ -244,6 +233,7 @@
     return box;
   };
 
+  const ENDS = { stop: "itself", length: "the limit on tokens", turns: "the limit on turns", abort: "an error" };
   const sampleCard = (record, limits) => {
     const card = element("article", "sample");
     const head = element("header");
@@ -255,17 +245,18 @@
     };
     fact("reward", number(record.reward));
     fact("expected", record.ground_truth, "truth");
-    fact("ended by", record.finish_reason);
+    fact("ended by", ENDS[record.finish_reason] ?? record.finish_reason);
     fact("tokens", record.tokens.length + (record.tokens_left_out || 0));
     if (record.episode) {
       fact("turns", record.episode.turn_rewards.length);
       fact("tool calls", record.episode.calls.length);
       fact("tool errors", record.episode.calls.filter((call) => call.error).length || "");
       fact("environment's outcome", record.episode.outcome);
+      fact("could not be played", record.episode.error);
     }
     fact("", record.data_source);
     Object.entries(record.reward_info || {}).forEach(([name, value]) => fact(name, typeof value === "number" ? number(value) : value));
-    const prompt = folded("Prompt", element("pre", "", record.prompt), false);
+    const prompt = folded("Prompt", element("pre", "", record.prompt), Boolean(record.episode) && record.prompt.length <= 600);
     const tokens = record.episode ? conversation(record, limits) : element("div", "tokens");
     if (!record.episode) tokens.append(...record.tokens.map((_, place) => tokenSpan(record, place, limits)));
     if (record.tokens_left_out) tokens.append(element("span", "cut", ` … and ${record.tokens_left_out} more tokens`));
@@ -361,7 +352,6 @@
     data.panels.forEach(drawPanel);
     data.spreads.forEach(drawSpread);
     if (data.timing) drawTiming(data.timing);
-    if (data.timeline) drawTimeline(data.timeline);
     drawExplorer();
   };
 

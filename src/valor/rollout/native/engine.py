@@ -7,23 +7,28 @@ that last token. Decoding, sampling and log-probabilities so have one path: a st
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from valor.errors import TrainingStopped, UserError, out_of_memory
+from valor.errors import TrainingStopped, out_of_memory
 from valor.models.export import plain_weights
 from valor.models.hf import cache_bytes_per_token
 from valor.models.policy import PolicyModel
-from valor.rollout.base import FinishReason, Output, Request, RequestSource, RolloutEngine, Span, WeightMode
+from valor.rollout.base import (
+    Request,
+    RequestSource,
+    RolloutEngine,
+    WeightMode,
+    token_versions,
+)
 from valor.rollout.native.attention import check_supported, generation_mode, serving
 from valor.rollout.native.kv_cache import PromptCache, SlotCache, free_bytes
 from valor.rollout.native.packed_linear import packed_linears
-from valor.rollout.native.schedule import Group, Waiting
+from valor.rollout.native.requests import Group, Intake, Row, Waiting
 from valor.rollout.sampling import BatchSampler, uniform_stream
 from valor.rollout.transfer import checksum
 
@@ -40,96 +45,6 @@ STEPS_PER_TEST = {"cpu": 1, "cuda": 8}
 CACHE_SHARE = 0.9 / 1.5
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Row:
-    """One sequence that is being decoded; its place in the engine's list is its slot in the cache."""
-
-    request: Request
-    prompt: int  # number of its prompt in the cache, -1 when that is part of its own row
-    stop_ids: frozenset[int]
-    max_new: int
-    uniforms: np.ndarray
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-
-    @property
-    def last_token(self) -> int:
-        return self.token_ids[-1] if self.token_ids else self.request.prompt_ids[-1]
-
-    @property
-    def own_columns(self) -> int:
-        """Cache columns of its own in use: all tokens but the last, which has not been fed, less a shared prompt."""
-        return len(self.token_ids) + (0 if self.prompt >= 0 else len(self.request.prompt_ids) - 1)
-
-    @property
-    def tested_ids(self) -> frozenset[int]:
-        """The tokens with which the row may end."""
-        stop = self.request.params.stop
-        return self.stop_ids if stop is None else self.stop_ids | stop.candidates
-
-    def add(self, token_ids: Sequence[int], log_probs: Sequence[float]) -> None:
-        """Take sampled tokens, up to the one that ends the row."""
-        for token, log_prob in zip(token_ids, log_probs, strict=True):
-            self.token_ids.append(token)
-            self.log_probs.append(log_prob)
-            if self.stopped:
-                return
-
-    @property
-    def stopped(self) -> bool:
-        """Whether the last token ends the row."""
-        stop = self.request.params.stop
-        return self.token_ids[-1] in self.stop_ids or (stop is not None and stop.complete(self.token_ids))
-
-    def finish_reason(self) -> FinishReason | None:
-        if self.stopped:
-            return "stop"
-        return "length" if len(self.token_ids) >= self.max_new else None
-
-
-class _Intake:
-    """The requests of one `serve`: those that have come and not ended, and whether more may come.
-
-    UserError when a prompt leaves no room for a new token.
-    """
-
-    def __init__(self, source: RequestSource, max_model_len: int) -> None:
-        self.source, self._max_model_len = source, max_model_len
-        self.pending: list[Request] = []
-        self.ended = False
-        self.poll(wait=True)
-
-    @property
-    def most(self) -> int:
-        """Requests that may be under way at once."""
-        return len(self.pending) if self.ended else self.source.max_requests
-
-    def poll(self, *, wait: bool) -> Sequence[Request]:
-        """What has come since the last call; `wait`: at least one, unless no more will come."""
-        found: list[Request] = []
-        while not self.ended and (new := self.source.poll(wait=wait and not found)) != []:
-            self.ended = new is None
-            found += new or ()
-        for request in found:
-            if len(request.prompt_ids) >= self._max_model_len:
-                raise UserError(
-                    f"a prompt of {len(request.prompt_ids)} tokens leaves no room for a response: "
-                    f"the model takes {self._max_model_len} tokens"
-                )
-        self.pending += found
-        return found
-
-    def finish(self, row: Row, reason: FinishReason, version: int) -> None:
-        """Give a row's output to its receiver."""
-        request = row.request
-        self.pending = [one for one in self.pending if one is not request]
-        output = Output(request.request_id, row.token_ids, row.log_probs, reason, (Span(len(row.token_ids), version),))
-        # Tensors made by the receivers are theirs, and may need gradients later.
-        with torch.inference_mode(False):
-            if request.on_finish is not None:
-                request.on_finish(output)
 
 
 class NativeEngine(RolloutEngine):
@@ -164,6 +79,7 @@ class NativeEngine(RolloutEngine):
         self._config = hf.config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
         self._max_model_len = getattr(self._config, "max_position_embeddings", None) or 2**31
         self._pack = packed_linears if pack_weights else nullcontext
+        self._packed: ExitStack | None = None  # while it generates
         self.weights_version: int | None = 0
         self.weights_checksum: int | None = None
 
@@ -173,9 +89,9 @@ class NativeEngine(RolloutEngine):
         Where memory runs out, what has not ended starts again, with half as many rows at a time from then on;
         TrainingStopped where that is one.
         """
-        intake = _Intake(source, self._max_model_len)
+        intake = Intake(source, self._max_model_len)
         if intake.pending:
-            with self._unsharded(), generation_mode(self._hf), torch.inference_mode(), self._pack(self._hf):
+            with self._unsharded(), generation_mode(self._hf), torch.inference_mode(), self._packing():
                 while intake.pending:
                     self._attempt(intake)
 
@@ -191,7 +107,15 @@ class NativeEngine(RolloutEngine):
     def close(self) -> None:
         """Nothing to end."""
 
-    def _attempt(self, intake: _Intake) -> None:
+    @contextmanager
+    def _packing(self) -> Iterator[None]:
+        """Weights in the layout that is fastest, for the block; `sync_weights` in it lays out the new ones."""
+        with ExitStack() as self._packed:
+            self._packed.enter_context(self._pack(self._hf))
+            yield
+        self._packed = None
+
+    def _attempt(self, intake: Intake) -> None:
         """Generate all requests, or less of them where memory does not suffice."""
         slots = min(self._max_num_seqs, self._affordable(intake.source), intake.most)
         try:
@@ -219,7 +143,7 @@ class NativeEngine(RolloutEngine):
         row = cache_bytes_per_token(self._config, element) * min(source.max_tokens, self._max_model_len)
         return max(1, int(CACHE_SHARE * free / row))
 
-    def _run(self, intake: _Intake, slots: int) -> None:
+    def _run(self, intake: Intake, slots: int) -> None:
         waiting = Waiting(slots)
         waiting.add(intake.pending)
         while waiting:
@@ -231,7 +155,7 @@ class NativeEngine(RolloutEngine):
                 if groups:
                     self._prefill(groups, cache, rows)
                 self._decode_until_change(cache, rows, waiting, intake)
-            waiting.add(intake.poll(wait=True))
+            self._poll(cache, rows, waiting, intake, wait=True)
 
     def _prefill(self, groups: list[Group], cache: SlotCache, rows: list[Row]) -> None:
         """Run the prompts of `groups` (sorted by length) in padded batches, and add their samples to `rows`."""
@@ -260,17 +184,31 @@ class NativeEngine(RolloutEngine):
         params = request.params
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         max_new = min(params.max_tokens, self._max_model_len - len(request.prompt_ids))
-        return Row(request, prompt, stops, max_new, uniform_stream(request.seed, max_new))
+        row = Row(request, prompt, stops, max_new, uniform_stream(request.seed, max_new))
+        if (had := request.so_far) is not None:
+            row.token_ids, row.log_probs, row.begun = [*had.token_ids], [*had.log_probs], len(had.token_ids)
+            row.versions = token_versions(had.spans)
+        return row
 
-    def _decode_until_change(self, cache: SlotCache, rows: list[Row], waiting: Waiting, intake: _Intake) -> None:
+    def _decode_until_change(self, cache: SlotCache, rows: list[Row], waiting: Waiting, intake: Intake) -> None:
         """Decode until all rows are done, or enough have left for waiting requests to join."""
         while rows and not waiting.can_join(len(rows)):
             self._decode_segment(cache, rows, MAX_SEGMENT if intake.ended else OPEN_SEGMENT)
             for slot in reversed(range(len(rows))):
                 reason = rows[slot].finish_reason()
                 if reason is not None:
-                    intake.finish(_remove(rows, slot, cache), reason, self.weights_version or 0)
-            waiting.add(intake.poll(wait=False))
+                    intake.finish(_remove(rows, slot, cache), reason)
+            self._poll(cache, rows, waiting, intake, wait=False)
+
+    def _poll(self, cache: SlotCache, rows: list[Row], waiting: Waiting, intake: Intake, *, wait: bool) -> None:
+        """Take what has come, and give back what is to end."""
+        waiting.add(intake.poll(wait=wait))
+        if intake.aborted:
+            intake.abort(waiting.remove(intake.aborted))
+            for slot in reversed(range(len(rows))):
+                if rows[slot].request.request_id in intake.aborted:
+                    intake.finish(_remove(rows, slot, cache), "abort")
+            intake.aborted.clear()  # what is left of it has ended before it was heard
 
     def _decode_segment(self, cache: SlotCache, rows: list[Row], longest: int) -> None:
         """Give all rows one token after another until one of them ends, or for `longest` steps.
@@ -304,7 +242,7 @@ class NativeEngine(RolloutEngine):
             raise RuntimeError("the policy's logits are not finite: its weights have diverged")
         tokens, values = torch.stack(chosen, dim=1).tolist(), scores.tolist()
         for row, row_tokens, row_values in zip(rows, tokens, values, strict=True):
-            row.add(row_tokens, row_values)
+            row.add(row_tokens, row_values, self.weights_version or 0)
 
 
 class NativeCopy(NativeEngine):
@@ -327,6 +265,9 @@ class NativeCopy(NativeEngine):
             self._held[name].copy_(tensor)
         self.weights_checksum = int(torch.stack([checksum(tensor) for tensor in self._held.values()]).sum())
         self.weights_version = version
+        if self._packed is not None:  # in the middle of a generation, which computes with copies of the old ones
+            self._packed.close()
+            self._packed.enter_context(self._pack(self._hf))
 
 
 def _stop_table(stop_ids: Sequence[frozenset[int]], device: torch.device) -> Tensor:

@@ -10,7 +10,8 @@ import httpx2
 from valor.config import PPOConfig, RolloutConfig
 from valor.errors import UserError
 from valor.models.load import load_tokenizer
-from valor.rollout.server.engine import AS_TOKENS, CONNECT_SECONDS, ServerEngine, addresses, headers, root
+from valor.rollout.server.connection import CONNECT_SECONDS, addresses, headers, root
+from valor.rollout.server.engine import AS_TOKENS, ServerEngine
 from valor.rollout.spec import GenerationEngineSpec
 
 _KEY = "actor_rollout_ref.rollout"
@@ -144,7 +145,7 @@ def _check(config: PPOConfig) -> list[str]:
             f"{_KEY}.name=server asks a server that is running: set {_KEY}.server.base_url, such as "
             "http://localhost:8000/v1"
         )
-    if config.rollout_apart:
+    if config.rollout_apart and config.trainer.v1.trainer_mode != "separate_async":
         lines.append(
             f"{_KEY}.name=server generates on the server's devices: drop {_KEY}.nnodes, and rollout in resource_pools"
         )
@@ -175,4 +176,5 @@ SERVER = GenerationEngineSpec(
     check_start=_check_start,
     plan=_plan,
     build=lambda context: ServerEngine(context.config, eos_token_ids=context.eos_token_ids),
+    elsewhere=True,
 )

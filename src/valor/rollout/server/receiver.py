@@ -43,8 +43,15 @@ class WeightReceiver:
         }
 
     def valor_update(self, folder: str, name: str, version: int) -> dict[str, Any]:
-        """Replace all weights by those in the safetensors files of `folder`; their checksum, or what went wrong."""
-        self.valor_weights = None
+        """Replace all weights by those in the safetensors files of `folder`; their checksum, or what went wrong.
+
+        Told with it: the name of the weights that were held before, and of every request under way, by vLLM's name
+        for it, the number of tokens that they have sampled (requests without any, and vLLM's second model runner, tell
+        nothing).
+        """
+        before, self.valor_weights = self.valor_weights, None
+        under_way = getattr(self.model_runner, "requests", {})
+        sampled = {name: len(one.output_token_ids) for name, one in under_way.items() if one.output_token_ids}
         try:
             files = sorted(Path(folder).glob("*.safetensors"))
             if not files:
@@ -60,7 +67,8 @@ class WeightReceiver:
         except Exception as error:  # the trainer is told; an exception here would end the server
             return {"error": f"{type(error).__name__}: {error}"}
         self.valor_weights = name
-        return {"checksum": str(checksum)}  # JSON's integers are not everyone's
+        # JSON's integers are not everyone's.
+        return {"checksum": str(checksum), "before": before, "sampled": sampled}
 
 
 def _tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:

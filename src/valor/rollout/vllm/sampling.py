@@ -26,22 +26,31 @@ LOGPROBS_MODE = "processed_logits"  # vLLM then reports what the processor left 
 
 
 class Row(NamedTuple):
-    """A sequence in vLLM's batch; `output` is vLLM's own growing list of its tokens."""
+    """A sequence in vLLM's batch; `output` is vLLM's own growing list of its tokens, behind `so_far`."""
 
     params: SamplingParams
     uniforms: np.ndarray
+    so_far: list[int]
     output: list[int]
     end: int  # one of its stop tokens
+
+    @property
+    def stopped(self) -> bool:
+        """Whether its last token completes a stop text."""
+        stop = self.params.stop
+        return stop is not None and stop.complete([*self.so_far, *self.output] if self.so_far else self.output)
 
 
 def as_greedy(request: Request, stop_token_ids: list[int]) -> dict[str, Any]:
     """Arguments of vLLM's SamplingParams for a request that `ChosenToken` samples."""
+    so_far = [] if request.so_far is None else request.so_far.token_ids
+    end = stop_token_ids[0] if stop_token_ids else 0
     return {
         "temperature": 0.0,
-        "max_tokens": request.params.max_tokens,
+        "max_tokens": request.params.max_tokens - len(so_far),
         "stop_token_ids": stop_token_ids,
         "logprobs": 0,
-        "extra_args": {_KEY: (request.params, request.seed, stop_token_ids[0] if stop_token_ids else 0)},
+        "extra_args": {_KEY: (request.params, request.seed, so_far, end)},
     }
 
 
@@ -64,15 +73,16 @@ class ChosenToken(LogitsProcessor):
         if self._sampler is None:
             self._sampler = BatchSampler([row.params for row in rows], logits.device)
         # A row whose prompt is not complete is sampled too; vLLM throws that token away.
-        uniforms = torch.tensor([row.uniforms[len(row.output)] for row in rows], dtype=torch.float64)
+        drawn = [row.uniforms[len(row.so_far) + len(row.output)] for row in rows]
+        uniforms = torch.tensor(drawn, dtype=torch.float64)
         tokens, log_probs = self._sampler(logits, uniforms.to(logits.device))
         for place, row in enumerate(rows):
-            if row.params.stop is not None and row.params.stop.complete(row.output):
+            if row.stopped:
                 tokens[place] = row.end  # thrown away: it ends the sequence after the text that does
         return logits.fill_(-torch.inf).scatter_(1, tokens[:, None], log_probs[:, None])
 
     def _row(self, params: VLLMParams, prompt: list[int] | None, output: list[int]) -> Row:
         if params.extra_args is None:  # vLLM's own trial run
-            return Row(SamplingParams(), uniform_stream((0,), 1), [], 0)
-        own, seed, end = params.extra_args[_KEY]
-        return Row(own, uniform_stream(seed, own.max_tokens), output, end)
+            return Row(SamplingParams(), uniform_stream((0,), 1), [], [], 0)
+        own, seed, so_far, end = params.extra_args[_KEY]
+        return Row(own, uniform_stream(seed, own.max_tokens), so_far, output, end)

@@ -2,7 +2,8 @@
 
 Three things go silently wrong when weights are pushed into a running engine: a CPU build computes with packed copies
 that a reload does not touch (a tied LM head keeps its old one for ever), a tensor can be missed, and cached keys and
-values outlive the weights that made them. The engine resets its cache; this file takes care of the other two.
+values outlive the weights that made them. The engine salts its prompts with the number of the update; this file takes
+care of the other two.
 """
 
 # pyright: reportMissingImports=false

@@ -1,0 +1,82 @@
+"""Prompts whose samples are on their way from the generators to the trainer, and how old they may become.
+
+An age is counted in versions of the weights: the transfers to the generators since the oldest token was sampled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+
+@dataclass(eq=False)
+class Group:
+    """A prompt, whose samples a derived class has.
+
+    `number`: its place in the order in which prompts were drawn. `oldest`: the version of the weights that sampled its
+    oldest token; while it is in flight, the version when it was begun. `attempt`: how often it was begun before.
+    """
+
+    number: int
+    oldest: int = 0
+    finished: bool = False
+    attempt: int = 0
+
+
+G = TypeVar("G", bound=Group)
+
+
+class SampleQueue(Generic[G]):
+    """Groups in flight and finished ones, `capacity` together, none older than `max_age` when it is trained on.
+
+    What would become too old is dropped, to be begun again; or (`strategy` wait) the trainer waits for it.
+    """
+
+    def __init__(self, capacity: int, max_age: int, strategy: Literal["drop", "wait"]) -> None:
+        self.capacity, self.max_age, self.strategy = capacity, max_age, strategy
+        self.groups: list[G] = []
+        self.num_dropped = 0
+
+    @property
+    def room(self) -> int:
+        """How many further groups may be begun."""
+        return max(0, self.capacity - len(self.groups))
+
+    @property
+    def num_finished(self) -> int:
+        return sum(group.finished for group in self.groups)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self.groups) - self.num_finished
+
+    def begin(self, group: G, version: int) -> None:
+        """A group is in flight, and no token of it will be older than `version`."""
+        group.oldest, group.finished = version, False
+        if group not in self.groups:
+            self.groups.append(group)
+
+    def finish(self, group: G, oldest: int) -> None:
+        """A group is complete and graded."""
+        group.oldest, group.finished = oldest, True
+
+    def too_old(self, version: int) -> list[G]:
+        """The groups that may not be trained on when the weights have this version; they count as dropped."""
+        found = [group for group in self.groups if version - group.oldest > self.max_age]
+        self.num_dropped += len(found)
+        return found
+
+    def has(self, wanted: int, next_version: int) -> bool:
+        """Whether so many are finished, and none is in flight that the trainer has to wait for, since it will be too
+        old when the weights have `next_version`."""
+        waits = self.strategy == "wait"
+        if waits and any(not one.finished and next_version - one.oldest > self.max_age for one in self.groups):
+            return False
+        return self.num_finished >= wanted
+
+    def take(self, wanted: int) -> list[G]:
+        """`wanted` finished groups, those of the oldest weights; in the order in which they were drawn."""
+        finished = sorted((one for one in self.groups if one.finished), key=lambda one: (one.oldest, one.number))
+        taken = sorted(finished[:wanted], key=lambda one: one.number)
+        self.groups = [group for group in self.groups if group not in taken]
+        return taken

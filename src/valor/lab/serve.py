@@ -1,0 +1,208 @@
+"""`valor serve MODEL`: an OpenAI-compatible server to try agents with, which records the episodes that they play."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import secrets
+import signal
+import sys
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from valor.agents.chat import Chat, Message
+from valor.agents.episode import Episode, episode_rows
+from valor.agents.formats import FORMATS
+from valor.agents.gateway import Gateway, Session, read_messages
+from valor.agents.http_server import Refused, add_address, authorise, key_for, listen, read_object, require_libraries
+from valor.agents.loops import Limits, LoopContext, Task
+from valor.agents.record import episode_records
+from valor.agents.runner import EpisodeRunner
+from valor.collector.prompts import sampling_params
+from valor.config import PPOConfig, load
+from valor.data.batch import Batch
+from valor.errors import UserError
+from valor.tracking.rundir import write_atomically
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+_READS = ("actor_rollout_ref.", "data.", "trainer.")  # sections that say how a model is loaded, sampled from and placed
+_UNNAMED = "v1-"  # begins the names of sessions that were not given one
+_NAME = re.compile(r"[\w.-]{1,100}", re.ASCII)
+
+
+class OpenGateway(Gateway):
+    """A gateway whose sessions begin with their first request, on the loop of `runner`, which is the running one.
+
+    A session is what is asked below `/sessions/NAME/v1`; below `/v1`, a request and those that go on from its answer.
+    When there are too many, the one that has been idle for longest is forgotten. Each one's record is written to
+    `folder`, as NAME.jsonl, after every turn.
+    """
+
+    places = (*Gateway.places, "")
+
+    def __init__(
+        self,
+        listening: Any,
+        context: LoopContext,
+        runner: EpisodeRunner,
+        api_key: str | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        self._context, self._runner, self._api_key, self._folder = context, runner, api_key, folder
+        rollout = context.config.actor_rollout_ref.rollout
+        self._most, self._parse = rollout.agent.max_concurrent_episodes, FORMATS[rollout.multi_turn.format]
+        self._loop = asyncio.get_running_loop()
+        self._begun = 0
+        super().__init__(listening)
+
+    async def find(self, request: Request) -> tuple[Session, dict[str, Any]]:
+        """As in every gateway. Refused also: a name that was recorded before, and too many sessions at once."""
+        authorise(request, self._api_key)
+        asked = await read_object(request)
+        name = request.path_params.get("name")
+        if name is None:
+            if "token_ids" not in asked:
+                asked["messages"] = read_messages(asked)
+            unnamed = ((one, session) for one, session in self._sessions.items() if one.startswith(_UNNAMED))
+            going_on = (one for one, session in unnamed if session.goes_on(asked))
+            name = next(going_on, None) or _UNNAMED + secrets.token_hex(8)
+        session = self._sessions.pop(name, None) or self._begin(name)
+        self._sessions[name] = session  # the last one is the one that was asked last
+        return session, asked
+
+    def _begin(self, name: str) -> Session:
+        if not _NAME.fullmatch(name):
+            raise Refused(400, "the name of a session has at most 100 letters, digits, dots, dashes and underscores")
+        file = None if self._folder is None else self._folder / f"{name}.jsonl"
+        if file is not None and file.exists():
+            raise Refused(409, f"there is a record of session {name} already: take another name")
+        if len(self._sessions) >= self._most:
+            idle = next((one for one, session in self._sessions.items() if not session.busy), None)
+            if idle is None:
+                raise Refused(503, f"{len(self._sessions)} sessions are being answered: ask again later")
+            del self._sessions[idle]
+        config, chat, limits = self._context.config, self._context.chat, self._context.limits
+        task = Task((config.trainer.seed, 0, self._begun), (), sampling_params(config), {})
+        self._begun += 1
+        after = None if file is None else partial(self._write, file, task)
+        return Session(task, self._runner.generate, chat, limits, self._parse, self._loop, after)
+
+    def _write(self, file: Path, task: Task, episode: Episode, opening: Sequence[Message]) -> None:
+        prompts = Batch({"episode_key": torch.tensor([task.key])}, {"messages": [opening]})
+        (record,) = episode_records(prompts, episode_rows([episode]), self._context.chat)
+        write_atomically(file, json.dumps(record, default=str, ensure_ascii=False) + "\n")
+
+
+def main(argv: list[str]) -> int:
+    """`valor serve`: load the model, then answer until a signal ends it."""
+    args, settings = _parser().parse_known_args(argv)
+    api_key = key_for(args.host, args.api_key_env)
+    require_libraries()
+    config = _config(args.model, settings)
+    listening = listen(args.host, args.port)
+    try:
+        if args.record is not None:
+            args.record.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--record {args.record}: {error.strerror}: name a folder that can be written") from None
+    ended: Future[None] = Future()
+    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, lambda *_: ended.done() or ended.set_result(None))
+    try:
+        _serve(config, partial(_listen_until, ended, listening, args.model, api_key, args.record))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 0
+
+
+async def _listen_until(
+    ended: Future[None],
+    listening: Any,
+    model: str,
+    api_key: str | None,
+    folder: Path | None,
+    context: LoopContext,
+    _: Task,
+    runner: EpisodeRunner,
+) -> Episode:
+    """Plays no episode of its own: the sessions do, until `ended`."""
+    gateway = OpenGateway(listening, context, runner, api_key, folder)
+    rollout, most = context.config.actor_rollout_ref.rollout, context.limits
+    room = f"at most {most.model:,} tokens, {most.response:,} after a prompt, temperature {rollout.temperature:g}"
+    print(f"{gateway.address}/v1: {model} by {rollout.name}, {room}", flush=True)
+    await asyncio.wrap_future(ended)
+    gateway.close()
+    return Episode((), (), "stop")
+
+
+def _serve(config: PPOConfig, play: Any) -> None:
+    """Run `play(context, task, runner)` beside the engine that the configuration names, with the policy's weights."""
+    from valor.controller.placement import resolve_pool
+    from valor.models.load import load_model_config, load_policy_tokenizer
+    from valor.rollout.registry import generation_engine
+    from valor.workers.host import WorkerHost
+    from valor.workers.roles import role_specs
+
+    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    tokenizer = load_policy_tokenizer(config)
+    pool, _ = resolve_pool(config.trainer)
+    generation_engine(rollout.name).check_start(config, pool.world_size)
+    positions = getattr(load_model_config(model).get_text_config(), "max_position_embeddings", None)
+    longest = min(rollout.max_model_len, positions or rollout.max_model_len)
+    chat = Chat(tokenizer, config.data.apply_chat_template_kwargs)
+    context = LoopContext(config, chat, Limits(config.episode_length, longest))
+    specs = role_specs(config, total_steps=1, eos_token_ids=[tokenizer.eos_token_id])
+    host = WorkerHost(0, 1, pool.device, pool.num_threads)
+    host.connect()
+    try:
+        host.build({name: specs[name] for name in ("actor", "rollout")})
+        if host.call("rollout", "needs_weights", 0):
+            host.call("rollout", "update_weights")
+        task = Task((), (), sampling_params(config), {})
+        runner = EpisodeRunner([task], partial(play, context), most=1, max_tokens=longest)
+        runner.max_requests = rollout.agent.max_concurrent_episodes  # the sessions ask, and not the one task
+        with host.context.roles["actor"].on_device():
+            runner.run(host.context.roles["rollout"].engine)
+    finally:
+        host.close()
+
+
+def _config(model: str, settings: list[str]) -> PPOConfig:
+    """UserError: a setting that is none, or that changes nothing here."""
+    from valor.trainer.checks import check
+
+    own = [f"actor_rollout_ref.model.path={model}", "trainer.controller=local", "trainer.n_gpus_per_node=1"]
+    typed = [one.lstrip("+") for one in settings if "=" in one and not one.startswith("-")]
+    if unread := [one for one in typed if not one.startswith(_READS)]:
+        raise UserError(f"{unread[0]}: valor serve reads {', '.join(f'{one}*' for one in _READS)}: leave it out")
+    loaded = load([*own, *settings], PPOConfig, check)
+    if loaded.dry_run:
+        raise UserError("valor serve has no --dry-run: leave it out")
+    for note in loaded.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return loaded.config
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="valor serve",
+        usage="valor serve MODEL [options] [key=value …]",
+        description="Serve a model as `valor ppo` would sample from it, by an OpenAI-compatible address: further "
+        "arguments are its keys, and --config-path RUN --config-name config takes over those of a run.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", metavar="MODEL", help="a Hugging Face directory (valor export makes one) or hub name")
+    add_address(parser)
+    parser.add_argument("--record", type=Path, metavar="DIR", help="write each session's episode there, as NAME.jsonl")
+    return parser

@@ -1,0 +1,146 @@
+"""What a report draws: curves (assets/panels.yaml says which, and what to look for in them), spreads, and times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import yaml
+
+from valor.report.run_data import Series, StepHistogram, evenly_spaced, rounded
+from valor.report.skeleton import asset
+from valor.tracking.histogram import Histogram
+
+_CONTENT: dict[str, Any] = yaml.safe_load(asset("panels.yaml"))
+SECTIONS: dict[str, str] = _CONTENT["sections"]
+_PLAIN = {"unit": "", "log": False, "bounds": None, "levels": [], "markers": False, "smooth": True}
+_NUM_ROWS = 40  # common bins of a spread
+_MAX_COLUMNS = 160  # steps of a spread
+_TAIL = 0.005  # of all tokens, at either end: they are counted in the outermost bins, so that the rest is seen
+_SPREADS = {
+    "values": ("critic", "Share of tokens by value."),
+    "returns": ("critic", "What the critic is trained towards."),
+    "advantages": ("policy", "Share of tokens by what the policy loss gets."),
+}
+# The order of a step's work, which is the order of the layers in the timing picture.
+_PHASES = {
+    "gen": "generate",
+    "reward": "reward",
+    "old_log_prob": "old log-probs",
+    "ref": "reference log-probs",
+    "values": "values",
+    "adv": "advantages",
+    "update_critic": "train critic",
+    "update_actor": "train actor",
+    "update_weights": "sync weights",
+    "testing": "validate",
+    "save_checkpoint": "save",
+}
+_AFTER_THE_STEP = ("testing", "save_checkpoint")
+_MAX_BARS = 120
+
+
+def panel_specs(metrics: Mapping[str, Series]) -> list[dict[str, Any]]:
+    """The panels that this run has data for, as the page's script reads them; the curves stay in the metrics."""
+    reward, *others = _CONTENT["panels"]
+    specs = []
+    for panel in [reward, *_validation_panels(metrics), *others]:
+        lines = []
+        for place, line in enumerate(panel["lines"], start=1):
+            key = next((key for key in line["keys"] if key in metrics and metrics[key].finite()), None)
+            if key is None or ("unless_same" in line and any(metrics[key] == metrics[one["key"]] for one in lines)):
+                continue
+            look = {"style": line.get("style", "solid"), "color": line.get("color", place)}
+            lines.append({"label": line["label"], "key": key, **look})
+        if lines:
+            specs.append(_PLAIN | panel | {"lines": lines})
+    return specs
+
+
+def _validation_panels(metrics: Mapping[str, Series]) -> list[dict[str, Any]]:
+    """Mean accuracy per data source, and what several samples of a prompt reach together."""
+    keys = sorted(key for key in metrics if key.startswith("val-core/"))
+    sources = {key: key.removeprefix("val-core/").rsplit("/", 2)[0] for key in keys}
+    means: list[dict[str, Any]] = []
+    others: list[dict[str, Any]] = []
+    for key, source in sources.items():
+        statistic = key.rpartition("/")[2]
+        label = f"{source.rpartition('/')[2]} {statistic}" if len(set(sources.values())) > 1 else statistic
+        (means if statistic.startswith("mean@") else others).append({"label": label, "keys": [key]})
+    shared = {"section": "learning", "markers": True}
+    once, several = "Mean score on held-out prompts.", "Held-out prompts with several samples each."
+    return [
+        {"id": "validation", "title": "Validation", "note": once, "lines": means, **shared},
+        {"id": "validation-n", "title": "Validation, several tries", "note": several, "lines": others, **shared},
+    ]
+
+
+def histogram_specs(histograms: Mapping[str, list[StepHistogram]]) -> list[dict[str, Any]]:
+    """The pictures that the run has data for: `steps`, bin centres `rows`, and `shares` [row][step].
+
+    Returns are shown beside values only.
+    """
+    specs = []
+    for name, (section, note) in _SPREADS.items():
+        found = histograms.get(f"critic/{name}/histogram")
+        if found and (name != "returns" or "critic/values/histogram" in histograms):
+            head = {"id": f"{name}-spread", "section": section, "title": f"Spread of the {name}", "note": note}
+            specs.append(head | _columns(found))
+    return specs
+
+
+def _columns(spreads: list[StepHistogram]) -> dict[str, Any]:
+    shown = evenly_spaced(spreads, _MAX_COLUMNS)
+    low, high = _ends([one for _, one in shown])
+    edges = np.linspace(low, high, _NUM_ROWS + 1)
+    shares = np.stack([_shares(one, edges) for _, one in shown], axis=1)
+    return {
+        "steps": [step for step, _ in shown],
+        "rows": [float(f"{row:.4g}") for row in (edges[:-1] + edges[1:]) / 2],
+        "shares": np.round(shares, 4).tolist(),
+    }
+
+
+def _ends(spreads: list[Histogram]) -> tuple[float, float]:
+    """Where the run's entries begin and end, but for their tails."""
+    centres = np.concatenate([one.centres for one in spreads])
+    counts = np.concatenate([one.counts for one in spreads]).astype(float)
+    order = np.argsort(centres)
+    reached = np.cumsum(counts[order]) / counts.sum()
+    low, high = (float(centres[order][np.searchsorted(reached, at)]) for at in (_TAIL, 1 - _TAIL))
+    room = 0.02 * (high - low) or 0.5
+    return low - room, high + room
+
+
+def _shares(one: Histogram, edges: np.ndarray) -> np.ndarray:
+    """The step's share of entries in each of the common bins; its own bins are spread evenly over what they cover."""
+    reached = np.concatenate([[0.0], np.cumsum(one.counts)]) / sum(one.counts)
+    inner = np.interp(edges[1:-1], one.edges, reached)
+    return np.diff(np.concatenate([[0.0], inner, [1.0]]))
+
+
+def timing_spec(metrics: Mapping[str, Series]) -> dict[str, Any] | None:
+    """Seconds of each phase per step, in bars of equally many steps; None if the run did not time its steps.
+
+    What a step took beyond its phases is the phase "other"; validation and saving come after the step.
+    """
+    timed = {key.removeprefix("timing_s/"): one for key, one in metrics.items() if key.startswith("timing_s/")}
+    seconds = {name: dict(zip(one.steps, one.values, strict=True)) for name, one in timed.items()}
+    whole = seconds.pop("step", {})
+    steps = sorted(step for step, total in whole.items() if total)
+    if not seconds or not steps:
+        return None
+    within = [one for name, one in seconds.items() if name not in _AFTER_THE_STEP]
+    names = [*_PHASES, *sorted(seconds.keys() - _PHASES), "other"]
+    seconds["other"] = {step: (whole[step] or 0.0) - sum(one.get(step) or 0.0 for one in within) for step in steps}
+    per_bar = -(-len(steps) // _MAX_BARS)
+    bars = [steps[i : i + per_bar] for i in range(0, len(steps), per_bar)]
+    phases = []
+    for name in names:
+        of_step = seconds.get(name, {})
+        sums = [sum(max(of_step.get(step) or 0.0, 0.0) for step in bar) for bar in bars]
+        if any(sums):
+            label = _PHASES.get(name, name.replace("_", " "))
+            phases.append({"label": label, "seconds": [rounded(one) for one in sums]})
+    return {"bars": [f"{bar[0]}" if len(bar) == 1 else f"{bar[0]}-{bar[-1]}" for bar in bars], "phases": phases}

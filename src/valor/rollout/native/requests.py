@@ -1,0 +1,184 @@
+"""What the native engine knows of requests: those that have come, those that wait, and those that it is decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from valor.errors import UserError
+from valor.rollout.base import Abort, FinishReason, Output, Request, RequestSource, spans_of
+
+# Waiting requests join once this share of the row limit is free, so that their prefills are batched as well.
+JOIN_SHARE = 0.25
+# A prompt up to this long is cheaper to copy into each of its samples than to attend to separately.
+SHARE_LENGTH = 32
+
+
+@dataclass(slots=True)
+class Row:
+    """One sequence that is being decoded; its place in the engine's list is its slot in the cache."""
+
+    request: Request
+    prompt: int  # number of its prompt in the cache, -1 when that is part of its own row
+    stop_ids: frozenset[int]
+    max_new: int
+    uniforms: np.ndarray
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)  # of the weights that sampled each token
+    begun: int = 0  # tokens that it had when it started
+
+    @property
+    def last_token(self) -> int:
+        return self.token_ids[-1] if self.token_ids else self.request.prompt_ids[-1]
+
+    @property
+    def own_columns(self) -> int:
+        """Cache columns of its own in use: all tokens but the last, which has not been fed, less a shared prompt."""
+        known = len(self.request.prompt_ids) + self.begun
+        return len(self.token_ids) - self.begun + (0 if self.prompt >= 0 else known - 1)
+
+    @property
+    def tested_ids(self) -> frozenset[int]:
+        """The tokens with which the row may end."""
+        stop = self.request.params.stop
+        return self.stop_ids if stop is None else self.stop_ids | stop.candidates
+
+    def add(self, token_ids: Sequence[int], log_probs: Sequence[float], version: int) -> None:
+        """Take tokens sampled by the weights of `version`, up to the one that ends the row."""
+        for token, log_prob in zip(token_ids, log_probs, strict=True):
+            self.token_ids.append(token)
+            self.log_probs.append(log_prob)
+            self.versions.append(version)
+            if self.stopped:
+                return
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the last token ends the row."""
+        stop = self.request.params.stop
+        return self.token_ids[-1] in self.stop_ids or (stop is not None and stop.complete(self.token_ids))
+
+    def finish_reason(self) -> FinishReason | None:
+        if self.stopped:
+            return "stop"
+        return "length" if len(self.token_ids) >= self.max_new else None
+
+
+class Intake:
+    """The requests of one `serve`: those that have come and not ended, and whether more may come.
+
+    UserError when a prompt leaves no room for a new token.
+    """
+
+    def __init__(self, source: RequestSource, max_model_len: int) -> None:
+        self.source, self._max_model_len = source, max_model_len
+        self.pending: list[Request] = []
+        self.ended = False
+        self.aborted = set[str]()  # of the pending ones, by name
+        self.poll(wait=True)
+
+    @property
+    def most(self) -> int:
+        """Requests that may be under way at once."""
+        return len(self.pending) if self.ended else self.source.max_requests
+
+    def poll(self, *, wait: bool) -> Sequence[Request]:
+        """What has come since the last call; `wait`: at least one, unless no more will come."""
+        found: list[Request] = []
+        while not self.ended and (new := self.source.poll(wait=wait and not found)) != []:
+            self.ended = new is None
+            found += (one for one in new or () if isinstance(one, Request))
+            self.aborted |= {one.request_id for one in new or () if isinstance(one, Abort)}
+        for request in found:
+            if len(request.prompt_ids) >= self._max_model_len:
+                raise UserError(
+                    f"a prompt of {len(request.prompt_ids)} tokens leaves no room for a response: "
+                    f"the model takes {self._max_model_len} tokens"
+                )
+        self.pending += found
+        return found
+
+    def finish(self, row: Row, reason: FinishReason) -> None:
+        """Give a row's output to its receiver."""
+        output = Output(row.request.request_id, row.token_ids, row.log_probs, reason, spans_of(row.versions))
+        self._tell(row.request, output)
+
+    def abort(self, waiting: Sequence[Request]) -> None:
+        """Give back requests that have not started."""
+        for request in waiting:
+            self._tell(request, request.so_far or Output(request.request_id, [], [], "abort"))
+
+    def _tell(self, request: Request, output: Output) -> None:
+        self.pending = [one for one in self.pending if one is not request]
+        self.aborted.discard(request.request_id)
+        # Tensors made by the receivers are theirs, and may need gradients later.
+        with torch.inference_mode(False):
+            if request.on_finish is not None:
+                request.on_finish(output)
+
+
+@dataclass(slots=True)
+class Group:
+    """Requests with the same prompt (and the same tokens behind it, where they go on after an abort)."""
+
+    prompt_ids: tuple[int, ...]
+    members: list[Request]
+
+
+class Waiting:
+    """The queue of groups that have not started, longest prompts first; at most `max_num_seqs` requests run at once."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self._queue: list[Group] = []  # popped from the end
+        self._max_num_seqs = max_num_seqs
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Queue further requests; those of one call that have equal prompts start together."""
+        groups: dict[tuple[int, ...], Group] = {}
+        for request in requests:
+            key = request.known_ids
+            groups.setdefault(key, Group(key, [])).members.append(request)
+        # The sort is stable, so equal lengths keep the order in which they came.
+        self._queue = sorted([*reversed(self._queue), *groups.values()], key=lambda g: -len(g.prompt_ids))[::-1]
+
+    def remove(self, request_ids: Collection[str]) -> list[Request]:
+        """Take out those of these names that have not started."""
+        found = [one for group in self._queue for one in group.members if one.request_id in request_ids]
+        for group in self._queue if found else ():
+            group.members = [one for one in group.members if one.request_id not in request_ids]
+        self._queue = [group for group in self._queue if group.members]
+        return found
+
+    def __bool__(self) -> bool:
+        return bool(self._queue)
+
+    def worth_sharing(self) -> bool:
+        """Whether keeping prompts apart from the samples that continue them saves more work than it makes."""
+        samples = sum(len(group.members) for group in self._queue)
+        return samples >= 2 * len(self._queue) and len(self._queue[-1].prompt_ids) > SHARE_LENGTH
+
+    def can_join(self, active: int) -> bool:
+        """Whether it is time to call `admit` while `active` rows are running."""
+        free = self._max_num_seqs - active
+        return bool(self._queue) and free >= self._max_num_seqs * JOIN_SHARE and self._room(active) > 0
+
+    def admit(self, active: int) -> list[Group]:
+        """Take the groups that may start beside `active` running rows, longest prompts first."""
+        admitted: list[Group] = []
+        while self._queue and (room := self._room(active)):
+            group = self._queue[-1]
+            admitted.append(Group(group.prompt_ids, group.members[:room]))
+            del group.members[:room]
+            if not group.members:
+                self._queue.pop()
+            active += room
+        return admitted
+
+    def _room(self, active: int) -> int:
+        """How many of the next group may start: all or none, and when nothing else runs as many as there may be."""
+        members, free = len(self._queue[-1].members), self._max_num_seqs - active
+        return min(members, free) if members <= free or active == 0 else 0
