@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import traceback
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,9 @@ class Forked:
 class Forks:
     """The process that the others are forked from. It imports `modules` and nothing else, and has no threads."""
 
-    def __init__(self, *modules: str) -> None:
-        command = [sys.executable, __file__, *modules]
-        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    def __init__(self, *modules: str, **environment: str) -> None:
+        command, env = [sys.executable, __file__, *modules], os.environ | environment
+        self._server = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def start(self, code: str, *arguments: object, log: Path | str = os.devnull, cwd: Path | str = ".") -> Forked:
         """What `python -c CODE ARGUMENTS` does, its output in `log`."""
@@ -70,8 +71,9 @@ class Forks:
 def serve(modules: list[str]) -> None:
     """Answer requests, one a line, until there are no more."""
     del sys.path[0]  # the folder of this file, which another process would not have either
-    for module in modules:
-        importlib.import_module(module)
+    with redirect_stdout(sys.stderr):  # where vLLM says what it has not found
+        for module in modules:
+            importlib.import_module(module)
     for line in sys.stdin:
         what, *more = json.loads(line)
         if what == "poll":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -10,12 +11,14 @@ import ray
 from valor.controller.placement import ResourcePool
 from valor.controller.ray_group import RayGroup
 
+_KEPT = 2  # a run may have two pools of one shape
+
 
 class KeptHosts:
-    """One closed group of each shape, taken by the next group of that shape."""
+    """Closed groups of each shape, taken by the next groups of that shape."""
 
     def __init__(self) -> None:
-        self._free: dict[ResourcePool, tuple[list[Any], Any]] = {}
+        self._free: defaultdict[ResourcePool, list[tuple[list[Any], Any]]] = defaultdict(list)
         self._place, self._close = RayGroup._place, RayGroup.close
 
     def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,14 +28,14 @@ class KeptHosts:
 
     def place(self, group: RayGroup) -> None:
         """In place of RayGroup._place."""
-        if group.pool in self._free:
-            group._actors, group._placement = self._free.pop(group.pool)
+        if self._free[group.pool]:
+            group._actors, group._placement = self._free[group.pool].pop()
         else:
             self._place(group)
 
     def close(self, group: RayGroup) -> None:
         """In place of RayGroup.close: the roles end and the process group is left, as in a local run."""
-        if group.pool in self._free or not group._actors:
+        if len(self._free[group.pool]) == _KEPT or not group._actors:
             self._close(group)
             return
         try:
@@ -40,4 +43,4 @@ class KeptHosts:
         except (ray.exceptions.RayError, TimeoutError):  # one that is dead, or busy with a call that nobody waits for
             self._close(group)
         else:
-            self._free[group.pool] = group._actors, group._placement
+            self._free[group.pool].append((group._actors, group._placement))

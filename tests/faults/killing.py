@@ -19,7 +19,13 @@ from forked import Forked, Forks
 
 MARK = "VALOR_FAULT_TEST"
 CODE = f"import os, sys\nos.environ['{MARK}'], *words = sys.argv[1:]\nfrom valor.cli import main\nsys.exit(main(words))"
-_CLOCK = ("timing", "perf/", "reward/grading_seconds")  # metrics that differ between two runs of the same mathematics
+_CLOCK = (
+    "timing",
+    "perf/",
+    "reward/grading_seconds",
+    "trainer/idle_ratio",
+    "rollouter/",
+)  # metrics that differ between two runs of the same mathematics
 _SECONDS = 10.0  # in which nothing of a killed run may be left
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from forked import VALOR
 from valor.trainer.checkpoints import CheckpointStore
 from valor.trainer.main_ppo import main
 from valor.trainer.main_sft import main as main_sft
@@ -127,22 +128,16 @@ def test_metrics_that_cannot_be_written(trouble, sft_arguments, tmp_path, monkey
     stops_in_one_line(main_sft(sft_arguments(tmp_path / "run")), capsys, str(tmp_path / "run"), os.strerror(number))
 
 
-def test_a_real_limit_on_the_size_of_files(ppo_arguments, tmp_path):
-    """RLIMIT_FSIZE, which the kernel holds against every writer, the one in Rust too."""
-    import resource
-    import subprocess
-    import sys
+LIMIT = 1_500_000  # bytes: the models have more
+LIMITED = f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, ({LIMIT}, {LIMIT}))\n{VALOR}"
 
-    run = "import sys\nfrom valor.cli import main\nsys.exit(main(sys.argv[1:]))"
-    limit = 1_500_000  # bytes: the models have more
-    process = subprocess.run(
-        [sys.executable, "-c", run, "ppo", *ppo_arguments(tmp_path / "run")],
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-        capture_output=True,
-        text=True,
-    )
-    error = [line for line in process.stderr.strip().splitlines() if not line.startswith("note:")]
-    assert process.returncode == 2 and "File too large" in error[-1] and "Traceback" not in process.stderr, error
+
+def test_a_real_limit_on_the_size_of_files(forks, ppo_arguments, tmp_path):
+    """RLIMIT_FSIZE, which the kernel holds against every writer, the one in Rust too."""
+    log = tmp_path / "log"
+    code = forks.start(LIMITED, "ppo", *ppo_arguments(tmp_path / "run"), log=log).wait()
+    said = log.read_text()
+    assert code == 2 and "File too large" in said and "Traceback" not in said, said
     assert not list((tmp_path / "run").glob("global_step_*"))
 
 

@@ -9,12 +9,12 @@ import yaml
 from killing import Runner, a_mark, assert_same_results, is_grader, is_ray_worker, kill_drivers, kill_helpers
 
 from conftest import KILLS, PARITY, SEED
-from forked import Forks
 
 pytestmark = pytest.mark.slow
 
 # Of 200 SIGKILLs; the rest go to the local run of PPO.
 SHARES = {"graders": 50, "sft": 30, "rm": 20, "critic": 20, "ray driver": 4, "ray worker": 4, "sweep": 4}
+SHARES["ahead"] = 20
 
 
 def number(kind: str) -> int:
@@ -22,23 +22,16 @@ def number(kind: str) -> int:
     return KILLS * SHARES.get(kind, 200 - sum(SHARES.values())) // 200
 
 
-@pytest.fixture(scope="module")
-def importer():
-    server = Forks("valor.trainer.main_ppo", "valor.trainer.ppo", "valor.trainer.sft", "valor.trainer.rm")
-    yield server
-    server.close()
-
-
 @pytest.fixture
-def runner(importer, tmp_path) -> Runner:
-    return Runner(importer, tmp_path / "log", a_mark())
+def runner(forks, tmp_path) -> Runner:
+    return Runner(forks, tmp_path / "log", a_mark())
 
 
 @pytest.fixture(scope="module")
-def undisturbed(importer, ppo, tmp_path_factory) -> tuple[Path, float]:
+def undisturbed(forks, ppo, tmp_path_factory) -> tuple[Path, float]:
     """The run of PPO that others are compared with, and its seconds."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    return folder / "run", Runner(importer, folder / "log", a_mark()).finish(ppo(folder / "run", PARITY))
+    return folder / "run", Runner(forks, folder / "log", a_mark()).finish(ppo(folder / "run", PARITY))
 
 
 def pairs_of(tiny, folder: Path) -> Path:
@@ -112,9 +105,23 @@ def test_episodes_of_eight_turns(runner, ppo, tmp_path, counts):
     agent = "actor_rollout_ref.rollout.agent"
     loops = [f"{agent}.agent_loop_config_path={tmp_path / 'loops.yaml'}", f"{agent}.default_agent_loop=eight"]
     settings = [PARITY, *loops, f"{agent}.deterministic=true", "data.max_response_length=40"]
+    settings.append("trainer.total_training_steps=2")
     seconds = runner.finish(ppo(tmp_path / "whole", *settings))
     kill_drivers(runner, ppo(tmp_path / "cut", *settings), seconds, count, random.Random(SEED + 5))
     assert_same_results(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_generation_ahead(runner, ppo, tmp_path, counts):
+    """Each batch by weights that are a step old: what was generated before a kill is in the checkpoint."""
+    counts("SIGKILL of an asynchronous run", count := max(number("ahead"), 1))
+    ahead = [PARITY, "trainer.v1.trainer_mode=separate_async", "trainer.controller=local"]
+    ahead += ["trainer.v1.deterministic=true", "trainer.v1.sampler.max_off_policy_threshold=1"]
+    seconds = runner.finish(ppo(tmp_path / "whole", *ahead))
+    draw = random.Random(SEED + 6)
+    for start in range(0, count, 10):
+        run_dir = tmp_path / f"run_{start}"
+        kill_drivers(runner, ppo(run_dir, *ahead), seconds, min(10, count - start), draw)
+        assert_same_results(tmp_path / "whole", run_dir)
 
 
 @pytest.mark.faults

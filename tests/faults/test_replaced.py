@@ -3,15 +3,17 @@ are those of an undisturbed run."""
 
 import json
 import os
+import random
 import signal
 import threading
 import time
+from collections import Counter
 
 import pytest
 import ray
 from killing import assert_same_results
 
-from conftest import PARITY
+from conftest import KILLS, PARITY, SEED
 from tiny_reward_models import make_classifier
 from valor.cli import main
 from valor.controller.ray_group import RayGroup
@@ -33,7 +35,7 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, role: str, method: str, seconds: fl
     """From now on the first rank is killed so many seconds after such call number `call`. Returns who was killed."""
     run, seen, killed = RayGroup._run, [], []
 
-    def disturbed(group, name, what, calls, sink):
+    def disturbed(group, name, what, calls, sink, feed):
         if (name, what) == (role, method):
             seen.append(1)
             if len(seen) == call:
@@ -44,7 +46,7 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, role: str, method: str, seconds: fl
                 else:
                     os.kill(pid, signal.SIGKILL)
                     time.sleep(0.5)
-        return run(group, name, what, calls, sink)
+        return run(group, name, what, calls, sink, feed)
 
     monkeypatch.setattr(RayGroup, "_run", disturbed)
     return killed
@@ -105,6 +107,49 @@ def test_a_critic_that_is_judged_is_replaced(tiny, tmp_path, monkeypatch, counts
     assert len(killed) == 1
 
 
+@pytest.mark.usefixtures("cluster")
+def test_generators_beside_training(ppo, tmp_path, monkeypatch, counts):
+    """The run goes on without being started again, and no prompt is trained on twice or left out."""
+    start, alive, draw = RayGroup._start, [], random.Random(SEED + 7)
+    left = count = max(KILLS // 10, 1)
+    counts("SIGKILL of a generator", count)
+
+    def remembered(group: RayGroup) -> None:
+        start(group)
+        if [*group.specs] == ["rollout"]:
+            alive.append(ray.get(group._actors[0].__ray_call__.remote(lambda host: os.getpid())))
+
+    monkeypatch.setattr(RayGroup, "_start", remembered)
+    for attempt in range(count):
+        run_dir, ended, killed, most = tmp_path / f"run_{attempt}", threading.Event(), [], min(left, 7)
+
+        def kill(run_dir=run_dir, ended=ended, killed=killed, most=most) -> None:
+            while len(killed) < most and not ended.wait(draw.uniform(0.5, 2.0)):
+                if alive and (run_dir / "metrics.jsonl").exists():
+                    killed.append(alive.pop())
+                    os.kill(killed[-1], signal.SIGKILL)
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        try:
+            steps = ["trainer.total_training_steps=30", f"trainer.rollout_data_dir={run_dir}/rollouts"]
+            assert main(ppo(run_dir, PARITY, "trainer.v1.trainer_mode=separate_async", *steps)) == 0
+        finally:
+            ended.set()
+            killer.join()
+            alive.clear()
+        uids: Counter[str] = Counter()
+        for file in (run_dir / "rollouts").iterdir():
+            with open(file, encoding="utf-8") as lines:  # an answer may hold other line breaks, for str.splitlines
+                uids.update(json.loads(line)["uid"] for line in lines)
+        assert set(uids.values()) == {1} and len(uids) == 30 * 8
+        assert {int(uid.partition(".")[0]) for uid in uids} == set(range(1, 31))
+        left -= len(killed)
+        if not left:
+            return
+    raise AssertionError(f"{left} of {count} generators were not found")
+
+
 def die_inside(monkeypatch: pytest.MonkeyPatch, role: str, method: str, at: str, number: int) -> list[float]:
     """The first rank of `role` kills itself in the first such call, when it calls WeightChannel's `at` for the
     number-th time. Returns how long each call took until its end was noticed."""
@@ -123,13 +168,13 @@ def die_inside(monkeypatch: pytest.MonkeyPatch, role: str, method: str, at: str,
 
         setattr(WeightChannel, at, last)
 
-    def disturbed(group, name, what, calls, sink):
+    def disturbed(group, name, what, calls, sink, feed):
         mine = (name, what) == (role, method)
         if mine and not seconds:
             ray.get(group._actors[0].__ray_call__.remote(arm))
         began = time.monotonic()
         try:
-            return run(group, name, what, calls, sink)
+            return run(group, name, what, calls, sink, feed)
         finally:
             if what in ("send_weights", "receive_weights"):
                 seconds.append(time.monotonic() - began)

@@ -50,7 +50,6 @@ SETTINGS = [
     "critic.enable=false",
     "critic.value_loss=hubert",
     "critic.freeze_steps=5-1",
-    "reward.reward_manager.name=remote",
     "reward.reward_manager.name=batch",
     "reward.reward_model.enable=true",
     "reward.custom_reward_function.path=/nowhere/reward.py",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from valor.cli import main
-from valor.collector import collector
+from valor.collector.generation import Generation
 from valor.rewards.worker import as_result
 
 pytestmark = pytest.mark.slow
@@ -61,7 +61,7 @@ def test_one_error_each_and_finite_weights(name, ppo, tmp_path, capsys, counts):
 
 def test_log_probs_of_an_engine(ppo, tmp_path, monkeypatch, counts):
     counts("values that are no numbers", 2)
-    answer = collector.Collector.answer
+    answer = Generation.answer
 
     def broken(self, *args, **kwargs):
         batch = answer(self, *args, **kwargs)
@@ -69,7 +69,7 @@ def test_log_probs_of_an_engine(ppo, tmp_path, monkeypatch, counts):
         batch["rollout_log_probs"][3, -1] = -math.inf
         return batch
 
-    monkeypatch.setattr(collector.Collector, "answer", broken)
+    monkeypatch.setattr(Generation, "answer", broken)
     run_dir = tmp_path / "run"
     bypass = "algorithm.rollout_correction.bypass_mode=true"
     assert main(ppo(run_dir, bypass, "trainer.total_training_steps=2")) == 0

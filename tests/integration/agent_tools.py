@@ -16,7 +16,7 @@ def any_text(text, schemas=()):
     """A call of the tool that the text's checksum chooses, with its last letters as the argument `text`."""
     names = [schema["function"]["name"] for schema in schemas]
     name = names[zlib.crc32(text.encode()) % len(names)]
-    return Parsed([ToolCall(name, {"text": text[-3:]})], "", "")
+    return Parsed([ToolCall(name, {"text": text[-3:]})], "")
 
 
 @register_format("bad_text")
@@ -25,8 +25,8 @@ def bad_text(text, schemas=()):
     names = [schema["function"]["name"] for schema in schemas]
     number = next(NUMBERS) % (len(names) + 2)
     if number == len(names):
-        return Parsed([BadCall(text, "it is not valid JSON")], "", "")
-    return Parsed([ToolCall([*names, "", "nothing"][number], {"text": text[-3:]})], "", "")
+        return Parsed([BadCall(text, "it is not valid JSON")], "")
+    return Parsed([ToolCall([*names, "", "nothing"][number], {"text": text[-3:]})], "")
 
 
 @function_tool

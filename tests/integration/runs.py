@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 # What differs between two runs of the same mathematics.
-_CLOCK = ("timing", "perf/", "reward/grading_seconds", "episode/tool_seconds")
+_CLOCK = ("timing", "perf/", "reward/grading_seconds", "episode/tool_seconds", "trainer/idle_ratio", "rollouter/")
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:
@@ -24,7 +24,13 @@ def weights(run_dir: Path, role: str) -> dict[str, torch.Tensor]:
 def assert_same_run(a: Path, b: Path) -> None:
     """Equal metrics and weights, to the last bit."""
     assert read_metrics(a) == read_metrics(b)
-    for role in ("actor", "critic"):
+    assert_same_weights(a, b)
+
+
+def assert_same_weights(a: Path, b: Path) -> None:
+    roles = sorted(folder.name for folder in (a / "huggingface").iterdir())
+    assert "actor" in roles and roles == sorted(folder.name for folder in (b / "huggingface").iterdir())
+    for role in roles:
         first, second = weights(a, role), weights(b, role)
         assert first.keys() == second.keys()
         for name in first:

@@ -1,13 +1,13 @@
 """Episodes of two turns, every other one in two rows, through everything that a step does with a batch."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from runs import read_metrics, weights
+from two_turns import settings
 
+from valor.cli import main as valor
 from valor.collector.collector import Collector
 from valor.data.batch import Batch
 from valor.trainer import ppo
@@ -21,14 +21,10 @@ ROLLOUT = "actor_rollout_ref.rollout"
 @pytest.fixture(scope="module")
 def two_turns(overrides, tmp_path_factory):
     """The command line of two steps with these episodes."""
-    file = tmp_path_factory.mktemp("loops") / "loops.yaml"
-    target = f"{Path(__file__).with_name('two_turns.py')}:TwoTurns"
-    file.write_text(yaml.safe_dump([{"name": "two", "_target_": target, "forks": True, "reward": 0.5}]))
-    agent = f"{ROLLOUT}.agent"
-    loops = [f"{agent}.agent_loop_config_path={file}", f"{agent}.default_agent_loop=two", f"{agent}.deterministic=true"]
+    loops = settings(tmp_path_factory.mktemp("loops"), forks=True, reward=0.5)
 
     def make(run_dir, *more):
-        sizes = ["data.max_response_length=24", "trainer.total_training_steps=2", "data.val_max_samples=4"]
+        sizes = ["trainer.total_training_steps=2", "data.val_max_samples=4"]
         return overrides(run_dir, *sizes, *loops, *more)
 
     return make
@@ -120,6 +116,38 @@ def test_local_and_ray_are_the_same(more, two_turns, tmp_path):
     for row in local[1:]:
         assert row["episode/turns/mean"] == 2 and row["training/rollout_log_probs_diff_max"] < 1e-4
         assert row["episode/rows"] == 1.5
+
+
+def test_ratios_of_episodes_in_several_rows_do_not_depend_on_micro_batches(two_turns, tmp_path):
+    """GSPO, in whose second update ratios are not 1: rows alone, and all at once. GMPO is refused."""
+    actor = "actor_rollout_ref.actor"
+    gspo = [f"{actor}.policy_loss.loss_mode=gspo", f"{actor}.clip_ratio_low=3e-4", f"{actor}.clip_ratio_high=4e-4"]
+    sizes = {"alone": 1, "together": 64}
+    for name, rows in sizes.items():
+        assert main(two_turns(tmp_path / name, *gspo, f"{actor}.ppo_micro_batch_size_per_gpu={rows}")) == 0
+    alone, together = (weights(tmp_path / name, "actor") for name in sizes)
+    for name, tensor in together.items():
+        torch.testing.assert_close(alone[name], tensor, atol=2e-5, rtol=1e-4)
+    assert any(row["actor/pg_clipfrac"] > 0 for row in read_metrics(tmp_path / "alone")[1:])
+    assert main(two_turns(tmp_path / "gmpo", f"{actor}.policy_loss.loss_mode=geo_mean")) == 1
+    assert not [row for row in read_metrics(tmp_path / "gmpo") if "actor/loss" in row]
+
+
+def test_a_critic_is_pretrained_and_scored_on_episodes(two_turns, tmp_path, capsys):
+    """48 rows are 32 rollouts: in training, in what is held out, in the scorecard; turns are counted over rows."""
+    alone = ["trainer.total_training_steps=1", "trainer.total_epochs=1", "pretrain.holdout=0.25"]
+    drawn = [*alone, f"{ROLLOUT}.n=4", "data.train_max_samples=8", "critic.ppo_mini_batch_size=4"]
+    assert valor(["critic", "pretrain", *two_turns(tmp_path / "critic", *drawn)]) == 0
+    assert "24 rollouts of 6 prompts to learn from, 8 of 2 held out" in capsys.readouterr().out
+    records = [json.loads(line) for line in (tmp_path / "critic" / "rollouts.jsonl").read_text().splitlines()]
+    assert len(records) == 48 and len({record["episode"] for record in records}) == 32
+    keys = two_turns(tmp_path / "unused")
+    kept = ("actor_rollout_ref.model.path", "data.max_", "trainer.device")
+    asked = [f"score.rollouts={tmp_path / 'critic' / 'rollouts.jsonl'}", f"score.out={tmp_path / 'card'}"]
+    assert valor(["critic", "score", *asked, *(key for key in keys if key.startswith(kept))]) == 0
+    card = json.loads((tmp_path / "card" / "scorecard.json").read_text())
+    assert (card["responses"], card["prompts"]) == (32, 8)
+    assert [turn["responses"] for turn in card["turns"]] == [32, 32]
 
 
 def test_validation_in_chunks_draws_what_it_draws_at_once(two_turns, tmp_path):

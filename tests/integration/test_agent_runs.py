@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from runs import read_metrics
+from runs import assert_same_run, read_metrics
 from talking_model import make_talking_model
 from transformers import AutoTokenizer
 
@@ -195,6 +195,9 @@ def test_a_program_that_hangs_is_one_failed_episode(agents, tmp_path):
     more = ["trainer.total_training_steps=1", "reward.max_error_ratio=0.5", f"{ROLLOUT}.agent.deterministic=true"]
     assert main(agents(tmp_path / "run", *gateway(f"function={PROGRAM}:hangs", "timeout=1.5"), *more)) == 0
     assert read_metrics(tmp_path / "run")[1]["episode/failed"] == 0.5
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples" / "step_1.jsonl").read_text().splitlines()]
+    errors = [sample["episode"]["error"] for sample in samples if sample["finish_reason"] == "abort"]
+    assert errors and all("the program did not end within 1.5 s" in error for error in errors)
 
 
 def test_tools_and_loops_of_verl(agents, recorded, tmp_path, tiny):
@@ -269,3 +272,30 @@ def test_search_in_this_process_and_by_a_server(agents, recorded, tmp_path, corp
 
 def without_clock(row):
     return {name: value for name, value in row.items() if name != "episode/tool_seconds"}
+
+
+def by_program(folder):
+    """The arguments of a run whose episodes are played by a program, which is in this file."""
+    program = folder / "program.py"
+    program.write_text(Path(PROGRAM).read_text())
+    return program, gateway(f"function={program}:play")
+
+
+def by_loop_of_verl(folder):
+    """Those of one with a loop in verl's shape."""
+    program = folder / "loop.py"
+    program.write_text(Path(PROGRAM).with_name("verl_agent.py").read_text().partition('@register("told_more")')[0])
+    (folder / "loops.yaml").write_text(yaml.safe_dump([{"name": "mine", "_target_": f"{program}:Twice"}]))
+    agent = f"{ROLLOUT}.agent"
+    return program, [f"{agent}.agent_loop_config_path={folder / 'loops.yaml'}", f"{agent}.default_agent_loop=mine"]
+
+
+@pytest.mark.parametrize("played", [by_program, by_loop_of_verl])
+def test_a_run_is_replayed_without_its_program(agents, tmp_path, played):
+    program, keys = played(tmp_path)
+    keys = [*keys, f"{ROLLOUT}.agent.deterministic=true"]
+    assert main(agents(tmp_path / "first", *keys, f"trainer.episode_data_dir={tmp_path / 'kept'}")) == 0
+    assert_trained(tmp_path / "first")
+    program.unlink()
+    assert main(agents(tmp_path / "second", *keys, f"{ROLLOUT}.agent.replay_dir={tmp_path / 'kept'}")) == 0
+    assert_same_run(tmp_path / "first", tmp_path / "second")

@@ -28,8 +28,8 @@ NEEDS = {
     "clip_cov": [f"{ACTOR}.policy_loss.clip_cov_lb=-5", f"{ACTOR}.policy_loss.clip_cov_ratio=0.2"],
     "kl_cov": [f"{ACTOR}.policy_loss.kl_cov_ratio=0.2"],
 }
-BUILTIN_ESTIMATORS = [n for n in ADVANTAGES.names() if ADVANTAGES[n].builtin]
-BUILTIN_LOSSES = [n for n in POLICY_LOSSES.names() if POLICY_LOSSES[n].builtin]
+BUILTIN_ESTIMATORS = [n for n in ADVANTAGES if ADVANTAGES[n].builtin]
+BUILTIN_LOSSES = [n for n in POLICY_LOSSES if POLICY_LOSSES[n].builtin]
 Train = Callable[..., list[dict[str, float]]]
 
 
@@ -216,6 +216,17 @@ def test_decoupled_and_adaptive_lambda_and_bootstrap(train):
         assert plain[1]["critic/returns/mean"] != other[1]["critic/returns/mean"]
 
 
+def test_vtrace_of_fresh_samples_is_gae(train, tmp_path):
+    """One update a batch: the old log-probs are recomputed all the same, and differ from the engine's by rounding."""
+    settings = ("algorithm.lam=0.9", "critic.optim.lr=1e-2", f"{ACTOR}.ppo_mini_batch_size=4")
+    plain = train(*settings, name="plain")
+    found = train(*settings, "algorithm.adv_estimator=vtrace", name="vtrace")
+    for name in ("critic/advantages/max", "critic/returns/mean", "critic/vf_loss", "actor/grad_norm"):
+        assert [row[name] for row in found] == pytest.approx([row[name] for row in plain], rel=1e-3, abs=1e-5), name
+    texts = [(tmp_path / name / "metrics.jsonl").read_text() for name in ("plain", "vtrace")]
+    assert ["timing_s/old_log_prob" in text for text in texts] == [False, True]
+
+
 def test_gae_by_turns(train):
     """A single answer is an episode of one turn: bilevel is plain GAE, and the unit turn trains the critic at the first
     token of each response, so that with equal weights its loss is another."""
@@ -230,11 +241,11 @@ def test_gae_by_turns(train):
     assert turns[1]["critic/values/max"] != plain[1]["critic/values/max"]
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "gae"])
-def test_rollout_correction_of_the_recomputed_log_probs(estimator, train):
+@pytest.mark.parametrize(("estimator", "level"), [("grpo", "sequence"), ("gae", "sequence"), ("vtrace", "prefix")])
+def test_rollout_correction_of_the_recomputed_log_probs(estimator, level, train):
     rows = train(
         f"algorithm.adv_estimator={estimator}",
-        f"{CORRECTION}.rollout_is=sequence",
+        f"{CORRECTION}.rollout_is={level}",
         f"{CORRECTION}.rollout_is_threshold=0.5_2.0",
         f"{CORRECTION}.rollout_is_batch_normalize=true",
         f"{CORRECTION}.rollout_rs=token_k1",

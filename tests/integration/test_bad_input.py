@@ -68,6 +68,12 @@ def test_a_model_folder_that_holds_no_model(overrides, tmp_path, capsys):
     stops_with(overrides(tmp_path / "run", override), tmp_path / "run", capsys, str(tmp_path / "nothing"))
 
 
+def test_episodes_that_are_longer_than_the_model_reads(overrides, tmp_path, capsys):
+    key = "actor_rollout_ref.rollout.max_model_len"
+    arguments = overrides(tmp_path / "run", f"{key}=1025", "actor_rollout_ref.rollout.multi_turn.enable=true")
+    stops_with(arguments, tmp_path / "run", capsys, f"{key} is 1025 tokens", "has 1024 positions: set it lower")
+
+
 def test_a_tokenizer_without_chat_template(tiny, overrides, tmp_path, capsys):
     tokenizer = AutoTokenizer.from_pretrained(tiny["model"])
     tokenizer.chat_template = None

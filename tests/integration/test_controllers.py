@@ -1,12 +1,10 @@
 """The same run in this process, in one Ray process and in two: one semantics."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from runs import assert_same_run, read_metrics, weights
 
+from forked import VALOR
 from valor.trainer.main_ppo import main
 
 pytestmark = pytest.mark.slow
@@ -21,10 +19,10 @@ def local_run(overrides, tmp_path_factory):
     return run_dir
 
 
-def test_ray_with_one_process_is_the_local_run_bit_for_bit(local_run, overrides, tmp_path):
+def test_ray_with_one_process_is_the_local_run_bit_for_bit(local_run, forks, overrides, tmp_path):
     """As a user starts it: a process that starts Ray, and ends it."""
-    command = [sys.executable, "-m", "valor", "ppo", *overrides(tmp_path / "ray", STEPS, "trainer.controller=ray")]
-    subprocess.run(command, check=True, start_new_session=True)
+    command, log = overrides(tmp_path / "ray", STEPS, "trainer.controller=ray"), tmp_path / "log"
+    assert forks.start(f"import os\nos.setsid()\n{VALOR}", "ppo", *command, log=log).wait() == 0, log.read_text()
     assert_same_run(local_run, tmp_path / "ray")
 
 

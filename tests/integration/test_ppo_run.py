@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -103,10 +102,10 @@ def test_killed_and_resumed_equals_the_undisturbed_run(awaited, finished, forks,
     assert_same_run(finished, run_dir)
 
 
-def test_sigterm_finishes_the_step_and_saves(finished, overrides, tmp_path):
+def test_sigterm_finishes_the_step_and_saves(finished, forks, overrides, tmp_path):
     run_dir = tmp_path / "stopped"
     arguments = overrides(run_dir, "trainer.test_freq=2")  # no save_freq: only the signal saves
-    process = subprocess.Popen([sys.executable, "-m", "valor", "ppo", *arguments], stdout=subprocess.DEVNULL)
+    process = forks.start(VALOR, "ppo", *arguments)
     deadline = time.monotonic() + 120
     while not (run_dir / "samples" / "step_1.jsonl").exists():
         assert process.poll() is None and time.monotonic() < deadline

@@ -1,29 +1,37 @@
 """A vLLM server in processes of its own: weight updates into it, and a whole run with rollout.name=server."""
 
+import json
 import os
 import shutil
 import signal
 import socket
 import subprocess
-import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import closing, suppress
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
 import torch
 from runs import read_metrics
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from two_turns import settings
 
+from forked import Forked, Forks
+from interruptions import aborted, assert_log_probs, resumed, served, teacher_forced
 from valor.config import RolloutConfig
 from valor.engines.distributed import destroy_process_group, init_process_group
-from valor.errors import TrainingStopped
+from valor.errors import TrainingStopped, WorkersReplaced
 from valor.models.export import published_weights
 from valor.models.policy import PolicyModel
-from valor.rollout.base import Output, Request, SamplingParams
+from valor.rollout.base import Output, Request, SamplingParams, Span
 from valor.rollout.server.engine import ServerEngine
 from valor.trainer.main_ppo import main
 
@@ -32,12 +40,21 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 ROLLOUT = "actor_rollout_ref.rollout"
 START_SECONDS = 600  # on a machine with a lot else to do
 # As docs/rollout.md says, and what makes it small and quick to start.
-COMMAND = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--dtype", "float32"]
-COMMAND += ["--logprobs-mode", "processed_logprobs"]
+COMMAND = ["--dtype", "float32", "--logprobs-mode", "processed_logprobs"]
 COMMAND += ["--worker-extension-cls", "valor.rollout.server.receiver.WeightReceiver"]
-COMMAND += ["--enforce-eager", "--block-size", "32", "--max-model-len", "128", "--kv-cache-memory-bytes", "33554432"]
+COMMAND += ["--enforce-eager", "--block-size", "32", "--max-model-len", "800", "--kv-cache-memory-bytes", "33554432"]
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
 ENVIRONMENT |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+MODULES = ["vllm.entrypoints.openai.api_server", "vllm.v1.engine.async_llm", "vllm.v1.engine.core"]
+MODULES += ["vllm.v1.worker.cpu_worker", "vllm.model_executor.models.qwen2", "valor.rollout.server.receiver"]
+# The leader of a process group. On a CPU vLLM would spawn the engine's process, which would import all of it again.
+CODE = """
+import multiprocessing, os, runpy
+os.setsid()
+get_context = multiprocessing.get_context
+multiprocessing.get_context = lambda method=None: get_context("fork")
+runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+"""
 
 
 @dataclass
@@ -45,7 +62,8 @@ class Server:
     """A server with a model of `folder`."""
 
     folder: Path
-    process: subprocess.Popen
+    vllm: Forks
+    process: Forked
     url: str
 
     def settings(self, *more: str) -> list[str]:
@@ -54,19 +72,9 @@ class Server:
         return [*used, f"{ROLLOUT}.name=server", f"{ROLLOUT}.temperature=0.7", *more]
 
 
-def start(folder: Path) -> Server:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = (folder / "server.log").open("w")
-    process = subprocess.Popen(
-        [*COMMAND, "--model", str(folder), "--host", "127.0.0.1", "--port", str(port)],
-        env=os.environ | ENVIRONMENT,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    return Server(folder, process, f"http://127.0.0.1:{port}/v1")
+def start(vllm: Forks, folder: Path, port: int) -> Forked:
+    arguments = [*COMMAND, "--model", folder, "--host", "127.0.0.1", "--port", port]
+    return vllm.start(CODE, *arguments, log=folder / "server.log")
 
 
 @pytest.fixture(scope="module")
@@ -74,21 +82,37 @@ def server(tiny, tmp_path_factory) -> Iterator[Server]:
     """One with the tiny model, whose LM head is tied; an untied one's update differs in nothing but vLLM's layers."""
     folder = tmp_path_factory.mktemp("server") / "model"
     shutil.copytree(tiny["model"], folder)
-    started = start(folder)
-    try:
-        deadline = time.monotonic() + START_SECONDS
-        while not answers(started.url):
-            ended = started.process.poll() is not None or time.monotonic() > deadline
-            assert not ended, (folder / "server.log").read_text()[-3000:]
-            time.sleep(0.5)
-        yield started
-    finally:
-        os.killpg(started.process.pid, signal.SIGTERM)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with closing(Forks(*MODULES, **ENVIRONMENT)) as vllm:
+        started = Server(folder, vllm, start(vllm, folder, port), f"http://127.0.0.1:{port}/v1")
         try:
-            started.process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(started.process.pid, signal.SIGKILL)
-            started.process.wait()
+            deadline = time.monotonic() + START_SECONDS
+            while not answers(started.url):
+                ended = started.process.poll() is not None or time.monotonic() > deadline
+                assert not ended, (folder / "server.log").read_text()[-3000:]
+                time.sleep(0.5)
+            yield started
+        finally:
+            end(started)
+
+
+def end(started: Server) -> None:
+    with suppress(ProcessLookupError):  # it has ended by itself
+        os.killpg(started.process.pid, signal.SIGTERM)
+    try:
+        started.process.wait(30)
+    except subprocess.TimeoutExpired:
+        os.killpg(started.process.pid, signal.SIGKILL)
+        started.process.wait()
+
+
+def start_again(server: Server) -> None:
+    """Kill it, and start another one in its place."""
+    os.killpg(server.process.pid, signal.SIGKILL)
+    server.process.wait()
+    server.process = start(server.vllm, server.folder, int(server.url.split(":")[-1].removesuffix("/v1")))
 
 
 def answers(url: str) -> bool:
@@ -157,14 +181,15 @@ def test_log_probs_are_the_trainers_after_every_update(server, engine):
 def test_an_update_that_did_not_happen_as_it_should_is_noticed(server, engine, monkeypatch):
     model = AutoModelForCausalLM.from_pretrained(server.folder).eval()
     sync(engine, model, 0)
-    engine.generate(WORK)
     trained(model, 0)
+    body = ServerEngine._body
 
-    async def keep(*_: object) -> None:
-        pass
+    def unsalted(self: ServerEngine, asked: Any) -> dict[str, Any]:
+        return {key: value for key, value in body(self, asked).items() if key != "cache_salt"}
 
     with monkeypatch.context() as patched:  # cached keys and values of the old weights
-        patched.setattr(ServerEngine, "_forget", keep)
+        patched.setattr(ServerEngine, "_body", unsalted)
+        engine.generate(WORK)
         sync(engine, model, 1)
         assert gap(model, WORK, engine.generate(WORK)).max() > 1e-2
     trained(model, 1)
@@ -178,6 +203,64 @@ def test_an_update_that_did_not_happen_as_it_should_is_noticed(server, engine, m
         engine.generate(WORK)
 
 
+# Prompts that share most of their tokens, and are in the cache.
+TOKENS = 700
+ENDLESS = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+LONG = [replace(one, prompt_ids=one.prompt_ids[:64], params=ENDLESS) for one in WORK]
+FIRST = replace(LONG[0], request_id="first", params=SamplingParams(max_tokens=20, ignore_eos=True))
+
+
+def test_an_aborted_sequence_goes_on_from_what_it_has(server, engine):
+    model = AutoModelForCausalLM.from_pretrained(server.folder).eval()
+    sync(engine, model, 1)
+    _, *cut = served(engine, [FIRST, *LONG], aborted(LONG), at="first")
+    lengths = [len(one.token_ids) for one in cut]
+    assert {one.finish_reason for one in cut} == {"abort"} and 0 < max(lengths) < TOKENS
+    new = deepcopy(model)
+    trained(new, 1)
+    sync(engine, new, 2)
+    outputs = engine.generate(resumed(LONG, cut))
+    assert {(one.finish_reason, len(one.token_ids)) for one in outputs} == {("length", TOKENS)}
+    for request, output, n in zip(LONG, outputs, lengths, strict=True):
+        expected = torch.cat([teacher_forced(model, request, output)[:n], teacher_forced(new, request, output)[n:]])
+        assert_log_probs(output, expected, 1e-4)
+        assert output.spans == ((Span(n, 1), Span(TOKENS - n, 2)) if n else (Span(TOKENS, 2),))
+    _, unaborted, *others = served(engine, [FIRST, *LONG], aborted(LONG[1:]), at="first")
+    assert unaborted.finish_reason == "length" and {one.finish_reason for one in others} == {"abort"}
+
+
+def test_weights_that_change_in_the_middle(server, engine):
+    old = AutoModelForCausalLM.from_pretrained(server.folder).eval()
+    new = deepcopy(old)
+    trained(new, 1)
+    late = replace(LONG[0], request_id="late")
+
+    def change() -> list[Request]:
+        sync(engine, new, 2)
+        return [late]
+
+    for _ in range(5):  # on a busy machine all may have ended before the change
+        sync(engine, old, 1)
+        engine.generate(LONG)
+        _, *outputs, arrived = served(engine, [FIRST, *LONG], change, at="first")
+        if any(len(one.spans) == 2 for one in outputs):
+            break
+    else:
+        raise AssertionError("no change came in the middle")
+    assert arrived.spans == (Span(TOKENS, 2),)
+    assert_log_probs(arrived, teacher_forced(new, late, arrived), 1e-4)
+    for request, output in zip(LONG, outputs, strict=True):
+        assert len(output.token_ids) == TOKENS
+        assert [one.weights_version for one in output.spans] in ([1], [2], [1, 2])
+        n = sum(one.num_tokens for one in output.spans if one.weights_version == 1)
+        by_old, by_new = (teacher_forced(model, request, output) for model in (old, new))
+        told = torch.tensor(output.log_probs)
+        assert n == 0 or (told - by_old)[:n].abs().max() < 1e-4
+        # Sampled by the new weights behind keys and values of the old ones, from the very next token.
+        assert n in (0, TOKENS) or (told - by_old)[n:].abs()[0] > 1e-4
+        assert n > 0 or (told - by_new).abs().max() < 1e-4
+
+
 def test_a_run(server, overrides, tmp_path):
     kept = tmp_path / "weights"
     kept.mkdir()
@@ -189,12 +272,71 @@ def test_a_run(server, overrides, tmp_path):
     assert not list(kept.iterdir())
 
 
+def test_episodes(server, overrides, tmp_path):
+    """Every other one in two rows; the first turn ends at the first of these letters, of which vLLM takes four."""
+    letters, kept = set("aeio"), tmp_path / "weights"
+    kept.mkdir()
+    loops = settings(tmp_path, forks=True, reward=0.5, stop="aeio")
+    kinds = [f"{ROLLOUT}.server.weights_dir={kept}", f"trainer.episode_data_dir={tmp_path / 'episodes'}"]
+    assert main(overrides(tmp_path / "run", *server.settings("trainer.total_training_steps=2"), *loops, *kinds)) == 0
+    rows = read_metrics(tmp_path / "run")[1:]
+    assert len(rows) == 2 and all(row["episode/rows"] == 1.5 and row["episode/turns/mean"] == 2 for row in rows)
+    assert all(row["training/rollout_log_probs_diff_max"] < 1e-4 for row in rows)
+    lines = [line for step in (1, 2) for line in (tmp_path / "episodes" / f"{step}.jsonl").read_text().splitlines()]
+    decode = AutoTokenizer.from_pretrained(server.folder).decode
+    turns = [list(map(decode, json.loads(line)["turns"][0]["token_ids"])) for line in lines]
+    assert len(turns) == 32 and any(letters & set(last) for *_, last in turns)
+    assert not any(letters & set("".join(before)) for *before, _ in turns)
+
+
 def test_settings_that_do_not_fit_are_one_line(server, overrides, tmp_path, capsys):
     for override, words in (
         ("actor_rollout_ref.rollout.dtype=bfloat16", "computes in float32"),
-        ("data.max_prompt_length=500", "--max-model-len 508"),
+        ("data.max_prompt_length=900", "--max-model-len 908"),
         ("actor_rollout_ref.rollout.server.model=gpt", "not 'gpt'"),
     ):
         assert main(overrides(tmp_path, *server.settings(override))) == 2
         error = capsys.readouterr().err
         assert words in error and "Traceback" not in error, error
+
+
+def test_a_server_that_is_started_again_while_it_is_used(server, engine):
+    """It is waited for, sent the weights again, and asked again."""
+    model = AutoModelForCausalLM.from_pretrained(server.folder).eval()
+    trained(model, 5)
+    sync(engine, model, 5)
+
+    def again() -> list[Request]:
+        start_again(server)
+        return []
+
+    with pytest.raises(WorkersReplaced, match="started anew"):
+        served(engine, [FIRST, *LONG], again, at="first")
+    assert engine.weights_version is None
+    sync(engine, model, 5)
+    assert gap(model, LONG, engine.generate(LONG)).max() < 1e-4
+
+
+def test_a_server_that_is_started_again_while_generation_runs_ahead(server, overrides, tmp_path, caplog):
+    """What was in flight begins anew, and each prompt is trained on once."""
+    run_dir, rollouts = tmp_path / "run", tmp_path / "rollouts"
+
+    def in_the_middle() -> None:
+        while not rollouts.exists() or len(list(rollouts.iterdir())) < 3:
+            time.sleep(0.05)
+        start_again(server)
+
+    killer = threading.Thread(target=in_the_middle)
+    killer.start()
+    ahead = ["trainer.v1.trainer_mode=separate_async", "trainer.controller=local", "trainer.total_training_steps=10"]
+    assert main(overrides(run_dir, *server.settings(*ahead, f"trainer.rollout_data_dir={rollouts}"))) == 0
+    killer.join()
+    assert "does not answer" in caplog.text
+    rows = read_metrics(run_dir)
+    assert len(rows) == 11 and all(row["off_policy/age/max"] <= 1 for row in rows[1:])
+    # The first update moves the weights most; a new server's, of the beginning, would be further away.
+    assert all(row["training/rollout_log_probs_diff_max"] < 1.0 for row in rows[3:])
+    lines = [line for file in rollouts.iterdir() for line in file.read_text().split("\n") if line]
+    prompts = Counter(json.loads(line)["uid"] for line in lines)
+    assert set(prompts.values()) == {2} and len(prompts) == 10 * 8
+    assert {int(uid.partition(".")[0]) for uid in prompts} == set(range(1, 11))

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
+from ranks import run_ranks
 from runs import read_metrics
 from transformers import AutoModelForCausalLM
+from two_turns import settings
+from vllm_rank import generate
 
 from valor.trainer.main_ppo import main
 
@@ -73,7 +75,7 @@ def test_adapters_arrive_merged(native_run, overrides, tmp_path):
 SPLIT = f"{ROLLOUT}.tensor_model_parallel_size=2"
 
 
-@pytest.mark.usefixtures("cluster")
+@pytest.mark.usefixtures("hosts")
 @pytest.mark.parametrize(
     ("is_tied", "placed"),
     [
@@ -92,26 +94,21 @@ def test_under_ray(is_tied, placed, native_run, untied, overrides, tmp_path):
     assert_same_training(native_run(*model), tmp_path / "run")
 
 
+def test_weights_and_aborts_between_two_tokens_of_one_that_is_split(forks, untied, tmp_path):
+    """Both ranks' sources give the weights, the first one's alone has the requests."""
+    run_ranks(forks, tmp_path, 2, generate, Path(untied.split("=")[1]))
+
+
 @pytest.fixture(scope="module")
 def episodes(tmp_path_factory):
     """Episodes of two turns with a deterministic loop, every other one in two rows; the first turn ends at a text."""
-    file = tmp_path_factory.mktemp("loops") / "loops.yaml"
-    loop = {
-        "name": "two",
-        "_target_": f"{Path(__file__).with_name('two_turns.py')}:TwoTurns",
-        "forks": True,
-        "reward": 0.5,
-    }
-    file.write_text(yaml.safe_dump([loop | {"stop": "<>aeiou"}]))
-    agent = f"{ROLLOUT}.agent"
-    loops = [f"{agent}.agent_loop_config_path={file}", f"{agent}.default_agent_loop=two", f"{agent}.deterministic=true"]
-    return [*loops, "data.max_response_length=24"]
+    return settings(tmp_path_factory.mktemp("loops"), forks=True, reward=0.5, stop="<>aeiou")
 
 
 @pytest.mark.parametrize("placed", [[], ["trainer.n_gpus_per_node=2", SPLIT]], ids=["here", "split over two"])
 def test_episodes(placed, native_run, episodes, overrides, tmp_path, request):
     if placed:
-        request.getfixturevalue("cluster")
+        request.getfixturevalue("hosts")
     assert main(overrides(tmp_path / "run", *STEPS, *VLLM, *placed, *episodes)) == 0
     assert_same_training(native_run(*episodes), tmp_path / "run")
     assert all(row["episode/rows"] == 1.5 for row in read_metrics(tmp_path / "run")[1:])

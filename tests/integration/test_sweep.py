@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,7 +10,9 @@ import pytest
 import yaml
 from runs import assert_same_run
 
+from forked import VALOR
 from valor.cli import main as valor
+from valor.controller import jobs
 from valor.lab.sweep_file import RESERVED, key_of
 
 pytestmark = pytest.mark.slow
@@ -30,7 +30,19 @@ def without_times(out: Path) -> dict:
     return results
 
 
-def test_a_killed_sweep_finishes_repeats_nothing_and_gives_the_same_table(overrides, tmp_path):
+@pytest.fixture
+def runs_fork(forks, monkeypatch):
+    """Runs of sweeps of this process start in a moment; those of other processes start as a user's do."""
+
+    def run_command(job, env, began):
+        job.folder.mkdir(parents=True, exist_ok=True)
+        return forks.start(VALOR, *job.command[3:], log=job.folder / jobs.LOG_FILE).wait()
+
+    monkeypatch.setattr(jobs, "_run_command", run_command)
+
+
+@pytest.mark.usefixtures("runs_fork")
+def test_a_killed_sweep_finishes_repeats_nothing_and_gives_the_same_table(forks, overrides, tmp_path):
     base = [one for one in overrides(tmp_path, "trainer.save_freq=1") if key_of(one) not in RESERVED]
     arms = {"short": {"algorithm.lam": 0.9}, "long": None}
     file = tmp_path / "killed.yaml"
@@ -38,7 +50,7 @@ def test_a_killed_sweep_finishes_repeats_nothing_and_gives_the_same_table(overri
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert valor(command(file, whole)) == 0
 
-    sweep = subprocess.Popen([sys.executable, "-m", "valor", *command(file, cut)], start_new_session=True)
+    sweep = forks.start(f"import os\nos.setsid()\n{VALOR}", *command(file, cut))
     second = cut / "long" / "seed_0"
     end = time.monotonic() + 900
     while not (second / "global_step_1").exists() and time.monotonic() < end:

@@ -1,6 +1,18 @@
 """A loop of two turns for tests: the policy answers, is told something, and answers again."""
 
+from pathlib import Path
+
+import yaml
+
 from valor.agents.loops import AgentLoop
+
+
+def settings(folder: Path, **arguments) -> list[str]:
+    """The keys of a run with such episodes; `folder` gets the file that names the loop."""
+    file, agent = folder / "loops.yaml", "actor_rollout_ref.rollout.agent"
+    file.write_text(yaml.safe_dump([{"name": "two", "_target_": f"{__file__}:TwoTurns", **arguments}]))
+    loops = [f"{agent}.agent_loop_config_path={file}", f"{agent}.default_agent_loop=two", f"{agent}.deterministic=true"]
+    return [*loops, "data.max_response_length=24"]
 
 
 class TwoTurns(AgentLoop):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from valor.agents.formats import FORMATS, BadCall, ToolCall, find_format, register_format
+from valor.agents.formats import FORMATS, BadCall, ToolCall, register_format
 from valor.errors import UserError
 
 WEATHER = {
@@ -26,9 +26,7 @@ WEATHER = {
     },
 }
 _TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<function=weather>", "</function>", "<parameter=days>"]
-_TAGS += ["</parameter>", "<|python_tag|>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|channel|>"]
-_TAGS += ["<|message|>", "<|call|>", "<|end|>", "<|start|>assistant", "commentary to=functions.weather", '{"name": "a"']
-_TAGS += ['"arguments": {}', "}", "[" * 5000, "9" * 5000, "NaN"]
+_TAGS += ["</parameter>", "<|python_tag|>", '{"name": "a"', '"arguments": {}', "}", "[" * 5000, "9" * 5000, "NaN"]
 _TEXTS = st.lists(st.sampled_from(_TAGS) | st.text(max_size=8), max_size=12).map("".join)
 _NAMES = st.from_regex(r"[a-z_]{1,12}", fullmatch=True)
 _VALUES = st.recursive(
@@ -52,10 +50,6 @@ _RENDER = {
         f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
     ),
     "llama3_json": lambda name, arguments: json.dumps({"name": name, "parameters": arguments}) + "; ",
-    "gpt-oss": lambda name, arguments: (
-        f"<|start|>assistant<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
-        f"{json.dumps(arguments)}<|call|>"
-    ),
 }
 
 
@@ -63,8 +57,6 @@ _RENDER = {
 @given(calls=st.lists(st.tuples(_NAMES, st.dictionaries(st.text(), _VALUES, max_size=4)), min_size=1, max_size=3))
 @settings(max_examples=150, deadline=None)
 def test_rendered_calls_are_read_again(name, calls):
-    if name == "gpt-oss":  # its tokens would end the message; a tokenizer does not let them into a text
-        calls = [(tool, json.loads(json.dumps(arguments).replace("<|", "<"))) for tool, arguments in calls]
     text = "".join(_RENDER[name](*call) for call in calls)
     assert FORMATS[name](text, []).calls == [ToolCall(*call) for call in calls]
 
@@ -89,15 +81,14 @@ def test_calls_thinking_and_content_are_told_apart():
     parsed = FORMATS["hermes"](text, [])
     assert parsed.calls == [ToolCall("a", {"x": "</tool_call>"}), ToolCall("b", {})]
     assert parsed.content == "Let me look.  and"
-    assert parsed.thinking == 'I could <tool_call>{"name": "no"}</tool_call>'
 
 
-@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm", "llama3_json"])
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "llama3_json"])
 def test_thinking_that_began_in_the_prompt_or_does_not_end_holds_no_calls(name):
     call = '{"name": "a", "parameters": {}}' if name == "llama3_json" else "<tool_call>a</tool_call>"
     began = FORMATS[name](f"{call}\n</think>\nIt is 4.", [])
-    assert began == ([], "It is 4.", call)
-    assert FORMATS[name](f"<think>{call}", []) == ([], "", call)
+    assert began == ([], "It is 4.")
+    assert FORMATS[name](f"<think>{call}", []) == ([], "")
 
 
 @pytest.mark.parametrize(
@@ -112,15 +103,8 @@ def test_thinking_that_began_in_the_prompt_or_does_not_end_holds_no_calls(name):
         ("hermes", f"<tool_call>{'[' * 100_000}</tool_call>", "it is nested too deeply"),
         ("qwen3_coder", '<tool_call>{"name": "a"}</tool_call>', "it must be <function=NAME>"),
         ("qwen3_coder", "<tool_call><function=a>x=1</function></tool_call>", "between <function> and </function>"),
-        ("glm", "<tool_call></tool_call>", "the call has no name"),
-        ("glm", "<tool_call>a<arg_key>x</arg_key></tool_call>", "after the name there must be only"),
         ("llama3_json", '{"name": "a", "parameters": 3}', '"parameters" must be a JSON object'),
         ("llama3_json", "<|python_tag|>print(3)", "it is not valid JSON"),
-        (
-            "gpt-oss",
-            "<|channel|>commentary to=functions.a<|message|>[1]<|call|>",
-            "the arguments must be a JSON object",
-        ),
     ],
 )
 def test_a_bad_call_has_a_reason(name, text, reason):
@@ -133,11 +117,8 @@ def test_values_become_what_the_schema_says():
     body = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
     (call,) = FORMATS["qwen3_coder"](f"<tool_call><function=weather>{body}</function></tool_call>", [WEATHER]).calls
     assert call == ToolCall("weather", {"days": 3, "exact": True, "places": ["a"], "city": "7", "note": None})
-    (call,) = FORMATS["glm"](
-        "<tool_call>weather\n<arg_key>days</arg_key>\n<arg_value>soon</arg_value>\n<arg_key>note</arg_key>"
-        "<arg_value>5</arg_value><arg_key>exact</arg_key><arg_value>None</arg_value></tool_call>",
-        [WEATHER],
-    ).calls
+    body = "<parameter=days>soon</parameter><parameter=note>5</parameter><parameter=exact>None</parameter>"
+    (call,) = FORMATS["qwen3_coder"](f"<tool_call><function=weather>{body}</function></tool_call>", [WEATHER]).calls
     assert call == ToolCall("weather", {"days": "soon", "note": "5", "exact": None})
 
 
@@ -148,22 +129,13 @@ def test_tags_of_thinking_among_the_arguments_are_text():
 
 
 def test_an_answer_in_json_is_no_call():
-    assert FORMATS["llama3_json"]('{"answer": 4}', []) == ([], '{"answer": 4}', "")
+    assert FORMATS["llama3_json"]('{"answer": 4}', []) == ([], '{"answer": 4}')
     assert FORMATS["llama3_json"]("The name is {x}.", []).calls == []
 
 
-def test_harmony_has_channels():
-    text = (
-        "<|channel|>analysis<|message|>to=functions.no<|end|><|start|>assistant<|channel|>commentary<|message|>I look."
-        '<|end|><|start|>assistant to=functions.a<|channel|>commentary json<|message|>{"x": 1}'
-    )
-    parsed = FORMATS["gpt-oss"](text, [])
-    assert parsed == ([ToolCall("a", {"x": 1})], "I look.", "to=functions.no")
-
-
 def test_formats_are_found_by_name():
-    with pytest.raises(UserError, match=r"there is no 'hermess'; did you mean hermes\?"):
-        find_format("hermess")
+    with pytest.raises(UserError, match=r"unknown rollout.multi_turn.format 'hermess'; did you mean hermes\?"):
+        FORMATS["hermess"]
     register_format("mine")(FORMATS["hermes"])
-    assert find_format("mine") is FORMATS["hermes"]
+    assert FORMATS["mine"] is FORMATS["hermes"]
     del FORMATS["mine"]

@@ -8,6 +8,7 @@ import pytest
 from valor.agents.chat import Chat
 from valor.agents.formats import Parsed
 from valor.agents.gateway import Gateway, Session
+from valor.agents.http_server import listen
 from valor.agents.loops import Limits, Task
 from valor.lab.arithmetic import make_tokenizer
 from valor.rollout.base import Output, SamplingParams, Span
@@ -19,7 +20,7 @@ QUESTION = [{"role": "user", "content": "1+1="}]
 
 @pytest.fixture(scope="module")
 def gateway():
-    made = Gateway()
+    made = Gateway(listen("127.0.0.1", 0))
     yield made
     made.close()
 
@@ -33,7 +34,7 @@ def talk(gateway, conversation):
             return Output("", SAID[: params.max_tokens], [-0.5] * len(SAID[: params.max_tokens]), "stop", (Span(1, 0),))
 
         task = Task((7, 1, 0), [1], SamplingParams(max_tokens=40), {})
-        session = Session(task, generate, CHAT, Limits(40, 100), lambda text, schemas: Parsed([], text, ""))
+        session = Session(task, generate, CHAT, Limits(40, 100), lambda text, schemas: Parsed([], text))
         url = gateway.add(session)
         async with httpx2.AsyncClient(timeout=20) as client:
 

@@ -13,9 +13,11 @@ import pytest
 import yaml
 
 from valor.agents.formats import ToolCall
-from valor.agents.mcp_tools import McpSource
+from valor.agents.mcp_tools import mcp_tools
 from valor.agents.tool_files import load_sources
-from valor.agents.tools import ToolLimits, ToolResult, Toolset, name_of
+from valor.agents.tool_sources import function_source
+from valor.agents.tools import ToolResult, Toolset, name_of
+from valor.config.agent import MultiTurnConfig
 from valor.errors import UserError
 
 SERVER = Path(__file__).parents[2] / "mcp_server.py"
@@ -26,7 +28,7 @@ def toolset(tmp_path_factory: pytest.TempPathFactory) -> Toolset:
     path = tmp_path_factory.mktemp("tools") / "tools.yaml"
     config = {"command": [sys.executable, str(SERVER)], "env": {"COLOUR": "red"}}
     path.write_text(yaml.safe_dump({"tools": [{"class_name": "mcp", "config": config}]}))
-    return Toolset(load_sources(str(path)), ToolLimits(tool_timeout=5.0))
+    return Toolset(load_sources(str(path)), MultiTurnConfig(tool_timeout=5.0))
 
 
 def call(toolset: Toolset, name: str, **arguments: Any) -> ToolResult:
@@ -76,7 +78,7 @@ def test_a_server_that_has_ended_is_started_again(toolset: Toolset) -> None:
 
 
 def test_a_call_that_takes_too_long_holds_up_no_later_one(toolset: Toolset) -> None:
-    impatient = Toolset(toolset.sources, ToolLimits(tool_timeout=0.5))
+    impatient = Toolset(toolset.sources, MultiTurnConfig(tool_timeout=0.5))
     assert call(impatient, "sleep", seconds=3.0).error == "timeout"
     assert call(toolset, "add", a=2, b=3).text == "5"
 
@@ -97,7 +99,7 @@ def address() -> Iterator[str]:
 
 
 def test_a_server_at_an_address(address: str) -> None:
-    toolset = Toolset([McpSource(url=address)])
+    toolset = Toolset([function_source(mcp_tools(url=address))])
     assert call(toolset, "add", a=3, b=4).text == "7"
     assert call(toolset, "fail").error == "failed"
     assert call(toolset, "add", a=4, b=4).text == "8"

@@ -5,7 +5,6 @@ import os
 import threading
 import time
 from collections import Counter
-from functools import partial
 
 import pytest
 from threaded_engine import ThreadedEngine, echo
@@ -208,9 +207,9 @@ def test_what_an_episode_raises_is_its_own_error():
         4: asyncio.CancelledError(),
         5: ExceptionGroup("g", [OSError()]),
     }
-    episodes = run(ThreadedEngine(), partial(agents_with(Raises(errors))._play, None), 6)
+    episodes = run(ThreadedEngine(), agents_with(Raises(errors))._play, 6)
     assert [episode.finish_reason for episode in episodes] == ["stop", "abort", "stop", "abort", "abort", "abort"]
     assert episodes[1].error == "RuntimeError: bad tool"
     assert episodes[3].error == "SystemExit: 2" and episodes[4].error == "CancelledError"
     with pytest.raises(UserError, match="no such tool"):
-        run(ThreadedEngine(), partial(agents_with(Raises({2: UserError("no such tool")}))._play, None), 6)
+        run(ThreadedEngine(), agents_with(Raises({2: UserError("no such tool")}))._play, 6)

@@ -26,7 +26,8 @@ from valor.agents.search.client import (
 )
 from valor.agents.search.tool import SearchTool
 from valor.agents.tool_files import load_sources
-from valor.agents.tools import ToolLimits, ToolResult, Toolset
+from valor.agents.tools import ToolResult, Toolset
+from valor.config.agent import MultiTurnConfig
 from valor.errors import UserError
 
 PARIS = {"document": {"contents": '"Paris"\nThe capital\nof France.'}, "score": 2.5}
@@ -85,11 +86,7 @@ def nobody(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def ask(url: str, queries: list[str], **options: Any) -> list[list[Document]]:
-    retriever = HttpRetriever(url, **options)
-    try:
-        return asyncio.run(retriever.retrieve(queries))
-    finally:
-        retriever.close()
+    return asyncio.run(HttpRetriever(url, **options).retrieve(queries))
 
 
 def failure(url: str, **options: Any) -> str:
@@ -175,7 +172,6 @@ def test_requests_under_way_are_bounded_and_a_slow_one_holds_up_nobody(server: F
         return await asyncio.gather(search("slow"), *(search(f"q{i}") for i in range(40)))
 
     slow, *others = asyncio.run(everything())
-    retriever.close()
     assert server.most_at_once <= 4 and max(others) < slow
 
 
@@ -190,7 +186,6 @@ def test_a_search_that_is_given_up_leaves_the_next_ones_alone(server: FakeServer
         return len(await retriever.retrieve(["next"]))
 
     assert asyncio.run(both()) == 1
-    retriever.close()
 
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:8000", "ftp://host/retrieve", "http://", "http://[::1/retrieve"])
@@ -254,7 +249,9 @@ def test_a_tools_file_as_verl_has_it_and_rows_as_they_are_prepared(
     server.answer = lambda asked: (400, b"no") if asked["queries"] == ["bad"] else (200, {"result": [[PARIS]]})
 
     async def episode() -> list[ToolResult]:
-        toolbox = Toolset(load_sources(tool_config_path=str(file)), ToolLimits(max_tool_response_length=200)).toolbox()
+        toolbox = Toolset(
+            load_sources(tool_config_path=str(file)), MultiTurnConfig(max_tool_response_length=200)
+        ).toolbox()
         await toolbox.open(row)
         queries = (["capital"], ["bad"], "capital")
         results = [await toolbox.call(ToolCall("search", {"query_list": query})) for query in queries]

@@ -128,11 +128,9 @@ def test_the_client_is_answered_as_in_this_process(server: str, corpus: Path, mo
         return await asyncio.gather(*(retriever.retrieve(one) for one in queries))
 
     assert asyncio.run(ask(here)) == asyncio.run(ask(there))
-    there.close()
     without_key = HttpRetriever(server, topk=2)
     with pytest.raises(SearchFailed, match="status 401"):
         asyncio.run(without_key.retrieve(["river"]))
-    without_key.close()
 
 
 @given(

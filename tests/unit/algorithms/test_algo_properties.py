@@ -10,8 +10,8 @@ from torch import Tensor
 
 from valor import algorithms
 
-ESTIMATORS = tuple(algorithms.ADVANTAGES.names())
-POLICY_LOSSES = [name for name in algorithms.POLICY_LOSSES.names() if algorithms.POLICY_LOSSES[name].builtin]
+ESTIMATORS = tuple(algorithms.ADVANTAGES)
+POLICY_LOSSES = [name for name in algorithms.POLICY_LOSSES if algorithms.POLICY_LOSSES[name].builtin]
 KL_KINDS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
 LOSSES = ("ppo", "gspo", "geo_mean", "cispo", "sapo", "dro", "gpg", "reinforce", "dppo_tv", "dppo_kl")
 # Estimators whose advantages are a multiple of the rewards, with every other input scaled alike; for the others only
@@ -39,6 +39,9 @@ def own_options(name: str, seed: int, rows: int = 8, width: int = 9) -> dict[str
     generator = torch.Generator().manual_seed(seed + 1)
     if name == "gdpo":
         return {"component_scores": {key: torch.randn(rows, generator=generator) for key in ("a", "b")}}
+    if name == "vtrace":
+        names = ("old_log_probs", "rollout_log_probs")
+        return {key: -torch.rand(rows, width, generator=generator) for key in names}
     if name == "optimal_token_baseline":
         return {
             "old_log_probs": -torch.rand(rows, width, generator=generator),
@@ -225,7 +228,7 @@ def test_observations_have_no_part_in_a_policy_loss(name: str, seed: int) -> Non
         assert not same_bits(policy_gradient(name, said), found)
 
 
-@pytest.mark.parametrize("name", [n for n in algorithms.VALUE_LOSSES.names() if algorithms.VALUE_LOSSES[n].builtin])
+@pytest.mark.parametrize("name", [n for n in algorithms.VALUE_LOSSES if algorithms.VALUE_LOSSES[n].builtin])
 @quick
 @given(seed=seeds)
 def test_observations_have_no_part_in_a_value_loss(name: str, seed: int) -> None:

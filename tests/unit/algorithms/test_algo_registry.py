@@ -37,11 +37,11 @@ def my_value_loss(values, returns):
 
 @pytest.fixture
 def clean_registries() -> Iterator[None]:
-    before = [(registry, dict(registry._entries)) for registry in Registry.all]
+    before = [(registry, dict(registry)) for registry in Registry.all]
     yield
     for registry, entries in before:
-        registry._entries.clear()
-        registry._entries.update(entries)
+        registry.clear()
+        registry.update(entries)
 
 
 def load(path: Path) -> None:
@@ -52,13 +52,13 @@ def load(path: Path) -> None:
 
 def builtin(registry: Registry) -> set[str]:
     """Names that come with Valor: other tests of the same process may have registered more."""
-    return {name for name in registry.names() if registry[name].builtin}
+    return {name for name in registry if registry[name].builtin}
 
 
 def test_every_algorithm_of_the_catalogue_is_there() -> None:
     assert builtin(algorithms.ADVANTAGES) == {
         "gae", "grpo", "grpo_passk", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo",
-        "gpg", "gdpo", "optimal_token_baseline",
+        "gpg", "gdpo", "optimal_token_baseline", "vtrace",
     }  # fmt: skip
     assert builtin(algorithms.POLICY_LOSSES) == {
         "ppo", "vanilla", "gpg", "gspo", "cispo", "geo_mean", "sapo", "dro", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl",
@@ -124,11 +124,12 @@ def test_unknown_names_and_options_are_corrected() -> None:
 def test_capabilities_are_data() -> None:
     ours = builtin(algorithms.ADVANTAGES)
     table = {name: algorithms.ADVANTAGES[name].capability for name in ours}
-    assert [name for name, one in table.items() if one.needs_critic] == ["gae"]
+    assert {name for name, one in table.items() if one.needs_critic} == {"gae", "vtrace"}
     assert [name for name, one in table.items() if one.needs_greedy_baseline] == ["remax"]
     assert [name for name, one in table.items() if one.needs_components] == ["gdpo"]
     assert [name for name, one in table.items() if one.needs_sum_pi_squared] == ["optimal_token_baseline"]
-    assert {name for name, one in table.items() if one.min_group_size < 2} == {"gae", "reinforce_plus_plus", "remax"}
+    alone = {"gae", "reinforce_plus_plus", "remax", "vtrace"}
+    assert {name for name, one in table.items() if one.min_group_size < 2} == alone
     assert all(one.natural_loss in algorithms.POLICY_LOSSES for one in table.values())
     assert table["gpg"].natural_loss == "gpg"
     assert table["grpo"].given() == [("min_group_size", 2)]
@@ -137,7 +138,7 @@ def test_capabilities_are_data() -> None:
 def test_the_description_names_everything() -> None:
     text = describe_algorithms()
     for registry in Registry.all:
-        assert all(f"  {name} " in text for name in registry.names())
+        assert all(f"  {name} " in text for name in registry)
     for registry in (algorithms.ADVANTAGES, algorithms.POLICY_LOSSES):
         for entry in (registry[name] for name in builtin(registry)):
             about = (entry.function.__doc__ or "").partition("\n\n")[0]

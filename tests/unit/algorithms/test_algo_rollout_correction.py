@@ -20,7 +20,7 @@ def case(scale: float = 0.5) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("level", ["token", "prefix", "sequence"])
 def test_no_gap_means_weight_one_and_nothing_rejected(level: str) -> None:
     inputs = case(scale=0.0)
     options = ",".join(ROLLOUT_RS)
@@ -36,12 +36,13 @@ def test_no_gap_means_weight_one_and_nothing_rejected(level: str) -> None:
     assert algorithms.off_policy_metrics(**inputs)["kl"] == 0.0
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("level", ["token", "prefix", "sequence"])
 def test_bounds(level: str) -> None:
     inputs = case()
     mask = inputs["response_mask"]
     ratio = ((inputs["log_probs"] - inputs["rollout_log_probs"]) * mask).double()
-    raw = (ratio if level == "token" else ratio.sum(1, keepdim=True).expand(6, 8)).exp().float() * mask
+    exponents = {"token": ratio, "prefix": ratio.cumsum(1), "sequence": ratio.sum(1, keepdim=True).expand(6, 8)}
+    raw = exponents[level].exp().float() * mask
     truncated = algorithms.rollout_correction(**inputs, rollout_is=level, rollout_is_threshold=1.3).weights
     torch.testing.assert_close(truncated, raw.clamp(max=1.3))
     icepop = algorithms.rollout_correction(**inputs, rollout_is=level, rollout_is_threshold="0.7_1.3")
@@ -53,7 +54,8 @@ def test_bounds(level: str) -> None:
     if level == "token":
         assert normalised[mask == 1].mean().item() == pytest.approx(1.0, abs=1e-6)
     else:
-        assert normalised.amax(1)[:5].mean().item() == pytest.approx(1.0, abs=1e-6)
+        rows = normalised.sum(1)[:5] / mask.sum(1)[:5]
+        assert rows.mean().item() == pytest.approx(1.0, abs=1e-6)
 
 
 def test_a_sequence_is_rejected_as_a_whole_and_a_token_alone() -> None:

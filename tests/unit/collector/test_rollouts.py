@@ -56,6 +56,22 @@ def test_what_is_written_is_read_back(tokenizer, tmp_path):
     assert (line["input"], line["gts"], line["step"]) == ("20+2=", "22", 1)  # verl's names
 
 
+def test_rows_of_one_rollout_are_read_as_one(tokenizer, tmp_path):
+    """The second answer goes on in a row of its own, whose prompt is not that of the question."""
+    batch = rollouts(tokenizer).take([0, 1, 2, 2])
+    batch["prompts"][2] += 1
+    batch["episode"], batch["scores"] = torch.tensor([4, 7, 7, 8]), torch.tensor([1.0, 0.5, 0.5, 0.25])
+    for step in (1, 2):
+        records = rollout_records(batch, batch["scores"].tolist(), step, tokenizer)
+        write_rollouts(tmp_path / f"{step}.jsonl", records)
+    back = read_rollouts([str(tmp_path)], tokenizer)
+    assert back["episode"].tolist() == [0, 1, 1, 2, 3, 4, 4, 5]
+    assert same_prompt(batch) == [0, 0, 0, 1] and same_prompt(back) == [0, 0, 0, 1] * 2
+    # Two policy tokens are on the second row: what is worth 0.5 in its end is discounted from there.
+    assert outcomes(back, 0.5)[1:3].tolist() == [[0.0625, 0.125, 0], [0.25, 0, 0.5]]
+    assert outcomes(back, 1.0)[3].tolist() == [0.25, 0, 0.25]
+
+
 def test_rows_of_messages_and_text_are_read(tokenizer, tmp_path):
     chat = {"messages": [{"role": "user", "content": "58+77="}], "data_source": "valor/arithmetic"}
     answers = {"15 1 13 135": 1.0, "15 1 13 125": 0.0, "so so": 0.25}

@@ -103,7 +103,7 @@ def test_values_behind_an_alias_are_checked():
         "trainer.use_legacy_worker_impl=auto",
         "data.return_raw_chat=True",
         "trainer.balance_batch=True",
-        "trainer.v1.trainer_mode=sync",
+        "trainer.v1.sampler.sync_refill_failed_groups=true",
         "model_engine=fsdp",
         f"{A}.fsdp_config.wrap_policy.min_num_params=0",
         f"{A}.entropy_checkpointing=True",
@@ -132,7 +132,8 @@ def test_spellings_without_effect_say_why(given):
     ("given", "reason"),
     [
         ("model_engine=megatron", "the Megatron backend is not installed"),
-        ("trainer.v1.trainer_mode=separate_async", "the trainer is synchronous"),
+        ("trainer.v1.separate_async.hybrid_rollout.enable_switch=true", "training and generation keep their processes"),
+        ("async_training.staleness_threshold=0.1", "set trainer.v1.trainer_mode=separate_async"),
         (f"{A}.profiler.enable=True", "Valor has no profiler"),
         (f"{A}.optim.optimizer_impl=bitsandbytes.optim", "the optimizer is torch.optim.AdamW"),
         ("+critic.optim.override_optimizer_config.momentum=1", "the optimizer is torch.optim.AdamW"),

@@ -46,7 +46,7 @@ class Threads(WorkerGroup):
         self.ranks = [Doubler(r) for r in range(world_size)]
         self.model_parallel = model_parallel
 
-    def run(self, role, method, calls, sink=None):
+    def run(self, role, method, calls, sink=None, feed=None):
         if method == "layout":
             return [{"doubler": rank // self.model_parallel} for rank in range(len(self.ranks))]
         given = {} if sink is None else {"sink": sink}

@@ -74,7 +74,7 @@ def test_a_pass_forward_and_backward_hardly_waits(kind, packed):
         torch.testing.assert_close(grad.held, expected[name], rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", algorithms.POLICY_LOSSES.names())
+@pytest.mark.parametrize("name", algorithms.POLICY_LOSSES)
 def test_policy_losses_do_not_wait(name, device):
     log_probs = (-2 * MASK).to(DEVICE).requires_grad_()
     loss, metrics = algorithms.policy_loss(
@@ -93,7 +93,7 @@ def test_policy_losses_do_not_wait(name, device):
     assert device.waits.total() <= (2 if name in DRAWING else 0), device.waits
 
 
-@pytest.mark.parametrize("name", algorithms.VALUE_LOSSES.names())
+@pytest.mark.parametrize("name", algorithms.VALUE_LOSSES)
 def test_value_losses_do_not_wait(name, device):
     shape = (5, 6, 11) if name == "hl_gauss" else (5, 6)
     values = torch.zeros(shape).to(DEVICE).requires_grad_()

@@ -12,6 +12,7 @@ import torch
 from valor.config import load
 from valor.controller import placement, ray_group
 from valor.controller.placement import Placement, ResourcePool, resolve_placement, resolve_pool
+from valor.controller.ray_group import own_gpu
 from valor.engines.fsdp import engine as fsdp
 from valor.errors import UserError
 from valor.workers.host import WorkerHost
@@ -112,35 +113,45 @@ class Pretended:
 
     def build(self, specs: dict) -> None: ...
 
-    def call(self, role: str, method: str, args: tuple, kwargs: dict, number: int | None = None):
-        from valor.controller.ray_group import own_gpu
-
+    def call(self, role: str, method: str, args: tuple, kwargs: dict, number: int | None = None, fed: bool = False):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         return visible, own_gpu(), ray.get_gpu_ids(), ray.get_runtime_context().get_node_id()
 
     @ray.method(concurrency_group="poll")
-    def poll(self, number: int | None, last: bool = False):
+    def poll(self, number: int | None, last: bool = False, brought: tuple = ()):
         return None, []
 
 
 @pytest.mark.slow
 @pytest.mark.alone
-@pytest.mark.parametrize("noset", [False, True])
-def test_eight_ranks_in_two_pools_on_two_nodes_have_a_device_each(monkeypatch, noset):
+def test_eight_ranks_in_two_pools_on_two_nodes_have_a_device_each(monkeypatch):
+    """Whether Ray hides the other devices from a process, or not."""
     from ray.cluster_utils import Cluster
 
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     variable = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
-    monkeypatch.setenv(variable, "1") if noset else monkeypatch.delenv(variable, raising=False)
+    monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(ray_group, "_RayHost", Pretended)
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    for module in (sys.modules[__name__], ray_group, placement):  # so that no process has to import torch
+        ray.cloudpickle.register_pickle_by_value(module)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, "num_gpus": 4})
-    groups = []
     try:
         cluster.add_node(num_cpus=8, num_gpus=4)
         with pytest.raises(UserError, match="needs 3 nodes, and the Ray cluster has 2"):
             ray_group.RayGroup(ResourcePool(3, 2, "cuda", 2), {}, {"address": cluster.address})
-        ray.init(address=cluster.address, log_to_driver=False)
+        for noset in (False, True):
+            environment = {"env_vars": {variable: "1"}} if noset else {}
+            ray.init(address=cluster.address, log_to_driver=False, runtime_env=environment)
+            check_devices(noset)
+            ray.shutdown()
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def check_devices(noset: bool) -> None:
+    groups = []
+    try:
         for _ in range(2):
             groups.append(ray_group.RayGroup(ResourcePool(2, 2, "cuda", 2), {}, {}))
         found = [group.run("role", "where", [((), {})] * 4) for group in groups]
@@ -152,5 +163,3 @@ def test_eight_ranks_in_two_pools_on_two_nodes_have_a_device_each(monkeypatch, n
     finally:
         for group in reversed(groups):
             group.close()
-        ray.shutdown()
-        cluster.shutdown()

@@ -88,8 +88,8 @@ def test_an_episode_is_a_conversation(report, browse):
         heads = page.run(texts.format(".conversation .bubble > small"))
         assert heads == ["policy, turn 1", "policy, turn 2 · reward -0.5", "policy, turn 3"]
         found, failed = page.run(texts.format(".call"))
-        assert found.startswith("search(") and "0.41 s" in found and HOSTILE.strip() in found
-        assert failed.startswith("serch({})0.41 s · error: unknown")
+        assert found.startswith("search(") and "410 ms" in found and HOSTILE.strip() in found
+        assert failed.startswith("serch({})410 ms · error: unknown")
         assert page.run("return [...document.querySelectorAll('.call details')].map(one => one.open)") == [False, True]
         (told,) = page.run(texts.format(".told"))
         assert told.startswith("tool, ") and "Oslo is the capital" in told

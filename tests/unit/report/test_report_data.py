@@ -5,9 +5,8 @@ import json
 import pytest
 
 from valor.errors import UserError
-from valor.report.panels import panel_specs
+from valor.report.pictures import panel_specs, timing_spec
 from valor.report.run_data import Series, evenly_spaced, read_metrics, read_run, read_samples, thin
-from valor.report.timing import timing_spec
 from valor.tracking.generations import Sample, write_samples
 
 
@@ -150,7 +149,7 @@ def test_timing_puts_phases_in_order_and_the_rest_in_other():
 
 def test_timing_of_a_long_run_adds_steps_up():
     steps = list(range(1, 301))
-    spec = timing_spec({"timing_s/gen": Series(steps, [2.0] * 300)})
+    spec = timing_spec({"timing_s/step": Series(steps, [2.0] * 300), "timing_s/gen": Series(steps, [2.0] * 300)})
     assert spec is not None
     assert len(spec["bars"]) == 100 and spec["bars"][:2] == ["1-3", "4-6"]
     assert spec["phases"] == [{"label": "generate", "seconds": [6.0] * 100}]

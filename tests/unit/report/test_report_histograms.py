@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from valor.report.histograms import histogram_specs
+from valor.report.pictures import histogram_specs
 from valor.tracking.histogram import Histogram
 
 

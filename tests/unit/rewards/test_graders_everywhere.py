@@ -142,6 +142,7 @@ def test_what_computer_algebra_decides_as_well() -> None:
     assert verdicts.count(None) <= 2
 
 
+@pytest.mark.alone
 def test_hostile_text_costs_no_grader_two_seconds_and_raises_nothing() -> None:
     compute_score("math", r"\boxed{\int_0^1 y dy}", r"\int_0^1 x dx")
     samples = [Sample(source, text, truth) for source, truth in TRUTHS.items() for text in HOSTILE.values()]

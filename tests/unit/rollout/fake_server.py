@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from contextlib import suppress
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,13 @@ class FakeServer:
         self.with_tokens, self.encode = True, tokenizer
         self.replies: list[int] = []  # status of the next completions; then 200
         self.key: str | None = None
+        self.breaks_off = 0  # of the next completions: they get no reply
         self.pause = 0.0
         self.longest = 1000
-        self.uncached = [True]  # whether the next resets of the prefix cache succeed; the last one stays
+        self.per_token = 0.0  # seconds; a request's tokens then come one after the other
+        self.aborts = True  # whether it has /abort_requests
+        self.under_way: dict[str, int] = {}  # tokens of each request
+        self.aborted: set[str] = set()
         self.received: dict[str, Any] = {}
         self.asked: list[dict[str, Any]] = []
         self.at_once = self.most_at_once = 0
@@ -51,8 +56,9 @@ class FakeServer:
             return 200, {"data": self.models}
         if path == "/v1/completions":
             return self.complete(body)
-        if path == "/reset_prefix_cache":
-            return 200, {"success": self.uncached.pop(0) if len(self.uncached) > 1 else self.uncached[0]}
+        if path == "/abort_requests" and self.aborts:
+            self.aborted |= {name.removeprefix("cmpl-").removesuffix("-0") for name in body["request_ids"]}
+            return 200, {"status": "aborted"}
         if path == "/collective_rpc" and self.described is not None:
             return 200, {"results": [getattr(self, body["method"])(*body.get("args", []))]}
         return 404, {"detail": "Not Found"}
@@ -61,10 +67,13 @@ class FakeServer:
         return self.described or {}
 
     def valor_update(self, folder: str, name: str, version: int) -> dict[str, Any]:
+        before = self.valor_describe().get("weights")
+        sampled = {f"cmpl-{key}-0-1a2b3c4d": count for key, count in self.under_way.items() if count}
         files = [load_file(path) for path in sorted(Path(folder).glob("*.safetensors"))]
         self.received = {key: tensor for file in files for key, tensor in file.items()}
         self.described = {**self.valor_describe(), "weights": name}
-        return {"checksum": str(sum(int(checksum(tensor)) for tensor in self.received.values()))}
+        total = sum(int(checksum(tensor)) for tensor in self.received.values())
+        return {"checksum": str(total), "before": before, "sampled": sampled}
 
     def complete(self, body: dict[str, Any]) -> tuple[int, Any]:
         with self._lock:
@@ -73,6 +82,15 @@ class FakeServer:
             self.most_at_once = max(self.most_at_once, self.at_once)
             status = self.replies.pop(0) if self.replies else 200
         time.sleep(self.pause)
+        length = min(body["max_tokens"], self.longest)
+        name, reason = body.get("request_id", ""), "length"
+        for count in range(length if self.per_token else 0):
+            time.sleep(self.per_token)
+            if name in self.aborted:
+                length, reason = count, "abort"
+                break
+            self.under_way[name] = count + 1
+        self.under_way.pop(name, None)
         with self._lock:
             self.at_once -= 1
         if status != 200:
@@ -81,8 +99,8 @@ class FakeServer:
         scale = body["temperature"] if self.mode.startswith("processed") and body["temperature"] else 1.0
         norm = 0.0 if self.mode.endswith("logits") else math.log(sum(math.exp(x / scale) for x in LOGITS))
         told = [x / scale - norm for x in LOGITS]
-        tokens = [(body.get("seed", 0) + i) % 6 for i in range(min(body["max_tokens"], self.longest))]
-        choice: dict[str, Any] = {"finish_reason": "length"}
+        tokens = [(body.get("seed", 0) + i) % 6 for i in range(length)]
+        choice: dict[str, Any] = {"finish_reason": reason}
         if self.with_tokens:
             choice |= {"token_ids": tokens, "prompt_token_ids": prompt}
         top = {f"token_id:{i}": x for i, x in enumerate(told[: body["logprobs"]])}
@@ -100,6 +118,11 @@ class FakeServer:
                 asked = self.request_json()
                 refused = fake.key is not None and self.headers.get("Authorization") != f"Bearer {fake.key}"
                 status, body = (401, {}) if refused else fake.answer(self.path, asked)
-                self.reply(status, body)
+                if fake.breaks_off and self.path == "/v1/completions":
+                    fake.breaks_off -= 1
+                    self.close_connection = True
+                    return
+                with suppress(BrokenPipeError):  # nobody waits for it any more
+                    self.reply(status, body)
 
         return Handler

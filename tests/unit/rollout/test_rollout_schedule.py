@@ -1,5 +1,5 @@
 from valor.rollout.base import Request, SamplingParams
-from valor.rollout.native.schedule import Group, Waiting
+from valor.rollout.native.requests import Group, Waiting
 
 
 def request(name: str, prompt: list[int], tokens: int = 10) -> Request:

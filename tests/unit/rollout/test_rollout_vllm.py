@@ -1,6 +1,7 @@
 """The vLLM engine against full forward passes of the model whose weights it was given."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -9,12 +10,13 @@ from stop_texts import assert_stopped, stopping_after
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from interruptions import aborted, assert_log_probs, resumed, served, teacher_forced
 from valor.config import ModelConfig, RolloutConfig
 from valor.engines.distributed import destroy_process_group, init_process_group
 from valor.errors import UserError
 from valor.models.export import published_weights
 from valor.models.policy import PolicyModel
-from valor.rollout.base import Output, Request, RolloutEngine, SamplingParams
+from valor.rollout.base import Abort, Output, Request, RolloutEngine, SamplingParams, Span
 from valor.rollout.native.engine import NativeEngine
 from valor.rollout.registry import generation_engine
 from valor.rollout.spec import BuildContext
@@ -99,6 +101,12 @@ def requests(count: int = 6, **params: float) -> list[Request]:
     """Samples of three prompts that share most of their tokens."""
     params = SamplingParams(max_tokens=12, **params)
     return [Request(f"r{i}", PROMPT[: 100 - i % 3], params, (7, 1, i)) for i in range(count)]
+
+
+def until(output: Output, length: int) -> Output:
+    """As if it had been aborted there."""
+    spans = (Span(length, output.spans[0].weights_version),) if output.spans else ()
+    return Output(output.request_id, output.token_ids[:length], output.log_probs[:length], "abort", spans)
 
 
 def gap(model: PreTrainedModel, work: list[Request], outputs: list[Output]) -> Tensor:
@@ -208,6 +216,89 @@ def test_a_text_ends_a_sequence_as_in_the_native_engine(start):
         stop, stopping = stopping_after(work, free, length)
         assert_stopped(engine.generate(stopping), free, stop)
         assert [o.token_ids for o in native.generate(stopping)] == [o.token_ids for o in engine.generate(stopping)]
+
+
+def test_an_aborted_sequence_goes_on_as_if_nothing_had_been(start):
+    """Also those that wait for one of the 16 places."""
+    model = tiny("tied")
+    engine = start(model)
+    sync(engine, model, 3)
+    work = requests(20)
+    whole = engine.generate(work)
+    cut = served(engine, work, aborted(work), at=6)
+    assert {o.finish_reason for o in cut} == {"abort"}
+    lengths = [len(o.token_ids) for o in cut]
+    assert min(lengths) == 0 and 1 < max(lengths) < 12
+    for request, had, after, before in zip(work, cut, engine.generate(resumed(work, cut)), whole, strict=True):
+        assert had.token_ids == before.token_ids[: len(had.token_ids)]
+        assert (after.token_ids, after.finish_reason, after.spans) == (
+            before.token_ids,
+            before.finish_reason,
+            before.spans,
+        )
+        assert_log_probs(after, teacher_forced(model, request, after), 1e-4)
+    first, *others = served(engine, work, lambda: [Abort("r0"), Abort("not there")])
+    assert first.finish_reason == "abort" and [o.token_ids for o in others] == [o.token_ids for o in whole[1:]]
+
+
+def test_weights_that_change_between_two_tokens_are_used_from_there_on(start):
+    old = tiny("tied")
+    new = deepcopy(old)
+    trained(new, 1)
+    engine = start(old)
+    sync(engine, old, 1)
+    work, late = requests(20, ignore_eos=True), Request("late", PROMPT, SamplingParams(max_tokens=12), (9,))
+    whole = engine.generate(work)  # and the prompts are cached
+
+    def change() -> Sequence[Request | Abort]:
+        sync(engine, new, 2)
+        return [late]
+
+    *asked, arrived = served(engine, work, change, at=6)
+    assert arrived.spans[0].weights_version == 2
+    assert_log_probs(arrived, teacher_forced(new, late, arrived), 1e-4)
+    for request, before, output in zip(work, whole, asked, strict=True):
+        exact = teacher_forced(new, request, output)
+        if output.spans == (Span(12, 2),):  # it waited for a place
+            assert_log_probs(output, exact, 1e-4)
+            continue
+        (first, old_version), (second, new_version) = output.spans
+        assert (old_version, new_version) == (1, 2) and first + second == 12
+        assert output.token_ids[:first] == before.token_ids[:first]
+        exact_before = teacher_forced(old, request, output)[:first]
+        assert_log_probs(replace(output, log_probs=output.log_probs[:first]), exact_before, 1e-4)
+        # The keys and values of the old weights stay, so these log-probs are nobody's.
+        assert (exact - torch.tensor(output.log_probs))[first:].abs().max() > 1e-3
+    assert [len(o.spans) for o in asked] == [2] * 16 + [1] * 4
+    for request, output in zip(work, engine.generate(resumed(work, [until(o, 5) for o in whole])), strict=True):
+        assert output.spans == (Span(5, 1), Span(7, 2))
+        expected = torch.cat([teacher_forced(old, request, output)[:5], teacher_forced(new, request, output)[5:]])
+        assert_log_probs(output, expected, 1e-4)
+
+
+def test_a_text_that_begins_before_an_abort_ends_the_sequence_behind_it(start):
+    model = tiny("tied")
+    engine, native = start(model), NativeEngine(model, eos_token_ids=[2])
+    sync(engine, model, 0)
+    work = [Request(str(i), PROMPT[:20], SamplingParams(max_tokens=20), (i,)) for i in range(6)]
+    free = native.generate(work)
+    stop, stopping = stopping_after(work, free, 3)
+    assert_stopped(engine.generate(resumed(stopping, [until(o, 9) for o in (*free, free[1])])), free, stop)
+
+
+def test_a_source_that_fails_leaves_nothing_behind(start):
+    model = tiny("tied")
+    engine = start(model)
+    sync(engine, model, 0)
+    work = requests()
+
+    def fail() -> Sequence[Request | Abort]:
+        raise ConnectionError("gone")
+
+    with pytest.raises(ConnectionError, match="gone"):
+        served(engine, work, fail)
+    assert gap(model, work, engine.generate(work)).max() < 1e-4
+    assert not engine._running and not engine._llm.has_unfinished_requests()
 
 
 def test_weights_that_did_not_arrive_are_noticed(start, monkeypatch):

@@ -94,12 +94,14 @@ def test_polling_workers(heard):
         remove()
     report_progress(4, 8)
     assert latest.report is None
-    with phase("rollout", unit="sample"):
-        relay([None, None])
-        relay([Progress("", 3, 8), None])
-        relay([Progress("", 4, 8), Progress("", 6, 10)])
-    updates = [(one.done, one.total) for one in heard if one.phase == "rollout" and one.state == "update"]
-    assert updates == [(3, 16), (10, 18)]
+    with phase("training", 5, unit="step"):
+        relay([Progress("", 8, 8)])  # of a call outside of the step's phases
+        with phase("rollout", unit="sample"):
+            relay([None, None])
+            relay([Progress("", 3, 8), None])
+            relay([Progress("", 4, 8), Progress("", 6, 10)])
+    updates = [(one.phase, one.done, one.total) for one in heard if one.phase and one.state == "update"]
+    assert updates == [("rollout", 3, 16), ("rollout", 10, 18)]
 
 
 def _listeners_of_child(queue):

@@ -73,6 +73,16 @@ def test_weights_and_confidence_reach_the_optimal_token_baseline():
     assert advantages[:, 0].tolist() == pytest.approx([0.2, -0.8])
 
 
+def test_both_policies_reach_vtrace():
+    """The second row's only token has ratio 4, truncated to 3: V + 3 (0 - V); the first row is on-policy."""
+    columns = {"old_log_probs": torch.full((2, 3), 0.8).log(), "rollout_log_probs": torch.full((2, 3), 0.8).log()}
+    columns["rollout_log_probs"][1, 0] = torch.tensor(0.2).log()
+    config = AlgorithmConfig(adv_estimator="vtrace", adv_kwargs={"rho_bar": 3.0}, adv_whitening="none")
+    advantages, returns = compute_advantages(two_rows(**columns), config)
+    assert torch.allclose(returns, torch.tensor([[1.0, 1.0, 1.0], [0.5 - 3 * 0.5, 0.0, 0.0]]))
+    assert torch.allclose(advantages, torch.tensor([[0.9, 0.8, 0.6], [-0.5, 0.0, 0.0]]))
+
+
 def test_gdpo_gets_its_components():
     batch = two_rows()
     batch.objects["reward_info"] = [{"format": 1, "length": 0.0}, {"format": False, "length": 2.0}]
@@ -126,25 +136,26 @@ def test_a_rejected_token_leaves_the_mask_and_the_counts():
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ([], OldLogProbs(False, True, False, False, False)),
-        (["ppo_epochs"], OldLogProbs(False, False, True, False, False)),
-        (["rollout_is=token"], OldLogProbs(False, True, True, True, False)),
-        (["bypass_mode=true"], OldLogProbs(True, False, False, False, False)),
-        (["bypass_mode=true", "rollout_is=token"], OldLogProbs(True, False, False, False, False)),
-        (["bypass_mode=true", "rollout_is=token", "loss_type=reinforce"], OldLogProbs(True, False, False, False, True)),
+        ([], OldLogProbs(False, True, False, False, False, False)),
+        (["ppo_epochs"], OldLogProbs(False, False, True, False, False, False)),
+        (["rollout_is=token"], OldLogProbs(False, True, True, True, False, False)),
+        (["vtrace"], OldLogProbs(False, True, True, False, False, True)),
+        (["bypass_mode=true"], OldLogProbs(True, False, False, False, False, False)),
+        (["bypass_mode=true", "rollout_is=token"], OldLogProbs(True, False, False, False, False, False)),
+        (
+            ["bypass_mode=true", "rollout_is=token", "loss_type=reinforce"],
+            OldLogProbs(True, False, False, False, True, False),
+        ),
         (
             ["bypass_mode=true", "rollout_rs=token_k3", "rollout_rs_threshold=1"],
-            OldLogProbs(True, False, False, False, True),
+            OldLogProbs(True, False, False, False, True, False),
         ),
     ],
 )
 def test_when_log_probs_are_computed_and_corrected(settings, expected):
     overrides = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
-    for setting in settings:
-        several = setting == "ppo_epochs"
-        overrides.append(
-            "actor_rollout_ref.actor.ppo_epochs=2" if several else f"algorithm.rollout_correction.{setting}"
-        )
+    others = {"ppo_epochs": "actor_rollout_ref.actor.ppo_epochs=2", "vtrace": "algorithm.adv_estimator=vtrace"}
+    overrides += [others.get(setting, f"algorithm.rollout_correction.{setting}") for setting in settings]
     assert OldLogProbs.of(load(overrides).config) == expected
 
 

@@ -10,6 +10,7 @@ from valor import algorithms
 from valor.config import AlgorithmConfig, PFPPOConfig, PPOConfig, RolloutCorrectionConfig, load
 from valor.data.batch import Batch, pad_rows
 from valor.data.episodes import Episodes
+from valor.errors import StepRefused
 from valor.trainer.advantage import compute_advantages, resample, rows_to_train_on
 from valor.trainer.critics import Critics
 from valor.trainer.old_log_probs import corrected
@@ -186,7 +187,7 @@ def test_mini_batches_take_whole_episodes(shuffle: str) -> None:
     [
         *(("ppo", mode) for mode in algorithms.LOSS_AGG_MODES),
         *((name, "token-mean") for name in ("reinforce", "cispo", "dppo_tv", "dppo_kl")),
-        *((name, "seq-mean-token-mean") for name in ("turn_ppo", "sapo")),
+        *((name, "seq-mean-token-mean") for name in ("turn_ppo", "sapo", "gspo")),
     ],
 )
 def test_losses_weigh_episodes_not_rows(name: str, mode: str) -> None:
@@ -197,6 +198,12 @@ def test_losses_weigh_episodes_not_rows(name: str, mode: str) -> None:
         counts = {key: rows.meta[key] for key in ("num_tokens", "num_sequences")}
         counts |= {"sequence_lengths": rows["sequence_lengths"], "loss_agg_mode": mode, "loss_scale_factor": 9.0}
         mask = rows["response_mask"]
+        made = updates(f"actor_rollout_ref.actor.policy_loss.loss_mode={name}")
+        made.check(rows)
+        present = Batch({"old_log_probs": log_probs.detach() / mask})  # no number where the policy has no token
+        made.roles = {"actor": SimpleNamespace(compute_log_probs=lambda *_, found=present, **__: found)}
+        if name == "gspo":
+            rows = made._with_ratios(rows)
         loss, _ = algorithms.policy_loss(
             name,
             log_probs=log_probs,
@@ -204,6 +211,7 @@ def test_losses_weigh_episodes_not_rows(name: str, mode: str) -> None:
             advantages=rows["advantages"],
             response_mask=mask,
             turn_ids=rows["turn_ids"],
+            sequence_log_ratio=rows.tensors.get("sequence_log_ratio"),
             **counts,
         )
         values = rows["values"].clone().requires_grad_()
@@ -214,6 +222,14 @@ def test_losses_weigh_episodes_not_rows(name: str, mode: str) -> None:
         results.append((loss, value_loss, log_probs.grad[mask == 1], values.grad[mask == 1]))
     for expected, found in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_a_loss_that_has_to_see_a_whole_response_is_refused() -> None:
+    one, several = batches()
+    made = updates("actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean")
+    made.check(one)
+    with pytest.raises(StepRefused, match=r"geo_mean .* episodes in several rows .* use .*loss_mode=turn_ppo or gspo"):
+        made.check(several)
 
 
 def test_rollout_correction_weighs_and_rejects_episodes() -> None:

@@ -9,6 +9,7 @@ from valor.trainer.checks import check, inert_settings
 
 SERVER = ["actor_rollout_ref.rollout.name=server", "actor_rollout_ref.rollout.server.base_url=http://h:1/v1"]
 SERVER += ["actor_rollout_ref.rollout.top_k=5"]
+VTRACE = ["algorithm.adv_estimator=vtrace"]
 GDPO = ["algorithm.adv_estimator=gdpo", "actor_rollout_ref.rollout.n=2", "algorithm.gdpo_reward_keys=[a]"]
 
 
@@ -33,6 +34,11 @@ GDPO = ["algorithm.adv_estimator=gdpo", "actor_rollout_ref.rollout.n=2", "algori
             ["algorithm.gae_unit=turn", "algorithm.reward_mask_ratio=0.1", "algorithm.missing_reward=critic"],
             "use gae_unit=token or bilevel",
         ),
+        ([*VTRACE, "critic.enable=false"], "algorithm.adv_estimator=vtrace needs a critic: "),
+        ([*VTRACE, "algorithm.rollout_correction.bypass_mode=true"], "vtrace needs a pass of the actor"),
+        ([*VTRACE, "algorithm.rollout_correction.rollout_is=sequence"], "use rollout_is=token or prefix"),
+        ([*VTRACE, "+algorithm.adv_kwargs.rho_bar=0.5"], "rho_bar and c_bar of vtrace must be at least 1, got 0.5"),
+        ([*VTRACE, "+algorithm.adv_kwargs.c_bar=high"], "algorithm.adv_kwargs={'c_bar': 'high'}: "),
         (["algorithm.gae_unit=turn", "algorithm.lam=0.95"], "gae_unit=turn has no tokens to discount: set gamma_turn"),
         (["algorithm.gae_unit=bilevel", "algorithm.adaptive_lam_alpha=0.1"], "gae_unit=bilevel takes neither adaptive"),
         (["algorithm.gae_unit=bilevel", "+algorithm.adv_kwargs.zero_masked=false"], "gae_unit=bilevel takes neither"),
@@ -105,7 +111,7 @@ def test_unknown_names_offer_the_nearest():
     assert load(["actor_rollout_ref.actor.strategy=fsdp"], PPOConfig, check).config.critic.strategy == "fsdp2"
 
 
-@pytest.mark.parametrize("name", [name for name in ADVANTAGES.names() if ADVANTAGES[name].builtin])
+@pytest.mark.parametrize("name", [name for name in ADVANTAGES if ADVANTAGES[name].builtin])
 def test_a_critic_is_on_by_default_exactly_where_the_estimator_needs_values(name):
     config = PPOConfig.model_validate({"algorithm": {"adv_estimator": name}})
     assert config.critic.enable == ADVANTAGES[name].capability.needs_critic
@@ -128,6 +134,8 @@ def test_settings_that_the_chosen_engine_does_not_read():
         *(one.partition("=")[0] for one in vllm),
         f"{key}.max_model_len",
     }
+    longer, of_vllm = f"{key}.max_model_len=9000", f"{key}.free_cache_engine=true"
+    assert inert(longer, of_vllm, f"{key}.multi_turn.enable=true").keys() == {f"{key}.free_cache_engine"}
 
 
 def test_settings_that_the_chosen_algorithms_do_not_read():
@@ -135,6 +143,9 @@ def test_settings_that_the_chosen_algorithms_do_not_read():
     argv = ["algorithm.adv_estimator=grpo", "algorithm.lam=0.9", "algorithm.norm_adv_by_std_in_grpo=false"]
     assert inert(*argv, "data.val_files=v") == {
         "algorithm.lam": "no effect: adv_estimator=grpo does not read it",
+    }
+    assert inert(*VTRACE, "algorithm.lam_critic=0.9", "algorithm.adaptive_lam_alpha=1") == {
+        "algorithm.adaptive_lam_alpha": "no effect: adv_estimator=vtrace does not read it",
     }
     turns = ["algorithm.gae_unit=turn", "algorithm.lam_turn=0.9", "algorithm.gamma_turn=0.9"]
     assert inert(*turns) == {} and inert(*turns, "algorithm.adv_estimator=grpo").keys() == {

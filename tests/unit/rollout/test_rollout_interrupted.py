@@ -1,0 +1,87 @@
+"""Sequences that are aborted, go on from what they have, and get other weights between two tokens."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from rollout_models import random_model
+from transformers import PreTrainedModel
+
+from interruptions import aborted, assert_log_probs, resumed, served, teacher_forced
+from valor.models.policy import PolicyModel
+from valor.rollout.base import Abort, Request, SamplingParams, Span
+from valor.rollout.native.engine import NativeCopy, NativeEngine
+
+TOKENS = 90
+
+
+def requests(count: int = 3) -> list[Request]:
+    params = SamplingParams(max_tokens=TOKENS)
+    return [Request(str(i), [5, 9, 23, 40 + i % 2], params, (i,)) for i in range(count)]
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 8])
+def test_an_aborted_sequence_goes_on_as_if_nothing_had_been(qwen: PreTrainedModel, max_num_seqs: int) -> None:
+    engine = NativeEngine(qwen, eos_token_ids=[], max_num_seqs=max_num_seqs)
+    whole = engine.generate(requests())
+    cut = served(engine, requests(), aborted(requests()))
+    assert {one.finish_reason for one in cut} == {"abort"}
+    lengths = [len(one.token_ids) for one in cut]
+    assert 0 < max(lengths) < TOKENS
+    assert min(lengths) == 0 or max_num_seqs > 1  # some had not started
+    for after, before in zip(engine.generate(resumed(requests(), cut)), whole, strict=True):
+        assert after.token_ids == before.token_ids and after.finish_reason == before.finish_reason
+        assert after.spans == before.spans
+        torch.testing.assert_close(after.log_probs, before.log_probs, rtol=0, atol=1e-5)
+
+
+def test_only_the_named_one_ends(qwen: PreTrainedModel) -> None:
+    engine = NativeEngine(qwen, eos_token_ids=[])
+    whole = engine.generate(requests())
+    first, *others = served(engine, requests(), lambda: [Abort("0"), Abort("not there")])
+    assert first.finish_reason == "abort" and first.token_ids == whole[0].token_ids[: len(first.token_ids)]
+    assert [one.token_ids for one in others] == [one.token_ids for one in whole[1:]]
+
+
+def copies() -> tuple[NativeCopy, PreTrainedModel, PreTrainedModel]:
+    """An engine with the weights of version 1, and models with those of versions 1 and 2."""
+    old, new = random_model("qwen2"), random_model("qwen2")
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
+    engine = NativeCopy(PolicyModel(random_model("qwen2")), eos_token_ids=[], max_num_seqs=8)
+    engine.sync_weights(old.named_parameters(), version=1)
+    return engine, old, new
+
+
+def test_weights_that_change_between_two_tokens_are_used_from_there_on() -> None:
+    engine, old, new = copies()
+    late = Request("late", [7, 8, 9], SamplingParams(max_tokens=20), (9,))
+
+    def change() -> Sequence[Request | Abort]:
+        engine.sync_weights(new.named_parameters(), version=2)
+        return [late]
+
+    *asked, arrived = served(engine, requests(), change)
+    unchanged = {one.request_id: one for one in NativeEngine(old, eos_token_ids=[]).generate(requests())}
+    for request, output in zip(requests(), asked, strict=True):
+        (first, old_version), (second, new_version) = output.spans
+        assert (old_version, new_version) == (1, 2) and first + second == TOKENS
+        assert output.token_ids[:first] == unchanged[request.request_id].token_ids[:first]
+        assert output.token_ids != unchanged[request.request_id].token_ids
+        # The keys and values of the old weights stay, so these log-probs are nobody's.
+        gap = (teacher_forced(new, request, output) - torch.tensor(output.log_probs))[first:].abs()
+        assert gap.max() > 1e-4
+    assert arrived.spans == (Span(20, 2),)
+    assert_log_probs(arrived, teacher_forced(new, late, arrived), 1e-5)
+
+
+def test_a_sequence_that_goes_on_with_other_weights_has_their_log_probs() -> None:
+    engine, old, new = copies()
+    cut = served(engine, requests(), aborted(requests()))
+    engine.sync_weights(new.named_parameters(), version=2)
+    for request, output, had in zip(requests(), engine.generate(resumed(requests(), cut)), cut, strict=True):
+        n = len(had.token_ids)
+        assert output.spans == (Span(n, 1), Span(TOKENS - n, 2)) and output.token_ids[:n] == had.token_ids
+        expected = torch.cat([teacher_forced(old, request, output)[:n], teacher_forced(new, request, output)[n:]])
+        assert_log_probs(output, expected, 1e-5)
