@@ -21,7 +21,7 @@ from valor.agents.episode import Episode
 from valor.agents.formats import ToolCall
 from valor.agents.loops import Limits, Play, Task
 from valor.agents.runner import EpisodeRunner
-from valor.agents.tool_sources import FunctionSource
+from valor.agents.tool_sources import function_source
 from valor.agents.tools import Toolset
 from valor.rollout.base import SamplingParams
 from valor.rollout.native.engine import NativeEngine
@@ -41,7 +41,7 @@ def toolset(seconds: float) -> Toolset:
         time.sleep(seconds)
         return text
 
-    return Toolset([FunctionSource([look])])
+    return Toolset([function_source([look])])
 
 
 def play_all(engine: NativeEngine, tools: Toolset | None, args: argparse.Namespace, number: int) -> float:
@@ -50,7 +50,7 @@ def play_all(engine: NativeEngine, tools: Toolset | None, args: argparse.Namespa
     params = SamplingParams(max_tokens=args.tokens, ignore_eos=True)
     tasks = [Task((0, number, i), PROMPT, params, {"extra_info": {}}) for i in range(args.episodes)]
 
-    async def play(task: Task, runner: EpisodeRunner[Task]) -> Episode:
+    async def play(task: Task, runner: EpisodeRunner) -> Episode:
         playing = Play(task, runner.generate, limits, task.prompt_ids)
         toolbox = None if tools is None else tools.toolbox()
         for turn in range(args.turns):
