@@ -42,7 +42,7 @@ test-gpu: $(VENV)/.installed  ## what only GPUs can show, at most 10 minutes on 
 
 test-faults: $(VENV)/.installed  ## the fault suite: KILLS=210 SIGKILLs by SEED=0, and its table in docs/reliability.md
 	VALOR_KILLS=$(KILLS) VALOR_FAULT_SEED=$(SEED) VALOR_FAULT_TABLE=docs/reliability.md $(BIN)/python -m pytest \
-		tests/faults tests/unit/sandbox/test_sandbox_attacks.py tests/unit/rewards/test_rewards_disturbed.py
+		--timeout 3600 tests/faults tests/unit/sandbox/test_sandbox_attacks.py tests/unit/rewards/test_rewards_disturbed.py
 
 check: $(VENV)/.installed  ## lint, format and types
 	$(BIN)/ruff check .

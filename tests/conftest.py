@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import logging
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -15,6 +16,9 @@ import pytest
 
 from forked import Forks
 from forked_ray import forked_workers
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in its background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header() -> str:
