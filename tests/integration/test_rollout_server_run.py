@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -38,6 +39,7 @@ from valor.trainer.main_ppo import main
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 ROLLOUT = "actor_rollout_ref.rollout"
+RESTARTS = max(int(os.environ.get("VALOR_KILLS", "7")) // 10, 1)  # of a server that a run uses
 START_SECONDS = 600  # on a machine with a lot else to do
 # As docs/rollout.md says, and what makes it small and quick to start.
 COMMAND = ["--dtype", "float32", "--logprobs-mode", "processed_logprobs"]
@@ -318,25 +320,33 @@ def test_a_server_that_is_started_again_while_it_is_used(server, engine):
 
 
 def test_a_server_that_is_started_again_while_generation_runs_ahead(server, overrides, tmp_path, caplog):
-    """What was in flight begins anew, and each prompt is trained on once."""
-    run_dir, rollouts = tmp_path / "run", tmp_path / "rollouts"
+    """What was in flight begins anew, and each prompt is trained on once. VALOR_KILLS=210: 21 times, in runs of 30."""
+    left, draw = RESTARTS, random.Random(7)
+    steps = 30 if RESTARTS > 1 else 10
+    while left:
+        run_dir, rollouts = tmp_path / f"run_{left}", tmp_path / f"rollouts_{left}"
+        moments = sorted(draw.sample(range(2, steps - 2), min(left, 7)))
 
-    def in_the_middle() -> None:
-        while not rollouts.exists() or len(list(rollouts.iterdir())) < 3:
-            time.sleep(0.05)
-        start_again(server)
+        def in_the_middle(rollouts=rollouts, moments=moments) -> None:
+            for done in moments:
+                while not rollouts.exists() or len(list(rollouts.iterdir())) < done:
+                    time.sleep(0.05)
+                time.sleep(draw.uniform(0.0, 0.5))
+                start_again(server)
 
-    killer = threading.Thread(target=in_the_middle)
-    killer.start()
-    ahead = ["trainer.v1.trainer_mode=separate_async", "trainer.controller=local", "trainer.total_training_steps=10"]
-    assert main(overrides(run_dir, *server.settings(*ahead, f"trainer.rollout_data_dir={rollouts}"))) == 0
-    killer.join()
-    assert "does not answer" in caplog.text
-    rows = read_metrics(run_dir)
-    assert len(rows) == 11 and all(row["off_policy/age/max"] <= 1 for row in rows[1:])
-    # The first update moves the weights most; a new server's, of the beginning, would be further away.
-    assert all(row["training/rollout_log_probs_diff_max"] < 1.0 for row in rows[3:])
-    lines = [line for file in rollouts.iterdir() for line in file.read_text().split("\n") if line]
-    prompts = Counter(json.loads(line)["uid"] for line in lines)
-    assert set(prompts.values()) == {2} and len(prompts) == 10 * 8
-    assert {int(uid.partition(".")[0]) for uid in prompts} == set(range(1, 11))
+        killer = threading.Thread(target=in_the_middle)
+        killer.start()
+        ahead = ["trainer.v1.trainer_mode=separate_async", "trainer.controller=local"]
+        ahead += [f"trainer.total_training_steps={steps}", f"trainer.rollout_data_dir={rollouts}"]
+        assert main(overrides(run_dir, *server.settings(*ahead))) == 0
+        killer.join()
+        assert "does not answer" in caplog.text
+        rows = read_metrics(run_dir)
+        assert len(rows) == steps + 1 and all(row["off_policy/age/max"] <= 1 for row in rows[1:])
+        # The first update moves the weights most; a new server's, of the beginning, would be further away.
+        assert all(row["training/rollout_log_probs_diff_max"] < 1.0 for row in rows[3:])
+        lines = [line for file in rollouts.iterdir() for line in file.read_text().split("\n") if line]
+        prompts = Counter(json.loads(line)["uid"] for line in lines)
+        assert set(prompts.values()) == {2} and len(prompts) == steps * 8
+        assert {int(uid.partition(".")[0]) for uid in prompts} == set(range(1, steps + 1))
+        left -= len(moments)
