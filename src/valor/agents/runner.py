@@ -84,7 +84,7 @@ class EpisodeRunner:
         return self._episodes
 
     def serve(self, engine: RolloutEngine, sink: Sink, listen: Callable[[], None]) -> None:
-        """Play what `add` brings, until `pause`. `sink` gets episodes when they have ended.
+        """Play what `add` brings, until `pause`. `sink` gets episodes when they have ended; an error drops all of them.
 
         `listen` is called again and again, and may call `add`, `drop`, `pause` or change the engine's weights. All is
         called in the calling thread.
@@ -92,7 +92,14 @@ class EpisodeRunner:
         self._sink, self._listen, self._closed, self._paused = sink, listen, False, False
         if not self._thread.is_alive():
             self._thread.start()
-        engine.serve(self)
+        try:
+            engine.serve(self)
+        except BaseException:  # what the engine had is lost
+            with self._changed:
+                for lost in (self._in_engine, self._discarded, self._interrupted, self._aborts, self._finished):
+                    lost.clear()
+            self.drop(set(self._under_way))
+            raise
 
     def add(self, tasks: Sequence[Task]) -> None:
         """Further episodes to play."""
@@ -108,6 +115,7 @@ class EpisodeRunner:
             names = {name for name, one in self._in_engine.items() if _episode(one) in keys}
             self._discarded |= names
             self._aborts += map(Abort, names)
+            self._asked = [one for one in self._asked if _episode(one) not in keys]
             self._finished = [one for one in self._finished if one.key not in keys]
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._cancel_episodes, keys)
@@ -227,10 +235,11 @@ class EpisodeRunner:
         async with self._places:
             episode = await self._play(task, self)
             with self._changed:
+                if self._closed or task.key in self._under_way:  # else it was dropped a moment ago
+                    self._finished.append(episode)
                 self._under_way.discard(task.key)
                 if self._closed:
                     self._over.add(task.key)
-                self._finished.append(episode)
                 self._changed.notify()
             del self._playing[task.key]
             return episode

@@ -159,6 +159,35 @@ def test_an_error_of_the_engine_ends_all_episodes_and_closes_their_tools():
     assert no_threads_left(before)
 
 
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("fails", [(7, 1, 5), (7, 1, 2, 2)], ids=["at its beginning", "later"])
+def test_episodes_that_outlive_an_error_of_the_engine_can_begin_anew_and_pause(fails):
+    """More of them than there are places, so that none may be kept by one of before."""
+    before, told, begun = set(threading.enumerate()), [], []
+    runner = EpisodeRunner([], three_turns, most=3, max_tokens=100)
+
+    def answer(request):
+        if request.seed == fails:
+            raise TrainingStopped("the server was started anew")
+        return echo(request)
+
+    def listen():
+        if not begun:
+            begun.append(runner.add(tasks(8)))
+        if len(told) == 8:
+            runner.pause()
+
+    with pytest.raises(TrainingStopped, match="anew"):
+        runner.serve(ThreadedEngine(answer), told.append, listen)
+    begun.clear()
+    told.clear()
+    runner.serve(ThreadedEngine(), told.append, listen)
+    assert sorted(one.key for one in told) == [(7, 1, i) for i in range(8)]
+    assert all([turn.token_ids for turn in one.turns] == [[one.key[2]], [1], [2]] for one in told)
+    runner.close()
+    assert no_threads_left(before)
+
+
 def test_an_error_of_the_sink_ends_the_run():
     before = set(threading.enumerate())
 

@@ -71,6 +71,10 @@ GDPO = ["algorithm.adv_estimator=gdpo", "actor_rollout_ref.rollout.n=2", "algori
         ),
         (["actor_rollout_ref.rollout.name=server"], "set actor_rollout_ref.rollout.server.base_url, such as http"),
         ([*SERVER, "actor_rollout_ref.rollout.nnodes=1"], "generates on the server's devices: drop"),
+        (
+            [*SERVER, "trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.rollout.n_gpus_per_node=2"],
+            "rollout.name=server: one process asks all servers: set actor_rollout_ref.rollout.nnodes=1",
+        ),
         ([*SERVER, "actor_rollout_ref.rollout.temperature=0.7"], "log-probs at temperature 0.7 before"),
     ],
 )

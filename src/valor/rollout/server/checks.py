@@ -149,6 +149,10 @@ def _check(config: PPOConfig) -> list[str]:
         lines.append(
             f"{_KEY}.name=server generates on the server's devices: drop {_KEY}.nnodes, and rollout in resource_pools"
         )
+    if any(pool.roles == ["rollout"] and pool.nnodes * pool.n_gpus_per_node > 1 for pool in config.pools.values()):
+        lines.append(
+            f"{_KEY}.name=server: one process asks all servers: set {_KEY}.nnodes=1 and {_KEY}.n_gpus_per_node=1"
+        )
     if rollout.temperature != 1 and (rollout.top_k > 0 or rollout.top_p < 1):
         lines.append(
             f"{_KEY}.name=server: no server tells log-probs at temperature {rollout.temperature:g} before {_KEY}.top_k "
