@@ -6,6 +6,7 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from runs import assert_same_run
@@ -57,6 +58,9 @@ def test_a_killed_sweep_finishes_repeats_nothing_and_gives_the_same_table(forks,
         time.sleep(0.02)
     os.killpg(sweep.pid, signal.SIGKILL)
     sweep.wait()
+    while any(str(second) in " ".join(one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"])):
+        assert time.monotonic() < end, "its run goes on"
+        time.sleep(0.05)
     status = {arm: json.loads((cut / arm / "seed_0" / "result.json").read_text())["status"] for arm in arms}
     assert status == {"short": "finished", "long": "running"}
     assert not (second / "huggingface").exists()
