@@ -183,6 +183,7 @@ def die_inside(monkeypatch: pytest.MonkeyPatch, role: str, method: str, at: str,
     return seconds
 
 
+NOTICED = 60.0  # seconds: 20 in which both sides meet, then the end of those who wait for one that is gone
 INSIDE = [("__init__", 1), ("_broadcast", 1), ("_broadcast", 2), ("_broadcast", 3), ("_broadcast", 5)]
 
 
@@ -193,7 +194,7 @@ def test_a_rollout_that_dies_inside_a_transfer_is_noticed(at, number, undisturbe
     counts("SIGKILL inside a transfer of weights")
     seconds = die_inside(monkeypatch, "rollout", "receive_weights", at, number)
     assert main(ppo(tmp_path / "run", PARITY, REFERENCE, *APART)) == 0
-    assert max(seconds) < 30.0
+    assert max(seconds) < NOTICED
     assert_same_results(undisturbed, tmp_path / "run")
 
 
@@ -203,7 +204,7 @@ def test_an_actor_that_dies_inside_a_transfer_is_noticed(at, number, ppo, tmp_pa
     counts("SIGKILL inside a transfer of weights")
     seconds = die_inside(monkeypatch, "actor", "send_weights", at, number)
     assert main(ppo(tmp_path / "run", PARITY, REFERENCE, *APART)) == 1
-    assert max(seconds) < 30.0
+    assert max(seconds) < NOTICED
     assert "same command again" in capsys.readouterr().err
 
 
