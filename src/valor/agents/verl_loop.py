@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from valor.agents.episode import Episode, Turn
 from valor.agents.loops import AgentLoop, Generate, LoopContext, Task, register_loop
-from valor.rollout.base import Output, SamplingParams, Span
+from valor.rollout.base import Output, SamplingParams, spans_of, token_versions
 
 Loop = TypeVar("Loop", bound=type)
 
@@ -30,7 +30,7 @@ class TokenOutput:
 class AgentLoopOutput:
     """An episode, or a row of one: `response_mask` is 1 on the policy's own tokens.
 
-    `response_logprobs` may be left out where every run of own tokens is what one call of `generate` returned.
+    `response_logprobs` may be left out where own tokens are what `generate` returned behind the tokens before them.
     `reward_score`: the score of the whole; None leaves it to the graders.
     """
 
@@ -93,18 +93,18 @@ class VerlLoop(AgentLoop):
         outputs: list[Any] = found if isinstance(found, list) else [found]
         turns = [turn for i, output in enumerate(outputs) for turn in server.turns(output, new_row=i > 0)]
         last = outputs[-1]
-        reason = "length" if server.outputs and server.outputs[-1].finish_reason == "length" else "stop"
+        reason = "length" if server.calls and server.calls[-1][1].finish_reason == "length" else "stop"
         info = {"metrics": last.metrics, **(last.extra_fields or {})}
         return Episode(task.key, tuple(turns), reason, outputs[0].prompt_ids, last.reward_score, info)
 
 
 class _Server:
-    """What a loop calls `server_manager`: it generates, and remembers with what log-probs."""
+    """What a loop calls `server_manager`: it generates, and remembers behind which tokens and with what log-probs."""
 
     def __init__(self, task: Task, generate: Generate, longest: int) -> None:
         self._task, self._generate, self._longest = task, generate, longest
         self._numbers = count()
-        self.outputs: list[Output] = []
+        self.calls: list[tuple[list[int], Output]] = []
 
     async def generate(
         self, request_id: str = "", *, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any], **kwargs: Any
@@ -118,11 +118,11 @@ class _Server:
         params = _params(self._task.params, sampling_params)
         params = replace(params, max_tokens=min(params.max_tokens, room))
         output = await self._generate(prompt_ids, params, (*self._task.key, number) if number else self._task.key)
-        self.outputs.append(output)
+        self.calls.append((list(prompt_ids), output))
         return TokenOutput(output.token_ids, output.log_probs, output.finish_reason)
 
     def turns(self, output: AgentLoopOutput, *, new_row: bool) -> list[Turn]:
-        """The turns of a row. ValueError: lengths differ, or own tokens are not what was generated."""
+        """The turns of a row. ValueError: lengths differ, or own tokens are not what was generated there."""
         ids, mask, given = output.response_ids, output.response_mask, output.response_logprobs
         if len(mask) != len(ids) or (given is not None and len(given) != len(ids)):
             raise ValueError("response_ids, response_mask and response_logprobs differ in length")
@@ -131,23 +131,45 @@ class _Server:
         prompt = output.prompt_ids if new_row else None
         for own, places in groupby(range(len(ids)), key=lambda i: mask[i] == 1):
             part = list(places)
-            tokens = ids[part[0] : part[-1] + 1]
+            start, end = part[0], part[-1] + 1
             if not own:
-                told = tokens
+                told = ids[start:end]
                 continue
-            made = next((one for one in self.outputs if one.token_ids[: len(tokens)] == tokens), None)
+            log_probs, versions = self._sampled([*output.prompt_ids, *ids[:start]], ids[start:end])
+            if given is None and len(log_probs) < end - start:
+                raise ValueError("own tokens that no call of generate returned there need response_logprobs")
             if given is not None:
-                log_probs = given[part[0] : part[-1] + 1]
-            elif made is not None:
-                log_probs = made.log_probs[: len(tokens)]
-            else:
-                raise ValueError("own tokens that no call of generate returned need response_logprobs")
-            version = (made or self.outputs[-1]).spans[-1].weights_version if self.outputs else 0
-            turns.append(Turn(tokens, log_probs, (Span(len(tokens), version),), told, prompt))
+                log_probs = given[start:end]
+                versions += [versions[-1] if versions else self._last_version] * (end - start - len(versions))
+            turns.append(Turn(ids[start:end], log_probs, spans_of(versions), told, prompt))
             told, prompt = [], None
         if told or not turns:
             turns.append(Turn([], [], (), told or ids[:1], prompt))
         return turns
+
+    def _sampled(self, before: list[int], tokens: list[int]) -> tuple[list[float], list[int]]:
+        """Log-probs and weights versions of `tokens`, as far as calls of `generate` gave them behind `before`."""
+        log_probs: list[float] = []
+        versions: list[int] = []
+        while len(log_probs) < len(tokens):
+            known, rest = [*before, *tokens[: len(log_probs)]], tokens[len(log_probs) :]
+            made = [one for asked, one in self.calls if asked == known and _agree(one.token_ids, rest)]
+            if not made:
+                break
+            longest = max(made, key=lambda one: len(one.token_ids))
+            log_probs += longest.log_probs[: len(rest)]
+            versions += token_versions(longest.spans)[: len(rest)]
+        return log_probs, versions
+
+    @property
+    def _last_version(self) -> int:
+        return self.calls[-1][1].spans[-1].weights_version if self.calls else 0
+
+
+def _agree(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether both begin with the shorter of them, which is not empty."""
+    shorter = min(len(one), len(other))
+    return shorter > 0 and list(one[:shorter]) == list(other[:shorter])
 
 
 def _params(params: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:

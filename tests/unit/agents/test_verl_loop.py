@@ -7,7 +7,7 @@ from threaded_engine import echo
 
 from valor.agents.loops import Task
 from valor.agents.verl_loop import AgentLoopOutput, _Server
-from valor.rollout.base import Request, SamplingParams
+from valor.rollout.base import Output, Request, SamplingParams, Span
 
 TASK = Task((7, 1, 3), [1, 2], SamplingParams(max_tokens=5), {"extra_info": {}})
 
@@ -44,3 +44,51 @@ def test_rows_come_from_the_mask_and_log_probs_from_what_was_generated():
         one.turns(AgentLoopOutput([1, 2], [4], [1]), new_row=False)
     with pytest.raises(ValueError, match="differ in length"):
         one.turns(AgentLoopOutput([1, 2], [3], [1, 0]), new_row=False)
+
+
+def sampling(*outputs):
+    """What remembers calls that returned these tokens, each behind the given ones."""
+    left = iter(outputs)
+
+    async def generate(prompt_ids, params, seed):
+        tokens, log_probs, spans = next(left)
+        return Output("", tokens, log_probs, "stop", spans)
+
+    return _Server(TASK, generate, 100)
+
+
+def asked(one, *prompts):
+    for prompt in prompts:
+        asyncio.run(one.generate("a", prompt_ids=prompt, sampling_params={}))
+
+
+def test_equal_tokens_of_two_turns_keep_their_own_log_probs():
+    one = sampling(([3, 4], [-0.1, -0.2], (Span(2, 5),)), ([3, 4], [-0.7, -0.8], (Span(1, 5), Span(1, 6))))
+    asked(one, [1, 2], [1, 2, 3, 4, 9])
+    first, second = one.turns(AgentLoopOutput([1, 2], [3, 4, 9, 3, 4], [1, 1, 0, 1, 1]), new_row=False)
+    assert (first.log_probs, first.spans) == ([-0.1, -0.2], (Span(2, 5),))
+    assert (second.log_probs, second.spans) == ([-0.7, -0.8], (Span(1, 5), Span(1, 6)))
+
+
+def test_own_tokens_may_be_those_of_several_calls_or_the_beginning_of_one():
+    one = sampling(
+        ([3], [-0.1], (Span(1, 5),)), ([3, 4, 5], [-0.2, -0.3, -0.4], (Span(3, 6),)), ([6], [-0.9], (Span(1, 7),))
+    )
+    asked(one, [1], [1], [1, 3, 4])
+    (turn,) = one.turns(AgentLoopOutput([1], [3, 4], [1, 1]), new_row=False)
+    assert (turn.log_probs, turn.spans) == ([-0.2, -0.3], (Span(2, 6),))
+    one = sampling(([3, 4], [-0.2, -0.3], (Span(2, 6),)), ([6], [-0.9], (Span(1, 7),)))
+    asked(one, [1], [1, 3, 4])
+    (turn,) = one.turns(AgentLoopOutput([1], [3, 4, 6], [1, 1, 1]), new_row=False)
+    assert (turn.log_probs, turn.spans) == ([-0.2, -0.3, -0.9], (Span(2, 6), Span(1, 7)))
+
+
+def test_tokens_that_were_sampled_behind_others_are_not_the_rows():
+    one = sampling(([3], [-0.1], (Span(1, 5),)))
+    asked(one, [1, 2])
+    row = AgentLoopOutput([1, 7], [3], [1])
+    with pytest.raises(ValueError, match="no call of generate returned there"):
+        one.turns(row, new_row=False)
+    row.response_logprobs = [-0.4]
+    (turn,) = one.turns(row, new_row=False)
+    assert (turn.log_probs, turn.spans) == ([-0.4], (Span(1, 5),))
