@@ -115,7 +115,7 @@ def episode_rows(episodes: Sequence[Episode]) -> Batch:
         return batch
     prompts = [episodes[number].turns[turns[0]].prompt_ids or episodes[number].prompt_ids for number, turns in rows]
     batch["prompts"], batch["prompt_lengths"] = pad_rows([prompt or () for prompt in prompts], torch.long)
-    batch["turn_rewards"] = columns(lambda turn, i: [*repeat(0.0, len(turn.token_ids) - 1), turn.reward], torch.float32)
+    batch["turn_rewards"] = columns(_rewards_of_tokens, torch.float32)
     batch["episode"] = torch.tensor([number for number, _ in rows])
     batch.objects |= {
         "outcome": [episodes[number].outcome for number, _ in rows],
@@ -131,6 +131,12 @@ def _per_token(turns: Sequence[Turn], which: range, of_turn: Callable[[Turn, int
     return [*chain.from_iterable((*repeat(0, len(turn.observation_ids)), *numbers) for turn, numbers in pairs)]
 
 
+def _rewards_of_tokens(turn: Turn, _: int) -> list[float]:
+    """A turn's reward at its last token; one that said nothing has none."""
+    said = len(turn.token_ids)
+    return [*repeat(0.0, said - 1), turn.reward][:said]
+
+
 def last_rows(batch: Batch) -> Batch:
     """One row an episode: its last one, with the text and the length of all of them."""
     rows = Episodes(batch).rows
@@ -141,7 +147,7 @@ def last_rows(batch: Batch) -> Batch:
     ends.objects["response_text"] = ["".join(texts[i] for i in one) for one in rows]
     ends["response_lengths"] = torch.stack([lengths[one].sum() for one in rows])
     if "turn_rewards" in batch:
-        ends["turn_rewards"] = place_at_end(turn_rewards(batch), ends["response_mask"])
+        ends["turn_rewards"] = turn_rewards(batch)[:, None]
     return ends
 
 
@@ -156,10 +162,10 @@ def place_rewards(scores: Tensor, batch: Batch, *, at_end: bool = False) -> Tens
     rest (`at_end`: all) on the last policy token of the episode."""
     if "episode" not in batch:
         return place_at_end(scores, batch["response_mask"])
-    of_row = torch.zeros(len(batch))
-    of_row[[one[-1] for one in Episodes(batch).rows]] = scores if at_end else scores - turn_rewards(batch)
-    placed = place_at_end(of_row, batch["response_mask"])
-    return placed if at_end else placed + batch["turn_rewards"] * batch["response_mask"]
+    episodes, mask = Episodes(batch), batch["response_mask"]
+    rest = scores if at_end else scores - turn_rewards(batch)
+    placed = episodes.part(place_at_end(rest, episodes.join(mask)))
+    return placed if at_end else placed + batch["turn_rewards"] * mask
 
 
 def episode_metrics(batch: Batch) -> dict[str, Any]:

@@ -101,9 +101,10 @@ class Session:
     async def chat(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """A chat completion. Sampling is the run's own; only the number of tokens may be lowered."""
         messages, tools = read_messages(asked), asked.get("tools") or ()
+        most = _read_limit(asked.get("max_completion_tokens") or asked.get("max_tokens"))
         async with self._turns:
             self._continue(messages, tools)
-            output = await self._turn(asked.get("max_completion_tokens") or asked.get("max_tokens"))
+            output = await self._turn(most)
             assert self._talk is not None
             text = self._talk.answer(output)
             message, reason = self._answer(text, tools), output.finish_reason
@@ -121,6 +122,7 @@ class Session:
         size = len(self._chat.tokenizer)
         if not 0 <= min(ids) <= max(ids) < size:
             raise Refused(400, f"a token id is outside the vocabulary of {size} tokens")
+        most = _read_limit((asked.get("sampling_params") or {}).get("max_tokens"))
         async with self._turns:
             self._talk, self._known = None, []
             if self.play is None:
@@ -129,7 +131,7 @@ class Session:
                 row = self.play.row
                 told = ids[len(row) :] if ids[: len(row)] == row and len(ids) > len(row) else None
                 self._check_room(self.play.observe(told) if told is not None else self.play.new_row(ids))
-            output = await self._turn((asked.get("sampling_params") or {}).get("max_tokens"))
+            output = await self._turn(most)
         content = [
             {"token": f"token_id:{token}", "logprob": log_prob}
             for token, log_prob in zip(output.token_ids, output.log_probs, strict=True)
@@ -174,9 +176,7 @@ class Session:
             most = f"{self._limits.model} tokens in all, {self._limits.response} after a prompt"
             raise Refused(400, f"context_length_exceeded: there is no room for a further turn ({most})")
 
-    async def _turn(self, most: Any) -> Output:
-        if most is not None and (type(most) is not int or most < 1):
-            raise Refused(400, "the number of tokens must be a whole number above 0")
+    async def _turn(self, most: int | None) -> Output:
         assert self.play is not None
         self._last = await self.play.turn(most=most)
         if self._after_turn is not None and (episode := self.end()) is not None:
@@ -294,6 +294,13 @@ async def _answer_of(session: Session, method: str, asked: Mapping[str, Any]) ->
         raise Refused(410, "the episode has ended") from None
     except UserError as error:  # the chat template's
         raise Refused(400, str(error)) from None
+
+
+def _read_limit(most: Any) -> int | None:
+    """How many tokens an answer may have. Refused: that is no such number."""
+    if most is not None and (type(most) is not int or most < 1):
+        raise Refused(400, "the number of tokens must be a whole number above 0")
+    return most
 
 
 def read_messages(asked: Mapping[str, Any]) -> list[Message]:

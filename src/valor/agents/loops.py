@@ -53,7 +53,7 @@ class Play:
         self.row: list[int] = list(prompt_ids)
         """The present row: its prompt and all that has followed."""
         self._row_prompt = len(self.row)
-        self._observed: Sequence[int] = ()
+        self._observed: tuple[int, ...] = ()  # since the last turn
         self._new_prompt: Sequence[int] | None = None
         self.turns: list[Turn] = []
 
@@ -78,7 +78,7 @@ class Play:
         if self.room <= len(token_ids):
             return False
         self.row = [*self.row, *token_ids]
-        self._observed = tuple(token_ids)
+        self._observed = (*self._observed, *token_ids)
         return True
 
     def new_row(self, prompt_ids: Sequence[int]) -> bool:
@@ -86,7 +86,7 @@ class Play:
         if self._limits.model <= len(prompt_ids):
             return False
         self.row, self._row_prompt = list(prompt_ids), len(prompt_ids)
-        self._new_prompt = tuple(prompt_ids)
+        self._observed, self._new_prompt = (), tuple(prompt_ids)
         return True
 
     def reward(self, reward: float) -> None:
