@@ -53,7 +53,8 @@ class EpisodeRunner:
         self._in_engine: dict[str, Request] = {}
         self._discarded: set[str] = set()  # of these, those whose episode was dropped
         self._interrupted: set[str] = set()  # and those that go on after their abort
-        self._under_way: set[EpisodeKey] = set()  # episodes that have not ended
+        self._under_way: dict[EpisodeKey, int] = {}  # episodes that have not ended, by the number of their play
+        self._plays = count(1)  # an episode that was dropped may be played again
         self._over: set[EpisodeKey] = set()  # and those of `run` that have
         self._finished: list[Episode] = []  # that have, and nobody was told yet
         self._stopped: BaseException | None = None
@@ -71,7 +72,7 @@ class EpisodeRunner:
     def run(self, engine: RolloutEngine, sink: Sink | None = None) -> list[Episode]:
         """The episodes in the order of the tasks. `sink` gets each when it has ended, in the calling thread."""
         self._sink, self.max_requests = sink, min(self.max_requests, len(self._tasks))
-        self._closed, self._under_way = True, {task.key for task in self._tasks}
+        self._closed, self._under_way = True, {task.key: 0 for task in self._tasks}
         self._thread.start()
         try:
             engine.serve(self)
@@ -98,20 +99,22 @@ class EpisodeRunner:
             with self._changed:
                 for lost in (self._in_engine, self._discarded, self._interrupted, self._aborts, self._finished):
                     lost.clear()
-            self.drop(set(self._under_way))
+            self.drop([*self._under_way])
             raise
 
     def add(self, tasks: Sequence[Task]) -> None:
         """Further episodes to play."""
+        number = next(self._plays)
         with self._changed:
-            self._under_way |= {task.key for task in tasks}
+            self._under_way |= {task.key: number for task in tasks}
         with suppress(RuntimeError):  # an episode has failed the run, which the next poll tells
-            self._loop.call_soon_threadsafe(self._begin, tasks)
+            self._loop.call_soon_threadsafe(self._begin, tasks, number)
 
     def drop(self, keys: Collection[EpisodeKey]) -> None:
         """End these episodes; nobody is told of them."""
         with self._changed:
-            self._under_way -= set(keys)
+            for key in keys:
+                self._under_way.pop(key, None)
             names = {name for name, one in self._in_engine.items() if _episode(one) in keys}
             self._discarded |= names
             self._aborts += map(Abort, names)
@@ -221,23 +224,23 @@ class EpisodeRunner:
     async def _play_all(self) -> list[Episode]:
         self._places = asyncio.Semaphore(self.max_requests)
         async with asyncio.TaskGroup() as self._group:
-            playing = self._begin(self._tasks)
+            playing = self._begin(self._tasks, 0)
             if not self._closed:
                 await asyncio.Event().wait()  # until `close`
         return [task.result() for task in playing]
 
-    def _begin(self, tasks: Sequence[Task]) -> list[asyncio.Task[Episode]]:
-        playing = [self._group.create_task(self._play_one(task)) for task in tasks]
+    def _begin(self, tasks: Sequence[Task], number: int) -> list[asyncio.Task[Episode]]:
+        playing = [self._group.create_task(self._play_one(task, number)) for task in tasks]
         self._playing |= {task.key: one for task, one in zip(tasks, playing, strict=True)}
         return playing
 
-    async def _play_one(self, task: Task) -> Episode:
+    async def _play_one(self, task: Task, number: int) -> Episode:
         async with self._places:
             episode = await self._play(task, self)
             with self._changed:
-                if self._closed or task.key in self._under_way:  # else it was dropped a moment ago
+                if self._under_way.get(task.key) == number:  # else it was dropped a moment ago, and perhaps begun anew
                     self._finished.append(episode)
-                self._under_way.discard(task.key)
+                    del self._under_way[task.key]
                 if self._closed:
                     self._over.add(task.key)
                 self._changed.notify()

@@ -1,6 +1,7 @@
 """Many episodes beside an engine: their order, their seeds, whose error is whose, and that nothing stays behind."""
 
 import asyncio
+import itertools
 import os
 import threading
 import time
@@ -186,6 +187,33 @@ def test_episodes_that_outlive_an_error_of_the_engine_can_begin_anew_and_pause(f
     assert all([turn.token_ids for turn in one.turns] == [[one.key[2]], [1], [2]] for one in told)
     runner.close()
     assert no_threads_left(before)
+
+
+@pytest.mark.timeout(30)
+def test_an_episode_that_ends_while_it_is_dropped_is_not_taken_for_the_one_that_is_begun_anew():
+    at_work, go_on, told, plays = threading.Event(), threading.Event(), [], itertools.count(1)
+
+    async def play(task, runner):
+        if (number := next(plays)) == 1:
+            at_work.set()
+            assert go_on.wait(20)  # its thread hears of nothing before it has ended
+        return Episode(task.key, (), "stop", info={"play": number})
+
+    runner = EpisodeRunner([], play, most=1, max_tokens=100)
+
+    def listen():
+        if not at_work.is_set():
+            runner.add(tasks(1))
+            assert at_work.wait(20)
+            runner.drop([task.key for task in tasks(1)])
+            runner.add(tasks(1))
+            go_on.set()
+        if told:
+            runner.pause()
+
+    runner.serve(ThreadedEngine(), told.append, listen)
+    runner.close()
+    assert [episode.info for episode in told] == [{"play": 2}]
 
 
 def test_an_error_of_the_sink_ends_the_run():
