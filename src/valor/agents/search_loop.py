@@ -14,13 +14,9 @@ from valor.agents.tool_loop import call_record
 from valor.agents.tool_sources import FunctionTool, function_source
 from valor.agents.tools import Toolbox, ToolResult, Toolset
 from valor.config.agent import MultiTurnConfig
+from valor.rewards.search_r1 import INVALID_ACTION
 
 _ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
-# The words of Search-R1, which its models have been trained with.
-_INVALID = (
-    "\nMy previous action is invalid. If I want to search, I should put the query between <search> and </search>. "
-    "If I want to give the final answer, I should put the answer between <answer> and </answer>. Let me try again.\n"
-)
 _PARAMETERS = {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}
 _SCHEMA = {"type": "function", "function": {"name": "search", "description": "", "parameters": _PARAMETERS}}
 
@@ -40,7 +36,7 @@ class SearchLoop(AgentLoop):
         marks = config.algorithm.state_masking
         self._before = self.chat.ids(f"\n\n{marks.start_state_marker}")
         self._after = self.chat.ids(f"{marks.end_state_marker}\n\n")
-        self._invalid = self.chat.ids(_INVALID)
+        self._invalid = self.chat.ids(INVALID_ACTION)
         self._most = max(config.data.max_obs_length - len(self._before) - len(self._after), 1)
         where = config.retriever
         if where.url is None:

@@ -11,6 +11,11 @@ from typing import Any
 from valor.rewards.answers import tagged
 from valor.rewards.qa import MAX_LENGTH, MAX_PRED, aliases, measures, normalize, normalized
 
+# What the search loop tells a policy that neither searches nor answers, in the words that Search-R1's models know.
+INVALID_ACTION = (
+    "\nMy previous action is invalid. If I want to search, I should put the query between <search> and </search>. "
+    "If I want to give the final answer, I should put the answer between <answer> and </answer>. Let me try again.\n"
+)
 _TAG = re.compile(r"(</?(?:think|search|information|answer)>)")
 # What a tag leads to, by where it stands; anything else is no form that counts.
 _NEXT = {
@@ -39,10 +44,10 @@ def grade(
 ) -> dict[str, Any]:
     """Score 1 when the last `<answer>` is exactly an alias after SQuAD's normalization, else 0 (Search-R1's rule).
 
-    What documents say, between `<information>` tags, is no answer. Of a response that is not well formed (`well_formed`
-    below) `structure_format_score` is taken away if it is right, and it is worth `final_format_score` if it has a wrong
-    answer; a wrong one that is well formed is worth `structure_format_score`, and `retrieval_score` more if a document
-    holds an alias.
+    What the policy is told, documents between `<information>` tags and `INVALID_ACTION`, is no answer. Of a response
+    that is not well formed (`well_formed` below) `structure_format_score` is taken away if it is right, and it is worth
+    `final_format_score` if it has a wrong answer; a wrong one that is well formed is worth `structure_format_score`,
+    and `retrieval_score` more if a document holds an alias.
 
     Components: `acc` 1 when right, `em`, `f1`, `contains` of what stands in `<answer>`, `format` 1 with `<answer>`,
     `well_formed` 1 when thoughts, searches, information and the answer follow each other and nothing stands between,
@@ -71,7 +76,8 @@ def grade(
 
 
 def split_documents(text: str) -> tuple[str, list[str]]:
-    """The text without what stands between `<information>` tags, and each of these parts."""
+    """The text without what the policy was told, and each part of it that stands between `<information>` tags."""
+    text = text.replace(INVALID_ACTION, "")
     own, documents = [], []
     while True:
         before, _, rest = text.partition("<information>")

@@ -8,7 +8,7 @@ import pytest
 from valor.config import RewardConfig
 from valor.rewards import compute_score
 from valor.rewards.manager import make_graders
-from valor.rewards.search_r1 import grade, split_documents, well_formed
+from valor.rewards.search_r1 import INVALID_ACTION, grade, split_documents, well_formed
 from valor.rewards.worker import Sample
 
 TRUTH = {"target": ["Paris", "City of Paris"]}
@@ -53,6 +53,9 @@ def test_search_r1_wants_the_exact_answer_in_its_tag(response: str, score: int, 
         (FOUND, 0.0),
         ("", 0.0),
         ("Paris", 0.0),
+        ("Paris" + INVALID_ACTION + "Paris", 0.0),  # the tags in it are not the policy's
+        (FOUND + WRONG + INVALID_ACTION, 0.1),
+        ("hm" + INVALID_ACTION + "<answer>Paris</answer>" + INVALID_ACTION, 0.8),
     ],
 )
 def test_what_form_and_retrieval_are_worth(response: str, score: float) -> None:
