@@ -63,22 +63,56 @@ class Runner:
         assert not left, [" ".join(process.cmdline())[:200] for process in left]
 
 
-def kill_drivers(runner: Runner, command: list[str], seconds: float, count: int, draw: random.Random) -> None:
-    """Kill the command's own process `count` times, each time after a part of `seconds`; then let it finish."""
-    for _ in range(count):
+def kill_often(
+    kill: Callable[[list[str], int], int],
+    command: Callable[[Path], list[str]],
+    folder: Path,
+    count: int,
+    same: Callable[[Path], None],
+) -> None:
+    """Run the command in one folder after the other until `count` kills have hit, at most ten a run.
+
+    `kill(command, count)` is a function of those below with its first arguments; `same(run_dir)` compares a finished
+    run with an undisturbed one.
+    """
+    for attempt in range(60):
+        run_dir, most = folder / f"run_{attempt}", min(count, 10)
+        count -= most - kill(command(run_dir), most)
+        same(run_dir)
+        if not count:
+            return
+    raise AssertionError(f"{count} kills have hit nothing")
+
+
+def kill_drivers(runner: Runner, seconds: float, draw: random.Random, command: list[str], count: int) -> int:
+    """Kill the command's own process `count` times, each time after a part of `seconds`; then let it finish.
+
+    Returns how many are still to be killed: the run may end before.
+    """
+    while count:
         process = runner.start(command)
         end = time.monotonic() + draw.uniform(0.0, seconds)
         while time.monotonic() < end and process.poll() is None:
             time.sleep(0.005)
+        if (code := process.poll()) is not None:
+            assert code == 0, runner.log.read_text()[-3000:]
+            break
         process.send_signal(signal.SIGKILL)
         process.wait()
+        count -= 1
         runner.assert_nothing_left()
     runner.finish(command)
     runner.assert_nothing_left()
+    return count
 
 
 def kill_helpers(
-    runner: Runner, command: list[str], pause: float, count: int, draw: random.Random, which: Callable[..., bool]
+    runner: Runner,
+    pause: float,
+    draw: random.Random,
+    which: Callable[[psutil.Process], bool],
+    command: list[str],
+    count: int,
 ) -> int:
     """Kill `count` processes that the command has started and that `which` chooses, about every `pause` seconds.
 

@@ -2,11 +2,21 @@
 
 import json
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
-from killing import Runner, a_mark, assert_same_results, is_grader, is_ray_worker, kill_drivers, kill_helpers
+from killing import (
+    Runner,
+    a_mark,
+    assert_same_results,
+    is_grader,
+    is_ray_worker,
+    kill_drivers,
+    kill_helpers,
+    kill_often,
+)
 
 from conftest import KILLS, PARITY, SEED
 
@@ -74,27 +84,19 @@ def other_command(kind: str, tiny, folder: Path, run_dir: Path) -> list[str]:
 
 def test_ppo(undisturbed, runner, ppo, tmp_path, counts):
     """Killed again and again, in runs of at most ten kills each."""
-    count = max(number("ppo"), 1)
-    counts("SIGKILL of PPO", count)
-    draw, (reference, seconds) = random.Random(SEED), undisturbed
-    for start in range(0, count, 10):
-        run_dir = tmp_path / f"run_{start}"
-        kill_drivers(runner, ppo(run_dir, PARITY), seconds, min(10, count - start), draw)
-        assert_same_results(reference, run_dir)
+    counts("SIGKILL of PPO", count := max(number("ppo"), 1))
+    reference, seconds = undisturbed
+    kill = partial(kill_drivers, runner, seconds, random.Random(SEED))
+    same = partial(assert_same_results, reference)
+    kill_often(kill, lambda run_dir: ppo(run_dir, PARITY), tmp_path, count, same)
 
 
 def test_graders_of_ppo(undisturbed, runner, ppo, tmp_path, counts):
     """A grader that is killed grades its sample again, in a process that takes its place."""
-    left = count = max(number("graders"), 1)
-    counts("SIGKILL of a grader", count)
-    draw, reference = random.Random(SEED + 1), undisturbed[0]
-    for attempt in range(50):
-        run_dir = tmp_path / f"run_{attempt}"
-        left = kill_helpers(runner, ppo(run_dir, PARITY), 0.05, left, draw, is_grader)
-        assert_same_results(reference, run_dir)
-        if not left:
-            return
-    raise AssertionError(f"{left} of {count} graders were not found")
+    counts("SIGKILL of a grader", count := max(number("graders"), 1))
+    kill = partial(kill_helpers, runner, 0.05, random.Random(SEED + 1), is_grader)
+    same = partial(assert_same_results, undisturbed[0])
+    kill_often(kill, lambda run_dir: ppo(run_dir, PARITY), tmp_path, count, same)
 
 
 def test_episodes_of_eight_turns(runner, ppo, tmp_path, counts):
@@ -106,9 +108,9 @@ def test_episodes_of_eight_turns(runner, ppo, tmp_path, counts):
     loops = [f"{agent}.agent_loop_config_path={tmp_path / 'loops.yaml'}", f"{agent}.default_agent_loop=eight"]
     settings = [PARITY, *loops, f"{agent}.deterministic=true", "data.max_response_length=40"]
     settings.append("trainer.total_training_steps=2")
-    seconds = runner.finish(ppo(tmp_path / "whole", *settings))
-    kill_drivers(runner, ppo(tmp_path / "cut", *settings), seconds, count, random.Random(SEED + 5))
-    assert_same_results(tmp_path / "whole", tmp_path / "cut")
+    kill = partial(kill_drivers, runner, runner.finish(ppo(tmp_path / "whole", *settings)), random.Random(SEED + 5))
+    same = partial(assert_same_results, tmp_path / "whole")
+    kill_often(kill, lambda run_dir: ppo(run_dir, *settings), tmp_path, count, same)
 
 
 def test_generation_ahead(runner, ppo, tmp_path, counts):
@@ -116,12 +118,9 @@ def test_generation_ahead(runner, ppo, tmp_path, counts):
     counts("SIGKILL of an asynchronous run", count := max(number("ahead"), 1))
     ahead = [PARITY, "trainer.v1.trainer_mode=separate_async", "trainer.controller=local"]
     ahead += ["trainer.v1.deterministic=true", "trainer.v1.sampler.max_off_policy_threshold=1"]
-    seconds = runner.finish(ppo(tmp_path / "whole", *ahead))
-    draw = random.Random(SEED + 6)
-    for start in range(0, count, 10):
-        run_dir = tmp_path / f"run_{start}"
-        kill_drivers(runner, ppo(run_dir, *ahead), seconds, min(10, count - start), draw)
-        assert_same_results(tmp_path / "whole", run_dir)
+    kill = partial(kill_drivers, runner, runner.finish(ppo(tmp_path / "whole", *ahead)), random.Random(SEED + 6))
+    same = partial(assert_same_results, tmp_path / "whole")
+    kill_often(kill, lambda run_dir: ppo(run_dir, *ahead), tmp_path, count, same)
 
 
 @pytest.mark.faults
@@ -130,13 +129,9 @@ def test_other_runs(kind, runner, tiny, tmp_path, counts):
     if not (count := number(kind)):
         pytest.skip("make test-faults")
     counts(f"SIGKILL of {kind}", count)
-    seconds = runner.finish(other_command(kind, tiny, tmp_path, tmp_path / "undisturbed"))
-    draw = random.Random(SEED + 2)
-    for start in range(0, count, 10):
-        run_dir = tmp_path / f"run_{start}"
-        command = other_command(kind, tiny, tmp_path, run_dir)
-        kill_drivers(runner, command, seconds, min(10, count - start), draw)
-        assert_same_results(tmp_path / "undisturbed", run_dir)
+    command = partial(other_command, kind, tiny, tmp_path)
+    kill = partial(kill_drivers, runner, runner.finish(command(tmp_path / "whole")), random.Random(SEED + 2))
+    kill_often(kill, command, tmp_path, count, partial(assert_same_results, tmp_path / "whole"))
 
 
 @pytest.mark.faults
@@ -145,12 +140,16 @@ def test_ray(who, undisturbed, runner, ppo, tmp_path, counts):
     if not (count := number(f"ray {who}")):
         pytest.skip("make test-faults")
     counts(f"SIGKILL of a Ray {who}", count)
-    draw, command = random.Random(SEED + 3), ppo(tmp_path / "run", PARITY, "trainer.controller=ray")
-    if who == "driver":
-        kill_drivers(runner, command, 25.0, count, draw)
-    else:
-        assert not kill_helpers(runner, command, 3.0, count, draw, is_ray_worker)
-    assert_same_results(undisturbed[0], tmp_path / "run")
+    draw = random.Random(SEED + 3)
+
+    def command(run_dir):
+        return ppo(run_dir, PARITY, "trainer.controller=ray")
+
+    seconds = runner.finish(command(tmp_path / "whole"))
+    drivers = partial(kill_drivers, runner, seconds, draw)
+    workers = partial(kill_helpers, runner, seconds / 4, draw, is_ray_worker)
+    kill = drivers if who == "driver" else workers
+    kill_often(kill, command, tmp_path, count, partial(assert_same_results, undisturbed[0]))
 
 
 @pytest.mark.faults
@@ -163,11 +162,14 @@ def test_sweep(runner, ppo, tmp_path, counts):
     sweep = {"base": settings, "arms": arms, "seeds": [0], "control": "long", "metric": "critic/score/mean"}
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep, sort_keys=False))
 
-    def command(out: str) -> list[str]:
-        return ["lab", "sweep", str(tmp_path / "sweep.yaml"), "--out", str(tmp_path / out)]
+    def command(out: Path) -> list[str]:
+        return ["lab", "sweep", str(tmp_path / "sweep.yaml"), "--out", str(out)]
 
-    seconds = runner.finish(command("whole"))
-    kill_drivers(runner, command("cut"), seconds, count, random.Random(SEED + 4))
-    assert (tmp_path / "cut" / "table.md").read_bytes() == (tmp_path / "whole" / "table.md").read_bytes()
-    for arm in ("short", "long"):
-        assert_same_results(tmp_path / "whole" / arm / "seed_0", tmp_path / "cut" / arm / "seed_0")
+    def same(out: Path) -> None:
+        assert (out / "table.md").read_bytes() == (whole / "table.md").read_bytes()
+        for arm in arms:
+            assert_same_results(whole / arm / "seed_0", out / arm / "seed_0")
+
+    whole = tmp_path / "whole"
+    kill = partial(kill_drivers, runner, runner.finish(command(whole)), random.Random(SEED + 4))
+    kill_often(kill, command, tmp_path, count, same)
