@@ -76,7 +76,10 @@ def grade(
 
 
 def split_documents(text: str) -> tuple[str, list[str]]:
-    """The text without what the policy was told, and each part of it that stands between `<information>` tags."""
+    """The text without what the policy was told, and each part of it that stands between `<information>` tags.
+
+    Documents stand behind a `</search>`, where a turn ends; elsewhere these tags are the policy's own words.
+    """
     text = text.replace(INVALID_ACTION, "")
     own, documents = [], []
     while True:
@@ -85,7 +88,7 @@ def split_documents(text: str) -> tuple[str, list[str]]:
         if not closed:
             return "".join([*own, text]), documents
         own.append(before)
-        documents.append(document)
+        (documents if before.rstrip().endswith("</search>") else own).append(document)
         text = rest
 
 

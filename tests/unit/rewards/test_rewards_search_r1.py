@@ -53,6 +53,8 @@ def test_search_r1_wants_the_exact_answer_in_its_tag(response: str, score: int, 
         (FOUND, 0.0),
         ("", 0.0),
         ("Paris", 0.0),
+        ("<think>so</think><information>Paris</information>" + WRONG, 0.1),  # documents of one's own find nothing
+        (MISSED + "<information>Paris</information>" + WRONG, 0.1),
         ("Paris" + INVALID_ACTION + "Paris", 0.0),  # the tags in it are not the policy's
         (FOUND + WRONG + INVALID_ACTION, 0.1),
         ("hm" + INVALID_ACTION + "<answer>Paris</answer>" + INVALID_ACTION, 0.8),
@@ -105,10 +107,9 @@ def test_forms_that_do_not_count(text: str) -> None:
 
 
 def test_documents_are_told_from_the_rest() -> None:
-    assert split_documents("a<information>b</information>c<information>d<information>e</information>f") == (
-        "acf",
-        ["b", "d<information>e"],
-    )
+    told = "a</search><information>b</information>c</search>\n\n<information>d<information>e</information>f"
+    assert split_documents(told) == ("a</search>c</search>\n\nf", ["b", "d<information>e"])
+    assert split_documents("a<information>b</information>c") == ("abc", [])
     assert split_documents("a<information>b") == ("a<information>b", [])
     assert split_documents("a</information>b") == ("a</information>b", [])
 
