@@ -337,6 +337,7 @@ def test_a_server_that_is_started_again_while_generation_runs_ahead(server, over
         killer = threading.Thread(target=in_the_middle)
         killer.start()
         ahead = ["trainer.v1.trainer_mode=separate_async", "trainer.controller=local"]
+        ahead += ["trainer.v1.sampler.max_off_policy_threshold=1"]
         ahead += [f"trainer.total_training_steps={steps}", f"trainer.rollout_data_dir={rollouts}"]
         assert main(overrides(run_dir, *server.settings(*ahead))) == 0
         killer.join()
