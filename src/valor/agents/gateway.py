@@ -101,7 +101,8 @@ class Session:
     async def chat(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """A chat completion. Sampling is the run's own; only the number of tokens may be lowered."""
         messages, tools = read_messages(asked), asked.get("tools") or ()
-        most = _read_limit(asked.get("max_completion_tokens") or asked.get("max_tokens"))
+        newer = asked.get("max_completion_tokens")
+        most = _read_limit(asked.get("max_tokens") if newer is None else newer)
         async with self._turns:
             self._continue(messages, tools)
             output = await self._turn(most)

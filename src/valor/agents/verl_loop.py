@@ -163,7 +163,8 @@ class _Server:
 
     @property
     def _last_version(self) -> int:
-        return self.calls[-1][1].spans[-1].weights_version if self.calls else 0
+        spans = [span for _, output in self.calls for span in output.spans]
+        return spans[-1].weights_version if spans else 0
 
 
 def _agree(one: Sequence[int], other: Sequence[int]) -> bool:

@@ -80,16 +80,19 @@ def split_documents(text: str) -> tuple[str, list[str]]:
 
     Documents stand behind a `</search>`, where a turn ends; elsewhere these tags are the policy's own words.
     """
-    text = text.replace(INVALID_ACTION, "")
     own, documents = [], []
-    while True:
-        before, _, rest = text.partition("<information>")
-        document, closed, rest = rest.partition("</information>")
-        if not closed:
-            return "".join([*own, text]), documents
-        own.append(before)
-        (documents if before.rstrip().endswith("</search>") else own).append(document)
-        text = rest
+    for part in text.split(INVALID_ACTION):  # a turn begins behind it, too
+        rest = part
+        while True:
+            before, _, behind = rest.partition("<information>")
+            document, closed, behind = behind.partition("</information>")
+            if not closed:
+                break
+            own.append(before)
+            (documents if before.rstrip().endswith("</search>") else own).append(document)
+            rest = behind
+        own.append(rest)
+    return "".join(own), documents
 
 
 def well_formed(text: str) -> bool:

@@ -60,6 +60,7 @@ def test_what_is_refused(gateway):
         ({"messages": [{"role": "boss", "content": ""}]}, 400, "one of the roles"),
         ({"messages": [call]}, 400, "tool_calls must be a list"),
         ({"messages": QUESTION, "max_tokens": "many"}, 400, "whole number above 0"),
+        ({"messages": QUESTION, "max_completion_tokens": 0}, 400, "whole number above 0"),
         ({"messages": [{"role": "user", "content": "1" * 200}]}, 400, "context_length_exceeded"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "text alone"),
         (b"{not json", 400, "not JSON"),

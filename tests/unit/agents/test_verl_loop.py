@@ -92,3 +92,10 @@ def test_tokens_that_were_sampled_behind_others_are_not_the_rows():
     row.response_logprobs = [-0.4]
     (turn,) = one.turns(row, new_row=False)
     assert (turn.log_probs, turn.spans) == ([-0.4], (Span(1, 5),))
+
+
+def test_given_log_probs_do_without_a_call_that_sampled_anything():
+    one = sampling(([3], [-0.1], (Span(1, 5),)), ([], [], ()))
+    asked(one, [1], [1, 3])
+    (turn,) = one.turns(AgentLoopOutput([2], [4], [1], [-0.4]), new_row=False)
+    assert (turn.log_probs, turn.spans) == ([-0.4], (Span(1, 5),))

@@ -53,8 +53,6 @@ def test_search_r1_wants_the_exact_answer_in_its_tag(response: str, score: int, 
         (FOUND, 0.0),
         ("", 0.0),
         ("Paris", 0.0),
-        ("<think>so</think><information>Paris</information>" + WRONG, 0.1),  # documents of one's own find nothing
-        (MISSED + "<information>Paris</information>" + WRONG, 0.1),
         ("Paris" + INVALID_ACTION + "Paris", 0.0),  # the tags in it are not the policy's
         (FOUND + WRONG + INVALID_ACTION, 0.1),
         ("hm" + INVALID_ACTION + "<answer>Paris</answer>" + INVALID_ACTION, 0.8),
@@ -104,6 +102,15 @@ def test_the_example_in_the_prompt_is_no_answer() -> None:
 )
 def test_forms_that_do_not_count(text: str) -> None:
     assert not well_formed(text)
+
+
+@pytest.mark.parametrize(
+    ("before", "searches"),
+    [("<think>so</think>", 0), (MISSED, 1), ("</search>" + INVALID_ACTION, 0)],
+)
+def test_documents_of_ones_own_find_nothing_and_hide_no_answer(before: str, searches: int) -> None:
+    result = grade("searchR1_nq", before + "<information>Paris <answer>London</answer></information>", TRUTH)
+    assert (result["retrieved"], result["searches"], result["pred"]) == (0, searches, "london")
 
 
 def test_documents_are_told_from_the_rest() -> None:
