@@ -123,7 +123,12 @@ class Session:
         size = len(self._chat.tokenizer)
         if not 0 <= min(ids) <= max(ids) < size:
             raise Refused(400, f"a token id is outside the vocabulary of {size} tokens")
-        most = _read_limit((asked.get("sampling_params") or {}).get("max_tokens"))
+        if asked.get("stream"):
+            raise Refused(400, '"stream" is not served with token ids: leave it out')
+        params = asked.get("sampling_params") or {}
+        if not isinstance(params, dict):
+            raise Refused(400, '"sampling_params" must be an object')
+        most = _read_limit(params.get("max_tokens"))
         async with self._turns:
             self._talk, self._known = None, []
             if self.play is None:
@@ -221,7 +226,12 @@ class Gateway:
         self._sessions: dict[str, Session] = {}
         self.address = address(listening)
         config = uvicorn.Config(
-            self._app(), log_level="warning", lifespan="off", limit_concurrency=MAX_CONNECTIONS, timeout_keep_alive=60
+            self._app(),
+            loop="asyncio",  # a thread in uvloop crashes a process that ends
+            log_level="warning",
+            lifespan="off",
+            limit_concurrency=MAX_CONNECTIONS,
+            timeout_keep_alive=60,
         )
         self._server = uvicorn.Server(config)
         run = {"target": self._server.run, "kwargs": {"sockets": [listening]}}
@@ -309,6 +319,12 @@ def read_messages(asked: Mapping[str, Any]) -> list[Message]:
     messages = asked.get("messages")
     if not isinstance(messages, list) or not messages:
         raise Refused(400, '"messages" must be a list with at least one message')
+    try:
+        named = all(isinstance(tool["function"]["name"], str) for tool in asked.get("tools") or [])
+    except (TypeError, LookupError):
+        named = False
+    if not named:
+        raise Refused(400, '"tools" must be a list of functions with names')
     if asked.get("n") not in (None, 1):
         raise Refused(400, '"n" must be 1: an episode has one answer a turn')
     for name in ("stop", "logprobs", "logit_bias", "response_format"):

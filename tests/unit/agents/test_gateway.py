@@ -1,6 +1,8 @@
 """The gateway over a real socket: what it refuses, and what a session is after a refusal."""
 
 import asyncio
+import subprocess
+import sys
 
 import httpx2
 import pytest
@@ -63,6 +65,8 @@ def test_what_is_refused(gateway):
         ({"messages": QUESTION, "max_completion_tokens": 0}, 400, "whole number above 0"),
         ({"messages": [{"role": "user", "content": "1" * 200}]}, 400, "context_length_exceeded"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "text alone"),
+        ({"messages": QUESTION, "tools": {"name": "f"}}, 400, '"tools" must be a list'),
+        ({"messages": QUESTION, "tools": [{"function": {}}]}, 400, '"tools" must be a list'),
         (b"{not json", 400, "not JSON"),
         (b"[" * 17_000_000, 413, "bytes"),
     ]
@@ -72,7 +76,12 @@ def test_what_is_refused(gateway):
         for body, status, words in cases:
             reply = await post(body)
             assert reply.status_code == status and words in reply.json()["error"]["message"], reply.text
-        assert (await post({"token_ids": [10**6]}, "inference/v1/generate")).status_code == 400
+        for tokens in (
+            {"token_ids": [10**6]},
+            {"token_ids": [1], "sampling_params": 1},
+            {"token_ids": [1], "stream": 1},
+        ):
+            assert (await post(tokens, "inference/v1/generate")).status_code == 400
         assert session.play is None or not session.play.turns
 
     talk(gateway, conversation)
@@ -122,3 +131,16 @@ def test_an_answer_that_an_ended_episode_waits_for_is_dropped(gateway):
         assert (await asked).status_code == 410
 
     talk(gateway, conversation)
+
+
+def test_the_server_keeps_out_of_uvloop():
+    """Where the interpreter ends while a thread is in uvloop, that thread crashes the process, now and then."""
+    program = """
+import sys, time
+from valor.agents.gateway import Gateway
+from valor.agents.http_server import listen
+Gateway(listen("127.0.0.1", 0))
+time.sleep(1)
+sys.exit("uvloop" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
