@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import logging
+import os
 import shutil
 import signal
 import sys
@@ -19,6 +20,8 @@ from forked_ray import forked_workers
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in its background
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+os.environ["RAY_prestart_worker_first_driver"] = "0"  # else each cluster starts as many workers as it has cores, unasked
 
 
 def pytest_report_header() -> str:
