@@ -21,7 +21,8 @@ from forked_ray import forked_workers
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in its background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-os.environ["RAY_prestart_worker_first_driver"] = "0"  # else each cluster starts as many workers as it has cores, unasked
+# Else each cluster starts as many workers as it has cores, unasked.
+os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112
 
 
 def pytest_report_header() -> str:

@@ -34,10 +34,10 @@ class _Child:
     def __init__(self, setup: dict[str, Any], role: tuple[Any, ...], stdin: int, pipe: int = -1, *extra: int) -> None:
         self.stdout, self.stderr, self.note = _memory() if pipe < 0 else -1, _memory(), _memory()
         self.began = time.monotonic()
-        self.pid = os.fork()
+        supervisor, self.pid = os.getpid(), os.fork()
         if self.pid == 0:
             os.setsid()
-            walls.die_with_parent()
+            walls.die_with_parent(supervisor)
             setup["walls"]["uid"] = _FIRST_UID + os.getpid()  # one that owns nothing and runs nothing else
             copies = [os.dup(fd) for fd in (stdin, max(self.stdout, pipe), self.stderr, self.note, *extra)]
             for place, copy in enumerate(copies):

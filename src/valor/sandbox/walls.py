@@ -87,7 +87,7 @@ def enclose(
     others = _tasks() if seccomp else 0  # whom a limit on this user's threads may have to let live
     if level == "namespaces":
         _enter_namespaces(readable, scratch_mb)
-    memory = memory_mb << 20
+    parent, memory = os.getppid(), memory_mb << 20
     _limit(CPU=cpu_seconds, AS=memory, DATA=memory, FSIZE=output_mb << 20)
     if os.geteuid() == 0:
         kept = _become(uid, readable, files_are_guarded=own_files or level == "landlock")
@@ -96,7 +96,7 @@ def enclose(
     if sys.platform == "linux":
         _call("capset", (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)(kept, kept))
         _call("prctl", _NO_NEW_PRIVS, 1, 0, 0, 0)
-    die_with_parent()
+    die_with_parent(parent)
     if level == "landlock" or (own_files and landlock_version()):
         _landlock(readable, scratch=own_files)
     if seccomp is not None:
@@ -107,10 +107,12 @@ def enclose(
         _guard_python(readable)
 
 
-def die_with_parent() -> None:
-    """SIGKILL when the process that started this one ends. Lost with every change of user."""
+def die_with_parent(parent: int) -> None:
+    """SIGKILL when the process that started this one ends, or has ended. Lost with every change of user."""
     if sys.platform == "linux":
         _call("prctl", _PDEATHSIG, 9, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
 
 
 def landlock_version() -> int:
@@ -162,12 +164,22 @@ def _enter_namespaces(readable: Iterable[str], scratch_mb: int) -> None:
 
 
 def _continue_in_child() -> None:
+    from_parent, held = os.pipe()  # its end says that the parent has died, whose number another PID namespace hides
     child = os.fork()
     if child:
-        os.closerange(0, 256)  # the ends of pipes: others wait for them to be closed
+        os.closerange(0, held)  # the ends of pipes: others wait for them to be closed
+        os.closerange(held + 1, 256)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         os._exit(code if code >= 0 else 128 - code)
-    die_with_parent()
+    os.close(held)
+    die_with_parent(os.getppid())
+    os.set_blocking(from_parent, False)
+    try:
+        os.read(from_parent, 1)
+    except BlockingIOError:
+        os.close(from_parent)
+    else:
+        os._exit(1)
 
 
 def _set_attributes(path: str, attributes: int, flags: int = 0) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -91,3 +93,44 @@ def test_the_sandbox_has_no_file_of_its_own(tmp_path: Path, monkeypatch: pytest.
         list(sandbox.run_all("open('file', 'w').write('x')", [""], time.monotonic() + 60.0))
         assert os.listdir(tmp_path) == []
     assert os.listdir(tmp_path) == []
+
+
+# The parent of a process that is being enclosed is killed while that one asks to be killed with it.
+DYING = """
+import os, signal, sys, time
+from valor.sandbox import box, walls
+
+level, call = sys.argv[1], walls._call
+limits = {"cpu_seconds": 10, "memory_mb": 4096, "scratch_mb": 1, "output_mb": 1, "uid": 1_900_000_123}
+
+def slowly(name, *args):
+    if args[0] == walls._PDEATHSIG:
+        time.sleep(0.4)
+    return call(name, *args)
+
+walls.supervise()
+parent = os.fork()
+if parent == 0:
+    parent = os.getpid()
+    if os.fork() == 0:
+        walls.die_with_parent(parent)
+        walls._call = slowly
+        walls.enclose(level, readable=box._readable(), seccomp=box._seccomp(level), **limits)
+    time.sleep(60)
+time.sleep(0.2)
+os.kill(parent, signal.SIGKILL)
+signal.alarm(10)
+while True:
+    try:
+        os.wait()
+    except ChildProcessError:
+        break
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the supervisor alone watches elsewhere")
+@pytest.mark.parametrize("level", ["namespaces", "landlock"])
+def test_a_process_dies_with_its_parent_at_any_moment(level: str) -> None:
+    if (failure := levels._failure(level)) is not None:
+        pytest.skip(failure)
+    assert subprocess.run([sys.executable, "-c", DYING, level], timeout=60).returncode == 0
