@@ -118,9 +118,13 @@ def end(started: Server) -> None:
 
 
 def start_again(server: Server) -> None:
-    """Kill it, and start another one in its place."""
+    """Kill it, and start another one in its place, once none of its processes holds the port any more."""
     os.killpg(server.process.pid, signal.SIGKILL)
     server.process.wait()
+    with suppress(ProcessLookupError):
+        while True:
+            os.killpg(server.process.pid, 0)
+            time.sleep(0.01)
     server.process = start(server.vllm, server.folder, int(server.url.split(":")[-1].removesuffix("/v1")))
 
 
