@@ -30,7 +30,7 @@ with open(file, "rb") as stream:
 
 def run_ranks(forks: Forks, folder: Path, world: int, function: Callable[..., None], *arguments: Any) -> None:
     """Call `function(*arguments)` on each of `world` ranks; the output of one that fails is the error."""
-    port = _free_port()
+    port = free_port()
     task = folder / f"{world}_ranks.pickle"
     task.write_bytes(pickle.dumps(sys.path) + pickle.dumps((world, port, function, arguments)))
     logs = [folder / f"rank_{rank}_of_{world}.log" for rank in range(world)]
@@ -43,7 +43,7 @@ def run_ranks(forks: Forks, folder: Path, world: int, function: Callable[..., No
             process.wait()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Outside of the range from which the system gives ports to whoever asks for any, so that it stays free."""
     for port in random.sample(range(20_000, 26_000), 100):
         with socket.socket() as probe, suppress(OSError):

@@ -5,7 +5,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -20,6 +19,7 @@ from typing import Any
 import httpx2
 import pytest
 import torch
+from ranks import free_port
 from runs import read_metrics
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -79,21 +79,12 @@ def start(vllm: Forks, folder: Path, port: int) -> Forked:
     return vllm.start(CODE, *arguments, log=folder / "server.log")
 
 
-def own_port() -> int:
-    """One that stays free while a server is started again: the system gives it to nobody who asks for any."""
-    for port in random.sample(range(27000, 32000), 100):
-        with socket.socket() as free, suppress(OSError):
-            free.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("no port is free")
-
-
 @pytest.fixture(scope="module")
 def server(tiny, tmp_path_factory) -> Iterator[Server]:
     """One with the tiny model, whose LM head is tied; an untied one's update differs in nothing but vLLM's layers."""
     folder = tmp_path_factory.mktemp("server") / "model"
     shutil.copytree(tiny["model"], folder)
-    port = own_port()
+    port = free_port()
     with closing(Forks(*MODULES, **ENVIRONMENT)) as vllm:
         started = Server(folder, vllm, start(vllm, folder, port), f"http://127.0.0.1:{port}/v1")
         try:

@@ -135,6 +135,7 @@ def test_an_answer_that_an_ended_episode_waits_for_is_dropped(gateway):
 
 def test_the_server_keeps_out_of_uvloop():
     """Where the interpreter ends while a thread is in uvloop, that thread crashes the process, now and then."""
+    pytest.importorskip("uvloop", reason="uvloop is not installed: uvicorn has asyncio alone")
     program = """
 import sys, time
 from valor.agents.gateway import Gateway
