@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from valor.config.engine import FSDPConfig, OptimConfig
 from valor.data.batch import Batch
 from valor.engines.fsdp.engine import FSDPEngine
-from valor.models.packing import _varlen_agrees
+from valor.models.attention import _varlen_agrees
 from valor.models.policy import PolicyModel
 from valor.rollout.base import Request, SamplingParams
 from valor.rollout.native.engine import NativeEngine

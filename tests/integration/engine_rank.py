@@ -23,7 +23,7 @@ from valor.models.policy import PolicyModel
 from valor.models.value import ValueModel
 
 CPU = torch.device("cpu")
-ROWS, PROMPT, WIDTH, VOCAB = 12, 6, 9, 61
+ROWS, PROMPT, WIDTH, VOCAB = 12, 14, 9, 61
 SIZES = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -50,15 +50,16 @@ class Case:
 
 
 def whole_batch() -> Batch:
-    """Rows of very different lengths, one of them without a response, with all that the losses read."""
+    """Rows of very different lengths, one of them without a response, with all that the losses read; three of each
+    prompt."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.tensor([4, 9, 0, 5, 7, 1, 3, 9, 2, 6, 8, 1])
     mask = (torch.arange(WIDTH) < lengths[:, None]).float()
     noise = {name: torch.randn(ROWS, WIDTH, generator=generator) * mask for name in ("a", "old", "ref", "v", "r")}
     return Batch(
         {
-            "prompts": torch.randint(3, VOCAB, (ROWS, PROMPT), generator=generator),
-            "prompt_lengths": torch.randint(1, PROMPT + 1, (ROWS,), generator=generator),
+            "prompts": torch.randint(3, VOCAB, (ROWS // 3, PROMPT), generator=generator).repeat(3, 1),
+            "prompt_lengths": torch.randint(1, PROMPT + 1, (ROWS // 3,), generator=generator).repeat(3),
             "responses": torch.randint(3, VOCAB, (ROWS, WIDTH), generator=generator),
             "response_lengths": lengths,
             "response_mask": mask,
@@ -110,8 +111,9 @@ def build(case: Case) -> FSDPEngine:
         hf = AutoModelForCausalLM.from_config(Qwen2Config(**SIZES, **more))
     if case.checkpointing:
         getattr(hf, "activation_checkpointing_enable", hf.gradient_checkpointing_enable)({"use_reentrant": False})
-    model = ValueModel(hf, packed=case.packed) if case.role == "critic" else PolicyModel(hf, packed=case.packed)
-    assert model.packed == case.packed
+    kind = ValueModel if case.role == "critic" else PolicyModel
+    model = kind(hf, packed=case.packed, shared=case.packed)
+    assert model.packed == model.shared == case.packed
     fsdp = FSDPConfig(**{"dtype": "float32", **case.fsdp})
     optim = OptimConfig(lr=1e-2)
     return FSDPEngine(model, fsdp=fsdp, optim=optim, device=CPU, total_steps=9, sequence_parallel=case.shared)

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_rank import ROWS, SIZES, Case, build, run_all, whole_state
+from engine_rank import ROWS, SIZES, Case, build, run_all, whole_batch, whole_state
 from loading_rank import loaders, make_models
 from ranks import run_ranks
 from safetensors.torch import load_file
 
 from valor.engines import distributed
+from valor.models.rows import in_families, model_inputs
 
 pytestmark = pytest.mark.slow
 
@@ -71,6 +72,10 @@ def test_equal_to_one_plain_rank(found, world, case):
             assert sum(told) == pytest.approx(step[key], abs=1e-4)
         assert all(one["grad_norm"] == pytest.approx(step["grad_norm"], rel=1e-4) for one in mine)
         assert all(one["skipped"] == 0.0 for one in mine)
+
+
+def test_rows_of_these_runs_share_tokens():
+    assert sum(in_families(*model_inputs(whole_batch()))[1]) > 50
 
 
 @pytest.mark.parametrize("name", loaders(Path()))

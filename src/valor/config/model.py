@@ -26,6 +26,8 @@ class BackboneConfig(Section):
     """Recompute activations in the backward pass instead of keeping them."""
     use_remove_padding: bool = True
     """Policy and critic read the rows of a micro-batch one behind the other; false pads them to the longest."""
+    share_prefixes: bool = key(True, ".use_remove_padding")
+    """Tokens with which several rows of a micro-batch begin, such as the prompt of a group, are computed once."""
     lora_rank: NonNegativeInt = 0
     """Rank of LoRA adapters, which alone are trained (with a critic's head); 0 trains all weights."""
     lora_alpha: PositiveFloat = key(16, ".lora_rank")

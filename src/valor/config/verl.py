@@ -76,6 +76,7 @@ _RENAMED = {
     f"{ROLLOUT}.n": f"{ROLLOUT}.n_agent",
     f"{ROLLOUT}.multi_turn.tool_config_path": "data.tool_config_path",
     f"{ROLLOUT}.multi_turn.function_tool_path": "data.function_tool_path",
+    f"{MODEL}.share_prefixes": f"{ACTOR}.use_prefix_grouper",
     "critic.model.enable_gradient_checkpointing": "critic.fsdp_config.gradient_checkpointing",
     "*.optim.clip_grad": "*.grad_clip",
     "*optim.lr_warmup_steps": "*optim.warmup_steps",
@@ -151,7 +152,6 @@ _NO_EFFECT = {
     "samples per prompt are actor_rollout_ref.rollout.n": f"{ACTOR}.rollout_n critic.rollout_n",
     "the schedule spans the run (trainer.total_training_steps)": "*optim.total_training_steps",
     "what an estimator needs is computed": f"{ACTOR}.calculate_sum_pi_squared",
-    "training does not group equal prefixes": f"{ACTOR}.use_prefix_grouper",
     "entropy and log-probs never hold all logits at once": "*.entropy_checkpointing "
     "*.entropy_from_logits_with_chunking *.entropy_from_logits_chunk_size *model.use_fused_kernels "
     f"{ACTOR}.use_fused_kernels",

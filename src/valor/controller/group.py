@@ -11,8 +11,9 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from valor.controller.placement import Placement, ResourcePool
-from valor.data.balance import partition_rows
+from valor.data.balance import grouped, partition_groups, partition_rows
 from valor.data.batch import Batch
+from valor.data.episodes import Episodes
 from valor.workers.dispatch import dispatch_of
 from valor.workers.host import HOST, RoleSpec
 
@@ -170,13 +171,26 @@ Roles = WorkerGroup | Pools
 
 
 def split_rows(batch: Batch, num_parts: int, keep_together: str | None) -> list[list[int]]:
-    """Row indices of each part, balanced by prompt + response tokens; deterministic, parts may stay empty."""
-    tokens = batch["prompt_lengths"].clone()
+    """Row indices of each part, balanced by prompt + response tokens; deterministic, parts may stay empty.
+
+    Rows with the same value of `keep_together` go to the same part. Without it, episodes of one prompt stay together as
+    long as that balances well: a part computes a prompt once.
+    """
+    prompt_tokens = batch["prompt_lengths"].tolist()
+    tokens = prompt_tokens
     if "response_lengths" in batch:
-        tokens += batch["response_lengths"]
-    rows_of: dict[Any, list[int]] = {}
-    for i, key in enumerate(batch.objects[keep_together] if keep_together else range(len(batch))):
-        rows_of.setdefault(key, []).append(i)
-    units = list(rows_of.values())
-    work = [int(tokens[rows].sum()) for rows in units]
-    return [sorted(i for u in part for i in units[u]) for part in partition_rows(work, num_parts)]
+        tokens = (batch["prompt_lengths"] + batch["response_lengths"]).tolist()
+    if keep_together:
+        units = [[[row] for row in rows] for rows in grouped(range(len(batch)), batch.objects[keep_together])]
+        parts = partition_rows([sum(tokens[row] for [row] in unit) for unit in units], num_parts)
+        chosen = [[units[unit] for unit in part] for part in parts]
+    else:
+        episodes = Episodes(batch).rows
+        prompts = [batch["prompts"][rows[0], : prompt_tokens[rows[0]]].numpy().tobytes() for rows in episodes]
+
+        def work(unit: Sequence[list[int]]) -> int:
+            own = sum(tokens[row] for rows in unit for row in rows)
+            return own - (len(unit) - 1) * prompt_tokens[unit[0][0]]
+
+        chosen = partition_groups(grouped(episodes, prompts), work, num_parts)
+    return [sorted(row for unit in part for rows in unit for row in rows) for part in chosen]

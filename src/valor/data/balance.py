@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def partition_rows(work: Sequence[float], parts: int) -> list[list[int]]:
@@ -31,6 +34,33 @@ def partition_rows(work: Sequence[float], parts: int) -> list[list[int]]:
         heapq.heappush(heap, (merged[-1][0] - merged[0][0], age, merged))
         age += 1
     return [sorted(rows) for _, rows in heap[0][2]]
+
+
+def grouped(items: Iterable[T], keys: Iterable[Hashable]) -> list[list[T]]:
+    """Items with the same key in one list; lists and items in the given order."""
+    found: dict[Hashable, list[T]] = {}
+    for item, key in zip(items, keys, strict=True):
+        found.setdefault(key, []).append(item)
+    return list(found.values())
+
+
+def partition_groups(
+    groups: Sequence[Sequence[T]], work: Callable[[Sequence[T]], float], parts: int
+) -> list[list[Sequence[T]]]:
+    """Groups split into `parts` lists with even sums of `work`. They are cut into halves, quarters … as long as the
+    list with the most work then has less, whatever the pieces of a group cost more than the whole."""
+    size = max(map(len, groups), default=1)
+    best: tuple[float, list[list[Sequence[T]]]] | None = None
+    while best is None or size >= 1:
+        units = [group[i : i + size] for group in groups for i in range(0, len(group), size)]
+        amounts = [work(unit) for unit in units]
+        lists = partition_rows(amounts, parts)
+        most = max(sum(amounts[i] for i in one) for one in lists)
+        if best is not None and most >= best[0]:
+            break
+        best = most, [[units[i] for i in one] for one in lists]
+        size //= 2
+    return best[1]
 
 
 def _joined(a: list[int], b: list[int]) -> list[int]:

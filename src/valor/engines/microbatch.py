@@ -9,23 +9,42 @@ from valor.engines.distributed import max_over_ranks
 from valor.errors import TrainingStopped
 
 
-def plan_micro_batches(
-    lengths: Sequence[int], *, max_tokens: int | None = None, max_rows: int | None = None, packed: bool = False
-) -> list[list[int]]:
-    """Rows grouped so that a group's size stays within `max_tokens`: rows x longest row, or packed, its tokens.
+@dataclass(frozen=True)
+class RowOrder:
+    """The order in which rows are taken, `rows`, and how many of its tokens each shares with the row before it."""
 
-    Rows are taken from long to short (ties in the given order), so that rows of similar length meet and padding is
-    small. A row longer than the budget gets a group of its own: a row cannot be cut. `max_rows` bounds the rows of a
-    group. The plan depends on the lengths alone.
+    rows: Sequence[int]
+    shared: Sequence[int]
+
+    @staticmethod
+    def by_length(lengths: Sequence[int]) -> RowOrder:
+        """From long to short (ties in the given order), so that rows of similar length meet and padding is small."""
+        return RowOrder(sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)), [0] * len(lengths))
+
+
+def plan_micro_batches(
+    lengths: Sequence[int],
+    order: RowOrder | None = None,
+    *,
+    max_tokens: int | None = None,
+    max_rows: int | None = None,
+    packed: bool = False,
+) -> list[list[int]]:
+    """Rows grouped so that a group's size stays within `max_tokens`: rows x longest row, or packed, its tokens, those
+    that neighbours share counted once.
+
+    Rows are taken in the given order, else `RowOrder.by_length`. A row longer than the budget gets a group of its own: a
+    row cannot be cut. `max_rows` bounds the rows of a group. The plan depends on lengths and order alone.
     """
     for name, limit in (("max_tokens", max_tokens), ("max_rows", max_rows)):
         if limit is not None and limit < 1:
             raise ValueError(f"{name} must be at least 1, got {limit}")
     groups: list[list[int]] = []
     size = 0
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    order = order or RowOrder.by_length(lengths)
+    for index, shared in zip(order.rows, order.shared, strict=True):
         group = groups[-1] if groups else []
-        size += lengths[index] if packed or not group else lengths[group[0]]
+        size += lengths[index] - shared if packed or not group else lengths[group[0]]
         fits = (max_tokens is None or size <= max_tokens) and (max_rows is None or len(group) < max_rows)
         if group and fits:
             group.append(index)
@@ -55,12 +74,13 @@ class TokenBudget:
 
 
 class MicroBatches:
-    """Rows in micro-batches, long ones first. All ranks take turns together; one that has run out gets empty ones."""
+    """Rows in micro-batches, in their order. All ranks take turns together; one that has run out gets empty ones."""
 
     def __init__(
         self,
         lengths: Sequence[int],
         budget: TokenBudget,
+        order: RowOrder | None = None,
         *,
         max_tokens: int | None,
         max_rows: int | None,
@@ -70,12 +90,14 @@ class MicroBatches:
         self._max_tokens, self._max_rows = max_tokens, max_rows
         self._waiting: list[list[int]] = []
         self._turns = 1  # an empty batch takes one turn: its model still has gathers to serve
-        self._plan(range(len(lengths)))
+        order = order or RowOrder.by_length(lengths)
+        self._shared = dict(zip(order.rows, order.shared, strict=True))
+        self._plan(order.rows)
 
     def restart(self) -> None:
         """All rows are to be done again, as `repeat`."""
         self._shrink()
-        self._plan(range(len(self._lengths)))
+        self._plan(list(self._shared))
 
     def repeat(self) -> None:
         """The present rows did not fit: from now on micro-batches hold at most half as much. TrainingStopped where
@@ -115,15 +137,16 @@ class MicroBatches:
                 "data.max_response_length, set model.enable_gradient_checkpointing=true, fsdp_config.param_offload and "
                 "optimizer_offload, or shard over more processes (trainer.n_gpus_per_node)"
             )
-        self._budget.limit = max((sum(lengths) if self._packed else longest * len(lengths)) // 2, 1)
+        tokens = sum(lengths) - sum(self._shared[row] for row in self.present[1:])
+        self._budget.limit = max((tokens if self._packed else longest * len(lengths)) // 2, 1)
         self._budget.retries += 1
 
     def _plan(self, rows: Sequence[int]) -> None:
-        groups = plan_micro_batches(
-            [self._lengths[row] for row in rows],
+        self._waiting = plan_micro_batches(
+            self._lengths,
+            RowOrder(rows, [self._shared[row] for row in rows]),
             max_tokens=self._budget.within(self._max_tokens),
             max_rows=self._max_rows,
             packed=self._packed,
         )
-        self._waiting = [[rows[i] for i in group] for group in groups]
         self._turns = max(1, max_over_ranks(len(self._waiting)))

@@ -85,7 +85,7 @@ def load_policy(model: ModelConfig, *, dtype: torch.dtype = torch.float32, seed:
     if info["unexpected_keys"]:
         logger.warning("weights in '%s' that the policy does not use: %s", model.path, _some(info["unexpected_keys"]))
     _prepare(hf, model, seed)
-    return PolicyModel(hf, packed=model.use_remove_padding)
+    return PolicyModel(hf, packed=model.use_remove_padding, shared=model.share_prefixes)
 
 
 def load_value_model(
@@ -114,7 +114,7 @@ def load_value_model(
     head_keys = {f"{name}.{part}" for name in HEAD_NAMES for part in ("weight", "bias")}
     missing = set(info["missing_keys"])
     _require_all_weights(model.path, missing - head_keys)
-    value = ValueModel(hf, packed=model.use_remove_padding)
+    value = ValueModel(hf, packed=model.use_remove_padding, shared=model.share_prefixes)
     _fill_head(value.head, missing & head_keys, model.value_head_init, config, seed)
     _prepare(hf, model, seed)
     return value

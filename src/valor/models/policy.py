@@ -34,18 +34,20 @@ class PolicyModel(nn.Module):
 
     Hidden states of the base model, then the head only at the positions that predict response tokens. Architectures
     whose head is more than a linear map with a scale and a soft cap go through their own full logits instead. packed:
-    rows are read one behind the other, without padding, where the architecture lets it.
+    rows are read one behind the other, without padding, where the architecture lets it. shared: then tokens that
+    neighbours begin with are read once.
     """
 
     sequence_group: dist.ProcessGroup | None = None  # whose ranks share rows; set by the engine
 
-    def __init__(self, hf: Any, *, packed: bool = False) -> None:
+    def __init__(self, hf: Any, *, packed: bool = False, shared: bool = False) -> None:
         super().__init__()
         disable_dropout(hf)
         self.hf = hf
         self.eval()
         self.logit_map = find_logit_map(hf)
         self.packed = packed and enable_packing(hf)
+        self.shared = shared and self.packed
 
     def forward(
         self,
@@ -64,7 +66,8 @@ class PolicyModel(nn.Module):
         CPU. Positions beyond a response's length are 0. as_reference: instead, what another policy's `reference`
         returns.
         """
-        compact = compact_rows(rows, packed=self.packed, group=self.sequence_group).to(input_device(self.hf))
+        layout = {"packed": self.packed, "shared": self.shared, "group": self.sequence_group}
+        compact = compact_rows(rows, **layout).to(input_device(self.hf))
         if as_reference:
             return self._logits(compact)
         with torch.no_grad():
@@ -100,7 +103,8 @@ class ImitatingPolicy(PolicyModel):
 
     def __init__(self, policy: PolicyModel) -> None:
         nn.Module.__init__(self)
-        self.hf, self.logit_map, self.packed = policy.hf, policy.logit_map, policy.packed
+        self.hf, self.logit_map = policy.hf, policy.logit_map
+        self.packed, self.shared = policy.packed, policy.shared
 
     def forward(self, rows: Mapping[str, Tensor], *, with_hits: bool = False, **options: Any) -> dict[str, Tensor]:
         """As PolicyModel; `with_hits` (no gradients) adds `hits` [b, T]: 1 where the token is the likeliest one."""

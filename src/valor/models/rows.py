@@ -13,8 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from valor.models.packing import Segments, packing
+from valor.models.attention import Segments
+from valor.models.packing import packing
 from valor.models.sequence_parallel import put_together
+
+_FEWEST_SHARED = 8  # fewer tokens are not worth the copies of keys and values that attention then makes
 
 ROW_FIELDS = ("prompts", "prompt_lengths", "responses", "response_lengths")
 
@@ -25,9 +28,9 @@ class CompactRows:
 
     Response token t of a row with p prompt tokens is predicted at position p - 1 + t, so the last token of a row is
     never an input. Padding is to the right and nothing looks at it: a causal model needs no attention mask. Packed rows
-    lie one behind the other in one long row, b = 1, with `position_ids` and the `segments` that they are. Where ranks
-    share the positions, L and N are this rank's; `mask` is all ranks', and its first response token is number `begin`
-    of `total`.
+    lie one behind the other in one long row, b = 1, with `position_ids` and the `segments` that they are; tokens that
+    several rows begin with may lie there once. Where ranks share the positions, L and N are this rank's, in the order
+    of the positions; `mask` is all ranks', and this rank's first response token is number `begin` of `total`.
     """
 
     input_ids: Tensor  # [b, L] int64
@@ -38,13 +41,12 @@ class CompactRows:
     segments: Segments | None = None
     begin: int = 0
     total: int = 0
+    rank: Tensor | None = None  # [total] int64, where ranks share: the number of each response token among all of them
 
     def to(self, device: torch.device) -> CompactRows:
         """The same with its tensors on `device`."""
         moved = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
-        segments = self.segments
-        if segments is not None and segments.offsets is not None:
-            segments = replace(segments, offsets=segments.offsets.to(device))
+        segments = None if self.segments is None else self.segments.to(device)
         return replace(self, **moved, segments=segments)
 
     def read_by(self, model: Any) -> Any:
@@ -60,57 +62,107 @@ class CompactRows:
     def scatter(self, flat: Tensor) -> Tensor:
         """Per-token numbers [N, ...] on the [b, T, ...] grid, zero elsewhere; differentiable."""
         if self.segments is not None and self.segments.group is not None:
-            flat = put_together(flat, self.begin, self.total, self.segments.group)
+            flat = put_together(flat, self.begin, self.total, self.segments.group)[self.rank]
         mask = self.mask.view(*self.mask.shape, *[1] * (flat.dim() - 1))
         return flat.new_zeros(*self.mask.shape, *flat.shape[1:]).masked_scatter(mask, flat)
 
 
 def compact_rows(
-    rows: Mapping[str, Tensor], *, packed: bool = False, group: dist.ProcessGroup | None = None
+    rows: Mapping[str, Tensor], *, packed: bool = False, shared: bool = False, group: dist.ProcessGroup | None = None
 ) -> CompactRows:
     """Join prompts [b, P] and responses [b, T] without a gap. A row needs at least one prompt token (ValueError).
 
-    packed: also without padding between rows. group: packed rows that its ranks share position by position. Where the
+    packed: also without padding between rows. shared: packed, and the tokens with which a row begins as the row before
+    it are there once (`shared_beginnings`). group: packed rows that its ranks share position by position. Where the
     rows are on the CPU nothing here waits for a device.
     """
-    prompts, responses = rows["prompts"], rows["responses"]
-    prompt_lengths, response_lengths = rows["prompt_lengths"], rows["response_lengths"]
+    prompt_lengths, response_lengths, responses = rows["prompt_lengths"], rows["response_lengths"], rows["responses"]
     if bool((prompt_lengths < 1).any()):
         raise ValueError("every row needs at least one prompt token: it predicts the first response token")
-    length = max(int((prompt_lengths + response_lengths).max()) - 1, 1)
-    device = prompts.device
-
+    ids, read = model_inputs(rows)
+    device, (count, length) = ids.device, ids.shape
     column = torch.arange(length, device=device)
-    p, r = prompt_lengths[:, None], response_lengths[:, None]
-    in_response = (column >= p) & (column < p + r)
+    step = torch.arange(responses.shape[1], device=device)
+    mask = step < response_lengths[:, None]
+    last_of_prompt = prompt_lengths[:, None] - 1
+    row = torch.arange(count, device=device)[:, None]
+    if not packed:
+        return CompactRows(ids, (row * length + last_of_prompt + step)[mask], responses[mask], mask)
+    skipped = shared_beginnings(ids, read) if shared else torch.zeros_like(read)
+    own = read - skipped
+    position = _positions(own, skipped, length)
+    is_own = (column >= skipped[:, None]) & (column < read[:, None])
+    predictor = position.gather(1, (last_of_prompt + step).clamp(max=length - 1))[mask]
+    segments = Segments.of(own.tolist(), device=device)
+    if bool(skipped.any()):
+        segments = segments.reading(read.tolist(), position[column < read[:, None]])
+    columns = column.expand_as(ids)[is_own][None]
+    whole = CompactRows(ids[is_own][None], predictor, responses[mask], mask, columns, segments)
+    return whole if group is None else _own_part(whole, group)
+
+
+def model_inputs(rows: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The tokens that a model reads of each row, [b, L] and 0 behind its length, and the lengths [b]: prompt and
+    response but for the last token, at least one."""
+    prompts, responses = rows["prompts"], rows["responses"]
+    p, whole = rows["prompt_lengths"][:, None], rows["prompt_lengths"] + rows["response_lengths"]
+    length = max(int(whole.max()) - 1, 1)
+    column = torch.arange(length, device=prompts.device)
+    in_response = (column >= p) & (column < whole[:, None])
     source = torch.where(in_response, prompts.shape[1] + column - p, column.clamp(max=prompts.shape[1] - 1))
     ids = torch.cat([prompts, responses], dim=1).gather(1, source)
-    ids = ids.masked_fill(column >= p + r, 0)
-
-    step = torch.arange(responses.shape[1], device=device)
-    mask = step < r
-    start = torch.arange(len(prompts), device=device)[:, None] * length
-    if not packed:
-        return CompactRows(ids, (start + p - 1 + step)[mask], responses[mask], mask)
-    read = (prompt_lengths + response_lengths - 1).clamp(min=1)
-    real = column < read[:, None]
-    start = (read.cumsum(0) - read)[:, None]
-    segments = Segments.of(read.tolist(), device=device)
-    positions = column.expand_as(ids)[real][None]
-    whole = CompactRows(ids[real][None], (start + p - 1 + step)[mask], responses[mask], mask, positions, segments)
-    return whole if group is None else _own_part(whole, read.tolist(), group)
+    return ids.masked_fill(column >= whole[:, None], 0), (whole - 1).clamp(min=1)
 
 
-def _own_part(whole: CompactRows, lengths: list[int], group: dist.ProcessGroup) -> CompactRows:
+def shared_beginnings(ids: Tensor, lengths: Tensor) -> Tensor:
+    """[b]: with how many tokens a row of `ids` [b, L] begins as the row before it; 0 where they are too few to gain."""
+    column = torch.arange(ids.shape[1], device=ids.device)
+    equal = (ids[1:] == ids[:-1]) & (column < torch.minimum(lengths[1:], lengths[:-1])[:, None])
+    shared = torch.cat([lengths.new_zeros(1), equal.to(torch.int8).cummin(1).values.sum(1)])
+    return shared.masked_fill(shared < _FEWEST_SHARED, 0)
+
+
+def in_families(ids: Tensor, lengths: Tensor) -> tuple[list[int], list[int]]:
+    """An order of the rows in which those that begin alike are neighbours, and how many tokens each of them shares with
+    the one before it (`shared_beginnings`). Families come from long to short rows, ties in the given order."""
+    data, sizes = ids.cpu().numpy().astype(">i4"), lengths.tolist()  # big-endian: bytes sort as the tokens do
+    order = sorted(range(len(sizes)), key=lambda row: data[row, : sizes[row]].tobytes())
+    shared = shared_beginnings(ids[order], lengths[order]).tolist()
+    families: list[list[tuple[int, int]]] = []
+    for row, count in zip(order, shared, strict=True):
+        if not count:
+            families.append([])
+        families[-1].append((row, count))
+    families.sort(key=lambda family: (-max(sizes[row] for row, _ in family), min(family)[0]))
+    flat = [member for family in families for member in family]
+    return [row for row, _ in flat], [count for _, count in flat]
+
+
+def _positions(own: Tensor, skipped: Tensor, length: int) -> Tensor:
+    """[b, L]: where token c of row i lies, in the last row up to i that does not skip it."""
+    start = own.cumsum(0) - own - skipped
+    column = torch.arange(length, device=own.device)
+    row = torch.arange(len(own), device=own.device)[:, None]
+    holder = torch.where(column >= skipped[:, None], row, 0).cummax(0).values
+    return start[holder] + column
+
+
+def _own_part(whole: CompactRows, group: dist.ProcessGroup) -> CompactRows:
     """This rank's positions of packed rows, as many as any other rank's: a row of padding fills up the last part."""
-    assert whole.position_ids is not None
-    missing = -sum(lengths) % group.size()
-    each = (sum(lengths) + missing) // group.size()
+    assert whole.position_ids is not None and whole.segments is not None
+    tokens = whole.input_ids.shape[1]
+    missing = -tokens % group.size()
+    each = (tokens + missing) // group.size()
     own = slice(group.rank() * each, (group.rank() + 1) * each)
     ids = torch.nn.functional.pad(whole.input_ids, (0, missing))[:, own]
     filling = torch.arange(missing, device=ids.device)[None]
     positions = torch.cat([whole.position_ids, filling], dim=1)[:, own]
-    begin, end = torch.searchsorted(whole.predictor, torch.tensor([own.start, own.stop], device=ids.device)).tolist()
-    predictor, targets = whole.predictor[begin:end] - own.start, whole.targets[begin:end]
-    segments = Segments.of(lengths + [missing] * (missing > 0), group, ids.device)
-    return CompactRows(ids, predictor, targets, whole.mask, positions, segments, begin, len(whole.targets))
+    by_position = whole.predictor.sort(stable=True)
+    ends = torch.tensor([own.start, own.stop], device=ids.device)
+    begin, end = torch.searchsorted(by_position.values, ends).tolist()
+    predictor, targets = by_position.values[begin:end] - own.start, whole.targets[by_position.indices[begin:end]]
+    segments = whole.segments.shared_out(group, missing)
+    total = len(whole.targets)
+    return CompactRows(
+        ids, predictor, targets, whole.mask, positions, segments, begin, total, by_position.indices.argsort()
+    )

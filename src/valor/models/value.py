@@ -61,16 +61,17 @@ class ValueHead:
 class ValueModel(nn.Module):
     """Wraps `hf`, any *ForTokenClassification model whose backbone is causal and whose labels are a `ValueHead`.
 
-    packed: as in PolicyModel.
+    packed, shared: as in PolicyModel.
     """
 
     sequence_group: dist.ProcessGroup | None = None  # whose ranks share rows; set by the engine
 
-    def __init__(self, hf: Any, *, packed: bool = False) -> None:
+    def __init__(self, hf: Any, *, packed: bool = False, shared: bool = False) -> None:
         super().__init__()
         disable_dropout(hf)
         self.hf = hf
         self.packed = packed and enable_packing(hf)
+        self.shared = shared and self.packed
         self.reading = ValueHead.of(hf.config) or ValueHead()
         self.head.float()
         self.eval()
@@ -90,7 +91,8 @@ class ValueModel(nn.Module):
         raw: instead `head_outputs`, which value losses train: [b, T], or [b, T, K] of a head of K outputs. `rows` as in
         PolicyModel.forward.
         """
-        compact = compact_rows(rows, packed=self.packed, group=self.sequence_group).to(input_device(self.hf))
+        layout = {"packed": self.packed, "shared": self.shared, "group": self.sequence_group}
+        compact = compact_rows(rows, **layout).to(input_device(self.hf))
         states = compact.read_by(self.hf.base_model).last_hidden_state
         outputs = self.head(compact.gather(states).float()).float()
         if raw:

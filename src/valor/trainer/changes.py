@@ -27,8 +27,8 @@ _HARMLESS = """
     trainer.device trainer.n_gpus_per_node trainer.num_threads trainer.nnodes trainer.node_* trainer.master_*
     trainer.controller ray_kwargs.* resource_pools* *_per_gpu *offload* *.reshard_after_forward *.forward_prefetch
     *.fsdp_size *.tensor_model_parallel_size *.ulysses_sequence_parallel_size
-    *.enable_gradient_checkpointing *.use_remove_padding *.max_num_seqs *.max_num_batched_tokens
-    *.gpu_memory_utilization *.update_weights_bucket_megabytes *.weights_dir reward.num_workers
+    *.enable_gradient_checkpointing *.use_remove_padding *.share_prefixes *.max_num_seqs
+    *.max_num_batched_tokens *.gpu_memory_utilization *.update_weights_bucket_megabytes *.weights_dir reward.num_workers
 """
 _LENGTH = ("trainer.total_epochs", "trainer.total_training_steps")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")

@@ -59,8 +59,9 @@ class Threads(WorkerGroup):
 
 
 def batch_of(lengths: list[int]) -> Batch:
+    prompts = torch.arange(len(lengths) * max(lengths)).view(len(lengths), -1)
     return Batch(
-        {"x": torch.arange(len(lengths)).float(), "prompt_lengths": torch.tensor(lengths)},
+        {"x": torch.arange(len(lengths)).float(), "prompts": prompts, "prompt_lengths": torch.tensor(lengths)},
         {"uid": [f"u{i // 2}" for i in range(len(lengths))]},
     )
 
@@ -95,6 +96,36 @@ def test_split_is_balanced_by_tokens():
     parts = split_rows(batch_of([10, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]), 2, None)
     work = [sum([10, *[1] * 10][i] for i in part) for part in parts]
     assert work == [10, 10]
+
+
+def grouped_batch(groups: int, size: int, prompt: int, response: int) -> Batch:
+    prompts = torch.arange(groups * prompt).view(groups, prompt).repeat(size, 1)  # rows of a group far apart
+    lengths = {"prompt_lengths": prompt, "response_lengths": response}
+    return Batch({"prompts": prompts, **{name: torch.full((len(prompts),), n) for name, n in lengths.items()}})
+
+
+def test_answers_to_a_prompt_stay_on_one_rank_as_long_as_that_balances():
+    for groups, ranks in ((8, 2), (6, 3), (2, 2)):
+        parts = split_rows(grouped_batch(groups, 4, 100, 50), ranks, None)
+        assert sorted(row % groups for part in parts for row in set(part)) == sorted([*range(groups)] * 4)
+        assert all(len({row % groups for row in part}) == groups // ranks for part in parts)
+        assert all(len(part) == 4 * groups // ranks for part in parts)
+
+
+def test_a_group_is_cut_where_ranks_would_be_idle():
+    assert sorted(map(len, split_rows(grouped_batch(1, 8, 10, 50), 4, None))) == [2, 2, 2, 2]
+    assert sorted(map(len, split_rows(grouped_batch(3, 4, 10, 50), 2, None))) == [6, 6]
+    # 300 + 10 tokens to compute twice is more than ten times 20 at once
+    assert sorted(map(len, split_rows(grouped_batch(1, 10, 300, 20), 2, None))) == [5, 5]
+    assert sorted(map(len, split_rows(grouped_batch(1, 2, 300, 0), 2, None))) == [0, 2]
+
+
+def test_rows_of_an_episode_go_with_its_prompt():
+    batch = grouped_batch(2, 2, 10, 5)
+    later = Batch({**batch.tensors, "prompts": batch["prompts"] + 1000})  # what its second turn was asked
+    both = Batch.concat([batch, later]).take([0, 4, 1, 5, 2, 6, 3, 7])
+    both["episode"] = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
+    assert sorted(split_rows(both, 2, None)) == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
 def test_all_answers_with_the_first_rank_and_unmarked_methods_are_private():

@@ -11,7 +11,7 @@ from valor.config.engine import FSDPConfig, OptimConfig
 from valor.data.batch import Batch
 from valor.engines import distributed
 from valor.engines.fsdp.engine import FSDPEngine
-from valor.models import packing
+from valor.models import attention
 from valor.models.policy import PolicyModel
 
 ROWS = Batch(
@@ -25,24 +25,24 @@ ROWS = Batch(
 
 
 def varlen(query, key, value, segments, scaling):
-    """As torch's: it is told where rows begin by a tensor."""
-    assert segments.offsets.dtype is torch.int32
+    """As torch's: it is told where rows begin by tensors, and the last query sees the last key."""
+    offsets = segments.offsets if segments.key_offsets is None else segments.key_offsets
+    assert segments.offsets.dtype is offsets.dtype is torch.int32
     found = []
-    for start, end in pairwise(segments.offsets.tolist()):
-        parts = (x[:, :, start:end] for x in (query, key, value))
-        gqa = query.shape[1] != key.shape[1]
-        found.append(
-            torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True, scale=scaling, enable_gqa=gqa)
-        )
-    return torch.cat(found, dim=2).transpose(1, 2)
+    for (start, end), (first, last) in zip(pairwise(segments.offsets.tolist()), pairwise(offsets.tolist()), strict=True):
+        q, k, v = (x.transpose(0, 1) for x in (query[start:end], key[first:last], value[first:last]))
+        seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+        gqa = len(q) != len(k)
+        found.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, scale=scaling, enable_gqa=gqa))
+    return torch.cat(found, dim=1).transpose(0, 1)
 
 
 @pytest.fixture
 def engine(monkeypatch):
     """Its first pass is an update, with gradient checkpointing."""
-    monkeypatch.setattr(packing, "VARLEN_DEVICES", ("cpu",))
-    monkeypatch.setattr(packing, "_varlen", varlen)
-    packing._varlen_agrees.cache_clear()
+    monkeypatch.setattr(attention, "VARLEN_DEVICES", ("cpu",))
+    monkeypatch.setattr(attention, "_varlen", varlen)
+    attention._varlen_agrees.cache_clear()
     distributed.init_process_group("cpu")
     torch.manual_seed(0)
     hf = AutoModelForCausalLM.from_config(Qwen2Config(**SIZES))
@@ -54,18 +54,18 @@ def engine(monkeypatch):
         device=torch.device("cpu"),
     )
     distributed.destroy_process_group()
-    packing._varlen_agrees.cache_clear()
+    attention._varlen_agrees.cache_clear()
 
 
 def test_the_first_backward_pass_finds_what_the_forward_pass_left(engine):
-    probes = packing._varlen_agrees.cache_info().misses
+    probes = attention._varlen_agrees.cache_info().misses
     metrics = engine.forward_backward(ROWS, lambda out, rows: (out["log_probs"].sum(), {"rows": float(len(rows))}))
     assert metrics == {"rows": 3.0} and engine.optimizer_step()["grad_norm"] > 0
-    assert packing._varlen_agrees.cache_info().misses == probes > 0
+    assert attention._varlen_agrees.cache_info().misses == probes > 0
 
 
 def test_where_rows_begin_is_copied_once_a_pass_and_not_once_a_layer(engine, monkeypatch):
     seen = []
-    monkeypatch.setattr(packing, "_varlen", lambda *a: seen.append(a[3].offsets.data_ptr()) or varlen(*a))
+    monkeypatch.setattr(attention, "_varlen", lambda *a: seen.append(a[3].offsets.data_ptr()) or varlen(*a))
     engine.forward(ROWS)
     assert len(seen) == SIZES["num_hidden_layers"] and len(set(seen)) == 1

@@ -6,7 +6,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from tiny_sizes import SIZES
 from valor.engines.microbatch import plan_micro_batches
-from valor.models.packing import IMPLEMENTATION, Segments
+from valor.models.attention import Segments
+from valor.models.packing import IMPLEMENTATION
 from valor.models.policy import PolicyModel
 from valor.models.rows import compact_rows
 from valor.models.value import ValueModel

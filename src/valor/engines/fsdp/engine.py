@@ -22,15 +22,15 @@ from valor.engines.base import LossFn, WeightNames
 from valor.engines.fsdp.internals import drop_unreduced_gradients
 from valor.engines.fsdp.loading import built_once
 from valor.engines.fsdp.sharding import gathered, rank_mesh, sequence_group, shard
-from valor.engines.microbatch import MicroBatches, TokenBudget
+from valor.engines.microbatch import MicroBatches, RowOrder, TokenBudget
 from valor.engines.optim import build_optimizer, clip_gradients, global_norm, lr_factor
 from valor.errors import Diverged, TrainingStopped, out_of_memory
-from valor.models import packing
+from valor.models import attention
 from valor.models.export import export_hf, plain_weights, published_weights
 from valor.models.load import import_model_code
 from valor.models.lora import adapters_off, has_adapters
 from valor.models.policy import Reference
-from valor.models.rows import ROW_FIELDS
+from valor.models.rows import ROW_FIELDS, in_families, model_inputs
 from valor.tracking.metrics import reduce_metrics
 from valor.tracking.progress import report_progress
 
@@ -99,7 +99,7 @@ class FSDPEngine:
         self.counters = checkpoint.Counters()
         self._first_norm = self._weight_norm()
         self._budgets = {"forward": TokenBudget(), "train": TokenBudget()}
-        if device.type in packing.VARLEN_DEVICES and getattr(module, "packed", False):
+        if device.type in attention.VARLEN_DEVICES and getattr(module, "packed", False):
             with torch.no_grad():
                 self._outputs(Batch(), [], {})  # so that variable-length attention is probed outside of a checkpoint
             self._reshard()
@@ -294,7 +294,11 @@ class FSDPEngine:
         share = self._sequence_parallel  # each rank computes that part of every micro-batch
         max_tokens, max_rows = (None if limit is None else limit * share for limit in (max_tokens, max_rows))
         packed = getattr(self.module, "packed", False)
-        return MicroBatches(lengths, self._budgets[verb], max_tokens=max_tokens, max_rows=max_rows, packed=packed)
+        order = None
+        if lengths and getattr(self.module, "shared", False):
+            order = RowOrder(*in_families(*model_inputs(batch)))
+        budget = self._budgets[verb]
+        return MicroBatches(lengths, budget, order, max_tokens=max_tokens, max_rows=max_rows, packed=packed)
 
     def _attempt(self, function: Callable[[], _Result]) -> _Result | None:
         """What `function`, a pass of the module, returns; None where memory did not suffice. TrainingStopped with

@@ -1,0 +1,213 @@
+"""Causal attention over packed rows: every token attends to its own row alone, however many rows lie in one.
+
+Shapes: N positions, D head size.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import accumulate, groupby, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+_SHORT = 2**20  # queries times keys of a row up to which a CPU is faster with `_Products`, which keep all weights
+_BLOCK = 2**13  # queries times keys at once, which a CPU's cache can hold
+VARLEN_DEVICES = ("cuda",)  # types of devices on which torch may have variable-length attention
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Where rows lie: row i at positions bounds[i] to bounds[i + 1] - 1. `group`: whose ranks share the positions.
+
+    Of rows that share a beginning these are the tokens that row i does not have from earlier rows; then `keys` are the
+    positions of all its tokens, row after row, `key_bounds` as `bounds`. The tensors are on the device of the model,
+    copied there once and not in every layer; they are fields, since FSDP passes copies of dataclasses on, field by
+    field.
+    """
+
+    bounds: tuple[int, ...]
+    group: dist.ProcessGroup | None = None
+    offsets: Tensor | None = field(default=None, compare=False)  # bounds, int32
+    key_bounds: tuple[int, ...] | None = None
+    key_offsets: Tensor | None = field(default=None, compare=False)
+    keys: Tensor | None = field(default=None, compare=False)  # int64
+
+    @staticmethod
+    def of(lengths: list[int], device: torch.device | None = None) -> Segments:
+        """Rows of these lengths."""
+        bounds = (0, *accumulate(lengths))
+        return Segments(bounds, offsets=torch.tensor(bounds, dtype=torch.int32, device=device))
+
+    def reading(self, lengths: list[int], keys: Tensor) -> Segments:
+        """The same where the rows are longer than what is theirs alone: of these lengths, their tokens at `keys`."""
+        bounds = (0, *accumulate(lengths))
+        offsets = torch.tensor(bounds, dtype=torch.int32, device=keys.device)
+        return replace(self, key_bounds=bounds, key_offsets=offsets, keys=keys)
+
+    def shared_out(self, group: dist.ProcessGroup, padding: int) -> Segments:
+        """The same over the ranks of a group, with a row of padding, if any, behind the others."""
+        if not padding:
+            return replace(self, group=group)
+        assert self.offsets is not None
+        whole = replace(Segments.of([*self.lengths, padding], self.offsets.device), group=group)
+        if self.keys is None or self.key_bounds is None:
+            return whole
+        more = torch.arange(self.bounds[-1], self.bounds[-1] + padding, device=self.keys.device)
+        return whole.reading([*_lengths(self.key_bounds), padding], torch.cat([self.keys, more]))
+
+    def to(self, device: torch.device) -> Segments:
+        """The same with its tensors on `device`."""
+        return replace(self, **{name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)})
+
+    @property
+    def lengths(self) -> list[int]:
+        return _lengths(self.bounds)
+
+    @property
+    def key_lengths(self) -> list[int]:
+        return self.lengths if self.key_bounds is None else _lengths(self.key_bounds)
+
+
+def _lengths(bounds: tuple[int, ...]) -> list[int]:
+    return [end - start for start, end in pairwise(bounds)]
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None = None) -> Tensor:
+    """Output [1, N, heads, value size] for query [1, heads, N, D], key and value [1, kv heads, N, D]."""
+    shape = (query.shape[1], key.shape[1], query.shape[3], value.shape[3])
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    if segments.keys is not None:
+        key, value = key.index_select(0, segments.keys), value.index_select(0, segments.keys)
+    if query.device.type in VARLEN_DEVICES and _varlen_agrees(query.device, query.dtype, *shape):
+        return _varlen(query, key, value, segments, scaling)[None]
+    return _row_by_row(query, key, value, segments, scaling)[None]
+
+
+def _row_by_row(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None) -> Tensor:
+    """Attention output [N, heads, value size] of query [N, heads, D] over key and value [K, kv heads, D]: K is N, or
+    with shared beginnings the tokens of all whole rows. Neighbours of the same lengths attend side by side."""
+    runs = [(n, m, len(list(rows))) for (n, m), rows in groupby(zip(segments.lengths, segments.key_lengths, strict=True))]
+    queries = query.split([n * count for n, _, count in runs])
+    keys, values = (x.split([m * count for _, m, count in runs]) for x in (key, value))
+    found = []
+    for (n, m, count), *parts in zip(runs, queries, keys, values, strict=True):
+        if n:
+            q, k, v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in parts)
+            found.append(_rows(q, k, v, scaling).transpose(1, 2).flatten(0, 1))
+    return torch.cat(found)
+
+
+def _rows(q: Tensor, k: Tensor, v: Tensor, scaling: float | None) -> Tensor:
+    """[b, heads, n, value size] of q [b, heads, n, D], k and v [b, kv heads, m, D]: query t sees keys up to m - n + t."""
+    n, m = q.shape[2], k.shape[2]
+    if q.device.type == "cpu" and n * m <= _SHORT:
+        return _Products.apply(q, k, v, scaling or q.shape[-1] ** -0.5)
+    mask = None if n == m else torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
+    grouped = q.shape[1] != k.shape[1]
+    return nn.functional.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+    )
+
+
+class _Products(torch.autograd.Function):
+    """The same with all weights at once, some queries after the other: two batched products and a float32 softmax. On
+    CPUs faster for short rows, above all backward. The query heads of a key head are more queries of it."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        n, m = q.shape[2], k.shape[2]
+        grouped = q.unflatten(1, (k.shape[1], -1))
+        keys, values = k.flatten(0, 1), v.flatten(0, 1)
+        out = q.new_empty(*grouped.shape[:4], v.shape[-1])
+        kept = []
+        for start, end in _blocks(n, m):
+            queries = grouped[:, :, :, start:end].reshape(len(keys), -1, q.shape[-1])
+            seen = m - n + end
+            scores = torch.bmm(queries, keys[:, :seen].transpose(1, 2)).float().mul_(scale)
+            future = torch.ones(end - start, seen, dtype=torch.bool).triu_(seen - (end - start) + 1)
+            scores.unflatten(1, (-1, end - start)).masked_fill_(future, -torch.inf)
+            weights = torch.softmax(scores, -1).to(q.dtype)
+            part = torch.bmm(weights, values[:, :seen])
+            out[:, :, :, start:end] = part.view(*grouped.shape[:3], end - start, -1)
+            kept += [queries, weights, part]
+        ctx.save_for_backward(keys, values, *kept)
+        ctx.scale, ctx.shapes = scale, (q.shape, k.shape, v.shape)
+        return out.flatten(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        keys, values, *kept = ctx.saved_tensors
+        (b, heads, n, size), (_, kv_heads, m, _), _ = ctx.shapes
+        grouped = grads[0].unflatten(1, (kv_heads, -1))
+        d_query = keys.new_empty(b, kv_heads, heads // kv_heads, n, size)
+        d_key, d_value = torch.zeros_like(keys), torch.zeros_like(values)
+        for i, (start, end) in enumerate(_blocks(n, m)):
+            queries, weights, part = kept[3 * i : 3 * i + 3]
+            grad = grouped[:, :, :, start:end].reshape(part.shape)
+            seen = m - n + end
+            # d score = weight * (d weight - sum of weight * d weight), and that sum is the product of grad and output
+            inner = torch.linalg.vecdot(grad.float(), part.float())[..., None]
+            scores = torch.bmm(grad, values[:, :seen].transpose(1, 2)).float().sub_(inner).mul_(weights).mul_(ctx.scale)
+            scores = scores.to(grad.dtype)
+            d_query[:, :, :, start:end] = torch.bmm(scores, keys[:, :seen]).view(b, kv_heads, -1, end - start, size)
+            d_key[:, :seen] += torch.bmm(scores.transpose(1, 2), queries)
+            d_value[:, :seen] += torch.bmm(weights.transpose(1, 2), grad)
+        return (*(x.view(shape) for x, shape in zip((d_query, d_key, d_value), ctx.shapes, strict=True)), None)
+
+
+def _blocks(n: int, m: int) -> Iterator[tuple[int, int]]:
+    size = max(_BLOCK // m, 32)
+    return ((start, min(start + size, n)) for start in range(0, n, size))
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None) -> Tensor:
+    """The same by torch's variable-length flash attention (CUDA, half precision)."""
+    from torch.nn.attention.varlen import varlen_attn  # newer torch
+
+    offsets: Any = segments.offsets
+    key_offsets: Any = offsets if segments.key_offsets is None else segments.key_offsets
+    longest = max(segments.lengths), max(segments.key_lengths)
+    options = {"scale": scaling, "window_size": (-1, 0), "enable_gqa": query.shape[1] != key.shape[1]}
+    tensors = (x.contiguous() for x in (query, key, value))
+    return varlen_attn(*tensors, offsets, key_offsets, *longest, **options)  # type: ignore[return-value]
+
+
+@lru_cache
+def _varlen_agrees(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int, value_size: int
+) -> bool:
+    """Whether variable-length attention is there for such tensors and gives, forward and backward, what sdpa does.
+
+    To be asked for the first time outside of checkpointed layers, which would take the probe for a part of them: the
+    engine makes a pass when it is built.
+    """
+    if dtype not in (torch.bfloat16, torch.float16) or size != value_size:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.tensor([*range(5), 0, 1, 2, 5, *range(6, 15)], device=device)  # row 1 begins with 3 tokens of row 0
+    segments = Segments.of([5, 1, 9], device).reading([5, 4, 9], keys)
+
+    def random(length: int, count: int) -> Tensor:
+        return torch.randn(length, count, size, generator=generator).to(device, dtype).requires_grad_()
+
+    inputs = random(15, heads), random(18, kv_heads), random(18, kv_heads)
+    try:
+        with torch.enable_grad():
+            found, expected = _varlen(*inputs, segments, None), _row_by_row(*inputs, segments, None)
+            pairs = [(found, expected)]
+            pairs += zip(*(torch.autograd.grad(out.float().sum(), inputs) for out in (found, expected)), strict=True)
+        agrees = all(torch.allclose(a.float(), b.float(), rtol=3e-2, atol=3e-2) for a, b in pairs)
+        reason = "gives other numbers"
+    except (ImportError, NotImplementedError, RuntimeError, TypeError) as error:
+        agrees, reason = False, str(error).partition("\n")[0]
+    if not agrees:
+        logger.warning("variable-length attention is not used, rows attend one after another: it %s", reason)
+    return agrees
