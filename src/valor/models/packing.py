@@ -121,8 +121,8 @@ def _agrees(hf: Any) -> bool:
             input_ids=flat[None], position_ids=positions[None], use_cache=False, segments=segments
         ).last_hidden_state[0]
     expected = torch.cat([padded[0], padded[1, 3:5]]).float()
-    tolerance = 1e-5 if embeddings.dtype is torch.float32 else 3e-2
-    return torch.allclose(packed.float(), expected, rtol=tolerance, atol=tolerance)
+    tolerance = 1e-5 if embeddings.dtype is torch.float32 else 0.1  # what goes wrong goes wrong by much more
+    return bool((packed.float() - expected).norm() <= tolerance * expected.norm())
 
 
 AttentionInterface.register(IMPLEMENTATION, packed_attention)

@@ -53,14 +53,14 @@ def test_rows_that_decode_together_are_bounded_by_free_memory(hf, monkeypatch):
 @pytest.mark.parametrize("text", ["CUDA out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"])
 def test_a_generation_that_runs_out_of_memory_goes_on_with_fewer_rows(hf, monkeypatch, caplog, text):
     expected = native.NativeEngine(hf, eos_token_ids=[2]).generate(requests())
-    forward, told = hf.model.forward, []
+    embed, told = hf.get_input_embeddings(), []
 
-    def full(*args, **kwargs):
-        if kwargs["input_ids"].shape[0] > 3 and kwargs["input_ids"].shape[1] == 1:
+    def full(ids, forward=embed.forward):
+        if ids.shape[0] > 3 and ids.shape[1] == 1:
             raise RuntimeError(text)
-        return forward(*args, **kwargs)
+        return forward(ids)
 
-    monkeypatch.setattr(hf.model, "forward", full)
+    monkeypatch.setattr(embed, "forward", full)
     engine = native.NativeEngine(hf, eos_token_ids=[2])
     asked = [Request(r.request_id, r.prompt_ids, r.params, r.seed, told.append) for r in requests()]
     with caplog.at_level(logging.WARNING):
@@ -74,12 +74,14 @@ def test_a_generation_that_runs_out_of_memory_goes_on_with_fewer_rows(hf, monkey
 
 
 def test_a_single_row_that_does_not_fit_ends_the_run_in_a_line(hf, monkeypatch):
-    def full(*args, **kwargs):
+    def full(ids):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(hf.model, "forward", full)
+    engine = native.NativeEngine(hf, eos_token_ids=[2])
+    engine.generate(requests(1))
+    monkeypatch.setattr(hf.get_input_embeddings(), "forward", full)
     with pytest.raises(TrainingStopped, match=r"data\.max_response_length"):
-        native.NativeEngine(hf, eos_token_ids=[2]).generate(requests(1))
+        engine.generate(requests(1))
 
 
 @pytest.mark.parametrize(

@@ -97,42 +97,33 @@ def test_long_generations_grow_their_memory(qwen: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("limits", [{"max_num_seqs": 1}, {"max_num_seqs": 3}])
 def test_bounds_on_memory_change_nothing_but_the_company(qwen: PreTrainedModel, limits: dict[str, int]) -> None:
-    widest = 0
-
-    def watch(_module: object, _args: object, inputs: dict[str, torch.Tensor]) -> None:
-        nonlocal widest
-        if inputs["input_ids"].shape[1] == 1:
-            widest = max(widest, inputs["input_ids"].shape[0])
-
-    hook = qwen.register_forward_pre_hook(watch, with_kwargs=True)
-    bounded = NativeEngine(qwen, eos_token_ids=[], **limits).generate(batch(7))
-    hook.remove()
+    bounded, fed = watched(NativeEngine(qwen, eos_token_ids=[], **limits), batch(7))
     free = NativeEngine(qwen, eos_token_ids=[]).generate(batch(7))
     assert [output.token_ids for output in bounded] == [output.token_ids for output in free]
-    assert widest == limits["max_num_seqs"]
+    assert max(rows for rows, count in fed if count == 1) == limits["max_num_seqs"]
+
+
+def watched(engine: NativeEngine, work: list[Request]) -> tuple[list[Output], list[tuple[int, int]]]:
+    """What the engine generates, and the shapes of the token ids that its model reads meanwhile."""
+    fed: list[tuple[int, int]] = []
+    engine.generate(batch(1))  # the first time it tries out how its model can be driven
+    with pytest.MonkeyPatch.context() as patch:
+        embed = engine._hf.get_input_embeddings()
+        patch.setattr(embed, "forward", lambda ids, f=embed.forward: fed.append(tuple(ids.shape)) or f(ids))
+        return engine.generate(work), fed
 
 
 def test_each_prompt_is_prefilled_once(qwen: PreTrainedModel) -> None:
-    fed = []
-    hook = qwen.register_forward_pre_hook(
-        lambda _module, _args, inputs: fed.append(inputs["input_ids"].shape), with_kwargs=True
-    )
     prompt = list(range(3, 53))
     work = [Request(str(i), prompt, SamplingParams(max_tokens=4), (i,)) for i in range(6)]
-    NativeEngine(qwen, eos_token_ids=[]).generate(work)
-    hook.remove()
-    assert [tuple(shape) for shape in fed] == [(1, 49)] + [(6, 1)] * 4
+    _, fed = watched(NativeEngine(qwen, eos_token_ids=[]), work)
+    assert fed == [(1, 49)] + [(6, 1)] * 4
 
 
 def test_finished_sequences_leave_the_batch(qwen: PreTrainedModel) -> None:
-    sizes = []
-    hook = qwen.register_forward_pre_hook(
-        lambda _module, _args, inputs: sizes.append(inputs["input_ids"].shape[0]), with_kwargs=True
-    )
     work = [Request(str(i), [5], SamplingParams(max_tokens=2 * i), (i,)) for i in (1, 2, 4)]
-    NativeEngine(qwen, eos_token_ids=[]).generate(work)
-    hook.remove()
-    assert sizes == [3, 3, 2, 2, 1, 1, 1, 1]
+    _, fed = watched(NativeEngine(qwen, eos_token_ids=[]), work)
+    assert [rows for rows, _ in fed] == [3, 3, 2, 2, 1, 1, 1, 1]
 
 
 def test_on_finish_comes_at_once_and_progress_counts(qwen: PreTrainedModel) -> None:
@@ -217,7 +208,7 @@ def test_parameters_are_gathered_around_all_model_calls() -> None:
         yield
         state["gathered"] = False
 
-    model.register_forward_pre_hook(lambda *_: inside.append(state["gathered"]))
+    model.get_input_embeddings().register_forward_pre_hook(lambda *_: inside.append(state["gathered"]))
     NativeEngine(model, eos_token_ids=[], unsharded=unsharded).generate(batch(3))
     assert inside and all(inside)
     assert state == {"gathered": False, "entered": 1}

@@ -138,9 +138,9 @@ def slot_attention(
     scores = ScoreRule(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
     cache = _serving.get()
     if isinstance(cache, SlotCache):
-        return _decode(cache, query, key, value, attention_mask, scores), None
+        return decode_attention(cache, query, key, value, attention_mask, scores), None
     cache.direct &= key is cache.keys.get(cache.current_layer)
-    return _prefill(query, key, value, attention_mask, scores), None
+    return prefill_attention(cache, query, key, value, attention_mask, scores), None
 
 
 class ScoreRule(NamedTuple):
@@ -166,7 +166,9 @@ class ScoreRule(NamedTuple):
         return torch.softmax(torch.cat([products, sinks], dim=-1), dim=-1)[..., :-1]
 
 
-def _prefill(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rule: ScoreRule) -> Tensor:
+def prefill_attention(
+    cache: PromptCache, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rule: ScoreRule
+) -> Tensor:
     """Causal attention among the tokens of each prompt."""
     gqa = query.shape[1] != key.shape[1]
     if rule.softcap is None and rule.sinks is None:
@@ -184,7 +186,7 @@ def _prefill(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rul
     return (weights @ value).view(batch, heads, length, -1).transpose(1, 2).contiguous()
 
 
-def _decode(
+def decode_attention(
     cache: SlotCache, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rule: ScoreRule
 ) -> Tensor:
     """Attention of one new token per row over its prompt and its own columns: [B, 1, heads, value size].

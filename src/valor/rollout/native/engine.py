@@ -26,6 +26,7 @@ from valor.rollout.base import (
     token_versions,
 )
 from valor.rollout.native.attention import check_supported, generation_mode, serving
+from valor.rollout.native.decoder import Decoder, agrees
 from valor.rollout.native.kv_cache import PromptCache, SlotCache, free_bytes
 from valor.rollout.native.packed_linear import packed_linears
 from valor.rollout.native.requests import Group, Intake, Row, Waiting
@@ -69,6 +70,7 @@ class NativeEngine(RolloutEngine):
         max_num_seqs: int = 256,
         max_batched_tokens: int = 8192,
         pack_weights: bool = True,
+        direct: bool = True,
     ) -> None:
         check_supported(hf)
         self._hf = hf
@@ -79,7 +81,9 @@ class NativeEngine(RolloutEngine):
         self._config = hf.config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
         self._max_model_len = getattr(self._config, "max_position_embeddings", None) or 2**31
         self._pack = packed_linears if pack_weights else nullcontext
-        self._packed: ExitStack | None = None  # while it generates
+        self._layout: ExitStack | None = None  # while it generates
+        self._decoder: Decoder | None = None
+        self._direct: bool | None = None if direct else False  # whether it can be driven by a Decoder, once that is known
         self.weights_version: int | None = 0
         self.weights_checksum: int | None = None
 
@@ -91,7 +95,7 @@ class NativeEngine(RolloutEngine):
         """
         intake = Intake(source, self._max_model_len)
         if intake.pending:
-            with self._unsharded(), generation_mode(self._hf), torch.inference_mode(), self._packing():
+            with self._unsharded(), generation_mode(self._hf), torch.inference_mode(), self._laid_out():
                 while intake.pending:
                     self._attempt(intake)
 
@@ -108,12 +112,34 @@ class NativeEngine(RolloutEngine):
         """Nothing to end."""
 
     @contextmanager
-    def _packing(self) -> Iterator[None]:
+    def _laid_out(self) -> Iterator[None]:
         """Weights in the layout that is fastest, for the block; `sync_weights` in it lays out the new ones."""
-        with ExitStack() as self._packed:
-            self._packed.enter_context(self._pack(self._hf))
+        with ExitStack() as self._layout:
+            self._lay_out()
             yield
-        self._packed = None
+        self._layout = self._decoder = None
+
+    def _lay_out(self) -> None:
+        assert self._layout is not None
+        self._decoder = None
+        if self._direct is not False:
+            try:
+                decoder = Decoder(self._hf)
+                if self._direct is None:
+                    self._direct = agrees(decoder, self._hf)
+                self._decoder = decoder if self._direct else None
+            except (AttributeError, KeyError, TypeError):
+                self._direct = False
+        if self._decoder is None:
+            self._layout.enter_context(self._pack(self._hf))
+
+    def _model(self, input_ids: Tensor, position_ids: Tensor, cache: PromptCache | SlotCache) -> Tensor:
+        """Logits [B, V] after the last of the tokens [B, q]."""
+        if self._decoder is not None:
+            return self._decoder(input_ids, position_ids, cache)
+        inputs = {"input_ids": input_ids, "position_ids": position_ids, "past_key_values": cache}
+        with serving(cache):
+            return self._hf(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
 
     def _attempt(self, intake: Intake) -> None:
         """Generate all requests, or less of them where memory does not suffice."""
@@ -167,10 +193,7 @@ class NativeEngine(RolloutEngine):
             if width:
                 # Padding (any token) on the right: causal attention keeps it from touching what comes before.
                 padded = [[*g.prompt_ids[:-1], *g.prompt_ids[-1:] * width][:width] for g in batch]
-                inputs = {"input_ids": torch.tensor(padded, device=device)}
-                inputs |= {"position_ids": torch.arange(width, device=device)[None]}
-                with serving(prefill):
-                    self._hf(**inputs, past_key_values=prefill, use_cache=True, logits_to_keep=1)
+                self._model(torch.tensor(padded, device=device), torch.arange(width, device=device)[None], prefill)
             if not rows:
                 cache.shared &= prefill.direct
             cache.reserve_prompts(left, width)
@@ -228,9 +251,7 @@ class NativeEngine(RolloutEngine):
         per_test = STEPS_PER_TEST["cpu" if device.type == "cpu" else "cuda"]
         for step in range(steps):
             cache.advance()
-            inputs = {"input_ids": fed[:, None], "position_ids": cache.positions[:, None]}
-            with serving(cache):
-                logits = self._hf(**inputs, past_key_values=cache, use_cache=True).logits[:, -1]
+            logits = self._model(fed[:, None], cache.positions[:, None], cache)
             fed, log_probs = sampler(logits, uniforms[step])
             chosen.append(fed)
             scored.append(log_probs)
@@ -265,9 +286,9 @@ class NativeCopy(NativeEngine):
             self._held[name].copy_(tensor)
         self.weights_checksum = int(torch.stack([checksum(tensor) for tensor in self._held.values()]).sum())
         self.weights_version = version
-        if self._packed is not None:  # in the middle of a generation, which computes with copies of the old ones
-            self._packed.close()
-            self._packed.enter_context(self._pack(self._hf))
+        if self._layout is not None:  # in the middle of a generation, which computes with copies of the old ones
+            self._layout.close()
+            self._lay_out()
 
 
 def _stop_table(stop_ids: Sequence[frozenset[int]], device: torch.device) -> Tensor:

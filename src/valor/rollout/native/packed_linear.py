@@ -53,8 +53,14 @@ def _packable(module: nn.Module) -> bool:
         isinstance(module, nn.Linear)
         and type(module).forward is nn.Linear.forward
         and "forward" not in module.__dict__
-        and module.weight.device.type == "cpu"
-        and module.weight.dtype in (torch.float32, torch.bfloat16)
+        and has_packed_layout(module.weight)
+    )
+
+
+def has_packed_layout(weight: Tensor) -> bool:
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype in (torch.float32, torch.bfloat16)
         and torch.backends.mkldnn.is_available()
     )
 

@@ -1,0 +1,171 @@
+"""Forward passes of the Llama family driven directly over its weights, for prefill and decoding.
+
+A decode step of a small model is many tiny operations. Here projections that read the same input are one product,
+activations and sums happen inside products where the CPU library can. Models of `FAMILIES` are driven this way if they then give the logits of
+their own forward pass, which is tried out; all others keep that one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.masking_utils import causal_mask_function
+
+from valor.models.lora import has_adapters
+from valor.rollout.native.attention import ScoreRule, decode_attention, prefill_attention, serving, slot_mask
+from valor.rollout.native.kv_cache import PromptCache, SlotCache
+from valor.rollout.native.packed_linear import TYPICAL_ROWS, has_packed_layout
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma")  # by `model_type`; SmolLM2 is a llama
+_ACTIVATIONS = {"silu": ("swish", ""), "gelu_pytorch_tanh": ("gelu", "tanh"), "gelu": ("gelu", "none")}
+
+
+class Product:
+    """x Wᵀ + b of one linear layer, or of several that read the same x, one behind the other."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+        if not all(type(layer) is nn.Linear for layer in layers) or len({bias is None for bias in biases}) > 1:
+            raise TypeError("not plain linear layers")
+        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+        self._bias = None if biases[0] is None else torch.cat(biases)
+        self._packed = has_packed_layout(weight)
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS) if self._packed else weight
+
+    def __call__(self, x: Tensor, activation: str | None = None) -> Tensor:
+        """With an activation (a name of transformers) of the result."""
+        name, algorithm = _ACTIVATIONS[activation] if activation else ("none", "")
+        if self._packed:
+            return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, name, [], algorithm)
+        found = F.linear(x, self._weight, self._bias)
+        if not activation:
+            return found
+        return F.silu(found) if name == "swish" else F.gelu(found, approximate=algorithm)
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        return self._with(x, other, "add")
+
+    def times(self, x: Tensor, other: Tensor) -> Tensor:
+        return self._with(x, other, "mul")
+
+    def _with(self, x: Tensor, other: Tensor, operation: str) -> Tensor:
+        if self._packed:
+            return torch.ops.mkldnn._linear_pointwise.binary(x, other, self._weight, self._bias, operation)
+        found = F.linear(x, self._weight, self._bias)
+        return found.add_(other) if operation == "add" else found.mul_(other)
+
+
+class Norm:
+    """Root mean square norm over the last dimension."""
+
+    def __init__(self, layer: Any) -> None:
+        weight, self._eps = layer.weight, getattr(layer, "variance_epsilon", None) or layer.eps
+        # Gemma's multiplies by 1 + weight. What it does to ones tells.
+        plain = torch.allclose(layer(torch.ones_like(weight)).float(), weight.float(), atol=1e-2)
+        self._weight = weight if plain else 1 + weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self._weight.shape, self._weight, self._eps)
+
+
+@dataclass
+class Layer:
+    """The weights of one decoder layer."""
+
+    before: Norm
+    qkv: Product
+    head_norms: tuple[Norm, Norm] | None
+    out: Product
+    between: Norm
+    gate: Product
+    up: Product
+    down: Product
+
+    @staticmethod
+    def of(layer: Any) -> Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        head_norms = None
+        if hasattr(attention, "q_norm"):
+            head_norms = Norm(attention.q_norm), Norm(attention.k_norm)
+        return Layer(
+            before=Norm(layer.input_layernorm),
+            qkv=Product(attention.q_proj, attention.k_proj, attention.v_proj),
+            head_norms=head_norms,
+            out=Product(attention.o_proj),
+            between=Norm(layer.post_attention_layernorm),
+            gate=Product(mlp.gate_proj),
+            up=Product(mlp.up_proj),
+            down=Product(mlp.down_proj),
+        )
+
+
+class Decoder:
+    """The forward pass of `hf` in generation, with a copy of its weights as they are now.
+
+    TypeError, KeyError or AttributeError: it is not of the family, or not in its plain form.
+    """
+
+    def __init__(self, hf: Any) -> None:
+        base, config = hf.base_model, hf.config.get_text_config()
+        other_masks = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+        if config.model_type not in FAMILIES or has_adapters(hf) or other_masks or getattr(config, "sliding_window", None):
+            raise TypeError("not a plain model of the Llama family")
+        self._embed, self._rotary = base.embed_tokens, base.rotary_emb
+        self._layers = [Layer.of(layer) for layer in base.layers]
+        self._norm, self._head = Norm(base.norm), Product(hf.get_output_embeddings())
+        self._heads = config.num_attention_heads
+        self._kv_heads = getattr(config, "num_key_value_heads", None) or self._heads
+        attention = base.layers[0].self_attn
+        self._size = attention.head_dim
+        self._rule = ScoreRule(attention.scaling, None, None)
+        self._activation = getattr(config, "hidden_act", None) or config.hidden_activation
+        _ACTIVATIONS[self._activation]
+
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, cache: PromptCache | SlotCache) -> Tensor:
+        """Logits [B, V] after the last of the tokens [B, q], whose keys and values go to `cache`."""
+        batch, count = input_ids.shape
+        hidden = self._embed(input_ids)
+        cos, sin = (x.unsqueeze(2) for x in self._rotary(hidden, position_ids=position_ids))
+        half = self._size // 2
+        with serving(cache):
+            width = cache.get_mask_sizes(count, 0)[0]
+            options = {"mask_function": causal_mask_function, "device": hidden.device}
+            mask = slot_mask(q_length=count, kv_length=width, **options)
+        attend = prefill_attention if isinstance(cache, PromptCache) else decode_attention
+        x = hidden.flatten(0, 1)
+        turned = self._heads + self._kv_heads
+        for number, layer in enumerate(self._layers):
+            qkv = layer.qkv(layer.before(x)).view(batch, count, turned + self._kv_heads, self._size)
+            qk, value = qkv[:, :, :turned], qkv[:, :, turned:]
+            if layer.head_norms is not None:
+                parts = qk.split([self._heads, self._kv_heads], dim=2)
+                qk = torch.cat([norm(part) for norm, part in zip(layer.head_norms, parts, strict=True)], dim=2)
+            rotated = qk * cos
+            rotated[..., :half].addcmul_(qk[..., half:], sin[..., :half], value=-1)
+            rotated[..., half:].addcmul_(qk[..., :half], sin[..., half:])
+            query, key = rotated.transpose(1, 2).split([self._heads, self._kv_heads], dim=1)
+            key, value = cache.update(key, value.transpose(1, 2), number)
+            found = attend(cache, query, key, value, mask, self._rule)
+            x = layer.out.plus(found.reshape(len(x), -1), x)
+            inner = layer.between(x)
+            inner = layer.up.times(inner, layer.gate(inner, self._activation))
+            x = layer.down.plus(inner, x)
+        last = x if count == 1 else x.view(batch, count, -1)[:, -1]
+        return self._head(self._norm(last))
+
+
+def agrees(decoder: Decoder, hf: Any) -> bool:
+    """Whether both give the same logits for two short prompts; inside `generation_mode`."""
+    weight = hf.get_input_embeddings().weight
+    ids = (torch.arange(12, device=weight.device).view(2, 6) * 7919 + 13) % len(weight)
+    places = torch.arange(6, device=ids.device)[None]
+    first, second = PromptCache(), PromptCache()
+    with serving(first):
+        expected = hf(input_ids=ids, position_ids=places, past_key_values=first, use_cache=True).logits[:, -1].float()
+    found = decoder(ids, places, second).float()
+    tolerance = 1e-5 if weight.dtype is torch.float32 else 0.1  # what goes wrong goes wrong by much more
+    return bool((found - expected).norm() <= tolerance * expected.norm())
