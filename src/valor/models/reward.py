@@ -18,6 +18,8 @@ from valor.config.reward import RewardModelConfig
 from valor.errors import UserError
 from valor.models.hf import disable_dropout, input_device
 from valor.models.load import load_model_config, load_sequence_classifier, load_value_model
+from valor.models.packing import enable_packing
+from valor.models.rows import ROW_FIELDS, compact_rows
 from valor.models.value import HEAD_NAMES, ValueModel
 
 
@@ -26,10 +28,19 @@ class RewardModel(nn.Module):
 
     Its own forward pass decides where a text is read (causal models: the last token that is not the padding token).
     `label`: of a classifier of several labels the one whose log-odds are the score. `separator_id`: the token behind
-    which the second text of a pair begins, for encoders that tell the two apart.
+    which the second text of a pair begins, for encoders that tell the two apart. packed, shared: as in PolicyModel, for
+    causal models.
     """
 
-    def __init__(self, hf: Any, *, label: int | None = None, separator_id: int | None = None) -> None:
+    def __init__(
+        self,
+        hf: Any,
+        *,
+        label: int | None = None,
+        separator_id: int | None = None,
+        packed: bool = False,
+        shared: bool = False,
+    ) -> None:
         super().__init__()
         disable_dropout(hf)
         self.hf, self.label = hf, label
@@ -39,6 +50,9 @@ class RewardModel(nn.Module):
         for head in self.float32_modules():
             head.float()
         self.eval()
+        # Of the two names of heads this is that of causal models.
+        self.packed = packed and isinstance(getattr(hf, "score", None), nn.Linear) and enable_packing(hf)
+        self.shared = shared and self.packed
 
     def float32_modules(self) -> list[nn.Module]:
         """The head, which a mixed-precision engine must leave in float32."""
@@ -53,17 +67,30 @@ class RewardModel(nn.Module):
         ids = ids[:, : int(lengths.max())]
         real = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
         ids = ids.masked_fill(~real, self._padding(ids, lengths))
+        logits = self._packed_logits(ids) if self.packed else self._padded_logits(ids, real)
+        if self.label is None:
+            return logits.squeeze(-1)
+        others = [i for i in range(logits.shape[-1]) if i != self.label]
+        return logits[:, self.label] - logits[:, others].logsumexp(-1)
+
+    def _packed_logits(self, ids: Tensor) -> Tensor:
+        """[b, labels], read at the last token that is not padding, as transformers does."""
+        column = torch.arange(1, ids.shape[1] + 1, device=ids.device)
+        lengths = (column * (ids != self.hf.config.get_text_config().pad_token_id)).amax(1).clamp(min=1)
+        one = torch.ones(len(ids), 1, dtype=torch.long, device=ids.device)
+        rows = dict(zip(ROW_FIELDS, (ids, lengths, one, one[:, 0]), strict=True))  # the last position predicts something
+        compact = compact_rows(rows, packed=True, shared=self.shared).to(input_device(self.hf))
+        states = compact.gather(compact.read_by(self.hf.base_model).last_hidden_state)
+        return self.hf.score(states.float()).float()
+
+    def _padded_logits(self, ids: Tensor, real: Tensor) -> Tensor:
         inputs = {"input_ids": ids, "attention_mask": real.long()}
         if self._separator_id is not None:
             separators = ids == self._separator_id
             inputs["token_type_ids"] = ((separators.cumsum(1) - separators.long()).clamp(max=1) * real).long()
         device = input_device(self.hf)
         inputs = {name: value.to(device) for name, value in inputs.items()}
-        logits = self.hf(**inputs, **self._options).logits.float()
-        if self.label is None:
-            return logits.squeeze(-1)
-        others = [i for i in range(logits.shape[-1]) if i != self.label]
-        return logits[:, self.label] - logits[:, others].logsumexp(-1)
+        return self.hf(**inputs, **self._options).logits.float()
 
     def _padding(self, ids: Tensor, lengths: Tensor) -> int:
         """The model's padding token. For a model that names none, one that no text ends with, so that all are read at
@@ -82,8 +109,9 @@ class PreferenceModel(RewardModel):
         """Float32 scores `chosen` [b] and `rejected` [b]."""
         texts = (rows["prompts"], rows["responses"])
         width = max(text.shape[1] for text in texts)
-        ids = torch.cat([nn.functional.pad(text, (0, width - text.shape[1])) for text in texts])
-        chosen, rejected = self.score(ids, torch.cat([rows["prompt_lengths"], rows["response_lengths"]])).chunk(2)
+        ids = torch.stack([nn.functional.pad(text, (0, width - text.shape[1])) for text in texts], 1).flatten(0, 1)
+        lengths = torch.stack([rows["prompt_lengths"], rows["response_lengths"]], 1).flatten()
+        chosen, rejected = self.score(ids, lengths).view(-1, 2).unbind(1)  # side by side: both begin with the prompt
         return {"chosen": chosen.clone(), "rejected": rejected.clone()}  # FSDP's hooks do not follow views
 
 
@@ -136,8 +164,10 @@ def load_reward_model(
     """The reward model at `model.model_path`, dropout off. UserError as in reward_model_kind, or damaged files."""
     base = backbone(model)
     if reward_model_kind(model).is_critic:
-        return CriticReward(load_value_model(CriticModelConfig(**base.model_dump()), dtype=dtype).hf)
-    return RewardModel(load_sequence_classifier(base, dtype=dtype), label=model.label, separator_id=separator_id)
+        hf = load_value_model(CriticModelConfig(**base.model_dump()), dtype=dtype).hf
+        return CriticReward(hf, packed=True, shared=True)
+    hf = load_sequence_classifier(base, dtype=dtype)
+    return RewardModel(hf, label=model.label, separator_id=separator_id, packed=True, shared=True)
 
 
 _AUTO = "AutoModelForSequenceClassification"

@@ -56,7 +56,8 @@ class PreferenceWorker(ModelRole):
             text_config = hf.config.get_text_config()
             if text_config.pad_token_id is None:
                 text_config.pad_token_id = pad_token_id
-            return PreferenceModel(hf, separator_id=separator_id)
+            layout = {"packed": config.model.use_remove_padding, "shared": config.model.share_prefixes}
+            return PreferenceModel(hf, separator_id=separator_id, **layout)
 
         super().__init__(context, config, config.model, load, total_steps=total_steps)
 

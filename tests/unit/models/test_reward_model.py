@@ -13,7 +13,7 @@ from valor.data.reward_texts import RewardTexts, text_rows
 from valor.errors import UserError
 from valor.models.export import export_hf
 from valor.models.load import load_sequence_classifier, load_value_model
-from valor.models.reward import PreferenceModel, RewardModel, load_reward_model, reward_model_kind
+from valor.models.reward import PreferenceModel, RewardModel, RewardModel, load_reward_model, reward_model_kind
 
 PROMPTS = ["What is 1+1?", "Say something nice about snakes, please.", "Hi"]
 RESPONSES = ["2", "They are quiet neighbours.", "Hello there, how are you today?"]
@@ -63,6 +63,25 @@ def test_a_model_without_a_padding_token_is_read_at_the_last_token_of_each_text(
     with torch.no_grad():
         alone = [hf(input_ids=torch.tensor([row])).logits[0, 0].item() for row in rows]
     assert model(text_rows(rows).tensors)["scores"].tolist() == pytest.approx(alone, abs=1e-5)
+
+
+@pytest.mark.parametrize("pad", [None, 0, 12])
+def test_packed_texts_that_share_a_beginning_score_as_padded_ones(tmp_path, pad):
+    path = make_classifier(tmp_path / "m", num_labels=3)
+    question = [2, *range(20, 32)]
+    rows = text_rows([[*question, 10, 11], [*question, 10, 12, 0], [*question, 12], question, [7]])
+    found = []
+    for layout in ({}, {"packed": True, "shared": True}):
+        model = RewardModel(AutoModelForSequenceClassification.from_pretrained(path), label=1, **layout)
+        model.hf.config.pad_token_id = pad
+        model._names_padding = pad is not None
+        assert model.shared is model.packed is bool(layout)
+        scores = model(rows.tensors)["scores"]
+        (scores * torch.arange(1.0, 6.0)).sum().backward()
+        found.append([scores, *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert len(found[0]) == len(found[1]) > 5
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5)
 
 
 def test_of_several_labels_the_score_is_the_log_odds_of_one(tmp_path):
