@@ -87,7 +87,7 @@ def measure(rank: int, world: int, port: int, args: argparse.Namespace, out: Any
     listener = Listener()
     model = ModelConfig(path=str(args.model), enable_gradient_checkpointing=False, use_remove_padding=True)
     policy = built_once(partial(load_policy, model), prepare=lambda: None)
-    fsdp = FSDPConfig(dtype="bfloat16", reshard_after_forward=not args.keep)
+    fsdp = FSDPConfig(dtype="bfloat16", reshard_after_forward=args.reshard)
     engine = FSDPEngine(policy, fsdp=fsdp, optim=OptimConfig(lr=1e-6), device=device)
     generator, passes = torch.Generator().manual_seed(rank), [0]
     size = AutoConfig.from_pretrained(args.model).get_text_config().vocab_size
@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=88)
     parser.add_argument("--response", type=int, default=128)
     parser.add_argument("--max-tokens", type=int, default=4096)
-    parser.add_argument("--keep", action="store_true", help="fsdp_config.reshard_after_forward=false")
+    parser.add_argument("--reshard", action="store_true", help="fsdp_config.reshard_after_forward=true, as on GPUs")
     args = parser.parse_args()
     first = 0.0
     print("| ranks | micro-batches | seconds of an update | weak scaling | collective | dtype | calls | MB | seconds |")

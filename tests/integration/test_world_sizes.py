@@ -17,7 +17,7 @@ from valor.models.rows import in_families, model_inputs
 pytestmark = pytest.mark.slow
 
 ROLES = ("actor", "grpo", "critic")
-SAVING = {"param_offload": True, "optimizer_offload": True}
+SAVING = {"param_offload": True, "optimizer_offload": True, "reshard_after_forward": True}
 PLAIN = [Case(role) for role in ROLES]
 PACKED = [
     Case("actor", packed=True),
@@ -75,7 +75,7 @@ def test_equal_to_one_plain_rank(found, world, case):
 
 
 def test_rows_of_these_runs_share_tokens():
-    assert sum(in_families(*model_inputs(whole_batch()))[1]) > 50
+    assert sum(in_families(*model_inputs(whole_batch()))[1]) > 30
 
 
 @pytest.mark.parametrize("name", loaders(Path()))

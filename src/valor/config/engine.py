@@ -25,8 +25,8 @@ class FSDPConfig(Section):
     """Keep optimizer state in host memory while the role is idle."""
     offload_policy: bool = key(False, "trainer.device!=cpu")
     """Parameters, gradients and optimizer state live in host memory also while computing (CUDA)."""
-    reshard_after_forward: bool = True
-    """Free the gathered parameters of a layer after its forward (less memory, one more gather in backward)."""
+    reshard_after_forward: bool | None = None
+    """Save memory, send more: free layers after each use, reduce gradients every micro-batch. null: true on GPUs."""
     fsdp_size: int = -1
     """Processes per shard group; the groups hold copies of each other. -1 is one group."""
     forward_prefetch: bool = False

@@ -21,7 +21,7 @@ from valor.engines import checkpoint
 from valor.engines.base import LossFn, WeightNames
 from valor.engines.fsdp.internals import drop_unreduced_gradients
 from valor.engines.fsdp.loading import built_once
-from valor.engines.fsdp.sharding import gathered, rank_mesh, sequence_group, shard
+from valor.engines.fsdp.sharding import gathered, rank_mesh, reshards, sequence_group, shard
 from valor.engines.microbatch import MicroBatches, RowOrder, TokenBudget
 from valor.engines.optim import build_optimizer, clip_gradients, global_norm, lr_factor
 from valor.errors import Diverged, TrainingStopped, out_of_memory
@@ -365,8 +365,9 @@ class FSDPEngine:
         return dict(zip(values, torch.stack(wide).tolist(), strict=True))
 
     def _sync_gradients(self, *, last: bool) -> None:
-        """One rank adds up gradients until the last micro-batch; several reduce each at once, to hold only shards."""
-        sync = last or dist.get_world_size() > 1
+        """One rank adds up gradients until the last micro-batch, and so do several that have the memory; else they
+        reduce each at once, to hold only shards."""
+        sync = last or (dist.get_world_size() > 1 and reshards(self._fsdp, self.device))
         for part in self._parts:
             part.set_requires_gradient_sync(sync, recurse=False)
             part.set_reshard_after_backward(sync, recurse=False)

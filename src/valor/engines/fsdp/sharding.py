@@ -35,7 +35,7 @@ def shard(module: nn.Module, fsdp: FSDPConfig, device: torch.device, mesh: Devic
         take_weights(part, device)
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         # With one rank there is nothing to gather, so a layer's computing copy stays until the step's work is done.
-        reshard = False if single or root else fsdp.reshard_after_forward
+        reshard = False if single or root else reshards(fsdp, device)
         kept = {"mp_policy": policy, "reshard_after_forward": reshard, "offload_policy": offload}
         sharded = cast(FSDPModule, fully_shard(part, mesh=mesh, **kept))
         if single:
@@ -57,6 +57,11 @@ def shard(module: nn.Module, fsdp: FSDPConfig, device: torch.device, mesh: Devic
         for layer, following in pairwise(wrapped_layers):
             layer.set_modules_to_forward_prefetch([following])
     return parts
+
+
+def reshards(fsdp: FSDPConfig, device: torch.device) -> bool:
+    """Whether memory is saved by what has to be sent: parameters are gathered for each use, gradients reduced at once."""
+    return device.type != "cpu" if fsdp.reshard_after_forward is None else fsdp.reshard_after_forward
 
 
 @contextmanager
