@@ -103,6 +103,8 @@ def test_ctrl_c_during_the_start_ends_with_a_line(seconds, ppo, tmp_path, counts
         pytest.skip("it had started by then")
     process.send_signal(signal.SIGINT)
     assert process.wait(30) == 128 + signal.SIGINT
+    if (tmp_path / "run" / "samples").exists():
+        pytest.skip("it was in its first step by then, which it ends")
     assert line_of(process).startswith("SIGINT: stopped")
 
 

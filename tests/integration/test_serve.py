@@ -1,5 +1,6 @@
 """`valor serve`: a real client, several sessions at once, and records whose log-probs a training forward confirms."""
 
+import asyncio
 import json
 import os
 import signal
@@ -14,9 +15,13 @@ from openai import OpenAI
 from openai_agent import play
 
 from forked import VALOR
+from valor.agents.episode import Episode
 from valor.cli import main as valor
 from valor.config import ModelConfig
+from valor.lab import serve
 from valor.models.load import load_policy
+from valor.rollout.base import SamplingParams
+from valor.rollout.native.engine import NativeEngine
 
 pytestmark = pytest.mark.slow
 
@@ -81,6 +86,24 @@ def test_agents_are_served_and_their_episodes_recorded(address, tiny, tmp_path):
     model = load_policy(ModelConfig(path=str(tiny["model"])))
     for record in found.values():
         assert all(check(model, turns) <= 1e-4 for turns in rows(record))
+
+
+def test_what_sessions_ask_at_once_is_generated_at_once(tiny, monkeypatch):
+    together, decode = [], NativeEngine._decode_segment
+
+    def watched(self, cache, rows, longest):
+        together.append(len(rows))
+        decode(self, cache, rows, longest)
+
+    async def play(context, task, runner):
+        params = SamplingParams(max_tokens=30, ignore_eos=True)
+        said = await asyncio.gather(*(runner.generate([5, 6], params, (0, 0, number, 0)) for number in range(5)))
+        assert all(len(one.token_ids) == 30 for one in said)
+        return Episode((), (), "stop")
+
+    monkeypatch.setattr(NativeEngine, "_decode_segment", watched)
+    serve._serve(serve._config(str(tiny["model"]), SETTINGS), play)
+    assert max(together) == 3  # max_concurrent_episodes
 
 
 def rows(record):

@@ -170,8 +170,12 @@ def _serve(config: PPOConfig, play: Any) -> None:
         if host.call("rollout", "needs_weights", 0):
             host.call("rollout", "update_weights")
         task = Task((), (), sampling_params(config), {})
-        runner = EpisodeRunner([task], partial(play, context), most=1, max_tokens=longest)
-        runner.max_requests = rollout.agent.max_concurrent_episodes  # the sessions ask, and not the one task
+
+        def begin(task: Task, runner: EpisodeRunner) -> Any:
+            runner.max_requests = rollout.agent.max_concurrent_episodes  # the sessions ask, and not the one task
+            return play(context, task, runner)
+
+        runner = EpisodeRunner([task], begin, most=1, max_tokens=longest)
         with host.context.roles["actor"].on_device():
             runner.run(host.context.roles["rollout"].engine)
     finally:
