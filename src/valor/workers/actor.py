@@ -12,7 +12,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from valor import algorithms
 from valor.algorithms import load_custom
-from valor.config import ActorConfig, ActorRolloutRefConfig
+from valor.config import ActorConfig, PPOConfig
 from valor.data.batch import Batch
 from valor.data.sampler import keyed_generator
 from valor.models.load import load_policy
@@ -28,36 +28,18 @@ Address = tuple[str, int]
 
 
 class ActorWorker(ModelRole):
-    """One rank of the actor. Its weights also go to a rollout that has a pool of its own.
+    """One rank of the actor. Its weights also go to a rollout that has a pool of its own."""
 
-    `loss_mode` names the policy loss; `total_steps` is the run's number of training steps (the learning-rate
-    schedule's length); `custom_path` a file that registers policy losses; `seed` the run's.
-    """
-
-    def __init__(
-        self,
-        context: WorkerContext,
-        *,
-        config: ActorRolloutRefConfig,
-        loss_mode: str,
-        total_steps: int,
-        custom_path: str | None,
-        seed: int,
-    ) -> None:
-        load_custom(custom_path)
-        self.config = config.actor
-        self.loss_mode = loss_mode
-        self.seed = seed
-        self._generator = keyed_generator(seed)  # of losses that draw; a new one for each update
-        self._log_prob_limits = {
-            "max_tokens": config.rollout.log_prob_max_token_len_per_gpu,
-            "max_rows": config.rollout.max_rows,
-        }
-        self._rollout = config.rollout
+    def __init__(self, context: WorkerContext, *, config: PPOConfig, total_steps: int) -> None:
+        load_custom(config.algorithm.custom_path)
+        shared, self.loss_mode, self.seed = config.actor_rollout_ref, config.policy_loss, config.trainer.seed
+        actor, rollout = self.config, self._rollout = shared.actor, shared.rollout
+        self._generator = keyed_generator(self.seed)  # of losses that draw; a new one for each update
+        self._log_prob_limits = {"max_tokens": rollout.log_prob_max_token_len_per_gpu, "max_rows": rollout.max_rows}
         self._store: TCPStore | None = None
         self._channel: WeightChannel | None = None
-        load = partial(load_policy, config.model, seed=seed)
-        super().__init__(context, config.actor, config.model, load, total_steps=total_steps)
+        load = partial(load_policy, shared.model, seed=self.seed)
+        super().__init__(context, actor, shared.model, load, total_steps=total_steps)
 
     @dispatch("dp")
     def compute_log_probs(

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from valor import algorithms
 from valor.algorithms import load_custom
-from valor.config import CriticConfig
+from valor.config import CriticConfig, PPOConfig
 from valor.data.batch import Batch
 from valor.errors import UserError
 from valor.models.load import load_value_model
@@ -24,24 +24,16 @@ from valor.workers.model_role import ModelRole
 class CriticWorker(ModelRole):
     """One rank of the critic. A frozen critic (`critic.freeze`) has no optimizer and is never updated.
 
-    `custom_path`: a file that registers value losses; their head gives the value itself.
+    `member`: its number in an ensemble, from 0. The head of a value loss of the user's own gives the value itself.
     """
 
-    def __init__(
-        self,
-        context: WorkerContext,
-        *,
-        config: CriticConfig,
-        total_steps: int,
-        custom_path: str | None,
-        seed: int,
-    ) -> None:
-        load_custom(custom_path)
-        self.config = config
-        head = None if config.freeze else value_head(config)  # a frozen one is read as it says itself
-        load = partial(load_value_model, config.model, head=head, seed=seed)
-        super().__init__(context, config, config.model, load, total_steps=total_steps, trainable=not config.freeze)
-        self._limits = {"max_tokens": config.ppo_max_token_len_per_gpu, "max_rows": config.max_rows}
+    def __init__(self, context: WorkerContext, *, config: PPOConfig, total_steps: int, member: int = 0) -> None:
+        load_custom(config.algorithm.custom_path)
+        critic = self.config = config.critic
+        head = None if critic.freeze else value_head(critic)  # a frozen one is read as it says itself
+        load = partial(load_value_model, critic.model, head=head, seed=config.trainer.seed + member)
+        super().__init__(context, critic, critic.model, load, total_steps=total_steps, trainable=not critic.freeze)
+        self._limits = {"max_tokens": critic.ppo_max_token_len_per_gpu, "max_rows": critic.max_rows}
 
     @dispatch("dp")
     def compute_values(self, batch: Batch, *, with_end: bool = False) -> Batch:

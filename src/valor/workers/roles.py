@@ -25,41 +25,14 @@ def role_specs(
 
     `separator_id`: the token between the texts of a pair, for a reward model that reads pairs.
     """
-    shared = config.actor_rollout_ref
     specs = {
-        "actor": RoleSpec(
-            ActorWorker,
-            {
-                "config": shared,
-                "loss_mode": config.policy_loss,
-                "total_steps": total_steps,
-                "custom_path": config.algorithm.custom_path,
-                "seed": config.trainer.seed,
-            },
-        ),
-        "rollout": RoleSpec(
-            RolloutWorker,
-            {
-                "config": shared.rollout,
-                "model": shared.model,
-                "eos_token_ids": eos_token_ids,
-                "episodes": config if config.plays_episodes else None,
-            },
-            True,
-        ),
+        "actor": RoleSpec(ActorWorker, {"config": config, "total_steps": total_steps}),
+        "rollout": RoleSpec(RolloutWorker, {"config": config, "eos_token_ids": eos_token_ids}, True),
     }
     if config.needs_reference:
-        specs["ref"] = RoleSpec(ReferenceWorker, {"config": shared}, True)
+        specs["ref"] = RoleSpec(ReferenceWorker, {"config": config.actor_rollout_ref}, True)
     for member, name in enumerate(critic_names(config)):
-        specs[name] = RoleSpec(
-            CriticWorker,
-            {
-                "config": config.critic,
-                "total_steps": total_steps,
-                "custom_path": config.algorithm.custom_path,
-                "seed": config.trainer.seed + member,
-            },
-        )
+        specs[name] = RoleSpec(CriticWorker, {"config": config, "total_steps": total_steps, "member": member})
     if config.reward.reward_model.is_role:
         specs["reward_model"] = RoleSpec(
             RewardModelWorker, {"config": config.reward.reward_model, "separator_id": separator_id}, True

@@ -14,7 +14,7 @@ from valor.agents.agents import Agents
 from valor.agents.episode import Episode, EpisodeKey, episode_rows
 from valor.agents.loops import tasks_of
 from valor.agents.runner import EpisodeRunner
-from valor.config import ModelConfig, PPOConfig, RolloutConfig
+from valor.config import ModelConfig, PPOConfig
 from valor.data.batch import Batch
 from valor.errors import UserError
 from valor.models.load import load_model_config, load_policy_tokenizer
@@ -32,26 +32,19 @@ Sink = Callable[[Episode], None]
 
 
 class RolloutWorker:
-    """One rank of the rollout, whose engine is the one that `config.name` names."""
+    """One rank of the rollout, whose engine is the one that `rollout.name` names."""
 
-    def __init__(
-        self,
-        context: WorkerContext,
-        *,
-        config: RolloutConfig,
-        model: ModelConfig,
-        eos_token_ids: list[int],
-        episodes: PPOConfig | None = None,
-    ) -> None:
+    def __init__(self, context: WorkerContext, *, config: PPOConfig, eos_token_ids: list[int]) -> None:
+        rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
         self._context = context
         self._actor: ModelRole | None = context.roles.get("actor")  # None: in a pool of its own
         self._channel: WeightChannel | None = None
-        self._spec = generation_engine(config.name)
+        self._spec = generation_engine(rollout.name)
         beside = None if self._actor is None else self._actor.engine
         ends = _end_token_ids(model, eos_token_ids)
-        self.engine = self._spec.build(BuildContext(config, model, ends, context.device, beside))
-        self._agents = None if episodes is None else Agents(episodes, load_policy_tokenizer(episodes))
-        self._config = config
+        self.engine = self._spec.build(BuildContext(rollout, model, ends, context.device, beside))
+        self._agents = Agents(config, load_policy_tokenizer(config)) if config.plays_episodes else None
+        self._config = rollout
         self._ahead: AheadPlayer | None = None
 
     @property

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from valor.config import CriticConfig
+from valor.config import PPOConfig
 from valor.data.batch import Batch
 from valor.lab import arithmetic
 from valor.workers.critic import CriticWorker
@@ -16,16 +16,19 @@ from valor.workers.host import RoleSpec, WorkerHost
 @pytest.fixture(scope="module", params=["mse", "bce", "hl_gauss"])
 def critic(request, tmp_path_factory) -> Iterator[CriticWorker]:
     model: Path = arithmetic.make_model(tmp_path_factory.mktemp("critic") / "model")
-    config = CriticConfig.model_validate(
+    config = PPOConfig.model_validate(
         {
-            "model": {"path": str(model), "value_head_init": "normal"},
-            "value_loss": request.param,
-            "fsdp_config": {"dtype": "float32"},
+            "trainer": {"seed": 3},
+            "critic": {
+                "model": {"path": str(model), "value_head_init": "normal"},
+                "value_loss": request.param,
+                "fsdp_config": {"dtype": "float32"},
+            },
         }
     )
     host = WorkerHost(rank=0, world_size=1, device="cpu", num_threads=1)
     host.connect()
-    host.build({"critic": RoleSpec(CriticWorker, {"config": config, "total_steps": 1, "custom_path": None, "seed": 3})})
+    host.build({"critic": RoleSpec(CriticWorker, {"config": config, "total_steps": 1})})
     yield host.context.roles["critic"]
     host.close()
 
