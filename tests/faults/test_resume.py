@@ -24,7 +24,7 @@ from valor.config import PPOConfig, SFTConfig
 from valor.config.tree import nested
 from valor.engines.fsdp.engine import FSDPEngine
 from valor.errors import Diverged, UserError, WorkerDied
-from valor.tracking.lock import LOCK_FILE, locked
+from valor.tracking.rundir import LOCK_FILE, locked
 from valor.trainer.changes import changes, digests_of, settings_of
 from valor.trainer.main_ppo import main
 from valor.trainer.main_sft import main as main_sft
@@ -288,7 +288,7 @@ def test_a_step_is_logged_before_it_is_saved(sft_arguments, tmp_path, monkeypatc
 # ---- one run a folder
 
 HOLD = (
-    "import sys, time\nfrom pathlib import Path\nfrom valor.tracking.lock import locked\n"
+    "import sys, time\nfrom pathlib import Path\nfrom valor.tracking.rundir import locked\n"
     "with locked(Path(sys.argv[1]), print):\n    print('held', flush=True)\n    time.sleep(600)\n"
 )
 

@@ -21,8 +21,7 @@ from valor.collector.supply import Drawn, Supply
 from valor.controller.group import Pools
 from valor.data.batch import Batch
 from valor.errors import StepRefused, TrainingStopped, WorkerDied, WorkersReplaced
-from valor.tracking.histogram import Histogram
-from valor.tracking.metrics import Timer
+from valor.tracking.metrics import Histogram, Timer
 from valor.tracking.progress import phase, report_progress
 from valor.workers.ahead import Begin, Drop, Pause, Played, TakeWeights, Usage
 

@@ -21,8 +21,7 @@ from valor.collector.prompts import prompt_batch, sampling_params
 from valor.controller.group import Pools
 from valor.data.batch import Batch
 from valor.errors import WorkersReplaced
-from valor.tracking.histogram import Histogram, histogram
-from valor.tracking.metrics import Timer
+from valor.tracking.metrics import Histogram, Timer, histogram
 from valor.tracking.progress import phase
 
 _STATE, _TENSORS = "queue.json", "queue.safetensors"

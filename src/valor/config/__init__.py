@@ -1,9 +1,8 @@
 """The typed config tree: every key, its type, default and meaning; composition and one-line errors."""
 
-from valor.config.actor import ActorConfig, UpdateConfig
+from valor.config.actor import ActorConfig, CriticConfig, UpdateConfig
 from valor.config.algorithm import AlgorithmConfig, KLControlConfig, PFPPOConfig, RolloutCorrectionConfig
 from valor.config.base import Section
-from valor.config.critic import CriticConfig
 from valor.config.critic_runs import CriticPretrainConfig, CriticRunConfig, CriticScoreConfig
 from valor.config.data import DataConfig
 from valor.config.describe import describe_keys

@@ -5,11 +5,10 @@ from typing import Any, ClassVar
 
 from pydantic import PositiveInt, model_validator
 
-from valor.config.actor import ActorConfig, RefConfig
+from valor.config.actor import ActorConfig, CriticConfig, RefConfig
 from valor.config.agent import RetrieverConfig
 from valor.config.algorithm import AlgorithmConfig
 from valor.config.base import MAIN_TREE, Section, key, section
-from valor.config.critic import CriticConfig
 from valor.config.data import DataConfig
 from valor.config.model import ModelConfig
 from valor.config.reward import RewardConfig

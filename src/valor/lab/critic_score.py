@@ -65,9 +65,8 @@ def _measure(config: CriticScoreConfig) -> tuple[Judged, Branches | None]:
     from valor.data.batch import Batch
     from valor.data.episodes import Episodes
     from valor.lab.scorecard import Judged
-    from valor.models.load import load_policy_tokenizer
+    from valor.models.load import check_critic_tokenizer, load_policy_tokenizer
     from valor.tracking.progress import phase
-    from valor.trainer.critic_tokenizer import check_critic_tokenizer
     from valor.workers.roles import role_specs
 
     tokenizer = load_policy_tokenizer(config)

@@ -10,7 +10,7 @@ import yaml
 
 from valor.report.run_data import Series, StepHistogram, evenly_spaced, rounded
 from valor.report.skeleton import asset
-from valor.tracking.histogram import Histogram
+from valor.tracking.metrics import Histogram
 
 _CONTENT: dict[str, Any] = yaml.safe_load(asset("panels.yaml"))
 SECTIONS: dict[str, str] = _CONTENT["sections"]

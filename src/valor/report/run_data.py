@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import yaml
 
 from valor.errors import UserError
-from valor.tracking.histogram import Histogram
+from valor.tracking.metrics import Histogram
 from valor.tracking.rundir import METRICS_FILE, SAMPLES_DIR, read_run_info, step_of_samples
 
 MAX_POINTS = 1200  # per curve: more than a screen is wide

@@ -14,7 +14,7 @@ from typing import Any
 
 from valor.errors import UserError, did_you_mean
 from valor.tracking.console import say, summary_line
-from valor.tracking.histogram import Histogram
+from valor.tracking.metrics import Histogram
 from valor.tracking.rundir import METRICS_FILE, TENSORBOARD_DIR, rewind
 
 

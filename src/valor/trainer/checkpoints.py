@@ -48,7 +48,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 class CheckpointStore:
-    """The `global_step_*` folders of one run directory, which no other process writes to (`tracking.lock`).
+    """The `global_step_*` folders of one run directory, which no other process writes to (`tracking.rundir.locked`).
 
     Args:
         run_dir: the run's folder.

@@ -24,8 +24,8 @@ def _ppo(config: PPOConfig, command: str) -> int:
     from valor.collector.inputs import RunInputs
     from valor.controller.nodes import node_zero, serve
     from valor.controller.placement import resolve_placement
+    from valor.models.load import check_critic_tokenizer
     from valor.rollout.registry import generation_engine
-    from valor.trainer.critic_tokenizer import check_critic_tokenizer
     from valor.trainer.ppo import PPORun
     from valor.trainer.run import fit_again
 

@@ -25,15 +25,13 @@ from valor.data.batch import Batch
 from valor.data.episodes import Episodes
 from valor.tracking.metrics import Timer
 from valor.tracking.progress import phase
-from valor.trainer.advantage import compute_advantages, rows_to_train_on
+from valor.trainer.advantage import RewardShaping, compute_advantages, rows_to_train_on
 from valor.trainer.checkpoints import Checkpoint
-from valor.trainer.critics import Critics
 from valor.trainer.old_log_probs import OldLogProbs, corrected, needs_sum_pi_squared, off_policy
 from valor.trainer.recorder import PPORecorder
 from valor.trainer.run import Run
-from valor.trainer.shaping import RewardShaping
 from valor.trainer.step_metrics import batch_metrics, critic_diagnostics, throughput_metrics
-from valor.trainer.updates import Updates
+from valor.trainer.updates import Critics, Updates
 from valor.trainer.validation import headline, validation_metrics
 from valor.workers.roles import critic_names, role_specs
 

@@ -28,15 +28,13 @@ from valor.data.batch import Batch
 from valor.data.episodes import Episodes
 from valor.data.sampler import PromptSampler, shuffled
 from valor.errors import UserError
-from valor.models.load import load_policy_tokenizer
+from valor.models.load import check_critic_tokenizer, load_policy_tokenizer
 from valor.tracking.metrics import Timer, explained_variance, summarize
 from valor.tracking.progress import phase
-from valor.trainer.critic_tokenizer import check_critic_tokenizer
-from valor.trainer.critics import Critics
 from valor.trainer.recorder import PPORecorder
 from valor.trainer.run import Run
 from valor.trainer.step_metrics import critic_diagnostics
-from valor.trainer.updates import Updates
+from valor.trainer.updates import Critics, Updates
 from valor.workers.roles import critic_names, role_specs
 
 ROLLOUTS_FILE = "rollouts.jsonl"

@@ -7,8 +7,7 @@ from typing import Any
 
 from valor.algorithms import bradley_terry_loss
 from valor.config import RMConfig
-from valor.data.preference_accuracy import as_metrics, preference_accuracy
-from valor.data.preferences import PreferenceDataset, load_preferences
+from valor.data.preferences import PreferenceDataset, as_metrics, load_preferences, preference_accuracy
 from valor.data.reward_texts import RewardTexts, longest_text
 from valor.models.load import load_model_config, load_tokenizer
 from valor.tracking.rundir import write_atomically

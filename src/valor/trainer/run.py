@@ -13,10 +13,9 @@ from valor.controller.group import Roles
 from valor.data.sampler import PromptSampler
 from valor.errors import Diverged, StepRefused, UserError, WorkerDied
 from valor.tracking.console import format_seconds
-from valor.tracking.lock import locked
 from valor.tracking.metrics import Timer
 from valor.tracking.progress import phase, report_progress
-from valor.tracking.rundir import disk_errors
+from valor.tracking.rundir import disk_errors, locked
 from valor.trainer.changes import changes
 from valor.trainer.checkpoints import Checkpoint, open_checkpoint
 from valor.trainer.export import TOKENIZER_DIR

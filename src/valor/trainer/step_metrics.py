@@ -9,8 +9,7 @@ import torch
 
 from valor.config import PPOConfig
 from valor.data.batch import Batch
-from valor.tracking.histogram import Histogram, histogram
-from valor.tracking.metrics import Timer, explained_variance, summarize
+from valor.tracking.metrics import Histogram, Timer, explained_variance, histogram, summarize
 
 _SPREAD = ("values", "returns", "advantages")
 _NUM_PARTS = 5

@@ -8,8 +8,13 @@ import pytest
 from tiny_reward_models import TEMPLATE, character_tokenizer
 from valor.algorithms import bradley_terry_loss
 from valor.config import RMConfig
-from valor.data.preference_accuracy import as_metrics, preference_accuracy
-from valor.data.preferences import PreferenceDataset, load_preferences, read_preferences
+from valor.data.preferences import (
+    PreferenceDataset,
+    as_metrics,
+    load_preferences,
+    preference_accuracy,
+    read_preferences,
+)
 from valor.data.reward_texts import RewardTexts
 from valor.errors import UserError
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from valor.tracking.generations import Sample, write_samples
-from valor.tracking.histogram import histogram
 from valor.tracking.loggers import RunInfo, Tracker
+from valor.tracking.metrics import histogram
 from valor.tracking.rundir import write_run_info
 
 HOSTILE = "</script><script>window.hacked = true</script><!-- <img src=x onerror=window.hacked=true> & \u2028 "

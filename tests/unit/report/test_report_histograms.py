@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from valor.report.pictures import histogram_specs
-from valor.tracking.histogram import Histogram
+from valor.tracking.metrics import Histogram
 
 
 def test_each_column_holds_the_steps_shares() -> None:

@@ -12,8 +12,8 @@ import torch
 from valor.errors import UserError
 from valor.tracking import loggers
 from valor.tracking.console import format_number, format_seconds, summary_line
-from valor.tracking.histogram import Histogram, histogram
 from valor.tracking.loggers import RunInfo, Tracker, check_loggers
+from valor.tracking.metrics import Histogram, histogram
 from valor.tracking.rundir import read_run_info, rewind, samples_file, write_run_info
 
 SPREAD = Histogram(low=0.0, high=1.0, counts=[1, 2])

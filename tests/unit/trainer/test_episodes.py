@@ -11,13 +11,11 @@ from valor.config import AlgorithmConfig, PFPPOConfig, PPOConfig, RolloutCorrect
 from valor.data.batch import Batch, pad_rows
 from valor.data.episodes import Episodes
 from valor.errors import StepRefused
-from valor.trainer.advantage import compute_advantages, resample, rows_to_train_on
-from valor.trainer.critics import Critics
+from valor.trainer.advantage import RewardShaping, compute_advantages, resample, rows_to_train_on
 from valor.trainer.old_log_probs import corrected
 from valor.trainer.run import SkippedUpdates
-from valor.trainer.shaping import RewardShaping
 from valor.trainer.step_metrics import batch_metrics, critic_diagnostics
-from valor.trainer.updates import Updates, counted
+from valor.trainer.updates import Critics, Updates, counted
 
 # Turns of each episode as (tokens of the observation before it, tokens of the turn); whether the turn begins a new row.
 EPISODES = [

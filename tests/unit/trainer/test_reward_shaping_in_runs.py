@@ -6,8 +6,7 @@ import torch
 from valor import algorithms
 from valor.config import AlgorithmConfig, CriticConfig, KLControlConfig, PPOConfig
 from valor.data.batch import Batch
-from valor.trainer.advantage import compute_advantages, rows_to_train_on
-from valor.trainer.shaping import RewardShaping
+from valor.trainer.advantage import RewardShaping, compute_advantages, rows_to_train_on
 from valor.trainer.step_metrics import critic_diagnostics
 
 MASK = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
