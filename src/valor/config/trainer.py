@@ -64,11 +64,6 @@ class RunConfig(Section):
         if self.resume_mode != "resume_path" and self.resume_from_path is not None:
             yield f"{at}resume_from_path is read with {at}resume_mode=resume_path: set that too"
 
-    @property
-    def processes_per_node(self) -> int | None:
-        """`n_gpus_per_node`; None where the devices decide."""
-        return 1 if self.n_gpus_per_node is None and self.device == "cpu" else self.n_gpus_per_node
-
 
 class TrainerConfig(RunConfig):
     """The PPO run."""

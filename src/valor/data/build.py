@@ -44,15 +44,11 @@ class Request:
     options: Mapping[str, Any] = field(default_factory=dict)
     data_source: str | None = None
 
-    @property
-    def generates(self) -> bool:
-        return self.recipe.generate is not None and not self.local
-
 
 def prepare(request: Request, out: Path) -> list[str]:
     """Write `out`/SPLIT.parquet for every split, once all records are read. Returns lines that say what was done."""
     notes: list[str] = []
-    if request.generates:
+    if request.recipe.generate is not None and not request.local:
         splits = _generated(request, notes)
     else:
         splits = _read(request, notes)
@@ -70,9 +66,9 @@ def prepare(request: Request, out: Path) -> list[str]:
 def _sources(request: Request) -> dict[str, list[Source]]:
     recipe = request.recipe
     named = {split for split, _ in map(split_and_path, request.local)}
-    splits = tuple(request.splits) or recipe.splits or tuple(s for s in SPLITS if s in named) or SPLITS[:1]
-    if recipe.splits and (unknown := [split for split in splits if split not in recipe.splits]):
-        raise UserError(f"{recipe.name} has no {unknown[0]} split; it has {', '.join(recipe.splits)}")
+    splits = tuple(request.splits) or tuple(recipe.hub) or tuple(s for s in SPLITS if s in named) or SPLITS[:1]
+    if recipe.hub and (unknown := [split for split in splits if split not in recipe.hub]):
+        raise UserError(f"{recipe.name} has no {unknown[0]} split; it has {', '.join(recipe.hub)}")
     if request.local:
         return from_local(recipe, splits, request.local)
     if not recipe.hub:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,11 +66,6 @@ class PreferenceDataset(Sequence[Preference]):
 
     def __getitem__(self, i: int) -> Preference:  # type: ignore[override]  # slices are of no use here
         return self._pairs[i]
-
-    @property
-    def sources(self) -> Counter[str]:
-        """How many pairs each source has."""
-        return Counter(pair.source for pair in self._pairs)
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """The better texts as `prompts`, the worse ones as `responses`, and `margin` [B]."""

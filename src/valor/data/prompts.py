@@ -100,7 +100,6 @@ class PromptDataset(Sequence[PromptRow]):
             done = "left out" if data.filter_overlong_prompts else f"cut ({data.truncation})"
             limit_text = f"data.max_prompt_length={data.max_prompt_length}"
             logger.warning("%s: %d of %d over %s tokens %s", split, self.num_overlong, len(numbers), limit_text, done)
-        logger.info("%s", self.summary)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -118,14 +117,6 @@ class PromptDataset(Sequence[PromptRow]):
     def without_truth(self) -> list[DataRow]:
         """Rows that a rule is to judge, and that have nothing to judge by."""
         return [row for _, _, row in self._rows if row.style == "rule" and row.lacks_truth]
-
-    @property
-    def summary(self) -> str:
-        """One line: how many prompts, of what length, from where, and what was left out."""
-        lengths = [len(ids) for _, ids, _ in self._rows]
-        sources = ", ".join(f"{name} {count}" for name, count in self.data_sources.most_common())
-        overlong = f", {self.num_overlong} over the limit" if self.num_overlong else ""
-        return f"{self.split}: {len(self)} prompts of {min(lengths)}-{max(lengths)} tokens ({sources}){overlong}"
 
 
 def render(

@@ -61,11 +61,6 @@ class OldLogProbs:
         return self.correct_batch or self.correct_mini_batches or self.by_estimator
 
 
-def needs_sum_pi_squared(config: PPOConfig) -> bool:
-    """Whether the estimator asks the actor for Σ_v π(v)² of each position."""
-    return algorithms.ADVANTAGES[config.algorithm.adv_estimator].capability.needs_sum_pi_squared
-
-
 def corrected(batch: Batch, log_probs: Tensor, config: RolloutCorrectionConfig) -> tuple[Batch, dict[str, float]]:
     """The batch with `rollout_is_weights` [B, T] (if asked for) and without rejected tokens in `response_mask`.
 

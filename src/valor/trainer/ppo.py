@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from valor.agents.episode import last_rows
-from valor.algorithms import mismatch_sums
+from valor.algorithms import ADVANTAGES, mismatch_sums
 from valor.collector.collector import Collector
 from valor.collector.inputs import RunInputs
 from valor.config import PPOConfig
@@ -27,7 +27,7 @@ from valor.tracking.metrics import Timer
 from valor.tracking.progress import phase
 from valor.trainer.advantage import RewardShaping, compute_advantages, rows_to_train_on
 from valor.trainer.checkpoints import Checkpoint
-from valor.trainer.old_log_probs import OldLogProbs, corrected, needs_sum_pi_squared, off_policy
+from valor.trainer.old_log_probs import OldLogProbs, corrected, off_policy
 from valor.trainer.recorder import PPORecorder
 from valor.trainer.run import Run
 from valor.trainer.step_metrics import batch_metrics, critic_diagnostics, throughput_metrics
@@ -151,9 +151,10 @@ class PPORun(Run):
         if not self.old.recompute:
             return Batch(), {}
         with timer("old_log_prob"), phase("old log-probs", len(batch), unit="sample"):
+            estimator = ADVANTAGES[self.config.algorithm.adv_estimator]
             columns = self.roles["actor"].compute_log_probs(
                 batch,
-                with_sum_pi_squared=needs_sum_pi_squared(self.config),
+                with_sum_pi_squared=estimator.capability.needs_sum_pi_squared,
                 with_full_kl=self.config.algorithm.exact_kl_in_reward,
             )
             mask, old = batch["response_mask"], columns["old_log_probs"]

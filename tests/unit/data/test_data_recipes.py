@@ -141,7 +141,7 @@ def test_prompts_from_the_hub_and_from_files_are_the_same(name: str, tmp_path: P
     record, truth, words = PUBLISHED[name]
     recipe = find_recipe(name)
     prepare(Request(recipe), tmp_path / "hub")
-    assert [(p.path, p.config, p.split) for s in recipe.splits for p in recipe.hub[s]] == hub
+    assert [(p.path, p.config, p.split) for s in recipe.hub for p in recipe.hub[s]] == hub
     for kind in ("jsonl", "parquet"):
         source = tmp_path / kind
         source.mkdir()
@@ -149,9 +149,9 @@ def test_prompts_from_the_hub_and_from_files_are_the_same(name: str, tmp_path: P
             (source / "a.jsonl").write_text(json.dumps(record) + "\n")
         else:
             datasets.Dataset.from_list([record]).to_parquet(source / "a.parquet")
-        files = [f"{split}={source}/a.{kind}" for split in recipe.splits]
+        files = [f"{split}={source}/a.{kind}" for split in recipe.hub]
         prepare(Request(recipe, local=files), tmp_path / f"from_{kind}")
-    for split in recipe.splits:
+    for split in recipe.hub:
         (row,) = rows(tmp_path / "hub" / f"{split}.parquet")
         assert rows(tmp_path / "from_jsonl" / f"{split}.parquet") == [row]
         assert rows(tmp_path / "from_parquet" / f"{split}.parquet") == [row]

@@ -67,11 +67,6 @@ class Recipe:
     pairs: bool = False
     tool: str | None = None
 
-    @property
-    def splits(self) -> tuple[str, ...]:
-        """The splits that the hub has: train, test or both."""
-        return tuple(self.hub)
-
 
 def value(record: Record, *names: str) -> Any:
     """The first of these columns that is there. A dot goes into a dictionary. Raises ValueError when none is."""
