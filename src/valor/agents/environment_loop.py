@@ -65,7 +65,9 @@ class EnvironmentLoop(AgentLoop):
         environment = await self._call(make, "the constructor", self._seconds)
         call = partial(self._call_method, environment, asyncio.Lock())
         try:
-            talk = Conversation(self.chat, _beginning(task.row["messages"], await call("open", task.row)))
+            opening = await call("open", task.row)
+            told = opening is None or isinstance(opening, str)
+            talk = Conversation(self.chat, with_opening(task.row["messages"], opening) if told else list(opening))
             play = self.play(task, generate, talk.token_ids)
             if play.room < 1:
                 raise EnvironmentFailed(
@@ -97,7 +99,8 @@ class EnvironmentLoop(AgentLoop):
                 return output.finish_reason
             if len(play.turns) >= self._most_turns:
                 return "turns"
-            told = talk.tell(_messages(step.messages))
+            said = step.messages
+            told = talk.tell([{"role": "user", "content": said}] if isinstance(said, str) else said)
             if not (play.new_row(told.token_ids) if told.new_row else play.observe(told.token_ids)):
                 return "length"
 
@@ -146,15 +149,6 @@ def find_environment(name: str, kwargs: Mapping[str, Any]) -> Callable[[], TextE
             raise UserError(f"{_KEY}={name}: cannot be made with these environment_kwargs ({error})") from None
 
     return made
-
-
-def _beginning(messages: Sequence[Message], opening: Any) -> list[Message]:
-    """What the policy reads first, from what `open` has returned."""
-    return with_opening(messages, opening) if opening is None or isinstance(opening, str) else list(opening)
-
-
-def _messages(given: Sequence[Message] | str) -> Sequence[Message]:
-    return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
 
 def _step(given: Any) -> Step:

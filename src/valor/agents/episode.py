@@ -115,7 +115,9 @@ def episode_rows(episodes: Sequence[Episode]) -> Batch:
         return batch
     prompts = [episodes[number].turns[turns[0]].prompt_ids or episodes[number].prompt_ids for number, turns in rows]
     batch["prompts"], batch["prompt_lengths"] = pad_rows([prompt or () for prompt in prompts], torch.long)
-    batch["turn_rewards"] = columns(_rewards_of_tokens, torch.float32)
+    batch["turn_rewards"] = columns(  # a turn that said nothing has none
+        lambda turn, i: [*repeat(0.0, len(turn.token_ids) - 1), turn.reward][: len(turn.token_ids)], torch.float32
+    )
     batch["episode"] = torch.tensor([number for number, _ in rows])
     batch.objects |= {
         "outcome": [episodes[number].outcome for number, _ in rows],
@@ -129,12 +131,6 @@ def _per_token(turns: Sequence[Turn], which: range, of_turn: Callable[[Turn, int
     """The turns' numbers in a row, with zeros where the policy was given an observation."""
     pairs = ((turns[i], of_turn(turns[i], i)) for i in which)
     return [*chain.from_iterable((*repeat(0, len(turn.observation_ids)), *numbers) for turn, numbers in pairs)]
-
-
-def _rewards_of_tokens(turn: Turn, _: int) -> list[float]:
-    """A turn's reward at its last token; one that said nothing has none."""
-    said = len(turn.token_ids)
-    return [*repeat(0.0, said - 1), turn.reward][:said]
 
 
 def last_rows(batch: Batch) -> Batch:

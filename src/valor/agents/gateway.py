@@ -170,7 +170,7 @@ class Session:
         """Whether `messages` are those of the last request, our answer, and more."""
         known = self._known
         more = self._talk is not None and tools == self._tools and len(messages) > len(known)
-        return more and all(_same(*pair) for pair in zip(messages, known, strict=False))
+        return more and all(_essence(one) == _essence(other) for one, other in zip(messages, known, strict=False))
 
     def _begin(self, prompt_ids: Sequence[int]) -> None:
         self.play = Play(self._task, self._generate, self._limits, prompt_ids)
@@ -346,13 +346,8 @@ def read_messages(asked: Mapping[str, Any]) -> list[Message]:
     return found
 
 
-def _same(one: Message, other: Message) -> bool:
-    """Whether a client has sent back what it was given; None and what is left out are the same."""
-    return _essence(one) == _essence(other)
-
-
 def _essence(message: Message) -> tuple[Any, ...]:
-    """What makes two messages the same. Refused: its tool calls are none."""
+    """What makes two messages the same; so are None and what is left out. Refused: its tool calls are none."""
     try:
         calls = [
             (call["function"]["name"], json.loads(call["function"]["arguments"] or "{}"))

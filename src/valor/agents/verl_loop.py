@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, groupby
+from operator import eq
 from typing import Any, TypeVar
 
 from valor.agents.episode import Episode, Turn
@@ -129,6 +130,7 @@ class _Server:
         turns: list[Turn] = []
         told: list[int] = []
         prompt = output.prompt_ids if new_row else None
+        last = next((span.weights_version for _, one in reversed(self.calls) for span in reversed(one.spans)), 0)
         for own, places in groupby(range(len(ids)), key=lambda i: mask[i] == 1):
             part = list(places)
             start, end = part[0], part[-1] + 1
@@ -140,7 +142,7 @@ class _Server:
                 raise ValueError("own tokens that no call of generate returned there need response_logprobs")
             if given is not None:
                 log_probs = given[start:end]
-                versions += [versions[-1] if versions else self._last_version] * (end - start - len(versions))
+                versions += [versions[-1] if versions else last] * (end - start - len(versions))
             turns.append(Turn(ids[start:end], log_probs, spans_of(versions), told, prompt))
             told, prompt = [], None
         if told or not turns:
@@ -153,24 +155,14 @@ class _Server:
         versions: list[int] = []
         while len(log_probs) < len(tokens):
             known, rest = [*before, *tokens[: len(log_probs)]], tokens[len(log_probs) :]
-            made = [one for asked, one in self.calls if asked == known and _agree(one.token_ids, rest)]
+            calls = (one for asked, one in self.calls if asked == known)
+            made = [one for one in calls if one.token_ids and all(map(eq, one.token_ids, rest))]
             if not made:
                 break
             longest = max(made, key=lambda one: len(one.token_ids))
             log_probs += longest.log_probs[: len(rest)]
             versions += token_versions(longest.spans)[: len(rest)]
         return log_probs, versions
-
-    @property
-    def _last_version(self) -> int:
-        spans = [span for _, output in self.calls for span in output.spans]
-        return spans[-1].weights_version if spans else 0
-
-
-def _agree(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether both begin with the shorter of them, which is not empty."""
-    shorter = min(len(one), len(other))
-    return shorter > 0 and list(one[:shorter]) == list(other[:shorter])
 
 
 def _params(params: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:

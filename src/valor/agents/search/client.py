@@ -88,12 +88,10 @@ def open_retriever(
     if url is not None:
         return HttpRetriever(url, topk=topk, **http)
     assert corpus is not None
-    return LocalRetriever(_index_here(corpus, embeddings), topk=topk)
+    return LocalRetriever(_index_here(corpus, embeddings=embeddings), topk=topk)
 
 
-@cache
-def _index_here(corpus: str, embeddings: str | None) -> Index:
-    return open_index(corpus, embeddings=embeddings)
+_index_here = cache(open_index)
 
 
 def documents_text(documents: Sequence[Document]) -> str:
