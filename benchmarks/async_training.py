@@ -147,7 +147,7 @@ def with_tail(rng: random.Random, a: int, b: int) -> list[dict[str, str]]:
     """A demonstration of the demo's teacher, and a few letters a, or many letters b, behind the answer."""
     user, answer = arithmetic.demonstration(rng, a, b)
     letter, mean = ("b", 80.0) if rng.random() < 1 / 12 else ("a", 6.0)
-    number = min(1 + int(rng.expovariate(1 / mean)), LONGEST - arithmetic.MAX_RESPONSE_TOKENS - 1)
+    number = min(1 + int(rng.expovariate(1 / mean)), LONGEST - 13)  # a worked answer has 12 tokens
     return [user, {**answer, "content": f"{answer['content']} {letter * number}"}]
 
 

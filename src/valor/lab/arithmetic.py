@@ -18,9 +18,8 @@ from typing import Any, ClassVar
 from valor.data.files import write_parquet, write_rows
 
 DATA_SOURCE = "valor/arithmetic"
-# Longest problem and longest worked answer, in tokens of the model below, special tokens included.
-MAX_PROMPT_TOKENS = 8
-MAX_RESPONSE_TOKENS = 12
+PROBLEMS, TEACHER, EXAMPLE = "arithmetic problems", "often forgets the carry", "58+77="
+"""How `valor demo` speaks of the task."""
 
 # Three sums of four have a carry from the units to the tens; among random pairs it would be fewer than half.
 CARRY_SHARE = 0.75

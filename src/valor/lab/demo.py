@@ -11,7 +11,7 @@ import json
 import math
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,35 +23,7 @@ from valor.tracking.console import format_seconds, say
 from valor.tracking.rundir import METRICS_FILE
 
 ROLES = {"ppo": ("actor", "critic"), "grpo": ("actor",)}
-
-
-@dataclass(frozen=True)
-class Task:
-    """What the model is to learn, and from whom."""
-
-    problems: str
-    teacher: str
-    question: str
-    make_model: Callable[[Path, int], Path]
-    make_data: Callable[[Path, int], arithmetic.DataFiles]
-
-
-TASKS = {
-    "arithmetic": Task(
-        problems="arithmetic problems",
-        teacher="often forgets the carry",
-        question=arithmetic.question(58, 77),
-        make_model=arithmetic.make_model,
-        make_data=arithmetic.make_data,
-    ),
-    "search": Task(
-        problems="questions about numbers that can only be looked up",
-        teacher="mostly guesses",
-        question=lookup.question("VOKA"),
-        make_model=lookup.make_model,
-        make_data=lookup.make_data,
-    ),
-}
+TASKS = {"arithmetic": arithmetic, "search": lookup}
 
 
 @dataclass(frozen=True)
@@ -69,11 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     out, task = args.out, TASKS[args.task]
     began = time.monotonic()
-    say(f"[1/4] a tiny model and its {task.problems} in {out}")
+    say(f"[1/4] a tiny model and its {task.PROBLEMS} in {out}")
     task.make_model(out / "model", args.seed)
     files = task.make_data(out / "data", args.seed)
 
-    say(f"[2/4] warm start: supervised training on the answers of a teacher who {task.teacher}")
+    say(f"[2/4] warm start: supervised training on the answers of a teacher who {task.TEACHER}")
     code = _run("sft", sft_overrides(out / "model", files, out / "sft", args.seed))
     if code:
         return code
@@ -87,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     say("[4/4] what came out, loaded with plain transformers")
     for role in ROLES[args.algorithm]:
         folder = run_dir / "huggingface" / role
-        say(f"  {role:<8} {folder}  {_loaded(folder, role, task.question)}")
+        say(f"  {role:<8} {folder}  {_loaded(folder, role, task.EXAMPLE)}")
     for name in ("report.html", METRICS_FILE):
         if (run_dir / name).exists():
             say(f"  {name.partition('.')[0]:<8} {run_dir / name}")

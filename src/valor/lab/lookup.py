@@ -23,10 +23,8 @@ from valor.data.files import write_parquet, write_rows
 from valor.lab import arithmetic
 
 DATA_SOURCE = "searchR1_lookup"  # graded by Search-R1's rule
-# Longest question, turn and search result in tokens of the model below.
-MAX_QUESTION_TOKENS = 7
-MAX_TURN_TOKENS = 6
-MAX_RESULT_TOKENS = 29
+PROBLEMS, TEACHER, EXAMPLE = "questions about numbers that can only be looked up", "mostly guesses", "VOKA?"
+"""How `valor demo` speaks of the task."""
 
 GUESS_SHARE = 0.7
 """In how many demonstrations the teacher guesses."""

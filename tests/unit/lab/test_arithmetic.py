@@ -58,8 +58,7 @@ def test_the_chat_template_and_the_stated_lengths(model_dir):
     whole = tokenizer.apply_chat_template(chat, tokenize=False)
     assert (prompt, whole) == ("<|user|>99+99=<|assistant|>", "<|user|>99+99=<|assistant|>18 1 19 198<|end|>")
     count = len(tokenizer(prompt)["input_ids"])
-    assert count == arithmetic.MAX_PROMPT_TOKENS
-    assert len(tokenizer(whole)["input_ids"]) - count == arithmetic.MAX_RESPONSE_TOKENS
+    assert (count, len(tokenizer(whole)["input_ids"]) - count) == (8, 12)
 
 
 def test_the_model_is_small_and_a_function_of_the_seed(model_dir, tmp_path):

@@ -129,4 +129,4 @@ def test_demonstrations_have_the_tokens_and_the_mask_of_the_episodes_that_they_s
         demonstrated = shown[i]
         assert demonstrated.tokens.tolist() == [*prompt, *rows["responses"][0].tolist()]
         assert demonstrated.loss_mask.tolist() == [0] * len(prompt) + rows["response_mask"][0].int().tolist()
-        assert demonstrated.prompt_length == len(prompt) == lookup.MAX_QUESTION_TOKENS
+        assert demonstrated.prompt_length == len(prompt) == 7
