@@ -156,7 +156,6 @@ def masked_whiten(
     x: Tensor,
     mask: Tensor,
     *,
-    shift_mean: bool = True,
     zero_masked: bool = True,
     scope: str = "batch",
     eps: float = 1e-8,
@@ -166,7 +165,6 @@ def masked_whiten(
     """(x − mean) / sqrt(var + eps) with the statistics of the masked-in entries of what is given.
 
     scope: "batch" (all of it) or "none" (x unchanged but for `zero_masked`). To whiten by mini-batch, call it on each.
-    shift_mean: False scales only and leaves the mean where it was.
     zero_masked: masked-out entries become 0; False sends them through the same affine map (verl does).
     moments: those of x under mask, where they are known. out: contiguous tensor to write to, x itself allowed.
     A single masked-in entry has no spread: it becomes 0 (verl raises). No gradient.
@@ -180,8 +178,6 @@ def masked_whiten(
 
     def whiten_rows(rows: slice) -> None:
         whitened = torch.sub(flat[rows], moments.mean, out=flat_out[rows]).mul_(scale)
-        if not shift_mean:
-            whitened.add_(moments.mean)
         if zero_masked:
             zeroed(whitened, flat_mask[rows], out=whitened)
 
