@@ -9,8 +9,8 @@ from valor.algorithms import (  # noqa: F401  # they register
     vtrace,
 )
 from valor.algorithms.advantages import compute_advantages
-from valor.algorithms.distributions import entropy_from_logits, full_kl_from_logits, sum_pi_squared_from_logits
-from valor.algorithms.kl import AdaptiveKLController, KLController, kl_penalty, make_kl_controller, subtract_divergence
+from valor.algorithms.distributions import full_kl_from_logits
+from valor.algorithms.kl import KLController, kl_penalty, subtract_divergence
 from valor.algorithms.mismatch import mismatch_sums, off_policy_metrics
 from valor.algorithms.ppo import LossInputs, policy_loss
 from valor.algorithms.reductions import (
@@ -59,7 +59,6 @@ __all__ = [
     "LOSS_AGG_MODES",
     "POLICY_LOSSES",
     "VALUE_LOSSES",
-    "AdaptiveKLController",
     "Capability",
     "KLController",
     "LossInputs",
@@ -72,7 +71,6 @@ __all__ = [
     "critic_advantages",
     "describe_algorithms",
     "draw_reward_mask",
-    "entropy_from_logits",
     "filter_groups",
     "full_kl_from_logits",
     "hl_gauss_value",
@@ -81,7 +79,6 @@ __all__ = [
     "last_token",
     "load_custom",
     "loss_denominator",
-    "make_kl_controller",
     "masked_count",
     "masked_mean",
     "masked_sum",
@@ -99,7 +96,6 @@ __all__ = [
     "register_value_loss",
     "rollout_correction",
     "subtract_divergence",
-    "sum_pi_squared_from_logits",
     "value_at_end",
     "value_loss",
 ]

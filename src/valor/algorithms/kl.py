@@ -1,4 +1,4 @@
-"""KL divergence to a reference policy: per-token estimators, the penalty in the reward, and its controllers.
+"""KL divergence to a reference policy: per-token estimators, the penalty in the reward, and its controller.
 
 http://joschu.net/blog/kl-approx.html derives k1, k2 and k3.
 """
@@ -60,40 +60,16 @@ def subtract_divergence(
 
 
 class KLController:
-    """Holds the KL coefficient `value` of the reward penalty: a constant, unless a subclass moves it."""
+    """The KL coefficient `value` of the reward penalty: a constant, or one that steers the KL to `target_kl`.
 
-    def __init__(self, kl_coef: float) -> None:
-        self.value = kl_coef
+    β ← β · (1 + clip(KL/target − 1, ±0.2) · n_steps / horizon) (https://arxiv.org/abs/1909.08593, section 2.2).
+    """
+
+    def __init__(self, kl_coef: float, target_kl: float | None = None, horizon: float = 10000.0) -> None:
+        self.value, self.target_kl, self.horizon = kl_coef, target_kl, horizon
 
     def update(self, current_kl: float, n_steps: int) -> None:
         """Called after each step with the mean KL of its `n_steps` sequences."""
-
-    def state_dict(self) -> dict[str, float]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.value = float(state["value"])
-
-
-class AdaptiveKLController(KLController):
-    """β ← β · (1 + clip(KL/target − 1, ±0.2) · n_steps / horizon) (https://arxiv.org/abs/1909.08593, section 2.2)."""
-
-    def __init__(self, init_kl_coef: float, target_kl: float, horizon: float) -> None:
-        super().__init__(init_kl_coef)
-        if target_kl <= 0 or horizon <= 0:
-            raise UserError("the adaptive KL controller needs target_kl > 0 and horizon > 0")
-        self.target_kl = target_kl
-        self.horizon = horizon
-
-    def update(self, current_kl: float, n_steps: int) -> None:
-        error = min(max(current_kl / self.target_kl - 1.0, -0.2), 0.2)
-        self.value *= 1.0 + error * n_steps / self.horizon
-
-
-def make_kl_controller(
-    kind: str = "fixed", *, kl_coef: float, target_kl: float = 0.1, horizon: float = 10000.0
-) -> KLController:
-    """The controller `fixed` or `adaptive`."""
-    if choose(kind, ("fixed", "adaptive"), "KL controller") == "fixed":
-        return KLController(kl_coef)
-    return AdaptiveKLController(kl_coef, target_kl, horizon)
+        if self.target_kl is not None:
+            error = min(max(current_kl / self.target_kl - 1.0, -0.2), 0.2)
+            self.value *= 1.0 + error * n_steps / self.horizon

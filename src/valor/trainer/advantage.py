@@ -39,9 +39,8 @@ class RewardShaping:
         self.kl_controller: algorithms.KLController | None = None
         if config.use_kl_in_reward:
             control = config.kl_ctrl
-            self.kl_controller = algorithms.make_kl_controller(
-                control.type, kl_coef=control.kl_coef, target_kl=control.target_kl, horizon=control.horizon
-            )
+            target = control.target_kl if control.type == "adaptive" else None
+            self.kl_controller = algorithms.KLController(control.kl_coef, target, control.horizon)
 
     def shape_rewards(self, batch: Batch, step: int) -> dict[str, float]:
         """Adds `token_level_rewards` [B, T], and `reward_missing` [B] where rewards are taken away. Returns metrics."""
@@ -61,13 +60,13 @@ class RewardShaping:
 
     def state_dict(self) -> dict[str, Any]:
         """The KL controller's state and the mask's remainder."""
-        kl = self.kl_controller.state_dict() if self.kl_controller else None
+        kl = {"value": self.kl_controller.value} if self.kl_controller else None
         return {"kl_controller": kl, "reward_mask_remainder": self.remainder}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What `state_dict` gave; a controller that is new to the run starts afresh."""
         if self.kl_controller and state["kl_controller"]:
-            self.kl_controller.load_state_dict(state["kl_controller"])
+            self.kl_controller.value = float(state["kl_controller"]["value"])
         self.remainder = float(state["reward_mask_remainder"])
 
     def _minus_kl(self, scores: Tensor, batch: Batch) -> tuple[Tensor, dict[str, float]]:

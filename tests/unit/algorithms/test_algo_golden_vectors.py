@@ -194,7 +194,7 @@ def test_adaptive_kl_controller(vectors: Vectors) -> None:
     observed, expected = vectors["in_adaptive_kl"].tolist(), vectors["out_adaptive_kl"].tolist()
     matches = []
     for steps in (1, 16, 32, 64, 128, 256, 512):
-        controller = algorithms.AdaptiveKLController(init_kl_coef=0.2, target_kl=6.0, horizon=10000)
+        controller = algorithms.KLController(0.2, target_kl=6.0, horizon=10000)
         path = []
         for kl in observed:
             controller.update(kl, n_steps=steps)

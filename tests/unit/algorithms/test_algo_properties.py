@@ -260,8 +260,9 @@ def test_observations_have_no_part_in_kl_and_entropy(mode: str, seed: int, kind:
 
     def gradient(inputs: dict[str, Tensor]) -> list[Tensor]:
         logits = inputs["logits"].clone().requires_grad_()
-        kl = algorithms.kl_penalty(logits.log_softmax(-1)[..., 0], inputs["ref_log_probs"], kind)
-        terms = [kl, algorithms.entropy_from_logits(logits)]
+        log_probs = logits.log_softmax(-1)
+        kl = algorithms.kl_penalty(log_probs[..., 0], inputs["ref_log_probs"], kind)
+        terms = [kl, -(log_probs.exp() * log_probs).sum(-1)]
         losses = [algorithms.aggregate_loss(term, mask, mode) for term in terms]
         torch.stack(losses).sum().backward()
         assert logits.grad is not None
