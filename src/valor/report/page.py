@@ -9,6 +9,7 @@ from pathlib import Path, PurePath
 from statistics import median
 from typing import Any
 
+from valor.config.describe import show
 from valor.config.tree import flatten, get_at
 from valor.report.pictures import SECTIONS, histogram_specs, panel_specs, timing_spec
 from valor.report.run_data import RunData, Series, read_run, rounded, thin
@@ -56,7 +57,7 @@ def _render(run: RunData) -> str:
         pictures=pictures,
         timing=timing,
         samples=run.samples,
-        settings=[(key, typed(value)) for key, value in flatten(run.config).items()],
+        settings=[(key, show(value).strip("'")) for key, value in flatten(run.config).items()],
     )
 
 
@@ -71,17 +72,6 @@ def _curves(run: RunData) -> dict[str, Any]:
     return {"steps": [list(one) for one in steps], "curves": curves}
 
 
-def typed(value: Any) -> str:
-    """A setting as one would type it."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return f"[{', '.join(typed(one) for one in value)}]"
-    return str(value)
-
-
 def _facts(run: RunData) -> Iterator[str]:
     """What the run was, in a few words each."""
     if estimator := get_at(run.config, "algorithm.adv_estimator"):
@@ -94,7 +84,7 @@ def _facts(run: RunData) -> Iterator[str]:
     if step_seconds := run.metrics.get("timing_s/step"):
         yield f"{format_seconds(sum(step_seconds.finite()))} of training"
     if tokens := run.metrics.get("perf/total_num_tokens"):
-        yield f"{_short_count(sum(tokens.finite()))} tokens"
+        yield f"{sum(tokens.finite()):,.0f} tokens"
     for package, version in (run.info.get("versions") or {}).items():
         yield f"{package} {version}"
     written = datetime.fromtimestamp((run.folder / METRICS_FILE).stat().st_mtime, tz=UTC)
@@ -129,10 +119,3 @@ def _journey(
         step = series.steps[series.values.index(max(numbers))]
         detail += f"; best {short(max(numbers))} at step {step}"
     yield label, short(last), detail
-
-
-def _short_count(count: float) -> str:
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if count >= size:
-            return f"{count / size:.3g} {letter}"
-    return f"{count:.0f}"

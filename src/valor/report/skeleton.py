@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import base64
 import gzip
-import json
 from functools import cache
 from importlib import resources
 from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
+from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
 
@@ -23,18 +23,12 @@ def render_page(name: str, title: str, data: Any, **parts: Any) -> str:
     script = f'unpacked.then(() => {{\n"use strict";\n{asset("charts.js")}{asset(f"{name}.js")}}});'
     made = {
         "style": "".join(asset(one) for one in styles if _assets().joinpath(one).is_file()),
-        "data": embed_json(data),
+        "data": htmlsafe_json_dumps(data, allow_nan=False, separators=(",", ":")),
         "plotly": _packed_plotly(),
         "script": asset("unpack.js") + script,
     }
     trusted = {part: Markup(text) for part, text in made.items()}  # all other text is escaped
-    return _templates().get_template(f"{name}.html").render(title=title, **parts, **trusted)
-
-
-def embed_json(data: Any) -> str:
-    """JSON that is safe inside a script element: no text in it can end the element, open another or a comment."""
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))  # ASCII: U+2028 and its like are escaped already
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return _TEMPLATES.get_template(f"{name}.html").render(title=title, **parts, **trusted)
 
 
 def short(value: float | None, sign: str = "") -> str:
@@ -45,11 +39,6 @@ def short(value: float | None, sign: str = "") -> str:
         return f"{value:{sign}.2g}"
     decimals = 3 if abs(value) < 1 else 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
     return f"{value:{sign},.{decimals}f}"
-
-
-@cache
-def _templates() -> Environment:
-    return Environment(loader=FunctionLoader(asset), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
 
 
 @cache
@@ -66,3 +55,6 @@ def _assets() -> Any:
 
 def asset(name: str) -> str:
     return _assets().joinpath(name).read_text(encoding="utf-8")
+
+
+_TEMPLATES = Environment(loader=FunctionLoader(asset), autoescape=True, undefined=StrictUndefined, trim_blocks=True)

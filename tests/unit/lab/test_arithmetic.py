@@ -51,7 +51,7 @@ def test_the_tokenizer_is_the_same_when_loaded_and_reads_any_text(model_dir):
     assert len(loaded) == 262
 
 
-def test_the_chat_template_and_the_stated_lengths(model_dir):
+def test_the_chat_template_and_the_longest_texts(model_dir):
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     chat = [{"role": "user", "content": "99+99="}, {"role": "assistant", "content": arithmetic.worked_answer(99, 99)}]
     prompt = tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)

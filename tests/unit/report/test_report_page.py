@@ -1,5 +1,6 @@
 """The report as text: complete, self-contained, deterministic, and closed to whatever a model writes into it."""
 
+import html
 import json
 import re
 import subprocess
@@ -7,11 +8,10 @@ import sys
 from html.parser import HTMLParser
 
 import pytest
+from jinja2.utils import htmlsafe_json_dumps
 from synthetic_run import HOSTILE, make_run
 
-from valor.config.tree import flatten
-from valor.report.page import build_report, typed
-from valor.report.skeleton import embed_json
+from valor.report.page import build_report
 
 
 class Outline(HTMLParser):
@@ -109,7 +109,7 @@ def test_model_text_cannot_leave_its_place(page):
 
 def test_embedded_json_closes_nothing():
     nasty = {"<!--<script>": "</script> & ]]> \u2028 🙂"}
-    text = embed_json(nasty)
+    text = htmlsafe_json_dumps(nasty)
     assert not set("<>&\u2028") & set(text)
     assert json.loads(text) == nasty
 
@@ -133,11 +133,14 @@ def test_a_bare_metrics_file_is_enough(tmp_path):
     assert "samples" not in outline.ids and "holds no config.yaml" in page
 
 
-def test_flattened_settings_read_as_typed():
-    config = {"a": {"b": None, "c": [1, "x", True], "d": {}}, "e": 1e-6, "f": False}
-    assert [(key, typed(value)) for key, value in flatten(config).items()] == [
+def test_flattened_settings_read_as_typed(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "mine/odd": 3.0}\n')
+    (tmp_path / "config.yaml").write_text("a: {b: null, c: [1, x, true], d: {}}\ne: 1.0e-06\nf: false\n")
+    page = build_report(tmp_path).read_text(encoding="utf-8")
+    settings = re.findall(r'<th scope="row">(.*?)</th><td>(.*?)</td>', page)
+    assert [(key, html.unescape(value)) for key, value in settings] == [
         ("a.b", "null"),
-        ("a.c", "[1, x, true]"),
+        ("a.c", '[1, "x", true]'),
         ("a.d", "{}"),
         ("e", "1e-06"),
         ("f", "false"),
