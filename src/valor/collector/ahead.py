@@ -49,8 +49,8 @@ class SamplesAhead(Supply):
     they generate while it waits for a batch, and go on from there the next time.
     """
 
-    def __init__(self, generation: Generation, grading: Grading, total_steps: int) -> None:
-        super().__init__(generation, grading, total_steps)
+    def __init__(self, generation: Generation, grading: Grading) -> None:
+        super().__init__(generation, grading)
         config, v1 = self.config, self.config.trainer.v1
         self._beside = v1.trainer_mode == "separate_async"
         self._keep_cache = self._beside and not v1.separate_async.clear_kv_cache_on_weight_sync
@@ -149,7 +149,7 @@ class SamplesAhead(Supply):
         running = self._running is not None and not self._running.done()
         if running and self._keep_cache:
             try:
-                self.generation.weights.publish_beside(lambda *where: self._tell_every(TakeWeights(*where)))
+                self.generation.weights.publish_beside(lambda *where: self._tell_all(TakeWeights(*where)))
                 return
             except (TrainingStopped, RuntimeError):
                 assert self._running is not None
@@ -178,7 +178,7 @@ class SamplesAhead(Supply):
     def _top_up(self, step: int) -> None:
         """Begin as many prompts as there is room for, but no more than the steps to come will take."""
         batch, filtering = self.config.data.train_batch_size, self.last_draw is None
-        needed = (self.total_steps - step + 1) * batch - len(self.queue.groups)
+        needed = (self.inputs.total_steps - step + 1) * batch - len(self.queue.groups)
         room = self.queue.room if filtering else min(self.queue.room, needed)
         for _ in range(room):
             if not self._drawn:
@@ -315,10 +315,6 @@ class SamplesAhead(Supply):
             self._messages[rank].append(message)
 
     def _tell_all(self, message: Any) -> None:
-        for rank in self._ranks:
-            self._tell(rank, message)
-
-    def _tell_every(self, message: Any) -> None:
-        """Also the processes that follow others."""
+        """Also the processes that follow others, which care for new weights alone."""
         for rank in range(len(self.generation.roles.data_parallel_ranks("rollout"))):
             self._tell(rank, message)

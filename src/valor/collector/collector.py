@@ -39,19 +39,11 @@ class Collector:
         self.rollout = config.actor_rollout_ref.rollout
         self.grading = Grading(config, inputs, roles)
         self.generation = Generation(config, inputs, roles, say)
-        self.supply = self._make_supply()
+        v1 = config.trainer.v1
+        kind = BatchesAhead if v1.by_batches else SamplesAhead
+        self.supply: Supply | None = kind(self.generation, self.grading) if v1.runs_ahead else None
         estimator = algorithms.ADVANTAGES[config.algorithm.adv_estimator]
         self._greedy_baseline = estimator.capability.needs_greedy_baseline
-
-    def _make_supply(self) -> Supply | None:
-        """Where generation runs ahead of training, its samples."""
-        v1, total_steps = self.config.trainer.v1, self.inputs.total_steps
-        if not v1.runs_ahead:
-            return None
-        if v1.by_batches:
-            age = v1.sampler.max_off_policy_threshold
-            return BatchesAhead(self.generation, self.grading, total_steps, age=age)
-        return SamplesAhead(self.generation, self.grading, total_steps)
 
     def save(self, folder: Path, step: int) -> None:
         """What has to be there for a run that goes on after `step`."""
@@ -125,31 +117,29 @@ class Collector:
     def validation_batch(self, step: int) -> tuple[Batch, list[RewardResult]]:
         """Responses to the whole validation set after `step`, and their grades (without penalties for length)."""
         with nullcontext() if self.supply is None else self.supply.standing():
-            return self._validation_batch(step)
-
-    def _validation_batch(self, step: int) -> tuple[Batch, list[RewardResult]]:
-        self.generation.files.begin(f"val_{step}")
-        parts: list[Batch] = []
-        first = 0
-        for rows in self.inputs.validation_chunks():
-            prompts = prompt_batch(
-                rows,
-                samples_per_prompt=self.rollout.val_kwargs.n,
-                seed=self.config.trainer.seed,
-                step=None,
-                first=first,
-            )
-            first += len(rows)
-            with phase("validation", len(prompts), unit="sample"):
-                sink = self.grading.sink(prompts, validation=True)
-                parts.append(self.generation.answer(prompts, sampling_params(self.config, validation=True), sink=sink))
-        batch = Batch.concat(parts)
-        ends = last_rows(batch)
-        with phase("reward", len(ends), unit="sample"):
-            results = self.grading.validation(ends)
-        _add_reward_info(batch, results)
-        self.roles["rollout"].sleep()
-        return batch, results
+            self.generation.files.begin(f"val_{step}")
+            params = sampling_params(self.config, validation=True)
+            parts: list[Batch] = []
+            first = 0
+            for rows in self.inputs.validation_chunks():
+                prompts = prompt_batch(
+                    rows,
+                    samples_per_prompt=self.rollout.val_kwargs.n,
+                    seed=self.config.trainer.seed,
+                    step=None,
+                    first=first,
+                )
+                first += len(rows)
+                with phase("validation", len(prompts), unit="sample"):
+                    sink = self.grading.sink(prompts, validation=True)
+                    parts.append(self.generation.answer(prompts, params, sink=sink))
+            batch = Batch.concat(parts)
+            ends = last_rows(batch)
+            with phase("reward", len(ends), unit="sample"):
+                results = self.grading.validation(ends)
+            _add_reward_info(batch, results)
+            self.roles["rollout"].sleep()
+            return batch, results
 
     def responses(self, rows: Sequence[PromptRow], step: int, at_once: int) -> Batch:
         """`rollout.n` scored responses to each of `rows`, drawn as in step `step`, `at_once` prompts at a time."""

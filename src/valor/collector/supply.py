@@ -39,14 +39,14 @@ class Drawn:
 class Supply(ABC):
     """Draws prompts before they are needed, and hands their samples over in batches."""
 
-    def __init__(self, generation: Generation, grading: Grading, total_steps: int) -> None:
-        self.generation, self.grading, self.total_steps = generation, grading, total_steps
+    def __init__(self, generation: Generation, grading: Grading) -> None:
+        self.generation, self.grading = generation, grading
         self.config, self.inputs = generation.config, generation.inputs
         self.rollout = self.config.actor_rollout_ref.rollout
         self.draws = 0
         filtering = self.config.algorithm.filter_groups.enable
         # Where every draw is a step's batch, nothing is drawn that no step will take.
-        self.last_draw = None if filtering else total_steps
+        self.last_draw = None if filtering else self.inputs.total_steps
 
     @abstractmethod
     def take(self, wanted: int, step: int, timer: Timer) -> Batch:
@@ -142,15 +142,15 @@ class _Ahead:
 
 
 class BatchesAhead(Supply):
-    """Each batch is generated as a whole, by weights `age` steps older than the step that it trains.
+    """Each batch is generated as a whole, by weights `max_off_policy_threshold` steps older than the one it trains.
 
     The trainer waits for the generators before it sends weights, so what is sampled does not depend on speed: a run
     repeats bit for bit.
     """
 
-    def __init__(self, generation: Generation, grading: Grading, total_steps: int, *, age: int) -> None:
-        super().__init__(generation, grading, total_steps)
-        self._age = age
+    def __init__(self, generation: Generation, grading: Grading) -> None:
+        super().__init__(generation, grading)
+        self._age = self.config.trainer.v1.sampler.max_off_policy_threshold
         self._queue: deque[_Ahead] = deque()
         self._taken: list[tuple[int, _Ahead]] = []  # with the step
 

@@ -250,8 +250,14 @@ class RayGroup(WorkerGroup):
         deadline = time.monotonic() + _DEATH_SECONDS
         while time.monotonic() < deadline:
             for rank, ref in enumerate(refs):
-                if ray.wait([ref], timeout=0)[0] and isinstance(_error_of(ref), RayActorError):
+                if not ray.wait([ref], timeout=0)[0]:
+                    continue
+                try:
+                    ray.get(ref)
+                except RayActorError:
                     return rank
+                except Exception:
+                    pass
             if len(refs) == 1:
                 return None
             time.sleep(_POLL_SECONDS)
@@ -281,14 +287,6 @@ def _interface(address: str) -> str:
     """The network interface that has this address."""
     interfaces = psutil.net_if_addrs().items()
     return next(name for name, addresses in interfaces if any(one.address == address for one in addresses))
-
-
-def _error_of(ref: Any) -> BaseException | None:
-    try:
-        ray.get(ref)
-    except Exception as error:
-        return error
-    return None
 
 
 def _start_ray(pool: ResourcePool, ray_init: dict[str, Any]) -> Watchdog:

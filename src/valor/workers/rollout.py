@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from transformers import GenerationConfig
 
 from valor.agents.agents import Agents
-from valor.agents.episode import Episode, EpisodeKey, episode_rows
+from valor.agents.episode import Episode, episode_rows
 from valor.agents.loops import tasks_of
 from valor.agents.runner import EpisodeRunner
 from valor.config import ModelConfig, PPOConfig
 from valor.data.batch import Batch
 from valor.errors import UserError
 from valor.models.load import load_model_config, load_policy_tokenizer
-from valor.rollout.base import Elsewhere, Output, Request, SamplingParams
+from valor.rollout.base import Elsewhere, Request, SamplingParams
 from valor.rollout.registry import generation_engine
 from valor.rollout.spec import BuildContext
 from valor.rollout.transfer import MEETING, TIMEOUT, NamedTensors, WeightChannel
@@ -117,10 +116,8 @@ class RolloutWorker:
                 return Batch()
             if self._agents is not None:
                 return self._agents.play(self.engine, tasks, sink)
-            requests = [
-                Request(str(i), one.prompt_ids, params, one.key, sink and partial(_tell, sink, one.key))
-                for i, one in enumerate(tasks)
-            ]
+            tells = [sink and (lambda out, key=one.key: sink(Episode.of_one_turn(key, out))) for one in tasks]
+            requests = [Request(str(i), one.prompt_ids, params, one.key, tells[i]) for i, one in enumerate(tasks)]
             outputs = self.engine.generate(requests)
         return episode_rows([Episode.of_one_turn(task.key, one) for task, one in zip(tasks, outputs, strict=True)])
 
@@ -152,10 +149,6 @@ class RolloutWorker:
             self._context.make_room()
         with self._actor.on_device() if self._actor is not None and shared else nullcontext():
             yield
-
-
-def _tell(sink: Sink, key: EpisodeKey, output: Output) -> None:
-    sink(Episode.of_one_turn(key, output))
 
 
 def _end_token_ids(model: ModelConfig, given: list[int]) -> list[int]:
