@@ -31,7 +31,7 @@ from valor.config import ModelConfig, RolloutConfig
 from valor.engines.distributed import init_process_group
 from valor.rollout.base import Request, RolloutEngine, SamplingParams
 from valor.rollout.native.engine import NativeEngine
-from valor.rollout.registry import generation_engine
+from valor.rollout.registry import GENERATION_ENGINES
 from valor.rollout.spec import BuildContext
 
 Prompts = list[list[int]]
@@ -78,7 +78,7 @@ def vllm_engine(model: PreTrainedModel, directory: str, longest: int, dtype: str
     """The engine of `rollout.name=vllm` with the weights of `model`, whose config is in `directory`."""
     device = init_process_group("cpu")
     config = RolloutConfig(name="vllm", dtype=dtype, max_model_len=longest + 1, max_num_seqs=256)
-    engine = generation_engine("vllm").build(BuildContext(config, ModelConfig(path=directory), [], device, None))
+    engine = GENERATION_ENGINES["vllm"].build(BuildContext(config, ModelConfig(path=directory), [], device, None))
     engine.sync_weights(model.named_parameters(), version=0)
     return engine
 

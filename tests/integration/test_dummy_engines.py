@@ -13,14 +13,12 @@ import torch
 from runs import read_metrics
 from safetensors.torch import load_file, save_file
 
-from valor.engines import registry as training_registry
 from valor.engines.base import TrainingEngine
-from valor.engines.registry import register_training_engine
+from valor.engines.registry import TRAINING_ENGINES
 from valor.models.export import export_hf, plain_weights
 from valor.models.rows import ROW_FIELDS
-from valor.rollout import registry as generation_registry
 from valor.rollout.base import Output, RolloutEngine, Span
-from valor.rollout.registry import register_generation_engine
+from valor.rollout.registry import GENERATION_ENGINES
 from valor.rollout.spec import GenerationEngineSpec
 from valor.trainer.main_ppo import main
 
@@ -121,21 +119,14 @@ class FourEngine(RolloutEngine):
     def close(self) -> None: ...
 
 
-@pytest.fixture
-def engines(monkeypatch):
-    """Registrations of a test end with it."""
-    for module in (training_registry, generation_registry):
-        monkeypatch.setattr(module, "_ENGINES", dict(module._ENGINES))
-
-
-def test_a_training_engine_is_one_registration(engines, overrides, tmp_path):
+def test_a_training_engine_is_one_registration(monkeypatch, overrides, tmp_path):
     built: list[TrainingEngine] = []
 
     def build(section, model, load, **options):
         built.append(PlainEngine(section, model, load, **options))
         return built[-1]
 
-    register_training_engine("plain", build)
+    monkeypatch.setitem(TRAINING_ENGINES, "plain", build)
     more = ["trainer.total_training_steps=1", "algorithm.use_kl_in_reward=true", "trainer.save_freq=1"]
     assert main(overrides(tmp_path / "plain", "actor_rollout_ref.actor.strategy=plain", *more)) == 0
     assert len(built) == 3 and [engine.version for engine in built] == [2, 0, 2]  # actor, reference, critic
@@ -148,7 +139,7 @@ def test_a_training_engine_is_one_registration(engines, overrides, tmp_path):
     assert names == {"plain"}
 
 
-def test_a_generation_engine_is_one_registration(engines, overrides, tmp_path):
+def test_a_generation_engine_is_one_registration(monkeypatch, overrides, tmp_path):
     checked: list[int] = []
     spec = GenerationEngineSpec(
         name="four",
@@ -158,7 +149,7 @@ def test_a_generation_engine_is_one_registration(engines, overrides, tmp_path):
         plan=lambda config: "says the same to everyone",
         build=FourEngine,
     )
-    register_generation_engine(spec)
+    monkeypatch.setitem(GENERATION_ENGINES, spec.name, spec)
     FourEngine.made.clear()
     run_dir = tmp_path / "run"
     assert main(overrides(run_dir, "actor_rollout_ref.rollout.name=four", "trainer.total_training_steps=2")) == 0

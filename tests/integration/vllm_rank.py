@@ -13,7 +13,7 @@ from valor.config import ModelConfig, RolloutConfig
 from valor.models.export import published_weights
 from valor.models.policy import PolicyModel
 from valor.rollout.base import Abort, Elsewhere, Request, SamplingParams, Span
-from valor.rollout.registry import generation_engine
+from valor.rollout.registry import GENERATION_ENGINES
 from valor.rollout.spec import BuildContext
 
 TOKENS = 20
@@ -23,7 +23,7 @@ def generate(model: Path) -> None:
     settings = {"max_model_len": 64, "max_num_seqs": 8, "tensor_model_parallel_size": 2}
     config = RolloutConfig(name="vllm", dtype="float32", gpu_memory_utilization=0.05, **settings)
     context = BuildContext(config, ModelConfig(path=str(model)), [1], torch.device("cpu"), None)
-    engine = generation_engine("vllm").build(context)
+    engine = GENERATION_ENGINES["vllm"].build(context)
     old, new = (AutoModelForCausalLM.from_pretrained(model).eval() for _ in range(2))
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():

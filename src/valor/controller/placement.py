@@ -11,7 +11,7 @@ import torch
 
 from valor.config import PPOConfig, TrainerConfig
 from valor.errors import UserError
-from valor.rollout.registry import generation_engine
+from valor.rollout.registry import GENERATION_ENGINES
 
 MAIN = "main"
 
@@ -117,7 +117,7 @@ def resolve_placement(config: PPOConfig) -> Placement:
 
     Pools may come to lie on one node, so its cores are shared out over the processes of all of them.
     """
-    elsewhere = generation_engine(config.actor_rollout_ref.rollout.name).elsewhere
+    elsewhere = GENERATION_ENGINES[config.actor_rollout_ref.rollout.name].elsewhere
     main, controller = resolve_pool(config.trainer, config.ray_kwargs.ray_init.address)
     each = main.processes_per_node + sum(asked.n_gpus_per_node for asked in config.pools.values())
     main = replace(main, num_threads=config.trainer.num_threads or max(1, available_cores() // each))

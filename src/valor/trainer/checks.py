@@ -16,9 +16,9 @@ from valor.config import AlgorithmConfig, CriticRunConfig, PPOConfig, Section
 from valor.config import inert_settings as inert_by_rules
 from valor.controller.placement import check_placement
 from valor.data.batch import Batch
-from valor.engines.registry import training_engine
+from valor.engines.registry import TRAINING_ENGINES
 from valor.errors import UserError
-from valor.rollout.registry import generation_engine, generation_engines
+from valor.rollout.registry import GENERATION_ENGINES
 from valor.trainer.advantage import COMPONENTS, FROM_THE_RUN, compute_advantages, from_critic, offered_settings
 from valor.workers.actor import policy_loss_options
 from valor.workers.critic import value_head
@@ -47,14 +47,14 @@ def check(config: BaseModel) -> list[str]:
 
 
 def _generation_engine(config: PPOConfig) -> list[str]:
-    return generation_engine(config.actor_rollout_ref.rollout.name).check(config)
+    return GENERATION_ENGINES[config.actor_rollout_ref.rollout.name].check(config)
 
 
 def _training_engines(config: PPOConfig) -> list[str]:
     policy, critic = config.actor_rollout_ref, config.critic
     roles = [(policy.actor, True), (policy.ref, config.needs_reference), (critic, critic.enable)]
     for strategy in {role.strategy for role, is_there in roles if is_there}:
-        training_engine(strategy)
+        _ = TRAINING_ENGINES[strategy]
     return []
 
 
@@ -203,7 +203,7 @@ def inert_settings(config: Section, explicit_keys: Collection[str]) -> dict[str,
 
 def _not_read(config: PPOConfig, keys: Collection[str]) -> Iterator[tuple[str, str]]:
     shared, algorithm = config.actor_rollout_ref, config.algorithm
-    reads = {engine.name: [*engine.reads] for engine in generation_engines()}
+    reads = {engine.name: [*engine.reads] for engine in GENERATION_ENGINES.values()}
     if config.plays_episodes and shared.rollout.name in reads:
         reads[shared.rollout.name].append("max_model_len")  # bounds the rows of an episode
     special = [pattern for patterns in reads.values() for pattern in patterns] + ["engine_kwargs.*"]

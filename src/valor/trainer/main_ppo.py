@@ -25,12 +25,12 @@ def _ppo(config: PPOConfig, command: str) -> int:
     from valor.controller.nodes import node_zero, serve
     from valor.controller.placement import resolve_placement
     from valor.models.load import check_critic_tokenizer
-    from valor.rollout.registry import generation_engine
+    from valor.rollout.registry import GENERATION_ENGINES
     from valor.trainer.ppo import PPORun
     from valor.trainer.run import fit_again
 
     placement, rank = resolve_placement(config), config.trainer.node_rank
-    engine = generation_engine(config.actor_rollout_ref.rollout.name)
+    engine = GENERATION_ENGINES[config.actor_rollout_ref.rollout.name]
     engine.check_start(config, placement.pools[placement.pool_of("rollout")].world_size)
     if rank:
         return serve(config.trainer, placement)

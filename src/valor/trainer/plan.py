@@ -18,7 +18,7 @@ from valor.config import (
     TrainerConfig,
     UpdateConfig,
 )
-from valor.rollout.registry import generation_engines
+from valor.rollout.registry import GENERATION_ENGINES
 from valor.trainer.checks import inert_settings
 from valor.trainer.old_log_probs import OldLogProbs
 
@@ -66,7 +66,7 @@ def _training_rows(config: PPOConfig | SupervisedConfig) -> Rows:
 
 def _ppo_rows(config: PPOConfig) -> Rows:
     policy, estimator = config.actor_rollout_ref, config.algorithm.adv_estimator
-    weights = [engine.plan(config) for engine in generation_engines() if engine.name == policy.rollout.name]
+    weights = [engine.plan(config) for engine in GENERATION_ENGINES.values() if engine.name == policy.rollout.name]
     rows = [
         ("algorithm", f"{estimator}, policy loss {config.policy_loss}"),
         ("actor", _model(policy.model)),

@@ -18,7 +18,7 @@ from valor.data.sampler import keyed_generator
 from valor.models.load import load_policy
 from valor.models.policy import Reference
 from valor.models.rows import ROW_FIELDS
-from valor.rollout.registry import generation_engine
+from valor.rollout.registry import GENERATION_ENGINES
 from valor.rollout.transfer import TIMEOUT, WeightChannel
 from valor.workers.dispatch import dispatch
 from valor.workers.host import WorkerContext
@@ -99,7 +99,7 @@ class ActorWorker(ModelRole):
     @dispatch("all")
     def send_weights(self, receivers: int) -> None:
         """Send the weights to `receivers` processes, in the dtype and under the names of their generation engine."""
-        spec = generation_engine(self._rollout.name)
+        spec = GENERATION_ENGINES[self._rollout.name]
         if self._store is not None and self._channel is None:  # at once: the receivers wait there
             device = torch.device("cpu") if spec.elsewhere else self._context.device
             self._channel = WeightChannel(self._store, 0, receivers + 1, device)

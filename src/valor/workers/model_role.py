@@ -13,7 +13,7 @@ from torch import nn
 from valor.config.model import BackboneConfig
 from valor.engines.base import TrainingEngine
 from valor.engines.checkpoint import MODEL_CONFIG_DIR
-from valor.engines.registry import DEFAULT_STRATEGY, training_engine
+from valor.engines.registry import DEFAULT_STRATEGY, TRAINING_ENGINES
 from valor.tracking.metrics import reduce_metrics
 from valor.tracking.rundir import disk_errors
 from valor.workers.dispatch import dispatch
@@ -41,7 +41,7 @@ class ModelRole:
         self._section, self._context = section, context
         self._turns = 0  # that are under way, one inside the other
         self._with_optimizer = False  # whether its state is on the device
-        build = training_engine(getattr(section, "strategy", DEFAULT_STRATEGY))
+        build = TRAINING_ENGINES[getattr(section, "strategy", DEFAULT_STRATEGY)]
         self.engine = build(section, model, load, device=context.device, total_steps=total_steps, trainable=trainable)
 
     @property

@@ -18,7 +18,7 @@ from valor.data.batch import Batch
 from valor.errors import UserError
 from valor.models.load import load_model_config, load_policy_tokenizer
 from valor.rollout.base import Elsewhere, Request, SamplingParams
-from valor.rollout.registry import generation_engine
+from valor.rollout.registry import GENERATION_ENGINES
 from valor.rollout.spec import BuildContext
 from valor.rollout.transfer import MEETING, TIMEOUT, NamedTensors, WeightChannel
 from valor.workers.actor import Address
@@ -38,7 +38,7 @@ class RolloutWorker:
         self._context = context
         self._actor: ModelRole | None = context.roles.get("actor")  # None: in a pool of its own
         self._channel: WeightChannel | None = None
-        self._spec = generation_engine(rollout.name)
+        self._spec = GENERATION_ENGINES[rollout.name]
         beside = None if self._actor is None else self._actor.engine
         ends = _end_token_ids(model, eos_token_ids)
         self.engine = self._spec.build(BuildContext(rollout, model, ends, context.device, beside))

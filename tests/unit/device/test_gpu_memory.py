@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from tiny_sizes import SIZES
 from valor.config import ModelConfig
 from valor.config.rollout import RolloutConfig
+from valor.engines.registry import DEFAULT_STRATEGY, TRAINING_ENGINES
 from valor.errors import TrainingStopped, UserError, out_of_memory
 from valor.models.hf import cache_bytes_per_token
 from valor.rollout.base import Request, SamplingParams
@@ -130,7 +131,7 @@ class Moved:
 
 
 def role(context: WorkerContext, name: str, log: list[str], monkeypatch) -> ModelRole:
-    monkeypatch.setattr("valor.workers.model_role.training_engine", lambda strategy: lambda *a, **k: Moved(name, log))
+    monkeypatch.setitem(TRAINING_ENGINES, DEFAULT_STRATEGY, lambda *a, **k: Moved(name, log))
     return ModelRole(context, object(), None, None)  # type: ignore[arg-type]
 
 

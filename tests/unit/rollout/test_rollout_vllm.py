@@ -18,7 +18,7 @@ from valor.models.export import published_weights
 from valor.models.policy import PolicyModel
 from valor.rollout.base import Abort, Output, Request, RolloutEngine, SamplingParams, Span
 from valor.rollout.native.engine import NativeEngine
-from valor.rollout.registry import generation_engine
+from valor.rollout.registry import GENERATION_ENGINES
 from valor.rollout.spec import BuildContext
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -89,7 +89,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Ro
             lengths = {"max_model_len": 160, "max_num_seqs": 16}
             config = RolloutConfig(**({"name": "vllm", "dtype": "float32"} | lengths | settings))
             context = BuildContext(config, ModelConfig(path=str(directory)), [2], torch.device("cpu"), None)
-            running[key] = generation_engine("vllm").build(context)
+            running[key] = GENERATION_ENGINES["vllm"].build(context)
         return running[key]
 
     yield make
