@@ -57,11 +57,8 @@ def save(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None,
     scalars: dict[str, dict[str, Any]] = {}
     if optimizer is not None:
         for name, state in _optimizer_states(module, optimizer).items():
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.dim() > 0:
-                    tensors[f"optimizer.{name}.{key}"] = value
-                else:
-                    scalars.setdefault(name, {})[key] = _to_json(value)
+            tensors |= {f"optimizer.{name}.{key}": value for key, value in state.items() if key != "step"}
+            scalars[name] = {"step": {"tensor": float(state["step"]), "dtype": "float32"}}
     if dist.get_rank() == 0:
         for leftover in path.glob("*.safetensors"):  # a reader takes every shard that it finds
             leftover.unlink()
@@ -224,31 +221,14 @@ def _prepare_optimizer(
 ) -> dict[str, Tensor]:
     """Give the optimizer empty state of the stored shapes; returns the tensors that loading will fill."""
     optimizer.state.clear()
-    fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     targets: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
         prefix = f"optimizer.{name}."
         for key in [key for key in stored if key.startswith(prefix)]:
-            like = parameter.detach()
-            if tuple(stored[key].size) != tuple(like.shape):
-                raise UserError(f"optimizer state {key} is not shaped like its parameter: it cannot be resharded")
-            value = torch.zeros_like(like, dtype=stored[key].properties.dtype)
+            value = torch.zeros_like(parameter.detach(), dtype=stored[key].properties.dtype)
             optimizer.state[parameter][key.removeprefix(prefix)] = value
             targets[key] = value
-        for key, value in scalars.get(name, {}).items():
-            optimizer.state[parameter][key] = _from_json(value, parameter.device if fused else torch.device("cpu"))
+        if name in scalars:
+            step = scalars[name]["step"]["tensor"]
+            optimizer.state[parameter]["step"] = torch.tensor(step, dtype=torch.float32, device=parameter.device)
     return targets
-
-
-def _to_json(value: Any) -> Any:
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
-    if isinstance(value, Tensor):
-        return {"tensor": value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
-    return value
-
-
-def _from_json(value: Any, device: torch.device) -> Any:
-    if isinstance(value, dict):
-        return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]), device=device)
-    return value
