@@ -16,6 +16,7 @@ from valor.models.rows import CompactRows, compact_rows
 from valor.models.token_log_probs import (
     HeadProduct,
     LogitMap,
+    likeliest,
     log_probs_from_logits,
     sum_pi_squared,
     token_log_probs,
@@ -23,8 +24,6 @@ from valor.models.token_log_probs import (
 
 # The same rows' next-token distributions by another policy, before they are computed; see `PolicyModel.forward`.
 Reference = Callable[[Mapping[str, Tensor]], HeadProduct | Tensor]
-
-_BLOCK_ELEMENTS = 2**24  # logits looked at together when hits are counted
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +55,13 @@ class PolicyModel(nn.Module):
         temperature: float = 1.0,
         with_entropy: bool = False,
         with_sum_pi_squared: bool = False,
+        with_hits: bool = False,
         reference: Reference | None = None,
         as_reference: bool = False,
     ) -> Any:
         """Float32 `log_probs` [b, T] of the responses under π = softmax(logits / temperature); if asked, π's `entropy`,
-        `sum_pi_squared` (Σ_v π(v)², without gradient), and `full_kl`, the exact KL(π ‖ π_ref) to a `reference`.
+        `sum_pi_squared` (Σ_v π(v)², without gradient), `hits` (1 where the token is the likeliest one), and `full_kl`,
+        the exact KL(π ‖ π_ref) to a `reference`.
 
         `rows` has prompts [b, P], prompt_lengths [b], responses [b, T], response_lengths [b], right-padded, best on the
         CPU. Positions beyond a response's length are 0. as_reference: instead, what another policy's `reference`
@@ -74,6 +75,7 @@ class PolicyModel(nn.Module):
             other: Any = None if reference is None else reference(rows)
         logits = self._logits(compact)
         squares: Tensor | None = None
+        hits: Tensor | None = None
         if isinstance(logits, HeadProduct):
             options: dict[str, Any] = {"temperature": temperature, "logit_map": self.logit_map}
             found = token_log_probs(logits, compact.targets, with_entropy=with_entropy, reference=other, **options)
@@ -85,7 +87,10 @@ class PolicyModel(nn.Module):
             )
             if with_sum_pi_squared:
                 squares = (logits.detach().float() / temperature).softmax(-1).square().sum(-1)
-        columns = {**found._asdict(), "sum_pi_squared": squares}
+        if with_hits:
+            best = likeliest(logits) if isinstance(logits, HeadProduct) else logits.argmax(-1)
+            hits = (best == compact.targets).float()
+        columns = {**found._asdict(), "sum_pi_squared": squares, "hits": hits}
         return {name: compact.scatter(column) for name, column in columns.items() if column is not None}
 
     def _logits(self, compact: CompactRows) -> HeadProduct | Tensor:
@@ -96,33 +101,6 @@ class PolicyModel(nn.Module):
         states = compact.read_by(self.hf.base_model).last_hidden_state
         head = self.hf.get_output_embeddings()
         return HeadProduct(compact.gather(states), head.weight, head.bias)
-
-
-class ImitatingPolicy(PolicyModel):
-    """A policy that can also say at which response tokens it would have made the same choice greedily."""
-
-    def __init__(self, policy: PolicyModel) -> None:
-        nn.Module.__init__(self)
-        self.hf, self.logit_map = policy.hf, policy.logit_map
-        self.packed, self.shared = policy.packed, policy.shared
-
-    def forward(self, rows: Mapping[str, Tensor], *, with_hits: bool = False, **options: Any) -> dict[str, Tensor]:
-        """As PolicyModel; `with_hits` (no gradients) adds `hits` [b, T]: 1 where the token is the likeliest one."""
-        if not with_hits:
-            return super().forward(rows, **options)
-        compact = compact_rows(rows).to(input_device(self.hf))
-        logits = self._logits(compact)
-        if isinstance(logits, HeadProduct):
-            assert self.logit_map is not None, "it is what makes logits of the product"
-            logit_map = self.logit_map
-            size = max(1, _BLOCK_ELEMENTS // len(logits.weight))
-            slices = [slice(i, i + size) for i in range(0, max(len(compact.targets), 1), size)]
-            blocks = ((logit_map.apply_(logits.rows(part).float()), compact.targets[part]) for part in slices)
-        else:
-            blocks = ((logits, compact.targets),)
-        found = [(log_probs_from_logits(x, t).log_probs, (x.argmax(-1) == t).float()) for x, t in blocks]
-        log_probs, hits = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return {"log_probs": compact.scatter(log_probs), "hits": compact.scatter(hits)}
 
 
 def find_logit_map(hf: Any) -> LogitMap | None:

@@ -106,6 +106,14 @@ def sum_pi_squared(product: HeadProduct, *, temperature: float = 1.0, logit_map:
     return out
 
 
+@torch.no_grad()
+def likeliest(product: HeadProduct) -> Tensor:
+    """The token [N] of the largest logit: what a `LogitMap` does keeps the order."""
+    count = len(product.hidden)
+    rows = _rows_per(_PRODUCT_ELEMENTS, product.hidden, len(product.weight))
+    return torch.cat([product.rows(slice(i, i + rows)).argmax(1) for i in range(0, max(count, 1), rows)])
+
+
 class _TokenLogProbs(torch.autograd.Function):
     """Saves the heads' products when they are small, else recomputes them going back."""
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
-import torch
 from torch import Tensor
 
 from valor import algorithms
 from valor.config import SFTConfig
 from valor.data.batch import Batch
 from valor.models.load import load_policy
-from valor.models.policy import ImitatingPolicy
 from valor.workers.dispatch import dispatch
 from valor.workers.host import WorkerContext
 from valor.workers.model_role import ModelRole
@@ -23,10 +22,7 @@ class SFTWorker(ModelRole):
     def __init__(self, context: WorkerContext, *, config: SFTConfig, total_steps: int) -> None:
         data = config.data
         self._limits = {"max_tokens": data.max_token_len_per_gpu, "max_rows": data.micro_batch_size_per_gpu}
-
-        def load(dtype: torch.dtype) -> ImitatingPolicy:
-            return ImitatingPolicy(load_policy(config.model, dtype=dtype, seed=config.trainer.seed))
-
+        load = partial(load_policy, config.model, seed=config.trainer.seed)
         super().__init__(context, config, config.model, load, total_steps=total_steps)
 
     @dispatch("dp")
