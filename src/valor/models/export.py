@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -26,7 +24,6 @@ def export_hf(
     *,
     state_dict: Mapping[str, Tensor] | None = None,
     tokenizer: Any | None = None,
-    dtype: torch.dtype | None = None,
 ) -> None:
     """Write weights, config and tokenizer to the directory `path`.
 
@@ -34,21 +31,12 @@ def export_hf(
     reward model an `AutoModelForSequenceClassification` one. Adapters are merged into its weights, and written by
     themselves, for peft, into its folder `adapter`.
 
-    `state_dict` holds full CPU weights under the names of `model` (default: the model's own), `dtype` is what the
-    files hold (default: as they are).
+    `state_dict` holds full CPU weights under the names of `model` (default: the model's own).
     """
     weights = dict(state_dict if state_dict is not None else model.state_dict())
-    plain = {
-        name: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-        for name, tensor in plain_weights(model, weights.items())
-    }
-    stored = next(t.dtype for t in plain.values() if t.is_floating_point())
+    plain = dict(plain_weights(model, weights.items()))
     with quiet_transformers():
         model.hf.save_pretrained(path, state_dict=plain)
-    # save_pretrained writes the model's own dtype into the config; loaders believe the config, not the files.
-    config_file = Path(path) / "config.json"
-    config = json.loads(config_file.read_text())
-    config_file.write_text(json.dumps({**config, "dtype": str(stored).removeprefix("torch.")}, indent=2) + "\n")
     if tokenizer is not None:
         tokenizer.save_pretrained(path)
     if has_adapters(model.hf):

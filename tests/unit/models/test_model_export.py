@@ -43,16 +43,6 @@ def test_critic_loads_with_plain_transformers(without_valor, tmp_path):
     assert abs(found["sum"] - expected) < 1e-4
 
 
-def test_files_hold_the_asked_dtype_and_say_so(tmp_path):
-    from safetensors.torch import load_file
-
-    policy = PolicyModel(build_hf("gpt_neox"))
-    export_hf(policy, tmp_path, dtype=torch.bfloat16)
-    assert {t.dtype for t in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
-    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
-    assert next(policy.parameters()).dtype is torch.float32
-
-
 def test_given_weights_are_what_is_written(tmp_path):
     policy = PolicyModel(build_hf("llama_dropout"))
     zeros = {name: torch.zeros_like(value) for name, value in policy.state_dict().items()}

@@ -8,7 +8,7 @@ query heads of one key-value head as its queries, so that keys and values are ne
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,12 +37,8 @@ def serving(cache: PromptCache | SlotCache) -> Iterator[None]:
 
 @contextmanager
 def generation_mode(hf: nn.Module) -> Iterator[None]:
-    """The model's attention goes through this file, and dropout and checkpointing are off; undone at exit.
-
-    Raises UserError for a model whose attention cannot be exchanged or that keeps other state than keys and values.
-    """
-    check_supported(hf)
-    configs = _attention_configs(hf)
+    """The model's attention goes through this file, and dropout and checkpointing are off; undone at exit."""
+    configs = list({id(m.config): m.config for m in hf.modules() if isinstance(m, PreTrainedModel)}.values())
     previous = [config._attn_implementation for config in configs]
     training = [module for module in hf.modules() if module.training]
     for config in configs:
@@ -74,15 +70,6 @@ def check_supported(hf: nn.Module) -> None:
                 f"{type(hf).__name__} has layers of type {', '.join(sorted(other))}; the native rollout engine keeps "
                 "keys and values only: choose another rollout engine (actor_rollout_ref.rollout.name)"
             )
-
-
-def _attention_configs(hf: nn.Module) -> list[Any]:
-    seen: dict[int, Any] = {}
-    for module in hf.modules():
-        config = getattr(module, "config", None)
-        if config is not None and hasattr(config, "_attn_implementation"):
-            seen[id(config)] = config
-    return list(seen.values())
 
 
 def slot_mask(
