@@ -119,18 +119,9 @@ def _contains(text: str, truth: str) -> bool:
 
 def _stand_together(words: list[str], wanted: list[str], slack: int) -> bool:
     """Whether some stretch of the words, `slack` longer than what is wanted, has all of it."""
-    missing, need = len(wanted), Counter(wanted)
-    size = len(wanted) + slack
-    for i, word in enumerate(words):
-        missing -= need[word] > 0
-        need[word] -= 1
-        if i >= size:
-            left = words[i - size]
-            need[left] += 1
-            missing += need[left] > 0
-        if missing == 0:
-            return True
-    return False
+    need, size = Counter(wanted), len(wanted) + slack
+    found = (need <= Counter(words[i : i + size]) for i in range(len(words)))
+    return need.keys() <= set(words) and any(found)
 
 
 def content_words(text: str) -> list[str]:

@@ -55,19 +55,16 @@ def has_grader(data_source: str) -> bool:
     return find_grader(data_source) is not None
 
 
-def grader_for(data_source: str) -> Grader:
-    """The grader of a data source. Raises UserError that names the known ones."""
-    grader = find_grader(data_source)
-    if grader is None:
-        raise UserError(_no_grader([data_source]))
-    return grader
-
-
 def require_graders(data_sources: Iterable[str]) -> None:
     """Raise a UserError that names every source without a grader; to be called before a run begins."""
     missing = [source for source in dict.fromkeys(data_sources) if find_grader(source) is None]
     if missing:
-        raise UserError(_no_grader(missing))
+        names = ", ".join(f"'{m}'" for m in missing)
+        hint = did_you_mean(missing[0], BUILT_IN) or "."
+        raise UserError(
+            f"no grader for data_source {names}{hint} `valor rewards list` shows those that have one: rename the "
+            "data_source, or set reward.custom_reward_function.path to a Python file with your compute_score"
+        )
 
 
 def compute_score(
@@ -77,9 +74,9 @@ def compute_score(
 
     Raises UserError when the source has no grader, and whatever the grader raises.
     """
-    return grader_for(data_source)(
-        data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info
-    )
+    require_graders([data_source])
+    grader: Any = find_grader(data_source)
+    return grader(data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info)
 
 
 def find_grader(data_source: str) -> Grader | None:
@@ -93,15 +90,6 @@ def needs_truth(data_source: str) -> bool:
     """Whether samples of this source cannot be scored without a ground truth; of your own graders nobody knows."""
     grader = find_grader(data_source)
     return grader in BUILT_IN.values() and grader is not reasoning_gym.grade
-
-
-def _no_grader(missing: list[str]) -> str:
-    names = ", ".join(f"'{m}'" for m in missing)
-    hint = did_you_mean(missing[0], BUILT_IN) or "."
-    return (
-        f"no grader for data_source {names}{hint} `valor rewards list` shows those that have one: rename the "
-        "data_source, or set reward.custom_reward_function.path to a Python file with your compute_score"
-    )
 
 
 def describe(grader: Grader) -> tuple[str, list[str]]:

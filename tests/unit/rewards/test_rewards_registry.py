@@ -13,7 +13,7 @@ from valor.rewards import compute_score, gsm8k, mathematics, qa, search_r1
 from valor.rewards.custom import CustomFunction
 from valor.rewards.executor import RewardResult, Sample
 from valor.rewards.manager import make_graders, summarize
-from valor.rewards.registry import BUILT_IN, describe, grader_for, has_grader, require_graders
+from valor.rewards.registry import BUILT_IN, describe, find_grader, has_grader, require_graders
 
 
 def test_built_in_graders_by_data_source() -> None:
@@ -24,9 +24,9 @@ def test_built_in_graders_by_data_source() -> None:
 
 
 def test_a_name_goes_before_patterns_and_an_earlier_pattern_before_a_later_one() -> None:
-    assert grader_for("openai/gsm8k") is gsm8k.grade_strict
-    assert grader_for("gsm8k_other") is mathematics.grade
-    assert grader_for("searchR1_nq") is search_r1.grade and grader_for("nq") is qa.grade
+    assert find_grader("openai/gsm8k") is gsm8k.grade_strict
+    assert find_grader("gsm8k_other") is mathematics.grade
+    assert find_grader("searchR1_nq") is search_r1.grade and find_grader("nq") is qa.grade
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_sources_of_the_sets_that_everyone_trains_on(source: str, response: str,
 
 def test_an_unknown_data_source_names_the_known_ones_and_the_way_out() -> None:
     with pytest.raises(UserError) as error:
-        grader_for("openai/gsm8")
+        require_graders(["openai/gsm8"])
     text = str(error.value)
     assert "'openai/gsm8'" in text and "did you mean openai/gsm8k?" in text
     assert "valor rewards list" in text and "reward.custom_reward_function.path" in text
@@ -89,7 +89,9 @@ def test_rewards_list_names_every_source_its_score_and_its_components(capsys: py
     ],
 )
 def test_components_are_the_documented_ones(source: str, response: str, truth: str) -> None:
-    _, names = describe(grader_for(source))
+    grader = find_grader(source)
+    assert grader is not None
+    _, names = describe(grader)
     for text in (response, "no"):
         result = compute_score(source, text, truth)
         assert isinstance(result, dict)
