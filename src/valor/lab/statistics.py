@@ -1,8 +1,6 @@
 """What a few seeds can say: bootstrap intervals, paired tests, and the correction for several comparisons.
 
-With few seeds no method is strong, so each function says what its result means there. Everything is deterministic:
-resamples and sign flips are enumerated while that is possible, and drawn from a fixed seed beyond. (scipy's bootstrap
-always draws, which with five seeds is coarser than the 3,125 resamples that there are.)
+Resamples and sign flips are enumerated while possible (scipy's bootstrap always draws), else drawn from a fixed seed.
 """
 
 from __future__ import annotations
@@ -18,11 +16,7 @@ _DRAWN = 20_000
 
 
 def bootstrap_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float] | None:
-    """Percentile bootstrap interval of the mean (Efron 1979); None for fewer than two values.
-
-    It cannot be wider than the range of the values, so with n of them it covers the true median at most with
-    probability 1 - 2^(1-n): 0.5 for two, 0.75 for three, 0.94 for five.
-    """
+    """Percentile bootstrap interval of the mean (Efron 1979); None for fewer than two values."""
     x = np.asarray(values, float)
     n = len(x)
     if n < 2:
@@ -39,8 +33,7 @@ def bootstrap_interval(values: Sequence[float], level: float = 0.95) -> tuple[fl
 def sign_flip_p(differences: Sequence[float]) -> float:
     """Two-sided exact permutation test of paired differences: the share of sign patterns at least as extreme.
 
-    It assumes only that without an effect each difference is as likely to have the other sign (Fisher 1935). n
-    pairs cannot give less than 2^(1-n): 0.25 for three, so five per cent needs six. Beyond 15 pairs patterns are drawn.
+    It assumes only that without an effect each difference is as likely to have the other sign (Fisher 1935).
     """
     if len(differences) < 2:
         return 1.0
@@ -49,10 +42,7 @@ def sign_flip_p(differences: Sequence[float]) -> float:
 
 
 def paired_t_p(differences: Sequence[float]) -> float | None:
-    """Two-sided p of Student's paired t-test; None where it does not exist (one pair, or all differences alike).
-
-    It assumes normally distributed differences, which a few seeds cannot check.
-    """
+    """Two-sided p of Student's paired t-test; None where it does not exist (one pair, or all differences alike)."""
     x = np.asarray(differences, float)
     if len(x) < 2 or np.ptp(x) <= 1e-12 * np.abs(x).max():
         return None

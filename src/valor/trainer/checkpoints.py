@@ -49,11 +49,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 class CheckpointStore:
     """The `global_step_*` folders of one run directory, which no other process writes to (`tracking.rundir.locked`).
-
-    Args:
-        run_dir: the run's folder.
-        max_to_keep: how many of the newest stay (None: all). The best one stays besides these.
-    """
+    Of the newest `max_to_keep` stay (None: all), and the best one besides these."""
 
     def __init__(self, run_dir: Path, max_to_keep: int | None = None) -> None:
         self.run_dir = run_dir

@@ -39,14 +39,7 @@ _COLLECTOR_DIR = "collector"  # in a checkpoint
 
 
 class PPORun(Run):
-    """PPO with a critic, and every critic-free relative of it, for one configuration.
-
-    Args:
-        config: the validated tree.
-        inputs: tokenizer, data and graders, already checked, so that bad input stops before anything starts.
-        placement: where the roles run.
-        command: what was typed, for the record.
-    """
+    """PPO with a critic, and every critic-free relative of it. `inputs` are already checked: bad ones stop earlier."""
 
     config: PPOConfig
     record: PPORecorder

@@ -37,12 +37,6 @@ class SupervisedRun(Run):
 
     A subclass says what the role is and how it is measured. Bad input raises UserError when the object is made; nothing
     has been written then.
-
-    Args:
-        config: the validated tree.
-        command: what was typed, for the record.
-        tokenizer: saved beside the model.
-        train, val: the data sets (val None: nothing is measured).
     """
 
     role: ClassVar[str]  # its name in checkpoints and exports
