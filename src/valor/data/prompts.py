@@ -8,17 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from valor.config import DataConfig
 from valor.data.files import DataRow, read_rows
 from valor.data.sampler import SUBSET_STREAM, VALIDATION_STREAM, shuffled, subset
 from valor.errors import UserError
 from valor.tracking.progress import report_progress
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from valor.config import DataConfig
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +51,7 @@ class PromptDataset(Sequence[PromptRow]):
     def __init__(
         self,
         data: DataConfig,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Any,
         split: Literal["train", "val"] = "train",
         tools_of: Callable[[Mapping[str, Any]], Sequence[Any]] | None = None,
     ) -> None:
@@ -120,7 +116,7 @@ class PromptDataset(Sequence[PromptRow]):
 
 
 def render(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
     template_kwargs: Mapping[str, Any] | None = None,
     where: str = "prompt",
@@ -136,18 +132,18 @@ def render(
         )
     options = {"add_generation_prompt": True, **(template_kwargs or {})}
     try:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))  # type: ignore[arg-type]
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
     except Exception as error:  # templates raise whatever they like: jinja2 errors, TypeError, KeyError
         raise UserError(f"{where}: the chat template refuses these messages: {error}") from error
 
 
-def token_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+def token_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     """Token ids of rendered prompts; the template has put the special tokens in, so none are added."""
     # verbose=False: the tokenizer's own warning about long inputs; the limit here is data.max_prompt_length.
-    return tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]  # type: ignore[return-value]
+    return tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def tokenized(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], total: int) -> Iterator[list[int]]:
+def tokenized(tokenizer: Any, texts: Iterable[str], total: int) -> Iterator[list[int]]:
     """Token ids of each of `total` rendered texts, with live progress."""
     texts, done = iter(texts), 0
     while chunk := list(islice(texts, _TEXTS_AT_ONCE)):

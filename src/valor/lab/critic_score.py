@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from valor.config import CriticScoreConfig
 from valor.lab.publish import SCORECARD_FILES, fingerprint
-from valor.tracking.console import get_console, say
+from valor.tracking.console import say
 from valor.tracking.progress_console import show_progress
 from valor.trainer.command import run_command
 
@@ -72,7 +72,7 @@ def _measure(config: CriticScoreConfig) -> tuple[Judged, Branches | None]:
     tokenizer = load_policy_tokenizer(config)
     check_critic_tokenizer(config, tokenizer)
     pool, controller = resolve_pool(config.trainer, config.ray_kwargs.ray_init.address)
-    with show_progress(get_console()):
+    with show_progress():
         rollouts, branches = _rollouts(config, pool, controller)
         frozen = config.model_copy(update={"critic": config.critic.model_copy(update={"freeze": True})})
         specs = role_specs(frozen, total_steps=0, eos_token_ids=[])

@@ -7,10 +7,9 @@ import os
 import sys
 from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from rich.console import Console
 
 # label, keys in order of preference, number format; the line shows those that the step has
 _COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -33,8 +32,6 @@ Value = TypeVar("Value")
 @cache
 def get_console() -> Console:
     """Console on stdout: colours and bars on a real terminal; elsewhere plain text without control characters."""
-    from rich.console import Console
-
     terminal = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
     return Console(
         force_terminal=terminal,  # and not what FORCE_COLOR or a CI variable would have rich believe

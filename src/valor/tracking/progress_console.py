@@ -6,23 +6,22 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import takewhile
-from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
+from rich.progress import Progress as Bars
+from rich.text import Text
 
 from valor.tracking.console import format_number, format_seconds, get_console
 from valor.tracking.progress import Progress, add_listener
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import Progress as Bars
-    from rich.progress import Task
 
 PLAIN_EVERY = 10.0  # seconds between the plain lines of one phase
 
 
 @contextmanager
-def show_progress(console: Console | None = None) -> Iterator[None]:
-    """While the block runs, every phase of this process shows on `console` (default: stdout)."""
-    view = PhaseView(console or get_console(), PLAIN_EVERY)
+def show_progress() -> Iterator[None]:
+    """While the block runs, every phase of this process shows on the console."""
+    view = PhaseView(get_console(), PLAIN_EVERY)
     remove = add_listener(view)
     try:
         yield
@@ -98,10 +97,6 @@ class PhaseView:
 
 def _make_bars(console: Console, clock: Callable[[], float]) -> Bars:
     """One row per phase; without a terminal nothing is drawn and the rows only keep count and time."""
-    from rich.progress import BarColumn, ProgressColumn, TextColumn
-    from rich.progress import Progress as Bars
-    from rich.text import Text
-
     class Count(ProgressColumn):
         def render(self, task: Task) -> Text:
             return Text(format_count(task), justify="right")

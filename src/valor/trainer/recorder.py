@@ -16,7 +16,7 @@ from valor.config import PPOConfig, SupervisedConfig, dump_yaml
 from valor.data.batch import Batch
 from valor.data.episodes import Episodes
 from valor.report import build_report
-from valor.tracking.console import get_console
+from valor.tracking.console import say
 from valor.tracking.generations import Sample, Split, token_strings, write_samples
 from valor.tracking.loggers import RunInfo, Tracker
 from valor.tracking.progress_console import show_progress
@@ -47,7 +47,6 @@ class RunRecorder:
         self.best_is_new = False  # and wants a checkpoint of its own
         self._command, self._loggers = command, loggers
         self._tracker: Tracker | None = None
-        self._console = get_console()
 
     @contextmanager
     def opened(self, step: int, total_steps: int) -> Iterator[None]:
@@ -63,7 +62,7 @@ class RunRecorder:
             total_steps=total_steps,
             resume_step=step or None,
         )
-        with Tracker(self._loggers, info) as self._tracker, show_progress(self._console):
+        with Tracker(self._loggers, info) as self._tracker, show_progress():
             write_atomically(self.run_dir / "config.yaml", dump_yaml(self.config))
             versions = {package: version(package) for package in ("torch", "transformers", "ray")}
             versions["python"] = platform.python_version()
@@ -75,9 +74,7 @@ class RunRecorder:
         assert self._tracker is not None, "log() outside opened()"
         self._tracker.log(step, metrics)
 
-    def say(self, line: str) -> None:
-        """A line on the console, above the bars."""
-        self._console.print(line, markup=False)
+    say = staticmethod(say)
 
     def save_checkpoint(self, state: dict[str, Any], write_roles: Callable[[Path], None]) -> Path:
         """A complete `global_step_N`; the best one outlives `max_ckpt_to_keep` where it is to be kept."""
