@@ -42,6 +42,14 @@ def load_file(path: str, key: str) -> ModuleType:
     return module
 
 
+def installed(module: str, what: str, install: str) -> Any:
+    """A module of a package that not everybody has. UserError: it is not there, and how to `pip install` it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(f"{what} ({error}): pip install {install}") from None
+
+
 def load_object(name: str, key: str) -> Any:
     """What `file.py:Name`, `package.module:Name` or `package.module.Name` names.
 

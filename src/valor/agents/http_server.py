@@ -12,6 +12,7 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from valor.errors import UserError
+from valor.user_files import installed
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -31,11 +32,8 @@ class Refused(Exception):
 
 def require_libraries() -> None:
     """UserError where the libraries of servers are not installed."""
-    try:
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError:
-        raise UserError("a server needs starlette and uvicorn: pip install 'valor-rl[agents]'") from None
+    for library in ("starlette", "uvicorn"):
+        installed(library, "a server needs starlette and uvicorn", "'valor-rl[agents]'")
 
 
 def authorise(request: Request, api_key: str | None) -> None:

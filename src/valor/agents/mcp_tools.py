@@ -13,6 +13,7 @@ from valor.agents.formats import Schema
 from valor.agents.tool_sources import FunctionTool
 from valor.agents.tools import ToolResult, exception_text
 from valor.errors import UserError
+from valor.user_files import installed
 
 _START_SECONDS = 60.0  # a command may first install its server
 
@@ -26,10 +27,7 @@ def mcp_tools(
     variables of ours (PATH, HOME, ...); `url` an address of streamable HTTP. UserError: not one of the two, the mcp
     package is not installed, or the server does not answer.
     """
-    try:
-        import mcp  # noqa: F401
-    except ImportError:
-        raise UserError("tools of MCP servers need the mcp package: pip install 'valor-rl[agents]'") from None
+    installed("mcp", "tools of MCP servers need the mcp package", "'valor-rl[agents]'")
     if (command is None) == (url is None) or isinstance(command, str) or (env and url):
         raise UserError("an MCP server is command: [program, arguments], with env: {...} if it needs one, or url")
     given = tuple((name, str(value)) for name, value in (env or {}).items())

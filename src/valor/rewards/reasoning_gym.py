@@ -11,6 +11,7 @@ from typing import Any
 from valor.errors import UserError
 from valor.rewards.answers import after_thinking, boxed, tagged
 from valor.rewards.deadline import run_within
+from valor.user_files import installed
 
 PREFIX = "reasoning_gym/"
 _MAX_LENGTH = 20_000  # characters of an answer
@@ -75,11 +76,8 @@ def _entry(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> dict[str,
 @functools.cache
 def _score_answer(task: str) -> Callable[..., float]:
     """Raises UserError when reasoning-gym is not there or has no such task."""
+    gym = installed("reasoning_gym", f"{PREFIX}{task} needs reasoning-gym", "'valor-rl[reasoning]'")
     try:
-        from reasoning_gym import get_score_answer_fn
-    except ImportError:
-        raise UserError(f"{PREFIX}{task} needs reasoning-gym: pip install 'valor-rl[reasoning]'") from None
-    try:
-        return get_score_answer_fn(task)
+        return gym.get_score_answer_fn(task)
     except ValueError:
         raise UserError(f"reasoning-gym has no task '{task}'") from None

@@ -13,6 +13,7 @@ from valor.agents.environments.base import Step, TextEnvironment, row_number
 from valor.agents.tools import as_text
 from valor.errors import UserError
 from valor.rewards.answers import after_thinking
+from valor.user_files import installed
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0  # seconds between tries to get a session
 _MAX_BYTES = 16 * 2**20  # of an observation
@@ -46,16 +47,13 @@ class OpenEnv(TextEnvironment):
         unscored: float | None = None,
         open_seconds: float = 600.0,
     ) -> None:
-        try:
-            from websockets.asyncio.client import connect
-        except ImportError:
-            raise UserError("an OpenEnv server needs websockets: pip install 'valor-rl[agents]'") from None
+        client = installed("websockets.asyncio.client", "an OpenEnv server needs websockets", "'valor-rl[agents]'")
         parts = urlsplit(url)
         schemes = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
         if parts.scheme not in schemes or not parts.netloc:
             raise UserError(f"'{url}' is no address of an OpenEnv server; openenv:http://127.0.0.1:8000 is one")
         self._url = f"{schemes[parts.scheme]}://{parts.netloc}{parts.path.rstrip('/')}/ws"
-        self._connect, self._socket = connect, None
+        self._connect, self._socket = client.connect, None
         self._action, self._fields, self._observation = action, dict(action_fields or {}), observation
         self._reset, self.open_seconds, self._score = dict(reset or {}), open_seconds, unscored
 

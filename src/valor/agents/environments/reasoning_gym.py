@@ -8,6 +8,7 @@ from typing import Any
 from valor.agents.environments.base import Step, TextEnvironment
 from valor.errors import UserError
 from valor.rewards.reasoning_gym import PREFIX, grade
+from valor.user_files import installed
 
 _FEEDBACK = "That answer is not right. Try again, and give the final answer inside <answer> </answer>."
 
@@ -20,12 +21,10 @@ class ReasoningGym(TextEnvironment):
     """
 
     def __init__(self, task: str, tries: int = 3, feedback: str = _FEEDBACK) -> None:
-        try:
-            from reasoning_gym.factory import DATASETS
-        except ImportError:
-            raise UserError(f"reasoning_gym:{task} needs reasoning-gym: pip install 'valor-rl[reasoning]'") from None
-        if task not in DATASETS:
-            raise UserError(f"reasoning-gym has no task '{task}'; it has {', '.join(sorted(DATASETS))}")
+        needs = f"reasoning_gym:{task} needs reasoning-gym"
+        tasks = installed("reasoning_gym.factory", needs, "'valor-rl[reasoning]'").DATASETS
+        if task not in tasks:
+            raise UserError(f"reasoning-gym has no task '{task}'; it has {', '.join(sorted(tasks))}")
         self._source, self._left, self._feedback, self._last = PREFIX + task, tries, feedback, 0.0
         self._row: Mapping[str, Any] = {}
 

@@ -8,6 +8,7 @@ from typing import Any
 from valor.agents.chat import Message
 from valor.agents.environments.base import Step, TextEnvironment
 from valor.errors import UserError
+from valor.user_files import installed
 
 
 class _Config(dict[str, Any]):
@@ -27,10 +28,7 @@ class SkyRLGym(TextEnvironment):
     """
 
     def __init__(self, name: str, env_config: Mapping[str, Any] | None = None, **extras: Any) -> None:
-        try:
-            import skyrl_gym
-        except ImportError:
-            raise UserError(f"skyrl_gym:{name} needs SkyRL-Gym: pip install skyrl-gym") from None
+        skyrl_gym = installed("skyrl_gym", f"skyrl_gym:{name} needs SkyRL-Gym", "skyrl-gym")
         try:
             self._spec = skyrl_gym.spec(name)
         except (skyrl_gym.error.Error, ImportError) as error:

@@ -11,6 +11,7 @@ from typing import Any
 from valor.agents.environments.base import Step, TextEnvironment, row_number
 from valor.errors import UserError, did_you_mean
 from valor.rewards.answers import after_thinking
+from valor.user_files import installed
 
 _DRAWING = threading.Lock()
 
@@ -22,13 +23,10 @@ class TextArena(TextEnvironment):
     """
 
     def __init__(self, game: str, **options: Any) -> None:
-        try:
-            import textarena
-            from textarena.envs.registration import ENV_REGISTRY
-        except ImportError as error:
-            raise UserError(f"textarena:{game} needs TextArena ({error}): pip install textarena") from None
-        if game not in ENV_REGISTRY:
-            raise UserError(f"TextArena has no game '{game}'{did_you_mean(game, ENV_REGISTRY)}")
+        textarena = installed("textarena", f"textarena:{game} needs TextArena", "textarena")
+        registry = textarena.envs.registration.ENV_REGISTRY
+        if game not in registry:
+            raise UserError(f"TextArena has no game '{game}'{did_you_mean(game, registry)}")
         self._game, self._options = game, options
         self._make, self._own = textarena.make, textarena.ObservationType.PLAYER_ACTION
         self._env: Any = None

@@ -14,6 +14,7 @@ import numpy as np
 
 from valor.data.files import read_records
 from valor.errors import UserError
+from valor.user_files import installed
 
 _COLUMNS = ("contents", "title", "text", "ctxs")
 _BATCH = 64  # texts in one forward pass of the encoder
@@ -222,8 +223,4 @@ def _digest(documents: Sequence[str]) -> str:
 
 
 def _bm25s() -> Any:
-    try:
-        import bm25s
-    except ImportError:
-        raise UserError("searching by words needs bm25s: pip install 'valor-rl[agents]'") from None
-    return bm25s
+    return installed("bm25s", "searching by words needs bm25s", "'valor-rl[agents]'")

@@ -10,6 +10,7 @@ from typing import Any
 from valor.data.recipes.convert import numbers_game
 from valor.data.recipes.recipe import EXPRESSION, QUESTION, Example, Recipe, Record
 from valor.errors import UserError
+from valor.user_files import installed
 
 PREFIX = "reasoning_gym/"
 _SIZE = 2**31 - 1  # a task makes any number of puzzles, each from (seed, place); only those asked for are made
@@ -45,15 +46,12 @@ def puzzles(task: str, seed: int, **settings: Any) -> Iterator[Record]:
 
     Raises UserError when reasoning-gym is not installed, has no such task, or the task does not take these settings.
     """
+    needs = f"{task} puzzles are made by reasoning-gym"
+    factory = installed("reasoning_gym.factory", needs, "'valor-rl[reasoning]'")
+    if task not in factory.DATASETS:
+        raise UserError(f"reasoning-gym has no task '{task}'; it has {', '.join(sorted(factory.DATASETS))}")
     try:
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
-    except ImportError:
-        raise UserError(f"{task} puzzles are made by reasoning-gym: pip install 'valor-rl[reasoning]'") from None
-    if task not in DATASETS:
-        raise UserError(f"reasoning-gym has no task '{task}'; it has {', '.join(sorted(DATASETS))}")
-    try:
-        made = reasoning_gym.create_dataset(task, seed=seed, size=_SIZE, **settings)
+        made = factory.create_dataset(task, seed=seed, size=_SIZE, **settings)
     except (TypeError, AssertionError, ValueError) as error:
         raise UserError(f"{PREFIX}{task} does not take these --option settings ({error})") from None
     return (made[i] for i in range(_SIZE))
