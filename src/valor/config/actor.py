@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from valor.config.base import Section, Seed, StepRanges, inherits, key, section, step_range
-from valor.config.engine import CheckpointConfig, FSDPConfig, OptimConfig
+from valor.config.engine import CheckpointConfig, FastOptimConfig, FollowerFSDPConfig, FSDPConfig, OptimConfig
 from valor.config.model import CriticModelConfig
 
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
@@ -92,20 +92,12 @@ class ActorConfig(UpdateConfig):
         return self.use_kl_loss and self.kl_loss_type == "full"
 
 
-class RefFSDPConfig(
-    FSDPConfig,
-    model_dtype=inherits("actor_rollout_ref.actor.fsdp_config.model_dtype"),
-    dtype=inherits("actor_rollout_ref.actor.fsdp_config.dtype"),
-):
-    """The reference model's sharding; its precision follows the actor's, so that their KL starts at zero."""
-
-
 class RefConfig(Section):
     """The frozen reference model (present when a KL term needs it)."""
 
     strategy: str = inherits("actor_rollout_ref.actor.strategy")
     """Engine: fsdp2."""
-    fsdp_config: RefFSDPConfig = section(RefFSDPConfig, _OWN_WEIGHTS)
+    fsdp_config: FollowerFSDPConfig = section(FollowerFSDPConfig, _OWN_WEIGHTS)
     log_prob_micro_batch_size_per_gpu: PositiveInt | None = key(None, _EXACT)
     """Most samples in a forward micro-batch of one process; null leaves it to the token budget."""
     log_prob_use_dynamic_bsz: bool = inherits("actor_rollout_ref.actor.use_dynamic_bsz", _EXACT)
@@ -119,18 +111,6 @@ class RefConfig(Section):
     def max_rows(self) -> int | None:
         """Upper bound on the rows of a forward micro-batch; None when tokens alone decide."""
         return None if self.log_prob_use_dynamic_bsz else self.log_prob_micro_batch_size_per_gpu
-
-
-class CriticOptimConfig(OptimConfig, lr=1e-5):
-    """The critic's optimizer: ten times the actor's learning rate."""
-
-
-class CriticFSDPConfig(
-    FSDPConfig,
-    model_dtype=inherits("actor_rollout_ref.actor.fsdp_config.model_dtype"),
-    dtype=inherits("actor_rollout_ref.actor.fsdp_config.dtype"),
-):
-    """The critic's sharding; its precision follows the actor's."""
 
 
 class CriticConfig(
@@ -163,8 +143,8 @@ class CriticConfig(
     """Further options of that loss: huber_delta; hl_gauss: num_bins (51), value_min (0), value_max (1), sigma_bins."""
     cliprange_value: PositiveFloat | None = key(0.5, ".freeze=false")
     """Value clip range: new values are kept within this distance of the old ones in the loss; null never clips."""
-    optim: CriticOptimConfig = section(CriticOptimConfig, ".freeze=false")
-    fsdp_config: CriticFSDPConfig = section(CriticFSDPConfig)
+    optim: FastOptimConfig = section(FastOptimConfig, ".freeze=false")
+    fsdp_config: FollowerFSDPConfig = section(FollowerFSDPConfig)
 
     def contradictions(self, at: str) -> Iterator[str]:
         if self.ensemble_size > 1 and (self.freeze or self.model.value_head_init == "zero"):

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat
 
-from valor.config.base import CountOrOff, DType, Section, Share, key
+from valor.config.base import CountOrOff, DType, Section, Share, inherits, key
 
 Part = Literal["model", "optimizer", "extra", "hf_model"]
 RESUMABLE = ["model", "optimizer", "extra"]
@@ -37,6 +37,14 @@ class FSDPConfig(Section):
     """Precision of the forward and backward pass."""
 
 
+class FollowerFSDPConfig(
+    FSDPConfig,
+    model_dtype=inherits("actor_rollout_ref.actor.fsdp_config.model_dtype"),
+    dtype=inherits("actor_rollout_ref.actor.fsdp_config.dtype"),
+):
+    """How a model beside the actor is sharded; in the actor's precision, so that the reference's KL starts at zero."""
+
+
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -63,6 +71,10 @@ class OptimConfig(Section):
     """Floor of the cosine and linear schedules as a share of lr."""
     num_cycles: PositiveFloat = key(0.5, ".lr_scheduler_type=cosine")
     """Cosine periods over the run; 0.5 falls once from lr to the floor."""
+
+
+class FastOptimConfig(OptimConfig, lr=1e-5):
+    """The optimizer of a critic and of supervised training: ten times the actor's learning rate."""
 
 
 class CheckpointConfig(Section):

@@ -6,7 +6,7 @@ from pydantic import NonNegativeFloat, PositiveInt, model_validator
 
 from valor.config.base import Section, Share, key, section
 from valor.config.data import FilesConfig, Truncation
-from valor.config.engine import CheckpointConfig, FSDPConfig, OptimConfig
+from valor.config.engine import CheckpointConfig, FastOptimConfig, FSDPConfig
 from valor.config.model import ModelConfig
 from valor.config.trainer import RunConfig
 from valor.config.tree import fill_inherited
@@ -25,16 +25,12 @@ class SupervisedDataConfig(FilesConfig):
     """Most tokens (padding included) in a micro-batch of one process."""
 
 
-class SupervisedOptimConfig(OptimConfig, lr=1e-5):
-    """Optimizer of supervised training."""
-
-
 class SupervisedConfig(Section):
     """One run that learns from given texts."""
 
     model: ModelConfig = section(ModelConfig)
     data: SupervisedDataConfig = section(SupervisedDataConfig)
-    optim: SupervisedOptimConfig = section(SupervisedOptimConfig)
+    optim: FastOptimConfig = section(FastOptimConfig)
     fsdp_config: FSDPConfig = section(FSDPConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     trainer: RunConfig = section(RunConfig)
