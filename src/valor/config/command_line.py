@@ -29,16 +29,7 @@ _STRUCTURED = re.compile(r"[\[\]{}(),'\"\\]")
 _TWO_BOUNDS = re.compile(r"[\d.eE+-]+_[\d.eE+-]+")
 
 
-class CommandLine(argparse.Namespace):
-    """Options, and the override arguments in the order typed."""
-
-    overrides: list[str]
-    config_name: str | None
-    config_path: str | None
-    dry_run: bool
-
-
-def read_arguments(argv: Sequence[str]) -> CommandLine:
+def read_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Split a command line; --help prints USAGE and exits. UserError: unknown options, options without their value."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config-name", "-cn")
@@ -46,7 +37,7 @@ def read_arguments(argv: Sequence[str]) -> CommandLine:
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--help", "-h", action="store_true")
     try:
-        line, rest = parser.parse_known_args(argv, CommandLine())
+        line, rest = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
         name = next((word for word in argv if word in str(error.argument_name).split("/")), error.argument_name)
         raise UserError(f"{name} needs a value") from None

@@ -1,6 +1,7 @@
 """From a command line to one plain tree in the schema's terms: Hydra composes it (and writes nothing to disk), and
 verl's spellings in it are read as the keys that they mean."""
 
+import argparse
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
 from yaml import YAMLError
 
-from valor.config.command_line import SWEEPS, CommandLine, literal
+from valor.config.command_line import SWEEPS, literal
 from valor.config.describe import not_a_section, show, unknown_key
 from valor.config.presets import DEFAULTS, config_nodes, default_tree
 from valor.config.tree import exists, flatten, get_at, is_open, is_section, plain_keys, set_at
@@ -38,7 +39,7 @@ class Reading:
     notes: list[str] = field(default_factory=list)
 
 
-def compose_tree(root: type[BaseModel], line: CommandLine, reading: Reading) -> None:
+def compose_tree(root: type[BaseModel], line: argparse.Namespace, reading: Reading) -> None:
     """Compose named configuration, yaml files and overrides into `reading`.
 
     UserError: what was wrong so far, and no such configuration, malformed yaml, or an override that Hydra refuses.
@@ -75,7 +76,7 @@ def _store(root: type[BaseModel]) -> None:
         ConfigStore.instance().store(name=preset, node=node)
 
 
-def _one_line(error: Exception, line: CommandLine, name: str, root: type[BaseModel]) -> str:
+def _one_line(error: Exception, line: argparse.Namespace, name: str, root: type[BaseModel]) -> str:
     file = f"{line.config_path or '.'}/{name}.yaml"
     if isinstance(error, UserError):
         return str(error)

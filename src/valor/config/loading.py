@@ -1,8 +1,9 @@
 """From what was typed to a validated configuration, or to all mistakes, one line each."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from omegaconf import OmegaConf
 from pydantic import ValidationError
@@ -55,13 +56,6 @@ def load(
 
 def dump_yaml(config: Section) -> str:
     """Every key with its value; --config-path and --config-name read it back to an equal tree."""
-    return OmegaConf.to_yaml(OmegaConf.create(_escaped(config.model_dump(mode="json"))))
-
-
-def _escaped(value: Any) -> Any:
-    """Text with `${` in it protected, so that it is not taken for an interpolation."""
-    if isinstance(value, dict):
-        return {key: _escaped(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_escaped(item) for item in value]
-    return value.replace("${", "\\${") if isinstance(value, str) else value
+    text = json.dumps(config.model_dump(mode="json"))
+    tree = json.loads(text.replace("${", r"\\${"))  # protected, so that it is not taken for an interpolation
+    return OmegaConf.to_yaml(OmegaConf.create(tree))
