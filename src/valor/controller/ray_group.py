@@ -31,7 +31,7 @@ _DEATH_SECONDS = 30.0  # in which Ray notices that a node is gone
 _MOST_REPLACEMENTS = 20  # of a pool's processes in a run: they die of something that stays
 
 
-class _RayHost:
+class _RayHost(WorkerHost):
     """A WorkerHost in a Ray process. On a second thread the driver polls it while a call runs: for the progress of the
     call, for what the call has put into its sink since the last time, and to bring what the call is fed."""
 
@@ -40,13 +40,9 @@ class _RayHost:
         add_listener(self._latest)
         self._reported: dict[int, deque[Any]] = {}  # by the number of the call
         self._brought: dict[int, deque[Any]] = {}
-        self._host = WorkerHost(
-            rank,
-            pool.world_size,
-            pool.device,
-            pool.num_threads,
-            deterministic=pool.deterministic,
-            gpu=own_gpu() if pool.device == "cuda" else 0,
+        gpu = own_gpu() if pool.device == "cuda" else 0
+        super().__init__(
+            rank, pool.world_size, pool.device, pool.num_threads, deterministic=pool.deterministic, gpu=gpu
         )
 
     def address(self) -> tuple[str, int]:
@@ -57,12 +53,6 @@ class _RayHost:
         with socket.socket() as s:
             s.bind(("", 0))
             return node, s.getsockname()[1]
-
-    def connect(self, address: str, port: int) -> None:
-        self._host.connect(address, port)
-
-    def build(self, specs: dict[str, RoleSpec]) -> None:
-        self._host.build(specs)
 
     def call(
         self,
@@ -79,10 +69,7 @@ class _RayHost:
             kwargs = {**kwargs, "sink": self._reported.setdefault(number, deque()).append}
         if number is not None and fed:
             kwargs["feed"] = partial(_drain, self._brought.setdefault(number, deque()))
-        return self._host.call(role, method, *args, **kwargs)
-
-    def close(self) -> None:
-        self._host.close()
+        return super().call(role, method, *args, **kwargs)
 
     @ray.method(concurrency_group="poll")
     def poll(
