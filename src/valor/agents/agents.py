@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -86,9 +87,14 @@ class Agents:
         )
 
     async def _play(self, task: Task, runner: EpisodeRunner) -> Episode:
-        """One episode. What a loop or an environment raises is that episode's error, and no other's."""
+        """One episode. What a loop or an environment raises is that episode's error, and no other's; so is a reward
+        that is not finite."""
         try:
-            return await self.loop_of(task.row["extra_info"]).run(task, runner.generate)
+            episode = await self.loop_of(task.row["extra_info"]).run(task, runner.generate)
+            rewards = [*(turn.reward for turn in episode.turns), episode.outcome or 0.0]
+            if not all(map(math.isfinite, rewards)):
+                raise ValueError(f"its rewards are {rewards}")
+            return episode
         except (UserError, TrainingStopped):
             raise
         except (Exception, SystemExit, asyncio.CancelledError) as error:

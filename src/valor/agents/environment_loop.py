@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -81,7 +80,7 @@ class EnvironmentLoop(AgentLoop):
                 await call("close")
             except EnvironmentFailed as failure:
                 _log.warning("%s: %s", name, failure)
-        return play.end(reason, None if outcome is None else _finite(outcome), {"environment": name})
+        return play.end(reason, None if outcome is None else float(outcome), {"environment": name})
 
     async def _turns(self, play: Play, talk: Conversation, call: Call) -> EpisodeEnd:
         """Play until the episode ends; why it did. A turn that a limit cuts off reaches the environment too: otherwise
@@ -92,7 +91,7 @@ class EnvironmentLoop(AgentLoop):
             if output.finish_reason == "abort":
                 return "abort"
             step = _step(await call("step", text))
-            play.reward(_finite(step.reward))
+            play.reward(float(step.reward))
             if step.done:
                 return "stop"
             if output.finish_reason != "stop":
@@ -155,9 +154,3 @@ def _step(given: Any) -> Step:
     if not isinstance(given, tuple) or not 1 <= len(given) <= len(Step._fields):
         raise EnvironmentFailed(f"step() returned {type(given).__name__}, and not a Step")
     return Step(*given)
-
-
-def _finite(reward: float) -> float:
-    if not math.isfinite(reward):
-        raise EnvironmentFailed(f"its reward is {reward}")
-    return float(reward)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import signal
 from collections.abc import Mapping
@@ -73,7 +72,8 @@ class GatewayLoop(AgentLoop):
         assert self._function is not None
         call = partial(self._function, base_url, api_key, row)
         try:
-            return _reward(await self._runner.run(call, {}, self._config.timeout))
+            reward = await self._runner.run(call, {}, self._config.timeout)
+            return None if reward is None else float(reward)
         except ToolRaised as failure:
             cause = failure.__cause__
             raise ProgramFailed(f"the function raised {type(cause).__name__}: {cause}") from cause
@@ -100,15 +100,6 @@ class GatewayLoop(AgentLoop):
             raise ProgramFailed(f"the command ended with exit code {process.returncode}: {said[:300]}")
         last = printed[-_MAX_OUTPUT:].decode(errors="replace").strip().rpartition("\n")[2]
         try:
-            return _reward(float(last))
+            return float(last)
         except ValueError:
             return None
-
-
-def _reward(value: Any) -> float | None:
-    """ValueError: a reward that is no finite number."""
-    if value is None:
-        return None
-    if not math.isfinite(value):
-        raise ValueError(f"the program's reward is {value}")
-    return float(value)

@@ -41,8 +41,6 @@ class World(TextEnvironment):
             await asyncio.sleep(30)
         if text == "wrong":
             return "only a text"
-        if text == "nan":
-            return "", float("nan"), False
         if text == "stop":
             raise UserError("fix this")
         return Step(f"you said {text}<|end|>", 0.5 if text == "half" else 0.0, text == "win")
@@ -151,7 +149,6 @@ def test_limits_cut_off_after_the_environment_has_heard_the_turn(world: str) -> 
         ("raise", r"step\(\) raised ValueError: the world broke"),
         ("sleep", r"step\(\) did not end within 0.5 s"),
         ("wrong", r"step\(\) returned str"),
-        ("nan", "its reward is nan"),
     ],
 )
 def test_what_fails_is_the_episodes_error_and_the_environment_is_closed(world: str, text: str, said: str) -> None:

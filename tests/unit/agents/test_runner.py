@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import math
 import os
 import threading
 import time
@@ -11,7 +12,7 @@ import pytest
 from threaded_engine import ThreadedEngine, echo
 
 from valor.agents.agents import Agents
-from valor.agents.episode import Episode
+from valor.agents.episode import Episode, episode_rows
 from valor.agents.loops import AgentLoop, Limits, Play, Task
 from valor.agents.runner import EpisodeRunner
 from valor.errors import TrainingStopped, UserError
@@ -255,6 +256,30 @@ def agents_with(loop):
     agents = object.__new__(Agents)
     agents.loop_of = lambda extra_info: loop
     return agents
+
+
+class Pays(AgentLoop):
+    """Gives the reward of a turn and the outcome that are there for the task's number."""
+
+    def __init__(self, pay):
+        self.pay = pay
+
+    async def run(self, task, generate):
+        play = Play(task, generate, LIMITS, task.prompt_ids)
+        await play.turn()
+        reward, outcome = self.pay[task.key[2]]
+        play.reward(reward)
+        return play.end("stop", outcome)
+
+
+def test_a_reward_that_is_not_finite_is_the_episodes_error_and_not_in_the_batch():
+    pay = [(0.5, 1.0), (math.nan, 1.0), (0.0, math.nan), (-math.inf, None), (0.5, None)]
+    episodes = run(ThreadedEngine(), agents_with(Pays(pay))._play, len(pay))
+    errors = [f"ValueError: its rewards are {said}" for said in ("[nan, 1.0]", "[0.0, nan]", "[-inf, 0.0]")]
+    assert [episode.error for episode in episodes] == [None, *errors, None]
+    batch = episode_rows(episodes)
+    assert batch["turn_rewards"].sum(1).tolist() == [0.5, 0.0, 0.0, 0.0, 0.5]
+    assert batch.objects["outcome"] == [1.0, None, None, None, None]
 
 
 def test_what_an_episode_raises_is_its_own_error():
