@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 
 from valor.config import RMConfig, RMDataConfig
+from valor.data.balance import grouped
 from valor.data.batch import Batch
 from valor.data.files import parse_messages, read_records
 from valor.data.reward_texts import RewardTexts, text_rows
@@ -184,14 +184,11 @@ def _response(value: Any, where: str, key: str) -> tuple[list[dict[str, Any]], s
 
 def _hold_out(pairs: list[Preference], share: float, seed: int) -> tuple[list[Preference], list[Preference]]:
     """Prompts are drawn source by source, so that each source is measured; a prompt's pairs stay together."""
-    prompts: dict[str, list[str]] = defaultdict(list)
     source_of: dict[str, str] = {}
     for pair in pairs:
-        if (prompt := str(pair.prompt)) not in source_of:
-            source_of[prompt] = pair.source
-            prompts[pair.source].append(prompt)
+        source_of.setdefault(str(pair.prompt), pair.source)
     held: set[str] = set()
-    for found in prompts.values():
+    for found in grouped(source_of, source_of.values()):
         order = shuffled(len(found), seed, 0, _HOLDOUT_STREAM).tolist()
         held |= {found[i] for i in order[: round(share * len(found))]}
     kept = [pair for pair in pairs if str(pair.prompt) not in held]

@@ -24,6 +24,7 @@ from valor.config import CriticPretrainConfig
 from valor.controller.group import Roles
 from valor.controller.placement import ResourcePool
 from valor.controller.start import start_group
+from valor.data.balance import grouped
 from valor.data.batch import Batch
 from valor.data.episodes import Episodes
 from valor.data.sampler import PromptSampler, shuffled
@@ -179,10 +180,7 @@ class CriticPretrainRun(Run):
                     f"the {_count(part)} {name} rollouts all have the return {returns[0]:g}, so there is nothing to "
                     "tell apart: take more prompts, or easier or harder ones"
                 )
-        rows: dict[int, list[int]] = {}
-        for row, prompt in enumerate(same_prompt(self.train)):
-            rows.setdefault(prompt, []).append(row)
-        self.rows_of = list(rows.values())
+        self.rows_of = grouped(range(len(self.train)), same_prompt(self.train))
         self.sampler = PromptSampler(
             len(self.rows_of), data.train_batch_size, seed=data.seed, shuffle=data.shuffle, drop_last=False
         )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from math import comb
 
+from valor.data.balance import grouped
 from valor.tracking.console import validation_scores
 
 
@@ -41,16 +42,11 @@ def validation_metrics(
     `val-core/<source>/reward/mean@n`, and for n > 1 `.../pass@k` (k = 2, 4 … n) and, when graders report the answer
     they extracted, `.../maj@n`.
     """
-    prompts: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for i, (uid, source) in enumerate(zip(uids, data_sources, strict=True)):
-        prompts[source, uid].append(i)
-    by_source: dict[str, list[list[int]]] = defaultdict(list)
-    for (source, _), rows in prompts.items():
-        by_source[source].append(rows)
+    prompts = grouped(range(len(uids)), zip(data_sources, uids, strict=True))
     out: dict[str, float] = {}
-    for source, groups in by_source.items():
+    for groups in grouped(prompts, [data_sources[rows[0]] for rows in prompts]):
         n = min(len(g) for g in groups)
-        head = f"val-core/{source}/reward"
+        head = f"val-core/{data_sources[groups[0][0]]}/reward"
         out[f"{head}/mean@{n}"] = _mean([_mean([scores[i] for i in g]) for g in groups])
         if n == 1:
             continue
