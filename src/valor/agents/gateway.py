@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from valor.agents.chat import Chat, Conversation, Message
 from valor.agents.episode import Episode
 from valor.agents.formats import Format, ToolCall
-from valor.agents.http_server import MAX_CONNECTIONS, Refused, address, authorise, read_object
+from valor.agents.http_server import Refused, address, authorise, read_object, uvicorn_server
 from valor.agents.loops import Generate, Limits, Play, Task
 from valor.errors import UserError
 from valor.rollout.base import Output
@@ -221,19 +221,9 @@ class Gateway:
     """Paths below which requests are answered."""
 
     def __init__(self, listening: socket.socket) -> None:
-        import uvicorn
-
         self._sessions: dict[str, Session] = {}
         self.address = address(listening)
-        config = uvicorn.Config(
-            self._app(),
-            loop="asyncio",  # a thread in uvloop crashes a process that ends
-            log_level="warning",
-            lifespan="off",
-            limit_concurrency=MAX_CONNECTIONS,
-            timeout_keep_alive=60,
-        )
-        self._server = uvicorn.Server(config)
+        self._server = uvicorn_server(self._app(), loop="asyncio")  # a thread in uvloop crashes a process that ends
         run = {"target": self._server.run, "kwargs": {"sockets": [listening]}}
         threading.Thread(**run, name="gateway", daemon=True).start()
 

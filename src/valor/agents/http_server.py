@@ -36,6 +36,15 @@ def require_libraries() -> None:
         installed(library, "a server needs starlette and uvicorn", "'valor-rl[agents]'")
 
 
+def uvicorn_server(app: Any, **settings: Any) -> Any:
+    """A server of the application, with `settings` of uvicorn beside those that all of ours have."""
+    import uvicorn
+
+    settings |= {"log_level": "warning", "lifespan": "off", "limit_concurrency": MAX_CONNECTIONS}
+    config = uvicorn.Config(app, timeout_keep_alive=60, **settings)  # longer than agents think between two requests
+    return uvicorn.Server(config)
+
+
 def authorise(request: Request, api_key: str | None) -> None:
     """Refused unless the request brings the key as a bearer token; None asks for none."""
     given = request.headers.get("Authorization", "").removeprefix("Bearer ")

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from valor.agents.http_server import (
-    MAX_CONNECTIONS,
     Refused,
     add_address,
     address,
@@ -18,6 +17,7 @@ from valor.agents.http_server import (
     listen,
     read_object,
     require_libraries,
+    uvicorn_server,
 )
 from valor.agents.search.index import Index, open_index
 
@@ -92,8 +92,6 @@ def main(argv: list[str]) -> int:
     args = _parser().parse_args(argv)
     api_key = key_for(args.host, args.api_key_env)
     require_libraries()
-    import uvicorn
-
     listening = listen(args.host, args.port)
     began = time.perf_counter()
     index = open_index(args.corpus, embeddings=args.embeddings, folder=args.index)
@@ -101,15 +99,7 @@ def main(argv: list[str]) -> int:
     seconds = time.perf_counter() - began
     ready = f"{len(index.documents):,} documents by {index.name}, ready after {seconds:.1f} s"
     print(f"{address(listening)}/retrieve: {ready}", flush=True)
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        lifespan="off",
-        limit_concurrency=MAX_CONNECTIONS,
-        timeout_keep_alive=60,  # longer than agents think between two searches
-        timeout_graceful_shutdown=5,
-    )
-    uvicorn.Server(config).run(sockets=[listening])
+    uvicorn_server(app, timeout_graceful_shutdown=5).run(sockets=[listening])
     return 0
 
 
