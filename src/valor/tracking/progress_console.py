@@ -97,6 +97,7 @@ class PhaseView:
 
 def _make_bars(console: Console, clock: Callable[[], float]) -> Bars:
     """One row per phase; without a terminal nothing is drawn and the rows only keep count and time."""
+
     class Count(ProgressColumn):
         def render(self, task: Task) -> Text:
             return Text(format_count(task), justify="right")
