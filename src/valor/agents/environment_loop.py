@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
-from valor.agents.chat import Conversation, Message
+from valor.agents.chat import Conversation
 from valor.agents.environments.base import Step, TextEnvironment
 from valor.agents.environments.openenv import OpenEnv
 from valor.agents.environments.reasoning_gym import ReasoningGym
@@ -65,8 +65,9 @@ class EnvironmentLoop(AgentLoop):
         call = partial(self._call_method, environment, asyncio.Lock())
         try:
             opening = await call("open", task.row)
-            told = opening is None or isinstance(opening, str)
-            talk = Conversation(self.chat, with_opening(task.row["messages"], opening) if told else list(opening))
+            if opening is None or isinstance(opening, str):
+                opening = with_opening(task.row["messages"], opening)
+            talk = Conversation(self.chat, list(opening))
             play = self.play(task, generate, talk.token_ids)
             if play.room < 1:
                 raise EnvironmentFailed(

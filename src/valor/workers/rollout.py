@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -116,8 +117,11 @@ class RolloutWorker:
                 return Batch()
             if self._agents is not None:
                 return self._agents.play(self.engine, tasks, sink)
-            tells = [sink and (lambda out, key=one.key: sink(Episode.of_one_turn(key, out))) for one in tasks]
-            requests = [Request(str(i), one.prompt_ids, params, one.key, tells[i]) for i, one in enumerate(tasks)]
+            tell = sink and (lambda key, output: sink(Episode.of_one_turn(key, output)))
+            requests = [
+                Request(str(i), one.prompt_ids, params, one.key, tell and partial(tell, one.key))
+                for i, one in enumerate(tasks)
+            ]
             outputs = self.engine.generate(requests)
         return episode_rows([Episode.of_one_turn(task.key, one) for task, one in zip(tasks, outputs, strict=True)])
 
