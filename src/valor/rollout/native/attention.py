@@ -184,6 +184,9 @@ def decode_attention(
     batch, heads, _one, size = query.shape
     query = query.reshape(batch, key.shape[1], -1, size)
     split = cache.prompt_width
+    if not split and key.dtype is torch.float32 and rule.softcap is None and rule.sinks is None:
+        out = F.scaled_dot_product_attention(query, key, value, mask, scale=rule.scaling)  # one call, made for float32
+        return out.reshape(batch, 1, heads, -1)
     products = query.new_empty(*query.shape[:3], split + key.shape[2], dtype=torch.float32)
     products[..., split:] = _products(key, query)
     if split:
