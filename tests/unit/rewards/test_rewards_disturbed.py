@@ -10,6 +10,8 @@ import pytest
 from valor.rewards.custom import CustomFunction
 from valor.rewards.executor import RewardExecutor, RewardResult, Sample
 
+pytestmark = pytest.mark.slow
+
 BEHAVIOURS = """
 import ctypes, gc, os, stat, subprocess, sys, time
 

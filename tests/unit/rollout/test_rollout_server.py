@@ -16,6 +16,8 @@ from valor.rollout.server import connection as server_module
 from valor.rollout.server.checks import check_server
 from valor.rollout.server.engine import ServerEngine
 
+pytestmark = pytest.mark.slow
+
 KEY = "VALOR_TEST_KEY"
 
 

@@ -13,6 +13,8 @@ from valor.rollout.base import Abort, Output, Request, SamplingParams, Span, Sto
 from valor.rollout.server import connection as connection_module
 from valor.rollout.server.engine import ServerEngine
 
+pytestmark = pytest.mark.slow
+
 TOKENS = 40
 FIRST = Request("first", [7, 8], SamplingParams(max_tokens=10), (5, 8))  # what happens, happens when it has ended
 
