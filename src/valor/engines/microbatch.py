@@ -33,8 +33,8 @@ def plan_micro_batches(
     """Rows grouped so that a group's size stays within `max_tokens`: rows x longest row, or packed, its tokens, those
     that neighbours share counted once.
 
-    Rows are taken in the given order, else `RowOrder.by_length`. A row longer than the budget gets a group of its own: a
-    row cannot be cut. `max_rows` bounds the rows of a group. The plan depends on lengths and order alone.
+    Rows are taken in the given order, else `RowOrder.by_length`. A row longer than the budget gets a group of its
+    own: no row is cut. `max_rows` bounds the rows of a group. The plan depends on lengths and order alone.
     """
     for name, limit in (("max_tokens", max_tokens), ("max_rows", max_rows)):
         if limit is not None and limit < 1:

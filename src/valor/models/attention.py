@@ -94,11 +94,13 @@ def attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, sca
 def _row_by_row(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None) -> Tensor:
     """Attention output [N, heads, value size] of query [N, heads, D] over key and value [K, kv heads, D]: K is N, or
     with shared beginnings the tokens of all whole rows. Neighbours of the same lengths attend side by side."""
-    runs = [(n, m, len(list(rows))) for (n, m), rows in groupby(zip(segments.lengths, segments.key_lengths, strict=True))]
+    runs = [
+        (n, m, len(list(rows))) for (n, m), rows in groupby(zip(segments.lengths, segments.key_lengths, strict=True))
+    ]
     queries = query.split([n * count for n, _, count in runs])
     keys, values = (x.split([m * count for _, m, count in runs]) for x in (key, value))
     found = []
-    for (n, m, count), *parts in zip(runs, queries, keys, values, strict=True):
+    for (n, _, count), *parts in zip(runs, queries, keys, values, strict=True):
         if n:
             q, k, v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in parts)
             found.append(_rows(q, k, v, scaling).transpose(1, 2).flatten(0, 1))
@@ -106,7 +108,7 @@ def _row_by_row(query: Tensor, key: Tensor, value: Tensor, segments: Segments, s
 
 
 def _rows(q: Tensor, k: Tensor, v: Tensor, scaling: float | None) -> Tensor:
-    """[b, heads, n, value size] of q [b, heads, n, D], k and v [b, kv heads, m, D]: query t sees keys up to m - n + t."""
+    """[b, heads, n, value size] of q [b, heads, n, D], k and v [b, kv heads, m, D]: query t sees keys to m - n + t."""
     n, m = q.shape[2], k.shape[2]
     if q.device.type == "cpu" and n * m <= _SHORT:
         return _Products.apply(q, k, v, scaling or q.shape[-1] ** -0.5)
@@ -143,7 +145,7 @@ class _Products(torch.autograd.Function):
         return out.flatten(1, 2)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         keys, values, *kept = ctx.saved_tensors
         (b, heads, n, size), (_, kv_heads, m, _), _ = ctx.shapes
         grouped = grads[0].unflatten(1, (kv_heads, -1))

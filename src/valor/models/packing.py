@@ -1,5 +1,5 @@
 """Transformers' models made to read packed rows: an attention function that is told where rows begin, and a mask maker
-that then makes no mask, registered under the name `valor_packed`. Without packed rows both are transformers' own `sdpa`.
+that then makes no mask, registered as `valor_packed`. Without packed rows both are transformers' own `sdpa`.
 """
 
 from __future__ import annotations

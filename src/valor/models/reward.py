@@ -78,7 +78,8 @@ class RewardModel(nn.Module):
         column = torch.arange(1, ids.shape[1] + 1, device=ids.device)
         lengths = (column * (ids != self.hf.config.get_text_config().pad_token_id)).amax(1).clamp(min=1)
         one = torch.ones(len(ids), 1, dtype=torch.long, device=ids.device)
-        rows = dict(zip(ROW_FIELDS, (ids, lengths, one, one[:, 0]), strict=True))  # the last position predicts something
+        # one answer token, which nothing reads: a row's last position then predicts something
+        rows: dict[str, Tensor] = dict(zip(ROW_FIELDS, (ids, lengths, one, one[:, 0]), strict=True))
         compact = compact_rows(rows, packed=True, shared=self.shared).to(input_device(self.hf))
         states = compact.gather(compact.read_by(self.hf.base_model).last_hidden_state)
         return self.hf.score(states.float()).float()

@@ -29,7 +29,9 @@ def varlen(query, key, value, segments, scaling):
     offsets = segments.offsets if segments.key_offsets is None else segments.key_offsets
     assert segments.offsets.dtype is offsets.dtype is torch.int32
     found = []
-    for (start, end), (first, last) in zip(pairwise(segments.offsets.tolist()), pairwise(offsets.tolist()), strict=True):
+    for (start, end), (first, last) in zip(
+        pairwise(segments.offsets.tolist()), pairwise(offsets.tolist()), strict=True
+    ):
         q, k, v = (x.transpose(0, 1) for x in (query[start:end], key[first:last], value[first:last]))
         seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
         gqa = len(q) != len(k)

@@ -13,7 +13,7 @@ from valor.data.reward_texts import RewardTexts, text_rows
 from valor.errors import UserError
 from valor.models.export import export_hf
 from valor.models.load import load_sequence_classifier, load_value_model
-from valor.models.reward import PreferenceModel, RewardModel, RewardModel, load_reward_model, reward_model_kind
+from valor.models.reward import PreferenceModel, RewardModel, load_reward_model, reward_model_kind
 
 PROMPTS = ["What is 1+1?", "Say something nice about snakes, please.", "Hi"]
 RESPONSES = ["2", "They are quiet neighbours.", "Hello there, how are you today?"]

@@ -113,7 +113,10 @@ def test_a_value_model_gives_the_same_numbers():
 def test_a_token_that_rows_share_is_there_once():
     rows = compact_rows(ordered(ROWS), packed=True, shared=True)
     texts = set()  # every beginning of a row, the last token aside, which no model reads
-    for p, r, n, m in zip(*(ROWS[f"{name}{of}"].tolist() for of in ("s", "_lengths") for name in ("prompt", "response"))):
+    for p, r, n, m in zip(
+        *(ROWS[f"{name}{of}"].tolist() for of in ("s", "_lengths") for name in ("prompt", "response")),
+        strict=True,
+    ):
         whole = (p[:n] + r[:m])[: n + m - 1]
         texts |= {tuple(whole[: i + 1]) for i in range(len(whole))}
     assert rows.input_ids.shape == (1, len(texts))

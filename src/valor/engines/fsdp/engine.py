@@ -296,7 +296,7 @@ class FSDPEngine:
         packed = getattr(self.module, "packed", False)
         order = None
         if lengths and getattr(self.module, "shared", False):
-            order = RowOrder(*in_families(*model_inputs(batch)))
+            order = RowOrder(*in_families(*model_inputs(batch.tensors)))
         budget = self._budgets[verb]
         return MicroBatches(lengths, budget, order, max_tokens=max_tokens, max_rows=max_rows, packed=packed)
 

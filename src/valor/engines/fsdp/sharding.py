@@ -60,7 +60,7 @@ def shard(module: nn.Module, fsdp: FSDPConfig, device: torch.device, mesh: Devic
 
 
 def reshards(fsdp: FSDPConfig, device: torch.device) -> bool:
-    """Whether memory is saved by what has to be sent: parameters are gathered for each use, gradients reduced at once."""
+    """Whether memory is saved by what has to be sent: weights are gathered for each use, gradients reduced at once."""
     return device.type != "cpu" if fsdp.reshard_after_forward is None else fsdp.reshard_after_forward
 
 

@@ -1,8 +1,8 @@
 """Forward passes of the Llama family driven directly over its weights, for prefill and decoding.
 
 A decode step of a small model is many tiny operations. Here projections that read the same input are one product,
-activations and sums happen inside products where the CPU library can. Models of `FAMILIES` are driven this way if they then give the logits of
-their own forward pass, which is tried out; all others keep that one.
+activations and sums happen inside products where the CPU library can. Models of `FAMILIES` are driven this way if they
+then give the logits of their own forward pass, which is tried out; all others keep that one.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ class Product:
     """x Wᵀ + b of one linear layer, or of several that read the same x, one behind the other."""
 
     def __init__(self, *layers: nn.Module) -> None:
-        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-        if not all(type(layer) is nn.Linear for layer in layers) or len({bias is None for bias in biases}) > 1:
+        linear = [layer for layer in layers if type(layer) is nn.Linear]
+        weights, biases = [layer.weight for layer in linear], [layer.bias for layer in linear]
+        if len(linear) < len(layers) or len({bias is None for bias in biases}) > 1:
             raise TypeError("not plain linear layers")
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
         self._bias = None if biases[0] is None else torch.cat(biases)
@@ -112,7 +113,12 @@ class Decoder:
     def __init__(self, hf: Any) -> None:
         base, config = hf.base_model, hf.config.get_text_config()
         other_masks = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-        if config.model_type not in FAMILIES or has_adapters(hf) or other_masks or getattr(config, "sliding_window", None):
+        if (
+            config.model_type not in FAMILIES
+            or has_adapters(hf)
+            or other_masks
+            or getattr(config, "sliding_window", None)
+        ):
             raise TypeError("not a plain model of the Llama family")
         self._embed, self._rotary = base.embed_tokens, base.rotary_emb
         self._layers = [Layer.of(layer) for layer in base.layers]
@@ -135,7 +141,6 @@ class Decoder:
             width = cache.get_mask_sizes(count, 0)[0]
             options = {"mask_function": causal_mask_function, "device": hidden.device}
             mask = slot_mask(q_length=count, kv_length=width, **options)
-        attend = prefill_attention if isinstance(cache, PromptCache) else decode_attention
         x = hidden.flatten(0, 1)
         turned = self._heads + self._kv_heads
         for number, layer in enumerate(self._layers):
@@ -149,7 +154,10 @@ class Decoder:
             rotated[..., half:].addcmul_(qk[..., :half], sin[..., half:])
             query, key = rotated.transpose(1, 2).split([self._heads, self._kv_heads], dim=1)
             key, value = cache.update(key, value.transpose(1, 2), number)
-            found = attend(cache, query, key, value, mask, self._rule)
+            if isinstance(cache, PromptCache):
+                found = prefill_attention(cache, query, key, value, mask, self._rule)
+            else:
+                found = decode_attention(cache, query, key, value, mask, self._rule)
             x = layer.out.plus(found.reshape(len(x), -1), x)
             inner = layer.between(x)
             inner = layer.up.times(inner, layer.gate(inner, self._activation))

@@ -83,7 +83,9 @@ class NativeEngine(RolloutEngine):
         self._pack = packed_linears if pack_weights else nullcontext
         self._layout: ExitStack | None = None  # while it generates
         self._decoder: Decoder | None = None
-        self._direct: bool | None = None if direct else False  # whether it can be driven by a Decoder, once that is known
+        self._direct: bool | None = (
+            None if direct else False
+        )  # whether it can be driven by a Decoder, once that is known
         self.weights_version: int | None = 0
         self.weights_checksum: int | None = None
 
