@@ -32,8 +32,8 @@ class Product:
         weights, biases = [layer.weight for layer in linear], [layer.bias for layer in linear]
         if len(linear) < len(layers) or len({bias is None for bias in biases}) > 1:
             raise TypeError("not plain linear layers")
-        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-        self._bias = None if biases[0] is None else torch.cat(biases)
+        weight = torch.cat(tuple(weights)) if len(weights) > 1 else weights[0]
+        self._bias = None if biases[0] is None else torch.cat(tuple(biases))
         self._packed = has_packed_layout(weight)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS) if self._packed else weight
 
