@@ -30,7 +30,7 @@ def run_valor(args: argparse.Namespace) -> dict:
             [
                 "algorithm.adv_estimator=grpo",
                 f"data.train_files={args.data}",
-                "data.max_prompt_length=1024",
+                "data.max_prompt_length=512",
                 f"data.max_response_length={args.max_new}",
                 f"data.train_batch_size={args.prompts}",
                 f"actor_rollout_ref.actor.ppo_mini_batch_size={args.prompts}",

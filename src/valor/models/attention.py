@@ -9,8 +9,8 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import accumulate, groupby, pairwise
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 _SHORT = 2**20  # queries times keys of a row up to which a CPU is faster with `_Products`, which keep all weights
 _BLOCK = 2**13  # queries times keys at once, which a CPU's cache can hold
+_PADDING = 2**14  # queries times keys that cost a CPU less than one more call
 VARLEN_DEVICES = ("cuda",)  # types of devices on which torch may have variable-length attention
 
 logger = logging.getLogger(__name__)
@@ -84,27 +85,59 @@ def attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, sca
     """Output [1, N, heads, value size] for query [1, heads, N, D], key and value [1, kv heads, N, D]."""
     shape = (query.shape[1], key.shape[1], query.shape[3], value.shape[3])
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    if segments.keys is not None:
-        key, value = key.index_select(0, segments.keys), value.index_select(0, segments.keys)
     if query.device.type in VARLEN_DEVICES and _varlen_agrees(query.device, query.dtype, *shape):
         return _varlen(query, key, value, segments, scaling)[None]
-    return _row_by_row(query, key, value, segments, scaling)[None]
+    return _in_batches(query, key, value, segments, scaling)[None]
 
 
-def _row_by_row(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None) -> Tensor:
-    """Attention output [N, heads, value size] of query [N, heads, D] over key and value [K, kv heads, D]: K is N, or
-    with shared beginnings the tokens of all whole rows. Neighbours of the same lengths attend side by side."""
-    runs = [
-        (n, m, len(list(rows))) for (n, m), rows in groupby(zip(segments.lengths, segments.key_lengths, strict=True))
-    ]
-    queries = query.split([n * count for n, _, count in runs])
-    keys, values = (x.split([m * count for _, m, count in runs]) for x in (key, value))
+def _in_batches(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None) -> Tensor:
+    """Attention output [N, heads, value size] of query [N, heads, D] over key and value [N, kv heads, D]."""
+    batches = _batches(segments.bounds, segments.key_bounds or segments.bounds, query.device)
+    at = batches.keys if segments.keys is None else segments.keys[batches.keys]
+    queries = query.index_select(0, batches.queries).split([b * n for b, n, _ in batches.shapes])
+    keys, values = (x.index_select(0, at).split([b * m for b, _, m in batches.shapes]) for x in (key, value))
     found = []
-    for (n, _, count), *parts in zip(runs, queries, keys, values, strict=True):
-        if n:
-            q, k, v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in parts)
-            found.append(_rows(q, k, v, scaling).transpose(1, 2).flatten(0, 1))
-    return torch.cat(found)
+    for (b, _n, _m), *parts in zip(batches.shapes, queries, keys, values, strict=True):
+        q, k, v = (x.unflatten(0, (b, -1)).transpose(1, 2) for x in parts)
+        found.append(_rows(q, k, v, scaling).transpose(1, 2).flatten(0, 1))
+    return torch.cat(found).index_select(0, batches.places)
+
+
+class _Batches(NamedTuple):
+    """Rows side by side, padded at their ends; batch after batch."""
+
+    shapes: list[tuple[int, int, int]]  # rows, queries and keys of each
+    queries: Tensor  # positions of the queries
+    keys: Tensor  # of the keys, in the list of all rows' tokens
+    places: Tensor  # where among the queries each position stands
+
+
+@lru_cache(maxsize=8)
+def _batches(bounds: tuple[int, ...], key_bounds: tuple[int, ...], device: torch.device) -> _Batches:
+    """Rows with as many tokens before their first query, so that what pads one is in the future of its own queries. One
+    more row joins as long as the padding that it brings costs less than a call."""
+    rows = zip(_lengths(bounds), _lengths(key_bounds), bounds, key_bounds, strict=False)
+    ordered = sorted((row for row in rows if row[0]), key=lambda row: (row[1] - row[0], row[0]))
+    batches: list[list[tuple[int, int, int, int]]] = []
+    for row in ordered:
+        last = batches[-1] if batches else [row]
+        (n, m, *_), (n_last, m_last, *_) = row, last[-1]
+        joins = m - n == m_last - n_last and len(last) * (n * m - n_last * m_last) <= _PADDING
+        if joins and batches:
+            last.append(row)
+        else:
+            batches.append([row])
+    shapes, queries, keys, taken = [], [], [], 0
+    places = torch.empty(bounds[-1], dtype=torch.long)
+    for batch in batches:
+        longest, seen = batch[-1][:2]
+        shapes.append((len(batch), longest, seen))
+        for n, m, start, key_start in batch:
+            queries.append(torch.arange(start, start + longest).clamp_(max=start + n - 1))
+            keys.append(torch.arange(key_start, key_start + seen).clamp_(max=key_start + m - 1))
+            places[start : start + n] = torch.arange(taken, taken + n)
+            taken += longest
+    return _Batches(shapes, torch.cat(queries).to(device), torch.cat(keys).to(device), places.to(device))
 
 
 def _rows(q: Tensor, k: Tensor, v: Tensor, scaling: float | None) -> Tensor:
@@ -178,6 +211,8 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scali
     key_offsets: Any = offsets if segments.key_offsets is None else segments.key_offsets
     longest = max(segments.lengths), max(segments.key_lengths)
     options = {"scale": scaling, "window_size": (-1, 0), "enable_gqa": query.shape[1] != key.shape[1]}
+    if segments.keys is not None:
+        key, value = key.index_select(0, segments.keys), value.index_select(0, segments.keys)
     tensors = (x.contiguous() for x in (query, key, value))
     return varlen_attn(*tensors, offsets, key_offsets, *longest, **options)  # type: ignore[return-value]
 
@@ -200,10 +235,10 @@ def _varlen_agrees(
     def random(length: int, count: int) -> Tensor:
         return torch.randn(length, count, size, generator=generator).to(device, dtype).requires_grad_()
 
-    inputs = random(15, heads), random(18, kv_heads), random(18, kv_heads)
+    inputs = random(15, heads), random(15, kv_heads), random(15, kv_heads)
     try:
         with torch.enable_grad():
-            found, expected = _varlen(*inputs, segments, None), _row_by_row(*inputs, segments, None)
+            found, expected = _varlen(*inputs, segments, None), _in_batches(*inputs, segments, None)
             pairs = [(found, expected)]
             pairs += zip(*(torch.autograd.grad(out.float().sum(), inputs) for out in (found, expected)), strict=True)
         agrees = all(torch.allclose(a.float(), b.float(), rtol=3e-2, atol=3e-2) for a, b in pairs)
