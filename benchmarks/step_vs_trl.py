@@ -9,6 +9,9 @@ environment of its own: pip install torch==2.13.0 trl==1.16.0 transformers==5.23
 timed. Both sides take one update a batch, no KL term, a reward that costs nothing, no gradient checkpointing, AdamW.
 Each round runs TRL and then Valor as a process of its own; the first step of each is left out (warm-up). Prints a JSON
 line for every process and at the end the ratio of the medians, TRL / Valor: above 1, Valor is faster.
+
+`--compare off:shared off:attention off:decoder compile` runs Valor in these forms as well, in every round: without a
+group's prompt computed once, without attention by products, without the decoder over the weights, with model.compile.
 """
 
 import argparse
@@ -20,10 +23,27 @@ import sys
 import tempfile
 from pathlib import Path
 
+FORMS = ["off:shared", "off:attention", "off:decoder", "compile"]
+
+
+def switch(form: str) -> list[str]:
+    """Settings of a form of Valor; what has no key is switched off in this process."""
+    if form == "off:attention":
+        from valor.models import attention
+
+        attention._SHORT = 0
+    if form == "off:decoder":
+        from valor.rollout.native import engine
+
+        engine.agrees = lambda *_: False
+    key = "actor_rollout_ref.model"
+    return {"off:shared": [f"{key}.share_prefixes=false"], "compile": [f"{key}.compile=true"]}.get(form, [])
+
 
 def run_valor(args: argparse.Namespace) -> dict:
     from valor.trainer.main_ppo import main
 
+    settings = switch(args.form)
     reward = Path(__file__).with_name("length_reward.py")
     with tempfile.TemporaryDirectory() as tmp:
         code = main(
@@ -47,6 +67,7 @@ def run_valor(args: argparse.Namespace) -> dict:
                 "trainer.report=false",
                 "trainer.logger=[file]",
                 f"trainer.default_local_dir={tmp}",
+                *settings,
             ]
         )
         assert code == 0
@@ -113,7 +134,7 @@ def run_side(side: str, python: str, argv: list[str]) -> dict:
         sys.exit(f"{side} failed:\n{out.stderr[-3000:]}")
     result = json.loads(out.stdout.splitlines()[-1])
     result["step_seconds"] = round(statistics.median(result.pop("seconds")), 3)
-    print(json.dumps({"system": side, **result}), flush=True)
+    print(json.dumps({"system": side, "form": argv[-1], **result}), flush=True)
     return result
 
 
@@ -130,20 +151,24 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--micro-tokens", type=int, default=4096, help="Valor's token budget of a micro-batch")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--compare", nargs="*", choices=FORMS, default=[], help="forms of Valor to time as well")
     parser.add_argument("--side", choices=["valor", "trl"], help=argparse.SUPPRESS)
+    parser.add_argument("--form", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
         print(json.dumps(run_valor(args) if args.side == "valor" else run_trl(args)))
         return
     argv = sys.argv[1:]
-    results: dict[str, list[float]] = {"trl": [], "valor": []}
+    sides = [("trl", args.trl_python, ""), *(("valor", sys.executable, form) for form in ("", *args.compare))]
+    results: dict[str, list[float]] = {}
     for _ in range(args.rounds):
-        for side, python in (("trl", args.trl_python), ("valor", sys.executable)):
+        for side, python, form in sides:
             if python:
-                results[side].append(run_side(side, python, argv)["step_seconds"])
-    if results["trl"]:
-        ratio = statistics.median(results["trl"]) / statistics.median(results["valor"])
-        print(json.dumps({"trl_over_valor": round(ratio, 2), "dtype": args.dtype, "model": args.model}))
+                found = run_side(side, python, [*argv, "--form", form])
+                results.setdefault(f"{side} {form}".strip(), []).append(found["step_seconds"])
+    medians = {name: statistics.median(found) for name, found in results.items()}
+    ratios = {name: round(medians["trl"] / median, 2) for name, median in medians.items() if "trl" in medians}
+    print(json.dumps({"median": medians, "trl_over": ratios, "dtype": args.dtype, "model": args.model}))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,10 @@ class BackboneConfig(Section):
     """Policy and critic read the rows of a micro-batch one behind the other; false pads them to the longest."""
     share_prefixes: bool = key(True, ".use_remove_padding")
     """Tokens with which several rows of a micro-batch begin, such as the prompt of a group, are computed once."""
+    compile: bool = key(False, ".use_remove_padding")
+    """Training passes by torch.compile, checked against the plain ones at the start; needs a C++ compiler on CPUs."""
+    use_liger: bool = False
+    """Liger's kernels (`pip install valor-rl[liger]`) for norms, rotary positions and activations; needs a GPU."""
     lora_rank: NonNegativeInt = 0
     """Rank of LoRA adapters, which alone are trained (with a critic's head); 0 trains all weights."""
     lora_alpha: PositiveFloat = key(16, ".lora_rank")

@@ -155,8 +155,8 @@ _NO_EFFECT = {
     "entropy and log-probs never hold all logits at once": "*.entropy_checkpointing "
     "*.entropy_from_logits_with_chunking *.entropy_from_logits_chunk_size *model.use_fused_kernels "
     f"{ACTOR}.use_fused_kernels",
-    "kernels are chosen by the model, and nothing is compiled": f"{MODEL}.fused_kernel_options.* *model.use_liger "
-    "*.tiled_mlp.* *.use_torch_compile",
+    "kernels are chosen by the model": f"{MODEL}.fused_kernel_options.* reward_model.model.use_liger *.tiled_mlp.*",
+    "training passes are compiled by model.compile=true": "*.use_torch_compile",
     "weights are read from where they are": "*model.use_shm",
     "micro-batches pad to their own longest row": "*.pad_to_length *.pad_to_length_bucket",
     "one seed decides all, trainer.seed": f"*fsdp_config.seed {ROLLOUT}.seed",

@@ -24,22 +24,22 @@ _REPLACED = ("sdpa", "flash_attention_2", IMPLEMENTATION)
 
 logger = logging.getLogger(__name__)
 
-_packing: ContextVar[bool] = ContextVar("valor_packing", default=False)
+packed_rows: ContextVar[bool] = ContextVar("valor_packed_rows", default=False)  # whether a model call reads them
 
 
 @contextmanager
 def packing(segments: Segments | None) -> Iterator[None]:
     """Model calls inside read packed rows, if there are `segments`."""
-    token = _packing.set(segments is not None)
+    token = packed_rows.set(segments is not None)
     try:
         yield
     finally:
-        _packing.reset(token)
+        packed_rows.reset(token)
 
 
 def packed_mask(*, local_size: int | None = None, **rest: Any) -> Tensor | None:
     """No mask for packed rows. ValueError: the model has a sliding window, which a row may be longer than."""
-    if not _packing.get():
+    if not packed_rows.get():
         return sdpa_mask(local_size=local_size, **rest)
     if local_size is not None:
         raise ValueError("it has a sliding window")

@@ -21,7 +21,8 @@ from valor.engines import checkpoint
 from valor.engines.base import LossFn, WeightNames
 from valor.engines.fsdp.internals import drop_unreduced_gradients
 from valor.engines.fsdp.loading import built_once
-from valor.engines.fsdp.sharding import gathered, rank_mesh, reshards, sequence_group, shard
+from valor.engines.fsdp.sharding import gathered, rank_mesh, reshards, sequence_group, shard, transformer_layers
+from valor.engines.kernels import use_kernels
 from valor.engines.microbatch import MicroBatches, RowOrder, TokenBudget
 from valor.engines.optim import build_optimizer, clip_gradients, global_norm, lr_factor
 from valor.errors import Diverged, TrainingStopped, out_of_memory
@@ -50,10 +51,10 @@ def build_fsdp(
     """See `valor.engines.base.BuildEngine`. Of `section` it reads `fsdp_config`, `optim` (if trainable) and
     `ulysses_sequence_parallel_size`. One rank reads the model."""
     fsdp: FSDPConfig = section.fsdp_config
-    module = built_once(
-        partial(load, dtype=getattr(torch, fsdp.model_dtype)), prepare=partial(import_model_code, model)
-    )
-    return FSDPEngine(
+    load = partial(load, dtype=getattr(torch, fsdp.model_dtype))
+    module = built_once(load, prepare=partial(import_model_code, model))
+    layers = transformer_layers(module)
+    engine = FSDPEngine(
         module,
         fsdp=fsdp,
         optim=section.optim if trainable else None,
@@ -61,6 +62,9 @@ def build_fsdp(
         total_steps=total_steps,
         sequence_parallel=getattr(section, "ulysses_sequence_parallel_size", 1),
     )
+    if model.compile or model.use_liger:
+        use_kernels(engine, layers, model, fsdp.dtype)
+    return engine
 
 
 class FSDPEngine:
@@ -89,8 +93,7 @@ class FSDPEngine:
         self.data_parallel_rank = dist.get_rank() // sequence_parallel
         self.data_parallel_size = dist.get_world_size() // sequence_parallel
         self.module: Any = module
-        self.device = device
-        self.total_steps = total_steps
+        self.device, self.total_steps = device, total_steps
         self._parts = shard(module, fsdp, device, mesh)
         self._host_resident = device.type == "cpu" or fsdp.offload_policy  # nothing to move between phases
         self._checkpointing = any(getattr(m, "gradient_checkpointing", False) for m in module.modules())
@@ -116,8 +119,7 @@ class FSDPEngine:
         self, batch: Batch, *, max_tokens: int | None = None, max_rows: int | None = None, **options: Any
     ) -> dict[str, Tensor]:
         self.module.eval()
-        responses = batch["responses"]
-        outputs: dict[str, Tensor] = {}
+        responses, outputs = batch["responses"], dict[str, Tensor]()
         todo = self._micro_batches("forward", batch, max_tokens, max_rows)
         while todo:
             indices = todo.present

@@ -1,0 +1,89 @@
+"""Faster layers for training, on request: compiled by torch (`model.compile`), or Liger's (`model.use_liger`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from valor.config.model import BackboneConfig
+from valor.data.batch import Batch
+from valor.engines.optim import global_norm
+from valor.errors import UserError
+from valor.models.packing import IMPLEMENTATION, packed_attention, packed_rows
+from valor.models.rows import ROW_FIELDS
+
+_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.02}  # of the norms
+
+
+def use_kernels(engine: Any, layers: list[nn.Module], model: BackboneConfig, dtype: str) -> None:
+    """Replace forwards of `layers`, the blocks of a training engine's model, as `model` asks for.
+
+    They compute in `dtype`, which decides how well the numbers have to agree. UserError: kernels cannot be had here, or give other numbers than the plain layers, or rows are not packed.
+    """
+    names = " and ".join(f"model.{name}=true" for name in ("compile", "use_liger") if getattr(model, name))
+    hf = engine.module.hf
+    if not engine.module.packed:
+        raise UserError(f"{names} is for packed rows, and {type(hf).__name__} reads padded ones: leave it out")
+    engine.onload()
+    plain = _trial(engine)
+    if model.use_liger:
+        _use_liger(hf, engine.device)
+    if model.compile:
+        _compile(layers, engine.device)
+    try:
+        found = _trial(engine)
+    except RuntimeError as error:
+        raise UserError(f"{names} does not work here: leave it out ({str(error).strip().splitlines()[0]})") from error
+    differences = [float((a - b).norm() / b.norm()) for a, b in zip(found, plain, strict=True) if b.norm() > 0]
+    if not max(differences) <= _TOLERANCE.get(dtype, 0.02):
+        raise UserError(f"{names} gives other numbers (relative difference {max(differences):.2g}): leave it out")
+    engine.offload()
+
+
+def _trial(engine: Any) -> list[Tensor]:
+    """What the model says of two rows, and the norm of its gradients where it is trained."""
+    ids, lengths = torch.arange(24).view(2, 12), torch.tensor([12, 9])
+    rows = Batch(dict(zip(ROW_FIELDS, (ids, lengths, ids + 5, lengths), strict=True)))
+    found = list(engine.forward(rows).values())
+    if engine.optimizer is not None:
+        engine.forward_backward(rows, lambda outputs, _: (sum(x.sum() for x in outputs.values()), {}))
+        norm = global_norm([p.grad for p in engine.module.parameters() if p.grad is not None])
+        engine.optimizer.zero_grad(set_to_none=True)
+        found.append(torch.tensor([norm]))
+    return found
+
+
+def _compile(layers: list[nn.Module], device: torch.device) -> None:
+    """Whole layers on GPUs. On CPUs their norms and feed-forward parts: attention is as fast either way."""
+    AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(packed_attention))
+    for layer in layers:
+        inner = (part for name, part in layer.named_children() if "attn" not in name)
+        for part in [layer] if device.type == "cuda" else inner:
+            part.forward = _compiled(part.forward)
+
+
+def _compiled(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """`plain`, compiled where packed rows are read: decoding has other shapes at every step."""
+    compiled = torch.compile(plain, dynamic=True)
+
+    def forward(*args: Any, **options: Any) -> Any:
+        return (compiled if packed_rows.get() else plain)(*args, **options)
+
+    return forward
+
+
+def _use_liger(hf: Any, device: torch.device) -> None:
+    if device.type != "cuda":
+        raise UserError("model.use_liger=true: Liger's kernels need a GPU: leave it out, or see model.compile")
+    try:
+        from liger_kernel.transformers import monkey_patch as liger
+    except ImportError as error:
+        raise UserError("model.use_liger=true needs Liger: pip install 'valor-rl[liger]'") from error
+    if hf.config.model_type not in liger.MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise UserError(f"Liger has no kernels for {type(hf).__name__}: leave model.use_liger out")
+    # The head and its loss are computed by `token_log_probs`.
+    liger._apply_liger_kernel_to_instance(hf, fused_linear_cross_entropy=False, cross_entropy=False)
