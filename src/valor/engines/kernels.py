@@ -22,7 +22,8 @@ _TOLERANCE = {"float32": 1e-4, "bfloat16": 0.02}  # of the norms
 def use_kernels(engine: Any, layers: list[nn.Module], model: BackboneConfig, dtype: str) -> None:
     """Replace forwards of `layers`, the blocks of a training engine's model, as `model` asks for.
 
-    They compute in `dtype`, which decides how well the numbers have to agree. UserError: kernels cannot be had here, or give other numbers than the plain layers, or rows are not packed.
+    `dtype`, in which they compute, decides how well numbers have to agree. UserError: they do not, or kernels cannot be
+    had here, or rows are not packed.
     """
     names = " and ".join(f"model.{name}=true" for name in ("compile", "use_liger") if getattr(model, name))
     hf = engine.module.hf
