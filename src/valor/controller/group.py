@@ -14,7 +14,7 @@ from valor.controller.placement import Placement, ResourcePool
 from valor.data.balance import grouped, partition_groups, partition_rows
 from valor.data.batch import Batch
 from valor.data.episodes import Episodes
-from valor.workers.dispatch import dispatch_of
+from valor.workers.dispatch import Dispatch, dispatch_of
 from valor.workers.host import HOST, RoleSpec
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -136,10 +136,10 @@ class RoleHandle:
         self._group, self._role, self._cls = group, role, cls
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        mode, keep_together = dispatch_of(self._cls, method)
-        if mode == "all":
+        marked = dispatch_of(self._cls, method)
+        if marked.mode == "all":
             return partial(self._call_all, method)
-        return partial(self._call_dp, method, keep_together)
+        return partial(self._call_dp, method, marked)
 
     def _call_all(
         self, method: str, *args: Any, sink: Sink | None = None, feed: Feed | None = None, **kwargs: Any
@@ -148,12 +148,14 @@ class RoleHandle:
         return self._group.run(self._role, method, calls, sink, feed)[0]
 
     def _call_dp(
-        self, method: str, keep_together: str | None, batch: Batch, *args: Any, sink: Sink | None = None, **kwargs: Any
+        self, method: str, marked: Dispatch, batch: Batch, *args: Any, sink: Sink | None = None, **kwargs: Any
     ) -> Any:
+        if marked.reads:
+            batch = batch.select([name for name in (*marked.reads, "episode") if name in batch])
         if self._group.pool.world_size == 1:
             return self._group.run(self._role, method, [((batch, *args), kwargs)], sink)[0]
         ranks = self._group.data_parallel_ranks(self._role)
-        parts = split_rows(batch, max(ranks) + 1, keep_together)
+        parts = split_rows(batch, max(ranks) + 1, marked.keep_together)
         calls: list[Call] = [((shard, *args), kwargs) for shard in batch.split(parts)]
         results = self._group.run(self._role, method, [calls[rank] for rank in ranks], sink)
         if not isinstance(results[0], Batch):

@@ -96,12 +96,19 @@ def histogram(array: Any, mask: Any, bins: int = NUM_BINS) -> Histogram | None:
 
     Torch tensors or NumPy arrays. Entries that are all equal lie in the middle of a range of width 1.
     """
-    chosen = np.asarray(array, dtype=np.float64)[np.asarray(mask) != 0]
-    chosen = chosen[np.isfinite(chosen)]
+    chosen = np.asarray(array)[np.asarray(mask) != 0]
+    if not (finite := np.isfinite(chosen)).all():
+        chosen = chosen[finite]
     if chosen.size == 0:
         return None
-    counts, edges = np.histogram(chosen, bins=bins)
-    return Histogram(float(edges[0]), float(edges[-1]), counts.tolist())
+    low, high = float(chosen.min()), float(chosen.max())
+    edges = np.histogram_bin_edges(np.array([low, high]), bins=bins)
+    # A number is left of an edge just if it is left of the next number of its kind: no copies in float64.
+    kind = chosen.dtype if chosen.dtype.kind == "f" else np.dtype(np.float64)
+    exact = edges[1:-1].astype(kind)
+    exact = np.where(exact < edges[1:-1], np.nextafter(exact, np.array(np.inf, kind)), exact)
+    below = [0, *(int(np.count_nonzero(chosen < edge)) for edge in exact), chosen.size]
+    return Histogram(float(edges[0]), float(edges[-1]), np.diff(below).tolist())
 
 
 class Timer:
@@ -141,15 +148,16 @@ class Timer:
 def _selected(array: Any, mask: Any) -> np.ndarray:
     """float64 entries of `array` where `mask` is set, flat; ValueError if the shapes differ."""
     numbers = _to_numpy(array)
-    if mask is None:
-        return numbers.reshape(-1)
-    chosen = _to_numpy(mask) > 0
-    if chosen.shape != numbers.shape:
-        raise ValueError(f"mask {chosen.shape} and array {numbers.shape} differ in shape")
-    return numbers[chosen]
+    if mask is not None:
+        chosen = _to_numpy(mask) > 0
+        if chosen.shape != numbers.shape:
+            raise ValueError(f"mask {chosen.shape} and array {numbers.shape} differ in shape")
+        numbers = numbers[chosen]
+    return numbers.reshape(-1).astype(np.float64, copy=False)
 
 
 def _to_numpy(array: Any) -> np.ndarray:
     if hasattr(array, "detach"):  # a torch tensor: it may need a gradient, be on a device, or be bfloat16
-        array = array.detach().cpu().double().numpy()
-    return np.asarray(array, dtype=np.float64)
+        array = array.detach().cpu()
+        array = (array.float() if array.dtype.itemsize < 4 and array.is_floating_point() else array).numpy()
+    return np.asarray(array)
