@@ -9,8 +9,8 @@ arguments are copied in, results are read-only views that the driver copies, and
 files there, to which the driver has references. Ray's own calls are not among this.
 
 Printed are the seconds by which a phase takes longer than its ranks do, the seconds of processor time that the driver
-takes in all, and its own memory. With --step-seconds 60 the ranks take their time, episodes arrive throughout the
-generation, and what the driver does meanwhile costs nothing; with 0 (the default) all that a phase waits for counts.
+takes in all, and its own memory. The ranks take their time in the last step, episodes arrive throughout the generation,
+and what the driver does meanwhile costs nothing; with --step-seconds 0 all that a phase waits for counts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +58,7 @@ WORK = {
     ("actor", "update"): ("update_actor", 0.15),
 }
 PHASES = ["gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "metrics"]
+INLINE_BYTES = 100_000  # Ray sends less than that with the call itself
 UPDATES = 4  # mini-batches of a role in a step
 SAMPLES = 8  # of a prompt
 PROMPT_TOKENS = 7  # of a question of the embedded task
@@ -74,6 +75,8 @@ class Store:
         buffers: list[pickle.PickleBuffer] = []
         head = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
         name, views = next(self._names), [buffer.raw() for buffer in buffers]
+        if sum(view.nbytes for view in views) < INLINE_BYTES:
+            return "", pickle.dumps(value, protocol=5), []
         with (self._folder / name).open("wb") as file:
             for view in views:
                 file.write(view)
@@ -81,6 +84,8 @@ class Store:
 
     def get(self, reference: tuple[str, bytes, list[int]]) -> Any:
         name, head, sizes = reference
+        if not name:
+            return pickle.loads(head)
         path, ends = self._folder / name, list(itertools.accumulate(sizes))
         views = [memoryview(b"")] * len(ends)
         if ends and ends[-1]:
@@ -95,7 +100,7 @@ class Store:
 class Kept(Part):
     """A tensor that the other process keeps."""
 
-    path: Path
+    path: str
     shape: tuple[int, int]
     dtype: torch.dtype
 
@@ -108,24 +113,26 @@ class Kept(Part):
 
 def answer_for_ranks(pipe: Any, folder: Path, tokens: int) -> None:
     """The other process: the results of all ranks, one after the other."""
-    store, kept = Store(folder), list[Path]()
+    store, kept = Store(folder), list[str]()
     while (asked := pipe.recv()) is not None:
         (role, method, stays, with_sink), calls = asked
         found, told = [], []
         if method == "generate":  # those of the step before
             for path in kept:
-                path.unlink()
+                os.unlink(path)
             kept.clear()
         for reference in calls:
             (batch, *_), _ = store.get(reference)
             result = columns(role, method, batch, tokens)
             for name in stays if len(batch) else ():
                 if name in result:
-                    kept.append(folder / f"{name}_{len(kept)}")
+                    kept.append(f"{folder}/{name}_{len(kept)}")
                     result[name].numpy().tofile(kept[-1])
                     shape, dtype = tuple(result[name].shape), result[name].dtype
                     result[name] = StoredColumn.of(Kept(kept[-1], shape, dtype))  # type: ignore[arg-type]
             found.append(store.put(result))
+        if method == "update":
+            found = found[:1] * len(found)  # a short answer: the driver does not listen while it asks the next thing
             if with_sink:
                 keys = map(tuple, batch["episode_key"].tolist())
                 told += [pickle.dumps(episode(key, lengths_of(key[2], tokens)), protocol=5) for key in keys]
@@ -166,9 +173,11 @@ def episode(key: tuple[int, ...], tokens: int) -> Episode:
 class SleepingGroup(WorkerGroup):
     """Ranks that take `seconds` for a step's work, and none of the driver's time."""
 
+    apart = True
+
     def __init__(self, pool: ResourcePool, specs: dict[str, RoleSpec], tokens: int, seconds: float) -> None:
         super().__init__(pool, specs)
-        self._seconds = seconds
+        self.seconds, self._free_at = seconds, 0.0
         self.away: dict[str, float] = defaultdict(float)  # by phase: while ranks are at work
         self.calls = 0
         self._folder = tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
@@ -188,21 +197,32 @@ class SleepingGroup(WorkerGroup):
             if method == "layout":
                 return [dict.fromkeys(self.specs, rank) for rank in range(len(calls))]
             return [answers.get(method, 0)] * len(calls)
+        return self.start(role, method, calls, sink)()
+
+    def start(
+        self, role: str, method: str, calls: list[Call], sink: Sink | None = None
+    ) -> Callable[[], list[Any]]:
         phase, share = WORK[role, method]
-        given = [self._store.put(call) for call in calls]
-        began = time.perf_counter()
-        stays = dispatch_of(self.specs[role].cls, method).stays
+        given, stays = [self._store.put(call) for call in calls], dispatch_of(self.specs[role].cls, method).stays
         self._pipe.send(((role, method, stays, sink is not None), given))
-        found, told = self._pipe.recv()
-        self.away[phase] += time.perf_counter() - began  # the one process makes all columns, which counts for nothing
-        began, lasts = time.perf_counter(), self._seconds * share / (UPDATES if method == "update" else 1)
-        for number, one in enumerate(told):
-            _sleep_until(began + lasts * (number + 1) / len(told))
-            assert sink is not None
-            sink(pickle.loads(one))
-        _sleep_until(began + lasts)
-        self.away[phase] += lasts
-        return [self._store.get(one) for one in found]
+        lasts = self.seconds * share / (UPDATES if method == "update" else 1)
+        begins = max(time.perf_counter(), self._free_at)
+        self._free_at = begins + lasts
+
+        def finish() -> list[Any]:
+            asked = time.perf_counter()
+            found, told = self._pipe.recv()
+            if not lasts:  # the one process makes all columns, which counts for nothing
+                self.away[phase] += time.perf_counter() - asked
+            for number, one in enumerate(told):
+                _sleep_until(begins + lasts * (number + 1) / len(told))
+                assert sink is not None
+                sink(pickle.loads(one))
+            _sleep_until(begins + lasts)
+            self.away[phase] += lasts
+            return [self._store.get(one) for one in found]
+
+        return finish
 
     def close(self) -> None:
         self._pipe.send(None)
@@ -257,6 +277,7 @@ def measure(args: argparse.Namespace, ranks: int, out: Path) -> dict[str, float]
             stack.enter_context(memory.watched())
             for run.step in range(1, args.steps + 1):
                 groups[0].away.clear()
+                groups[0].seconds = args.step_seconds if run.step == args.steps else 0.0
                 groups[0].calls, memory.most = 0, 0.0
                 began, began_cpu = time.perf_counter(), time.process_time()
                 metrics = run.train_step()
@@ -317,7 +338,7 @@ def main() -> int:
     parser.add_argument("--episodes", type=int, default=512, help=f"{SAMPLES} of a prompt")
     parser.add_argument("--tokens", type=int, default=2048, help="of a response")
     parser.add_argument("--steps", type=int, default=2, help="the last one is measured")
-    parser.add_argument("--step-seconds", type=float, default=0.0, help="of the ranks' work in a step")
+    parser.add_argument("--step-seconds", type=float, default=60.0, help="of the ranks' work in the last step")
     parser.add_argument("--model", type=Path, help="a model directory, for its tokenizer; else the embedded task's")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="further settings of the run")
     args = parser.parse_args()

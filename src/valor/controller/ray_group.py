@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -120,6 +120,8 @@ class _RayPart(Part):
 class RayGroup(WorkerGroup):
     """One Ray actor for each rank of the pool."""
 
+    apart = True
+
     def __init__(self, pool: ResourcePool, specs: dict[str, RoleSpec], ray_init: dict[str, Any]) -> None:
         super().__init__(pool, specs)
         self._actors: list[Any] = []
@@ -191,6 +193,10 @@ class RayGroup(WorkerGroup):
             if role in self.specs and getattr(self.specs[role].cls, method).valor_sent_weights:
                 raise WorkersReplaced(f"{death.what}: new ones have taken their place") from None
             return self.run(role, method, calls, sink, feed)
+
+    def start(self, role: str, method: str, calls: list[Call]) -> Callable[[], list[Any]]:
+        started = [a.call.remote(role, method, *c) for a, c in zip(self._actors, calls, strict=True)]
+        return lambda: self._get(started)
 
     def _replace(self, death: WorkerDied) -> None:
         """New processes; also where one of them dies while it starts."""

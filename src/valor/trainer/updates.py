@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -56,15 +58,23 @@ class Updates:
         parts: list[dict[str, float]] = []
         mini_batches = list(self.mini_batches(role, batch, step, member))
         worker = self.roles[role if member == 0 else f"{role}_{member + 1}"]
+        asks_actor = role == "actor" and (self.old.correct_mini_batches or self._ratio_of_sequences)
+        ahead = int(worker.apart and not asks_actor)
+        started: deque[tuple[dict[str, float], Callable[[], dict[str, float]]]] = deque()
+        waiting = iter(mini_batches)
         with phase(f"train {role}", len(mini_batches), unit="mini-batch"):
-            for done, mini_batch in enumerate(mini_batches):
+            for done in range(len(mini_batches)):
                 with part(done, len(mini_batches)):
-                    metrics: dict[str, float] = {}
-                    if role == "actor" and self.old.correct_mini_batches:
-                        mini_batch, metrics = self._corrected(mini_batch)
-                    if role == "actor" and self._ratio_of_sequences:
-                        mini_batch = self._with_ratios(mini_batch)
-                    metrics |= worker.update(mini_batch)
+                    # The next one is handed out while the ranks are at work on this one.
+                    for mini_batch in islice(waiting, 1 + ahead - len(started)):
+                        found: dict[str, float] = {}
+                        if role == "actor" and self.old.correct_mini_batches:
+                            mini_batch, found = self._corrected(mini_batch)
+                        if role == "actor" and self._ratio_of_sequences:
+                            mini_batch = self._with_ratios(mini_batch)
+                        started.append((found, worker.start("update", mini_batch)))
+                    metrics, results = started.popleft()
+                    metrics |= results()
                 self.skips.count(role, bool(metrics["skipped"]), step)
                 if line := memory_notice(metrics, f"{SECTIONS[role]}.ppo_max_token_len_per_gpu"):
                     self._say(f"step {step}: {role} {line}")
