@@ -199,9 +199,7 @@ class SleepingGroup(WorkerGroup):
             return [answers.get(method, 0)] * len(calls)
         return self.start(role, method, calls, sink)()
 
-    def start(
-        self, role: str, method: str, calls: list[Call], sink: Sink | None = None
-    ) -> Callable[[], list[Any]]:
+    def start(self, role: str, method: str, calls: list[Call], sink: Sink | None = None) -> Callable[[], list[Any]]:
         phase, share = WORK[role, method]
         given, stays = [self._store.put(call) for call in calls], dispatch_of(self.specs[role].cls, method).stays
         self._pipe.send(((role, method, stays, sink is not None), given))

@@ -179,7 +179,6 @@ class RoleHandle:
             joined["episode"] = order = torch.cat(of_part)
         return joined.take(torch.argsort(order, stable=True))
 
-
     def _shares(
         self, batch: Batch, marked: Dispatch, *args: Any, **kwargs: Any
     ) -> tuple[list[Call], list[list[int]], list[int]]:

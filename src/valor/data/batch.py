@@ -82,7 +82,9 @@ class Batch:
 
     def union(self, other: Batch) -> Batch:
         """Both batches' columns; on a name that both have, `other` wins. Rows must match in number."""
-        return Batch({**self.tensors.raw, **other.tensors.raw}, {**self.objects, **other.objects}, {**self.meta, **other.meta})
+        return Batch(
+            {**self.tensors.raw, **other.tensors.raw}, {**self.objects, **other.objects}, {**self.meta, **other.meta}
+        )
 
     def repeat(self, n: int) -> Batch:
         """Every row n times in a row: [a, b] -> [a, a, b, b] for n = 2."""

@@ -112,11 +112,11 @@ Column = Tensor | StoredColumn
 class Columns(dict[str, Any]):
     """Columns by name. Taking one out gives a tensor; `raw` gives them as they are."""
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> Any:
         return _tensor(super().__getitem__(name))
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default
+        return _tensor(super().get(name, default))
 
     def items(self) -> Any:
         return [(name, self[name]) for name in self]
@@ -129,7 +129,7 @@ class Columns(dict[str, Any]):
         return {name: super(Columns, self).__getitem__(name) for name in self}
 
 
-def _tensor(column: Column) -> Tensor:
+def _tensor(column: Any) -> Any:
     return column.tensor() if isinstance(column, StoredColumn) else column
 
 

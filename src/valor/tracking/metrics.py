@@ -124,6 +124,7 @@ class Timer:
         self._made = clock()
         self.seconds: dict[str, float] = {}
         self.began: dict[str, float] = {}
+        self._spans: list[tuple[float, float, str]] = []  # begin, end, phase
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -133,11 +134,26 @@ class Timer:
         try:
             yield
         finally:
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + self._clock() - began
+            ended = self._clock()
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + ended - began
+            self._spans.append((began, ended, phase))
+
+    @property
+    def hidden(self) -> dict[str, float]:
+        """Seconds of each phase in which one that had begun before it was at work too: nobody waited for them."""
+        found: dict[str, float] = {}
+        reached = -math.inf
+        for began, ended, phase in sorted(span for span in self._spans if span[2] != "step"):
+            if reached > began:
+                found[phase] = found.get(phase, 0.0) + min(ended, reached) - began
+            reached = max(reached, ended)
+        return found
 
     def metrics(self, tokens: Mapping[str, int] | None = None) -> dict[str, float]:
-        """`timing_s/<phase>`, `timing_began_s/<phase>`, and `timing_per_token_ms/<phase>` with a token count."""
+        """`timing_s/<phase>`, `timing_began_s/<phase>`, `timing_hidden_s/<phase>` where there are such, and
+        `timing_per_token_ms/<phase>` with a token count."""
         metrics = {f"timing_s/{phase}": seconds for phase, seconds in self.seconds.items()}
+        metrics |= {f"timing_hidden_s/{phase}": seconds for phase, seconds in self.hidden.items()}
         metrics |= {f"timing_began_s/{phase}": at for phase, at in self.began.items() if phase != "step"}
         for phase, count in (tokens or {}).items():
             if phase in self.seconds and count > 0:

@@ -106,8 +106,8 @@ class RolloutWorker:
 
         Needs `prompts`, `prompt_lengths` and `episode_key` [B, 3] = (run seed, step, sample number): the key alone
         decides what is drawn, whichever rank draws it. Returns the columns of `episode_rows` and `response_text`. An
-        episode goes to `sink` as soon as it has ended, its text in the place of its turns. Where agents play episodes, `prompts` has also their rows' objects, and the
-        result may have several rows for one of its rows (`episode`).
+        episode goes to `sink` as soon as it has ended, its text in the place of its turns. Where agents play episodes,
+        `prompts` has also their rows' objects, and the result may have several rows for one of its rows (`episode`).
         """
         follows = self._context.rank % self.engine.parallel_size > 0
         if follows:
