@@ -5,11 +5,12 @@
 
 Collector, trainer, graders and data plane are those of a PPO run with a critic and a reference policy. The ranks are
 one process that answers for all of them. What travels goes through shared memory as Ray moves it: the driver's
-arguments are copied in, results are read-only views that the driver copies. Ray's own calls are not among this.
+arguments are copied in, results are read-only views that the driver copies, and columns that stay with the ranks are
+files there, to which the driver has references. Ray's own calls are not among this.
 
-Printed are the seconds by which a phase takes longer than its ranks do, and the driver's own memory. With
---step-seconds 60 the ranks take their time, episodes arrive throughout the generation, and what the driver does
-meanwhile costs nothing; with 0 (the default) all that it does counts.
+Printed are the seconds by which a phase takes longer than its ranks do, the seconds of processor time that the driver
+takes in all, and its own memory. The ranks take their time in the last step, episodes arrive throughout the generation,
+and what the driver does meanwhile costs nothing; with --step-seconds 0 all that a phase waits for counts.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from valor.agents.episode import Episode
@@ -39,9 +42,10 @@ from valor.controller import start
 from valor.controller.group import Call, Feed, Sink, WorkerGroup
 from valor.controller.placement import MAIN, Placement, ResourcePool
 from valor.data.batch import Batch
+from valor.data.stored import Part, Stored, StoredColumn
 from valor.lab import arithmetic
-from valor.rollout.base import Output, Span
 from valor.trainer.ppo import PPORun
+from valor.workers.dispatch import dispatch_of
 from valor.workers.host import RoleSpec
 
 # What the ranks compute, the phase that waits for it, and its share of a step's seconds.
@@ -53,7 +57,8 @@ WORK = {
     ("critic", "update"): ("update_critic", 0.15),
     ("actor", "update"): ("update_actor", 0.15),
 }
-PHASES = ["gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor"]
+PHASES = ["gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "metrics"]
+INLINE_BYTES = 100_000  # Ray sends less than that with the call itself
 UPDATES = 4  # mini-batches of a role in a step
 SAMPLES = 8  # of a prompt
 PROMPT_TOKENS = 7  # of a question of the embedded task
@@ -70,6 +75,8 @@ class Store:
         buffers: list[pickle.PickleBuffer] = []
         head = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
         name, views = next(self._names), [buffer.raw() for buffer in buffers]
+        if sum(view.nbytes for view in views) < INLINE_BYTES:
+            return "", pickle.dumps(value, protocol=5), []
         with (self._folder / name).open("wb") as file:
             for view in views:
                 file.write(view)
@@ -77,8 +84,10 @@ class Store:
 
     def get(self, reference: tuple[str, bytes, list[int]]) -> Any:
         name, head, sizes = reference
+        if not name:
+            return pickle.loads(head)
         path, ends = self._folder / name, list(itertools.accumulate(sizes))
-        views: list[memoryview] = []
+        views = [memoryview(b"")] * len(ends)
         if ends and ends[-1]:
             with path.open("rb") as file:
                 whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -87,17 +96,46 @@ class Store:
         return pickle.loads(head, buffers=views)
 
 
+@dataclass(frozen=True)
+class Kept(Part):
+    """A tensor that the other process keeps."""
+
+    path: str
+    shape: tuple[int, int]
+    dtype: torch.dtype
+
+    @staticmethod
+    def read(parts: Sequence[Kept]) -> list[Stored]:
+        kinds = [np.dtype(str(part.dtype).removeprefix("torch.")) for part in parts]
+        pairs = zip(parts, kinds, strict=True)
+        return [(np.memmap(part.path, kind, "r", shape=part.shape), None) for part, kind in pairs]
+
+
 def answer_for_ranks(pipe: Any, folder: Path, tokens: int) -> None:
     """The other process: the results of all ranks, one after the other."""
-    store = Store(folder)
+    store, kept = Store(folder), list[str]()
     while (asked := pipe.recv()) is not None:
-        (role, method, with_sink), calls = asked
+        (role, method, stays, with_sink), calls = asked
         found, told = [], []
+        if method == "generate":  # those of the step before
+            for path in kept:
+                os.unlink(path)
+            kept.clear()
         for reference in calls:
             (batch, *_), _ = store.get(reference)
-            found.append(store.put(columns(role, method, batch, tokens)))
+            result = columns(role, method, batch, tokens)
+            for name in stays if len(batch) else ():
+                if name in result:
+                    kept.append(f"{folder}/{name}_{len(kept)}")
+                    result[name].numpy().tofile(kept[-1])
+                    shape, dtype = tuple(result[name].shape), result[name].dtype
+                    result[name] = StoredColumn.of(Kept(kept[-1], shape, dtype))  # type: ignore[arg-type]
+            found.append(store.put(result))
+        if method == "update":
+            found = found[:1] * len(found)  # a short answer: the driver does not listen while it asks the next thing
             if with_sink:
-                told += [pickle.dumps(episode(tuple(key), tokens), protocol=5) for key in batch["episode_key"].tolist()]
+                keys = map(tuple, batch["episode_key"].tolist())
+                told += [pickle.dumps(episode(key, lengths_of(key[2], tokens)), protocol=5) for key in keys]
         pipe.send((found, told))
 
 
@@ -107,32 +145,39 @@ def columns(role: str, method: str, batch: Batch, tokens: int) -> Any:
         return {"loss": 0.0, "grad_norm": 1.0, "skipped": 0.0}
     if method == "generate":
         size = (len(batch), tokens)
-        lengths = torch.full((len(batch),), tokens)
-        log_probs = torch.rand(size).log()
-        ids = {"responses": torch.randint(48, 58, size), "response_lengths": lengths}
+        lengths = torch.tensor([lengths_of(sample, tokens) for _, _, sample in batch["episode_key"].tolist()])
+        log_probs, mask = torch.rand(size).log(), (torch.arange(tokens) < lengths[:, None]).float()
+        ids = {"responses": 50 * mask.long(), "response_lengths": lengths}
         whole = {
             "turn_ids": torch.ones(size, dtype=torch.long),
             "weights_versions": torch.zeros(size, dtype=torch.long),
         }
         return Batch(
-            {**ids, **whole, "response_mask": torch.ones(size), "rollout_log_probs": log_probs},
-            {"finish_reason": ["length"] * len(batch)},
+            {**ids, **whole, "response_mask": mask, "rollout_log_probs": log_probs, "is_finite": lengths > 0},
+            {"finish_reason": ["length"] * len(batch), "response_text": ["four" * n for n in lengths.tolist()]},
         )
     names = {"actor": ("old_log_probs", "entropy"), "ref": ("ref_log_probs",), "critic": ("values",)}[role]
     return Batch({name: torch.rand(batch["responses"].shape).log() for name in names})
 
 
+def lengths_of(sample: int, tokens: int) -> int:
+    """Of the answer number `sample`: from a quarter of the most tokens to all of them, 0.62 of them on average."""
+    return max(tokens * (256 + (sample * 2654435761 >> 7) % 769) // 1024, 1)
+
+
 def episode(key: tuple[int, ...], tokens: int) -> Episode:
     """What is told of a row as soon as it has ended."""
-    return Episode.of_one_turn(key, Output("", (50,) * tokens, (-1.0,) * tokens, "length", (Span(tokens, 0),)))
+    return Episode(key, (), "length", text="four" * tokens)
 
 
 class SleepingGroup(WorkerGroup):
     """Ranks that take `seconds` for a step's work, and none of the driver's time."""
 
+    apart = True
+
     def __init__(self, pool: ResourcePool, specs: dict[str, RoleSpec], tokens: int, seconds: float) -> None:
         super().__init__(pool, specs)
-        self._seconds = seconds
+        self.seconds, self._free_at = seconds, 0.0
         self.away: dict[str, float] = defaultdict(float)  # by phase: while ranks are at work
         self.calls = 0
         self._folder = tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
@@ -152,20 +197,30 @@ class SleepingGroup(WorkerGroup):
             if method == "layout":
                 return [dict.fromkeys(self.specs, rank) for rank in range(len(calls))]
             return [answers.get(method, 0)] * len(calls)
+        return self.start(role, method, calls, sink)()
+
+    def start(self, role: str, method: str, calls: list[Call], sink: Sink | None = None) -> Callable[[], list[Any]]:
         phase, share = WORK[role, method]
-        given = [self._store.put(call) for call in calls]
-        began = time.perf_counter()
-        self._pipe.send(((role, method, sink is not None), given))
-        found, told = self._pipe.recv()
-        self.away[phase] += time.perf_counter() - began  # the one process makes all columns, which counts for nothing
-        began, lasts = time.perf_counter(), self._seconds * share / (UPDATES if method == "update" else 1)
-        for number, one in enumerate(told):
-            _sleep_until(began + lasts * (number + 1) / len(told))
-            assert sink is not None
-            sink(pickle.loads(one))
-        _sleep_until(began + lasts)
-        self.away[phase] += lasts
-        return [self._store.get(one) for one in found]
+        given, stays = [self._store.put(call) for call in calls], dispatch_of(self.specs[role].cls, method).stays
+        self._pipe.send(((role, method, stays, sink is not None), given))
+        lasts = self.seconds * share / (UPDATES if method == "update" else 1)
+        begins = max(time.perf_counter(), self._free_at)
+        self._free_at = begins + lasts
+
+        def finish() -> list[Any]:
+            asked = time.perf_counter()
+            found, told = self._pipe.recv()
+            if not lasts:  # the one process makes all columns, which counts for nothing
+                self.away[phase] += time.perf_counter() - asked
+            for number, one in enumerate(told):
+                _sleep_until(begins + lasts * (number + 1) / len(told))
+                assert sink is not None
+                sink(pickle.loads(one))
+            _sleep_until(begins + lasts)
+            self.away[phase] += lasts
+            return [self._store.get(one) for one in found]
+
+        return finish
 
     def close(self) -> None:
         self._pipe.send(None)
@@ -220,15 +275,16 @@ def measure(args: argparse.Namespace, ranks: int, out: Path) -> dict[str, float]
             stack.enter_context(memory.watched())
             for run.step in range(1, args.steps + 1):
                 groups[0].away.clear()
+                groups[0].seconds = args.step_seconds if run.step == args.steps else 0.0
                 groups[0].calls, memory.most = 0, 0.0
-                began = time.perf_counter()
+                began, began_cpu = time.perf_counter(), time.process_time()
                 metrics = run.train_step()
                 run.log(metrics)
-                whole = time.perf_counter() - began
+                whole, cpu = time.perf_counter() - began, time.process_time() - began_cpu
                 away = groups[0].away
                 found = {phase: metrics.get(f"timing_s/{phase}", 0.0) - away[phase] for phase in PHASES}
                 found["rest"] = whole - sum(metrics.get(f"timing_s/{phase}", 0.0) for phase in PHASES)
-                found |= {"all": whole - sum(away.values()), "calls": groups[0].calls, "GiB": memory.most}
+                found |= {"all": whole - sum(away.values()), "CPU": cpu, "calls": groups[0].calls, "GiB": memory.most}
     finally:
         start.start_group = real
     return found
@@ -262,7 +318,7 @@ def settings(args: argparse.Namespace, out: Path) -> list[str]:
 
 
 def table(rows: Sequence[tuple[int, dict[str, float]]], step_seconds: float) -> str:
-    names = [*PHASES, "rest", "all"]
+    names = [*PHASES, "rest", "all", "CPU"]
     lines = [
         f"| ranks | {' | '.join(names)} | of a 60 s step | GiB | calls of ranks |",
         "|---:" * (len(names) + 4) + "|",
@@ -280,11 +336,11 @@ def main() -> int:
     parser.add_argument("--episodes", type=int, default=512, help=f"{SAMPLES} of a prompt")
     parser.add_argument("--tokens", type=int, default=2048, help="of a response")
     parser.add_argument("--steps", type=int, default=2, help="the last one is measured")
-    parser.add_argument("--step-seconds", type=float, default=0.0, help="of the ranks' work in a step")
+    parser.add_argument("--step-seconds", type=float, default=60.0, help="of the ranks' work in the last step")
     parser.add_argument("--model", type=Path, help="a model directory, for its tokenizer; else the embedded task's")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="further settings of the run")
     args = parser.parse_args()
-    torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
+    torch.set_num_threads(1)
     rows = []
     for ranks in args.ranks:
         with tempfile.TemporaryDirectory() as out:

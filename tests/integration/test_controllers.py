@@ -5,6 +5,7 @@ import torch
 from runs import assert_same_run, read_metrics, weights
 
 from forked import VALOR
+from valor.data.stored import StoredColumn
 from valor.trainer.main_ppo import main
 
 pytestmark = pytest.mark.slow
@@ -27,9 +28,15 @@ def test_ray_with_one_process_is_the_local_run_bit_for_bit(local_run, forks, ove
 
 
 @pytest.mark.usefixtures("hosts")
-def test_two_processes_draw_the_same_samples_and_take_the_same_steps(local_run, overrides, tmp_path):
+def test_two_processes_draw_the_same_samples_and_take_the_same_steps(local_run, overrides, tmp_path, monkeypatch):
+    read, fetch = [], StoredColumn._fetch
+    monkeypatch.setattr(StoredColumn, "_fetch", lambda self: read.append((self._dtype, len(self))) or fetch(self))
     run_dir = tmp_path / "two"
-    assert main(overrides(run_dir, STEPS, "trainer.n_gpus_per_node=2")) == 0
+    few = ["trainer.log_generations=1", "trainer.log_val_generations=1"]
+    assert main(overrides(run_dir, STEPS, "trainer.n_gpus_per_node=2", *few)) == 0
+    # Token ids stay with the processes but for those of the samples that are shown; GAE needs masks and values here.
+    assert {rows for kind, rows in read if kind == torch.int64} == {1}
+    assert max(rows for kind, rows in read if kind == torch.float32) > 1
     one, two = read_metrics(local_run), read_metrics(run_dir)
     for name in ("critic/score/mean", "response_length/mean", "response_length/max"):
         assert [r.get(name) for r in one] == [r.get(name) for r in two]

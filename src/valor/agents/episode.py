@@ -22,6 +22,16 @@ from valor.tracking.metrics import summarize
 EpisodeKey = tuple[int, ...]
 """(run seed, step, number of the sample in the step): names an episode and decides its random numbers."""
 
+TOKEN_COLUMNS = (
+    "responses",
+    "response_mask",
+    "rollout_log_probs",
+    "turn_ids",
+    "weights_versions",
+    "turn_rewards",
+)
+"""Columns [R, T] of `episode_rows`."""
+
 EpisodeEnd = FinishReason | Literal["turns"]
 """stop: it came to its end; length, turns: cut off by a limit on tokens or turns; abort: it failed."""
 
@@ -50,6 +60,7 @@ class Episode:
 
     `prompt_ids`: of the first row; None: the prompt that was given. `outcome`: the environment's score of the whole;
     None: graders judge. `info`: counters and records, for metrics and for reading. `error`: why it could not be played.
+    `text`: the response, decoded, of one that is told without its turns.
     """
 
     key: EpisodeKey
@@ -59,6 +70,7 @@ class Episode:
     outcome: float | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
+    text: str | None = None
 
     @classmethod
     def of_one_turn(cls, key: EpisodeKey, output: Output) -> Episode:
@@ -82,7 +94,8 @@ def episode_rows(episodes: Sequence[Episode]) -> Batch:
 
     `responses` [R, T], `response_lengths` [R]; and, 0 on observations and padding: `response_mask` [R, T] (1: sampled
     by the policy), `rollout_log_probs` [R, T], `turn_ids` [R, T] (number of the token's turn, counted from 1 through
-    the episode), `weights_versions` [R, T] (which weights sampled the token). Objects: `finish_reason`.
+    the episode), `weights_versions` [R, T] (which weights sampled the token). `is_finite` [R]: whether all log-probs of
+    the row are. Objects: `finish_reason`.
 
     Episodes of loops, which bring their own prompts, have also `prompts`, `prompt_lengths`, `turn_rewards` [R, T] (on
     the last token of each turn), `episode` [R] (number of the row's episode here), and objects `outcome`,
@@ -100,12 +113,14 @@ def episode_rows(episodes: Sequence[Episode]) -> Batch:
     ]
     padded, lengths = pad_rows(responses, torch.long)
     turn_ids = columns(lambda turn, i: [i + 1] * len(turn.token_ids), torch.long)
+    log_probs = columns(lambda turn, i: turn.log_probs, torch.float32)
     batch = Batch(
         {
             "responses": padded,
             "response_lengths": lengths,
             "response_mask": (turn_ids > 0).float(),
-            "rollout_log_probs": columns(lambda turn, i: turn.log_probs, torch.float32),
+            "rollout_log_probs": log_probs,
+            "is_finite": log_probs.isfinite().all(-1),
             "turn_ids": turn_ids,
             "weights_versions": columns(lambda turn, i: token_versions(turn.spans), torch.long),
         },

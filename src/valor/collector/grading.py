@@ -55,7 +55,7 @@ class Grading:
             i = rows[episode.key]
             source = columns["data_source"][i]
             if self.inputs.has_grader(source):
-                text = self.inputs.decode([episode.response_ids])[0]
+                text = self.inputs.decode([episode.response_ids])[0] if episode.text is None else episode.text
                 sample = Sample(source, text, columns["ground_truth"][i], columns["extra_info"][i])
                 self._early[episode.key] = text, self.inputs.rewards.submit_all([sample])[0]
 
@@ -92,7 +92,7 @@ class Grading:
         if "turn_rewards" in batch:
             pairs = zip(results, turn_rewards(batch).tolist(), strict=True)
             results = [r._replace(score=r.score + of_turns) for r, of_turns in pairs]
-        if "rollout_log_probs" in batch:
+        if "is_finite" in batch:
             self._leave_out_broken(batch, results)
         self._check_errors(results)
         return self._without_overlong_penalty(results, ends)
@@ -116,12 +116,17 @@ class Grading:
         return [results[i] for i in range(len(batch))]
 
     def _leave_out_broken(self, batch: Batch, results: list[RewardResult]) -> None:
-        broken = ~batch["rollout_log_probs"].isfinite().all(-1)
+        broken = ~batch["is_finite"]
+        if not broken.any():
+            return
+        columns = {name: batch[name].clone() for name in ("rollout_log_probs", "response_mask")}
         error = "the rollout engine gave log-probs that are not finite"
         for i, rows in enumerate(Episodes(batch).rows):
             if broken[rows].any():
-                batch["rollout_log_probs"][rows] = batch["response_mask"][rows] = 0.0
+                for column in columns.values():
+                    column[rows] = 0.0
                 results[i] = RewardResult(self.config.error_score, {}, error)
+        batch.tensors.update(columns)
 
     def _check_errors(self, results: list[RewardResult]) -> None:
         errors = Counter(r.error for r in results if r.error is not None)

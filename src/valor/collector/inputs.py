@@ -71,7 +71,9 @@ class RunInputs:
             yield rows[start : start + size]
 
     def with_text(self, batch: Batch) -> Batch:
-        """The batch with `response_text`, decoded without special tokens."""
+        """The batch with `response_text`, decoded without special tokens, where the ranks have not done so."""
+        if "response_text" in batch:
+            return batch
         ids = [row[:n] for row, n in zip(batch["responses"].tolist(), batch["response_lengths"].tolist(), strict=True)]
         batch.objects["response_text"] = self.decode(ids)
         return batch

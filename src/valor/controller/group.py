@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 
@@ -14,7 +14,7 @@ from valor.controller.placement import Placement, ResourcePool
 from valor.data.balance import grouped, partition_groups, partition_rows
 from valor.data.batch import Batch
 from valor.data.episodes import Episodes
-from valor.workers.dispatch import dispatch_of
+from valor.workers.dispatch import Dispatch, dispatch_of
 from valor.workers.host import HOST, RoleSpec
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 class WorkerGroup(ABC):
     """Processes of one resource pool, each hosting every role in `specs`. Index by role name to call a role."""
+
+    apart: ClassVar[bool] = False  # whether the ranks are other processes than this one
 
     def __init__(self, pool: ResourcePool, specs: dict[str, RoleSpec]) -> None:
         self.pool = pool
@@ -50,6 +52,12 @@ class WorkerGroup(ABC):
         by one, in the calling thread, before `run` returns. A `feed`, which comes with a sink, is the way back: it is
         asked in this thread all the time, and the method's keyword argument `feed` gives what it has brought.
         """
+
+    def start(self, role: str, method: str, calls: list[Call]) -> Callable[[], list[Any]]:
+        """`run` in two parts: what this returns gives the results. Ranks that are processes of their own work
+        meanwhile, and have a call that is started then as soon as they are done with the one before."""
+        results = self.run(role, method, calls)
+        return lambda: results
 
     def data_parallel_ranks(self, role: str) -> list[int]:
         """Of each process the number of the share of a batch that it is given; several may work on one share."""
@@ -136,10 +144,20 @@ class RoleHandle:
         self._group, self._role, self._cls = group, role, cls
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        mode, keep_together = dispatch_of(self._cls, method)
-        if mode == "all":
+        marked = dispatch_of(self._cls, method)
+        if marked.mode == "all":
             return partial(self._call_all, method)
-        return partial(self._call_dp, method, keep_together)
+        return partial(self._call_dp, method, marked)
+
+    @property
+    def apart(self) -> bool:
+        """Whether the ranks work while this process does something else."""
+        return self._group.apart
+
+    def start(self, method: str, batch: Batch) -> Callable[[], Any]:
+        """A `dp` method whose result is no batch, in two parts (`WorkerGroup.start`)."""
+        results = self._group.start(self._role, method, self._shares(batch, dispatch_of(self._cls, method))[0])
+        return lambda: results()[0]
 
     def _call_all(
         self, method: str, *args: Any, sink: Sink | None = None, feed: Feed | None = None, **kwargs: Any
@@ -148,15 +166,11 @@ class RoleHandle:
         return self._group.run(self._role, method, calls, sink, feed)[0]
 
     def _call_dp(
-        self, method: str, keep_together: str | None, batch: Batch, *args: Any, sink: Sink | None = None, **kwargs: Any
+        self, method: str, marked: Dispatch, batch: Batch, *args: Any, sink: Sink | None = None, **kwargs: Any
     ) -> Any:
-        if self._group.pool.world_size == 1:
-            return self._group.run(self._role, method, [((batch, *args), kwargs)], sink)[0]
-        ranks = self._group.data_parallel_ranks(self._role)
-        parts = split_rows(batch, max(ranks) + 1, keep_together)
-        calls: list[Call] = [((shard, *args), kwargs) for shard in batch.split(parts)]
-        results = self._group.run(self._role, method, [calls[rank] for rank in ranks], sink)
-        if not isinstance(results[0], Batch):
+        calls, parts, ranks = self._shares(batch, marked, *args, **kwargs)
+        results = self._group.run(self._role, method, calls, sink)
+        if len(calls) == 1 or not isinstance(results[0], Batch):
             return results[0]
         found = [results[ranks.index(rank)] for rank in range(len(parts))]
         joined, order = Batch.concat(found), torch.tensor([i for part in parts for i in part])
@@ -164,6 +178,19 @@ class RoleHandle:
             of_part = [torch.tensor(part)[one["episode"]] for part, one in zip(parts, found, strict=True) if len(one)]
             joined["episode"] = order = torch.cat(of_part)
         return joined.take(torch.argsort(order, stable=True))
+
+    def _shares(
+        self, batch: Batch, marked: Dispatch, *args: Any, **kwargs: Any
+    ) -> tuple[list[Call], list[list[int]], list[int]]:
+        """Each rank's call with its rows of the batch; the rows of each share, and the share of each rank."""
+        if marked.reads:
+            batch = batch.select([name for name in (*marked.reads, "episode") if name in batch])
+        if self._group.pool.world_size == 1:
+            return [((batch, *args), kwargs)], [list(range(len(batch)))], [0]
+        ranks = self._group.data_parallel_ranks(self._role)
+        parts = split_rows(batch, max(ranks) + 1, marked.keep_together)
+        shares = batch.split(parts)
+        return [((shares[rank], *args), kwargs) for rank in ranks], parts, ranks
 
 
 Roles = WorkerGroup | Pools
@@ -186,7 +213,8 @@ def split_rows(batch: Batch, num_parts: int, keep_together: str | None) -> list[
         chosen = [[units[unit] for unit in part] for part in parts]
     else:
         episodes = Episodes(batch).rows
-        prompts = [batch["prompts"][rows[0], : prompt_tokens[rows[0]]].numpy().tobytes() for rows in episodes]
+        ids = batch["prompts"].numpy()
+        prompts = [ids[rows[0], : prompt_tokens[rows[0]]].tobytes() for rows in episodes]
 
         def work(unit: Sequence[list[int]]) -> int:
             own = sum(tokens[row] for rows in unit for row in rows)

@@ -7,12 +7,14 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import psutil
 import ray
+import torch
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -20,9 +22,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from valor.controller.group import Call, Feed, Sink, WorkerGroup
 from valor.controller.placement import ResourcePool, available_cores
 from valor.controller.watchdog import Watchdog, start_ray
+from valor.data.batch import Batch
+from valor.data.stored import Part, Stored, StoredColumn, to_stored
 from valor.errors import TrainingStopped, UserError, WorkerDied, WorkersReplaced
 from valor.tracking.progress import Latest, Progress, add_listener, relay
-from valor.workers.host import RoleSpec, WorkerHost
+from valor.workers.dispatch import dispatch_of
+from valor.workers.host import HOST, RoleSpec, WorkerHost
 
 _POLL_SECONDS = 0.5
 _FEED_SECONDS = 0.05  # where ranks wait for what they are to be told
@@ -69,7 +74,16 @@ class _RayHost(WorkerHost):
             kwargs = {**kwargs, "sink": self._reported.setdefault(number, deque()).append}
         if number is not None and fed:
             kwargs["feed"] = partial(_drain, self._brought.setdefault(number, deque()))
-        return super().call(role, method, *args, **kwargs)
+        args = tuple(arg.to("cpu") if isinstance(arg, Batch) else arg for arg in args)  # reads what lies elsewhere
+        result = super().call(role, method, *args, **kwargs)
+        if not (stays := self._stays(role, method)):
+            return result
+        columns = [result.tensors.pop(name, None) for name in stays]
+        kinds = [None if column is None else (tuple(column.shape), column.dtype) for column in columns]
+        return (result, kinds), *(None if column is None else to_stored(column) for column in columns)
+
+    def _stays(self, role: str, method: str) -> Sequence[str]:
+        return () if role == HOST else dispatch_of(type(self.context.roles[role]), method).stays
 
     @ray.method(concurrency_group="poll")
     def poll(
@@ -90,8 +104,23 @@ class _RayHost(WorkerHost):
         return self._latest.report, items
 
 
+@dataclass(frozen=True)
+class _RayPart(Part):
+    """A tensor in Ray's object store, where it stays if the process that computed it dies."""
+
+    ref: Any
+    shape: tuple[int, int]
+    dtype: torch.dtype
+
+    @staticmethod
+    def read(parts: Sequence[_RayPart]) -> list[Stored]:
+        return ray.get([part.ref for part in parts])
+
+
 class RayGroup(WorkerGroup):
     """One Ray actor for each rank of the pool."""
+
+    apart = True
 
     def __init__(self, pool: ResourcePool, specs: dict[str, RoleSpec], ray_init: dict[str, Any]) -> None:
         super().__init__(pool, specs)
@@ -165,6 +194,10 @@ class RayGroup(WorkerGroup):
                 raise WorkersReplaced(f"{death.what}: new ones have taken their place") from None
             return self.run(role, method, calls, sink, feed)
 
+    def start(self, role: str, method: str, calls: list[Call]) -> Callable[[], list[Any]]:
+        started = [a.call.remote(role, method, *c) for a, c in zip(self._actors, calls, strict=True)]
+        return lambda: self._get(started)
+
     def _replace(self, death: WorkerDied) -> None:
         """New processes; also where one of them dies while it starts."""
         if self.num_replacements == _MOST_REPLACEMENTS:
@@ -183,9 +216,17 @@ class RayGroup(WorkerGroup):
             refs = [ray.put(args), ray.put(kwargs)]
             return self._get([a.call.remote(role, method, *refs) for a in self._actors])
         number = None if sink is None else next(self._numbers)
-        fed = feed is not None
-        started = [a.call.remote(role, method, *c, number, fed) for a, c in zip(self._actors, calls, strict=True)]
-        return self._get(started, number, sink, feed)
+        stays = () if role == HOST else dispatch_of(self.specs[role].cls, method).stays
+        pairs, count, fed = zip(self._actors, calls, strict=True), 1 + len(stays), feed is not None
+        started = [a.call.options(num_returns=count).remote(role, method, *c, number, fed) for a, c in pairs]
+        if not stays:
+            return self._get(started, number, sink, feed)
+        found = self._get([result for result, *_ in started], number, sink, feed)
+        for (batch, kinds), (_, *refs) in zip(found, started, strict=True):
+            for name, kind, ref in zip(stays, kinds, refs, strict=True):
+                if kind is not None:
+                    batch[name] = StoredColumn.of(_RayPart(ref, *kind))
+        return [batch for batch, _ in found]
 
     def _end_processes(self) -> None:
         actors, self._actors = self._actors, []
@@ -205,12 +246,13 @@ class RayGroup(WorkerGroup):
     ) -> list[Any]:
         """Results in order. While waiting, progress and what call `number` reports are passed on, and what `feed` has
         for it. A rank's error is raised as its own type."""
-        waiting = list(refs)
+        waiting, found = list(refs), {}
         try:
             while waiting:
-                ready, waiting = ray.wait(waiting, timeout=_POLL_SECONDS if feed is None else _FEED_SECONDS)
-                for ref in ready:
-                    ray.get(ref)  # raises at once, while the other ranks may wait for the failed one
+                seconds = _POLL_SECONDS if feed is None else _FEED_SECONDS
+                ready, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=seconds)
+                # Raises now, while the other ranks may wait for the failed one.
+                found |= zip(ready, ray.get(ready), strict=True)
                 if waiting or sink is not None:
                     # What comes after the end is for the next call.
                     brought = [feed(rank) if feed and waiting else () for rank in range(len(self._actors))]
@@ -219,7 +261,7 @@ class RayGroup(WorkerGroup):
                     relay([progress for progress, _ in seen])
                     for item in (item for _, items in seen for item in items):
                         sink(item)  # type: ignore[misc]  # without a sink there are no items
-            return ray.get(refs)
+            return [found[ref] for ref in refs]
         except RayTaskError as error:
             if isinstance(error.cause, UserError | TrainingStopped):
                 raise error.cause from None

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from operator import itemgetter
 from typing import TypeVar
 
 T = TypeVar("T")
+_Split = list[tuple[float, list[int]]]
+_amount = itemgetter(0)
+_FEW = 16  # parts that are faster inserted than sorted in
 
 
 def partition_rows(work: Sequence[float], parts: int) -> list[list[int]]:
@@ -17,23 +22,39 @@ def partition_rows(work: Sequence[float], parts: int) -> list[list[int]]:
     """
     if parts < 1:
         raise ValueError(f"parts must be at least 1, got {parts}")
-    # A partial split is (-spread, age, parts from heavy to light as (sum, rows)); age makes ties deterministic.
-    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
+    # A partial split is (-spread, age, its parts that have rows, from heavy to light, as (-sum, rows)); age makes ties
+    # deterministic.
+    heap: list[tuple[float, int, _Split]] = []
     for row, amount in enumerate(work):
         if amount < 0:
             raise ValueError(f"work must not be negative, row {row} has {amount}")
-        heap.append((-amount if parts > 1 else 0.0, row, [(amount, [row]), *((0, []) for _ in range(parts - 1))]))
+        heap.append((-amount if parts > 1 else 0.0, row, [(-amount, [row])]))
     if not heap:
         return [[] for _ in range(parts)]
     heapq.heapify(heap)
     age = len(heap)
     while len(heap) > 1:
         (_, _, first), (_, _, second) = heapq.heappop(heap), heapq.heappop(heap)
-        merged = [(a + b, _joined(x, y)) for (a, x), (b, y) in zip(first, reversed(second), strict=True)]
-        merged.sort(key=lambda part: -part[0])
-        heapq.heappush(heap, (merged[-1][0] - merged[0][0], age, merged))
+        _merge(first, second, parts)
+        heapq.heappush(heap, (first[0][0] - (first[-1][0] if len(first) == parts else 0.0), age, first))
         age += 1
-    return [sorted(rows) for _, rows in heap[0][2]]
+    found = [sorted(rows) for _, rows in heap[0][2]]
+    return [*found, *([] for _ in range(parts - len(found)))]
+
+
+def _merge(first: _Split, second: _Split, parts: int) -> None:
+    """Add `second` to `first`: the heaviest part of one goes with the lightest of the other, empty ones included."""
+    light = second[::-1]
+    alone = parts - len(second)  # so many parts of `first` meet an empty one
+    met = [(a + b, _joined(x, y)) for (a, x), (b, y) in zip(first[alone:], light, strict=False)]
+    added = met + light[len(met) :]
+    del first[alone:]
+    if len(added) < _FEW:
+        for part in added:
+            insort(first, part, key=_amount)
+    else:
+        first += added
+        first.sort(key=_amount)
 
 
 def grouped(items: Iterable[T], keys: Iterable[Hashable]) -> list[list[T]]:

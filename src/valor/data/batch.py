@@ -2,18 +2,20 @@
 
 Shapes: B samples. Every tensor's first dimension is B; every object list has B entries. Ragged token fields are
 right-padded with zeros and `concat` widens them, so any batch size can be split over any number of workers and put
-together in any order.
+together in any order. A tensor may lie elsewhere (`valor.data.stored`): it is read when it is taken out of the batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from valor.data.stored import Column, Columns, StoredColumn, from_stored, to_stored
 
 
 class Batch:
@@ -25,19 +27,19 @@ class Batch:
 
     def __init__(
         self,
-        tensors: Mapping[str, Tensor] | None = None,
+        tensors: Mapping[str, Column] | None = None,
         objects: Mapping[str, Sequence[Any]] | None = None,
         meta: Mapping[str, Any] | None = None,
     ) -> None:
-        self.tensors: dict[str, Tensor] = dict(tensors or {})
+        self.tensors = Columns(tensors.raw if isinstance(tensors, Columns) else tensors or {})
         self.objects: dict[str, list[Any]] = {k: list(v) for k, v in (objects or {}).items()}
         self.meta: dict[str, Any] = dict(meta or {})
-        sizes = {k: len(v) for k, v in (*self.tensors.items(), *self.objects.items())}
+        sizes = {k: len(v) for k, v in (*self.tensors.raw.items(), *self.objects.items())}
         if len(set(sizes.values())) > 1:
             raise ValueError(f"columns of one batch must have one length, got {sizes}")
 
     def __len__(self) -> int:
-        column = next(iter((*self.tensors.values(), *self.objects.values())), ())
+        column = next(iter((*self.tensors.raw.values(), *self.objects.values())), ())
         return len(column)
 
     def __contains__(self, name: str) -> bool:
@@ -52,7 +54,7 @@ class Batch:
         self.tensors[name] = value
 
     def __repr__(self) -> str:
-        shapes = ", ".join(f"{k}{list(v.shape)}" for k, v in self.tensors.items())
+        shapes = ", ".join(f"{k}{list(v.shape)}" for k, v in self.tensors.raw.items())
         return f"Batch({len(self)} samples; {shapes}; objects {list(self.objects)}; meta {self.meta})"
 
     def select(self, names: Iterable[str]) -> Batch:
@@ -61,8 +63,9 @@ class Batch:
         missing = [n for n in names if n not in self]
         if missing:
             raise KeyError(f"batch has no column {missing}; it has {[*self.tensors, *self.objects]}")
+        raw = self.tensors.raw
         return Batch(
-            {n: self.tensors[n] for n in names if n in self.tensors},
+            {n: raw[n] for n in names if n in raw},
             {n: self.objects[n] for n in names if n in self.objects},
             self.meta,
         )
@@ -72,14 +75,16 @@ class Batch:
         index = torch.as_tensor(indices, dtype=torch.long)
         rows = index.tolist()
         return Batch(
-            {k: v[index.to(v.device)] for k, v in self.tensors.items()},
+            {k: v[index.to(v.device) if isinstance(v, Tensor) else index] for k, v in self.tensors.raw.items()},
             {k: [v[i] for i in rows] for k, v in self.objects.items()},
             self.meta,
         )
 
     def union(self, other: Batch) -> Batch:
         """Both batches' columns; on a name that both have, `other` wins. Rows must match in number."""
-        return Batch({**self.tensors, **other.tensors}, {**self.objects, **other.objects}, {**self.meta, **other.meta})
+        return Batch(
+            {**self.tensors.raw, **other.tensors.raw}, {**self.objects, **other.objects}, {**self.meta, **other.meta}
+        )
 
     def repeat(self, n: int) -> Batch:
         """Every row n times in a row: [a, b] -> [a, a, b, b] for n = 2."""
@@ -87,7 +92,17 @@ class Batch:
 
     def split(self, parts: Sequence[Sequence[int]]) -> list[Batch]:
         """One batch per list of row indices; lists may differ in length and may be empty."""
-        return [self.take(p) for p in parts]
+        whole, sizes = self.take([row for part in parts for row in part]), [len(part) for part in parts]
+        ends = [*accumulate(sizes)]
+        tensors = {k: v.split(sizes) for k, v in whole.tensors.raw.items()}
+        return [
+            Batch(
+                {k: v[i] for k, v in tensors.items()},
+                {k: v[end - size : end] for k, v in whole.objects.items()},
+                self.meta,
+            )
+            for i, (size, end) in enumerate(zip(sizes, ends, strict=True))
+        ]
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch with its tensors on `device`."""
@@ -105,19 +120,21 @@ class Batch:
         columns = {frozenset((*b.tensors, *b.objects)) for b in full}
         if len(columns) > 1:
             raise ValueError(f"batches to concatenate have different columns: {[sorted(c) for c in columns]}")
-        tensors = {k: _concat_padded([b.tensors[k] for b in full]) for k in full[0].tensors}
+        raw = [b.tensors.raw for b in full]
+        tensors = {k: _concat_padded([one[k] for one in raw]) for k in full[0].tensors}
         objects = {k: [x for b in full for x in b.objects[k]] for k in full[0].objects}
         meta: dict[str, Any] = {}
         for b in batches:
             meta.update(b.meta)
         return Batch(tensors, objects, meta)
 
-    # Ray moves NumPy arrays between processes without copying and torch tensors with two copies (ten times slower).
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"tensors": {k: _to_numpy(v) for k, v in self.tensors.items()}}
+        columns = {k: to_stored(v) if isinstance(v, Tensor) else v for k, v in self.tensors.raw.items()}
+        return self.__dict__ | {"tensors": columns}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ = state | {"tensors": {k: _from_numpy(*v) for k, v in state["tensors"].items()}}
+        columns = {k: v if isinstance(v, StoredColumn) else from_stored(*v) for k, v in state["tensors"].items()}
+        self.__dict__ = state | {"tensors": Columns(columns)}
 
 
 def pad_rows(rows: Sequence[Sequence[float]], dtype: torch.dtype, width: int | None = None) -> tuple[Tensor, Tensor]:
@@ -130,21 +147,12 @@ def pad_rows(rows: Sequence[Sequence[float]], dtype: torch.dtype, width: int | N
     return out, lengths
 
 
-def _concat_padded(parts: list[Tensor]) -> Tensor:
-    if parts[0].dim() < 2:
-        return torch.cat(parts)
-    width, later = max(p.shape[1] for p in parts), [0, 0] * (parts[0].dim() - 2)
-    return torch.cat([functional.pad(p, [*later, 0, width - p.shape[1]]) for p in parts])
-
-
-def _to_numpy(x: Tensor) -> tuple[np.ndarray, str | None]:
-    x = x.detach().cpu()
-    if x.dtype is torch.bfloat16:  # NumPy has no bfloat16
-        return x.contiguous().view(torch.int16).numpy(), "bfloat16"
-    return x.numpy(), None
-
-
-def _from_numpy(array: np.ndarray, kind: str | None) -> Tensor:
-    # Arrays out of Ray's object store are read-only; torch has no such notion, so those are copied.
-    x = torch.from_numpy(array if array.flags.writeable else array.copy())
-    return x.view(torch.bfloat16) if kind == "bfloat16" else x
+def _concat_padded(parts: list[Column]) -> Column:
+    stored = [part for part in parts if isinstance(part, StoredColumn)]
+    if len(stored) == len(parts):
+        return StoredColumn.concat(stored)
+    tensors = [part.tensor() if isinstance(part, StoredColumn) else part for part in parts]
+    if tensors[0].dim() < 2:
+        return torch.cat(tensors)
+    width, later = max(p.shape[1] for p in tensors), [0, 0] * (tensors[0].dim() - 2)
+    return torch.cat([functional.pad(p, [*later, 0, width - p.shape[1]]) for p in tensors])

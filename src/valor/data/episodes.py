@@ -66,15 +66,16 @@ class Episodes:
         last, first = (batch.take([rows[i] for rows in self.rows]) for i in (-1, 0))
         columns = {name: first[name] for name in _OF_THE_FIRST_ROW if name in batch}
         columns["response_lengths"] = torch.stack([batch["response_lengths"][rows].sum() for rows in self.rows])
-        for name, column in batch.tensors.items():
-            if name not in columns and column.shape == batch["response_mask"].shape:
-                columns[name] = self.join(column)
+        shape = batch.tensors.raw["response_mask"].shape
+        for name, column in batch.tensors.raw.items():
+            if name not in columns and column.shape == shape:
+                columns[name] = self.join(batch[name])
         return last.union(Batch(columns))
 
     def split(self, joined: Batch) -> Batch:
         """The rows with what `joined` has gained: [E, K T] by `part`, [E] at each of the episode's rows."""
         if not self.forked:
             return joined
-        gained = {name: column for name, column in joined.tensors.items() if name not in self._batch}
+        gained = {name: joined[name] for name in joined.tensors if name not in self._batch}
         columns = {name: self.part(x) if x.ndim == 2 else self.spread(x) for name, x in gained.items()}
         return self._batch.union(Batch(columns))

@@ -33,6 +33,7 @@ _PHASES = {
     "adv": "advantages",
     "update_critic": "train critic",
     "update_actor": "train actor",
+    "metrics": "metrics",
     "update_weights": "sync weights",
     "testing": "validate",
     "save_checkpoint": "save",
@@ -123,10 +124,15 @@ def _shares(one: Histogram, edges: np.ndarray) -> np.ndarray:
 def timing_spec(metrics: Mapping[str, Series]) -> dict[str, Any] | None:
     """Seconds of each phase per step, in bars of equally many steps; None if the run did not time its steps.
 
-    What a step took beyond its phases is the phase "other"; validation and saving come after the step.
+    Of phases that ran at the same time the one that began first has the seconds: the others were waited for only after
+    it. What a step took beyond its phases is the phase "other"; validation and saving come after the step.
     """
     timed = {key.removeprefix("timing_s/"): one for key, one in metrics.items() if key.startswith("timing_s/")}
     seconds = {name: dict(zip(one.steps, one.values, strict=True)) for name, one in timed.items()}
+    for name, of_step in seconds.items():
+        if (hidden := metrics.get(f"timing_hidden_s/{name}")) is not None:
+            for step, behind in zip(hidden.steps, hidden.values, strict=True):
+                of_step[step] = (of_step.get(step) or 0.0) - (behind or 0.0)
     whole = seconds.pop("step", {})
     steps = sorted(step for step, total in whole.items() if total)
     if not seconds or not steps:

@@ -96,12 +96,19 @@ def histogram(array: Any, mask: Any, bins: int = NUM_BINS) -> Histogram | None:
 
     Torch tensors or NumPy arrays. Entries that are all equal lie in the middle of a range of width 1.
     """
-    chosen = np.asarray(array, dtype=np.float64)[np.asarray(mask) != 0]
-    chosen = chosen[np.isfinite(chosen)]
+    chosen = np.asarray(array)[np.asarray(mask) != 0]
+    if not (finite := np.isfinite(chosen)).all():
+        chosen = chosen[finite]
     if chosen.size == 0:
         return None
-    counts, edges = np.histogram(chosen, bins=bins)
-    return Histogram(float(edges[0]), float(edges[-1]), counts.tolist())
+    low, high = float(chosen.min()), float(chosen.max())
+    edges = np.histogram_bin_edges(np.array([low, high]), bins=bins)
+    # A number is left of an edge just if it is left of the next number of its kind: no copies in float64.
+    kind = chosen.dtype if chosen.dtype.kind == "f" else np.dtype(np.float64)
+    exact = edges[1:-1].astype(kind)
+    exact = np.where(exact < edges[1:-1], np.nextafter(exact, np.array(np.inf, kind)), exact)
+    below = [0, *(int(np.count_nonzero(chosen < edge)) for edge in exact), chosen.size]
+    return Histogram(float(edges[0]), float(edges[-1]), np.diff(below).tolist())
 
 
 class Timer:
@@ -117,6 +124,7 @@ class Timer:
         self._made = clock()
         self.seconds: dict[str, float] = {}
         self.began: dict[str, float] = {}
+        self._spans: list[tuple[float, float, str]] = []  # begin, end, phase
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -126,11 +134,26 @@ class Timer:
         try:
             yield
         finally:
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + self._clock() - began
+            ended = self._clock()
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + ended - began
+            self._spans.append((began, ended, phase))
+
+    @property
+    def hidden(self) -> dict[str, float]:
+        """Seconds of each phase in which one that had begun before it was at work too: nobody waited for them."""
+        found: dict[str, float] = {}
+        reached = -math.inf
+        for began, ended, phase in sorted(span for span in self._spans if span[2] != "step"):
+            if reached > began:
+                found[phase] = found.get(phase, 0.0) + min(ended, reached) - began
+            reached = max(reached, ended)
+        return found
 
     def metrics(self, tokens: Mapping[str, int] | None = None) -> dict[str, float]:
-        """`timing_s/<phase>`, `timing_began_s/<phase>`, and `timing_per_token_ms/<phase>` with a token count."""
+        """`timing_s/<phase>`, `timing_began_s/<phase>`, `timing_hidden_s/<phase>` where there are such, and
+        `timing_per_token_ms/<phase>` with a token count."""
         metrics = {f"timing_s/{phase}": seconds for phase, seconds in self.seconds.items()}
+        metrics |= {f"timing_hidden_s/{phase}": seconds for phase, seconds in self.hidden.items()}
         metrics |= {f"timing_began_s/{phase}": at for phase, at in self.began.items() if phase != "step"}
         for phase, count in (tokens or {}).items():
             if phase in self.seconds and count > 0:
@@ -141,15 +164,16 @@ class Timer:
 def _selected(array: Any, mask: Any) -> np.ndarray:
     """float64 entries of `array` where `mask` is set, flat; ValueError if the shapes differ."""
     numbers = _to_numpy(array)
-    if mask is None:
-        return numbers.reshape(-1)
-    chosen = _to_numpy(mask) > 0
-    if chosen.shape != numbers.shape:
-        raise ValueError(f"mask {chosen.shape} and array {numbers.shape} differ in shape")
-    return numbers[chosen]
+    if mask is not None:
+        chosen = _to_numpy(mask) > 0
+        if chosen.shape != numbers.shape:
+            raise ValueError(f"mask {chosen.shape} and array {numbers.shape} differ in shape")
+        numbers = numbers[chosen]
+    return numbers.reshape(-1).astype(np.float64, copy=False)
 
 
 def _to_numpy(array: Any) -> np.ndarray:
     if hasattr(array, "detach"):  # a torch tensor: it may need a gradient, be on a device, or be bfloat16
-        array = array.detach().cpu().double().numpy()
-    return np.asarray(array, dtype=np.float64)
+        array = array.detach().cpu()
+        array = (array.float() if array.dtype.itemsize < 4 and array.is_floating_point() else array).numpy()
+    return np.asarray(array)

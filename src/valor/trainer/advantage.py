@@ -102,9 +102,12 @@ def compute_advantages(batch: Batch, config: AlgorithmConfig, error_score: float
     at the first policy token of each turn, where alone the critic has a target.
     """
     tensors = batch.tensors
-    offered: dict[str, Any] = {name: tensors[name] for name in _OFFERED_COLUMNS if name in tensors}
-    offered |= offered_settings(config)
+    offered: dict[str, Any] = offered_settings(config)
     entry, options = algorithms.ADVANTAGES[config.adv_estimator], {**config.adv_kwargs}
+    read = [name for name in _OFFERED_COLUMNS if name in tensors and name in entry.options]
+    if {**offered, **options}.get("gae_unit") == "token" and "gae_unit" in entry.options:
+        read = [name for name in read if name != "turn_ids"]
+    offered |= {name: tensors[name] for name in read}
     if config.truncation_bootstrap:
         cut_off = torch.tensor([reason in ("length", "turns") for reason in batch.objects["finish_reason"]])
         offered |= {"bootstrap_mask": cut_off, "bootstrap_values": tensors["bootstrap_values"]}

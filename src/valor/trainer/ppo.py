@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from valor.agents.episode import last_rows
-from valor.algorithms import ADVANTAGES, mismatch_sums
+from valor.algorithms import ADVANTAGES
 from valor.collector.collector import Collector
 from valor.collector.inputs import RunInputs
 from valor.config import PPOConfig
@@ -30,7 +30,13 @@ from valor.trainer.checkpoints import Checkpoint
 from valor.trainer.old_log_probs import OldLogProbs, corrected, off_policy
 from valor.trainer.recorder import PPORecorder
 from valor.trainer.run import Run
-from valor.trainer.step_metrics import batch_metrics, critic_diagnostics, throughput_metrics
+from valor.trainer.step_metrics import (
+    Aside,
+    batch_metrics,
+    critic_diagnostics,
+    old_log_prob_metrics,
+    throughput_metrics,
+)
 from valor.trainer.updates import Critics, Updates
 from valor.trainer.validation import headline, validation_metrics
 from valor.workers.roles import critic_names, role_specs
@@ -47,6 +53,7 @@ class PPORun(Run):
     collector: Collector
     updates: Updates
     critics: Critics
+    aside: Aside  # of the present step
 
     def __init__(self, config: PPOConfig, inputs: RunInputs, placement: Placement, command: str) -> None:
         super().__init__(config, inputs.tokenizer, PPORecorder(config, inputs.tokenizer, command))
@@ -100,7 +107,7 @@ class PPORun(Run):
     def train_step(self) -> dict[str, Any]:
         """One batch of prompts through all phases; returns the step's metrics and histograms."""
         algorithm, timer = self.config.algorithm, Timer()
-        with timer("step"):
+        with timer("step"), Aside(self.placement.controller == "ray") as self.aside:
             batch, metrics = self.collector.next_batch(self.step, timer)
             # Roles in pools of their own work at the same time; in one pool, one after the other.
             passes = [
@@ -118,7 +125,8 @@ class PPORun(Run):
                 whole["advantages"], whole["returns"] = compute_advantages(
                     whole, algorithm, self.config.reward.error_score
                 )
-                metrics |= batch_metrics(whole) | critic_diagnostics(whole, self.config)
+                self.aside.measure(batch_metrics, whole)
+                self.aside.measure(critic_diagnostics, whole, self.config)
                 batch = episodes.split(whole)
             trained, found = rows_to_train_on(batch, algorithm, self.config.trainer.seed, self.step)
             metrics |= found
@@ -129,6 +137,8 @@ class PPORun(Run):
             ]
             for update in updates:
                 metrics |= update.result()
+            with timer("metrics"):
+                metrics |= self.aside.metrics()
         self._warn_of_mismatch(metrics)
         self.record.samples(self.step, batch)
         metrics |= throughput_metrics(batch, timer, self.placement.world_size) | self.roles.peak_memory()
@@ -144,22 +154,20 @@ class PPORun(Run):
         if not self.old.recompute:
             return Batch(), {}
         with timer("old_log_prob"), phase("old log-probs", len(batch), unit="sample"):
-            estimator = ADVANTAGES[self.config.algorithm.adv_estimator]
+            algorithm = self.config.algorithm
+            estimator = ADVANTAGES[algorithm.adv_estimator]
             columns = self.roles["actor"].compute_log_probs(
                 batch,
                 with_sum_pi_squared=estimator.capability.needs_sum_pi_squared,
-                with_full_kl=self.config.algorithm.exact_kl_in_reward,
+                with_full_kl=algorithm.exact_kl_in_reward,
             )
-            mask, old = batch["response_mask"], columns["old_log_probs"]
-            count = max(float(mask.sum()), 1.0)
-            metrics = {"actor/entropy": float((columns["entropy"] * mask).sum() / count)}
-            metrics |= {k: v.item() for k, v in mismatch_sums(old, batch["rollout_log_probs"], mask, count).items()}
-            if self.config.trainer.v1.runs_ahead and not self.old.correct_batch:
-                metrics |= off_policy(batch, old)
+            self.aside.measure(old_log_prob_metrics, batch.union(columns))
             if self.old.correct_batch:
-                correction, found = corrected(batch, old, self.config.algorithm.rollout_correction)
-                return columns.union(correction), metrics | found
-            return columns, metrics
+                correction, metrics = corrected(batch, columns["old_log_probs"], algorithm.rollout_correction)
+                return columns.union(correction), metrics
+            if self.config.trainer.v1.runs_ahead:
+                self.aside.measure(lambda: off_policy(batch, columns["old_log_probs"]))
+            return columns, {}
 
     def compute_ref_log_probs(self, batch: Batch, timer: Timer) -> tuple[Batch, dict[str, float]]:
         """`ref_log_probs` [B, T], where a KL term needs them."""

@@ -145,7 +145,8 @@ class PPORecorder(RunRecorder):
         """The first `count` episodes as samples; every row, with its episode's score, as a line of JSON that
         `read_rollouts` can read back, when a folder is given."""
         rows = Episodes(batch).rows
-        shown = [self._sample(batch, *pair) for pair in zip(rows[:count], scores, strict=False)]
+        first = batch.take([row for one in rows[:count] for row in one])
+        shown = [self._sample(first, *pair) for pair in zip(Episodes(first).rows, scores, strict=False)]
         if shown:
             write_samples(self.run_dir, step, shown, split=split)
         if folder is not None:

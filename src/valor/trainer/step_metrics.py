@@ -2,18 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, ParamSpec
 
 import torch
 
+from valor.algorithms import mismatch_sums
 from valor.config import PPOConfig
 from valor.data.batch import Batch
 from valor.tracking.metrics import Histogram, Timer, explained_variance, histogram, summarize
 
+P = ParamSpec("P")
 _SPREAD = ("values", "returns", "advantages")
 _NUM_PARTS = 5
+_BLOCK_ELEMENTS = 2**20  # of rows whose errors are sorted out at once: their temporaries stay small
 _NUM_TURNS = 8  # that have an explained variance of their own
+
+
+class Aside:
+    """Metrics that nothing waits for before the end of a step: with `beside`, a thread computes them while the roles,
+    which are processes of their own, are at work."""
+
+    def __init__(self, beside: bool) -> None:
+        self._beside, self._found = beside, list[Future[dict[str, Any]]]()
+        threads = torch.get_num_threads()  # which decides the order of sums, and is a thread's own
+        self._thread = ThreadPoolExecutor(1, "metrics", initializer=torch.set_num_threads, initargs=(threads,))
+
+    def __enter__(self) -> Aside:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def measure(self, function: Callable[P, dict[str, Any]], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Compute these metrics."""
+        self._found.append(self._thread.submit(function, *args, **kwargs))
+        if not self._beside:
+            self._found[-1].result()
+
+    def metrics(self) -> dict[str, Any]:
+        """All of them, once they are there."""
+        return {key: value for found in self._found for key, value in found.result().items()}
+
+
+def old_log_prob_metrics(batch: Batch) -> dict[str, float]:
+    """Entropy of the policy, and how far its log-probs are from those that the rollout engine gave."""
+    mask, old = batch["response_mask"], batch["old_log_probs"]
+    count = max(float(mask.sum()), 1.0)
+    gaps = mismatch_sums(old, batch["rollout_log_probs"], mask, count)
+    return {
+        "actor/entropy": float((batch["entropy"] * mask).sum() / count),
+        **{name: gap.item() for name, gap in gaps.items()},
+    }
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
@@ -48,17 +89,26 @@ def critic_diagnostics(batch: Batch, config: PPOConfig) -> dict[str, float | His
             out[f"critic/{name}/histogram"] = found
     if "values" in batch:
         out["reward/from_critic"] = float(config.algorithm.reward_source == "critic")
-        error = (batch["values"] - batch["returns"]).abs()
-        part = _part(mask)
-        for k in range(_NUM_PARTS):
-            here = (part == k) & (judged != 0)
-            if here.any():
-                out[f"critic/vf_abs_error/fifth_{k + 1}"] = float(error[here].mean())
-        turns = int((batch["turn_ids"] * (mask != 0)).max()) if "turn_ids" in batch and mask.any() else 1
+        for k, errors in enumerate(_errors(batch["values"], batch["returns"], mask, judged)):
+            if len(errors):
+                out[f"critic/vf_abs_error/fifth_{k + 1}"] = float(errors.mean())
+        several = "episode" in batch and "turn_ids" in batch and mask.any()  # a single answer has one turn
+        turns = int((batch["turn_ids"] * (mask != 0)).max()) if several else 1
         for turn in range(1, min(turns, _NUM_TURNS) + 1) if turns > 1 else ():
             here = judged * (batch["turn_ids"] == turn)
             out[f"critic/vf_explained_var/turn_{turn}"] = explained_variance(batch["values"], batch["returns"], here)
     return out
+
+
+def _errors(*columns: torch.Tensor) -> list[torch.Tensor]:
+    """|V - R| at the positions of each part, from values, returns, mask, and where values are judged, all [B, T]."""
+    found: list[list[torch.Tensor]] = [[] for _ in range(_NUM_PARTS)]
+    height = max(_BLOCK_ELEMENTS // max(columns[0].shape[1], 1), 1)
+    for values, returns, mask, judged in zip(*(column.split(height) for column in columns), strict=True):
+        error, part = (values - returns).abs(), _part(mask).masked_fill(judged == 0, -1)
+        for k, errors in enumerate(found):
+            errors.append(error[part == k])
+    return [torch.cat(errors) for errors in found]
 
 
 def _part(mask: torch.Tensor) -> torch.Tensor:

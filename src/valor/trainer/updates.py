@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 import torch
+from torch import Tensor
 
 from valor import algorithms
 from valor.config import PPOConfig
@@ -55,15 +58,23 @@ class Updates:
         parts: list[dict[str, float]] = []
         mini_batches = list(self.mini_batches(role, batch, step, member))
         worker = self.roles[role if member == 0 else f"{role}_{member + 1}"]
+        asks_actor = role == "actor" and (self.old.correct_mini_batches or self._ratio_of_sequences)
+        ahead = int(worker.apart and not asks_actor)
+        started: deque[tuple[dict[str, float], Callable[[], dict[str, float]]]] = deque()
+        waiting = iter(mini_batches)
         with phase(f"train {role}", len(mini_batches), unit="mini-batch"):
-            for done, mini_batch in enumerate(mini_batches):
+            for done in range(len(mini_batches)):
                 with part(done, len(mini_batches)):
-                    metrics: dict[str, float] = {}
-                    if role == "actor" and self.old.correct_mini_batches:
-                        mini_batch, metrics = self._corrected(mini_batch)
-                    if role == "actor" and self._ratio_of_sequences:
-                        mini_batch = self._with_ratios(mini_batch)
-                    metrics |= worker.update(mini_batch)
+                    # The next one is handed out while the ranks are at work on this one.
+                    for mini_batch in islice(waiting, 1 + ahead - len(started)):
+                        found: dict[str, float] = {}
+                        if role == "actor" and self.old.correct_mini_batches:
+                            mini_batch, found = self._corrected(mini_batch)
+                        if role == "actor" and self._ratio_of_sequences:
+                            mini_batch = self._with_ratios(mini_batch)
+                        started.append((found, worker.start("update", mini_batch)))
+                    metrics, results = started.popleft()
+                    metrics |= results()
                 self.skips.count(role, bool(metrics["skipped"]), step)
                 if line := memory_notice(metrics, f"{SECTIONS[role]}.ppo_max_token_len_per_gpu"):
                     self._say(f"step {step}: {role} {line}")
@@ -74,7 +85,7 @@ class Updates:
         """Rows of each optimizer step, in order, with the columns that the role reads; an episode's rows together."""
         settings = self.config.critic if role == "critic" else self.config.actor_rollout_ref.actor
         samples_per_step = settings.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
-        samples = Episodes(batch).rows
+        samples, tokens = Episodes(batch).rows, batch["response_mask"].sum(-1)
         count = settings.ppo_epochs * math.ceil(len(samples) / samples_per_step)
         number = 0
         for epoch in range(settings.ppo_epochs):
@@ -84,12 +95,13 @@ class Updates:
             for start in range(0, len(samples), samples_per_step):
                 columns = self._columns(role, batch, first=number == 0)
                 chosen = order[start : start + samples_per_step]
-                rows = batch.select(columns).take([row for sample in chosen for row in samples[sample]])
+                index = torch.tensor([row for sample in chosen for row in samples[sample]])
+                rows = batch.select(columns).take(index)
                 if role == "actor" and self._whiten:
                     rows["advantages"] = algorithms.masked_whiten(rows["advantages"], rows["response_mask"])
                 number += 1
                 rows.meta |= {"update": number, "last_of_step": number == count}
-                yield counted(rows)
+                yield counted(rows, tokens[index])
 
     def _columns(self, role: str, batch: Batch, *, first: bool) -> list[str]:
         shared = [*ROW_FIELDS, "response_mask", *(["episode"] if "episode" in batch else [])]
@@ -174,19 +186,20 @@ class Critics:
         return mean_over_updates(parts) | {"critic/frozen": float(frozen)}
 
 
-def counted(mini_batch: Batch) -> Batch:
-    """The mini-batch with the global counts of its mask; at least 1, so that a loss over nothing is 0.
+def counted(mini_batch: Batch, tokens: Tensor | None = None) -> Batch:
+    """The mini-batch with the global counts of its mask; at least 1, so that a loss over nothing is 0. `tokens` [B]: of
+    each row, where they are known.
 
     With a column `episode` a sequence is an episode: `sequence_lengths` [B] are the policy tokens of the row's episode.
     """
-    mask = mini_batch["response_mask"]
-    present = mask.any(-1)
+    tokens = mini_batch["response_mask"].sum(-1) if tokens is None else tokens
+    present = tokens > 0
     if "episode" in mini_batch:
         episodes = Episodes(mini_batch)
-        lengths = episodes.sums(mask)
+        lengths = episodes.sums(tokens[:, None])
         mini_batch["sequence_lengths"], present = episodes.spread(lengths), lengths > 0
     mini_batch.meta |= {
-        "num_tokens": max(float(mask.sum()), 1.0),
+        "num_tokens": max(float(tokens.double().sum()), 1.0),
         "num_sequences": max(float(present.sum()), 1.0),
     }
     return mini_batch

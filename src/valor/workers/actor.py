@@ -41,7 +41,7 @@ class ActorWorker(ModelRole):
         load = partial(load_policy, shared.model, seed=self.seed)
         super().__init__(context, actor, shared.model, load, total_steps=total_steps)
 
-    @dispatch("dp")
+    @dispatch("dp", reads=ROW_FIELDS, stays=("old_log_probs", "entropy", "sum_pi_squared", "full_kl"))
     def compute_log_probs(
         self,
         batch: Batch,

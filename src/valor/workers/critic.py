@@ -35,7 +35,7 @@ class CriticWorker(ModelRole):
         super().__init__(context, critic, critic.model, load, total_steps=total_steps, trainable=not critic.freeze)
         self._limits = {"max_tokens": critic.ppo_max_token_len_per_gpu, "max_rows": critic.max_rows}
 
-    @dispatch("dp")
+    @dispatch("dp", reads=ROW_FIELDS, stays=("values",))
     def compute_values(self, batch: Batch, *, with_end: bool = False) -> Batch:
         """`values` [B, T]: the value of the state in which response token t was chosen.
 

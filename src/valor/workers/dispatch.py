@@ -5,22 +5,41 @@ Workers only declare; `valor.controller` acts. So the same class runs in-process
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 Mode = Literal["dp", "all"]
 _Function = TypeVar("_Function", bound=Callable)
 
 
+@dataclass(frozen=True)
+class Dispatch:
+    """What `dispatch` has marked a method with."""
+
+    mode: Mode
+    keep_together: str | None
+    reads: tuple[str, ...]
+    stays: tuple[str, ...]
+
+
 def dispatch(
-    mode: Mode, *, keep_together: str | None = None, light: bool = False, sent_weights: bool = False
+    mode: Mode,
+    *,
+    keep_together: str | None = None,
+    reads: Sequence[str] = (),
+    stays: Sequence[str] = (),
+    light: bool = False,
+    sent_weights: bool = False,
 ) -> Callable[[_Function], _Function]:
     """Mark a worker method.
 
     `dp`: the first argument is a Batch whose rows are shared out over the ranks (any number of rows, balanced by
     tokens); a Batch result comes back in the given row order, any other result must be equal on all ranks (metrics
     are reduced by the worker) and rank 0's is returned. `keep_together` names an object column: rows with the same
-    value go to the same rank (samples of a prompt share their prefill).
+    value go to the same rank (samples of a prompt share their prefill). `reads`: the columns that it needs, if not all:
+    no others travel. `stays`: columns [B, T] of the result that the caller need not read: where ranks are processes of
+    their own they stay in the object store, and the caller gets references.
 
     `all`: every rank gets the same arguments; rank 0's result is returned.
 
@@ -30,7 +49,7 @@ def dispatch(
     """
 
     def mark(function: _Function) -> _Function:
-        function.valor_dispatch = (mode, keep_together)  # type: ignore[attr-defined]
+        function.valor_dispatch = Dispatch(mode, keep_together, tuple(reads), tuple(stays))  # type: ignore[attr-defined]
         function.valor_light = light  # type: ignore[attr-defined]
         function.valor_sent_weights = sent_weights  # type: ignore[attr-defined]
         return function
@@ -38,7 +57,7 @@ def dispatch(
     return mark
 
 
-def dispatch_of(cls: type, method: str) -> tuple[Mode, str | None]:
+def dispatch_of(cls: type, method: str) -> Dispatch:
     """The marker of `cls.method`; AttributeError names methods that are not meant to be called from outside."""
     function = getattr(cls, method)
     marker = getattr(function, "valor_dispatch", None)

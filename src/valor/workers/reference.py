@@ -38,7 +38,7 @@ class ReferenceWorker:
         """Number of the share of a batch that this rank computes."""
         return self._role.data_parallel_rank
 
-    @dispatch("dp")
+    @dispatch("dp", reads=ROW_FIELDS, stays=("ref_log_probs",))
     def compute_log_probs(self, batch: Batch) -> Batch:
         """`ref_log_probs` [B, T]."""
         with self._role.on_device() as engine, engine.without_adapters():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from transformers import GenerationConfig
 
 from valor.agents.agents import Agents
-from valor.agents.episode import Episode, episode_rows
+from valor.agents.episode import TOKEN_COLUMNS, Episode, episode_rows
 from valor.agents.loops import tasks_of
 from valor.agents.runner import EpisodeRunner
 from valor.config import ModelConfig, PPOConfig
@@ -43,7 +44,8 @@ class RolloutWorker:
         beside = None if self._actor is None else self._actor.engine
         ends = _end_token_ids(model, eos_token_ids)
         self.engine = self._spec.build(BuildContext(rollout, model, ends, context.device, beside))
-        self._agents = Agents(config, load_policy_tokenizer(config)) if config.plays_episodes else None
+        self._tokenizer = load_policy_tokenizer(config)
+        self._agents = Agents(config, self._tokenizer) if config.plays_episodes else None
         self._config = rollout
         self._ahead: AheadPlayer | None = None
 
@@ -98,32 +100,46 @@ class RolloutWorker:
             self._ahead.runner.close()
         self.engine.close()
 
-    @dispatch("dp", keep_together="uid", sent_weights=True)
+    @dispatch("dp", keep_together="uid", stays=TOKEN_COLUMNS, sent_weights=True)
     def generate(self, prompts: Batch, params: SamplingParams, *, sink: Sink | None = None) -> Batch:
         """One response for each row of `prompts` (n samples of a prompt are n rows that share a `uid`).
 
         Needs `prompts`, `prompt_lengths` and `episode_key` [B, 3] = (run seed, step, sample number): the key alone
-        decides what is drawn, whichever rank draws it. Returns the columns of `episode_rows`. An episode goes to
-        `sink` as soon as it has ended. Where agents play episodes, `prompts` has also their rows' objects, and the
-        result may have several rows for one of its rows (`episode`).
+        decides what is drawn, whichever rank draws it. Returns the columns of `episode_rows` and `response_text`. An
+        episode goes to `sink` as soon as it has ended, its text in the place of its turns. Where agents play episodes,
+        `prompts` has also their rows' objects, and the result may have several rows for one of its rows (`episode`).
         """
         follows = self._context.rank % self.engine.parallel_size > 0
         if follows:
             sink = None  # the first of the processes that generate together tells
         tasks = tasks_of(prompts, params)
+
+        def told(episode: Episode) -> None:
+            assert sink is not None
+            sink(replace(episode, turns=(), prompt_ids=None, info={}, text=self._decoded([episode.response_ids])[0]))
+
         with self._generating():
             if self._agents is not None and follows:  # and that one plays
                 self.engine.serve(Elsewhere())
                 return Batch()
             if self._agents is not None:
-                return self._agents.play(self.engine, tasks, sink)
-            tell = sink and (lambda key, output: sink(Episode.of_one_turn(key, output)))
+                return self._with_text(self._agents.play(self.engine, tasks, sink and told))
+            tell = sink and (lambda key, output: told(Episode.of_one_turn(key, output)))
             requests = [
                 Request(str(i), one.prompt_ids, params, one.key, tell and partial(tell, one.key))
                 for i, one in enumerate(tasks)
             ]
             outputs = self.engine.generate(requests)
-        return episode_rows([Episode.of_one_turn(task.key, one) for task, one in zip(tasks, outputs, strict=True)])
+        episodes = [Episode.of_one_turn(task.key, one) for task, one in zip(tasks, outputs, strict=True)]
+        return self._with_text(episode_rows(episodes))
+
+    def _with_text(self, rows: Batch) -> Batch:
+        pairs = zip(rows["responses"].tolist(), rows["response_lengths"].tolist(), strict=True)
+        rows.objects["response_text"] = self._decoded([row[:length] for row, length in pairs])
+        return rows
+
+    def _decoded(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
+        return self._tokenizer.batch_decode(token_ids, skip_special_tokens=True)
 
     @dispatch("all", sent_weights=True)
     def generate_ahead(self, *, sink: Callable[[Any], None], feed: Callable[[], Sequence[Any]]) -> None:

@@ -143,6 +143,23 @@ def test_timing_puts_phases_in_order_and_the_rest_in_other():
         ],
     }
     assert timing_spec({"timing_s/step": Series([1], [1.0])}) is None
+
+
+def test_timing_shows_what_the_step_waited_for():
+    """Values took 3 s, 2.5 of them while old log-probs were computed: the bar is as high as the step is long."""
+    spec = timing_spec(
+        {
+            "timing_s/step": Series([1], [5.0]),
+            "timing_s/old_log_prob": Series([1], [4.0]),
+            "timing_s/values": Series([1], [3.0]),
+            "timing_hidden_s/values": Series([1], [2.5]),
+        }
+    )
+    assert spec is not None and {one["label"]: one["seconds"] for one in spec["phases"]} == {
+        "old log-probs": [4.0],
+        "values": [0.5],
+        "other": [0.5],
+    }
     validated_only = {"timing_s/step": Series([1], [None]), "timing_s/testing": Series([0], [3.0])}
     assert timing_spec(validated_only) is None
 

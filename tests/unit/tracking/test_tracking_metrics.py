@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -98,6 +99,22 @@ def test_timer_adds_up_and_survives_errors():
         "timing_began_s/reward": 21.0,
         "timing_per_token_ms/gen": 3.5,
     }
+
+
+def test_timer_says_what_was_hidden_behind_what_had_begun_before():
+    now = iter([0.0, 0.0, 1.0, 2.0, 5.0, 8.0, 9.0, 20.0, 21.0])
+    timer = Timer(clock=lambda: next(now))
+    with ExitStack() as first, ExitStack() as second:
+        first.enter_context(timer("old_log_prob"))  # 0 to 8
+        second.enter_context(timer("values"))  # 1 to 9
+        with timer("ref"):  # 2 to 5
+            pass
+        first.close()
+        second.close()
+    with timer("adv"):
+        pass
+    assert timer.seconds == {"ref": 3.0, "old_log_prob": 8.0, "values": 8.0, "adv": 1.0}
+    assert timer.hidden == {"values": 7.0, "ref": 3.0}
 
 
 def test_tracking_does_not_import_torch():

@@ -1,0 +1,77 @@
+"""Mini-batches under way: how many a role has at once, and that the order of their results stays."""
+
+import pytest
+import torch
+
+from valor.config import load
+from valor.data.batch import Batch
+from valor.errors import Diverged
+from valor.trainer.run import SkippedUpdates
+from valor.trainer.updates import Updates
+
+ROWS = 8
+
+
+class Worker:
+    """Notes when an update is started and when it is waited for."""
+
+    def __init__(self, apart: bool, skipped: float = 0.0) -> None:
+        self.apart, self.skipped, self.seen = apart, skipped, list[str]()
+
+    def start(self, method: str, batch: Batch):
+        number = batch.meta["update"]
+        self.seen.append(f"start {number}")
+
+        def results() -> dict[str, float]:
+            self.seen.append(f"wait {number}")
+            return {"loss": float(number), "skipped": self.skipped}
+
+        return results
+
+
+def run(worker: Worker, *overrides: str) -> dict[str, float]:
+    lengths, shape = torch.full((ROWS,), 3), (ROWS, 3)
+    names = ("response_mask", "advantages", "old_log_probs", "rollout_log_probs")
+    columns = {"prompts": torch.ones(ROWS, 2, dtype=torch.long), "prompt_lengths": torch.full((ROWS,), 2)}
+    columns |= {"responses": torch.ones(shape, dtype=torch.long), "response_lengths": lengths}
+    batch = Batch(columns | {name: torch.ones(shape) for name in names})
+    argv = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=2", *overrides]
+    say = [].append
+    updates = Updates(load(argv).config, {"actor": worker}, SkippedUpdates(2, say), say)  # type: ignore[arg-type]
+    return updates.run("actor", batch, step=1)
+
+
+def test_ranks_that_work_apart_have_the_next_mini_batch_before_they_are_done():
+    worker = Worker(apart=True)
+    assert run(worker)["actor/loss"] == 2.5
+    order = "start 1, start 2, wait 1, start 3, wait 2, start 4, wait 3, wait 4"
+    assert worker.seen == order.split(", ")
+
+
+def test_in_this_process_one_is_done_before_the_next():
+    worker = Worker(apart=False)
+    run(worker)
+    assert worker.seen == [f"{what} {number}" for number in range(1, 5) for what in ("start", "wait")]
+
+
+def test_a_run_that_only_skips_ends_with_at_most_one_update_more():
+    worker = Worker(apart=True, skipped=1.0)
+    with pytest.raises(Diverged):
+        run(worker)
+    assert worker.seen.count("wait 2") == 1 and "start 4" not in worker.seen
+
+
+def test_mini_batches_that_are_measured_by_the_present_weights_are_not_handed_out_ahead():
+    calls: list[str] = []
+    worker = Worker(apart=True)
+
+    def compute_log_probs(batch: Batch, **_: bool) -> Batch:
+        calls.append(f"{len(worker.seen)}")
+        return Batch({"old_log_probs": torch.zeros(len(batch), 3)})
+
+    worker.compute_log_probs = compute_log_probs  # type: ignore[attr-defined]
+    bypass = [
+        f"algorithm.rollout_correction.{key}" for key in ("bypass_mode=true", "loss_type=reinforce", "rollout_is=token")
+    ]
+    run(worker, *bypass)
+    assert calls == ["0", "2", "4", "6"]  # each after the update before it was waited for
