@@ -132,7 +132,8 @@ def _check_dialect(server: _Server, config: RolloutConfig, tokenizer: Any) -> No
         body = dialect.body(Ask(ids, 1, params, 0, [], "valor-probe", None))
         status, reply = server.ask(dialect.address(server.url), body)
         if status != 200:
-            raise server.lack(f"refuses a completion (status {status}): {reply}")
+            asleep = " (an earlier run may have left it asleep: start it again)" if config.server.sleep else ""
+            raise server.lack(f"refuses a completion (status {status}): {reply}{asleep}")
         try:
             if (counted := dialect.prompt_tokens(reply)) != len(ids):
                 raise server.lack(f"counts {counted} tokens in a prompt of {len(ids)}")

@@ -122,7 +122,7 @@ class Dialect:
         raise NotImplementedError(f"{type(self).__name__} has no sleep")
 
     async def wake(self, connection: Connection, url: str) -> None:
-        """Have the memory again, where no update comes."""
+        """Have the memory again, where no update comes; nothing where it was not given back."""
         raise NotImplementedError(f"{type(self).__name__} has no sleep")
 
 

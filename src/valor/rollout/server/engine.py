@@ -163,9 +163,8 @@ class ServerEngine(RolloutEngine):
             self._version = None
 
     def close(self) -> None:
-        """End those of the servers that this process has started."""
-        for one in self._fleet.started:
-            one.close()
+        """Leave the servers awake, and end those that this process has started."""
+        self._fleet.close()
 
     # ---- requests
 

@@ -79,6 +79,8 @@ class Fleet:
         """These weights are held by all that have told so; the others are left out."""
         self.name, self._asleep = sent.name, False
         self.versions[sent.name] = version
+        if self.out:  # who is there again gets its share
+            self._homes.clear()
         self.out = {url for url in self.urls if url not in sent.held}
 
     def holds(self, url: str) -> bool:
@@ -135,6 +137,14 @@ class Fleet:
                 for url in self.present:
                     portal.call(self.dialect.wake, self.connection, url)
         self._asleep = False
+
+    def close(self) -> None:
+        """Leave the servers awake, and end those that were started here."""
+        if not self.started:
+            with suppress(TrainingStopped):
+                self.wake()
+        for server in self.started:
+            server.close()
 
     async def _answering(self) -> list[str]:
         found = []

@@ -111,6 +111,12 @@ class SGLang(Dialect):
         await connection.ask(f"{root(url)}/release_memory_occupation", {"tags": MEMORY}, pending=True)
         self._asleep.add(url)
 
+    async def wake(self, connection: Connection, url: str) -> None:
+        """Of its weights only the memory comes back: what fills it is an update."""
+        if url in self._asleep:
+            await connection.ask(f"{root(url)}/resume_memory_occupation", {"tags": MEMORY})
+            self._asleep.discard(url)
+
     async def _problem(self, connection: Connection, url: str, files: Written, name: str, version: int) -> str | None:
         """In what the server's weights differ from those sent: their name, or the first numbers of a tensor."""
         if (now := await self.held(connection, url)) != [name]:
