@@ -42,7 +42,7 @@ class Starter:
         self._forks, self._folder, self._logs = forks, folder, logs
         self._started: list[Served] = []
 
-    def start(self, kind: str, port: int | None = None) -> Served:
+    def start(self, kind: str, port: int | None = None, faults: dict[str, Any] | None = None) -> Served:
         port = port or free_port()
         paths = ":".join(one for one in sys.path if one)
         log = self._logs / f"{port}.log"
@@ -52,7 +52,7 @@ class Starter:
         end = time.monotonic() + 60
         while True:
             with suppress(httpx2.HTTPError):
-                served.set()
+                served.set(**(faults or {}))
                 return served
             assert process.poll() is None and time.monotonic() < end, log.read_text()[-3000:]
             time.sleep(0.02)
