@@ -50,14 +50,13 @@ class ServerConfig(Section):
     """Servers (name=server: OpenAI-compatible ones, sglang, trtllm)."""
 
     base_url: Annotated[list[str], BARE_ITEM] = key([])
-    """Address of a server that is running already, such as http://localhost:8000/v1, or a list; sglang: [] starts some."""
+    """Address of a server that is running, such as http://localhost:8000/v1, or a list; sglang: [] starts some."""
     model: str = inherits("actor_rollout_ref.model.path")
     """The model's name on the server."""
     api_key_env: str = "OPENAI_API_KEY"
     """Environment variable that holds the key, if the server wants one."""
     weight_updates: Literal["filesystem", "none"] = "filesystem"
-    """filesystem: servers (vLLM's, SGLang's) read the policy's weights from files after every update; none: they keep
-    their own."""
+    """filesystem: servers of vLLM and SGLang read weights from files after every update; none: they keep their own."""
     weights_dir: PathStr | None = key(None, ".weight_updates=filesystem")
     """Folder of these files, on a path that this machine and the server's share; null: the temporary directory."""
     timeout: PositiveFloat = 600.0
@@ -74,8 +73,7 @@ class RolloutConfig(Section):
     """Generation."""
 
     name: str = "native"
-    """Engine: native with the actor's own weights, where it shares processes; vllm with a copy; server, sglang and trtllm
-    ask servers."""
+    """Engine: native with the actor's own weights, where it may; vllm with a copy; server, sglang, trtllm ask servers."""
     n: PositiveInt = 1
     """Responses (samples) per prompt."""
     temperature: PositiveFloat = 1.0
@@ -116,8 +114,7 @@ class RolloutConfig(Section):
     )
     """vllm, and sglang started here, on CUDA: release weights and KV cache while training."""
     engine_kwargs: dict[str, Any] = key({})
-    """More options of an engine, with the last word: engine_kwargs.vllm.<option> (of vLLM's EngineArgs), or
-    engine_kwargs.sglang.<option> (of sglang.launch_server)."""
+    """More options, with the last word: engine_kwargs.vllm.<option> (EngineArgs), engine_kwargs.sglang.<flag>."""
 
     @property
     def asks_servers(self) -> bool:
