@@ -73,7 +73,7 @@ class RolloutConfig(Section):
     """Generation."""
 
     name: str = "native"
-    """Engine: native with the actor's own weights, where it may; vllm with a copy; server, sglang, trtllm ask servers."""
+    """Engine: native with the actor's own weights, or a copy; vllm with a copy; server, sglang, trtllm ask servers."""
     n: PositiveInt = 1
     """Responses (samples) per prompt."""
     temperature: PositiveFloat = 1.0
