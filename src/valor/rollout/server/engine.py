@@ -217,12 +217,8 @@ class ServerEngine(RolloutEngine):
             raise _Lost
 
         async with self._places:
-            asked.url, asked.since, asked.sent = (
-                self._fleet.choose(asked.request),
-                self._fleet.versions.get(self._fleet.name, 0),
-                True,
-            )
-            url = asked.url
+            url = asked.url = self._fleet.choose(asked.request)
+            asked.since, asked.sent = self._fleet.versions.get(self._fleet.name, 0), True
             try:
                 lost = check if self.weight_mode == "copied" else None
                 leave = partial(self._fleet.leave, url)
@@ -292,18 +288,15 @@ class ServerEngine(RolloutEngine):
         seed = int(uniform_stream(request.seed, begun + 1)[begun] * 2**53)
         ends = sorted({*params.stop_token_ids} | (set() if params.ignore_eos else self._eos))
         most = params.max_tokens - begun
-        return self._dialect.body(
-            Ask([*request.known_ids], most, params, seed, ends, asked.name, self._fleet.name or None)
-        )
+        weights = self._fleet.name or None
+        return self._dialect.body(Ask([*request.known_ids], most, params, seed, ends, asked.name, weights))
 
     def _read(self, asked: _Asked) -> Reply:
         try:
             reply = self._dialect.read(asked.reply.result())
             told = {len(reply.token_ids), len(reply.log_probs), len(reply.weights or reply.token_ids)}
             if len(told) > 1 or reply.reason not in ("stop", "length", "abort"):
-                raise ValueError(
-                    f"{len(reply.token_ids)} tokens, {len(reply.log_probs)} log-probs, finish reason {reply.reason}"
-                )
+                raise ValueError(f"{sorted(told)} tokens, log-probs and weights, finish reason {reply.reason}")
             if not (reply.token_ids or asked.ending):
                 raise ValueError("no tokens")
             return reply
