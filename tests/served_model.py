@@ -208,6 +208,9 @@ class ServedModel:
             how["temperature"], how["top_k"], how["top_p"], how["max_new_tokens"], tuple(how["stop_token_ids"])
         )
         output = self.generate(body["rid"], body["input_ids"], params, how["sampling_seed"])
+        if self.faults.get("aborts", 0) > 0:  # as when its memory is full
+            self.faults["aborts"] -= 1
+            output = replace(output, finish_reason="abort")
         spans, at = [], 0
         for span in output.spans:
             name = self.faults.get("says", self.names[span.weights_version])

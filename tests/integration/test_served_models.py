@@ -1,5 +1,6 @@
 """SGLang's and TensorRT-LLM's protocols, spoken by servers with a real tiny model: whole runs, and engines alone."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -184,6 +185,9 @@ def test_answers_by_other_weights_are_not_used(servers, tiny, group):
     engine = engine_of(server)
     for version in (1, 2):
         sync(engine, changed(tiny["model"], version), version)
+    server.set(aborts=2)  # nor are those of requests that the server has ended by itself
+    assert all(one.finish_reason == "length" for one in engine.generate(WORK))
+    assert server.set().count("/generate") == len(WORK) + 2
     old, new = sorted(engine._fleet.versions, key=lambda name: engine._fleet.versions[name])
     for says, error, words in (
         (old, TrainingStopped, "answers with weights 1, and 2 were sent: its samples are stale"),
@@ -203,8 +207,6 @@ def test_requests_that_are_pending_delay_what_needs_an_idle_server(servers, tiny
     sync(engine, changed(tiny["model"], 1), 1)
     server.set(slow=0.02)
     other = engine_of(server, weight_updates="none")
-    import threading
-
     asking = threading.Thread(target=other.generate, args=([WORK[0]],))
     monkeypatch.setattr(connection_module, "_PATIENCE", 20.0)
     asking.start()

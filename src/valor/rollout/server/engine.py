@@ -236,11 +236,16 @@ class ServerEngine(RolloutEngine):
             while True:
                 found.append(self._replies.get_nowait())
         ended = [asked for asked, reply in found if reply is asked.reply and asked.name in self._asked]
-        ended = [asked for asked in ended if not self._repeated(asked)]
         replies = [None if asked.reply.cancelled() else self._read(asked) for asked in ended]
         true = {url: self._fleet.holds(url) for url in {asked.url for asked in ended} if self._doubtful(url)}
         for asked, reply in zip(ended, replies, strict=True):
-            if not true.get(asked.url, True) or not self._by_ours(asked, reply):
+            cut = reply is not None and (reply.reason == "lost" or (reply.reason == "abort" and not asked.ending))
+            if cut or not true.get(asked.url, True) or not self._by_ours(asked, reply):
+                asked.times_lost += 1
+                if asked.times_lost > _MOST_LOST:
+                    raise TrainingStopped(
+                        f"the rollout server at {asked.url} breaks off the same request again and again"
+                    )
                 self._begin_anew(asked, self._version or 0)
                 continue
             del self._asked[asked.name]
@@ -272,16 +277,6 @@ class ServerEngine(RolloutEngine):
         asked.versions += versions
         return True
 
-    def _repeated(self, asked: _Asked) -> bool:
-        """Whether there is no answer that can be used, so that the request begins anew."""
-        if asked.reply.cancelled() or not isinstance(asked.reply.exception(), _Lost):
-            return False
-        asked.times_lost += 1
-        if asked.times_lost > _MOST_LOST:
-            raise TrainingStopped(f"the rollout server at {asked.url} breaks off the same request again and again")
-        self._begin_anew(asked, self._version or 0)
-        return True
-
     def _body(self, asked: _Asked) -> dict[str, Any]:
         request, params = asked.request, asked.request.params
         begun = len(request.known_ids) - len(request.prompt_ids)
@@ -292,6 +287,9 @@ class ServerEngine(RolloutEngine):
         return self._dialect.body(Ask([*request.known_ids], most, params, seed, ends, asked.name, weights))
 
     def _read(self, asked: _Asked) -> Reply:
+        """Its reply; a "lost" one is to be asked for anew."""
+        if isinstance(asked.reply.exception(), _Lost):
+            return Reply([], [], "lost")
         try:
             reply = self._dialect.read(asked.reply.result())
             told = {len(reply.token_ids), len(reply.log_probs), len(reply.weights or reply.token_ids)}
