@@ -11,7 +11,7 @@ class JsonHandler(BaseHTTPRequestHandler):
     def request_json(self) -> dict[str, Any]:
         return json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
 
-    def reply(self, status: int, body: dict[str, Any]) -> None:
+    def reply(self, status: int, body: Any) -> None:
         data = json.dumps(body).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))

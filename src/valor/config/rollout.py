@@ -39,35 +39,41 @@ class WeightSyncConfig(Section):
     update_weights_bucket_megabytes: PositiveInt = key(
         2048,
         {
-            "rollout_apart or actor_rollout_ref.rollout.name=server": "the rollout is in the actor's processes",
+            "rollout_apart or actor_rollout_ref.rollout.asks_servers": "the rollout is in the actor's processes",
             "actor_rollout_ref.rollout.keeps_weights=false": "",
         },
     )
-    """rollout in a pool of its own, or server: most of a transfer at once (a larger tensor goes alone)."""
+    """rollout in a pool of its own, or servers: most of a transfer at once (a larger tensor goes alone)."""
 
 
 class ServerConfig(Section):
-    """An OpenAI-compatible server that is running already (name=server)."""
+    """Servers (name=server: OpenAI-compatible ones, sglang, trtllm)."""
 
     base_url: Annotated[list[str], BARE_ITEM] = key([])
-    """Address up to the version, such as http://localhost:8000/v1, or a list: prompts are spread over the servers."""
+    """Address of a server that is running, such as http://localhost:8000/v1, or a list; sglang: [] starts some."""
     model: str = inherits("actor_rollout_ref.model.path")
     """The model's name on the server."""
     api_key_env: str = "OPENAI_API_KEY"
     """Environment variable that holds the key, if the server wants one."""
     weight_updates: Literal["filesystem", "none"] = "filesystem"
-    """filesystem: a vLLM server reads the policy's weights from files after every update; none: it keeps its own."""
+    """filesystem: servers of vLLM and SGLang read weights from files after every update; none: they keep their own."""
     weights_dir: PathStr | None = key(None, ".weight_updates=filesystem")
     """Folder of these files, on a path that this machine and the server's share; null: the temporary directory."""
     timeout: PositiveFloat = 600.0
-    """Seconds that one response, or one update of the weights, may take, and that a server may be away."""
+    """Seconds that one response, one update of the weights, or a start may take, and that the last one may be away."""
+    sleep: bool = key(False, {"actor_rollout_ref.rollout.name!=server": "vLLM's servers are not put to sleep"})
+    """sglang, trtllm: servers at base_url are on the trainer's devices: they give back their memory while it trains."""
+    control_key_env: str = key("TRTLLM_RUNTIME_CONTROL_API_KEY", "actor_rollout_ref.rollout.name=trtllm")
+    """trtllm: environment variable with the key that signs requests for sleep."""
+    log_dir: PathStr = inherits("trainer.default_local_dir", "actor_rollout_ref.rollout.name=sglang")
+    """sglang: folder of the logs of servers that are started here."""
 
 
 class RolloutConfig(Section):
     """Generation."""
 
     name: str = "native"
-    """Engine: native with the actor's own weights, where it shares processes; vllm with a copy; server asks others."""
+    """Engine: native with the actor's own weights, or a copy; vllm with a copy; server, sglang, trtllm ask servers."""
     n: PositiveInt = 1
     """Responses (samples) per prompt."""
     temperature: PositiveFloat = 1.0
@@ -98,22 +104,27 @@ class RolloutConfig(Section):
     n_gpus_per_node: PositiveInt | None = inherits("trainer.n_gpus_per_node", ".nnodes")
     """Processes (one per device) on each such node."""
     gpu_memory_utilization: PositiveShare = 0.5
-    """vllm: share of device memory for weights and KV cache. CPU: bounds the KV cache of all processes together."""
+    """vllm, sglang: share of device memory for weights and KV cache. vllm on a CPU: bounds all KV caches together."""
     tensor_model_parallel_size: PositiveInt = 1
-    """vllm: processes that share one replica."""
+    """vllm, sglang: processes that share one replica."""
     max_num_seqs: PositiveInt = 256
-    """Most sequences generated at once by one process (server: requests in flight)."""
+    """Most sequences generated at once by one process (servers: requests in flight)."""
     free_cache_engine: bool = key(
         True, {"trainer.device!=cpu": "", "rollout_apart=false": "nothing else is on the rollout's devices"}
     )
-    """vllm on CUDA: release weights and KV cache while training."""
+    """vllm, and sglang started here, on CUDA: release weights and KV cache while training."""
     engine_kwargs: dict[str, Any] = key({})
-    """More options of an engine, as engine_kwargs.vllm.<option> (of vLLM's EngineArgs), with the last word."""
+    """More options, with the last word: engine_kwargs.vllm.<option> (EngineArgs), engine_kwargs.sglang.<flag>."""
+
+    @property
+    def asks_servers(self) -> bool:
+        """Whether generation is by servers, over HTTP."""
+        return self.name in ("server", "sglang", "trtllm")
 
     @property
     def keeps_weights(self) -> bool:
         """Whether generation goes on with the weights that it has, whatever the policy learns."""
-        return self.name == "server" and self.server.weight_updates == "none"
+        return self.asks_servers and self.server.weight_updates == "none"
 
     @property
     def max_rows(self) -> int | None:

@@ -62,7 +62,7 @@ LOSS = "actor_rollout_ref.actor.policy_loss"
 UNSEEN = "what the policy is told is never trained on"
 WHOLE = RESUMABLE, [*RESUMABLE, "hf_model"]
 SAMPLED = "training rollouts are always sampled"
-REPLICAS = _at(ROLLOUT, "data_parallel_size expert_parallel_size pipeline_model_parallel_size")
+REPLICAS = _at(ROLLOUT, "data_parallel_size expert_parallel_size pipeline_model_parallel_size moe_tensor_parallel_size")
 
 _MICRO_BATCHES = {
     "*.ppo_micro_batch_size_per_gpu": "*.ppo_micro_batch_size",

@@ -49,17 +49,13 @@ def test_whole_commands_resolve(reference):
 def test_option_lines_resolve_on_a_base_command(reference):
     _, alone = reference
     assert len(alone) == 31
-    stops = {" ".join(argv): stop([*BASE, *argv]) for argv in alone}
-    [(argv, line)] = [(argv, line) for argv, line in stops.items() if line]
-    assert argv == "actor_rollout_ref.rollout.name=sglang" and "rollout.name 'sglang'" in line
+    assert not any(stop([*BASE, *argv]) for argv in alone)
 
 
 def test_verl_scripts_resolve(shared_dir):
     scripts = json.loads((shared_dir / "commands" / "verl_scripts.json").read_text())
     stops = {script["script"].removeprefix("old_examples_"): stop(script["overrides"]) for script in scripts}
-    [(script, line)] = [(script, line) for script, line in stops.items() if line]
-    assert script == "grpo_trainer_run_qwen2-7b_seq_balance" and "rollout.name 'sglang'" in line
-    assert len(stops) == 8
+    assert len(stops) == 8 and not any(stops.values())
 
 
 def test_verl_scripts_resolve_to_what_they_say(shared_dir):

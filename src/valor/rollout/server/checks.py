@@ -7,12 +7,12 @@ from typing import Any
 
 import httpx2
 
-from valor.config import PPOConfig, RolloutConfig
+from valor.config import RolloutConfig
 from valor.errors import UserError
-from valor.models.load import load_tokenizer
+from valor.rollout.base import SamplingParams
 from valor.rollout.server.connection import CONNECT_SECONDS, addresses, headers, root
-from valor.rollout.server.engine import AS_TOKENS, ServerEngine
-from valor.rollout.spec import GenerationEngineSpec
+from valor.rollout.server.dialects import AS_TOKENS, Ask, Reply
+from valor.rollout.server.fleet import DIALECTS
 
 _KEY = "actor_rollout_ref.rollout"
 _PROBE = "What is 12 + 345? Zoë: "
@@ -24,10 +24,15 @@ def check_server(config: RolloutConfig, tokenizer: Any) -> None:
     """UserError for the first thing that a server of `config.server` lacks; `tokenizer` is the policy's."""
     for url in addresses(config.server):
         server = _Server(url, config)
-        _check_model(server, config)
-        _check_tokens(server, config, tokenizer)
-        if config.server.weight_updates != "none":
-            _check_updates(server, config)
+        if config.name == "server":
+            _check_model(server, config)
+            _check_tokens(server, config, tokenizer)
+            if config.server.weight_updates != "none":
+                _check_updates(server, config)
+            continue
+        if config.name == "trtllm":
+            _check_model(server, config)
+        _check_dialect(server, config, tokenizer)
 
 
 class _Server:
@@ -118,6 +123,48 @@ def _spread(choice: dict[str, Any]) -> float:
     return told[0] - told[-1]
 
 
+def _check_dialect(server: _Server, config: RolloutConfig, tokenizer: Any) -> None:
+    """The same of SGLang's and TensorRT-LLM's servers, by the likeliest token: its log-prob falls with temperature."""
+    dialect, ids = DIALECTS[config.name](config), list(tokenizer(_PROBE)["input_ids"])
+
+    def ask(temperature: float, **cut: Any) -> Reply:
+        params = SamplingParams(temperature, **cut)
+        body = dialect.body(Ask(ids, 1, params, 0, [], "valor-probe", None))
+        status, reply = server.ask(dialect.address(server.url), body)
+        if status != 200:
+            asleep = " (an earlier run may have left it asleep: start it again)" if config.server.sleep else ""
+            raise server.lack(f"refuses a completion (status {status}): {reply}{asleep}")
+        try:
+            if (counted := dialect.prompt_tokens(reply)) != len(ids):
+                raise server.lack(f"counts {counted} tokens in a prompt of {len(ids)}")
+            told = dialect.read(reply)
+            if len(told.token_ids) != 1 or len(told.log_probs) != 1:
+                raise ValueError(f"{told.token_ids} with log-probs {told.log_probs}")
+        except (LookupError, TypeError, ValueError) as error:
+            raise server.lack(
+                f"is no {config.name} server of a release that docs/servers.md tells of: {error!r}"
+            ) from None
+        return told
+
+    cold, warm = ask(0.0), ask(_WARM, top_k=1)
+    (one,), (other,) = cold.log_probs, warm.log_probs
+    cuts = other > -1e-6 and one < -1e-3  # tells the log-prob behind the cut
+    follows = other < one
+    cut = config.top_k > 0 or config.top_p < 1
+    if cold.token_ids == warm.token_ids and ((cut and cuts) or (config.temperature != 1 and not (follows or cuts))):
+        raise server.lack(
+            f"reports other log-probs than training needs: set {_KEY}.temperature=1 and neither top_k nor top_p"
+            + (" (SGLang: start it without SGLANG_RETURN_ORIGINAL_LOGPROB)" if config.name == "sglang" else "")
+        )
+    if config.name == "sglang" and config.server.weight_updates != "none":
+        status, _ = server.ask(f"{root(server.url)}/weights_checker", {"action": "checksum"})
+        if status != 200 or not cold.weights:
+            raise server.lack(
+                "does not tell versions and checksums of its weights (/weights_checker, meta_info.weight_versions): "
+                f"take a newer SGLang, or set {_KEY}.server.weight_updates=none"
+            )
+
+
 def _check_updates(server: _Server, config: RolloutConfig) -> None:
     status, reply = server.ask(f"{root(server.url)}/collective_rpc", {"method": "valor_describe"})
     if status != 200:
@@ -136,49 +183,3 @@ def _check_updates(server: _Server, config: RolloutConfig) -> None:
             "has replicas or pipeline stages, and weights are sent to one whole model: start one server for each "
             "replica and list them all, split the model by --tensor-parallel-size alone"
         )
-
-
-def _check(config: PPOConfig) -> list[str]:
-    lines, rollout = [], config.actor_rollout_ref.rollout
-    if not rollout.server.base_url:
-        lines.append(
-            f"{_KEY}.name=server asks a server that is running: set {_KEY}.server.base_url, such as "
-            "http://localhost:8000/v1"
-        )
-    if config.rollout_apart and config.trainer.v1.trainer_mode != "separate_async":
-        lines.append(
-            f"{_KEY}.name=server generates on the server's devices: drop {_KEY}.nnodes, and rollout in resource_pools"
-        )
-    if any(pool.roles == ["rollout"] and pool.nnodes * pool.n_gpus_per_node > 1 for pool in config.pools.values()):
-        lines.append(
-            f"{_KEY}.name=server: one process asks all servers: set {_KEY}.nnodes=1 and {_KEY}.n_gpus_per_node=1"
-        )
-    if rollout.temperature != 1 and (rollout.top_k > 0 or rollout.top_p < 1):
-        lines.append(
-            f"{_KEY}.name=server: no server tells log-probs at temperature {rollout.temperature:g} before {_KEY}.top_k "
-            "and top_p cut: drop them, or set temperature=1, or take name=vllm"
-        )
-    return lines
-
-
-def _check_start(config: PPOConfig, world_size: int) -> None:
-    shared = config.actor_rollout_ref
-    path = config.data.tokenizer or shared.model.tokenizer_path or shared.model.path
-    check_server(shared.rollout, load_tokenizer(path, trust_remote_code=shared.model.trust_remote_code))
-
-
-def _plan(config: PPOConfig) -> str:
-    server = config.actor_rollout_ref.rollout.server
-    weights = "which keeps its weights" if server.weight_updates == "none" else "synced every step"
-    return f"{', '.join(server.base_url)}, {weights}"
-
-
-SERVER = GenerationEngineSpec(
-    name="server",
-    reads=("server.*",),
-    check=_check,
-    check_start=_check_start,
-    plan=_plan,
-    build=lambda context: ServerEngine(context.config, eos_token_ids=context.eos_token_ids),
-    elsewhere=True,
-)

@@ -1,22 +1,20 @@
-"""Generation by OpenAI-compatible servers that are running already: token ids there, token ids and log-probs back.
+"""Generation by servers, OpenAI-compatible or SGLang's: token ids there, token ids and log-probs back.
 
-The servers live and die on their own, so every answer is taken with care: before it is told, its server is asked
-whether it still holds the weights that it was sent. A vLLM server takes weights from files
-(`valor.rollout.server.receiver` is its half); any other one keeps its own.
+The servers live and die on their own, so every answer is taken with care: before it is told, it is known that its
+server holds the weights that it was sent. What servers of different makes do differently is in their dialects.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from itertools import cycle
+from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, cast
 
 import httpx2
 import torch.distributed as dist
@@ -26,6 +24,7 @@ from valor.config import RolloutConfig
 from valor.errors import TrainingStopped, WorkersReplaced
 from valor.rollout.base import (
     Abort,
+    FinishReason,
     Output,
     Request,
     RequestSource,
@@ -34,26 +33,28 @@ from valor.rollout.base import (
     WeightMode,
 )
 from valor.rollout.sampling import uniform_stream
-from valor.rollout.server.connection import Connection, addresses, root
-from valor.rollout.server.weights import Sent, Written, compare, held_by, new_name, send_weights, written
+from valor.rollout.server.connection import Away
+from valor.rollout.server.dialects import Ask, Reply, Written
+from valor.rollout.server.fleet import Fleet
+from valor.rollout.server.launch import StartedServer
+from valor.rollout.server.weights import Sent, compare, new_name, send_weights, written
 
-AS_TOKENS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 _POLL_SECONDS = 0.002  # between two looks for further requests
 _ABORT_SECONDS = 0.1  # after which a request that has not ended is aborted again
 _MOST_LOST = 10  # times that the connection may be lost in the middle of one request
-_REMEMBERED = 100_000  # prompts and episodes whose server is known
 
 
-class _ConnectionLost(Exception):
-    """In the middle of a request; its server is there."""
+class _Lost(Exception):
+    """A request has no answer that can be used; it is asked for anew."""
 
 
 @dataclass(slots=True, eq=False)
 class _Asked(UnderWay):
-    """A request for which `url` is asked, under `name`."""
+    """A request for which `url` is asked, under `name`, since weights of version `since` were there."""
 
-    url: str
+    url: str = ""
     name: str = ""
+    since: int = 0
     sent: bool = False  # else it waits for one of `max_num_seqs` places
     ending: bool = False
     times_lost: int = 0
@@ -63,31 +64,33 @@ class _Asked(UnderWay):
 class ServerEngine(RolloutEngine):
     """Generates by asking servers; see `valor.rollout.base.RolloutEngine`.
 
-    Every rank of the process group sends its own requests, samples of a prompt and turns of an episode to one server.
+    Every rank of the process group sends its own requests, to any of the servers. One that goes away is left out, as
+    long as there is another one, and its requests go to those; when it is there again it gets the weights first.
     `sync_weights` is collective: rank 0 writes and sends, the others have a part in gathering. With
     `weight_updates=none` there is no sync, and `weights_version` stays None. TrainingStopped, with the address, when a
-    server does not do its part; WorkersReplaced, when it is there again but was started anew.
+    server does not do its part; WorkersReplaced, when the last one is there again but was started anew.
     """
 
     parallel_size = 1
 
-    def __init__(self, config: RolloutConfig, *, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, config: RolloutConfig, *, eos_token_ids: Sequence[int], started: Sequence[StartedServer] = ()
+    ) -> None:
         self.weight_mode: WeightMode = "fixed" if config.server.weight_updates == "none" else "copied"
         self.weights_checksum: int | None = None
         self._version: int | None = None
-        self._name: str | None = None  # of the weights that all servers hold
-        self._config, self._server = config, config.server
-        self._eos = frozenset(eos_token_ids)
-        self._connection = Connection(config.server)
+        self._config, self._eos = config, frozenset(eos_token_ids)
+        self._fleet = Fleet(config, started)
+        self._connection, self._dialect = self._fleet.connection, self._fleet.dialect
         self._asked: dict[str, _Asked] = {}
         self._replies: SimpleQueue[tuple[_Asked, Future[Any]]] = SimpleQueue()
 
     @property
     def weights_version(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The version that the servers hold, which are asked; None where one was started anew."""
+        """The version that the servers hold; None where one was started anew, or is there again."""
         if self._version is not None:
             try:
-                self._check_held(addresses(self._server))
+                self._fleet.check()
             except WorkersReplaced:
                 self._version = None
         return self._version
@@ -97,31 +100,33 @@ class ServerEngine(RolloutEngine):
         if self._version is None and self.weight_mode == "copied":
             raise ValueError("the servers have no weights: sync_weights comes first")
         self._places = asyncio.Semaphore(self._config.max_num_seqs)
-        self._urls, self._url_of = cycle(addresses(self._server)), {}
         with self._connection.opened():
+            self._fleet.wake()
             try:
                 while (new := source.poll(wait=not self._asked)) is not None or self._asked:
                     for one in new or ():
                         if isinstance(one, Request):
-                            self._send(_Asked(one, self._version or 0, self._server_of(one)))
+                            self._send(_Asked(one, self._version or 0))
                         else:
                             self._abort(one)
                     self._deliver()
+                    self._fleet.look_after()
             finally:
                 for one in self._asked.values():
                     one.reply.cancel()
                 self._asked.clear()
 
     def sync_weights(self, weights: Iterable[tuple[str, Tensor]] | None = None, *, version: int) -> None:
-        """Replace the servers' weights in place.
+        """Replace the servers' weights in place, those of servers that were left out and answer again too.
 
         `weights`: all parameters, whole, under their Hugging Face names. TrainingStopped unless every worker of every
-        server then holds exactly what was sent. Inside a source's `poll`, requests that have tokens go on with the keys
-        and values that they have; others begin anew. WorkersReplaced there, when a server had been started anew before.
+        server that is there then holds exactly what was sent. Inside a source's `poll`, requests that have tokens go on
+        (vLLM's with the keys and values that they have); others begin anew, and so do those of servers that had been
+        started anew before.
         """
         if weights is None:
             raise ValueError("servers have weights of their own: they must be given the policy's")
-        before, self._version, self._name = self._name, None, None
+        before, self._version = self._fleet.name, None
         sent: list[Any] = [None]
         first = dist.get_rank() == 0
         with written(self._config, weights) if first else nullcontext(deque(weights, maxlen=0)) as files:
@@ -130,49 +135,49 @@ class ServerEngine(RolloutEngine):
             ended = {name for name, one in self._asked.items() if one.reply.done()}
             dist.barrier()
             if isinstance(files, Written):
-                sent = [send_weights(self._connection, self._config, files, version)]
+                urls = [*self._fleet.present, *self._fleet.answering()]
+                sent = [send_weights(self._connection, self._dialect, urls, files, version, self._fleet.leave)]
             dist.broadcast_object_list(sent)  # nobody generates before the servers are ready
         told: Sent = sent[0]
-        self._name, self.weights_checksum, self._version = told.name, told.checksum, version
-        for url in {one.url for one in self._asked.values()}:
-            compare(url, told.held[url], before)
+        self.weights_checksum, self._version = told.checksum, version
+        self._fleet.have(told, version)
+        anew = set()
+        for url in {one.url for one in self._asked.values() if one.url in told.held}:
+            try:
+                compare(url, told.held[url], before)
+            except WorkersReplaced:
+                anew.add(url)
         for one in [one for name, one in self._asked.items() if name not in ended]:
-            if one.name in told.sampled:
+            if one.url in anew or one.url in self._fleet.out:
+                self._begin_anew(one, version)
+            elif one.name in told.sampled:
                 one.changed(told.sampled[one.name], version)
-            else:
+            elif not self._dialect.tells_weights:
                 self._begin_anew(one, version)
 
     def sleep(self) -> None:
-        """The servers have devices of their own."""
+        """Have servers that share the trainer's devices give their memory back, when all ranks have their samples."""
+        if self._config.server.sleep:
+            dist.barrier()
+            self._fleet.sleep(first=dist.get_rank() == 0)
+            self._version = None
 
     def close(self) -> None:
-        """The servers are not ours to end."""
+        """Leave the servers awake, and end those that this process has started."""
+        self._fleet.close()
 
     # ---- requests
-
-    def _server_of(self, request: Request) -> str:
-        """Samples of one prompt go to one server, and so do all turns of an episode."""
-        episode, turn = ("episode", *request.seed[:3]), request.seed[3:]
-        if not turn or episode not in self._url_of:
-            prompt = ("prompt", *request.prompt_ids)
-            if prompt not in self._url_of:
-                self._url_of[prompt] = next(self._urls)
-            self._url_of[episode] = self._url_of[prompt]
-        url = self._url_of[episode]
-        while len(self._url_of) > _REMEMBERED:
-            del self._url_of[next(iter(self._url_of))]
-        return url
 
     def _send(self, asked: _Asked) -> None:
         asked.name, asked.sent = new_name(), False
         self._asked[asked.name] = asked
         with self._connection.opened() as portal:
-            asked.reply = reply = portal.start_task_soon(self._complete, asked, self._body(asked))
+            asked.reply = reply = portal.start_task_soon(self._complete, asked)
         reply.add_done_callback(lambda done: self._replies.put((asked, done)))
 
     def _begin_anew(self, asked: _Asked, version: int) -> None:
         """All that it will have is to be sampled by weights of `version`."""
-        old, asked.version = asked.reply, version
+        old, asked.version, asked.url = asked.reply, version, ""
         asked.versions = UnderWay(asked.request, version).versions
         if asked.ending:
             asked.reply = Future()
@@ -195,10 +200,10 @@ class ServerEngine(RolloutEngine):
 
         A request may be on its way to the server, and unknown there.
         """
-        while asked.sent and not asked.reply.done():
+        ends = self._dialect.abort(asked.url, asked.name)
+        while asked.sent and ends is not None and not asked.reply.done():
             try:
-                names = {"request_ids": [f"cmpl-{asked.name}-0"]}
-                reply = await self._connection.client.post(f"{root(asked.url)}/abort_requests", json=names)
+                reply = await self._connection.client.post(ends[0], json=ends[1])
             except httpx2.TransportError:
                 break
             if reply.status_code != 200:
@@ -206,15 +211,22 @@ class ServerEngine(RolloutEngine):
             await asyncio.sleep(_ABORT_SECONDS)
         asked.reply.cancel()
 
-    async def _complete(self, asked: _Asked, body: dict[str, Any]) -> Any:
+    async def _complete(self, asked: _Asked) -> Any:
         async def check() -> None:
-            compare(asked.url, await held_by(self._connection, asked.url), None)
-            raise _ConnectionLost
+            compare(asked.url, await self._dialect.held(self._connection, asked.url), None)
+            raise _Lost
 
         async with self._places:
-            asked.sent = True
-            lost = check if self.weight_mode == "copied" else None
-            return await self._connection.post(f"{asked.url}/completions", body, lost=lost)
+            url = asked.url = self._fleet.choose(asked.request)
+            asked.since, asked.sent = self._fleet.versions.get(self._fleet.name, 0), True
+            try:
+                lost = check if self.weight_mode == "copied" else None
+                leave = partial(self._fleet.leave, url)
+                return await self._connection.ask(self._dialect.address(url), self._body(asked), lost=lost, leave=leave)
+            except Away:
+                raise _Lost from None
+            finally:
+                self._fleet.load[url] -= 1
 
     def _deliver(self) -> None:
         """Tell what has ended. Waits a moment for that."""
@@ -224,70 +236,80 @@ class ServerEngine(RolloutEngine):
             while True:
                 found.append(self._replies.get_nowait())
         ended = [asked for asked, reply in found if reply is asked.reply and asked.name in self._asked]
-        ended = [asked for asked in ended if not self._repeated(asked)]
-        outputs = [_output(asked, None if asked.reply.cancelled() else asked.reply.result()) for asked in ended]
-        if self.weight_mode == "copied":
-            self._check_held({asked.url for asked in ended})
-        for asked, output in zip(ended, outputs, strict=True):
+        replies = [None if asked.reply.cancelled() else self._read(asked) for asked in ended]
+        true = {url: self._fleet.holds(url) for url in {asked.url for asked in ended} if self._doubtful(url)}
+        for asked, reply in zip(ended, replies, strict=True):
+            cut = reply is not None and (reply.reason == "lost" or (reply.reason == "abort" and not asked.ending))
+            if cut or not true.get(asked.url, True) or not self._by_ours(asked, reply):
+                asked.times_lost += 1
+                if asked.times_lost > _MOST_LOST:
+                    raise TrainingStopped(
+                        f"the rollout server at {asked.url} breaks off the same request again and again"
+                    )
+                self._begin_anew(asked, self._version or 0)
+                continue
             del self._asked[asked.name]
             if asked.request.on_finish is not None:
-                asked.request.on_finish(output)
+                asked.request.on_finish(_output(asked, reply))
 
-    def _repeated(self, asked: _Asked) -> bool:
-        """Whether the connection was lost, so that the request begins anew."""
-        if asked.reply.cancelled() or not isinstance(asked.reply.exception(), _ConnectionLost):
+    def _doubtful(self, url: str) -> bool:
+        """Whether an answer does not say itself by which weights it is."""
+        return bool(url) and self.weight_mode == "copied" and not self._dialect.tells_weights
+
+    def _by_ours(self, asked: _Asked, reply: Reply | None) -> bool:
+        """Take down which weights have sampled which tokens, where the reply says it; False: none that were sent.
+
+        TrainingStopped when they are another run's, or older than those that were there when it was asked for.
+        """
+        if reply is None or reply.weights is None or self.weight_mode == "fixed":
+            return True
+        if None in reply.weights:
+            if not self._fleet.leave(asked.url):
+                compare(asked.url, [None], None)
             return False
-        asked.times_lost += 1
-        if asked.times_lost > _MOST_LOST:
-            raise TrainingStopped(f"the rollout server at {asked.url} breaks off the same request again and again")
-        self._begin_anew(asked, self._version or 0)
+        compare(asked.url, [name for name in reply.weights if name not in self._fleet.versions], self._fleet.name)
+        versions = [self._fleet.versions[str(name)] for name in reply.weights]
+        if versions and (min(versions) < asked.since or versions != sorted(versions)):
+            raise TrainingStopped(
+                f"the rollout server at {asked.url} answers with weights {min(versions)}, and {asked.since} were sent: "
+                "its samples are stale"
+            )
+        asked.versions += versions
         return True
 
     def _body(self, asked: _Asked) -> dict[str, Any]:
-        """All that decides about sampling is said: what is left out, servers take from the model's files."""
         request, params = asked.request, asked.request.params
         begun = len(request.known_ids) - len(request.prompt_ids)
-        return {
-            "model": self._server.model,
-            "prompt": list(request.known_ids),
-            "max_tokens": params.max_tokens - begun,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "top_k": params.top_k if params.top_k > 0 else -1,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "seed": int(uniform_stream(request.seed, begun + 1)[begun] * 2**53),
-            "stop_token_ids": sorted({*params.stop_token_ids} | (set() if params.ignore_eos else self._eos)),
-            "ignore_eos": True,  # all that ends a sequence is named above
-            **AS_TOKENS,
-            "logprobs": 0,
-            "request_id": asked.name,
-            **({} if params.stop is None else {"stop": params.stop.texts, "include_stop_str_in_output": True}),
-            # Cached keys and values are found only by prompts of the same weights.
-            **({} if self._name is None else {"cache_salt": self._name}),
-        }
+        seed = int(uniform_stream(request.seed, begun + 1)[begun] * 2**53)
+        ends = sorted({*params.stop_token_ids} | (set() if params.ignore_eos else self._eos))
+        most = params.max_tokens - begun
+        weights = self._fleet.name or None
+        return self._dialect.body(Ask([*request.known_ids], most, params, seed, ends, asked.name, weights))
 
-    def _check_held(self, urls: Iterable[str]) -> None:
-        with self._connection.opened() as portal:
-            for url in urls:
-                compare(url, portal.call(held_by, self._connection, url), self._name)
+    def _read(self, asked: _Asked) -> Reply:
+        """Its reply; a "lost" one is to be asked for anew."""
+        if isinstance(asked.reply.exception(), _Lost):
+            return Reply([], [], "lost")
+        try:
+            reply = self._dialect.read(asked.reply.result())
+            told = {len(reply.token_ids), len(reply.log_probs), len(reply.weights or reply.token_ids)}
+            if len(told) > 1 or reply.reason not in ("stop", "length", "abort"):
+                raise ValueError(f"{sorted(told)} tokens, log-probs and weights, finish reason {reply.reason}")
+            if not (reply.token_ids or asked.ending):
+                raise ValueError("no tokens")
+            return reply
+        except (LookupError, TypeError, ValueError) as error:
+            raise TrainingStopped(
+                f"the reply of the rollout server at {asked.url} is no completion with token ids and log-probs: "
+                f"{error!r}"
+            ) from None
 
 
-def _output(asked: _Asked, reply: Any) -> Output:
+def _output(asked: _Asked, reply: Reply | None) -> Output:
     """What came of a request. `reply` None: nothing, since it was aborted before, or its server cannot abort."""
     if reply is None:
         return asked.output([], [], "abort")
-    try:
-        choice = reply["choices"][0]
-        tokens, given, reason = choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"]
-        log_probs = [math.nan if one is None else float(one) for one in given]
-        if len(tokens) != len(log_probs) or reason not in ("stop", "length", "abort") or not (tokens or asked.ending):
-            raise ValueError(f"{len(tokens)} tokens, {len(log_probs)} log-probs, finish reason {reason}")
-    except (LookupError, TypeError, ValueError) as error:
-        raise TrainingStopped(
-            f"the reply of the rollout server at {asked.url} is no completion with token ids and log-probs: {error!r}"
-        ) from None
-    output = asked.output(tokens, log_probs, reason)
+    output = asked.output(reply.token_ids, reply.log_probs, cast(FinishReason, reply.reason))
     most = asked.request.params.max_tokens
     if output.finish_reason == "length" and len(output.token_ids) < most:
         raise TrainingStopped(

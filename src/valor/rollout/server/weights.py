@@ -1,11 +1,12 @@
-"""A policy's weights on their way to vLLM servers, which read them from files, and what the servers tell of them."""
+"""A policy's weights on their way to servers, which read them from files, and what the servers tell of them."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -17,14 +18,16 @@ from torch import Tensor
 
 from valor.config import RolloutConfig
 from valor.errors import TrainingStopped, WorkersReplaced
-from valor.rollout.server.connection import Connection, addresses
+from valor.rollout.server.connection import Away, Connection
+from valor.rollout.server.dialects import Dialect, Written
 from valor.rollout.transfer import buckets, checksum
 
 _NAME = re.compile("valor-[0-9a-f]{32}")
+_BEGINNING = 8  # numbers of each tensor that may be compared
 
 
 class Sent(NamedTuple):
-    """Weights that all servers hold."""
+    """Weights that all servers hold which are not left out."""
 
     name: str
     checksum: int
@@ -39,57 +42,74 @@ def new_name() -> str:
     return f"valor-{uuid4().hex}"
 
 
-class Written(NamedTuple):
-    """Weights in files, and the checksum of all of them."""
-
-    folder: str
-    checksum: int
-
-
 @contextmanager
 def written(config: RolloutConfig, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Written]:
     """The weights in a folder that the servers can read, for the block."""
     with TemporaryDirectory(prefix="valor-weights-", dir=config.server.weights_dir) as folder:
         limit = config.checkpoint_engine.update_weights_bucket_megabytes << 20
         total = torch.zeros((), dtype=torch.int64)  # wraps around, as all sums of bits here
+        beginnings: dict[str, list[float]] = {}
         sent = buckets(weights, getattr(torch, config.dtype), torch.device("cpu"), limit)
         for number, bucket in enumerate(sent):
             tensors = {key: tensor.contiguous() for key, tensor in bucket}
             total += sum(map(checksum, tensors.values()))
+            beginnings |= {key: tensor.flatten()[:_BEGINNING].tolist() for key, tensor in tensors.items()}
             save_file(tensors, Path(folder) / f"{number:06}.safetensors")
-        yield Written(folder, int(total))
+        yield Written(folder, int(total), beginnings)
 
 
-def send_weights(connection: Connection, config: RolloutConfig, files: Written, version: int) -> Sent:
-    """Replace the weights of all servers. TrainingStopped unless every worker then holds exactly what was sent."""
+def send_weights(
+    connection: Connection,
+    dialect: Dialect,
+    urls: list[str],
+    files: Written,
+    version: int,
+    leave: Callable[[str], bool],
+) -> Sent:
+    """Replace the weights of all servers but those that `leave` lets go, because they do not answer.
+
+    TrainingStopped unless every worker of the others then holds exactly what was sent.
+    """
     name = f"{uuid4().hex}-{version}"  # another run's, or none after a restart, would be noticed
-    urls = addresses(config.server)
+
+    async def update(url: str) -> list[dict[str, Any]] | None:
+        try:
+            return await dialect.update(connection, url, files, name, version, partial(leave, url))
+        except Away:
+            return None
+
+    async def update_all() -> list[list[dict[str, Any]] | None]:
+        return await asyncio.gather(*map(update, urls))
+
     with connection.opened() as portal:
-        told = portal.call(_update_all, connection, urls, files.folder, name, version)
+        answers = zip(urls, portal.call(update_all), strict=True)
+    told = {url: workers for url, workers in answers if workers is not None}
     sampled: dict[str, int] = {}
-    for url, workers in zip(urls, told, strict=True):
+    for url, workers in told.items():
         for held in workers:
             problem = held.get("error")
-            if problem is None and int(held["checksum"]) != files.checksum:
+            if problem is None and int(held.get("checksum", files.checksum)) != files.checksum:
                 problem = f"it holds {held['checksum']}, {files.checksum} was sent"
             if problem is not None:
                 raise TrainingStopped(f"the rollout server at {url} has not taken weights {version}: {problem}")
         for key, count in workers[0]["sampled"].items():
             if (found := _NAME.search(key)) is not None:
                 sampled[found[0]] = max(count, sampled.get(found[0], 0))  # one that was sent twice is there twice
-    before = [[worker["before"] for worker in workers] for workers in told]
-    return Sent(name, files.checksum, sampled, dict(zip(urls, before, strict=True)))
+    _agree({url: workers[0].get("digest", "") for url, workers in told.items()}, version)
+    before = {url: [worker["before"] for worker in workers] for url, workers in told.items()}
+    return Sent(name, files.checksum, sampled, before)
 
 
-async def _update_all(
-    connection: Connection, urls: list[str], folder: str, name: str, version: int
-) -> list[list[dict[str, Any]]]:
-    return await asyncio.gather(*(connection.rpc(url, "valor_update", folder, name, version) for url in urls))
-
-
-async def held_by(connection: Connection, url: str) -> list[str | None]:
-    """The names of the weights in the workers of a server."""
-    return [one["weights"] for one in await connection.rpc(url, "valor_describe")]
+def _agree(digests: dict[str, str], version: int) -> None:
+    """TrainingStopped when servers of as many parts compute other checksums of the same weights."""
+    first: dict[str, tuple[str, str]] = {}
+    for url, digest in digests.items():
+        other, expected = first.setdefault(digest.partition(" ")[2], (url, digest))
+        if digest != expected:
+            raise TrainingStopped(
+                f"the rollout servers at {other} and {url} were sent the same weights {version} and hold different "
+                f"ones: {expected} and {digest}"
+            )
 
 
 def compare(url: str, held: Iterable[str | None], name: str | None) -> None:

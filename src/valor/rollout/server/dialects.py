@@ -1,0 +1,132 @@
+"""What servers are asked and how they answer: vLLM's dialect of OpenAI's protocol, from which others differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from valor.config import RolloutConfig
+from valor.rollout.base import SamplingParams
+from valor.rollout.server.connection import Connection, root
+
+AS_TOKENS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+
+Leave = Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One completion: of `prompt`, by at most `max_tokens` tokens; those of `stop_ids` end it, and nothing else does.
+
+    `name`: of the request. `weights`: of those that the server holds, if it was sent any.
+    """
+
+    prompt: list[int]
+    max_tokens: int
+    params: SamplingParams
+    seed: int
+    stop_ids: list[int]
+    name: str
+    weights: str | None
+
+
+class Reply(NamedTuple):
+    """A completion. `weights`: of each token the name of those that sampled it (None: what the server was started
+    with), where a server tells them."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    reason: str
+    weights: Sequence[str | None] | None = None
+
+
+class Written(NamedTuple):
+    """Weights in files, the checksum of all of them, and of each tensor the first numbers, as float32."""
+
+    folder: str
+    checksum: int
+    beginnings: dict[str, list[float]]
+
+
+class Dialect:
+    """vLLM's: completions by token ids, `/abort_requests`, and `WeightReceiver` behind `/collective_rpc`.
+
+    `tells_weights`: whether a reply names the weights that sampled each token; else its server is asked afterwards.
+    """
+
+    tells_weights = False
+
+    def __init__(self, config: RolloutConfig) -> None:
+        self._server = config.server
+
+    def address(self, url: str) -> str:
+        """Where completions are asked for."""
+        return f"{url}/completions"
+
+    def health(self, url: str) -> str:
+        """What answers as soon as a server is there."""
+        return f"{url}/models"
+
+    def body(self, ask: Ask) -> dict[str, Any]:
+        """All that decides about sampling is said: what is left out, servers take from the model's files."""
+        params = ask.params
+        return {
+            "model": self._server.model,
+            "prompt": ask.prompt,
+            "max_tokens": ask.max_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k if params.top_k > 0 else -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "seed": ask.seed,
+            "stop_token_ids": ask.stop_ids,
+            "ignore_eos": True,  # all that ends a sequence is named above
+            **AS_TOKENS,
+            "logprobs": 0,
+            "request_id": ask.name,
+            **({} if params.stop is None else {"stop": params.stop.texts, "include_stop_str_in_output": True}),
+            # Cached keys and values are found only by prompts of the same weights.
+            **({} if ask.weights is None else {"cache_salt": ask.weights}),
+        }
+
+    def read(self, reply: Any) -> Reply:
+        """LookupError, TypeError or ValueError where it is no completion with token ids and log-probs."""
+        choice = reply["choices"][0]
+        log_probs = [math.nan if one is None else float(one) for one in choice["logprobs"]["token_logprobs"]]
+        return Reply(choice["token_ids"], log_probs, choice["finish_reason"])
+
+    def prompt_tokens(self, reply: Any) -> int:
+        """How many tokens the server counts in the prompt of a completion."""
+        return int(reply["usage"]["prompt_tokens"])
+
+    def abort(self, url: str, name: str) -> tuple[str, dict[str, Any]] | None:
+        """Where and how a request is ended early; None: by hanging up."""
+        return f"{root(url)}/abort_requests", {"request_ids": [f"cmpl-{name}-0"]}
+
+    async def update(
+        self, connection: Connection, url: str, files: Written, name: str, version: int, leave: Leave
+    ) -> list[dict[str, Any]]:
+        """Replace a server's weights; of each of its workers `error`, or `before`, the name of those that it held,
+        `sampled`, how many tokens each request under way had, and `checksum` or `digest` of what it holds now."""
+        return await _rpc(connection, url, "valor_update", files.folder, name, version, leave=leave)
+
+    async def held(self, connection: Connection, url: str, **how: Any) -> list[str | None]:
+        """The names of the weights in the workers of a server; None: what it was started with."""
+        return [one["weights"] for one in await _rpc(connection, url, "valor_describe", **how)]
+
+    async def sleep(self, connection: Connection, url: str) -> None:
+        """Give the memory of weights and cache back. An update wakes the server, or `wake`."""
+        raise NotImplementedError(f"{type(self).__name__} has no sleep")
+
+    async def wake(self, connection: Connection, url: str) -> None:
+        """Have the memory again, where no update comes; nothing where it was not given back."""
+        raise NotImplementedError(f"{type(self).__name__} has no sleep")
+
+
+async def _rpc(connection: Connection, url: str, method: str, *args: Any, **how: Any) -> list[dict[str, Any]]:
+    """What `WeightReceiver` answers in each of the server's workers."""
+    body = {"method": method, "args": args, "timeout": connection.timeout}
+    return (await connection.ask(f"{root(url)}/collective_rpc", body, **how))["results"]

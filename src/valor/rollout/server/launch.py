@@ -1,0 +1,153 @@
+"""SGLang servers as child processes: started on the devices of some ranks, watched, and ended with the run."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import httpx2
+import torch
+import torch.distributed as dist
+
+from valor.config import ModelConfig, RolloutConfig
+from valor.config.rollout import ServerConfig
+from valor.errors import TrainingStopped
+
+_PAUSE, _END_SECONDS = 0.5, 30.0
+# The child ends with the process that started it, however that ends (prctl's PR_SET_PDEATHSIG, on Linux).
+_CHILD = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+class StartedServer:
+    """`python -m sglang.launch_server` with `arguments`, whose output goes to `log`."""
+
+    def __init__(self, url: str, arguments: list[str], devices: str | None, log: Path) -> None:
+        self.url, self._log = url, log
+        self._command = [sys.executable, "-c", _CHILD, "-m", "sglang.launch_server", *arguments]
+        self._environment = os.environ | ({} if devices is None else {"CUDA_VISIBLE_DEVICES": devices})
+        atexit.register(self.close)
+        self._start()
+
+    def _start(self) -> None:
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("ab") as out:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                start_new_session=True,
+            )
+
+    def wait(self, seconds: float) -> None:
+        """Until it generates. TrainingStopped, with the end of its log, when it ends or that takes longer."""
+        end = time.monotonic() + seconds
+        while not self._generates():
+            if self._process.poll() is not None or time.monotonic() > end:
+                what = "has ended" if self._process.poll() is not None else f"is not ready after {seconds:g} s"
+                lines = self._log.read_text(errors="replace").strip().splitlines()[-1:]
+                self.close()
+                raise TrainingStopped(f"the SGLang server that was started here {what} ({self._log}): {''.join(lines)}")
+            time.sleep(_PAUSE)
+
+    def _generates(self) -> bool:
+        with suppress(httpx2.HTTPError):
+            return httpx2.get(f"{self.url}/health_generate", timeout=20.0).status_code == 200
+        return False
+
+    def revive(self) -> bool:
+        """Start it again if it has ended; whether it had."""
+        if self._process.poll() is None:
+            return False
+        self._start()
+        return True
+
+    def close(self) -> None:
+        """End it and all that it has started."""
+        atexit.unregister(self.close)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_SECONDS)
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def started_servers(
+    config: RolloutConfig, model: ModelConfig, device: torch.device
+) -> tuple[list[StartedServer], ServerConfig]:
+    """The servers that this rank has started, and the settings that name those of all ranks (collective).
+
+    A server has the devices of `tensor_model_parallel_size` neighbouring ranks, and is started by the first of them.
+    """
+    rank, size = dist.get_rank(), config.tensor_model_parallel_size
+    host, sleeps = socket.gethostname(), config.free_cache_engine and device.type == "cuda"
+    ranks: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
+    dist.all_gather_object(ranks, (host, _device_name(device)))
+    local = all(one == host for one, _ in ranks)
+    mine: list[StartedServer] = []
+    if rank % size == 0:
+        address = "127.0.0.1" if local else socket.gethostbyname(host)
+        with socket.socket() as free:
+            free.bind((address, 0))
+            port = free.getsockname()[1]
+        arguments = [*_arguments(config, model, device, sleeps=sleeps), "--host", address, "--port", str(port)]
+        devices = ",".join(name for _, name in ranks[rank : rank + size]) if device.type == "cuda" else None
+        log = Path(config.server.log_dir) / f"sglang_{rank}.log"
+        mine = [StartedServer(f"http://{address}:{port}", arguments, devices, log)]
+        mine[0].wait(config.server.timeout)
+    urls: list[list[str]] = [[]] * len(ranks)
+    dist.all_gather_object(urls, [one.url for one in mine])
+    base_url = [url for of_rank in urls for url in of_rank]
+    return mine, config.server.model_copy(update={"base_url": base_url, "sleep": sleeps})
+
+
+def _device_name(device: torch.device) -> str:
+    """What CUDA_VISIBLE_DEVICES calls it."""
+    index = device.index or 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[index] if visible else str(index)
+
+
+def _arguments(config: RolloutConfig, model: ModelConfig, device: torch.device, *, sleeps: bool) -> list[str]:
+    """Options of `sglang.launch_server`; those of `engine_kwargs.sglang` have the last word."""
+    options = {
+        "model_path": model.path,
+        "tokenizer_path": model.tokenizer_path or model.path,
+        "trust_remote_code": model.trust_remote_code,
+        "dtype": config.dtype,
+        "context_length": config.max_model_len,
+        "max_running_requests": config.max_num_seqs,
+        "tp_size": config.tensor_model_parallel_size,
+        "mem_fraction_static": config.gpu_memory_utilization,
+        "enable_memory_saver": sleeps,
+        "sampling_defaults": "openai",  # none from the model's files
+        "device": device.type,
+    }
+    return [*_flags(options | config.engine_kwargs.get("sglang", {}))]
+
+
+def _flags(options: dict[str, object]) -> Iterator[str]:
+    for name, value in options.items():
+        if value is None or value is False:
+            continue
+        yield f"--{name.replace('_', '-')}"
+        if isinstance(value, list):
+            yield from map(str, value)
+        elif value is not True:
+            yield json.dumps(value) if isinstance(value, dict) else str(value)

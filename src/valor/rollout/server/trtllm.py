@@ -1,0 +1,84 @@
+"""TensorRT-LLM's `trtllm-serve`: OpenAI's completions by token ids, and memory given back by signed requests.
+
+No weights can be sent to it over HTTP. Shapes: docs/servers.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import time
+from typing import Any
+
+from valor.errors import TrainingStopped
+from valor.rollout.server.connection import Connection, Sign, root
+from valor.rollout.server.dialects import Ask, Dialect
+
+_HEADER = "x-trtllm-runtime-control"
+
+
+def signed(key: str, *, whole: bool) -> Sign:
+    """Headers that prove that a request comes from who knows `key`: an HMAC of its body, or, in releases that want
+    it (`whole`), of its method, path, time and a number that is never used again as well."""
+
+    def sign(method: str, path: str, body: bytes) -> dict[str, str]:
+        if not whole:
+            return {f"{_HEADER}-auth": _hmac(key, body)}
+        when, once = str(int(time.time())), secrets.token_hex(16)
+        text = "\n".join(("trtllm-runtime-control-v1", method, path, when, once, ""))
+        return {
+            f"{_HEADER}-auth": _hmac(key, text.encode() + body),
+            f"{_HEADER}-timestamp": when,
+            f"{_HEADER}-nonce": once,
+        }
+
+    return sign
+
+
+def _hmac(key: str, text: bytes) -> str:
+    return f"sha256={hmac.new(key.encode(), text, hashlib.sha256).hexdigest()}"
+
+
+class TensorRTLLM(Dialect):
+    """It keeps the weights that it was started with."""
+
+    def body(self, ask: Ask) -> dict[str, Any]:
+        params = ask.params
+        return {
+            "model": self._server.model,
+            "prompt": ask.prompt,
+            "max_tokens": ask.max_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": max(params.top_k, 0),
+            "seed": ask.seed % 2**31,
+            "stop_token_ids": ask.stop_ids,
+            "ignore_eos": True,  # all that ends a sequence is named above
+            "include_stop_str_in_output": True,
+            "logprobs": 1,
+            "detokenize": False,  # or there are no token ids
+            **({} if params.stop is None else {"stop": params.stop.texts}),
+        }
+
+    def abort(self, url: str, name: str) -> None:
+        return None
+
+    async def sleep(self, connection: Connection, url: str) -> None:
+        await self._control(connection, f"{root(url)}/release_memory", {})
+
+    async def wake(self, connection: Connection, url: str) -> None:
+        await self._control(connection, f"{root(url)}/resume_memory", {})
+        status = await self._control(connection, f"{root(url)}/memory_status")
+        if status["state"] != "running":
+            raise TrainingStopped(f"the rollout server at {url} does not wake up: it says {status}")
+
+    async def _control(self, connection: Connection, url: str, body: dict[str, Any] | None = None) -> Any:
+        key = os.environ.get(self._server.control_key_env, "")
+        try:
+            return await connection.ask(url, body, pending=True, sign=signed(key, whole=True))
+        except TrainingStopped as refused:
+            if "status 401" not in str(refused):
+                raise
+        return await connection.ask(url, body, pending=True, sign=signed(key, whole=False))

@@ -1,0 +1,328 @@
+"""A server with a real tiny model behind the native engine, in SGLang's or TensorRT-LLM's words (docs/servers.md).
+
+Its faults are a test's to set, by POST /faults.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from json_http import JsonHandler
+from valor.config import ModelConfig
+from valor.models.load import load_policy
+from valor.rollout.base import Abort, Output, Request, SamplingParams
+from valor.rollout.native.engine import NativeCopy
+
+KEY = "the control key"
+
+
+@dataclass(eq=False)
+class Pending:
+    """A request that has no answer yet, and what it had when generation was paused."""
+
+    request: Request
+    so_far: Output | None = None
+    ending: bool = False
+    parked: bool = False
+    answer: Future[Output] = field(default_factory=Future)
+
+
+class Refused(Exception):
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ServedModel:
+    """The model of `folder`. `kind`: sglang, trtllm, or trtllm-body, which wants the older signature."""
+
+    everywhere = True
+    max_requests, max_tokens = 64, 800
+
+    def __init__(self, folder: str, kind: str, port: int) -> None:
+        self.kind, self.names = kind, ["default"]
+        self.faults: dict[str, Any] = {}
+        self.log: list[str] = []
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        policy = load_policy(ModelConfig(path=folder))
+        self.engine = NativeCopy(policy, eos_token_ids=[], max_num_seqs=64)
+        self.tensors = dict(policy.hf.state_dict())
+        self.engine.weights_version = 0
+        self.pending: dict[str, Pending] = {}
+        self.paused, self.asleep = False, list[str]()
+        self._todo: SimpleQueue[Request | Abort | Callable[[], None]] = SimpleQueue()
+        self._lock = threading.RLock()
+        self._http = ThreadingHTTPServer(("127.0.0.1", port), self._handler())
+        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+
+    def run(self) -> None:
+        while True:
+            self.engine.serve(self)
+
+    def poll(self, *, wait: bool) -> Sequence[Request | Abort]:
+        found: list[Request | Abort] = []
+        if not wait:
+            time.sleep(self.faults.get("slow", 0.0))
+        with suppress(Empty):
+            one = self._todo.get(timeout=0.05 if wait else 0.0)
+            while True:
+                if callable(one):
+                    one()
+                else:
+                    found.append(one)
+                one = self._todo.get_nowait()
+        return found
+
+    def in_engine(self, change: Callable[[], None]) -> None:
+        """Between two tokens."""
+        done: Future[None] = Future()
+        self._todo.put(lambda: done.set_result(change()))
+        done.result(30)
+
+    # ---- generation
+
+    def generate(self, name: str, ids: list[int], params: SamplingParams, seed: int) -> Output:
+        if self.asleep:
+            raise Refused(400, "the memory is released")
+        if self.faults.get("die") == "generate":
+            os._exit(9)
+        request = Request(name, ids, params, (seed,), lambda output: self._ended(name, output))
+        with self._lock:
+            one = self.pending[name] = Pending(request, parked=self.paused)
+            if not self.paused:
+                self._todo.put(request)
+        return one.answer.result()
+
+    def _ended(self, name: str, output: Output) -> None:
+        with self._lock:
+            one = self.pending[name]
+            if output.finish_reason == "abort" and not one.ending:
+                one.so_far, one.parked = output, True
+                return
+            del self.pending[name]
+        one.answer.set_result(output)
+
+    def abort(self, name: str) -> None:
+        with self._lock:
+            one = self.pending.get(name)
+            if one is None:
+                return
+            one.ending = True
+            if one.parked:
+                del self.pending[name]
+                one.answer.set_result(one.so_far or Output(name, [], [], "abort"))
+            else:
+                self._todo.put(Abort(name))
+
+    def pause(self) -> None:
+        with self._lock:
+            self.paused = True
+            for name in self.pending:
+                self._todo.put(Abort(name))
+        while any(not one.parked for one in list(self.pending.values())):
+            time.sleep(0.005)
+
+    def resume(self) -> None:
+        with self._lock:
+            self.paused = False
+            for one in self.pending.values():
+                one.parked = False
+                self._todo.put(replace(one.request, so_far=one.so_far))
+
+    @property
+    def busy(self) -> bool:
+        return any(not one.parked for one in self.pending.values())
+
+    # ---- SGLang's routes
+
+    def sglang(self, path: str, body: dict[str, Any]) -> Any:
+        if path in ("/health", "/health_generate"):
+            if self.faults.get("starting", 0) > 0:
+                self.faults["starting"] -= 1
+                raise Refused(503, "the server is starting")
+            return None
+        if path == "/model_info":
+            return {"model_path": "m", "is_generation": True, "weight_version": self.names[-1]}
+        if path == "/generate":
+            return self._generated(body)
+        if path == "/pause_generation":
+            assert body == {"mode": "retract"}
+            self.pause()
+            return {"message": "Generation paused successfully.", "status": "ok"}
+        if path == "/continue_generation":
+            self.resume()
+            return {"message": "Generation continued successfully.", "status": "ok"}
+        if path == "/abort_request":
+            self.abort(body["rid"])
+            return None
+        if path == "/weights_checker":
+            total = hashlib.sha256(b"".join(t.numpy().tobytes() for t in self.tensors.values())).hexdigest()
+            return {
+                "success": True,
+                "message": "ok",
+                "ranks": [{"per_gpu_checksum": total}],
+                "per_engine_checksum": total,
+            }
+        if path == "/get_weights_by_name":
+            if self.faults.get("unreadable"):
+                raise Refused(400, "Get parameter by name failed")
+            return self.tensors[body["name"]].float().tolist()[: body["truncate_size"]]
+        if self.busy and path != "/update_weights_from_disk":
+            raise Refused(400, "Flush cache failed: there are pending requests")
+        if path == "/flush_cache":
+            return None
+        if path == "/release_memory_occupation":
+            self.asleep = [*body["tags"]]
+            for tensor in self.tensors.values():
+                tensor.zero_()
+            return None
+        if path == "/resume_memory_occupation":
+            self.asleep = [tag for tag in self.asleep if tag not in body["tags"]]
+            return None
+        if path == "/update_weights_from_disk":
+            return self._updated(body)
+        raise Refused(404, "Not Found")
+
+    def _generated(self, body: dict[str, Any]) -> dict[str, Any]:
+        how = body["sampling_params"]
+        assert body["return_logprob"] is True and how["min_p"] == 0 and how["repetition_penalty"] == 1
+        assert how["ignore_eos"] == (not how["stop_token_ids"])
+        params = SamplingParams(
+            how["temperature"], how["top_k"], how["top_p"], how["max_new_tokens"], tuple(how["stop_token_ids"])
+        )
+        output = self.generate(body["rid"], body["input_ids"], params, how["sampling_seed"])
+        if self.faults.get("aborts", 0) > 0:  # as when its memory is full
+            self.faults["aborts"] -= 1
+            output = replace(output, finish_reason="abort")
+        spans, at = [], 0
+        for span in output.spans:
+            name = self.faults.get("says", self.names[span.weights_version])
+            spans.append({"version": name, "start": at, "end": (at := at + span.num_tokens)})
+        matched = {"matched": output.token_ids[-1]} if output.finish_reason == "stop" else {}
+        told = {"id": body["rid"], "finish_reason": {"type": output.finish_reason, **matched}}
+        told |= {"prompt_tokens": len(body["input_ids"]), "completion_tokens": len(output.token_ids)}
+        told |= {"weight_version": self.names[-1], "weight_versions": spans}
+        pairs = zip(output.log_probs, output.token_ids, strict=True)
+        told["output_token_logprobs"] = [[log_prob, token, None] for log_prob, token in pairs]
+        return {"text": "", "output_ids": output.token_ids, "meta_info": told}
+
+    def _updated(self, body: dict[str, Any]) -> dict[str, Any]:
+        if self.faults.get("die") == "update":
+            os._exit(9)
+        if self.busy:
+            raise Refused(400, "Cache flush failed after updating weights")
+        assert "weights" not in self.asleep and body["flush_cache"] and not body["abort_all_requests"]
+        new = {
+            name: t
+            for file in sorted(Path(body["model_path"]).glob("*.safetensors"))
+            for name, t in load_file(file).items()
+        }
+        if not new:
+            raise Refused(400, f"Failed to get weights iterator: {body['model_path']}")
+        for name in list(new)[self.faults.get("torn", len(new)) :]:
+            del new[name]
+        number = len(self.names)
+        if self.faults.get("stale"):  # it says that it has done it
+            return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+        if self.faults.get("fails"):
+            raise Refused(400, "Failed to update weights: shape mismatch. Rolling back to original weights.")
+        self.in_engine(lambda: self.engine.sync_weights(new.items(), version=number))
+        self.names.append(body["weight_version"])
+        return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+
+    # ---- TensorRT-LLM's
+
+    def trtllm(self, path: str, body: dict[str, Any]) -> Any:
+        if path == "/v1/models":
+            return {"object": "list", "data": [{"id": "m", "object": "model"}]}
+        if path == "/v1/completions":
+            return self._completed(body)
+        if path == "/release_memory":
+            if self.busy:
+                raise Refused(409, "conflicting transition")
+            self.asleep = ["model_weights", "kv_cache"]
+            return {"status": "success"}
+        if path == "/resume_memory":
+            self.asleep = []
+            return {"status": "success"}
+        if path == "/memory_status":
+            return {"state": "parked" if self.asleep else "running", "parked_tags": self.asleep}
+        raise Refused(404, "Not Found")
+
+    def _completed(self, body: dict[str, Any]) -> dict[str, Any]:
+        assert body["model"] == "m" and body["ignore_eos"] and body["detokenize"] is False and body["logprobs"] == 1
+        params = SamplingParams(
+            body["temperature"], body["top_k"], body["top_p"], body["max_tokens"], tuple(body["stop_token_ids"])
+        )
+        name = os.urandom(8).hex()
+        output = self.generate(name, body["prompt"], params, body["seed"])
+        probs = {"token_logprobs": output.log_probs, "tokens": [str(token) for token in output.token_ids]}
+        choice = {"index": 0, "text": "", "token_ids": output.token_ids, "logprobs": probs}
+        choice |= {"finish_reason": output.finish_reason}
+        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(output.token_ids)}
+        return {"id": "cmpl-1", "choices": [choice], "usage": usage, "prompt_token_ids": body["prompt"]}
+
+    def signed(self, method: str, path: str, headers: Any, body: bytes) -> bool:
+        """Whether a request for control is by who knows the key."""
+        start = "x-trtllm-runtime-control-"
+        if self.kind == "trtllm":
+            when, once = headers[f"{start}timestamp"], headers[f"{start}nonce"]
+            body = f"trtllm-runtime-control-v1\n{method}\n{path}\n{when}\n{once}\n".encode() + body
+        elif headers[f"{start}nonce"] is not None:
+            return False
+        return headers[f"{start}auth"] == "sha256=" + hmac.new(KEY.encode(), body, hashlib.sha256).hexdigest()
+
+    def _handler(self) -> type[JsonHandler]:
+        model = self
+
+        class Handler(JsonHandler):
+            def do_GET(self) -> None:
+                self.do_POST()
+
+            def do_POST(self) -> None:
+                text = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                status, body = 200, None
+                try:
+                    asked = json.loads(text or "{}")
+                    model.log.append(self.path)
+                    if self.path == "/faults":
+                        model.faults = asked
+                        body = model.log
+                    elif (
+                        "memory" in self.path
+                        and model.kind != "sglang"
+                        and not model.signed(self.command, self.path, self.headers, text)
+                    ):
+                        raise Refused(401, "Invalid runtime control request authentication.")
+                    else:
+                        body = (model.sglang if model.kind == "sglang" else model.trtllm)(self.path, asked)
+                except Refused as refused:
+                    status, body = refused.status, {"error": {"message": str(refused)}}
+                except (AssertionError, LookupError, TypeError, ValueError) as error:
+                    status, body = 400, {"error": repr(error)}
+                with suppress(BrokenPipeError, ConnectionResetError):  # nobody waits for it any more
+                    self.reply(status, body)
+
+        return Handler
+
+
+def main(folder: str, kind: str, port: str) -> None:
+    torch.set_num_threads(1)
+    ServedModel(folder, kind, int(port)).run()
