@@ -61,7 +61,6 @@ def _no_stream(*_: Any):
 
 
 def install() -> None:
-    import megatron.core.models.common.embeddings.language_model_embedding
     import megatron.core.tensor_parallel.random as random
 
     cuda: Any = torch.cuda

@@ -1,7 +1,6 @@
 """Models and layouts in which the Megatron engine is compared with FSDP2."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import megatron_on_cpu  # noqa: F401  (before megatron-core looks for a GPU)
 import torch
 import torch.distributed as dist
 from engine_rank import CPU, SIZES, policy_loss, value_loss, whole_batch
@@ -23,6 +22,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+import megatron_on_cpu  # noqa: F401  (before megatron-core looks for a GPU)
 from valor.config.engine import FSDPConfig, MegatronConfig, OptimConfig
 from valor.data.balance import partition_rows
 from valor.engines.fsdp.engine import FSDPEngine
@@ -36,7 +36,7 @@ MODELS: dict[str, Any] = {
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
     "qwen3": Qwen3Config(**SIZES, head_dim=12, tie_word_embeddings=False),
-    "mixtral": MixtralConfig(**SIZES | {"intermediate_size": 48}, num_local_experts=4, num_experts_per_tok=2, tie_word_embeddings=False),
+    "mixtral": MixtralConfig(**SIZES | {"intermediate_size": 48}, num_local_experts=4, tie_word_embeddings=False),
     "qwen3_moe": Qwen3MoeConfig(
         **SIZES | _EXPERTS, num_experts=4, norm_topk_prob=True, head_dim=8, tie_word_embeddings=False
     ),
@@ -86,7 +86,9 @@ def run_case(case: Case, out: Path) -> None:
     outputs = engine.forward(share, max_tokens=45, **evaluated)
     steps = [step(engine, case, share) for _ in range(3)]
     weights = engine.state_dict()
-    save_file({name: value.contiguous() for name, value in outputs.items()}, out / f"{case.name}.{dist.get_rank()}.outputs")
+    save_file(
+        {name: value.contiguous() for name, value in outputs.items()}, out / f"{case.name}.{dist.get_rank()}.outputs"
+    )
     if dist.get_rank() == 0:
         kept = {name: value for name, value in weights.items() if name in dict(engine.module.named_parameters())}
         save_file(kept, out / f"{case.name}.weights")

@@ -80,10 +80,7 @@ class MegatronConfig(Section):
     @property
     def sizes(self) -> dict[str, int]:
         """The parallel sizes by their short names."""
-        return {
-            name: getattr(self, f"{key}_parallel_size")
-            for name, key in _SIZES.items()
-        }
+        return {name: getattr(self, f"{key}_parallel_size") for name, key in _SIZES.items()}
 
 
 _SIZES = {"tensor": "tensor_model", "pipeline": "pipeline_model", "context": "context", "expert": "expert_model"}

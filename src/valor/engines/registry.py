@@ -15,7 +15,7 @@ def _build_megatron(*args: Any, **options: Any) -> TrainingEngine:
         from valor.engines.megatron.engine import build_megatron
     except ModuleNotFoundError as error:
         raise UserError(
-            f"strategy=megatron needs megatron-core, and {error.name} is not installed: pip install 'valor-rl[megatron]'"
+            f"strategy=megatron needs '{error.name}', which is not installed: pip install 'valor-rl[megatron]'"
         ) from error
     return build_megatron(*args, **options)
 

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from valor.config.engine import MegatronConfig, OptimConfig
 from valor.config.model import BackboneConfig
 from valor.data.batch import Batch
-from valor.engines import checkpoint
 from valor.engines.base import LossFn
 from valor.engines.core import EngineCore, collect, deterministic_backward, rows_of
 from valor.engines.fsdp.loading import built_once
+from valor.engines.megatron import state
 from valor.engines.megatron.layout import make_groups
 from valor.engines.megatron.model import Face, build_chunks, transformer_config
 from valor.engines.megatron.weights import Weights
@@ -284,6 +284,17 @@ class MegatronEngine(EngineCore):
 
     def without_adapters(self) -> Any:
         return nullcontext()
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        numbers = sum(math.prod(shape) for shape in self._weights.shapes.values())
+        return numbers * (12 if self.optim is not None else self._config.params_dtype.itemsize)
+
+    def save(self, path: Path) -> None:
+        state.save(path, self._weights, self.module, self.optimizer, self.counters)
+
+    def load(self, path: Path) -> None:
+        self.counters = state.load(path, self._weights, self.module, self.optimizer)
 
     def offload(self) -> None: ...
 

@@ -46,7 +46,7 @@ def make_groups(config: MegatronConfig, device: torch.device) -> None:
         expert_tensor_parallel_size=config.expert_tensor_parallel_size,
         create_gloo_process_groups=False,
     )
-    random.model_parallel_cuda_manual_seed(0, force_reset_rng=True)  # nothing is drawn: weights are read, dropout is off
+    random.model_parallel_cuda_manual_seed(0, force_reset_rng=True)  # nothing is ever drawn
     _made = (dist.group.WORLD, wanted)
 
 

@@ -78,6 +78,8 @@ def transformer_config(hf: Any, megatron: MegatronConfig, *, recompute: bool) ->
             "moe_router_pre_softmax": not getattr(config, "norm_topk_prob", True),
             "moe_router_load_balancing_type": "none",
         }
+    if virtual:  # else two stages would have several messages between them at once
+        keys |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     if recompute:
         keys |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     try:

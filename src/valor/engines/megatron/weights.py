@@ -207,7 +207,7 @@ class Weights:
         dist.all_gather_object(stages, [slot.name for slot in self.slots], group=self._group)
         self._owner = {name: stage for stage in reversed(range(len(stages))) for name in stages[stage]}
         assert set(self._owner) == set(shapes), set(self._owner) ^ set(shapes)
-        self._shapes = shapes
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
 
     def take(self, module: nn.Module, device: torch.device) -> None:
         """The values that rank 0's `module` has (collective)."""
@@ -232,9 +232,9 @@ class Weights:
             value = mine[name].read(mine[name].parameters).contiguous() if owner == stage else None
             if self._group.size() > 1:
                 kind = torch.float32 if name.startswith("score.") else dtype
-                value = torch.empty(self._shapes[name], dtype=kind, device=device) if value is None else value
+                value = torch.empty(self.shapes[full_name], dtype=kind, device=device) if value is None else value
                 dist.broadcast(value, dist.get_global_rank(self._group, owner), group=self._group)
-            assert value is not None and value.numel() == prod(self._shapes[name])
+            assert value is not None and value.numel() == prod(self.shapes[full_name])
             yield full_name, value
 
     def norm(self) -> float:
