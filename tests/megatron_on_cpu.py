@@ -62,6 +62,7 @@ def _no_stream(*_: Any):
 
 def install() -> None:
     import megatron.core.tensor_parallel.random as random
+    import megatron.core.transformer.moe.token_dispatcher as dispatcher
 
     cuda: Any = torch.cuda
     cuda.current_device = lambda: _HOST
@@ -78,6 +79,9 @@ def install() -> None:
     random._get_cuda_rng_state = lambda *args, **kwargs: None
     random._set_cuda_rng_state = lambda *args, **kwargs: None
     random.model_parallel_cuda_manual_seed = lambda *args, **kwargs: None
+    dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, **_: (
+        tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+    )
     _OnHost().__enter__()
 
 

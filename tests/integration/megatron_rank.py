@@ -105,3 +105,26 @@ def run_all(out: Path, cases: list[Case]) -> None:
             except Exception as error:
                 error.add_note(f"in the case '{case.name}'")
                 raise
+
+
+def run_moves(out: Path, case: Case, read: str | None, written: str) -> None:
+    """Goes on from the checkpoint `read` of another layout; a step; its checkpoint, weights and export."""
+    engine, batch = build(case), whole_batch()
+    lengths = (batch["prompt_lengths"] + batch["response_lengths"]).tolist()
+    share = batch.take(partition_rows(lengths, engine.data_parallel_size)[engine.data_parallel_rank])
+    if read is not None:
+        engine.load(out / read)
+        engine.save(out / f"{written}.again")
+        engine.export(out / f"{written}.arrived")
+    metrics = step(engine, case, share)
+    engine.save(out / written)
+    engine.export(out / f"{written}.hf")
+    if dist.get_rank() == 0:
+        (out / f"{written}.json").write_text(json.dumps({**metrics, "version": engine.version}))
+
+
+def run_all_moves(out: Path, moves: list[tuple[Case, str | None, str]]) -> None:
+    """Those that are for this number of ranks."""
+    for case, read, written in moves:
+        if case.world == dist.get_world_size():
+            run_moves(out, case, read, written)
