@@ -200,6 +200,7 @@ class Face(nn.Module):
     def __init__(self, chunk: GPTModel, hf: Any, *, shares_tokens: bool) -> None:
         super().__init__()
         self.chunk, self.config, self._shares_tokens = chunk, hf.config, shares_tokens
+        self._padding: int | None = hf.get_input_embeddings().padding_idx
         self.frequencies: Tensor
         self.register_buffer("frequencies", hf.base_model.rotary_emb.inv_freq.float(), persistent=False)
 
@@ -225,7 +226,7 @@ class Face(nn.Module):
         )
         angles = positions[:, None].float() * self.frequencies.to(positions.device)
         rotary = torch.cat([angles, angles], dim=-1)[:, None, None]
-        states = chunk.embedding(input_ids, position_ids=None) if chunk.pre_process else None
+        states = self._embedded(input_ids) if chunk.pre_process else None
         states = chunk.decoder(states, attention_mask=None, rotary_pos_emb=rotary, attention_bias=segments)
         if not chunk.post_process:
             return SimpleNamespace(last_hidden_state=states)
@@ -236,6 +237,17 @@ class Face(nn.Module):
         elif self._shares_tokens:
             states = tensor_parallel.copy_to_tensor_model_parallel_region(states)
         return SimpleNamespace(last_hidden_state=states.transpose(0, 1))
+
+    def _embedded(self, input_ids: Tensor) -> Tensor:
+        """[s, b, H], or this rank's positions of it; the padding token's row has no gradient, as in transformers."""
+        states = self.chunk.embedding(input_ids, position_ids=None)
+        if self._padding is None:
+            return states
+        padding = (input_ids == self._padding).t()[..., None]
+        if self.chunk.config.sequence_parallel:
+            group = parallel_state.get_tensor_model_parallel_group()
+            padding = padding.chunk(group.size())[group.rank()]
+        return torch.where(padding, states.detach(), states)
 
     def get_output_embeddings(self) -> SimpleNamespace:
         """The head's weight [V, H], whole."""
