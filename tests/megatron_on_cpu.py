@@ -7,23 +7,25 @@ numbers are not forked, so nothing that is tested with it may draw any in the mo
 from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 _HOST = torch.device("cpu")
 _TYPE = torch.Tensor.type
 
 
-class _OnHost(TorchFunctionMode):
-    """Tensors that are asked for on a GPU are made on the host."""
+def _on_host(function: Any) -> Any:
+    """The same, but that a tensor asked for on a GPU is made on the host."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
+    @wraps(function)
+    def made(*args: Any, **kwargs: Any) -> Any:
         if "cuda" in str(kwargs.get("device")):
             kwargs["device"] = _HOST
-        return func(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return made
 
 
 class _Nothing:
@@ -82,7 +84,8 @@ def install() -> None:
     dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, **_: (
         tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
     )
-    _OnHost().__enter__()
+    for name in ("tensor", "zeros", "ones", "empty", "full"):
+        setattr(torch, name, _on_host(getattr(torch, name)))
 
 
 install()

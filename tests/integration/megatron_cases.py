@@ -17,6 +17,14 @@ class Case:
     checkpointing: bool = False
 
 
+@dataclass
+class Move:
+    """A step of a case from the checkpoint that the case named `after` has left, or from the start."""
+
+    case: Case
+    after: str | None = None
+
+
 def sizes(tensor: int = 1, pipeline: int = 1, context: int = 1, **more) -> dict:
     names = {"tensor_model": tensor, "pipeline_model": pipeline, "context": context}
     return {f"{name}_parallel_size": size for name, size in names.items()} | more
@@ -56,6 +64,24 @@ FOUR = [
     Case("tp2-cp2", 4, sizes(2, 1, 2)),
 ]
 CASES = ONE + TWO + FOUR
+
+
+# A run that changes its engine and layout after every step, in the order of the worlds 1, 2, 4, 1.
+MOVES = [
+    Move(Case("m1-fsdp", 1, None)),
+    Move(Case("m2-pp", 2, sizes(1, 2)), "m1-fsdp"),
+    Move(Case("m3-dp", 2, sizes()), "m2-pp"),
+    Move(Case("m4-tp-pp", 4, sizes(2, 2)), "m3-dp"),
+    Move(Case("x1-tp", 2, sizes(2), "qwen3_moe")),
+    Move(Case("x2-ep", 2, sizes(expert_model_parallel_size=2), "qwen3_moe"), "x1-tp"),
+    Move(Case("c1-tp", 2, sizes(2), critic=True)),
+    Move(Case("c2-dp", 2, sizes(use_distributed_optimizer=False), critic=True), "c1-tp"),
+]
+LAST = [
+    Move(Case("m5-fsdp", 1, None), "m4-tp-pp"),
+    Move(Case("x3-fsdp", 1, None, "qwen3_moe"), "x2-ep"),
+    Move(Case("c3-one", 1, sizes(), critic=True), "c2-dp"),
+]
 
 
 def base_of(case: Case) -> Case:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from engine_rank import CPU, SIZES, policy_loss, value_loss, whole_batch
 from megatron.core import parallel_state
-from megatron_cases import Case
+from megatron_cases import Case, Move
 from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -33,7 +33,7 @@ from valor.models.value import ValueModel
 
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_hidden_layers": 2}
 MODELS: dict[str, Any] = {
-    "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True, pad_token_id=5),
     "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
     "qwen3": Qwen3Config(**SIZES, head_dim=12, tie_word_embeddings=False),
     "mixtral": MixtralConfig(**SIZES | {"intermediate_size": 48}, num_local_experts=4, tie_word_embeddings=False),
@@ -76,55 +76,52 @@ def step(engine: Any, case: Case, share: Any) -> dict[str, float]:
     return {**metrics, **engine.optimizer_step()}
 
 
-def run_case(case: Case, out: Path) -> None:
-    """Outputs, three steps, and the weights after them go to files of this rank."""
-    engine, batch = build(case), whole_batch()
+def rows_of(engine: Any) -> list[int]:
+    """This rank's share of the batch."""
+    batch = whole_batch()
     lengths = (batch["prompt_lengths"] + batch["response_lengths"]).tolist()
-    rows = partition_rows(lengths, engine.data_parallel_size)[engine.data_parallel_rank]
-    share = batch.take(rows)
+    return partition_rows(lengths, engine.data_parallel_size)[engine.data_parallel_rank]
+
+
+def run_case(case: Case, out: Path) -> None:
+    """Outputs, three steps (FSDP2: five), and the weights before and after them go to files of this rank."""
+    engine = build(case)
+    rows = rows_of(engine)
+    share = whole_batch().take(rows)
     evaluated = {} if case.critic else {"temperature": 0.8, "with_entropy": True, "with_sum_pi_squared": True}
     outputs = engine.forward(share, max_tokens=45, **evaluated)
-    steps = [step(engine, case, share) for _ in range(3)]
-    weights = engine.state_dict()
-    save_file(
-        {name: value.contiguous() for name, value in outputs.items()}, out / f"{case.name}.{dist.get_rank()}.outputs"
-    )
-    if dist.get_rank() == 0:
-        kept = {name: value for name, value in weights.items() if name in dict(engine.module.named_parameters())}
-        save_file(kept, out / f"{case.name}.weights")
+    weights = {"start": engine.state_dict()}
+    steps = [step(engine, case, share) for _ in range(3 if case.layout else 5)]
+    weights["end"] = engine.state_dict()
+    rank = dist.get_rank()
+    save_file({name: value.contiguous() for name, value in outputs.items()}, out / f"{case.name}.{rank}.outputs")
+    if rank == 0:
+        for when, tensors in weights.items():  # tied ones once
+            kept = {name: tensors[name] for name, _ in engine.module.named_parameters()}
+            save_file(kept, out / f"{case.name}.{when}")
     found = {"steps": steps, "rows": rows, "share": engine.data_parallel_rank}
-    (out / f"{case.name}.{dist.get_rank()}.json").write_text(json.dumps(found))
+    (out / f"{case.name}.{rank}.json").write_text(json.dumps(found))
 
 
-def run_all(out: Path, cases: list[Case]) -> None:
-    """Those of the cases that are for this number of ranks."""
+def run_move(out: Path, move: Move) -> None:
+    """What it has read it writes again, as a checkpoint and as an export; then a step, and both again."""
+    engine, name = build(move.case), move.case.name
+    if move.after is not None:
+        engine.load(out / f"{move.after}.checkpoint")
+        engine.save(out / f"{name}.again")
+        engine.export(out / f"{name}.arrived")
+    metrics = step(engine, move.case, whole_batch().take(rows_of(engine)))
+    engine.save(out / f"{name}.checkpoint")
+    engine.export(out / f"{name}.exported")
+    if dist.get_rank() == 0:
+        (out / f"{name}.move").write_text(json.dumps({**metrics, "version": engine.version}))
+
+
+def run_all(out: Path, cases: list[Case], moves: list[Move]) -> None:
+    """Those of the cases and moves that are for this number of ranks."""
     for case in cases:
         if case.world == dist.get_world_size():
-            try:
-                run_case(case, out)
-            except Exception as error:
-                error.add_note(f"in the case '{case.name}'")
-                raise
-
-
-def run_moves(out: Path, case: Case, read: str | None, written: str) -> None:
-    """Goes on from the checkpoint `read` of another layout; a step; its checkpoint, weights and export."""
-    engine, batch = build(case), whole_batch()
-    lengths = (batch["prompt_lengths"] + batch["response_lengths"]).tolist()
-    share = batch.take(partition_rows(lengths, engine.data_parallel_size)[engine.data_parallel_rank])
-    if read is not None:
-        engine.load(out / read)
-        engine.save(out / f"{written}.again")
-        engine.export(out / f"{written}.arrived")
-    metrics = step(engine, case, share)
-    engine.save(out / written)
-    engine.export(out / f"{written}.hf")
-    if dist.get_rank() == 0:
-        (out / f"{written}.json").write_text(json.dumps({**metrics, "version": engine.version}))
-
-
-def run_all_moves(out: Path, moves: list[tuple[Case, str | None, str]]) -> None:
-    """Those that are for this number of ranks."""
-    for case, read, written in moves:
-        if case.world == dist.get_world_size():
-            run_moves(out, case, read, written)
+            run_case(case, out)
+    for move in moves:
+        if move.case.world == dist.get_world_size():
+            run_move(out, move)

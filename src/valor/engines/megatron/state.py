@@ -70,7 +70,7 @@ class TrainedState:
         """The optimizer of this parameter, the tensor that it updates here, and where that begins in the parameter."""
         for part in self._parts:
             if isinstance(part, DistributedOptimizer):
-                if parameter not in part.model_param_gbuf_map:
+                if not any(parameter in buffer.param_index_map for buffer in part.buffers):
                     continue
                 if parameter not in part.model_param_group_index_map:
                     return part, None, 0  # other ranks have all of it

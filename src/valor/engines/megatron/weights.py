@@ -43,7 +43,7 @@ class Slot:
 
     It is cut from one of megatron-core's parameters, or from one of each local expert and stacked. `shape`: of the
     whole tensor, its dimensions split up where the parameters need it; `flat`: as transformers has it. Ranks of each of
-    the `groups` have parts that are joined along the dimension given, the same one in `shape` and `flat` for the last.
+    the `groups` have parts that are joined along the dimension given.
     """
 
     name: str
@@ -65,8 +65,8 @@ class Slot:
     def read_shard(self, values: Sequence[Tensor]) -> tuple[Tensor, Any, int]:
         """This rank's shard of the tensor as transformers has it, of which ranks of the returned group have one along
         the returned dimension, each as large as the first one's or what is left."""
-        part = self._joined(values, self.groups[:-1])
-        group, dim = self.groups[-1] if self.groups else (None, 0)
+        first, (group, dim) = self._sharing
+        part = self._joined(values, first)
         if group is not None:  # without the rows that fill up the vocabulary
             size = part.shape[dim]
             part = part.narrow(dim, 0, min(max(self.shape[dim] - group.rank() * size, 0), size))
@@ -76,11 +76,17 @@ class Slot:
 
     def write_shard(self, values: Sequence[Tensor], shard: Tensor) -> None:
         """What `read_shard` gives, into tensors of the parameters' shapes."""
-        shape = list(self.shape)
-        if self.groups:
-            dim = self.groups[-1][1]
-            shape[dim] = shape[dim] * shard.shape[dim] // self.flat[dim]
-        self._spread(values, shard.reshape(shape), self.groups[:-1])
+        shape, (first, (_, dim)) = list(self.shape), self._sharing
+        shape[dim] = shape[dim] * shard.shape[dim] // self.flat[dim]
+        self._spread(values, shard.reshape(shape), first)
+
+    @property
+    def _sharing(self) -> tuple[Sequence[tuple[Any, int]], tuple[Any, int]]:
+        """The groups that have to be joined before the tensor can be laid out as transformers has it, and the other
+        one, if any: parts along a dimension that is split up, and not the first of it, do not lie together there."""
+        if self.groups and (self.groups[-1][1] == 0 or len(self.shape) == len(self.flat)):
+            return self.groups[:-1], self.groups[-1]
+        return self.groups, (None, 0)
 
     def _joined(self, values: Sequence[Tensor], groups: Sequence[tuple[Any, int]]) -> Tensor:
         cuts = [self.cut(value.detach()) for value in values]
