@@ -6,7 +6,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from valor.config.base import Section, Seed, StepRanges, inherits, key, section, step_range
-from valor.config.engine import CheckpointConfig, FastOptimConfig, FollowerFSDPConfig, FSDPConfig, OptimConfig
+from valor.config.engine import (
+    CheckpointConfig,
+    FastOptimConfig,
+    FollowerFSDPConfig,
+    FollowerMegatronConfig,
+    FSDPConfig,
+    MegatronConfig,
+    OptimConfig,
+)
 from valor.config.model import CriticModelConfig
 
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
@@ -32,7 +40,7 @@ class UpdateConfig(Section):
     """An update by mini-batches, each an optimizer step over micro-batches: what actor and critic share."""
 
     strategy: str = "fsdp2"
-    """Training engine: fsdp2."""
+    """Training engine: fsdp2 or megatron."""
     ppo_mini_batch_size: PositiveInt = 256
     """PROMPTS per optimizer step (times rollout.n samples); at most data.train_batch_size."""
     ppo_micro_batch_size_per_gpu: PositiveInt | None = None
@@ -55,6 +63,7 @@ class UpdateConfig(Section):
     """Processes that share their rows, each a part of every row (Ulysses); must divide the attention heads."""
     optim: OptimConfig = section(OptimConfig)
     fsdp_config: FSDPConfig = section(FSDPConfig)
+    megatron: MegatronConfig = section(MegatronConfig, ".strategy=megatron")
     checkpoint: CheckpointConfig = section(CheckpointConfig)
 
     @property
@@ -96,8 +105,9 @@ class RefConfig(Section):
     """The frozen reference model (present when a KL term needs it)."""
 
     strategy: str = inherits("actor_rollout_ref.actor.strategy")
-    """Engine: fsdp2."""
+    """Engine: fsdp2 or megatron."""
     fsdp_config: FollowerFSDPConfig = section(FollowerFSDPConfig, _OWN_WEIGHTS)
+    megatron: FollowerMegatronConfig = section(FollowerMegatronConfig, ".strategy=megatron")
     log_prob_micro_batch_size_per_gpu: PositiveInt | None = key(None, _EXACT)
     """Most samples in a forward micro-batch of one process; null leaves it to the token budget."""
     log_prob_use_dynamic_bsz: bool = inherits("actor_rollout_ref.actor.use_dynamic_bsz", _EXACT)
@@ -145,6 +155,7 @@ class CriticConfig(
     """Value clip range: new values are kept within this distance of the old ones in the loss; null never clips."""
     optim: FastOptimConfig = section(FastOptimConfig, ".freeze=false")
     fsdp_config: FollowerFSDPConfig = section(FollowerFSDPConfig)
+    megatron: FollowerMegatronConfig = section(FollowerMegatronConfig, ".strategy=megatron")
 
     def contradictions(self, at: str) -> Iterator[str]:
         if self.ensemble_size > 1 and (self.freeze or self.model.value_head_init == "zero"):

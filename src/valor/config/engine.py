@@ -1,8 +1,8 @@
 """Sections shared by every role that trains: sharding and precision, optimizer, checkpoint contents."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat
+from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from valor.config.base import CountOrOff, DType, Section, Share, inherits, key
 
@@ -43,6 +43,62 @@ class FollowerFSDPConfig(
     dtype=inherits("actor_rollout_ref.actor.fsdp_config.dtype"),
 ):
     """How a model beside the actor is sharded; in the actor's precision, so that the reference's KL starts at zero."""
+
+
+class MegatronConfig(Section):
+    """How megatron-core divides a model over the processes, and computes it (strategy=megatron)."""
+
+    tensor_model_parallel_size: PositiveInt = 1
+    """Processes that share each layer's matrices; must divide the key-value heads."""
+    pipeline_model_parallel_size: PositiveInt = 1
+    """Stages of consecutive layers; must divide the layers."""
+    virtual_pipeline_model_parallel_size: PositiveInt | None = key(None, ".pipeline_model_parallel_size!=1")
+    """Runs of layers of each stage, which take turns; null: one."""
+    context_parallel_size: PositiveInt = 1
+    """Processes that share the positions of every row (all-to-all over the heads); needs packed rows."""
+    expert_model_parallel_size: PositiveInt = 1
+    """Processes that share the experts of a layer."""
+    expert_tensor_parallel_size: PositiveInt | None = None
+    """Processes that share each expert's matrices; null: tensor_model_parallel_size."""
+    sequence_parallel: bool = key(True, ".tensor_model_parallel_size!=1")
+    """Processes that share matrices share the positions outside of them, too."""
+    use_distributed_optimizer: bool = True
+    """Each data-parallel process keeps a part of the optimizer's state; false: each keeps all of it."""
+    dtype: DType = "bfloat16"
+    """Precision of parameters and computing; with bfloat16 the optimizer keeps float32 copies."""
+    param_offload: bool = False
+    """Keep parameters in host memory while the role is idle."""
+    grad_offload: bool = False
+    """Free the gradients' memory while the role is idle."""
+    optimizer_offload: bool = False
+    """Keep optimizer state in host memory while the role is idle."""
+    override_transformer_config: dict[str, Any] = key({})
+    """Further fields of megatron-core's TransformerConfig, such as recompute_granularity."""
+    override_ddp_config: dict[str, Any] = key({})
+    """Further fields of its DistributedDataParallelConfig, such as overlap_grad_reduce."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The parallel sizes by their short names."""
+        return {name: getattr(self, f"{key}_parallel_size") for name, key in _SIZES.items()}
+
+
+_SIZES = {"tensor": "tensor_model", "pipeline": "pipeline_model", "context": "context", "expert": "expert_model"}
+_ACTORS = "actor_rollout_ref.actor.megatron"
+
+
+class FollowerMegatronConfig(
+    MegatronConfig,
+    tensor_model_parallel_size=inherits(f"{_ACTORS}.tensor_model_parallel_size"),
+    pipeline_model_parallel_size=inherits(f"{_ACTORS}.pipeline_model_parallel_size"),
+    virtual_pipeline_model_parallel_size=inherits(f"{_ACTORS}.virtual_pipeline_model_parallel_size"),
+    context_parallel_size=inherits(f"{_ACTORS}.context_parallel_size"),
+    expert_model_parallel_size=inherits(f"{_ACTORS}.expert_model_parallel_size"),
+    expert_tensor_parallel_size=inherits(f"{_ACTORS}.expert_tensor_parallel_size"),
+    sequence_parallel=inherits(f"{_ACTORS}.sequence_parallel"),
+    dtype=inherits(f"{_ACTORS}.dtype"),
+):
+    """How megatron-core divides a model beside the actor: as the actor, with which it shares the processes."""
 
 
 DecayRate = Annotated[float, Field(ge=0, lt=1)]

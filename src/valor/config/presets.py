@@ -44,6 +44,7 @@ _SFT = {
 PRESETS: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
     "ppo_config": (PPOConfig, _GSM8K | {"trainer.experiment_name": "ppo_gsm8k"}),
     "grpo_config": (PPOConfig, _GSM8K | _GRPO),
+    "ppo_megatron_trainer": (PPOConfig, {"actor_rollout_ref.actor.strategy": "megatron"}),
     "sft_config": (SFTConfig, _SFT),
 }
 """Each preset: its tree, and what it sets."""

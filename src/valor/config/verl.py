@@ -81,7 +81,8 @@ _RENAMED = {
     "*.optim.clip_grad": "*.grad_clip",
     "*optim.lr_warmup_steps": "*optim.warmup_steps",
     "*optim.lr_warmup_steps_ratio": "*optim.warmup_steps_ratio",
-    "*optim.lr_scheduler_type": "*optim.warmup_style",
+    "*optim.lr_scheduler_type": "*optim.warmup_style *optim.lr_decay_style",
+    **{f"{role}.megatron.*": f"{role}.megatron_config.*" for role in (ACTOR, REF, "critic")},
     "*checkpoint.save_contents": "*checkpoint.contents",
     "*.model.lora_rank": "*.model.lora.rank",
     "*.model.lora_alpha": "*.model.lora.alpha",
@@ -105,6 +106,7 @@ _RENAMED = {
 _MOVED = [
     *_same_names("*", "*.fsdp_config", "strategy ulysses_sequence_parallel_size"),
     *_same_names(MODEL, ACTOR, "use_remove_padding"),
+    *_same_names(MODEL, f"{ACTOR}.megatron", "use_remove_padding"),
     *_same_names(MODEL, "data", "trust_remote_code"),
     *_same_names(REWARD_MODEL, "reward_model", "enable enable_resource_pool n_gpus_per_node nnodes"),
     *_same_names(REWARD_MODEL, "reward_model", "max_length micro_batch_size_per_gpu"),
@@ -125,7 +127,7 @@ _BEFORE_WIDER_ONES = [
     *_because({UNSEEN: f"{ACTOR}.state_masking"}, only=(True,)),
     *_because({f"{UNSEEN}: leave it at true": f"{ACTOR}.state_masking"}, only=(False,), refused=True),
     *_because({"it is where AdamW comes from": "*optim.optimizer_impl"}, only=("torch.optim",)),
-    *_because({"it is the optimizer": "*optim.optimizer"}, only=("AdamW",)),
+    *_because({"it is the optimizer": "*optim.optimizer"}, only=("AdamW", "adam")),
     *_because({"layers are whole": "*fsdp_config.tensor_parallel_size"}, only=(1,)),
     *_because({"managers are built in": "reward.reward_manager.module.*"}, only=(None, "custom_reward_manager")),
     *_because({"fsdp and fsdp2 are the engine": "model_engine engine"}, only=("dp", "fsdp", "fsdp2")),
@@ -151,6 +153,8 @@ _NO_EFFECT = {
     + _at(ROLLOUT, "over_sample_rate multi_stage_wake_up multi_turn.num_repeat_rollouts"),
     "samples per prompt are actor_rollout_ref.rollout.n": f"{ACTOR}.rollout_n critic.rollout_n",
     "the schedule spans the run (trainer.total_training_steps)": "*optim.total_training_steps",
+    "Valor reads and writes Hugging Face weights itself": "*.megatron.use_mbridge *.megatron.vanilla_mbridge",
+    "checkpoints can always be read under another layout": "*.megatron.dist_ckpt_optim_fully_reshardable",
     "what an estimator needs is computed": f"{ACTOR}.calculate_sum_pi_squared",
     "entropy and log-probs never hold all logits at once": "*.entropy_checkpointing "
     "*.entropy_from_logits_with_chunking *.entropy_from_logits_chunk_size *model.use_fused_kernels "
@@ -159,10 +163,10 @@ _NO_EFFECT = {
     "training passes are compiled by model.compile=true": "*.use_torch_compile",
     "weights are read from where they are": "*model.use_shm",
     "micro-batches pad to their own longest row": "*.pad_to_length *.pad_to_length_bucket",
-    "one seed decides all, trainer.seed": f"*fsdp_config.seed {ROLLOUT}.seed",
+    "one seed decides all, trainer.seed": f"*fsdp_config.seed *.megatron.seed {ROLLOUT}.seed",
     "no warm-up step has rate 0": "*optim.zero_indexed_step",
     "FSDP2 shards layer by layer": "*.wrap_policy.min_num_params *fsdp_config.use_orig_params",
-    "the role decides it": "*fsdp_config.forward_only",
+    "the role decides it": "*fsdp_config.forward_only *.megatron.forward_only",
     "a checkpoint is always read strictly": "*checkpoint.strict",
     "an export holds merged weights": f"{MODEL}.lora.merge",
     "rollout log-probs are those of the sampling distribution": f"{ROLLOUT}.logprobs_mode",
@@ -185,8 +189,13 @@ _NO_EFFECT = {
     "an interrupted run saves by itself": "trainer.esi_redundant_time",
 }
 _REFUSED = {
-    "the Megatron backend is not installed: use strategy=fsdp2": "model_engine engine *.megatron.* *.megatron_config "
-    "*.megatron_config.*",
+    "the engine is set by each role: use actor_rollout_ref.actor.strategy=megatron": "model_engine engine",
+    "weights are read from, and written to, Hugging Face directories": "*.megatron.use_dist_checkpointing "
+    "*.megatron.dist_checkpointing_path *.megatron.override_mcore_model_config.*",
+    "megatron-core's own FSDP is not used: set strategy=fsdp2": "*.megatron.use_megatron_fsdp",
+    "context parallel ranks are the same for all rows": "*.megatron.dynamic_context_parallel "
+    "*.megatron.max_seqlen_per_dp_cp_rank",
+    "the schedule's floor is a share of lr: set min_lr_ratio": "*optim.min_lr",
     "replicas follow from the processes and tensor_model_parallel_size: set it to 1": REPLICAS,
     "a checkpoint is always read as a whole: drop it": "*checkpoint.load_contents",
     "saving is done before the next step: leave it at false": "*checkpoint.async_save",

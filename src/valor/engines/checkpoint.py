@@ -51,14 +51,26 @@ def save(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None,
     Of a model with adapters these and the head alone are its weights. Diverged: some numbers are not finite.
     """
     if ruined := _not_finite(module, optimizer):
-        raise Diverged(f"{ruined} is not finite, and was not saved: lower the learning rate, or set optim.clip_grad")
-    path.mkdir(parents=True, exist_ok=True)
+        raise not_saved(ruined)
     tensors = {f"model.{name}": value for name, value in _module_tensors(module).items()}
     scalars: dict[str, dict[str, Any]] = {}
     if optimizer is not None:
         for name, state in _optimizer_states(module, optimizer).items():
             tensors |= {f"optimizer.{name}.{key}": value for key, value in state.items() if key != "step"}
             scalars[name] = {"step": {"tensor": float(state["step"]), "dtype": "float32"}}
+    write(path, module, tensors, counters, type(optimizer).__name__ if optimizer is not None else None, scalars)
+
+
+def write(
+    path: Path,
+    module: nn.Module,
+    tensors: dict[str, Tensor],
+    counters: Counters,
+    optimizer: str | None,
+    scalars: dict[str, dict[str, Any]],
+) -> None:
+    """Write this rank's `tensors`, and what `module` is, into the directory `path`; collective."""
+    path.mkdir(parents=True, exist_ok=True)
     if dist.get_rank() == 0:
         for leftover in path.glob("*.safetensors"):  # a reader takes every shard that it finds
             leftover.unlink()
@@ -70,7 +82,7 @@ def save(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None,
             "format": FORMAT,
             "world_size": dist.get_world_size(),
             "counters": asdict(counters),
-            "optimizer": type(optimizer).__name__ if optimizer is not None else None,
+            "optimizer": optimizer,
             "optimizer_scalars": scalars,
             "adapters": _record(module),
         }
@@ -90,6 +102,19 @@ def load(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None)
     there, one of another model or of other adapters, one without the state of this optimizer, or with numbers that are
     not finite.
     """
+    state, stored = begin_to_read(path, module, type(optimizer).__name__ if optimizer is not None else None)
+    tensors: dict[str, Tensor] = {f"model.{name}": value for name, value in _module_tensors(module).items()}
+    if optimizer is not None:
+        tensors |= _prepare_optimizer(module, optimizer, stored, state["optimizer_scalars"])
+    read_into(path, tensors, stored, {name: tuple(value.shape) for name, value in tensors.items()})
+    if ruined := _not_finite(module, optimizer):
+        raise of_no_use(path, ruined)
+    return Counters(**state["counters"])
+
+
+def begin_to_read(path: Path, module: nn.Module, optimizer: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The small state in `path`, and what is known of each tensor that a reader needs: without optimizer the weights.
+    UserError: no checkpoint, or one of something else."""
     try:
         state = json.loads((path / STATE_FILE).read_text())
     except (OSError, json.JSONDecodeError) as error:
@@ -97,20 +122,27 @@ def load(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None)
     if state["format"] != FORMAT:
         raise UserError(f"'{path}' has checkpoint format {state['format']}; this version reads format {FORMAT}")
     _check_adapters(path, state.get("adapters", {}), _record(module))
-    reader = HuggingFaceStorageReader(str(path))
-    stored = reader.read_metadata().state_dict_metadata
-    tensors: dict[str, Tensor] = {f"model.{name}": value for name, value in _module_tensors(module).items()}
-    if optimizer is not None:
-        if state["optimizer"] != type(optimizer).__name__:
-            raise UserError(f"'{path}' holds the state of {state['optimizer']}, not of {type(optimizer).__name__}")
-        tensors |= _prepare_optimizer(module, optimizer, stored, state["optimizer_scalars"])
-    read = stored if optimizer is not None else {name: one for name, one in stored.items() if name.startswith("model.")}
-    _check_fit(path, tensors, read)
+    if optimizer is not None and state["optimizer"] != optimizer:
+        raise UserError(f"'{path}' holds the state of {state['optimizer']}, not of {optimizer}")
+    stored = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    return state, {n: one for n, one in stored.items() if optimizer is not None or n.startswith("model.")}
+
+
+def read_into(
+    path: Path, tensors: dict[str, Tensor], stored: dict[str, Any], shapes: dict[str, tuple[int, ...]]
+) -> None:
+    """Fill this rank's `tensors` from `path` (collective). UserError: `stored` are not those of all ranks' `shapes`."""
+    _check_fit(path, shapes, stored)
     with _own_errors():
-        dcp_load(tensors, storage_reader=reader)
-    if ruined := _not_finite(module, optimizer):
-        raise UserError(f"the checkpoint '{path}' is of no use: {ruined} is not finite; resume from an earlier one")
-    return Counters(**state["counters"])
+        dcp_load(tensors, storage_reader=HuggingFaceStorageReader(str(path)))
+
+
+def not_saved(ruined: str) -> Diverged:
+    return Diverged(f"{ruined} is not finite, and was not saved: lower the learning rate, or set optim.clip_grad")
+
+
+def of_no_use(path: Path, ruined: str) -> UserError:
+    return UserError(f"the checkpoint '{path}' is of no use: {ruined} is not finite; resume from an earlier one")
 
 
 def size(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
@@ -160,17 +192,17 @@ class _ShardWriter(HuggingFaceStorageWriter):
         return done
 
 
-def _check_fit(path: Path, tensors: dict[str, Tensor], stored: dict[str, Any]) -> None:
-    missing = [name for name in tensors if name not in stored]
+def _check_fit(path: Path, shapes: dict[str, tuple[int, ...]], stored: dict[str, Any]) -> None:
+    missing = [name for name in shapes if name not in stored]
     if missing:
         raise UserError(f"the checkpoint '{path}' lacks {missing[0]} (and {len(missing) - 1} more): another model?")
-    extra = [name for name in stored if name not in tensors]
+    extra = [name for name in stored if name not in shapes]
     if extra:
         raise UserError(
             f"the checkpoint '{path}' has {extra[0]} (and {len(extra) - 1} more), the model has not: another model?"
         )
-    for name, value in tensors.items():
-        there, here = tuple(stored[name].size), tuple(value.shape)
+    for name, here in shapes.items():
+        there = tuple(stored[name].size)
         if there != here:
             raise UserError(f"the checkpoint '{path}' has {name} of shape {there}, the model {here}")
 
@@ -181,10 +213,14 @@ def _not_finite(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> s
     for name, parameter in module.named_parameters():
         for what, value in {"": parameter.detach(), **states.get(name, {})}.items():
             local = value.to_local() if isinstance(value, DTensor) else value
-            # The extremes are not finite either, and cost a tenth of a look at every number.
-            if isinstance(local, Tensor) and local.numel() and not torch.stack(local.aminmax()).isfinite().all():
+            if isinstance(local, Tensor) and not is_finite(local):
                 return f"{what} of {name}" if what else name
     return None
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Its extremes are not finite either, and cost a tenth of a look at every number."""
+    return not tensor.numel() or bool(torch.stack(tensor.aminmax()).isfinite().all())
 
 
 def _record(module: nn.Module) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class Segments:
         offsets = torch.tensor(bounds, dtype=torch.int32, device=keys.device)
         return replace(self, key_bounds=bounds, key_offsets=offsets, keys=keys)
 
-    def shared_out(self, group: dist.ProcessGroup, padding: int) -> Segments:
+    def shared_out(self, group: dist.ProcessGroup | None, padding: int) -> Segments:
         """The same over the ranks of a group, with a row of padding, if any, behind the others."""
         if not padding:
             return replace(self, group=group)

@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from valor.models.hf import disable_dropout, input_device
 from valor.models.packing import enable_packing
-from valor.models.rows import CompactRows, compact_rows
+from valor.models.rows import ALONE, CompactRows, compact_rows
 from valor.models.token_log_probs import (
     HeadProduct,
     LogitMap,
@@ -37,7 +36,7 @@ class PolicyModel(nn.Module):
     neighbours begin with are read once.
     """
 
-    sequence_group: dist.ProcessGroup | None = None  # whose ranks share rows; set by the engine
+    sharing = ALONE  # how ranks divide the rows; set by the engine
 
     def __init__(self, hf: Any, *, packed: bool = False, shared: bool = False) -> None:
         super().__init__()
@@ -67,8 +66,7 @@ class PolicyModel(nn.Module):
         CPU. Positions beyond a response's length are 0. as_reference: instead, what another policy's `reference`
         returns.
         """
-        layout = {"packed": self.packed, "shared": self.shared, "group": self.sequence_group}
-        compact = compact_rows(rows, **layout).to(input_device(self.hf))
+        compact = self.compact(rows)
         if as_reference:
             return self._logits(compact)
         with torch.no_grad():
@@ -92,6 +90,11 @@ class PolicyModel(nn.Module):
             hits = (best == compact.targets).float()
         columns = {**found._asdict(), "sum_pi_squared": squares, "hits": hits}
         return {name: compact.scatter(column) for name, column in columns.items() if column is not None}
+
+    def compact(self, rows: Mapping[str, Tensor]) -> CompactRows:
+        """What this rank's model reads of `rows`, on its device."""
+        layout = {"packed": self.packed, "shared": self.shared, "sharing": self.sharing}
+        return compact_rows(rows, **layout).to(input_device(self.hf))
 
     def _logits(self, compact: CompactRows) -> HeadProduct | Tensor:
         """At the positions that predict response tokens: how to compute the logits, or, where only the model's own

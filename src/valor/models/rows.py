@@ -23,14 +23,29 @@ ROW_FIELDS = ("prompts", "prompt_lengths", "responses", "response_lengths")
 
 
 @dataclass(frozen=True)
+class Sharing:
+    """How ranks divide rows, which only packed ones can be. `positions`: ranks that have a part of every row each.
+    `tokens`: ranks that have the same positions, and compute log-probs of different response tokens; `all`: the ranks
+    of both kinds. `multiple`: the positions of a rank are filled up to one of it."""
+
+    positions: dist.ProcessGroup | None = None
+    tokens: dist.ProcessGroup | None = None
+    all: dist.ProcessGroup | None = None
+    multiple: int = 1
+
+
+ALONE = Sharing()
+
+
+@dataclass(frozen=True)
 class CompactRows:
     """What the model reads and where its predictions of response tokens lie.
 
     Response token t of a row with p prompt tokens is predicted at position p - 1 + t, so the last token of a row is
     never an input. Padding is to the right and nothing looks at it: a causal model needs no attention mask. Packed rows
     lie one behind the other in one long row, b = 1, with `position_ids` and the `segments` that they are; tokens that
-    several rows begin with may lie there once. Where ranks share the positions, L and N are this rank's, in the order
-    of the positions; `mask` is all ranks', and this rank's first response token is number `begin` of `total`.
+    several rows begin with may lie there once. Where ranks share the rows, L and N are this rank's, in the order of the
+    positions; `mask` is all ranks', and this rank's first response token is number `begin` of `total` in the `group`.
     """
 
     input_ids: Tensor  # [b, L] int64
@@ -39,6 +54,7 @@ class CompactRows:
     mask: Tensor  # [b, T] bool, true at the N response tokens
     position_ids: Tensor | None = None  # [1, L] int64
     segments: Segments | None = None
+    group: dist.ProcessGroup | None = None
     begin: int = 0
     total: int = 0
     rank: Tensor | None = None  # [total] int64, where ranks share: the number of each response token among all of them
@@ -61,20 +77,22 @@ class CompactRows:
 
     def scatter(self, flat: Tensor) -> Tensor:
         """Per-token numbers [N, ...] on the [b, T, ...] grid, zero elsewhere; differentiable."""
-        if self.segments is not None and self.segments.group is not None:
-            flat = put_together(flat, self.begin, self.total, self.segments.group)[self.rank]
+        if self.group is not None:
+            flat = put_together(flat, self.begin, self.total, self.group)
+        if self.rank is not None:
+            flat = flat[self.rank]
         mask = self.mask.view(*self.mask.shape, *[1] * (flat.dim() - 1))
         return flat.new_zeros(*self.mask.shape, *flat.shape[1:]).masked_scatter(mask, flat)
 
 
 def compact_rows(
-    rows: Mapping[str, Tensor], *, packed: bool = False, shared: bool = False, group: dist.ProcessGroup | None = None
+    rows: Mapping[str, Tensor], *, packed: bool = False, shared: bool = False, sharing: Sharing = ALONE
 ) -> CompactRows:
     """Join prompts [b, P] and responses [b, T] without a gap. A row needs at least one prompt token (ValueError).
 
     packed: also without padding between rows. shared: packed, and the tokens with which a row begins as the row before
-    it are there once (`shared_beginnings`). group: packed rows that its ranks share position by position. Where the
-    rows are on the CPU nothing here waits for a device.
+    it are there once (`shared_beginnings`). sharing: how ranks divide the packed rows. Where the rows are on the CPU
+    nothing here waits for a device.
     """
     prompt_lengths, response_lengths, responses = rows["prompt_lengths"], rows["response_lengths"], rows["responses"]
     if bool((prompt_lengths < 1).any()):
@@ -98,7 +116,7 @@ def compact_rows(
         segments = segments.reading(read.tolist(), position[column < read[:, None]])
     columns = column.expand_as(ids)[is_own][None]
     whole = CompactRows(ids[is_own][None], predictor, responses[mask], mask, columns, segments)
-    return whole if group is None else _own_part(whole, group)
+    return whole if sharing == ALONE else _own_part(whole, sharing)
 
 
 def model_inputs(rows: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -147,22 +165,29 @@ def _positions(own: Tensor, skipped: Tensor, length: int) -> Tensor:
     return start[holder] + column
 
 
-def _own_part(whole: CompactRows, group: dist.ProcessGroup) -> CompactRows:
+def _own_part(whole: CompactRows, sharing: Sharing) -> CompactRows:
     """This rank's positions of packed rows, as many as any other rank's: a row of padding fills up the last part."""
     assert whole.position_ids is not None and whole.segments is not None
+    group = sharing.positions
+    ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
     tokens = whole.input_ids.shape[1]
-    missing = -tokens % group.size()
-    each = (tokens + missing) // group.size()
-    own = slice(group.rank() * each, (group.rank() + 1) * each)
+    missing = -tokens % (ranks * sharing.multiple)
+    each = (tokens + missing) // ranks
+    own = slice(rank * each, (rank + 1) * each)
     ids = torch.nn.functional.pad(whole.input_ids, (0, missing))[:, own]
     filling = torch.arange(missing, device=ids.device)[None]
     positions = torch.cat([whole.position_ids, filling], dim=1)[:, own]
     by_position = whole.predictor.sort(stable=True)
     ends = torch.tensor([own.start, own.stop], device=ids.device)
     begin, end = torch.searchsorted(by_position.values, ends).tolist()
+    if sharing.tokens is not None:
+        share = -(-(end - begin) // sharing.tokens.size())
+        begin, end = (
+            min(begin + sharing.tokens.rank() * share, end),
+            min(begin + (sharing.tokens.rank() + 1) * share, end),
+        )
     predictor, targets = by_position.values[begin:end] - own.start, whole.targets[by_position.indices[begin:end]]
-    segments = whole.segments.shared_out(group, missing)
-    total = len(whole.targets)
-    return CompactRows(
-        ids, predictor, targets, whole.mask, positions, segments, begin, total, by_position.indices.argsort()
-    )
+    segments, total = whole.segments.shared_out(group, missing), len(whole.targets)
+    back = by_position.indices.argsort()
+    together = sharing.all or group
+    return CompactRows(ids, predictor, targets, whole.mask, positions, segments, together, begin, total, back)

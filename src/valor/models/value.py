@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from valor.algorithms import hl_gauss_value
 from valor.models.hf import disable_dropout, input_device
 from valor.models.packing import enable_packing
-from valor.models.rows import compact_rows
+from valor.models.rows import ALONE, CompactRows, compact_rows
 
 # The names that transformers gives the head of its *ForTokenClassification classes.
 HEAD_NAMES = ("score", "classifier")
@@ -64,7 +63,7 @@ class ValueModel(nn.Module):
     packed, shared: as in PolicyModel.
     """
 
-    sequence_group: dist.ProcessGroup | None = None  # whose ranks share rows; set by the engine
+    sharing = ALONE  # how ranks divide the rows; set by the engine
 
     def __init__(self, hf: Any, *, packed: bool = False, shared: bool = False) -> None:
         super().__init__()
@@ -85,14 +84,18 @@ class ValueModel(nn.Module):
         """The parts that a mixed-precision engine must leave in float32."""
         return [self.head]
 
+    def compact(self, rows: Mapping[str, Tensor]) -> CompactRows:
+        """What this rank's model reads of `rows`, on its device."""
+        layout = {"packed": self.packed, "shared": self.shared, "sharing": self.sharing}
+        return compact_rows(rows, **layout).to(input_device(self.hf))
+
     def forward(self, rows: Mapping[str, Tensor], *, raw: bool = False) -> dict[str, Tensor]:
         """Float32 `values` [b, T]: the value of the state before response token t, 0 beyond a response's length.
 
         raw: instead `head_outputs`, which value losses train: [b, T], or [b, T, K] of a head of K outputs. `rows` as in
         PolicyModel.forward.
         """
-        layout = {"packed": self.packed, "shared": self.shared, "group": self.sequence_group}
-        compact = compact_rows(rows, **layout).to(input_device(self.hf))
+        compact = self.compact(rows)
         states = compact.read_by(self.hf.base_model).last_hidden_state
         outputs = self.head(compact.gather(states).float()).float()
         if raw:

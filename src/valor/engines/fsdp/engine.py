@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -18,24 +17,22 @@ from valor.config.engine import FSDPConfig, OptimConfig
 from valor.config.model import BackboneConfig
 from valor.data.batch import Batch
 from valor.engines import checkpoint
-from valor.engines.base import LossFn, WeightNames
+from valor.engines.base import LossFn
+from valor.engines.core import EngineCore, collect, deterministic_backward, rows_of
 from valor.engines.fsdp.internals import drop_unreduced_gradients
 from valor.engines.fsdp.loading import built_once
 from valor.engines.fsdp.sharding import gathered, rank_mesh, reshards, sequence_group, shard, transformer_layers
 from valor.engines.kernels import use_kernels
-from valor.engines.microbatch import MicroBatches, RowOrder, TokenBudget
-from valor.engines.optim import build_optimizer, clip_gradients, global_norm, lr_factor
-from valor.errors import Diverged, TrainingStopped, out_of_memory
+from valor.engines.optim import build_optimizer, clip_gradients, global_norm
+from valor.errors import TrainingStopped, out_of_memory
 from valor.models import attention
-from valor.models.export import export_hf, plain_weights, published_weights
 from valor.models.load import import_model_code
 from valor.models.lora import adapters_off, has_adapters
 from valor.models.policy import Reference
-from valor.models.rows import ROW_FIELDS, in_families, model_inputs
+from valor.models.rows import Sharing
 from valor.tracking.metrics import reduce_metrics
 from valor.tracking.progress import report_progress
 
-_EXPLODED = 100.0  # times the norm of the weights as they were loaded
 _Result = TypeVar("_Result")
 
 
@@ -67,7 +64,7 @@ def build_fsdp(
     return engine
 
 
-class FSDPEngine:
+class FSDPEngine(EngineCore):
     """See `valor.engines.base.TrainingEngine`; without `optim` it only evaluates.
 
     The process group exists before the engine (`distributed.init_process_group`). The weights are those of rank 0's
@@ -89,28 +86,20 @@ class FSDPEngine:
         mesh = rank_mesh(device, fsdp)
         self._fsdp, self._sequence_parallel = fsdp, sequence_parallel
         if sequence_parallel > 1:
-            cast(Any, module).sequence_group = sequence_group(module, sequence_parallel)
+            cast(Any, module).sharing = Sharing(positions=sequence_group(module, sequence_parallel))
         self.data_parallel_rank = dist.get_rank() // sequence_parallel
         self.data_parallel_size = dist.get_world_size() // sequence_parallel
-        self.module: Any = module
-        self.device, self.total_steps = device, total_steps
+        super().__init__(module, optim, device, total_steps)
         self._parts = shard(module, fsdp, device, mesh)
         self._host_resident = device.type == "cpu" or fsdp.offload_policy  # nothing to move between phases
         self._checkpointing = any(getattr(m, "gradient_checkpointing", False) for m in module.modules())
-        self.optim = optim
         self.optimizer = build_optimizer(module.parameters(), optim) if optim is not None else None
-        self.counters = checkpoint.Counters()
         self._first_norm = self._weight_norm()
-        self._budgets = {"forward": TokenBudget(), "train": TokenBudget()}
         if device.type in attention.VARLEN_DEVICES and getattr(module, "packed", False):
             with torch.no_grad():
                 self._outputs(Batch(), [], {})  # so that variable-length attention is probed outside of a checkpoint
             self._reshard()
         self.offload()
-
-    @property
-    def version(self) -> int:
-        return self.counters.updates
 
     # ---- forward and backward
 
@@ -119,20 +108,16 @@ class FSDPEngine:
         self, batch: Batch, *, max_tokens: int | None = None, max_rows: int | None = None, **options: Any
     ) -> dict[str, Tensor]:
         self.module.eval()
-        responses, outputs = batch["responses"], dict[str, Tensor]()
-        todo = self._micro_batches("forward", batch, max_tokens, max_rows)
+        responses = batch["responses"]
+        outputs: dict[str, Tensor] = {}
+        todo = self._micro_batches("forward", batch, max_tokens, max_rows, share=self._sequence_parallel)
         while todo:
             indices = todo.present
             found = self._attempt(partial(self._outputs, batch, indices, options))
             if found is None:
                 todo.repeat()
                 continue
-            for name, value in found.items():
-                if name not in outputs:
-                    shape = (*responses.shape[: value.dim()], *value.shape[2:])
-                    outputs[name] = torch.zeros(shape, dtype=value.dtype, device=responses.device)
-                if indices:
-                    outputs[name][indices] = value.to(responses.device)
+            collect(outputs, found, indices, responses)
             todo.advance()
             report_progress(todo.done, len(batch))
         self._reshard()
@@ -152,11 +137,11 @@ class FSDPEngine:
         assert self.optimizer is not None, "a frozen engine has no gradients"
         self.module.train(self._checkpointing)  # dropout is off; checkpointing acts in training mode alone
         earlier = {p: p.grad.clone() for p in self.module.parameters() if p.grad is not None}
-        todo = self._micro_batches("train", batch, max_tokens, max_rows)
+        todo = self._micro_batches("train", batch, max_tokens, max_rows, share=self._sequence_parallel)
         metrics: list[dict[str, float]] = []
         while todo:
             self._sync_gradients(last=todo.last)
-            found = self._attempt(partial(self._loss, batch, todo.present, loss_fn, options))
+            found = self._attempt(partial(self._loss_of, batch, todo.present, loss_fn, options))
             if found is None:
                 todo.repeat()
                 continue
@@ -174,29 +159,10 @@ class FSDPEngine:
         self._reshard()
         return reduce_metrics([*metrics, *(budget.take_metrics() for budget in self._budgets.values())])
 
-    def optimizer_step(self, *, advance_schedule: bool = True) -> dict[str, float]:
-        assert self.optimizer is not None and self.optim is not None, "a frozen engine has no optimizer"
-        lr = self.optim.lr * lr_factor(self.counters.schedule_steps, self.optim, self.total_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+    def _clip(self) -> float:
+        assert self.optim is not None
         grads = [cast(DTensor, p.grad) for p in self.module.parameters() if p.grad is not None]
-        norm = clip_gradients(grads, self.optim.clip_grad)
-        finite = math.isfinite(norm)
-        if finite:
-            self._apply_update()
-            self.counters.updates += 1
-            weights = self._weight_norm()
-            if not weights <= _EXPLODED * max(self._first_norm, 1.0):
-                raise Diverged(
-                    f"an update has ruined the weights: their norm is {weights:g}, and was {self._first_norm:g} at the "
-                    f"start (gradient norm {norm:g}, learning rate {lr:g}): lower the learning rate"
-                )
-        else:
-            self.counters.skipped += 1
-        self.optimizer.zero_grad(set_to_none=True)
-        if advance_schedule:
-            self.counters.schedule_steps += 1
-        return {"grad_norm": norm, "lr": lr, "skipped": float(not finite)}
+        return clip_gradients(grads, self.optim.clip_grad)
 
     # ---- weights
 
@@ -226,25 +192,6 @@ class FSDPEngine:
     def without_adapters(self) -> AbstractContextManager[None]:
         return adapters_off(self.module.hf)
 
-    def named_weights(self, names: WeightNames) -> Iterator[tuple[str, Tensor]]:
-        named = plain_weights if names == "module" else published_weights
-        return named(self.module, self._whole_tensors())
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """All weights, whole, under the names of `module`, on the CPU of rank 0; empty on the other ranks."""
-        first = dist.get_rank() == 0
-        whole: dict[str, Tensor] = {}
-        for name, value in self._whole_tensors():
-            if first:
-                whole[name] = value.detach().to("cpu", copy=True)
-        return whole
-
-    def export(self, path: Path) -> None:
-        weights = self.state_dict()
-        if dist.get_rank() == 0:
-            export_hf(self.module, path, state_dict=weights)
-        dist.barrier()
-
     @property
     def checkpoint_bytes(self) -> int:
         return checkpoint.size(self.module, self.optimizer)
@@ -267,11 +214,9 @@ class FSDPEngine:
 
     @torch.no_grad()
     def _weight_norm(self) -> float:
-        """The norm of all weights that are trained; 0 where none are."""
         return global_norm([cast(DTensor, p) for p in self.module.parameters() if p.requires_grad])
 
     def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter and buffer of the state dict, whole, one at a time, on the engine's device."""
         self._reshard()
         for name, value in self.module.state_dict().items():
             yield name, value.full_tensor() if isinstance(value, DTensor) else value
@@ -290,17 +235,6 @@ class FSDPEngine:
                         state[name] = value.to(device)
         if device.type == "cpu":
             torch.cuda.empty_cache()
-
-    def _micro_batches(self, verb: str, batch: Batch, max_tokens: int | None, max_rows: int | None) -> MicroBatches:
-        lengths = (batch["prompt_lengths"] + batch["response_lengths"]).tolist()
-        share = self._sequence_parallel  # each rank computes that part of every micro-batch
-        max_tokens, max_rows = (None if limit is None else limit * share for limit in (max_tokens, max_rows))
-        packed = getattr(self.module, "packed", False)
-        order = None
-        if lengths and getattr(self.module, "shared", False):
-            order = RowOrder(*in_families(*model_inputs(batch.tensors)))
-        budget = self._budgets[verb]
-        return MicroBatches(lengths, budget, order, max_tokens=max_tokens, max_rows=max_rows, packed=packed)
 
     def _attempt(self, function: Callable[[], _Result]) -> _Result | None:
         """What `function`, a pass of the module, returns; None where memory did not suffice. TrainingStopped with
@@ -340,31 +274,13 @@ class FSDPEngine:
         for parameter in self.module.parameters():
             parameter.grad = earlier.get(parameter)
 
-    def _outputs(self, batch: Batch, indices: list[int], options: dict[str, Any]) -> dict[str, Tensor]:
-        """Of no rows: the model's outputs for a row of one token.
+    def _outputs(self, batch: Batch, indices: list[int], options: dict[str, Any]) -> Any:
+        return self.module(rows_of(batch, indices), **options)
 
-        The module is given a Batch, which FSDP leaves where it is: rows are put together on the CPU, then moved.
-        """
-        if indices:
-            return self.module(batch.take(indices).select(ROW_FIELDS), **options)
-        token, one = torch.zeros(1, 1, dtype=torch.long), torch.ones(1, dtype=torch.long)
-        return self.module(Batch(dict(zip(ROW_FIELDS, (token, one, token, one), strict=True))), **options)
-
-    def _loss(
+    def _loss_of(
         self, batch: Batch, indices: list[int], loss_fn: LossFn, options: dict[str, Any]
     ) -> tuple[Tensor, Mapping[str, Any]]:
-        """Loss and metrics of some rows; of none, a zero that depends on every output."""
-        outputs = self._outputs(batch, indices, options)
-        if not indices:  # this rank has run out of rows; the others need its part of every gather and reduction
-            return torch.stack([value.sum() for value in outputs.values()]).sum() * 0.0, {}
-        return loss_fn(outputs, batch.take(indices).to(self.device))
-
-    def _numbers(self, values: Mapping[str, Any]) -> dict[str, float]:
-        """Metrics of a micro-batch in one copy from the device, for when its backward pass has been launched."""
-        if not values:
-            return {}
-        wide = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in values.values()]
-        return dict(zip(values, torch.stack(wide).tolist(), strict=True))
+        return self._loss(self._outputs(batch, indices, options), batch, indices, loss_fn)
 
     def _sync_gradients(self, *, last: bool) -> None:
         """One rank adds up gradients until the last micro-batch, and so do several that have the memory; else they
@@ -381,16 +297,8 @@ class FSDPEngine:
 
 
 def _backward(loss: Tensor) -> bool:
-    """True. Where deterministic algorithms are asked for, nothing else may run inside: flash attention adds gradients
-    up in any order as long as torch is told to warn only."""
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    if warns:
-        torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic_backward():
         loss.backward()
-    finally:
-        if warns:
-            torch.use_deterministic_algorithms(True, warn_only=True)
     return True
 
 

@@ -12,7 +12,7 @@ from valor.rollout.spec import BuildContext, GenerationEngineSpec
 
 def _check(config: PPOConfig) -> list[str]:
     trained, own = config.actor_rollout_ref.actor.fsdp_config.dtype, config.actor_rollout_ref.rollout.dtype
-    if own == trained:
+    if own == trained or config.actor_rollout_ref.actor.strategy == "megatron":  # which it has a copy of
         return []
     return [
         f"actor_rollout_ref.rollout.dtype={own}, but rollout.name=native generates with the actor's own weights in "
@@ -21,7 +21,8 @@ def _check(config: PPOConfig) -> list[str]:
 
 
 def _plan(config: PPOConfig) -> str:
-    return "own weights, synced every step" if config.rollout_apart else "shares the actor's weights"
+    apart = config.rollout_apart or config.actor_rollout_ref.actor.strategy == "megatron"
+    return "own weights, synced every step" if apart else "shares the actor's weights"
 
 
 def _build(context: BuildContext) -> NativeEngine:

@@ -1,0 +1,175 @@
+"""What every training engine does alike: micro-batches and losses, the optimizer's step, weights out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from valor.config.engine import OptimConfig
+from valor.data.batch import Batch
+from valor.engines.base import LossFn, WeightNames
+from valor.engines.checkpoint import Counters
+from valor.engines.microbatch import MicroBatches, RowOrder, TokenBudget
+from valor.engines.optim import lr_factor
+from valor.errors import Diverged
+from valor.models.export import export_hf, plain_weights, published_weights
+from valor.models.rows import ROW_FIELDS, in_families, model_inputs
+
+_EXPLODED = 100.0  # times the norm of the weights as they were loaded
+
+
+class EngineCore:
+    """A part of `valor.engines.base.TrainingEngine`.
+
+    `module` is the model as transformers has it: its names, config and layout of rows, whoever holds the weights.
+    """
+
+    data_parallel_rank: int
+    data_parallel_size: int
+
+    def __init__(self, module: Any, optim: OptimConfig | None, device: torch.device, total_steps: int) -> None:
+        self.module, self.optim, self.device, self.total_steps = module, optim, device, total_steps
+        self.optimizer: Any = None
+        self.counters = Counters()
+        self._first_norm = 0.0
+        self._budgets = {"forward": TokenBudget(), "train": TokenBudget()}
+
+    @property
+    def version(self) -> int:
+        return self.counters.updates
+
+    # ---- rows
+
+    def _micro_batches(
+        self, verb: str, batch: Batch, max_tokens: int | None, max_rows: int | None, *, share: int = 1
+    ) -> MicroBatches:
+        """share: processes of which each computes that part of every micro-batch."""
+        lengths = (batch["prompt_lengths"] + batch["response_lengths"]).tolist()
+        max_tokens, max_rows = (None if limit is None else limit * share for limit in (max_tokens, max_rows))
+        packed = getattr(self.module, "packed", False)
+        order = None
+        if lengths and getattr(self.module, "shared", False):
+            order = RowOrder(*in_families(*model_inputs(batch.tensors)))
+        budget = self._budgets[verb]
+        return MicroBatches(lengths, budget, order, max_tokens=max_tokens, max_rows=max_rows, packed=packed)
+
+    def _loss(
+        self, outputs: dict[str, Tensor], batch: Batch, indices: list[int], loss_fn: LossFn
+    ) -> tuple[Tensor, Mapping[str, Any]]:
+        """Loss and metrics of some rows; of none, a zero that depends on every output."""
+        if not indices:  # this rank has run out of rows; the others need its part of every gather and reduction
+            return torch.stack([value.sum() for value in outputs.values()]).sum() * 0.0, {}
+        return loss_fn(outputs, batch.take(indices).to(self.device))
+
+    def _numbers(self, values: Mapping[str, Any]) -> dict[str, float]:
+        """Metrics of a micro-batch in one copy from the device, for when its backward pass has been launched."""
+        if not values:
+            return {}
+        wide = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in values.values()]
+        return dict(zip(values, torch.stack(wide).tolist(), strict=True))
+
+    # ---- the optimizer's step
+
+    def optimizer_step(self, *, advance_schedule: bool = True) -> dict[str, float]:
+        assert self.optimizer is not None and self.optim is not None, "a frozen engine has no optimizer"
+        lr = self.optim.lr * lr_factor(self.counters.schedule_steps, self.optim, self.total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        norm = self._clip()
+        finite = math.isfinite(norm)
+        if finite:
+            self._apply_update()
+            self.counters.updates += 1
+            weights = self._weight_norm()
+            if not weights <= _EXPLODED * max(self._first_norm, 1.0):
+                raise Diverged(
+                    f"an update has ruined the weights: their norm is {weights:g}, and was {self._first_norm:g} at the "
+                    f"start (gradient norm {norm:g}, learning rate {lr:g}): lower the learning rate"
+                )
+        else:
+            self.counters.skipped += 1
+        self._zero_gradients()
+        if advance_schedule:
+            self.counters.schedule_steps += 1
+        return {"grad_norm": norm, "lr": lr, "skipped": float(not finite)}
+
+    def _clip(self) -> float:
+        """Scale finite gradients down to `optim.clip_grad`; returns the norm before, the same on every rank."""
+        raise NotImplementedError
+
+    def _apply_update(self) -> None:
+        raise NotImplementedError
+
+    def _zero_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _weight_norm(self) -> float:
+        """The norm of all weights that are trained; 0 where none are."""
+        raise NotImplementedError
+
+    # ---- weights
+
+    def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter and buffer of the state dict, whole, one at a time, on the engine's device."""
+        raise NotImplementedError
+
+    def named_weights(self, names: WeightNames) -> Iterator[tuple[str, Tensor]]:
+        named = plain_weights if names == "module" else published_weights
+        return named(self.module, self._whole_tensors())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All weights, whole, under the names of `module`, on the CPU of rank 0; empty on the other ranks."""
+        first = dist.get_rank() == 0
+        whole: dict[str, Tensor] = {}
+        for name, value in self._whole_tensors():
+            if first:
+                whole[name] = value.detach().to("cpu", copy=True)
+        return whole
+
+    def export(self, path: Path) -> None:
+        weights = self.state_dict()
+        if dist.get_rank() == 0:
+            export_hf(self.module, path, state_dict=weights)
+        dist.barrier()
+
+
+def rows_of(batch: Batch, indices: list[int]) -> Batch:
+    """These rows as a model reads them; of none, a row of one token.
+
+    A Batch, which FSDP leaves where it is: rows are put together on the CPU, then moved.
+    """
+    if indices:
+        return batch.take(indices).select(ROW_FIELDS)
+    token, one = torch.zeros(1, 1, dtype=torch.long), torch.ones(1, dtype=torch.long)
+    return Batch(dict(zip(ROW_FIELDS, (token, one, token, one), strict=True)))
+
+
+def collect(outputs: dict[str, Tensor], found: Mapping[str, Tensor], indices: list[int], responses: Tensor) -> None:
+    """Put the outputs of some rows into those of all rows, which are made on the device of `responses` [B, T]."""
+    for name, value in found.items():
+        if name not in outputs:
+            shape = (*responses.shape[: value.dim()], *value.shape[2:])
+            outputs[name] = torch.zeros(shape, dtype=value.dtype, device=responses.device)
+        if indices:
+            outputs[name][indices] = value.to(responses.device)
+
+
+@contextmanager
+def deterministic_backward() -> Iterator[None]:
+    """Where deterministic algorithms are asked for, nothing else may run inside: flash attention adds gradients up in
+    any order as long as torch is told to warn only."""
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    if warns:
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        if warns:
+            torch.use_deterministic_algorithms(True, warn_only=True)

@@ -1,0 +1,316 @@
+"""The training engine by megatron-core."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor, nn
+
+from valor.config.engine import MegatronConfig, OptimConfig
+from valor.config.model import BackboneConfig
+from valor.data.batch import Batch
+from valor.engines.base import LossFn
+from valor.engines.core import EngineCore, collect, deterministic_backward, rows_of
+from valor.engines.fsdp.loading import built_once
+from valor.engines.megatron import state
+from valor.engines.megatron.layout import make_groups
+from valor.engines.megatron.model import Face, build_chunks, transformer_config
+from valor.engines.megatron.weights import Weights
+from valor.errors import TrainingStopped, UserError, out_of_memory
+from valor.models.load import import_model_code
+from valor.models.lora import has_adapters
+from valor.models.policy import PolicyModel, Reference
+from valor.models.rows import Sharing
+from valor.tracking.metrics import reduce_metrics
+from valor.tracking.progress import report_progress
+
+
+def build_megatron(
+    section: Any,
+    model: BackboneConfig,
+    load: Callable[..., nn.Module],
+    *,
+    device: torch.device,
+    total_steps: int = 0,
+    trainable: bool = True,
+) -> MegatronEngine:
+    """See `valor.engines.base.BuildEngine`. Of `section` it reads `megatron` and `optim` (if trainable). One rank reads
+    the model."""
+    import_model_code(model)
+    make_groups(section.megatron, device)
+    prepare = partial(import_model_code, model)
+    module = built_once(partial(load, dtype=getattr(torch, section.megatron.dtype)), prepare=prepare)
+    optim = section.optim if trainable else None
+    return MegatronEngine(module, megatron=section.megatron, optim=optim, device=device, total_steps=total_steps)
+
+
+class MegatronEngine(EngineCore):
+    """See `valor.engines.base.TrainingEngine`; without `optim` it only evaluates.
+
+    megatron-core's groups exist before the engine (`make_groups`). The weights are those of rank 0's `module`, which
+    is left without any.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        *,
+        megatron: MegatronConfig,
+        optim: OptimConfig | None,
+        device: torch.device,
+        total_steps: int = 0,
+    ) -> None:
+        super().__init__(module, optim, device, total_steps)
+        if has_adapters(module.hf):
+            raise UserError("strategy=megatron trains all weights: set model.lora_rank=0, or use strategy=fsdp2")
+        self.data_parallel_rank = parallel_state.get_data_parallel_rank()
+        self.data_parallel_size = parallel_state.get_data_parallel_world_size()
+        self._megatron = megatron
+        recompute = any(getattr(part, "gradient_checkpointing", False) for part in module.modules())
+        self._config = transformer_config(module.hf, megatron, recompute=recompute and optim is not None)
+        is_policy = isinstance(module, PolicyModel)
+        head = None if is_policy else module.head
+        chunks = build_chunks(module.hf, self._config, head=head)
+        self._faces = [Face(chunk, module.hf, shares_tokens=is_policy) for chunk in chunks]
+        self._weights = Weights(chunks, module, module.hf)
+        self._weights.take(module, device)
+        for parameter in module.parameters():
+            torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().to("meta"), requires_grad=False))
+        self._model = copy.copy(module)  # the same model around a stage of megatron-core's
+        self._model._modules = dict(module._modules)
+        self._model.sharing = self._sharing(is_policy)
+        self._stages: list[Any] = list(chunks)
+        if optim is None:
+            for chunk in chunks:
+                chunk.requires_grad_(False)
+        else:
+            self._make_trainable(optim)
+        self._first_norm = self._weight_norm()
+        self.offload()
+
+    # ---- forward and backward
+
+    @torch.no_grad()
+    def forward(
+        self, batch: Batch, *, max_tokens: int | None = None, max_rows: int | None = None, **options: Any
+    ) -> dict[str, Tensor]:
+        self._model.eval()
+        groups = self._plan("forward", batch, max_tokens, max_rows)
+        found = self._run(batch, groups, options, lambda outputs, indices: outputs, forward_only=True)
+        whole: dict[str, Tensor] = {}
+        for indices, outputs in zip(groups, found, strict=False):
+            collect(whole, outputs, indices, batch["responses"])
+        return self._from_last_stage(whole)
+
+    def forward_backward(
+        self,
+        batch: Batch,
+        loss_fn: LossFn,
+        *,
+        max_tokens: int | None = None,
+        max_rows: int | None = None,
+        **options: Any,
+    ) -> dict[str, float]:
+        assert self.optimizer is not None, "a frozen engine has no gradients"
+        groups = self._plan("train", batch, max_tokens, max_rows)
+
+        def finish(outputs: dict[str, Tensor], indices: list[int]) -> tuple[Tensor, Tensor, Mapping[str, Any]]:
+            loss, values = self._loss(outputs, batch, indices, loss_fn)
+            return loss, torch.zeros((), dtype=torch.int, device=self.device), values
+
+        with deterministic_backward():
+            found = self._run(batch, groups, options, finish, forward_only=False)
+        return self._from_last_stage(reduce_metrics([self._numbers(values) for values in found]))
+
+    def _plan(self, verb: str, batch: Batch, max_tokens: int | None, max_rows: int | None) -> list[list[int]]:
+        """The rows of each micro-batch; empty ones, where other ranks have more, and so that stages can take turns."""
+        share = self._megatron.context_parallel_size
+        todo = self._micro_batches(verb, batch, max_tokens, max_rows, share=share)
+        groups = []
+        while todo:
+            groups.append(todo.present)
+            todo.advance()
+        if len(self._stages) > 1:
+            groups += [[] for _ in range(-len(groups) % self._megatron.pipeline_model_parallel_size)]
+        return groups
+
+    def _run(
+        self,
+        batch: Batch,
+        groups: list[list[int]],
+        options: dict[str, Any],
+        finish: Callable[[dict[str, Tensor], list[int]], Any],
+        *,
+        forward_only: bool,
+    ) -> list[Any]:
+        """Every micro-batch through all stages; on the last stage what `finish` makes of each one's outputs (training:
+        the last of what it returns)."""
+        if len(self._faces) > 1 or self._megatron.pipeline_model_parallel_size > 1:
+            assert options.get("reference") is None, "the reference has stages of its own"
+
+        def step(waiting: Iterator[list[int]], stage: Any) -> tuple[Any, Any]:
+            indices = next(waiting)
+            face = self._model.hf = self._faces[self._stages.index(stage)]
+            rows = rows_of(batch, indices)
+            if not face.chunk.post_process:
+                return self._model.compact(rows).read_by(face).last_hidden_state, None
+            outputs = self._model(rows, **options)
+            report_progress(0 if not indices else len(indices), len(batch))
+            return outputs, lambda outputs, **_: finish(outputs, indices)
+
+        for stage in self._stages:
+            stage.train(not forward_only)
+        waiting = [iter(groups) for _ in self._stages]
+        try:
+            return get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=waiting if len(waiting) > 1 else waiting[0],
+                model=self._stages if len(self._stages) > 1 else self._stages[0],
+                num_microbatches=len(groups),
+                seq_length=1,  # of no account where lengths vary
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+            )
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            raise TrainingStopped(
+                "out of memory in a pass of megatron-core, which cannot be repeated: lower ppo_max_token_len_per_gpu, "
+                "or set model.enable_gradient_checkpointing=true or larger megatron parallel sizes"
+            ) from error
+
+    def _from_last_stage(self, value: Any) -> Any:
+        group = parallel_state.get_pipeline_model_parallel_group()
+        if group.size() == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, parallel_state.get_pipeline_model_parallel_last_rank(), group, self.device)
+        return box[0]
+
+    # ---- the optimizer's step
+
+    def _make_trainable(self, optim: OptimConfig) -> None:
+        megatron, config = self._megatron, self._config
+        ddp = {
+            "grad_reduce_in_fp32": True,
+            "use_distributed_optimizer": megatron.use_distributed_optimizer,
+            **megatron.override_ddp_config,
+        }
+        adam: dict[str, Any] = {
+            "optimizer": "adam",
+            "lr": optim.lr,
+            "weight_decay": optim.weight_decay,
+            "adam_beta1": optim.betas[0],
+            "adam_beta2": optim.betas[1],
+            "adam_eps": optim.eps,
+            "clip_grad": 0.0,  # gradients are clipped here
+            "bf16": config.bf16,
+            "params_dtype": config.params_dtype,
+            "use_distributed_optimizer": megatron.use_distributed_optimizer,
+        }
+        try:
+            ddp_config = DistributedDataParallelConfig(**ddp)
+        except TypeError as error:
+            raise UserError(f"megatron.override_ddp_config: {error}") from error
+        self._stages = [
+            DistributedDataParallel(config, ddp_config, stage, disable_bucketing=number > 0)
+            for number, stage in enumerate(self._stages)
+        ]
+        if ddp_config.overlap_grad_reduce:
+            no_sync = [stage.no_sync for stage in self._stages]
+            config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]  # type: ignore[assignment]
+        # Without a number of tokens: the losses are divided by the global denominators already.
+        config.finalize_model_grads_func = lambda stages, _, **more: finalize_model_grads(stages, None, **more)
+        # No overrides: weight decay acts on every parameter, as in the other engine.
+        self.optimizer = get_megatron_optimizer(
+            MegatronOptimizerConfig(**adam), self._stages, {}, use_gloo_process_groups=False
+        )
+
+    def _clip(self) -> float:
+        assert self.optim is not None
+        self.optimizer.prepare_grads()
+        norm, limit = float(self.optimizer.get_grad_norm()), self.optim.clip_grad
+        if limit is not None and limit < norm < math.inf:
+            grads = [p.grad for p in self.optimizer.get_parameters() if p.grad is not None]
+            torch._foreach_mul_(grads, limit / norm)  # pyright: ignore[reportPrivateImportUsage]
+        return norm
+
+    def _apply_update(self) -> None:
+        parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        for part in parts:
+            part.step_with_ready_grads()
+
+    def _zero_gradients(self) -> None:
+        self.optimizer.zero_grad()
+        for stage in self._stages:
+            stage.zero_grad_buffer()
+
+    def _weight_norm(self) -> float:
+        return self._weights.norm() if self.optim is not None else 0.0
+
+    # ---- weights
+
+    def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return self._weights.whole(self.device)
+
+    @property
+    def whole_module(self) -> None:
+        return None
+
+    @contextmanager
+    def unsharded(self) -> Iterator[Any]:
+        raise RuntimeError("megatron-core's ranks hold parts of layers, which transformers cannot run")
+
+    @contextmanager
+    def reference(self) -> Iterator[Reference]:
+        self._model.hf = self._faces[0]
+        for stage in self._stages:
+            stage.eval()
+        yield partial(self._model, as_reference=True)
+
+    def without_adapters(self) -> Any:
+        return nullcontext()
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        numbers = sum(math.prod(shape) for shape in self._weights.shapes.values())
+        return numbers * (12 if self.optim is not None else self._config.params_dtype.itemsize)
+
+    def save(self, path: Path) -> None:
+        state.save(path, self._weights, self.module, self.optimizer, self.counters)
+
+    def load(self, path: Path) -> None:
+        self.counters = state.load(path, self._weights, self.module, self.optimizer)
+
+    def offload(self) -> None: ...
+
+    def onload(self, *, optimizer: bool = True) -> None: ...
+
+    def _sharing(self, is_policy: bool) -> Sharing:
+        """How ranks divide rows."""
+        tensor, context = (
+            parallel_state.get_tensor_model_parallel_group(),
+            parallel_state.get_context_parallel_group(),
+        )
+        tokens = tensor if is_policy and tensor.size() > 1 else None
+        positions = context if context.size() > 1 else None
+        return Sharing(
+            positions,
+            tokens,
+            parallel_state.get_tensor_and_context_parallel_group() if tokens is not None else positions,
+            tensor.size() if self._config.sequence_parallel else 1,
+        )

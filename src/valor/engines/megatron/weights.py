@@ -1,0 +1,259 @@
+"""Where each tensor of a transformers module lies in megatron-core's parameters: read whole, written, bit for bit.
+
+megatron-core joins queries, keys and values by group of heads, gate and up projections, and fills the vocabulary up to
+a multiple of the tensor parallel size. Layers lie on stages, experts on ranks of their own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor, nn
+
+# The name in megatron-core, that in transformers, and the dimension that tensor parallel ranks share.
+_LAYER = {
+    "self_attention.linear_proj.weight": ("self_attn.o_proj.weight", 1),
+    "self_attention.q_layernorm.weight": ("self_attn.q_norm.weight", None),
+    "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight", None),
+    "input_layernorm.weight": ("input_layernorm.weight", None),
+    "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight", None),
+    "mlp.linear_fc2.weight": ("mlp.down_proj.weight", 1),
+    "mlp.router.weight": ("mlp.gate.weight", None),
+}
+_OUTSIDE = {
+    "embedding.word_embeddings.weight": ("model.embed_tokens.weight", 0),
+    "decoder.final_layernorm.weight": ("model.norm.weight", None),
+    "output_layer.weight": ("lm_head.weight", 0),
+    "score.weight": ("score.weight", None),
+    "score.bias": ("score.bias", None),
+}
+_TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """This rank's part of a tensor, `name`, of the transformers module.
+
+    It is cut from one of megatron-core's parameters, or from one of each local expert and stacked. `shape`: of the
+    whole tensor, its dimensions split up where the parameters need it; `flat`: as transformers has it. Ranks of each of
+    the `groups` have parts that are joined along the dimension given.
+    """
+
+    name: str
+    flat: tuple[int, ...]
+    shape: tuple[int, ...]
+    parameters: tuple[nn.Parameter, ...]
+    cut: Callable[[Tensor], Tensor]
+    groups: tuple[tuple[Any, int], ...]
+    stacked: bool
+
+    def read(self, values: Sequence[Tensor]) -> Tensor:
+        """The whole tensor (collective in the groups), from tensors of the parameters' shapes."""
+        return self._joined(values, self.groups).reshape(self.flat)
+
+    def write(self, values: Sequence[Tensor], whole: Tensor) -> None:
+        """This rank's part of `whole` into tensors of the parameters' shapes."""
+        self._spread(values, whole.view(self.shape), self.groups)
+
+    def read_shard(self, values: Sequence[Tensor]) -> tuple[Tensor, Any, int]:
+        """This rank's shard of the tensor as transformers has it, of which ranks of the returned group have one along
+        the returned dimension, each as large as the first one's or what is left."""
+        first, (group, dim) = self._sharing
+        part = self._joined(values, first)
+        if group is not None:  # without the rows that fill up the vocabulary
+            size = part.shape[dim]
+            part = part.narrow(dim, 0, min(max(self.shape[dim] - group.rank() * size, 0), size))
+        flat = list(self.flat)
+        flat[dim] = flat[dim] * part.shape[dim] // self.shape[dim]
+        return part.reshape(flat), group, dim
+
+    def write_shard(self, values: Sequence[Tensor], shard: Tensor) -> None:
+        """What `read_shard` gives, into tensors of the parameters' shapes."""
+        shape, (first, (_, dim)) = list(self.shape), self._sharing
+        shape[dim] = shape[dim] * shard.shape[dim] // self.flat[dim]
+        self._spread(values, shard.reshape(shape), first)
+
+    @property
+    def _sharing(self) -> tuple[Sequence[tuple[Any, int]], tuple[Any, int]]:
+        """The groups that have to be joined before the tensor can be laid out as transformers has it, and the other
+        one, if any: parts along a dimension that is split up, and not the first of it, do not lie together there."""
+        if self.groups and (self.groups[-1][1] == 0 or len(self.shape) == len(self.flat)):
+            return self.groups[:-1], self.groups[-1]
+        return self.groups, (None, 0)
+
+    def _joined(self, values: Sequence[Tensor], groups: Sequence[tuple[Any, int]]) -> Tensor:
+        cuts = [self.cut(value.detach()) for value in values]
+        part = torch.stack(cuts) if self.stacked else cuts[0]
+        for group, dim in groups:
+            parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
+            dist.all_gather(parts, part.contiguous(), group=group)
+            part = torch.cat(parts, dim).narrow(dim, 0, self.shape[dim])
+        return part
+
+    def _spread(self, values: Sequence[Tensor], part: Tensor, groups: Sequence[tuple[Any, int]]) -> None:
+        for group, dim in groups:
+            size = -(-self.shape[dim] // group.size())
+            begin = min(group.rank() * size, self.shape[dim])
+            part = part.narrow(dim, begin, min(size, self.shape[dim] - begin))
+        for value, one in zip(values, part if self.stacked else [part], strict=True):
+            place = self.cut(value.detach())
+            for dim, size in enumerate(one.shape):
+                place = place.narrow(dim, 0, size)
+            place.copy_(one)
+
+
+def find_slots(chunks: Sequence[nn.Module], shapes: Mapping[str, tuple[int, ...]], config: Any) -> list[Slot]:
+    """The slots of this rank's parameters. `shapes`: of all tensors of the transformers module; `config`: its config.
+
+    A tensor that is tied has one on the first stage and, if that is another one, on the last stage.
+    """
+    tensor = parallel_state.get_tensor_model_parallel_group()
+    expert_tensor = parallel_state.get_expert_tensor_parallel_group()
+    expert = parallel_state.get_expert_model_parallel_group()
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    found: list[Slot] = []
+
+    def add(
+        name: str,
+        parameters: Sequence[nn.Parameter],
+        cut: Callable[[Tensor], Tensor],
+        shared: Sequence[tuple[Any, int]],
+        split: Sequence[int] | None = None,
+        stacked: bool = False,
+    ) -> None:
+        name = name if name in shapes else _TIED[name]
+        several = tuple((group, dim) for group, dim in shared if group.size() > 1)
+        flat = shapes[name]
+        found.append(Slot(name, flat, tuple(split or flat), tuple(parameters), cut, several, stacked))
+
+    for chunk in chunks:
+        experts: dict[tuple[str, str], list[nn.Parameter]] = {}
+        for own, parameter in chunk.named_parameters():
+            if (match := re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", own)) is None:
+                name, dim = _OUTSIDE[own]
+                add(name, [parameter], _same, [] if dim is None else [(tensor, dim)])
+                continue
+            number: Any = chunk.decoder.layers[int(match[1])].layer_number  # type: ignore[index, union-attr]
+            layer, rest = f"model.layers.{number - 1}.", match[2]
+            if rest in _LAYER:
+                name, dim = _LAYER[rest]
+                add(layer + name, [parameter], _same, [] if dim is None else [(tensor, dim)])
+            elif rest.startswith("self_attention.linear_qkv."):
+                for name, parts in (("q", slice(0, -2)), ("k", slice(-2, -1)), ("v", slice(-1, None))):
+                    name = f"{layer}self_attn.{name}_proj.{rest.rpartition('.')[2]}"
+                    split = (groups, shapes[name][0] // (groups * size), size, *shapes[name][1:])
+                    add(name, [parameter], _Heads(heads // groups + 2, size, parts), [(tensor, 0)], split)
+            elif rest == "mlp.linear_fc1.weight":
+                for half, name in enumerate(("gate", "up")):
+                    add(f"{layer}mlp.{name}_proj.weight", [parameter], _Half(half), [(tensor, 0)])
+            else:  # in the order of the experts
+                which = re.fullmatch(r"mlp\.experts\.local_experts\.\d+\.linear_(fc\d)\.weight", rest)
+                assert which is not None, rest
+                experts.setdefault((layer, which[1]), []).append(parameter)
+        for (layer, which), parameters in experts.items():
+            joined = which == "fc1"
+            name = f"{layer}mlp.experts.{'gate_up' if joined else 'down'}_proj"
+            count, rows, columns = shapes[name]
+            split = (count, 2, rows // 2, columns) if joined else None
+            cut = _in_halves if joined else _same
+            add(name, parameters, cut, [(expert_tensor, 2), (expert, 0)], split, stacked=True)
+    return found
+
+
+def _same(value: Tensor) -> Tensor:
+    return value
+
+
+def _in_halves(value: Tensor) -> Tensor:
+    return value.unflatten(0, (2, -1))
+
+
+@dataclass(frozen=True)
+class _Half:
+    """The gate or the up projection."""
+
+    half: int
+
+    def __call__(self, value: Tensor) -> Tensor:
+        return _in_halves(value)[self.half]
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """Queries, keys or values [groups, heads, size, ...] of groups of heads that lie one behind the other."""
+
+    per_group: int
+    size: int
+    parts: slice
+
+    def __call__(self, value: Tensor) -> Tensor:
+        return value.unflatten(0, (-1, self.per_group, self.size))[:, self.parts]
+
+
+class Weights:
+    """A transformers module's tensors in the parameters of all stages."""
+
+    def __init__(self, chunks: Sequence[nn.Module], module: nn.Module, hf: Any) -> None:
+        """`module`: the model around `hf`, under whose names tensors go in and out; its own weights are not read."""
+        self._prefix = "hf."
+        named = dict(module.named_parameters())
+        shapes = {name.removeprefix(self._prefix): tuple(p.shape) for name, p in named.items()}
+        self.names = list(named)
+        self.slots = find_slots(chunks, shapes, hf.config.get_text_config())
+        self._group = parallel_state.get_pipeline_model_parallel_group()
+        stages: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(stages, [slot.name for slot in self.slots], group=self._group)
+        self._owner = {name: stage for stage in reversed(range(len(stages))) for name in stages[stage]}
+        assert set(self._owner) == set(shapes), set(self._owner) ^ set(shapes)
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
+
+    def take(self, module: nn.Module, device: torch.device) -> None:
+        """The values that rank 0's `module` has (collective)."""
+        by_name: dict[str, list[Slot]] = {}
+        for slot in self.slots:
+            by_name.setdefault(slot.name, []).append(slot)
+        for name, parameter in module.named_parameters():
+            value = parameter.detach()
+            value = (torch.empty_like(value, device=device) if value.is_meta else value.to(device)).contiguous()
+            if dist.get_world_size() > 1:
+                dist.broadcast(value, src=0)
+            for slot in by_name.get(name.removeprefix(self._prefix), []):
+                slot.write(slot.parameters, value)
+
+    def whole(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor, whole, one at a time, on all ranks (collective)."""
+        mine = {slot.name: slot for slot in reversed(self.slots)}
+        stage, dtype = self._group.rank(), self.slots[0].parameters[0].dtype
+        for full_name in self.names:
+            name = full_name.removeprefix(self._prefix)
+            owner = self._owner[name]
+            value = mine[name].read(mine[name].parameters).contiguous() if owner == stage else None
+            if self._group.size() > 1:
+                kind = torch.float32 if name.startswith("score.") else dtype
+                value = torch.empty(self.shapes[full_name], dtype=kind, device=device) if value is None else value
+                dist.broadcast(value, dist.get_global_rank(self._group, owner), group=self._group)
+            assert value is not None and value.numel() == prod(self.shapes[full_name])
+            yield full_name, value
+
+    def norm(self) -> float:
+        """The 2-norm over all tensors, the same on every rank (collective)."""
+        world, stage = dist.get_world_size(), self._group.rank()
+        total = torch.zeros((), dtype=torch.float64, device=self.slots[0].parameters[0].device)
+        for slot in self.slots:
+            if self._owner[slot.name] != stage:
+                continue
+            parts = prod(group.size() for group, _ in slot.groups) * self._group.size()
+            for parameter in slot.parameters:  # each part is there on as many ranks as there are ranks to a part
+                norm = torch.linalg.vector_norm(slot.cut(parameter.detach()), dtype=torch.float32)
+                total += norm.double().square() * parts / world
+        if world > 1:
+            dist.all_reduce(total)
+        return float(total.sqrt())
