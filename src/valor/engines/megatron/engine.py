@@ -49,6 +49,8 @@ def build_megatron(
 ) -> MegatronEngine:
     """See `valor.engines.base.BuildEngine`. Of `section` it reads `megatron` and `optim` (if trainable). One rank reads
     the model."""
+    if model.compile or model.use_liger:
+        raise UserError("strategy=megatron has kernels of its own: leave model.compile and model.use_liger out")
     import_model_code(model)
     make_groups(section.megatron, device)
     prepare = partial(import_model_code, model)
