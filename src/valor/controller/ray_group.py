@@ -67,8 +67,9 @@ class _RayHost(WorkerHost):
         kwargs: dict[str, Any],
         number: int | None = None,
         fed: bool = False,
+        stays: Sequence[str] = (),
     ) -> Any:
-        """`number`: of a call that has a sink."""
+        """`number`: of a call that has a sink. `stays`: columns of the result that are results of their own."""
         self._latest.report = None
         if number is not None:
             kwargs = {**kwargs, "sink": self._reported.setdefault(number, deque()).append}
@@ -76,14 +77,11 @@ class _RayHost(WorkerHost):
             kwargs["feed"] = partial(_drain, self._brought.setdefault(number, deque()))
         args = tuple(arg.to("cpu") if isinstance(arg, Batch) else arg for arg in args)  # reads what lies elsewhere
         result = super().call(role, method, *args, **kwargs)
-        if not (stays := self._stays(role, method)):
+        if not stays:
             return result
         columns = [result.tensors.pop(name, None) for name in stays]
         kinds = [None if column is None else (tuple(column.shape), column.dtype) for column in columns]
         return (result, kinds), *(None if column is None else to_stored(column) for column in columns)
-
-    def _stays(self, role: str, method: str) -> Sequence[str]:
-        return () if role == HOST else dispatch_of(type(self.context.roles[role]), method).stays
 
     @ray.method(concurrency_group="poll")
     def poll(
@@ -217,8 +215,8 @@ class RayGroup(WorkerGroup):
             return self._get([a.call.remote(role, method, *refs) for a in self._actors])
         number = None if sink is None else next(self._numbers)
         stays = () if role == HOST else dispatch_of(self.specs[role].cls, method).stays
-        pairs, count, fed = zip(self._actors, calls, strict=True), 1 + len(stays), feed is not None
-        started = [a.call.options(num_returns=count).remote(role, method, *c, number, fed) for a, c in pairs]
+        pairs, more = zip(self._actors, calls, strict=True), (number, feed is not None, stays)
+        started = [a.call.options(num_returns=1 + len(stays)).remote(role, method, *c, *more) for a, c in pairs]
         if not stays:
             return self._get(started, number, sink, feed)
         found = self._get([result for result, *_ in started], number, sink, feed)
