@@ -65,9 +65,9 @@ class _RayHost(WorkerHost):
         method: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        stays: Sequence[str] = (),
         number: int | None = None,
         fed: bool = False,
-        stays: Sequence[str] = (),
     ) -> Any:
         """`number`: of a call that has a sink. `stays`: columns of the result that are results of their own."""
         self._latest.report = None
@@ -193,8 +193,15 @@ class RayGroup(WorkerGroup):
             return self.run(role, method, calls, sink, feed)
 
     def start(self, role: str, method: str, calls: list[Call]) -> Callable[[], list[Any]]:
-        started = [a.call.remote(role, method, *c) for a, c in zip(self._actors, calls, strict=True)]
+        started = self._send(role, method, calls)
         return lambda: self._get(started)
+
+    def _send(
+        self, role: str, method: str, calls: Sequence[Sequence[Any]], stays: Sequence[str] = (), *more: Any
+    ) -> list[Any]:
+        """Of each rank the reference to its result; with `stays` a list of that and of those to its columns."""
+        pairs, count = zip(self._actors, calls, strict=True), 1 + len(stays)
+        return [a.call.options(num_returns=count).remote(role, method, *c, stays, *more) for a, c in pairs]
 
     def _replace(self, death: WorkerDied) -> None:
         """New processes; also where one of them dies while it starts."""
@@ -212,11 +219,10 @@ class RayGroup(WorkerGroup):
         if sink is None and len(calls) > 1 and all(c is calls[0] for c in calls):
             args, kwargs = calls[0]
             refs = [ray.put(args), ray.put(kwargs)]
-            return self._get([a.call.remote(role, method, *refs) for a in self._actors])
+            return self._get(self._send(role, method, [refs] * len(calls)))
         number = None if sink is None else next(self._numbers)
         stays = () if role == HOST else dispatch_of(self.specs[role].cls, method).stays
-        pairs, more = zip(self._actors, calls, strict=True), (number, feed is not None, stays)
-        started = [a.call.options(num_returns=1 + len(stays)).remote(role, method, *c, *more) for a, c in pairs]
+        started = self._send(role, method, calls, stays, number, feed is not None)
         if not stays:
             return self._get(started, number, sink, feed)
         found = self._get([result for result, *_ in started], number, sink, feed)
