@@ -8,9 +8,11 @@ one process that answers for all of them. What travels goes through shared memor
 arguments are copied in, results are read-only views that the driver copies, and columns that stay with the ranks are
 files there, to which the driver has references. Ray's own calls are not among this.
 
-Printed are the seconds by which a phase takes longer than its ranks do, the seconds of processor time that the driver
-takes in all, and its own memory. The ranks take their time in the last step, episodes arrive throughout the generation,
-and what the driver does meanwhile costs nothing; with --step-seconds 0 all that a phase waits for counts.
+Printed are the seconds by which a phase takes longer than its ranks do, the seconds of processor time for which ranks
+wait ("own CPU": of the driver's thread, not while ranks are at work) and that the driver takes in all, and its memory.
+The share of a step is that of "own CPU", which depends little on what else the machine does. The ranks take their time
+in the last step, episodes arrive throughout the generation, and what the driver does meanwhile costs nothing; with
+--step-seconds 0 all that a phase waits for counts.
 """
 
 from __future__ import annotations
@@ -179,6 +181,7 @@ class SleepingGroup(WorkerGroup):
         super().__init__(pool, specs)
         self.seconds, self._free_at = seconds, 0.0
         self.away: dict[str, float] = defaultdict(float)  # by phase: while ranks are at work
+        self.hidden = 0.0  # processor time of the driver's thread while the ranks are at work
         self.calls = 0
         self._folder = tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
         self._store = Store(Path(self._folder.name))
@@ -201,21 +204,25 @@ class SleepingGroup(WorkerGroup):
 
     def start(self, role: str, method: str, calls: list[Call], sink: Sink | None = None) -> Callable[[], list[Any]]:
         phase, share = WORK[role, method]
+        cpu, busy = time.thread_time(), time.perf_counter() < self._free_at
         given, stays = [self._store.put(call) for call in calls], dispatch_of(self.specs[role].cls, method).stays
         self._pipe.send(((role, method, stays, sink is not None), given))
         lasts = self.seconds * share / (UPDATES if method == "update" else 1)
         begins = max(time.perf_counter(), self._free_at)
         self._free_at = begins + lasts
+        self.hidden += time.thread_time() - cpu if busy else 0.0
 
         def finish() -> list[Any]:
             asked = time.perf_counter()
             found, told = self._pipe.recv()
+            cpu = time.thread_time()
             if not lasts:  # the one process makes all columns, which counts for nothing
                 self.away[phase] += time.perf_counter() - asked
             for number, one in enumerate(told):
                 _sleep_until(begins + lasts * (number + 1) / len(told))
                 assert sink is not None
                 sink(pickle.loads(one))
+            self.hidden += time.thread_time() - cpu if lasts else 0.0
             _sleep_until(begins + lasts)
             self.away[phase] += lasts
             return [self._store.get(one) for one in found]
@@ -277,14 +284,22 @@ def measure(args: argparse.Namespace, ranks: int, out: Path) -> dict[str, float]
                 groups[0].away.clear()
                 groups[0].seconds = args.step_seconds if run.step == args.steps else 0.0
                 groups[0].calls, memory.most = 0, 0.0
-                began, began_cpu = time.perf_counter(), time.process_time()
+                began, began_cpu, began_own = time.perf_counter(), time.process_time(), time.thread_time()
+                groups[0].hidden = 0.0
                 metrics = run.train_step()
                 run.log(metrics)
                 whole, cpu = time.perf_counter() - began, time.process_time() - began_cpu
+                own = time.thread_time() - began_own - groups[0].hidden
                 away = groups[0].away
                 found = {phase: metrics.get(f"timing_s/{phase}", 0.0) - away[phase] for phase in PHASES}
                 found["rest"] = whole - sum(metrics.get(f"timing_s/{phase}", 0.0) for phase in PHASES)
-                found |= {"all": whole - sum(away.values()), "CPU": cpu, "calls": groups[0].calls, "GiB": memory.most}
+                found |= {
+                    "all": whole - sum(away.values()),
+                    "own CPU": own,
+                    "CPU": cpu,
+                    "calls": groups[0].calls,
+                    "GiB": memory.most,
+                }
     finally:
         start.start_group = real
     return found
@@ -311,6 +326,7 @@ def settings(args: argparse.Namespace, out: Path) -> list[str]:
         f"critic.model.path={model}",
         f"critic.ppo_mini_batch_size={max(prompts // UPDATES, 1)}",
         f"trainer.default_local_dir={out / 'run'}",
+        f"reward.custom_reward_function.path={Path(__file__).with_name('length_reward.py')}",
         "trainer.device=cpu",
         "trainer.report=false",
         *args.overrides,
@@ -318,14 +334,14 @@ def settings(args: argparse.Namespace, out: Path) -> list[str]:
 
 
 def table(rows: Sequence[tuple[int, dict[str, float]]], step_seconds: float) -> str:
-    names = [*PHASES, "rest", "all", "CPU"]
+    names = [*PHASES, "rest", "all", "own CPU", "CPU"]
     lines = [
         f"| ranks | {' | '.join(names)} | of a 60 s step | GiB | calls of ranks |",
         "|---:" * (len(names) + 4) + "|",
     ]
     for ranks, found in rows:
         cells = [f"{found[name]:.2f}" for name in names]
-        share = found["all"] / 60
+        share = found["own CPU"] / 60
         lines.append(f"| {ranks} | {' | '.join(cells)} | {share:.1%} | {found['GiB']:.1f} | {found['calls']:.0f} |")
     return "\n".join(lines)
 

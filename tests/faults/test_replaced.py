@@ -33,9 +33,9 @@ def undisturbed(ppo, tmp_path_factory):
 
 def kill_at(monkeypatch: pytest.MonkeyPatch, role: str, method: str, seconds: float, call: int = 2) -> list[int]:
     """From now on the first rank is killed so many seconds after such call number `call`. Returns who was killed."""
-    run, seen, killed = RayGroup._run, [], []
+    send, seen, killed = RayGroup._send, [], []
 
-    def disturbed(group, name, what, calls, sink, feed):
+    def disturbed(group, name, what, *calls, **more):
         if (name, what) == (role, method):
             seen.append(1)
             if len(seen) == call:
@@ -46,9 +46,9 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, role: str, method: str, seconds: fl
                 else:
                     os.kill(pid, signal.SIGKILL)
                     time.sleep(0.5)
-        return run(group, name, what, calls, sink, feed)
+        return send(group, name, what, *calls, **more)
 
-    monkeypatch.setattr(RayGroup, "_run", disturbed)
+    monkeypatch.setattr(RayGroup, "_send", disturbed)
     return killed
 
 

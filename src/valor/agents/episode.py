@@ -22,14 +22,7 @@ from valor.tracking.metrics import summarize
 EpisodeKey = tuple[int, ...]
 """(run seed, step, number of the sample in the step): names an episode and decides its random numbers."""
 
-TOKEN_COLUMNS = (
-    "responses",
-    "response_mask",
-    "rollout_log_probs",
-    "turn_ids",
-    "weights_versions",
-    "turn_rewards",
-)
+TOKEN_COLUMNS = ("responses", "response_mask", "rollout_log_probs", "turn_ids", "weights_versions", "turn_rewards")
 """Columns [R, T] of `episode_rows`."""
 
 EpisodeEnd = FinishReason | Literal["turns"]
@@ -146,6 +139,14 @@ def _per_token(turns: Sequence[Turn], which: range, of_turn: Callable[[Turn, int
     """The turns' numbers in a row, with zeros where the policy was given an observation."""
     pairs = ((turns[i], of_turn(turns[i], i)) for i in which)
     return [*chain.from_iterable((*repeat(0, len(turn.observation_ids)), *numbers) for turn, numbers in pairs)]
+
+
+def with_text(rows: Batch, decode: Callable[[list[list[int]]], list[str]]) -> Batch:
+    """The rows with `response_text`, unless they have it."""
+    if "response_text" not in rows:
+        pairs = zip(rows["responses"].tolist(), rows["response_lengths"].tolist(), strict=True)
+        rows.objects["response_text"] = decode([row[:length] for row, length in pairs])
+    return rows
 
 
 def last_rows(batch: Batch) -> Batch:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from valor.agents.agents import Agents
+from valor.agents.episode import with_text
 from valor.config import PPOConfig, RewardModelConfig
 from valor.data.batch import Batch
 from valor.data.prompts import PromptDataset, PromptRow
@@ -72,11 +73,7 @@ class RunInputs:
 
     def with_text(self, batch: Batch) -> Batch:
         """The batch with `response_text`, decoded without special tokens, where the ranks have not done so."""
-        if "response_text" in batch:
-            return batch
-        ids = [row[:n] for row, n in zip(batch["responses"].tolist(), batch["response_lengths"].tolist(), strict=True)]
-        batch.objects["response_text"] = self.decode(ids)
-        return batch
+        return with_text(batch, self.decode)
 
     def decode(self, token_ids: Sequence[list[int]]) -> list[str]:
         """Responses as the graders read them."""

@@ -65,10 +65,11 @@ class _RayHost(WorkerHost):
         method: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        stays: Sequence[str] = (),
         number: int | None = None,
         fed: bool = False,
     ) -> Any:
-        """`number`: of a call that has a sink."""
+        """`number`: of a call that has a sink. `stays`: columns of the result that are results of their own."""
         self._latest.report = None
         if number is not None:
             kwargs = {**kwargs, "sink": self._reported.setdefault(number, deque()).append}
@@ -76,14 +77,11 @@ class _RayHost(WorkerHost):
             kwargs["feed"] = partial(_drain, self._brought.setdefault(number, deque()))
         args = tuple(arg.to("cpu") if isinstance(arg, Batch) else arg for arg in args)  # reads what lies elsewhere
         result = super().call(role, method, *args, **kwargs)
-        if not (stays := self._stays(role, method)):
+        if not stays:
             return result
         columns = [result.tensors.pop(name, None) for name in stays]
         kinds = [None if column is None else (tuple(column.shape), column.dtype) for column in columns]
         return (result, kinds), *(None if column is None else to_stored(column) for column in columns)
-
-    def _stays(self, role: str, method: str) -> Sequence[str]:
-        return () if role == HOST else dispatch_of(type(self.context.roles[role]), method).stays
 
     @ray.method(concurrency_group="poll")
     def poll(
@@ -195,8 +193,15 @@ class RayGroup(WorkerGroup):
             return self.run(role, method, calls, sink, feed)
 
     def start(self, role: str, method: str, calls: list[Call]) -> Callable[[], list[Any]]:
-        started = [a.call.remote(role, method, *c) for a, c in zip(self._actors, calls, strict=True)]
+        started = self._send(role, method, calls)
         return lambda: self._get(started)
+
+    def _send(
+        self, role: str, method: str, calls: Sequence[Sequence[Any]], stays: Sequence[str] = (), *more: Any
+    ) -> list[Any]:
+        """Of each rank the reference to its result; with `stays` a list of that and of those to its columns."""
+        pairs, count = zip(self._actors, calls, strict=True), 1 + len(stays)
+        return [a.call.options(num_returns=count).remote(role, method, *c, stays, *more) for a, c in pairs]
 
     def _replace(self, death: WorkerDied) -> None:
         """New processes; also where one of them dies while it starts."""
@@ -214,11 +219,10 @@ class RayGroup(WorkerGroup):
         if sink is None and len(calls) > 1 and all(c is calls[0] for c in calls):
             args, kwargs = calls[0]
             refs = [ray.put(args), ray.put(kwargs)]
-            return self._get([a.call.remote(role, method, *refs) for a in self._actors])
+            return self._get(self._send(role, method, [refs] * len(calls)))
         number = None if sink is None else next(self._numbers)
         stays = () if role == HOST else dispatch_of(self.specs[role].cls, method).stays
-        pairs, count, fed = zip(self._actors, calls, strict=True), 1 + len(stays), feed is not None
-        started = [a.call.options(num_returns=count).remote(role, method, *c, number, fed) for a, c in pairs]
+        started = self._send(role, method, calls, stays, number, feed is not None)
         if not stays:
             return self._get(started, number, sink, feed)
         found = self._get([result for result, *_ in started], number, sink, feed)

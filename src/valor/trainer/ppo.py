@@ -166,7 +166,7 @@ class PPORun(Run):
                 correction, metrics = corrected(batch, columns["old_log_probs"], algorithm.rollout_correction)
                 return columns.union(correction), metrics
             if self.config.trainer.v1.runs_ahead:
-                self.aside.measure(lambda: off_policy(batch, columns["old_log_probs"]))
+                self.aside.measure(off_policy, batch, columns["old_log_probs"])
             return columns, {}
 
     def compute_ref_log_probs(self, batch: Batch, timer: Timer) -> tuple[Batch, dict[str, float]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, ParamSpec
+from typing import Any
 
 import torch
 
@@ -13,31 +13,24 @@ from valor.config import PPOConfig
 from valor.data.batch import Batch
 from valor.tracking.metrics import Histogram, Timer, explained_variance, histogram, summarize
 
-P = ParamSpec("P")
 _SPREAD = ("values", "returns", "advantages")
 _NUM_PARTS = 5
 _BLOCK_ELEMENTS = 2**20  # of rows whose errors are sorted out at once: their temporaries stay small
 _NUM_TURNS = 8  # that have an explained variance of their own
 
 
-class Aside:
+class Aside(ThreadPoolExecutor):
     """Metrics that nothing waits for before the end of a step: with `beside`, a thread computes them while the roles,
     which are processes of their own, are at work."""
 
     def __init__(self, beside: bool) -> None:
+        # The number of threads decides the order of sums, and is a thread's own.
+        super().__init__(1, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),))
         self._beside, self._found = beside, list[Future[dict[str, Any]]]()
-        threads = torch.get_num_threads()  # which decides the order of sums, and is a thread's own
-        self._thread = ThreadPoolExecutor(1, "metrics", initializer=torch.set_num_threads, initargs=(threads,))
 
-    def __enter__(self) -> Aside:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._thread.shutdown(cancel_futures=True)
-
-    def measure(self, function: Callable[P, dict[str, Any]], *args: P.args, **kwargs: P.kwargs) -> None:
+    def measure(self, function: Callable[..., dict[str, Any]], *args: Any) -> None:
         """Compute these metrics."""
-        self._found.append(self._thread.submit(function, *args, **kwargs))
+        self._found.append(self.submit(function, *args))
         if not self._beside:
             self._found[-1].result()
 

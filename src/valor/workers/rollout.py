@@ -12,7 +12,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from transformers import GenerationConfig
 
 from valor.agents.agents import Agents
-from valor.agents.episode import TOKEN_COLUMNS, Episode, episode_rows
+from valor.agents.episode import TOKEN_COLUMNS, Episode, episode_rows, with_text
 from valor.agents.loops import tasks_of
 from valor.agents.runner import EpisodeRunner
 from valor.config import ModelConfig, PPOConfig
@@ -123,7 +123,7 @@ class RolloutWorker:
                 self.engine.serve(Elsewhere())
                 return Batch()
             if self._agents is not None:
-                return self._with_text(self._agents.play(self.engine, tasks, sink and told))
+                return with_text(self._agents.play(self.engine, tasks, sink and told), self._decoded)
             tell = sink and (lambda key, output: told(Episode.of_one_turn(key, output)))
             requests = [
                 Request(str(i), one.prompt_ids, params, one.key, tell and partial(tell, one.key))
@@ -131,12 +131,7 @@ class RolloutWorker:
             ]
             outputs = self.engine.generate(requests)
         episodes = [Episode.of_one_turn(task.key, one) for task, one in zip(tasks, outputs, strict=True)]
-        return self._with_text(episode_rows(episodes))
-
-    def _with_text(self, rows: Batch) -> Batch:
-        pairs = zip(rows["responses"].tolist(), rows["response_lengths"].tolist(), strict=True)
-        rows.objects["response_text"] = self._decoded([row[:length] for row, length in pairs])
-        return rows
+        return with_text(episode_rows(episodes), self._decoded)
 
     def _decoded(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
         return self._tokenizer.batch_decode(token_ids, skip_special_tokens=True)
