@@ -93,7 +93,8 @@ FIRST = Request("first", [5, 6], SamplingParams(max_tokens=6, ignore_eos=True), 
 
 def engine_of(*servers: Served, name: str = "sglang", **more: object) -> ServerEngine:
     section = {"base_url": [one.url for one in servers], "model": "m", "timeout": 30.0, **more}
-    return ServerEngine(RolloutConfig(name=name, server=section, dtype="float32"), eos_token_ids=[1])
+    config = RolloutConfig.model_validate({"name": name, "server": section, "dtype": "float32"})
+    return ServerEngine(config, eos_token_ids=[1])
 
 
 def changed(folder: Path, seed: int) -> PreTrainedModel:
