@@ -48,7 +48,9 @@ class Conformance:
 
     def __init__(self, kind: str, url: str, folder: str, dtype: str, model: str) -> None:
         section = {"base_url": url, "model": model, "weight_updates": "none" if kind == "trtllm" else "filesystem"}
-        self.config = RolloutConfig(name=kind, server=section, dtype=dtype, max_model_len=256)
+        self.config = RolloutConfig.model_validate(
+            {"name": kind, "server": section, "dtype": dtype, "max_model_len": 256}
+        )
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.gap, self.version = GAPS[dtype], 0
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

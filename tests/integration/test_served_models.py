@@ -93,7 +93,8 @@ FIRST = Request("first", [5, 6], SamplingParams(max_tokens=6, ignore_eos=True), 
 
 def engine_of(*servers: Served, name: str = "sglang", **more: object) -> ServerEngine:
     section = {"base_url": [one.url for one in servers], "model": "m", "timeout": 30.0, **more}
-    return ServerEngine(RolloutConfig(name=name, server=section, dtype="float32"), eos_token_ids=[1])
+    config = RolloutConfig.model_validate({"name": name, "server": section, "dtype": "float32"})
+    return ServerEngine(config, eos_token_ids=[1])
 
 
 def changed(folder: Path, seed: int) -> PreTrainedModel:
@@ -210,6 +211,8 @@ def test_requests_that_are_pending_delay_what_needs_an_idle_server(servers, tiny
     asking = threading.Thread(target=other.generate, args=([WORK[0]],))
     monkeypatch.setattr(connection_module, "_PATIENCE", 20.0)
     asking.start()
+    while "/generate" not in server.set(slow=0.1):
+        pass
     engine.sleep()
     assert engine.weights_version is None
     asking.join()
