@@ -27,6 +27,7 @@ from valor.engines.core import EngineCore, collect, deterministic_backward, rows
 from valor.engines.fsdp.loading import built_once
 from valor.engines.megatron import state
 from valor.engines.megatron.layout import make_groups
+from valor.engines.megatron.memory import HostMemory
 from valor.engines.megatron.model import Face, build_chunks, transformer_config
 from valor.engines.megatron.weights import Weights
 from valor.errors import TrainingStopped, UserError, out_of_memory
@@ -76,9 +77,14 @@ class MegatronEngine(EngineCore):
         super().__init__(module, optim, device, total_steps)
         if has_adapters(module.hf):
             raise UserError("strategy=megatron trains all weights: set model.lora_rank=0, or use strategy=fsdp2")
+        if not getattr(module, "packed", False) and megatron.sizes["tensor"] * megatron.sizes["context"] > 1:
+            raise UserError(
+                "megatron: tensor and context parallel ranks share packed rows out: leave model.use_remove_padding=true"
+            )
         self.data_parallel_rank = parallel_state.get_data_parallel_rank()
         self.data_parallel_size = parallel_state.get_data_parallel_world_size()
         self._megatron = megatron
+        self._weight_memory, self._optimizer_memory, self._gradients_there = HostMemory(), HostMemory(), True
         recompute = any(getattr(part, "gradient_checkpointing", False) for part in module.modules())
         self._config = transformer_config(module.hf, megatron, recompute=recompute and optim is not None)
         is_policy = isinstance(module, PolicyModel)
@@ -296,9 +302,28 @@ class MegatronEngine(EngineCore):
     def load(self, path: Path) -> None:
         self.counters = state.load(path, self._weights, self.module, self.optimizer)
 
-    def offload(self) -> None: ...
+    def offload(self) -> None:
+        if self.device.type == "cpu":
+            return
+        parameters = [parameter for face in self._faces for parameter in face.chunk.parameters()]
+        if self._megatron.optimizer_offload and self.optimizer is not None:
+            self._optimizer_memory.leave(state.optimizer_tensors(self.optimizer), besides=parameters)
+        if self._megatron.param_offload:
+            self._weight_memory.leave(parameters)
+        if self._megatron.grad_offload and self.optimizer is not None:
+            self._gradients_there = False
+            for stage in self._stages:
+                stage.offload_grad_buffers()
+        torch.cuda.empty_cache()
 
-    def onload(self, *, optimizer: bool = True) -> None: ...
+    def onload(self, *, optimizer: bool = True) -> None:
+        self._weight_memory.come_back()
+        if optimizer:
+            self._optimizer_memory.come_back()
+        if optimizer and not self._gradients_there:
+            self._gradients_there = True
+            for stage in self._stages:
+                stage.restore_grad_buffers()
 
     def _sharing(self, is_policy: bool) -> Sharing:
         """How ranks divide rows."""

@@ -26,11 +26,12 @@ def transformer_config(hf: Any, megatron: MegatronConfig, *, recompute: bool) ->
     _refuse_what_is_missing(hf, config)
     heads, groups = config.num_attention_heads, config.num_key_value_heads
     experts = num_experts(config)
-    virtual = megatron.virtual_pipeline_model_parallel_size
+    virtual, overrides = megatron.virtual_pipeline_model_parallel_size, megatron.override_transformer_config
+    uneven = any(name.startswith(("num_layers_in_", "pipeline_model_parallel_layout")) for name in overrides)
     for what, count, size in (
         ("key-value heads", groups, sizes["tensor"]),
         ("heads of a process", heads // sizes["tensor"], sizes["context"]),
-        ("layers", config.num_hidden_layers, sizes["pipeline"] * (virtual or 1)),
+        ("layers", 0 if uneven else config.num_hidden_layers, sizes["pipeline"] * (virtual or 1)),
         ("experts", experts, sizes["expert"]),
     ):
         if count % size:
@@ -83,7 +84,7 @@ def transformer_config(hf: Any, megatron: MegatronConfig, *, recompute: bool) ->
     if recompute:
         keys |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     try:
-        return TransformerConfig(**(keys | megatron.override_transformer_config))
+        return TransformerConfig(**(keys | overrides))
     except (TypeError, ValueError, AssertionError) as error:
         raise UserError(f"megatron-core refuses this model, or override_transformer_config: {error}") from error
 

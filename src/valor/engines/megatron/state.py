@@ -84,6 +84,14 @@ class TrainedState:
         raise AssertionError("a parameter that no optimizer has")
 
 
+def optimizer_tensors(optimizer: Any) -> list[Tensor]:
+    """All that an optimizer has on the device: the weights that it updates, and its state."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    held = [parameter for part in parts for group in part.param_groups for parameter in group["params"]]
+    moments = [value for part in parts for one in part.optimizer.state.values() for value in one.values()]
+    return held + [value for value in moments if isinstance(value, Tensor) and value.dim()]
+
+
 def save(path: Path, weights: Weights, module: nn.Module, optimizer: Any, counters: Counters) -> None:
     """Diverged: some numbers are not finite."""
     trained = TrainedState(optimizer) if optimizer is not None else None
