@@ -91,8 +91,10 @@ def run_case(case: Case, out: Path) -> None:
     evaluated = {} if case.critic else {"temperature": 0.8, "with_entropy": True, "with_sum_pi_squared": True}
     outputs = engine.forward(share, max_tokens=45, **evaluated)
     weights = {"start": engine.state_dict()}
-    steps = [step(engine, case, share) for _ in range(3 if case.layout else 5)]
+    steps = [step(engine, case, share) for _ in range(3)]
     weights["end"] = engine.state_dict()
+    if case.layout is None:
+        steps += [step(engine, case, share) for _ in range(2)]
     rank = dist.get_rank()
     save_file({name: value.contiguous() for name, value in outputs.items()}, out / f"{case.name}.{rank}.outputs")
     if rank == 0:
