@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ MODELS["deep"] = Qwen2Config(**SIZES | {"num_hidden_layers": 4}, tie_word_embedd
 
 def build(case: Case) -> Any:
     torch.manual_seed(0)
-    config = MODELS[case.model]
+    config = deepcopy(MODELS[case.model])  # which saving writes to
     if case.critic:
         config.num_labels = 1
         hf: Any = Qwen2ForTokenClassification(config)
