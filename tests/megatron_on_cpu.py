@@ -16,6 +16,14 @@ _HOST = torch.device("cpu")
 _TYPE = torch.Tensor.type
 
 
+class _Torch:
+    """The module torch, for those of megatron-core that name the device themselves."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(torch, name)
+        return _on_host(found) if name in ("tensor", "zeros", "ones", "empty", "full") else found
+
+
 def _on_host(function: Any) -> Any:
     """The same, but that a tensor asked for on a GPU is made on the host."""
 
@@ -63,8 +71,12 @@ def _no_stream(*_: Any):
 
 
 def install() -> None:
+    import megatron.core.optimizer.clip_grads as clip_grads
+    import megatron.core.optimizer.optimizer as optimizer
+    import megatron.core.pipeline_parallel.schedules as schedules
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.token_dispatcher as dispatcher
+    import megatron.core.utils as utils
 
     cuda: Any = torch.cuda
     cuda.current_device = lambda: _HOST
@@ -84,8 +96,8 @@ def install() -> None:
     dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, **_: (
         tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
     )
-    for name in ("tensor", "zeros", "ones", "empty", "full"):
-        setattr(torch, name, _on_host(getattr(torch, name)))
+    for module in (optimizer, clip_grads, schedules, utils):
+        module.torch = _Torch()
 
 
 install()

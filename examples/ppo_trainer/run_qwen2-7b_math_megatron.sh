@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # PPO with a critic on mathematics, Qwen2-7B-Instruct, 8 GPUs, Megatron tensor and pipeline parallelism.
-# Without the Megatron backend this stops with one line; strategy=fsdp2 and no megatron_config run the same on FSDP2.
+# Without megatron-core it stops with one line when it starts; strategy=fsdp2 and no megatron_config run the same on FSDP2.
 set -euo pipefail
 
 python3 -m valor.trainer.main_ppo \

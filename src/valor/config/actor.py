@@ -21,6 +21,7 @@ LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean
 
 _EXACT = {"needs_ref_log_probs": "the reference takes the actor's micro-batches with the exact KL"}
 _OWN_WEIGHTS = {"ref_has_weights": "with lora_rank the reference is the actor without its adapters"}
+_FSDP = ".strategy!=megatron"
 KLEstimator = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"
 ]
@@ -59,10 +60,10 @@ class UpdateConfig(Section):
     """How token losses become one number; denominators count the whole mini-batch."""
     loss_scale_factor: PositiveFloat = inherits("data.max_response_length")
     """seq-mean-token-sum-norm: divisor of each sequence's sum."""
-    ulysses_sequence_parallel_size: PositiveInt = 1
+    ulysses_sequence_parallel_size: PositiveInt = key(1, _FSDP)
     """Processes that share their rows, each a part of every row (Ulysses); must divide the attention heads."""
     optim: OptimConfig = section(OptimConfig)
-    fsdp_config: FSDPConfig = section(FSDPConfig)
+    fsdp_config: FSDPConfig = section(FSDPConfig, _FSDP)
     megatron: MegatronConfig = section(MegatronConfig, ".strategy=megatron")
     checkpoint: CheckpointConfig = section(CheckpointConfig)
 
@@ -106,7 +107,7 @@ class RefConfig(Section):
 
     strategy: str = inherits("actor_rollout_ref.actor.strategy")
     """Engine: fsdp2 or megatron."""
-    fsdp_config: FollowerFSDPConfig = section(FollowerFSDPConfig, _OWN_WEIGHTS)
+    fsdp_config: FollowerFSDPConfig = section(FollowerFSDPConfig, {**_OWN_WEIGHTS, _FSDP: ""})
     megatron: FollowerMegatronConfig = section(FollowerMegatronConfig, ".strategy=megatron")
     log_prob_micro_batch_size_per_gpu: PositiveInt | None = key(None, _EXACT)
     """Most samples in a forward micro-batch of one process; null leaves it to the token budget."""
@@ -114,7 +115,9 @@ class RefConfig(Section):
     """true: form micro-batches by tokens alone."""
     log_prob_max_token_len_per_gpu: PositiveInt = inherits("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", _EXACT)
     """Most tokens (padding included) in a forward micro-batch of one process."""
-    ulysses_sequence_parallel_size: PositiveInt = inherits("actor_rollout_ref.actor.ulysses_sequence_parallel_size")
+    ulysses_sequence_parallel_size: PositiveInt = inherits(
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size", _FSDP
+    )
     """Processes that share their rows, each a part of every row (Ulysses); must divide the attention heads."""
 
     @property
@@ -154,7 +157,7 @@ class CriticConfig(
     cliprange_value: PositiveFloat | None = key(0.5, ".freeze=false")
     """Value clip range: new values are kept within this distance of the old ones in the loss; null never clips."""
     optim: FastOptimConfig = section(FastOptimConfig, ".freeze=false")
-    fsdp_config: FollowerFSDPConfig = section(FollowerFSDPConfig)
+    fsdp_config: FollowerFSDPConfig = section(FollowerFSDPConfig, _FSDP)
     megatron: FollowerMegatronConfig = section(FollowerMegatronConfig, ".strategy=megatron")
 
     def contradictions(self, at: str) -> Iterator[str]:

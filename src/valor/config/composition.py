@@ -176,14 +176,14 @@ def _translate_key(root: type[BaseModel], key: str, value: Any, reading: Reading
     if value is None:
         return
     if target is not None:
-        _move(key, target, value, spelling, reading)
+        _move(root, key, target, value, spelling, reading)
     elif not spelling.refused:
         reading.notes.append(f"{key} has no effect: {spelling.reason}")
     elif spelling.only or value not in (False, {}):
         reading.mistakes.append(f"{key}={show(value)} asks for what Valor does not have: {spelling.reason}")
 
 
-def _move(key: str, target: str, value: Any, spelling: Spelling, reading: Reading) -> None:
+def _move(root: type[BaseModel], key: str, target: str, value: Any, spelling: Spelling, reading: Reading) -> None:
     value = _meant(target, value, reading)
     if target in reading.set_keys and get_at(reading.tree, target) != value:
         there = get_at(reading.tree, target)
@@ -191,6 +191,14 @@ def _move(key: str, target: str, value: Any, spelling: Spelling, reading: Readin
             f"{key}={show(value)} and {target}={show(there)} are the same setting: give one of them"
         )
         return
-    set_at(reading.tree, target, value)
+    _set(root, target, value, reading)
     reading.set_keys.add(target)
     reading.notes.append(f"{key} is read as {target}" + (f" ({spelling.reason})" if spelling.reason else ""))
+
+
+def _set(root: type[BaseModel], target: str, value: Any, reading: Reading) -> None:
+    """With the keys that inherit it, as far as they are not set themselves."""
+    set_at(reading.tree, target, value)
+    for one in plain_keys(root):
+        if one.inherits == target and one.name not in reading.set_keys:
+            _set(root, one.name, value, reading)

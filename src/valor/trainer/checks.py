@@ -55,6 +55,10 @@ def _training_engines(config: PPOConfig) -> list[str]:
     roles = [(policy.actor, True), (policy.ref, config.needs_reference), (critic, critic.enable)]
     for strategy in {role.strategy for role, is_there in roles if is_there}:
         _ = TRAINING_ENGINES[strategy]
+    actor, ref = policy.actor, policy.ref
+    staged = actor.strategy == "megatron" and actor.megatron.pipeline_model_parallel_size > 1
+    if "full" in config.kl_kinds and (actor.strategy != ref.strategy or staged):
+        return ["the exact KL is that of whole distributions: give actor and reference one strategy, and one stage"]
     return []
 
 

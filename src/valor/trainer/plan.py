@@ -69,9 +69,9 @@ def _ppo_rows(config: PPOConfig) -> Rows:
     weights = [engine.plan(config) for engine in GENERATION_ENGINES.values() if engine.name == policy.rollout.name]
     rows = [
         ("algorithm", f"{estimator}, policy loss {config.policy_loss}"),
-        ("actor", _model(policy.model)),
+        ("actor", _and(_model(policy.model), _engine(policy.actor))),
         ("rollout", _and(policy.rollout.name, *weights)),
-        ("critic", _critic(config.critic)),
+        ("critic", _and(_critic(config.critic), config.critic.enable and _engine(config.critic))),
         ("reference", _reference(config)),
         ("reward", _reward(config)),
         ("placement", _placement(config.trainer, with_pools=bool(config.pools))),
@@ -139,6 +139,13 @@ def _every(steps: int) -> str:
 def _model(model: BackboneConfig) -> str:
     start = f" from {model.lora_adapter_path}" if model.lora_adapter_path is not None else ""
     return model.path + (f" with LoRA adapters of rank {model.lora_rank}{start}" if model.lora_rank else "")
+
+
+def _engine(role: UpdateConfig) -> str:
+    if role.strategy != "megatron":
+        return ""
+    sizes = [f"{name} parallel {size}" for name, size in role.megatron.sizes.items() if size > 1]
+    return _and("by megatron-core", *sizes)
 
 
 def _critic(critic: CriticConfig) -> str:

@@ -131,7 +131,10 @@ def test_spellings_without_effect_say_why(given):
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ("model_engine=megatron", "the Megatron backend is not installed"),
+        ("model_engine=megatron", "the engine is set by each role: use actor_rollout_ref.actor.strategy=megatron"),
+        (f"{A}.megatron.use_megatron_fsdp=true", "megatron-core's own FSDP is not used"),
+        (f"{A}.megatron.dist_checkpointing_path=/x", "weights are read from, and written to, Hugging Face"),
+        (f"{A}.megatron.dynamic_context_parallel=true", "context parallel ranks are the same for all rows"),
         ("trainer.v1.separate_async.hybrid_rollout.enable_switch=true", "training and generation keep their processes"),
         ("async_training.staleness_threshold=0.1", "set trainer.v1.trainer_mode=separate_async"),
         (f"{A}.profiler.enable=True", "Valor has no profiler"),
@@ -146,7 +149,6 @@ def test_spellings_without_effect_say_why(given):
         ("critic.checkpoint.async_save=true", "saving is done before the next step"),
         ("reward.reward_manager.source=importlib", "managers are built in"),
         ("data.custom_cls.path=x.py", "data sets are files"),
-        (f"{A}.megatron_config.tensor_model_parallel_size=4", "the Megatron backend is not installed"),
         ("distillation.enabled=True", "distillation is not supported"),
     ],
 )

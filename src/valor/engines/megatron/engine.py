@@ -1,5 +1,7 @@
 """The training engine by megatron-core."""
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import copy
@@ -12,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
@@ -26,7 +27,8 @@ from valor.engines.base import LossFn
 from valor.engines.core import EngineCore, collect, deterministic_backward, rows_of
 from valor.engines.fsdp.loading import built_once
 from valor.engines.megatron import state
-from valor.engines.megatron.layout import make_groups
+from valor.engines.megatron.layout import make_groups, mpu
+from valor.engines.megatron.memory import HostMemory
 from valor.engines.megatron.model import Face, build_chunks, transformer_config
 from valor.engines.megatron.weights import Weights
 from valor.errors import TrainingStopped, UserError, out_of_memory
@@ -78,9 +80,14 @@ class MegatronEngine(EngineCore):
         super().__init__(module, optim, device, total_steps)
         if has_adapters(module.hf):
             raise UserError("strategy=megatron trains all weights: set model.lora_rank=0, or use strategy=fsdp2")
-        self.data_parallel_rank = parallel_state.get_data_parallel_rank()
-        self.data_parallel_size = parallel_state.get_data_parallel_world_size()
+        if not getattr(module, "packed", False) and megatron.sizes["tensor"] * megatron.sizes["context"] > 1:
+            raise UserError(
+                "megatron: tensor and context parallel ranks share packed rows out: leave model.use_remove_padding=true"
+            )
+        self.data_parallel_rank = mpu.get_data_parallel_rank()
+        self.data_parallel_size = mpu.get_data_parallel_world_size()
         self._megatron = megatron
+        self._weight_memory, self._optimizer_memory, self._gradients_there = HostMemory(), HostMemory(), True
         recompute = any(getattr(part, "gradient_checkpointing", False) for part in module.modules())
         self._config = transformer_config(module.hf, megatron, recompute=recompute and optim is not None)
         is_policy = isinstance(module, PolicyModel)
@@ -163,6 +170,8 @@ class MegatronEngine(EngineCore):
         if len(self._faces) > 1 or self._megatron.pipeline_model_parallel_size > 1:
             assert options.get("reference") is None, "the reference has stages of its own"
 
+        done = 0
+
         def step(waiting: Iterator[list[int]], stage: Any) -> tuple[Any, Any]:
             indices = next(waiting)
             face = self._model.hf = self._faces[self._stages.index(stage)]
@@ -170,7 +179,9 @@ class MegatronEngine(EngineCore):
             if not face.chunk.post_process:
                 return self._model.compact(rows).read_by(face).last_hidden_state, None
             outputs = self._model(rows, **options)
-            report_progress(0 if not indices else len(indices), len(batch))
+            nonlocal done
+            done += len(indices)
+            report_progress(done, len(batch))
             return outputs, lambda outputs, **_: finish(outputs, indices)
 
         for stage in self._stages:
@@ -196,11 +207,11 @@ class MegatronEngine(EngineCore):
             ) from error
 
     def _from_last_stage(self, value: Any) -> Any:
-        group = parallel_state.get_pipeline_model_parallel_group()
+        group = mpu.get_pipeline_model_parallel_group()
         if group.size() == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, parallel_state.get_pipeline_model_parallel_last_rank(), group, self.device)
+        dist.broadcast_object_list(box, mpu.get_pipeline_model_parallel_last_rank(), group, self.device)
         return box[0]
 
     # ---- the optimizer's step
@@ -298,21 +309,40 @@ class MegatronEngine(EngineCore):
     def load(self, path: Path) -> None:
         self.counters = state.load(path, self._weights, self.module, self.optimizer)
 
-    def offload(self) -> None: ...
+    def offload(self) -> None:
+        if self.device.type == "cpu":
+            return
+        parameters = [parameter for face in self._faces for parameter in face.chunk.parameters()]
+        if self._megatron.optimizer_offload and self.optimizer is not None:
+            self._optimizer_memory.leave(state.optimizer_tensors(self.optimizer), besides=parameters)
+        if self._megatron.param_offload:
+            self._weight_memory.leave(parameters)
+        if self._megatron.grad_offload and self.optimizer is not None:
+            self._gradients_there = False
+            for stage in self._stages:
+                stage.offload_grad_buffers()
+        torch.cuda.empty_cache()
 
-    def onload(self, *, optimizer: bool = True) -> None: ...
+    def onload(self, *, optimizer: bool = True) -> None:
+        self._weight_memory.come_back()
+        if optimizer:
+            self._optimizer_memory.come_back()
+        if optimizer and not self._gradients_there:
+            self._gradients_there = True
+            for stage in self._stages:
+                stage.restore_grad_buffers()
 
     def _sharing(self, is_policy: bool) -> Sharing:
         """How ranks divide rows."""
         tensor, context = (
-            parallel_state.get_tensor_model_parallel_group(),
-            parallel_state.get_context_parallel_group(),
+            mpu.get_tensor_model_parallel_group(),
+            mpu.get_context_parallel_group(),
         )
         tokens = tensor if is_policy and tensor.size() > 1 else None
         positions = context if context.size() > 1 else None
         return Sharing(
             positions,
             tokens,
-            parallel_state.get_tensor_and_context_parallel_group() if tokens is not None else positions,
+            mpu.get_tensor_and_context_parallel_group() if tokens is not None else positions,
             tensor.size() if self._config.sequence_parallel else 1,
         )

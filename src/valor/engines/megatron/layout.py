@@ -1,5 +1,7 @@
 """Who computes what: megatron-core's process groups by the sizes under `megatron`, and what they must divide."""
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 from typing import Any
@@ -12,6 +14,7 @@ from megatron.core.tensor_parallel import random
 from valor.config.engine import MegatronConfig
 from valor.errors import UserError
 
+mpu: Any = parallel_state  # whose functions say that they may return None, or a number
 _made: tuple[Any, tuple[int | None, ...]] = (None, ())  # the process group and the sizes of the groups there are
 
 
@@ -32,12 +35,12 @@ def make_groups(config: MegatronConfig, device: torch.device) -> None:
                 f"megatron: the {what} parallel sizes make {product}, which does not divide {world} processes"
             )
     wanted = (*sizes.values(), config.expert_tensor_parallel_size)
-    if _made == (dist.group.WORLD, wanted) and parallel_state.is_initialized():
+    if _made == (dist.group.WORLD, wanted) and mpu.is_initialized():
         return
-    if _made[0] is dist.group.WORLD and parallel_state.is_initialized():
+    if _made[0] is dist.group.WORLD and mpu.is_initialized():
         raise UserError("roles in the same processes share megatron's parallel sizes: set them alike for all of them")
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
+    mpu.destroy_model_parallel()
+    mpu.initialize_model_parallel(
         tensor_model_parallel_size=sizes["tensor"],
         pipeline_model_parallel_size=sizes["pipeline"],
         virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,

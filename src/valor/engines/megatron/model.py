@@ -1,18 +1,21 @@
 """megatron-core's GPTModel for a transformers model's config, behind the face of a transformers model."""
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from valor.config.engine import MegatronConfig
+from valor.engines.megatron.layout import mpu
 from valor.errors import UserError
 from valor.models.attention import Segments
 from valor.models.packing import packed_attention
@@ -26,11 +29,12 @@ def transformer_config(hf: Any, megatron: MegatronConfig, *, recompute: bool) ->
     _refuse_what_is_missing(hf, config)
     heads, groups = config.num_attention_heads, config.num_key_value_heads
     experts = num_experts(config)
-    virtual = megatron.virtual_pipeline_model_parallel_size
+    virtual, overrides = megatron.virtual_pipeline_model_parallel_size, megatron.override_transformer_config
+    uneven = any(name.startswith(("num_layers_in_", "pipeline_model_parallel_layout")) for name in overrides)
     for what, count, size in (
         ("key-value heads", groups, sizes["tensor"]),
         ("heads of a process", heads // sizes["tensor"], sizes["context"]),
-        ("layers", config.num_hidden_layers, sizes["pipeline"] * (virtual or 1)),
+        ("layers", 0 if uneven else config.num_hidden_layers, sizes["pipeline"] * (virtual or 1)),
         ("experts", experts, sizes["expert"]),
     ):
         if count % size:
@@ -83,7 +87,7 @@ def transformer_config(hf: Any, megatron: MegatronConfig, *, recompute: bool) ->
     if recompute:
         keys |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     try:
-        return TransformerConfig(**(keys | megatron.override_transformer_config))
+        return TransformerConfig(**(keys | overrides))
     except (TypeError, ValueError, AssertionError) as error:
         raise UserError(f"megatron-core refuses this model, or override_transformer_config: {error}") from error
 
@@ -134,8 +138,8 @@ class Attention(nn.Module):
         **_: Any,
     ) -> Tensor:
         """[s, b, heads * D] of [s, b, heads, D]."""
-        states = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out, _ = packed_attention(self, *states, None, segments=attention_bias, scaling=self._scale)
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out, _ = packed_attention(self, query, key, value, None, segments=attention_bias, scaling=self._scale)
         return out.transpose(0, 1).flatten(2).contiguous()
 
 
@@ -157,7 +161,9 @@ def build_chunks(hf: Any, config: TransformerConfig, *, head: nn.Linear | None) 
 
 
 def _build_chunk(hf: Any, config: TransformerConfig, head: nn.Linear | None, stage: int | None) -> GPTModel:
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage)
+    spec: Any = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage
+    )
     spec.layer_norm = Norm
     for layer in spec.layer_specs:
         parts = layer.submodules
@@ -166,8 +172,8 @@ def _build_chunk(hf: Any, config: TransformerConfig, head: nn.Linear | None, sta
         inside.core_attention = Attention
         if config.qk_layernorm:
             inside.q_layernorm = inside.k_layernorm = Norm
-    first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
-    last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
+    first = mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
+    last = mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
     vocab, tensor = hf.config.vocab_size, config.tensor_model_parallel_size
     chunk = GPTModel(
         config,
@@ -185,6 +191,7 @@ def _build_chunk(hf: Any, config: TransformerConfig, head: nn.Linear | None, sta
         chunk.score = nn.Linear(
             head.in_features, head.out_features, head.bias is not None, device=torch.cuda.current_device()
         )
+    chunk.to(torch.cuda.current_device())  # megatron-core makes routers on the host
     for parameter in chunk.parameters():
         parameter.data.zero_()  # also the rows that fill up the vocabulary
     return chunk
@@ -245,7 +252,7 @@ class Face(nn.Module):
             return states
         padding = (input_ids == self._padding).t()[..., None]
         if self.chunk.config.sequence_parallel:
-            group = parallel_state.get_tensor_model_parallel_group()
+            group = mpu.get_tensor_model_parallel_group()
             padding = padding.chunk(group.size())[group.rank()]
         return torch.where(padding, states.detach(), states)
 

@@ -5,6 +5,8 @@ of the weights; the optimizer's state, which data-parallel ranks may each have a
 parameter, and the ranks divide the parameters among themselves.
 """
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -12,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from valor.engines import checkpoint
 from valor.engines.checkpoint import Counters
+from valor.engines.megatron.layout import mpu
 from valor.engines.megatron.weights import Slot, Weights
 
 OPTIMIZER = "AdamW"
@@ -84,6 +86,14 @@ class TrainedState:
         raise AssertionError("a parameter that no optimizer has")
 
 
+def optimizer_tensors(optimizer: Any) -> list[Tensor]:
+    """All that an optimizer has on the device: the weights that it updates, and its state."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    held = [parameter for part in parts for group in part.param_groups for parameter in group["params"]]
+    moments = [value for part in parts for one in part.optimizer.state.values() for value in one.values()]
+    return held + [value for value in moments if isinstance(value, Tensor) and value.dim()]
+
+
 def save(path: Path, weights: Weights, module: nn.Module, optimizer: Any, counters: Counters) -> None:
     """Diverged: some numbers are not finite."""
     trained = TrainedState(optimizer) if optimizer is not None else None
@@ -143,8 +153,8 @@ def load(path: Path, weights: Weights, module: nn.Module, optimizer: Any) -> Cou
 def _copies(slot: Slot) -> Any:
     """The ranks that have the same shard."""
     if slot.stacked:
-        return parallel_state.get_expert_data_parallel_group()
-    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+        return mpu.get_expert_data_parallel_group()
+    return mpu.get_data_parallel_group(with_context_parallel=True)
 
 
 def _global(shard: Tensor, slot: Slot, group: Any, dim: int) -> Tensor:
@@ -153,4 +163,4 @@ def _global(shard: Tensor, slot: Slot, group: Any, dim: int) -> Tensor:
         return shard
     mesh = DeviceMesh.from_group(group, "cpu")
     stride = torch.empty(slot.flat, device="meta").stride()
-    return DTensor.from_local(shard, mesh, [Shard(dim)], run_check=False, shape=slot.flat, stride=stride)
+    return DTensor.from_local(shard, mesh, [Shard(dim)], run_check=False, shape=torch.Size(slot.flat), stride=stride)

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor, nn
+
+from valor.engines.megatron.layout import mpu
 
 # The name in megatron-core, that in transformers, and the dimension that tensor parallel ranks share.
 _LAYER = {
@@ -114,9 +115,9 @@ def find_slots(chunks: Sequence[nn.Module], shapes: Mapping[str, tuple[int, ...]
 
     A tensor that is tied has one on the first stage and, if that is another one, on the last stage.
     """
-    tensor = parallel_state.get_tensor_model_parallel_group()
-    expert_tensor = parallel_state.get_expert_tensor_parallel_group()
-    expert = parallel_state.get_expert_model_parallel_group()
+    tensor = mpu.get_tensor_model_parallel_group()
+    expert_tensor = mpu.get_expert_tensor_parallel_group()
+    expert = mpu.get_expert_model_parallel_group()
     heads, groups = config.num_attention_heads, config.num_key_value_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     found: list[Slot] = []
@@ -208,7 +209,7 @@ class Weights:
         shapes = {name.removeprefix(self._prefix): tuple(p.shape) for name, p in named.items()}
         self.names = list(named)
         self.slots = find_slots(chunks, shapes, hf.config.get_text_config())
-        self._group = parallel_state.get_pipeline_model_parallel_group()
+        self._group = mpu.get_pipeline_model_parallel_group()
         stages: list[Any] = [None] * self._group.size()
         dist.all_gather_object(stages, [slot.name for slot in self.slots], group=self._group)
         self._owner = {name: stage for stage in reversed(range(len(stages))) for name in stages[stage]}
