@@ -8,7 +8,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -17,7 +17,7 @@ from jinja2 import Template
 from valor.config.tree import get_at
 from valor.errors import UserError
 from valor.report.scorecard_page import main_numbers
-from valor.report.skeleton import short
+from valor.report.skeleton import model_name, short
 
 SCORECARD_FILES = ("scorecard.json", "scorecard.html")
 CARD_FILE = "README.md"
@@ -114,8 +114,8 @@ def _training(run: Path) -> Iterator[tuple[str, str]]:
     config: dict[str, Any] = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
     for name, key in (("base model", "critic.model.path"), ("policy", "actor_rollout_ref.model.path")):
         path = str(get_at(config, key))
-        # A path on somebody's machine says nothing to others; the last part of it may.
-        yield name, PurePath(path).name if Path(path).expanduser().is_absolute() or Path(path).exists() else path
+        # A path on somebody's machine says nothing to others; a part of it may.
+        yield name, model_name(path) if Path(path).expanduser().is_absolute() or Path(path).exists() else path
     loss, options = get_at(config, "critic.value_loss"), get_at(config, "critic.value_loss_kwargs")
     yield "value loss", f"{loss} {options}" if options else str(loss)
     pretrained = "pretrain" in config

@@ -6,6 +6,7 @@ import base64
 import gzip
 from functools import cache
 from importlib import resources
+from pathlib import PurePath
 from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
@@ -39,6 +40,12 @@ def short(value: float | None, sign: str = "") -> str:
         return f"{value:{sign}.2g}"
     decimals = 3 if abs(value) < 1 else 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
     return f"{value:{sign},.{decimals}f}"
+
+
+def model_name(path: str) -> str:
+    """The last part of a model's path that says which one it is: `sft` of `runs/sft/huggingface/actor`."""
+    parts = [part for part in PurePath(path).parts if part not in ("huggingface", "actor", "critic")]
+    return parts[-1] if parts else path
 
 
 @cache

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from valor.config import PPOConfig
+from valor.data.balance import grouped
 from valor.data.batch import Batch
 from valor.tracking.metrics import Histogram, Timer, explained_variance, histogram, summarize
 
@@ -17,11 +18,15 @@ _NUM_TURNS = 8  # that have an explained variance of their own
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
-    """Scores, rewards, advantages, values, lengths and finish reasons of a whole batch, a row an episode."""
+    """Scores, rewards, advantages, values, lengths and finish reasons of a whole batch, a row an episode.
+
+    `reward/equal_groups`: the share of prompts with several samples, all of which have one score.
+    """
     mask, finished = batch["response_mask"], batch.objects["finish_reason"]
     judged = batch.tensors.get("value_mask", mask)
+    scores = batch["token_level_scores"].sum(-1)
     out = {
-        **summarize("critic/score", batch["token_level_scores"].sum(-1)),
+        **summarize("critic/score", scores),
         **summarize("critic/rewards", batch["token_level_rewards"].sum(-1)),
         **summarize("critic/advantages", batch["advantages"], mask),
         **summarize("critic/returns", batch["returns"], judged),
@@ -29,6 +34,9 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "response_length/clip_ratio": finished.count("length") / max(len(finished), 1),
         **summarize("prompt_length", batch["prompt_lengths"]),
     }
+    groups = [one for one in grouped(scores.tolist(), batch.objects["uid"]) if len(one) > 1]
+    if groups:
+        out["reward/equal_groups"] = sum(len(set(one)) == 1 for one in groups) / len(groups)
     if "values" in batch:
         out |= summarize("critic/values", batch["values"], judged)
         out["critic/vf_explained_var"] = explained_variance(batch["values"], batch["returns"], judged)

@@ -1,4 +1,4 @@
-"""The few calls of the DevTools protocol that a test of a page needs, spoken to Chromium itself: no driver beside it."""
+"""The few calls of the DevTools protocol that a test of a page needs, to Chromium itself: no driver beside it."""
 
 import base64
 import json
@@ -64,6 +64,15 @@ class Page:
         if "exceptionDetails" in found:
             raise RuntimeError(found["exceptionDetails"]["exception"]["description"])
         return found["result"].get("value")
+
+    def shown(self, selector: str) -> list[float]:
+        """The corners of the first such element's box, also where scripts are off; none where it has none."""
+        root = self.devtools("DOM.getDocument")["root"]["nodeId"]
+        node = self.devtools("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
+        try:
+            return self.devtools("DOM.getBoxModel", nodeId=node)["model"]["border"]
+        except RuntimeError:
+            return []
 
     def press(self, key: str) -> None:
         """A key, by its name in `KeyboardEvent.key`, to the element that has the focus."""
