@@ -281,6 +281,13 @@
     if (marked) { marked.span.classList.remove("on"); marked.line?.setAttribute("visibility", "hidden"); }
     marked = null;
   };
+  const placeTip = (span) => {
+    const at = span.getClientRects()[0] || span.getBoundingClientRect();
+    const left = Math.max(8, Math.min(at.left, document.documentElement.clientWidth - tip.offsetWidth - 8));
+    const above = at.top - tip.offsetHeight - 8;
+    tip.style.left = `${left}px`;
+    tip.style.top = `${above > 50 ? above : at.bottom + 8}px`;
+  };
   const showTip = (span, record, trace) => {
     hideTip();
     const place = Number(span.dataset.place);
@@ -298,11 +305,7 @@
     if (record.mask && !record.mask[place]) name.append(" (not written by the policy)");
     tip.replaceChildren(name, rows);
     tip.style.display = "block";
-    const at = span.getClientRects()[0] || span.getBoundingClientRect();
-    const left = Math.max(8, Math.min(at.left, document.documentElement.clientWidth - tip.offsetWidth - 8));
-    const above = at.top - tip.offsetHeight - 8;
-    tip.style.left = `${left}px`;
-    tip.style.top = `${above > 50 ? above : at.bottom + 8}px`;
+    placeTip(span);
     span.classList.add("on");
     span.setAttribute("aria-describedby", "tip");
     const line = trace?.querySelector(".at");
@@ -394,7 +397,8 @@
   if (data.samples.length) {
     byId("sample-step").value = String(data.opening);
     byId("sample-step").addEventListener("change", drawSamples);
-    addEventListener("scroll", hideTip, { passive: true });
+    // A token that the keyboard has reached scrolls into view, and keeps its tip.
+    addEventListener("scroll", () => (marked?.span === document.activeElement ? placeTip(marked.span) : hideTip()), { passive: true });
     drawSignals();
     drawSamples();
   }
