@@ -164,6 +164,9 @@ def test_gradients_that_are_never_finite_stop_the_run_with_the_reason(overrides,
     captured = capsys.readouterr()
     assert captured.err.strip().splitlines()[-1].startswith("stopped: 3 updates in a row had non-finite gradients")
     assert captured.out.count("update skipped") == 3
+    assert "actor/grad_norm not finite: such updates are skipped" in captured.out
+    report = (run_dir / "report.html").read_text(encoding="utf-8")  # also of a run that has ended badly
+    assert "lower actor_rollout_ref.actor.optim.lr (" in report.lower() and '"live":false' in report
     rows = read_metrics(run_dir)
     assert rows[1]["actor/skipped"] == 1.0  # two updates a step: the third one is in the second step
 

@@ -24,22 +24,24 @@ from valor.report.pictures import (
 from valor.report.run_data import RunData, SampleGroup, Series, read_run, rounded, thin
 from valor.report.skeleton import model_name, render_page, short
 from valor.tracking.console import format_seconds, validation_scores
+from valor.tracking.diagnosis import RULES
 from valor.tracking.rundir import METRICS_FILE, write_atomically
 
 REPORT_FILE = "report.html"
 
 
-def build_report(run_dir: Path) -> Path:
+def build_report(run_dir: Path, *, live: bool = False) -> Path:
     """Write `run_dir/report.html` and return its path; UserError if the folder holds no metrics.
 
-    The same files give the same page, byte for byte. A metric that the run does not have leaves its picture out.
+    `live`: the run goes on, and the page looks for a newer one now and then. The same files give the same page, byte
+    for byte. A metric that the run does not have leaves its picture out.
     """
     path = run_dir / REPORT_FILE
-    write_atomically(path, _render(read_run(run_dir)))
+    write_atomically(path, _render(read_run(run_dir), live))
     return path
 
 
-def _render(run: RunData) -> str:
+def _render(run: RunData, live: bool) -> str:
     """The page's text."""
     lines, spreads = panel_specs(run.metrics), histogram_specs(run.histograms)
     timing = timing_spec(run.metrics)
@@ -61,13 +63,16 @@ def _render(run: RunData) -> str:
             "timing": timing,
             "samples": [asdict(group) for group in run.samples],
             "opening": opening,
+            "live": live,
         },
         eyebrow=f"{get_at(run.config, 'trainer.project_name') or 'Valor'} · run report",
         heading=heading,
-        facts=_facts(run),
+        facts=[*_facts(run), *(["the run goes on: this page renews itself"] if live else [])],
         command=run.info.get("command"),
         tiles=_tiles(run),
-        sections=sections | {"metrics": "Every metric", "config": "Configuration"},
+        findings=run.findings,
+        num_rules=len(RULES),
+        sections={"findings": "What stands out"} | sections | {"metrics": "Every metric", "config": "Configuration"},
         pictures=pictures,
         timing=timing,
         numbers=numbers,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -87,16 +86,6 @@ def throughput_metrics(batch: Batch, timer: Timer, world_size: int) -> dict[str,
         "perf/throughput": total / step / world_size,
         **timer.metrics({"gen": response, **dict.fromkeys(phases, total)}),
     }
-
-
-def memory_notice(metrics: Mapping[str, float], key: str) -> str | None:
-    """What to say of an update whose micro-batches had to shrink; `key` sets their size."""
-    if "oom_retries" not in metrics:
-        return None
-    return (
-        f"ran out of memory {metrics['oom_retries']:.0f} time(s); micro-batches were made smaller, down to "
-        f"{metrics['token_budget_min']:.0f} tokens, and repeated: nothing is lost but time (set {key} lower)"
-    )
 
 
 def mean_over_updates(parts: list[dict[str, float]]) -> dict[str, float]:

@@ -402,6 +402,8 @@
     drawSignals();
     drawSamples();
   }
+  // A new page may be there; not while the reader is at a control or a token.
+  if (data.live) setInterval(() => { if (!document.hidden && !marked && !document.activeElement?.matches("select, input")) location.reload(); }, 10000);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawCharts);
   drawCharts();
   document.documentElement.dataset.ready = "yes";
