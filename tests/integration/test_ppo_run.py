@@ -158,6 +158,7 @@ def test_gradients_that_are_never_finite_stop_the_run_with_the_reason(overrides,
         f"algorithm.custom_path={Path(__file__).with_name('broken_loss.py')}",
         "actor_rollout_ref.actor.policy_loss.loss_mode=broken",
         "trainer.max_skipped_updates=3",
+        "trainer.report=true",
         "algorithm.adv_estimator=grpo",
     ]
     assert main(overrides(run_dir, *broken)) == 1

@@ -64,7 +64,7 @@ class _RayHost(WorkerHost):
         fed: bool = False,
     ) -> Any:
         """`number`: of a call that has a sink."""
-        self._latest.report = None
+        self._latest.begin()
         if number is not None:
             kwargs = {**kwargs, "sink": self._reported.setdefault(number, deque()).append}
         if number is not None and fed:

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from valor.config import LoadedConfig, Section, load
 from valor.errors import exit_code
+from valor.tracking.progress_console import show_progress
 
 Root = TypeVar("Root", bound=Section)
 Start = Callable[[Root, str], int]
@@ -32,12 +33,13 @@ def _run(loaded: LoadedConfig[Root], command: str, start: Start[Root]) -> int:
 
     for note in loaded.notes:
         print(f"note: {note}", file=sys.stderr)
+    print(plan(loaded.config, loaded.explicit_keys), flush=True)
     if loaded.dry_run:
-        print(plan(loaded.config, loaded.explicit_keys))
         return 0
     for key, reason in inert_settings(loaded.config, loaded.explicit_keys).items():
         print(f"note: {key}: {reason}", file=sys.stderr)
-    return start(loaded.config, command)
+    with show_progress():
+        return start(loaded.config, command)
 
 
 def _check(config: Section) -> list[str]:
