@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -52,12 +52,12 @@ def _render(run: RunData, live: bool) -> str:
         one["id"]: spread_table(one) for one in spreads
     }
     numbers |= {"": metrics_table(run.metrics)} | ({"timing": timing_table(timing)} if timing else {})
-    heading, opening = _heading(run), _opening(run.samples)
+    heading, opening = heading_of(run), _opening(run.samples)
     return render_page(
         "report",
         heading,
         {
-            "metrics": _curves(run),
+            "metrics": curves_of(run.metrics),
             "panels": lines,
             "spreads": spreads,
             "timing": timing,
@@ -69,7 +69,7 @@ def _render(run: RunData, live: bool) -> str:
         heading=heading,
         facts=[*_facts(run), *(["the run goes on: this page renews itself"] if live else [])],
         command=run.info.get("command"),
-        tiles=_tiles(run),
+        tiles=tiles_of(run),
         findings=run.findings,
         num_rules=len(RULES),
         sections={"findings": "What stands out"} | sections | {"metrics": "Every metric", "config": "Configuration"},
@@ -82,18 +82,18 @@ def _render(run: RunData, live: bool) -> str:
     )
 
 
-def _curves(run: RunData) -> dict[str, Any]:
+def curves_of(metrics: Mapping[str, Series]) -> dict[str, Any]:
     """Every metric as [place of its steps in `steps`, values]; metrics measured at the same steps share them."""
     steps: dict[tuple[int, ...], int] = {}
     curves = {}
-    for key, series in sorted(run.metrics.items()):
+    for key, series in sorted(metrics.items()):
         thinned = thin(series)
         place = steps.setdefault(tuple(thinned.steps), len(steps))
         curves[key] = [place, [rounded(value) for value in thinned.values]]
     return {"steps": [list(one) for one in steps], "curves": curves}
 
 
-def _heading(run: RunData) -> str:
+def heading_of(run: RunData) -> str:
     """The run's name; where it has kept the default one, that of its folder."""
     name, folder = get_at(run.config, "trainer.experiment_name"), run.folder.resolve()
     return str(name) if name not in (None, "run") else f"{folder.parent.name}/{folder.name}"
@@ -138,7 +138,7 @@ def _facts(run: RunData) -> Iterator[str]:
     yield f"last record {written:%Y-%m-%d %H:%M} UTC"
 
 
-def _tiles(run: RunData) -> Iterator[tuple[str, str, str]]:
+def tiles_of(run: RunData) -> Iterator[tuple[str, str, str]]:
     """(label, value, detail) of the numbers that a reader wants first."""
     for source, scores in sorted(validation_scores(run.metrics).items()):
         yield from _journey(f"Validation, {source.rpartition('/')[2]}", scores, best=True)

@@ -14,19 +14,20 @@ from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
 
-def render_page(name: str, title: str, data: Any, **parts: Any) -> str:
-    """The page's text: the template assets/`name`.html with `parts`, and `data` (JSON values) for assets/`name`.js.
+def render_page(name: str, title: str, data: Any, *, script: str = "", **parts: Any) -> str:
+    """The page's text: the template assets/`name`.html with `parts`, and `data` (JSON values) for assets/`script`.js
+    (by default of the same name).
 
     The script finds the data parsed as `data`, Plotly loaded, and the helpers of assets/charts.js; a stylesheet
     assets/`name`.css is added to the common one if there is one. The same arguments give the same text.
     """
     styles = dict.fromkeys(["report.css", f"{name}.css"])
-    script = f'unpacked.then(() => {{\n"use strict";\n{asset("charts.js")}{asset(f"{name}.js")}}});'
+    drawing = f'unpacked.then(() => {{\n"use strict";\n{asset("charts.js")}{asset(f"{script or name}.js")}}});'
     made = {
         "style": "".join(asset(one) for one in styles if _assets().joinpath(one).is_file()),
         "data": htmlsafe_json_dumps(data, allow_nan=False, separators=(",", ":")),
         "plotly": _packed_plotly(),
-        "script": asset("unpack.js") + script,
+        "script": asset("unpack.js") + drawing,
     }
     trusted = {part: Markup(text) for part, text in made.items()}  # all other text is escaped
     return _TEMPLATES.get_template(f"{name}.html").render(title=title, **parts, **trusted)

@@ -50,7 +50,7 @@ def check(config: BaseModel) -> list[str]:
 
 
 def _loggers(config: BaseModel) -> list[str]:
-    """Loggers that nobody knows. Packages that are missing are told of when the run starts, on the machine that runs."""
+    """Loggers that nobody knows. Missing packages are told of when the run starts, on the machine that runs."""
     lines = []
     for name in get_at(config.model_dump(include={"trainer"}), "trainer.logger"):
         try:
