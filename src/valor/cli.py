@@ -24,7 +24,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "critic pretrain": ("valor.trainer.main_ppo:critic_pretrain", "fit a critic to rollouts: key=value …"),
     "critic score": ("valor.lab.critic_score:main", "the scorecard of a critic: key=value …"),
-    "critic publish": ("valor.lab.publish:main", "CKPT_OR_HF_DIR OUT: a critic as a model with its card"),
+    "critic publish": (
+        "valor.lab.publish:main",
+        "CKPT_OR_HF_DIR OUT: a critic as a model with its card, and on the hub",
+    ),
+    "publish": ("valor.lab.publish:actor", "CKPT_OR_HF_DIR OUT: a policy as a model with its card, and on the hub"),
     "lab sweep": ("valor.lab.sweep:main", "FILE.yaml: arms x seeds of a command, with intervals and tests"),
     "config keys": ("valor.cli:config_keys", "[PREFIX]: every key with its type, default and meaning"),
     "algorithms": ("valor.cli:algorithms", "the advantage estimators and losses, and what each needs"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from valor.report.pictures import Table
 from valor.report.skeleton import model_name, render_page, short
 
 
@@ -33,39 +32,7 @@ def render(card: Mapping[str, Any]) -> str:
         tiles=main_numbers(card),
         sections=sections,
         card=card,
-        numbers=_tables(card),
     )
-
-
-def _tables(card: Mapping[str, Any]) -> dict[str, Table]:
-    """What the pictures show, by their names."""
-    verdicts, places = card["verdicts"], card["positions"]
-    width = (verdicts["high"] - verdicts["low"]) / len(verdicts["right"])
-    counts = [*zip(verdicts["right"], verdicts["wrong"], strict=True)]
-    knowledge = ["AUC", "explained variance"]
-
-    def known(one: Mapping[str, Any]) -> list[str]:
-        return [short(one["auc"]), short(one["explained_variance"])]
-
-    def mean(one: Mapping[str, Any], side: str) -> str:
-        return short(one[side]["mean"]) if one[side] else ""
-
-    return {
-        "verdicts": (
-            ["value from", "right", "wrong"],
-            [[short(verdicts["low"] + i * width), str(right), str(wrong)] for i, (right, wrong) in enumerate(counts)],
-        ),
-        "calibration": (
-            ["value at the last token", "mean return", "states"],
-            [[short(b["value"]), short(b["outcome"]), str(b["count"])] for b in card["calibration"]["last"]["bins"]],
-        ),
-        "separation": (
-            ["written", "right", "wrong"],
-            [[f"{one['at']:.0%}", mean(one, "right"), mean(one, "wrong")] for one in places],
-        ),
-        "along": (["written", *knowledge], [[f"{one['at']:.0%}", *known(one)] for one in places]),
-        "turns": (["turn", *knowledge], [[str(one["turn"]), *known(one)] for one in card["turns"]]),
-    }
 
 
 def main_numbers(card: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

@@ -38,7 +38,7 @@ class Diagnosis:
         self.findings: dict[str, Finding] = {}  # by rule
         self.now: Mapping[str, Any] = {}
         self._series: dict[str, list[float]] = {}
-        self._low, self._high = math.inf, -math.inf  # of all scores
+        self.low, self.high = math.inf, -math.inf  # of all scores
         self._told: dict[str, int] = {}
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> list[Finding]:
@@ -47,8 +47,8 @@ class Diagnosis:
         for key, value in self.now.items():
             if value is not None and math.isfinite(value):
                 self._series.setdefault(key, []).append(value)
-        self._low = min([self._low, *self.all("critic/score/min")[-1:]])
-        self._high = max([self._high, *self.all("critic/score/max")[-1:]])
+        self.low = min([self.low, *self.all("critic/score/min")[-1:]])
+        self.high = max([self.high, *self.all("critic/score/max")[-1:]])
         news = []
         for rule in RULES if "training/global_step" in metrics else ():
             if said := rule(self):
@@ -75,7 +75,7 @@ class Diagnosis:
     @property
     def solved(self) -> float:
         """Where the mean score is between the lowest and the highest score that any response has had, from 0 to 1."""
-        return self._share(fmean(self.all(_SCORE)[-WINDOW:]) - self._low)
+        return self._share(fmean(self.all(_SCORE)[-WINDOW:]) - self.low)
 
     @property
     def gain(self) -> float:
@@ -88,7 +88,7 @@ class Diagnosis:
         return f"{name} ({value:g})" if isinstance(value, int | float) else name
 
     def _share(self, part: float) -> float:
-        return part / (self._high - self._low) if self._high > self._low else 0.0
+        return part / (self.high - self.low) if self.high > self.low else 0.0
 
 
 def not_finite(run: Diagnosis) -> Said | None:
@@ -97,9 +97,9 @@ def not_finite(run: Diagnosis) -> Said | None:
     broken = broken or [k for k, v in run.now.items() if k.endswith("/skipped") and v]
     if not broken:
         return None
-    limit = run.key("trainer.max_skipped_updates")
     rates = {"actor/lr": f"{_ACTOR}.optim.lr", "critic/lr": "critic.optim.lr", "train/lr": "optim.lr"}
     rate = " and ".join(run.key(name) for key, name in rates.items() if key in run.now)
+    limit = run.key("trainer.max_skipped_updates")
     return (
         f"{', '.join(broken)} not finite: such updates are skipped, and the run stops after {limit} in a row",
         f"lower {rate}, and look for NaN or huge numbers in the rewards",
@@ -110,9 +110,10 @@ def out_of_memory(run: Diagnosis) -> Said | None:
     keys = {"actor": f"{_ACTOR}.ppo_max_token_len_per_gpu", "critic": "critic.ppo_max_token_len_per_gpu"}
     for role, key in (keys | {"train": "max_token_len_per_gpu"}).items():
         if retries := run.now.get(f"{role}/oom_retries"):
+            tokens = run.now.get(f"{role}/token_budget_min", 0)
             return (
                 f"{role} ran out of memory {retries:.0f} time(s); micro-batches were made smaller, down to "
-                f"{run.now.get(f'{role}/token_budget_min', 0):.0f} tokens, and repeated: nothing is lost but time",
+                f"{tokens:.0f} tokens, and repeated: nothing is lost but time",
                 f"set {run.key(key)} lower",
             )
     return None
@@ -125,8 +126,7 @@ def rollout_mismatch(run: Diagnosis) -> Said | None:
     return (
         f"rollout and training probabilities differ by {gap:.3g} on average, more than {run.key(name)}: the samples "
         "are off-policy by this much",
-        "correct for it (algorithm.rollout_correction.rollout_is=token), or give both sides one precision and engine "
-        "settings that agree",
+        "correct for it (algorithm.rollout_correction.rollout_is=token), or give both sides one precision",
     )
 
 
@@ -135,87 +135,82 @@ def constant_reward(run: Diagnosis) -> Said | None:
     if run.last(_SCORE) is None or len(scores) != 1 or (run.gain > 0 and run.solved == 1):
         return None
     (score,) = scores
-    if score > 0 and score == run._high:
-        advice = "nothing is left to learn, or the grader says yes to everything: look at the samples in report.html, "
-        advice += "and take harder prompts (data.train_files)"
-    else:
-        advice = "look at the samples in report.html: where answers are right, the grader does not see it (data_source "
-        advice += "of the rows, custom_reward_function); else take easier prompts or a warm start (valor sft)"
+    advice = "look at the samples in report.html: where answers are right, the grader does not see it (data_source of "
+    advice += "the rows, custom_reward_function); else take easier prompts or a warm start (valor sft)"
+    if score > 0 and score == run.high:
+        advice = "take harder prompts (data.train_files), or a grader that does not say yes to everything"
     return f"every response of the last {WINDOW} steps has the reward {score:g}: nothing can be learnt from it", advice
 
 
 def groups_without_signal(run: Diagnosis) -> Said | None:
-    equal = run.last("reward/equal_groups")
-    if equal is None or run._low == run._high or equal - run.solved < 0.5:
+    equal, rollout = run.last("reward/equal_groups"), "actor_rollout_ref.rollout"
+    if equal is None or run.low == run.high or equal - run.solved < 0.5:
         return None
     return (
         f"all samples of a prompt have the same score for {equal:.0%} of the prompts, at a mean score of "
         f"{run.last(_SCORE):.3g}: nothing is learnt from these",
-        f"draw others instead (algorithm.filter_groups.enable=true), more samples of each "
-        f"({run.key('actor_rollout_ref.rollout.n')}), at a higher temperature "
-        f"({run.key('actor_rollout_ref.rollout.temperature')}), or take easier prompts",
+        f"draw others instead (algorithm.filter_groups.enable=true), more of each ({run.key(f'{rollout}.n')}), at a "
+        f"higher temperature ({run.key(f'{rollout}.temperature')}), or take easier prompts",
     )
 
 
 def flat_reward(run: Diagnosis) -> Said | None:
     trained, part = len(run.all("actor/lr")), 15
-    if trained < 2 * part or run._low == run._high or run.solved > 0.9:
+    if trained < 2 * part or run.low == run.high or run.solved > 0.9:
         return None
     scores = run.all(_SCORE)[-trained:]
     early, late = scores[:part], scores[-part:]
     change, noise = fmean(late) - fmean(early), math.sqrt((variance(early) + variance(late)) / part)
     if change >= 2 * noise:
         return None
-    verb = "has not moved" if change > -2 * noise else "has fallen"
-    rate = f"{_ACTOR}.optim.lr"
+    verb, turn = ("has not moved", "raise") if change > -2 * noise else ("has fallen", "lower")
     return (
         f"the mean reward {verb} in {trained} steps of training the policy: {fmean(early):.3g} in the first {part}, "
         f"{fmean(late):.3g} in the last (their noise: {noise:.2g})",
-        f"{'raise' if change > -2 * noise else 'lower'} {run.key(rate)}, or draw more samples a step "
-        f"({run.key('data.train_batch_size')}, {run.key('actor_rollout_ref.rollout.n')})",
+        f"{turn} {run.key(f'{_ACTOR}.optim.lr')}, or draw more samples a step ({run.key('data.train_batch_size')})",
     )
 
 
 def critic_does_not_learn(run: Diagnosis) -> Said | None:
     explained, trained = run.all("critic/vf_explained_var"), len(run.all("critic/vf_loss"))
     present = run.last("critic/vf_explained_var")
-    misleads = present is not None and trained >= 10 and present < -0.2 and 0.1 < run.solved < 0.9
-    if not misleads and (present is None or trained < 20 or max(explained) > 0.05 or run._low == run._high):
+    if present is None or run.low == run.high:
         return None
-    seen = f"explained variance is {present:.2g}, and was {max(explained):.2g} at best in {trained} steps of training"
+    misleads = trained >= 10 and present < -0.2 and 0.1 < run.solved < 0.9
+    if not misleads and (trained < 20 or max(explained) > 0.05):
+        return None
+    seen = (
+        f"the critic explains nothing of the returns: explained variance {present:.2g}, at best {max(explained):.2g}, "
+    )
+    seen += f"in {trained} steps of training; "
     reach = max(abs(run.now.get(f"critic/returns/{end}") or 0.0) for end in ("min", "max"))
-    clip, lr = run.settings.get("critic.cliprange_value"), run.key("critic.optim.lr")
-    if clip and reach > 4 * clip:
+    if reach > 4 * (run.settings.get("critic.cliprange_value") or math.inf):
+        norm, clip = run.last("critic/grad_norm"), run.key("critic.cliprange_value")
         return (
-            f"the critic explains nothing of the returns: {seen}; returns reach {reach:.3g}, and a step moves a value "
-            f"by at most {run.key('critic.cliprange_value')}, with gradients (norm {run.last('critic/grad_norm'):.3g}) "
-            f"cut to {run.key('critic.optim.clip_grad')}",
+            f"{seen}returns reach {reach:.3g}, a step moves a value by at most {clip}, and gradients (norm {norm:.3g}) "
+            f"are cut to {run.key('critic.optim.clip_grad')}",
             "bring rewards to a scale of 1, or set critic.cliprange_value=null and raise critic.optim.clip_grad",
         )
     return (
-        f"the critic explains nothing of the returns: {seen}; value loss {run.last('critic/vf_loss'):.3g}, "
-        f"was {run.first('critic/vf_loss'):.3g}",
-        f"{'lower' if misleads else 'raise'} {lr}, give it more updates ({run.key('critic.ppo_epochs')}, "
-        f"{run.key('critic.ppo_mini_batch_size')}) and a start ({run.key('trainer.critic_warmup')})",
+        f"{seen}value loss {run.last('critic/vf_loss'):.3g}, was {run.first('critic/vf_loss'):.3g}",
+        f"{'lower' if misleads else 'raise'} {run.key('critic.optim.lr')}, give it more updates "
+        f"({run.key('critic.ppo_epochs')}) and a start ({run.key('trainer.critic_warmup')})",
     )
 
 
 def entropy(run: Diagnosis) -> Said | None:
-    last, trained = run.last("actor/entropy"), len(run.all("actor/lr"))
-    if last is None or trained < 10 or run.gain > 0.05 or run.solved > 0.9:
+    last = run.last("actor/entropy")
+    if last is None or len(run.all("actor/lr")) < 10 or run.gain > 0.05 or run.solved > 0.9:
         return None
     first = run.first("actor/entropy")
     seen = f"entropy went from {first:.2g} to {last:.2g} nats a token while the reward gained nothing"
     coefficient, lr = run.key(f"{_ACTOR}.entropy_coeff"), run.key(f"{_ACTOR}.optim.lr")
-    if last < 0.4 * first or last < 1e-3:
-        return (
-            f"{seen}: the policy explores no more",
-            f"lower {lr}, raise {coefficient} or {run.key(f'{_ACTOR}.clip_ratio_high')}, add a KL term "
-            f"({_ACTOR}.use_kl_loss=true), see to it that rollout.temperature is about 1",
-        )
     if last > 3 * first and last > 1:
         return f"{seen}: the policy writes noise", f"lower {lr} and {coefficient}, add {_ACTOR}.use_kl_loss=true"
-    return None
+    if last >= max(0.4 * first, 1e-3):
+        return None
+    advice = f"lower {lr}, raise {coefficient} or {run.key(f'{_ACTOR}.clip_ratio_high')}, sample at a temperature of 1"
+    return f"{seen}: the policy explores no more", advice
 
 
 def lengths(run: Diagnosis) -> Said | None:
@@ -223,46 +218,39 @@ def lengths(run: Diagnosis) -> Said | None:
     if length is None or cut is None:
         return None
     first = run.first("response_length/mean")
-    if cut >= 0.3:
-        return (
-            f"{cut:.0%} of the responses are cut off at the length limit, and graded without their end (mean length "
-            f"{length:.0f} tokens, was {first:.0f})",
-            f"raise {run.key('data.max_response_length')}, or punish length (reward.reward_manager.name=dapo with its "
-            "overlong buffer); look whether answers come with an end of sequence",
-        )
-    if cut >= 0.1 and length > 2 * first and run.gain < 0.05:
-        return (
-            f"responses have grown from {first:.0f} to {length:.0f} tokens, {cut:.0%} are cut off, and the reward "
-            "gained nothing",
-            f"look at the samples in report.html, average the loss over tokens ({_ACTOR}.loss_agg_mode=token-mean), "
-            "punish length (reward.reward_manager.name=dapo)",
-        )
-    return None
+    grown = length > 2 * first and run.gain < 0.05
+    if cut < (0.1 if grown else 0.3):
+        return None
+    return (
+        f"{cut:.0%} of the responses are cut off at the length limit, and graded without their end (mean length "
+        f"{length:.0f} tokens, was {first:.0f})",
+        f"raise {run.key('data.max_response_length')}, or punish length (reward.reward_manager.name=dapo with its "
+        "overlong buffer); look whether answers come with an end of sequence",
+    )
 
 
 def policy_runs_away(run: Diagnosis) -> Said | None:
     far, step = run.last("actor/kl_loss", "actor/reward_kl_penalty"), run.last("actor/ppo_kl")
     lr = run.key(f"{_ACTOR}.optim.lr")
     if far is not None and far > 1:
-        return (
-            f"the policy has run away from the reference: KL {far:.3g} nats a token",
-            f"raise {run.key(f'{_ACTOR}.kl_loss_coef')} or {run.key('algorithm.kl_ctrl.kl_coef')}, lower {lr}",
-        )
+        coefficients = f"{run.key(f'{_ACTOR}.kl_loss_coef')} or {run.key('algorithm.kl_ctrl.kl_coef')}"
+        seen = f"the policy has run away from the reference: KL {far:.3g} nats a token"
+        return seen, f"raise {coefficients}, lower {lr}"
     if step is not None and step > 0.1:
-        epochs = run.key(f"{_ACTOR}.ppo_epochs")
-        return f"one step moves the policy by a KL of {step:.3g} nats a token", f"lower {lr} or {epochs}"
+        advice = f"lower {lr} or {run.key(f'{_ACTOR}.ppo_epochs')}"
+        return f"one step moves the policy by a KL of {step:.3g} nats a token", advice
     return None
 
 
 def clip_fraction(run: Diagnosis) -> Said | None:
-    clipped, low = run.last("actor/pg_clipfrac"), f"{_ACTOR}.clip_ratio"
+    clipped = run.last("actor/pg_clipfrac")
     # GSPO clips whole sequences, in a range so narrow that it always does.
     if clipped is None or clipped < 0.3 or run.settings.get(f"{_ACTOR}.policy_loss.loss_mode") == "gspo":
         return None
     return (
         f"the clip range stops {clipped:.0%} of the tokens: most of each batch teaches nothing",
         f"lower {run.key(f'{_ACTOR}.optim.lr')} or {run.key(f'{_ACTOR}.ppo_epochs')}, take larger mini-batches "
-        f"({run.key(f'{_ACTOR}.ppo_mini_batch_size')}), or widen {run.key(low)}",
+        f"({run.key(f'{_ACTOR}.ppo_mini_batch_size')}), or widen {run.key(f'{_ACTOR}.clip_ratio')}",
     )
 
 

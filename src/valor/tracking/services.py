@@ -40,6 +40,11 @@ class Service(Logger):
         """Begin a run of the service, or go on with the one of this id; its id."""
         raise NotImplementedError
 
+    def shown(self, histograms: Mapping[str, Histogram]) -> dict[str, Any]:
+        """Histograms as Weights & Biases and Trackio take them."""
+        made = self.package.Histogram
+        return {k: made(np_histogram=(one.counts, one.edges.tolist())) for k, one in histograms.items()}
+
 
 class WandbLogger(Service):
     """A Weights & Biases run; WANDB_MODE=offline writes under wandb/ without a network.
@@ -63,11 +68,7 @@ class WandbLogger(Service):
         return self._run.id
 
     def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
-        shown = {
-            key: self.package.Histogram(np_histogram=(one.counts, one.edges.tolist()))
-            for key, one in histograms.items()
-        }
-        self._run.log({**metrics, **shown, "training/global_step": step})
+        self._run.log({**metrics, **self.shown(histograms), "training/global_step": step})
 
     def close(self) -> None:
         self._run.finish()
@@ -89,11 +90,7 @@ class TrackioLogger(Service):
         return name
 
     def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
-        shown = {
-            key: self.package.Histogram(np_histogram=(one.counts, one.edges.tolist()))
-            for key, one in histograms.items()
-        }
-        self._run.log({**metrics, **shown}, step=step)
+        self._run.log({**metrics, **self.shown(histograms)}, step=step)
 
     def close(self) -> None:
         self._run.finish()

@@ -24,7 +24,7 @@ FAULTS = {
         "raise actor_rollout_ref.actor.optim.lr (1e-09)",
     ),
     "temperature 0.02": ("groups_without_signal", "for 100% of the prompts", "rollout.temperature (0.02)"),
-    "critic learning rate of 1e-9": ("critic_does_not_learn", "3.9e-06 at best", "raise critic.optim.lr (1e-09)"),
+    "critic learning rate of 1e-9": ("critic_does_not_learn", "at best 3.9e-06", "raise critic.optim.lr (1e-09)"),
     "rewards of 0 and 100": ("critic_does_not_learn", "critic.cliprange_value (0.5)", "critic.cliprange_value=null"),
     "entropy coefficient of -10": ("entropy", "explores no more", "entropy_coeff (-10)"),
     "length as reward": ("lengths", "100% of the responses are cut", "data.max_response_length (48)"),
