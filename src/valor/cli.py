@@ -24,7 +24,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "critic pretrain": ("valor.trainer.main_ppo:critic_pretrain", "fit a critic to rollouts: key=value …"),
     "critic score": ("valor.lab.critic_score:main", "the scorecard of a critic: key=value …"),
-    "critic publish": ("valor.lab.publish:main", "CKPT_OR_HF_DIR OUT: a critic as a model with its card"),
+    "critic publish": (
+        "valor.lab.publish:main",
+        "CKPT_OR_HF_DIR OUT: a critic as a model with its card, and on the hub",
+    ),
+    "publish": ("valor.lab.publish:actor", "CKPT_OR_HF_DIR OUT: a policy as a model with its card, and on the hub"),
     "lab sweep": ("valor.lab.sweep:main", "FILE.yaml: arms x seeds of a command, with intervals and tests"),
     "config keys": ("valor.cli:config_keys", "[PREFIX]: every key with its type, default and meaning"),
     "algorithms": ("valor.cli:algorithms", "the advantage estimators and losses, and what each needs"),
@@ -34,7 +38,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "retrieve": ("valor.agents.search.server:main", "CORPUS: a search server for agents over documents of yours"),
     "serve": ("valor.lab.serve:main", "MODEL: an OpenAI-compatible server to try agents with, which records episodes"),
     "export": ("valor.cli:export", "CKPT OUT [--role critic]: a checkpoint as a Hugging Face directory"),
-    "report": ("valor.cli:report", "RUN_DIR: build report.html from what a run has left so far"),
+    "report": ("valor.cli:report", "RUN_DIR: report.html from what a run has left so far; --compare A B …"),
 }
 
 
@@ -72,12 +76,16 @@ def export(argv: list[str]) -> int:
 
 
 def report(argv: list[str]) -> int:
-    """Build (again) the report of a run."""
-    parser = _parser("report", "Build (again) the report of a run, finished or not.")
-    parser.add_argument("run_dir", type=Path)
-    from valor.report import build_report
+    """Build (again) the report of a run, or a page that compares several."""
+    parser = _parser("report", "Build (again) the report of a run, finished or not, or compare several runs.")
+    wanted = parser.add_mutually_exclusive_group(required=True)
+    wanted.add_argument("run_dir", type=Path, nargs="?")
+    wanted.add_argument("--compare", type=Path, nargs="+", metavar="RUN_DIR", help="the runs to draw side by side")
+    parser.add_argument("--out", type=Path, default=Path("compare.html"), help="that page (default: %(default)s)")
+    args = parser.parse_args(argv)
+    from valor.report import build_comparison, build_report
 
-    print(build_report(parser.parse_args(argv).run_dir))
+    print(build_comparison(args.compare, args.out) if args.compare else build_report(args.run_dir))
     return 0
 
 

@@ -68,7 +68,10 @@ def _on_sigint(number: int, frame: FrameType | None) -> None:
 
 
 def exit_code(command: Callable[[], int]) -> int:
-    """Run a command; its exit code, or that of its early end, whose line has gone to stderr."""
+    """Run a command; its exit code, or that of its early end, whose line has gone to stderr.
+
+    After a stop by a signal SIGINT is ignored: the process is ending, and its threads and processes may take a while.
+    """
     first = threading.current_thread() is threading.main_thread()
     first = first and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if first:
@@ -82,12 +85,25 @@ def exit_code(command: Callable[[], int]) -> int:
         print(f"stopped: {reason}", file=sys.stderr)
         return 1
     except Interrupted as interrupt:
+        _ignore_further()
         name = signal.Signals(interrupt.args[0]).name
         print(f"{name}: stopped at once; the same command goes on from its last checkpoint", file=sys.stderr)
         return 128 + interrupt.args[0]
     except KeyboardInterrupt:
+        _ignore_further()
         print("SIGINT: stopped", file=sys.stderr)
         return 128 + signal.SIGINT
     finally:
-        if first:
+        if first and signal.getsignal(signal.SIGINT) is _on_sigint:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _ignore_further() -> None:
+    """No further SIGINT disturbs the end of this process, unless it is a session that goes on."""
+    alone = not hasattr(sys, "ps1") and "ipykernel" not in sys.modules
+    if (
+        alone
+        and threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is _on_sigint
+    ):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -10,6 +10,8 @@ import pytest
 from runs import assert_same_run, read_metrics
 
 from forked import VALOR
+from valor.report import build_report
+from valor.trainer import recorder
 from valor.trainer.main_ppo import main
 
 pytestmark = pytest.mark.slow
@@ -152,18 +154,27 @@ def test_kl_in_reward_and_kl_loss_use_the_reference(overrides, tmp_path):
     assert all(row["actor/kl_loss"] >= 0 for row in rows)
 
 
-def test_gradients_that_are_never_finite_stop_the_run_with_the_reason(overrides, tmp_path, capsys):
-    run_dir = tmp_path / "nan"
+def test_gradients_that_are_never_finite_stop_the_run_with_the_reason(overrides, tmp_path, capsys, monkeypatch):
+    run_dir, built = tmp_path / "nan", []
+    monkeypatch.setattr(recorder, "_FIRST_REPORT", 0.0)  # seconds
+    monkeypatch.setattr(
+        recorder, "build_report", lambda run, live=False: built.append(live) or build_report(run, live=live)
+    )
     broken = [
         f"algorithm.custom_path={Path(__file__).with_name('broken_loss.py')}",
         "actor_rollout_ref.actor.policy_loss.loss_mode=broken",
         "trainer.max_skipped_updates=3",
+        "trainer.report=true",
         "algorithm.adv_estimator=grpo",
     ]
     assert main(overrides(run_dir, *broken)) == 1
     captured = capsys.readouterr()
     assert captured.err.strip().splitlines()[-1].startswith("stopped: 3 updates in a row had non-finite gradients")
     assert captured.out.count("update skipped") == 3
+    assert "actor/grad_norm not finite: such updates are skipped" in captured.out
+    report = (run_dir / "report.html").read_text(encoding="utf-8")  # also of a run that has ended badly
+    assert "lower actor_rollout_ref.actor.optim.lr (" in report.lower() and '"live":false' in report
+    assert built == [True, False]  # once while it went on, once when it had ended
     rows = read_metrics(run_dir)
     assert rows[1]["actor/skipped"] == 1.0  # two updates a step: the third one is in the second step
 

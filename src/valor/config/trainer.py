@@ -9,7 +9,6 @@ from valor.config.asynchronous import V1Config
 from valor.config.base import BARE_ITEM, CountOrOff, PathStr, PositiveShare, Section, Seed, inherits, key, section
 
 MovableRole = Literal["critic", "ref", "reward_model", "rollout"]
-Logger = Literal["console", "file", "tensorboard", "wandb"]
 
 
 class RunConfig(Section):
@@ -21,8 +20,8 @@ class RunConfig(Section):
     """Second part of the run's name."""
     default_local_dir: PathStr = inherits("checkpoints/${.project_name}/${.experiment_name}")
     """Folder of the run: checkpoints, logs, report."""
-    logger: Annotated[list[Logger], BARE_ITEM] = key(["console", "file"])
-    """Where metrics go; file is jsonl in the run's folder."""
+    logger: Annotated[list[str], BARE_ITEM] = key(["console", "file"])
+    """console, file (jsonl in the folder), tensorboard, wandb, trackio, mlflow, swanlab, or module:Name of your own."""
     total_epochs: PositiveInt = 30
     """Passes over the training prompts."""
     total_training_steps: PositiveInt | None = None

@@ -70,7 +70,7 @@ class _RayHost(WorkerHost):
         fed: bool = False,
     ) -> Any:
         """`number`: of a call that has a sink. `stays`: columns of the result that are results of their own."""
-        self._latest.report = None
+        self._latest.begin()
         if number is not None:
             kwargs = {**kwargs, "sink": self._reported.setdefault(number, deque()).append}
         if number is not None and fed:

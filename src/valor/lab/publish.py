@@ -1,4 +1,5 @@
-"""`valor critic publish`: a critic as a plain Hugging Face directory with a model card that carries its scorecard."""
+"""`valor critic publish`, `valor publish`: a critic or a policy as a plain Hugging Face directory with a model card,
+which carries the critic's scorecard, or what the policy's training has come to; and on the hub."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -16,62 +17,107 @@ from jinja2 import Template
 
 from valor.config.tree import get_at
 from valor.errors import UserError
+from valor.report.page import tiles_of
+from valor.report.run_data import read_run
 from valor.report.scorecard_page import main_numbers
-from valor.report.skeleton import short
+from valor.report.skeleton import model_name, short
+from valor.tracking.rundir import METRICS_FILE
 
 SCORECARD_FILES = ("scorecard.json", "scorecard.html")
 CARD_FILE = "README.md"
+_CLASSES = {"actor": "ForCausalLM", "critic": "ForTokenClassification"}  # the end of the architecture's name
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`valor critic publish`."""
-    parser = argparse.ArgumentParser(prog="valor critic publish", description=__doc__)
-    parser.add_argument("critic", type=Path, help="a global_step_N folder, or a Hugging Face directory of a critic")
+    return _main(argv, "critic publish", "critic")
+
+
+def actor(argv: Sequence[str] | None = None) -> int:
+    """`valor publish`: the same of a policy."""
+    return _main(argv, "publish", "actor")
+
+
+def _main(argv: Sequence[str] | None, command: str, role: str) -> int:
+    about = f"The {role} of a run as a Hugging Face directory with a model card, here and on the hub."
+    parser = argparse.ArgumentParser(prog=f"valor {command}", description=about)
+    parser.add_argument("model", type=Path, help=f"a global_step_N folder, or a Hugging Face directory of the {role}")
     parser.add_argument("out", type=Path, help="a new folder")
-    parser.add_argument("--scorecard", type=Path, metavar="DIR", help="what `valor critic score` has left of it")
+    parser.add_argument(
+        "--push-to-hub", metavar="OWNER/NAME", help="also upload it there (log in with `hf auth login`)"
+    )
+    parser.add_argument("--private", action="store_true", help="as a private repository, where it is made")
+    if role == "critic":
+        parser.add_argument("--scorecard", type=Path, metavar="DIR", help="what `valor critic score` has left of it")
     args = parser.parse_args(argv)
-    publish(args.critic, args.out, args.scorecard)
+    publish(args.model, args.out, getattr(args, "scorecard", None), role)
     print(args.out)
+    if args.push_to_hub:
+        print(push(args.out, args.push_to_hub, private=args.private))
     return 0
 
 
-def publish(critic: Path, out: Path, scorecard: Path | None = None) -> None:
-    """Write the model, its tokenizer, README.md and the scorecard's files to `out`.
+def publish(model: Path, out: Path, scorecard: Path | None = None, role: str = "critic") -> None:
+    """Write the model of `role` (critic or actor), its tokenizer, README.md and the scorecard's files to `out`.
 
-    What the card says of the training comes from the run's folder in which `critic` lies, if it lies in one. UserError:
-    `critic` is none, `out` is not empty, or the scorecard is another critic's; nothing is left behind then.
+    What the card says of the training comes from the run's folder in which `model` lies, if it lies in one. UserError:
+    `model` is none, `out` is not empty, or the scorecard is another critic's; nothing is left behind then.
     """
     if out.exists() and any(out.iterdir()):
         raise UserError(f"'{out}' is not empty: give a new folder")
     card = _read_scorecard(scorecard) if scorecard else None
-    checkpoint = (critic / "trainer.json").is_file()
+    checkpoint = (model / "trainer.json").is_file()
     if checkpoint:
         from valor.trainer.export import export_checkpoint
 
-        export_checkpoint(critic, out, "critic")
+        export_checkpoint(model, out, role)
     else:
-        _check_critic(critic)
-        shutil.copytree(critic, out, ignore=shutil.ignore_patterns(CARD_FILE, *SCORECARD_FILES), dirs_exist_ok=True)
+        _check_class(model, role)
+        shutil.copytree(model, out, ignore=shutil.ignore_patterns(CARD_FILE, *SCORECARD_FILES), dirs_exist_ok=True)
     if card is not None and card["weights"] not in (None, fingerprint(out)):
         shutil.rmtree(out)
         raise UserError(
             f"'{scorecard}' is the scorecard of other weights ({card['critic']}): run valor critic score with "
-            f"critic.model.path={critic}, then publish"
+            f"critic.model.path={model}, then publish"
         )
     if scorecard is not None:
         for name in SCORECARD_FILES:
             shutil.copy(scorecard / name, out / name)
-    run = critic.parent if checkpoint else critic.parent.parent
-    training = dict(_training(run)) if (run / "config.yaml").is_file() else {}
+    run = model.parent if checkpoint else model.parent.parent
+    training = dict(_training(run, role)) if (run / "config.yaml").is_file() else {}
     config = json.loads((out / "config.json").read_text(encoding="utf-8"))
-    (out / CARD_FILE).write_text(model_card(out.resolve().name, config, training, card), encoding="utf-8")
+    (out / CARD_FILE).write_text(model_card(out.resolve().name, config, training, card, role), encoding="utf-8")
+
+
+def push(folder: Path, name: str, *, private: bool = False) -> str:
+    """Upload a published folder to the Hugging Face hub as `name` (made if missing); its address there.
+
+    UserError: the hub refuses, or cannot be reached.
+    """
+    from huggingface_hub import HfApi
+
+    hub = HfApi()
+    try:
+        address = hub.create_repo(name, private=private, exist_ok=True)
+        hub.upload_folder(repo_id=name, folder_path=folder, commit_message="Upload by valor publish")
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"'{name}' could not be uploaded ({reason}): '{folder}' has it, log in with `hf auth login`"
+        ) from error
+    return str(address)
 
 
 def model_card(
-    name: str, config: Mapping[str, Any], training: Mapping[str, str], scorecard: Mapping[str, Any] | None
+    name: str,
+    config: Mapping[str, Any],
+    training: Mapping[str, str],
+    scorecard: Mapping[str, Any] | None,
+    role: str = "critic",
 ) -> str:
     """Markdown: what it is, how it was trained and scored, how to use it. `config`: the model's config.json."""
-    text = resources.files("valor.lab").joinpath("model_card.md").read_text(encoding="utf-8")
+    file = "actor_card.md" if role == "actor" else "model_card.md"
+    text = resources.files("valor.lab").joinpath(file).read_text(encoding="utf-8")
     template = Template(text, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     # transformers writes the number of labels as their names, and leaves out its default of two.
     labels = len(config.get("id2label", "01"))
@@ -100,22 +146,45 @@ def _read_scorecard(folder: Path) -> dict[str, Any]:
     return json.loads((folder / SCORECARD_FILES[0]).read_text(encoding="utf-8"))
 
 
-def _check_critic(folder: Path) -> None:
+def _check_class(folder: Path, role: str) -> None:
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"'{folder}' is neither a checkpoint (global_step_N) nor a model directory with a config.json")
     architecture = (json.loads(path.read_text(encoding="utf-8")).get("architectures") or ["?"])[0]
-    if not architecture.endswith("ForTokenClassification"):
-        raise UserError(f"'{folder}' is no critic but a {architecture}: give the huggingface/critic folder of a run")
+    if not architecture.endswith(_CLASSES[role]):
+        raise UserError(f"'{folder}' is no {role} but a {architecture}: give the huggingface/{role} folder of a run")
 
 
-def _training(run: Path) -> Iterator[tuple[str, str]]:
-    """How the run trained it, from its config.yaml."""
+def _training(run: Path, role: str) -> Iterator[tuple[str, str]]:
+    """How the run trained it, from its config.yaml; of an actor also what came of it, from its metrics."""
     config: dict[str, Any] = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    for name, key in (("base model", "critic.model.path"), ("policy", "actor_rollout_ref.model.path")):
+    paths = {"base model": "critic.model.path", "policy": "actor_rollout_ref.model.path"}
+    if role == "actor":
+        paths = {"base model": "actor_rollout_ref.model.path" if "actor_rollout_ref" in config else "model.path"}
+    for name, key in paths.items():
         path = str(get_at(config, key))
-        # A path on somebody's machine says nothing to others; the last part of it may.
-        yield name, PurePath(path).name if Path(path).expanduser().is_absolute() or Path(path).exists() else path
+        # A path on somebody's machine says nothing to others; a part of it may.
+        yield name, model_name(path) if Path(path).expanduser().is_absolute() or Path(path).exists() else path
+    yield from _actor_training(run, config) if role == "actor" else _critic_training(config)
+
+
+def _actor_training(run: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if "actor_rollout_ref" not in config:
+        yield "trained by", "supervised fine-tuning"
+        yield "learning rate", f"{get_at(config, 'optim.lr'):g}"
+        return
+    loss = get_at(config, "actor_rollout_ref.actor.policy_loss.loss_mode")
+    yield "trained by", f"reinforcement learning: {get_at(config, 'algorithm.adv_estimator')}, policy loss {loss}"
+    yield "learning rate", f"{get_at(config, 'actor_rollout_ref.actor.optim.lr'):g}"
+    prompts, samples = get_at(config, "data.train_batch_size"), get_at(config, "actor_rollout_ref.rollout.n")
+    yield "samples a step", f"{prompts} prompts x {samples}"
+    if (run / METRICS_FILE).is_file():
+        for label, value, detail in tiles_of(read_run(run)):
+            if label.startswith(("Validation", "Reward")):
+                yield label.lower(), f"{value} ({detail})" if detail else value
+
+
+def _critic_training(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     loss, options = get_at(config, "critic.value_loss"), get_at(config, "critic.value_loss_kwargs")
     yield "value loss", f"{loss} {options}" if options else str(loss)
     pretrained = "pretrain" in config

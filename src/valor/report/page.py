@@ -2,74 +2,121 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path, PurePath
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from valor.config.describe import show
 from valor.config.tree import flatten, get_at
-from valor.report.pictures import SECTIONS, histogram_specs, panel_specs, timing_spec
-from valor.report.run_data import RunData, Series, read_run, rounded, thin
-from valor.report.skeleton import render_page, short
+from valor.report.pictures import (
+    SECTIONS,
+    histogram_specs,
+    metrics_table,
+    panel_specs,
+    panel_table,
+    spread_table,
+    timing_spec,
+    timing_table,
+)
+from valor.report.run_data import RunData, SampleGroup, Series, read_run, rounded, thin
+from valor.report.skeleton import model_name, render_page, short
 from valor.tracking.console import format_seconds, validation_scores
+from valor.tracking.diagnosis import RULES
 from valor.tracking.rundir import METRICS_FILE, write_atomically
 
 REPORT_FILE = "report.html"
 
 
-def build_report(run_dir: Path) -> Path:
+def build_report(run_dir: Path, *, live: bool = False) -> Path:
     """Write `run_dir/report.html` and return its path; UserError if the folder holds no metrics.
 
-    The same files give the same page, byte for byte. A metric that the run does not have leaves its picture out.
+    `live`: the run goes on, and the page looks for a newer one now and then. The same files give the same page, byte
+    for byte. A metric that the run does not have leaves its picture out.
     """
     path = run_dir / REPORT_FILE
-    write_atomically(path, _render(read_run(run_dir)))
+    write_atomically(path, _render(read_run(run_dir), live))
     return path
 
 
-def _render(run: RunData) -> str:
+def _render(run: RunData, live: bool) -> str:
     """The page's text."""
     lines, spreads = panel_specs(run.metrics), histogram_specs(run.histograms)
     timing = timing_spec(run.metrics)
     pictures = {name: [one for one in (*lines, *spreads) if one["section"] == name] for name in SECTIONS}
     pictures = {name: found for name, found in pictures.items() if found or (name == "time" and timing)}
     sections = {name: SECTIONS[name] for name in pictures} | ({"samples": "Samples"} if run.samples else {})
-    heading = str(get_at(run.config, "trainer.experiment_name") or run.folder.resolve().name)
+    numbers = {one["id"]: panel_table(one, run.metrics) for one in lines} | {
+        one["id"]: spread_table(one) for one in spreads
+    }
+    numbers |= {"": metrics_table(run.metrics)} | ({"timing": timing_table(timing)} if timing else {})
+    heading, opening = heading_of(run), _opening(run.samples)
     return render_page(
         "report",
         heading,
         {
-            "metrics": _curves(run),
+            "metrics": curves_of(run.metrics),
             "panels": lines,
             "spreads": spreads,
             "timing": timing,
             "samples": [asdict(group) for group in run.samples],
+            "opening": opening,
+            "live": live,
         },
         eyebrow=f"{get_at(run.config, 'trainer.project_name') or 'Valor'} · run report",
         heading=heading,
-        facts=_facts(run),
+        facts=[*_facts(run), *(["the run goes on: this page renews itself"] if live else [])],
         command=run.info.get("command"),
-        tiles=_tiles(run),
-        sections=sections | {"metrics": "Every metric", "config": "Configuration"},
+        tiles=tiles_of(run),
+        findings=run.findings,
+        num_rules=len(RULES),
+        sections={"findings": "What stands out"} | sections | {"metrics": "Every metric", "config": "Configuration"},
         pictures=pictures,
         timing=timing,
+        numbers=numbers,
         samples=run.samples,
+        said=_said(run.samples[opening]) if run.samples else None,
         settings=[(key, show(value).strip("'")) for key, value in flatten(run.config).items()],
     )
 
 
-def _curves(run: RunData) -> dict[str, Any]:
+def curves_of(metrics: Mapping[str, Series]) -> dict[str, Any]:
     """Every metric as [place of its steps in `steps`, values]; metrics measured at the same steps share them."""
     steps: dict[tuple[int, ...], int] = {}
     curves = {}
-    for key, series in sorted(run.metrics.items()):
+    for key, series in sorted(metrics.items()):
         thinned = thin(series)
         place = steps.setdefault(tuple(thinned.steps), len(steps))
         curves[key] = [place, [rounded(value) for value in thinned.values]]
     return {"steps": [list(one) for one in steps], "curves": curves}
+
+
+def heading_of(run: RunData) -> str:
+    """The run's name; where it has kept the default one, that of its folder."""
+    name, folder = get_at(run.config, "trainer.experiment_name"), run.folder.resolve()
+    return str(name) if name not in (None, "run") else f"{folder.parent.name}/{folder.name}"
+
+
+def _opening(samples: list[SampleGroup]) -> int:
+    """Which samples are shown first: the last of training that show what is learnt from, answers to one prompt with
+    different rewards; else different rewards; else the last of training."""
+
+    def tells(group: SampleGroup) -> tuple[bool, bool]:
+        rewards = {(record["uid"], record["reward"]) for record in group.records}
+        return len(rewards) > len({uid for uid, _ in rewards}), len({reward for _, reward in rewards}) > 1
+
+    places = range(len(samples))
+    return max(places, key=lambda i: (samples[i].split == "train", *tells(samples[i]), i), default=0)
+
+
+def _said(group: SampleGroup) -> tuple[list[str], list[list[str]]]:
+    """The samples of a step as a table."""
+    rows = [
+        [one["prompt"], "".join(one["tokens"]), short(one["reward"]), str(one["ground_truth"])] for one in group.records
+    ]
+    return ["prompt", f"response at step {group.step}", "reward", "expected"], rows
 
 
 def _facts(run: RunData) -> Iterator[str]:
@@ -77,9 +124,9 @@ def _facts(run: RunData) -> Iterator[str]:
     if estimator := get_at(run.config, "algorithm.adv_estimator"):
         yield str(estimator)
     if actor := get_at(run.config, "actor_rollout_ref.model.path"):
-        yield f"actor {PurePath(str(actor)).name}"
+        yield f"actor {model_name(str(actor))}"
     if (critic := get_at(run.config, "critic.model.path")) and "critic/vf_loss" in run.metrics:
-        yield f"critic {PurePath(str(critic)).name}"
+        yield f"critic {model_name(str(critic))}"
     yield f"{max(series.steps[-1] for series in run.metrics.values())} steps"
     if step_seconds := run.metrics.get("timing_s/step"):
         yield f"{format_seconds(sum(step_seconds.finite()))} of training"
@@ -91,31 +138,45 @@ def _facts(run: RunData) -> Iterator[str]:
     yield f"last record {written:%Y-%m-%d %H:%M} UTC"
 
 
-def _tiles(run: RunData) -> Iterator[tuple[str, str, str]]:
+def tiles_of(run: RunData) -> Iterator[tuple[str, str, str]]:
     """(label, value, detail) of the numbers that a reader wants first."""
     for source, scores in sorted(validation_scores(run.metrics).items()):
         yield from _journey(f"Validation, {source.rpartition('/')[2]}", scores, best=True)
-    yield from _journey("Reward", run.first_of("critic/score/mean", "critic/rewards/mean"), window=5)
-    yield from _journey("Explained variance", run.metrics.get("critic/vf_explained_var"), window=5)
-    yield from _journey("KL to the reference", run.first_of("actor/kl_loss", "actor/reward_kl_penalty"), window=5)
-    yield from _journey("Response length", run.metrics.get("response_length/mean"), window=5)
+    yield from _journey("Reward", run.first_of("critic/score/mean", "critic/rewards/mean"), best=True)
+    yield from _knowledge(run)
+    yield from _journey("KL to the reference", run.first_of("actor/kl_loss", "actor/reward_kl_penalty"))
+    yield from _journey("Response length", run.metrics.get("response_length/mean"))
     if (seconds := run.metrics.get("timing_s/step")) and seconds.finite():
         rate = run.metrics.get("perf/throughput")
         speed = f"; {median(rate.finite()):,.0f} tok/s" if rate and rate.finite() else ""
         yield "Seconds per step", format_seconds(median(seconds.finite())), f"median{speed}"
 
 
-def _journey(
-    label: str, series: Series | None, *, window: int = 1, best: bool = False
-) -> Iterator[tuple[str, str, str]]:
-    """Where a metric ended and where it began, each the median of `window` steps; with `best`, its highest too."""
+def _knowledge(run: RunData) -> Iterator[tuple[str, str, str]]:
+    """The critic's explained variance. It falls however good the critic is once returns hardly vary any more, since a
+    share of nothing is left to explain: then its highest stands first."""
+    series = run.metrics.get("critic/vf_explained_var")
+    spread = {step: one.variance**0.5 for step, one in run.histograms.get("critic/returns/histogram", [])}
+    if series is None or not series.finite():
+        return
+    (peak, at), last = (
+        max((v, s) for s, v in zip(series.steps, series.values, strict=True) if v is not None),
+        series.finite()[-1],
+    )
+    if spread and last < 0.5 * peak and (now := spread[max(spread)]) < 0.5 * (then := max(spread.values())):
+        why = f"at step {at}; now {short(last)}, where returns hardly differ (spread {short(now)}, once {short(then)})"
+        yield "Explained variance, highest", short(peak), why
+    else:
+        yield from _journey("Explained variance", series, best=True)
+
+
+def _journey(label: str, series: Series | None, *, best: bool = False) -> Iterator[tuple[str, str, str]]:
+    """Where a metric ended (the number beside its curve) and where it began; with `best`, its highest too."""
     numbers = series.finite() if series else []
     if not numbers or series is None:
         return
-    window = max(min(window, len(numbers) // 2), 1)
-    last, first = median(numbers[-window:]), median(numbers[:window])
-    detail = f"from {short(first)}" if len(numbers) > 1 else ""
-    if best and max(numbers) > last:
+    detail = f"from {short(numbers[0])}" if len(numbers) > 1 else ""
+    if best and max(numbers) > numbers[-1]:
         step = series.steps[series.values.index(max(numbers))]
         detail += f"; best {short(max(numbers))} at step {step}"
-    yield label, short(last), detail
+    yield label, short(numbers[-1]), detail

@@ -9,7 +9,7 @@ import numpy as np
 import yaml
 
 from valor.report.run_data import Series, StepHistogram, evenly_spaced, rounded
-from valor.report.skeleton import asset
+from valor.report.skeleton import asset, short
 from valor.tracking.metrics import Histogram
 
 _CONTENT: dict[str, Any] = yaml.safe_load(asset("panels.yaml"))
@@ -40,6 +40,8 @@ _PHASES = {
 }
 _AFTER_THE_STEP = ("testing", "save_checkpoint")
 _MAX_BARS = 120
+_TABLE_ROWS = 16
+Table = tuple[list[str], list[list[str]]]  # heads, rows
 
 
 def panel_specs(metrics: Mapping[str, Series]) -> list[dict[str, Any]]:
@@ -53,10 +55,51 @@ def panel_specs(metrics: Mapping[str, Series]) -> list[dict[str, Any]]:
             if key is None or ("unless_same" in line and any(metrics[key] == metrics[one["key"]] for one in lines)):
                 continue
             look = {"style": line.get("style", "solid"), "color": line.get("color", place)}
-            lines.append({"label": line["label"], "key": key, **look})
+            last = _as_text(metrics[key].finite()[-1], panel.get("unit", ""))
+            lines.append({"label": line["label"], "key": key, "last": last, **look})
         if lines:
             specs.append(_PLAIN | panel | {"lines": lines})
     return specs
+
+
+def panel_table(panel: Mapping[str, Any], metrics: Mapping[str, Series]) -> Table:
+    """The numbers of a panel's lines."""
+    found = {line["label"]: metrics[line["key"]] for line in panel["lines"]}
+    curves = {label: dict(zip(one.steps, one.values, strict=True)) for label, one in found.items()}
+    return curves_table(curves, panel["unit"])
+
+
+def curves_table(curves: Mapping[str, Mapping[int, float | None]], unit: str = "") -> Table:
+    """Curves, each {step: value}, at some of their steps, the first and the last among them."""
+    steps = evenly_spaced(sorted(set().union(*curves.values())), _TABLE_ROWS)
+    rows = [[str(i), *(_as_text(one[i], unit) if i in one else "" for one in curves.values())] for i in steps]
+    return ["step", *curves], rows
+
+
+def metrics_table(metrics: Mapping[str, Series]) -> Table:
+    """Every metric: where it began and ended, and its extremes."""
+    found = {key: one.finite() for key, one in sorted(metrics.items()) if one.finite()}
+    rows = [[key, *map(short, (one[0], one[-1], min(one), max(one)))] for key, one in found.items()]
+    return ["metric", "first", "last", "lowest", "highest"], rows
+
+
+def spread_table(spread: Mapping[str, Any]) -> Table:
+    """Mean and standard deviation of a spread at some of its steps."""
+    rows, shares = np.array(spread["rows"]), np.array(spread["shares"])
+    mean = rows @ shares / shares.sum(0)
+    deviation = np.sqrt(np.maximum(rows**2 @ shares / shares.sum(0) - mean**2, 0.0))
+    shown = evenly_spaced([*zip(spread["steps"], mean, deviation, strict=True)], _TABLE_ROWS)
+    return ["step", "mean", "standard deviation"], [[str(step), short(m), short(d)] for step, m, d in shown]
+
+
+def timing_table(timing: Mapping[str, Any]) -> Table:
+    """Seconds and share of each phase in the whole run."""
+    sums = {phase["label"]: sum(phase["seconds"]) for phase in timing["phases"]}
+    return ["phase", "seconds", "share"], [[k, short(v), f"{v / sum(sums.values()):.1%}"] for k, v in sums.items()]
+
+
+def _as_text(value: float | None, unit: str) -> str:
+    return f"{value:.1%}" if unit == "%" and value is not None else short(value)
 
 
 def _validation_panels(metrics: Mapping[str, Series]) -> list[dict[str, Any]]:

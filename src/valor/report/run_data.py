@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
+from valor.config.tree import flatten
 from valor.errors import UserError
+from valor.tracking.diagnosis import Diagnosis, Finding
 from valor.tracking.metrics import Histogram
 from valor.tracking.rundir import METRICS_FILE, SAMPLES_DIR, read_run_info, step_of_samples
 
@@ -58,6 +60,7 @@ class RunData:
     info: dict[str, Any]
     samples: list[SampleGroup]
     histograms: dict[str, list[StepHistogram]]
+    findings: list[Finding]
 
     def first_of(self, *keys: str) -> Series | None:
         """The first of these metrics that the run has."""
@@ -69,23 +72,37 @@ def read_run(run_dir: Path) -> RunData:
     path = run_dir / METRICS_FILE
     if not path.is_file():
         raise UserError(f"{run_dir} holds no {METRICS_FILE}: a run writes it if trainer.logger contains 'file'")
-    metrics, histograms = read_metrics(path)
+    steps = read_steps(path)
+    metrics, histograms = as_series(steps)
     if not metrics:
         raise UserError(f"{path} is empty: there is nothing to report before the first step has finished")
     config_file = run_dir / "config.yaml"
     config = yaml.safe_load(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
-    return RunData(run_dir, metrics, config or {}, read_run_info(run_dir), read_samples(run_dir), histograms)
+    diagnosis = Diagnosis(flatten(config or {}))
+    for step, record in steps.items():
+        diagnosis.add(step, record)
+    findings = [*diagnosis.findings.values()]
+    return RunData(run_dir, metrics, config or {}, read_run_info(run_dir), read_samples(run_dir), histograms, findings)
 
 
-def read_metrics(path: Path) -> tuple[dict[str, Series], dict[str, list[StepHistogram]]]:
-    """Each metric of metrics.jsonl as a series, and each histogram by step; of lines about the same step the later one
-    wins."""
+def read_steps(path: Path) -> dict[int, dict[str, Any]]:
+    """What metrics.jsonl has of each step, in order; of lines about the same step the later one wins."""
     merged: dict[int, dict[str, Any]] = {}
     for record in _read_lines(path):
         merged.setdefault(record["step"], {}).update(record)
+    return dict(sorted(merged.items()))
+
+
+def read_metrics(path: Path) -> tuple[dict[str, Series], dict[str, list[StepHistogram]]]:
+    """Each metric of metrics.jsonl as a series, and each histogram by step."""
+    return as_series(read_steps(path))
+
+
+def as_series(steps: Mapping[int, Mapping[str, Any]]) -> tuple[dict[str, Series], dict[str, list[StepHistogram]]]:
+    """The metrics of each step as a series for each metric, and the histograms."""
     metrics: dict[str, Series] = {}
     histograms: dict[str, list[StepHistogram]] = {}
-    for step, record in sorted(merged.items()):
+    for step, record in steps.items():
         for key, value in record.items():
             if isinstance(value, dict) and value.keys() == {"low", "high", "counts"}:
                 histograms.setdefault(key, []).append((step, Histogram(**value)))

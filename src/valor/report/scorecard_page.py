@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import PurePath
 from typing import Any
 
-from valor.report.skeleton import render_page, short
+from valor.report.skeleton import model_name, render_page, short
 
 
 def render(card: Mapping[str, Any]) -> str:
     """The page's text, from the content of scorecard.json."""
-    name = PurePath(str(card["critic"])).name
+    name = model_name(str(card["critic"]))
     sections = {"outcome": "Right or wrong?", "along": "Along the response"}
     if len(card["turns"]) > 1:
         sections["turns"] = "By turn"
@@ -25,7 +24,7 @@ def render(card: Mapping[str, Any]) -> str:
         heading=name,
         facts=[
             f"{card['responses']} answers to {card['prompts']} prompts, {card['right']:.1%} right",
-            f"policy {PurePath(str(card['policy'])).name} at temperature {card['temperature']:g}",
+            f"policy {model_name(str(card['policy']))} at temperature {card['temperature']:g}",
             f"gamma {card['gamma']:g}",
             f"seed {card['seed']}",
         ],

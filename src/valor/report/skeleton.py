@@ -6,6 +6,7 @@ import base64
 import gzip
 from functools import cache
 from importlib import resources
+from pathlib import PurePath
 from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
@@ -13,19 +14,20 @@ from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
 
-def render_page(name: str, title: str, data: Any, **parts: Any) -> str:
-    """The page's text: the template assets/`name`.html with `parts`, and `data` (JSON values) for assets/`name`.js.
+def render_page(name: str, title: str, data: Any, *, script: str = "", **parts: Any) -> str:
+    """The page's text: the template assets/`name`.html with `parts`, and `data` (JSON values) for assets/`script`.js
+    (by default of the same name).
 
     The script finds the data parsed as `data`, Plotly loaded, and the helpers of assets/charts.js; a stylesheet
     assets/`name`.css is added to the common one if there is one. The same arguments give the same text.
     """
     styles = dict.fromkeys(["report.css", f"{name}.css"])
-    script = f'unpacked.then(() => {{\n"use strict";\n{asset("charts.js")}{asset(f"{name}.js")}}});'
+    drawing = f'unpacked.then(() => {{\n"use strict";\n{asset("charts.js")}{asset(f"{script or name}.js")}}});'
     made = {
         "style": "".join(asset(one) for one in styles if _assets().joinpath(one).is_file()),
         "data": htmlsafe_json_dumps(data, allow_nan=False, separators=(",", ":")),
         "plotly": _packed_plotly(),
-        "script": asset("unpack.js") + script,
+        "script": asset("unpack.js") + drawing,
     }
     trusted = {part: Markup(text) for part, text in made.items()}  # all other text is escaped
     return _TEMPLATES.get_template(f"{name}.html").render(title=title, **parts, **trusted)
@@ -39,6 +41,12 @@ def short(value: float | None, sign: str = "") -> str:
         return f"{value:{sign}.2g}"
     decimals = 3 if abs(value) < 1 else 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
     return f"{value:{sign},.{decimals}f}"
+
+
+def model_name(path: str) -> str:
+    """The last part of a model's path that says which one it is: `sft` of `runs/sft/huggingface/actor`."""
+    parts = [part for part in PurePath(path).parts if part not in ("huggingface", "actor", "critic")]
+    return parts[-1] if parts else path
 
 
 @cache

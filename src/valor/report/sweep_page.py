@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from valor.report.pictures import Table, curves_table
 from valor.report.skeleton import render_page, short
 from valor.tracking.console import format_seconds
 
@@ -32,12 +33,17 @@ def render(results: Mapping[str, Any]) -> str:
         sections=SECTIONS,
         results=results,
         comparison=comparison(results),
+        numbers=[curves_table(_means(one["arms"])) for one in results["curves"]],
         differences=(["arm", *results["differing"]], [[arm["name"], *arm["settings"].values()] for arm in arms]),
         runs=(["arm", "seed", "at the start", "at the end", "training"], list(_runs(results))),
     )
 
 
-def comparison(results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+def _means(arms: Mapping[str, Any]) -> dict[str, dict[int, float]]:
+    return {name: dict(zip(one["steps"], one["mean"], strict=True)) for name, one in arms.items() if one}
+
+
+def comparison(results: Mapping[str, Any]) -> Table:
     """Column titles and a row of texts per arm: where it started and ended, and how far that is from the control."""
     level = f"{results['level']:.0%} interval"
     heads = ["arm", "seeds", "at the start", "at the end", level, f"against {results['control']}", level]

@@ -30,7 +30,8 @@ def make_graders(config: RewardConfig) -> RewardExecutor:
 
 
 def summarize(data_sources: Sequence[str], results: Sequence[RewardResult]) -> tuple[dict[str, float], str]:
-    """Metrics and one line for the log: `reward openai/gsm8k: 113/512 correct, mean 0.221, 0 errors`.
+    """Metrics and one line for the log: `reward openai/gsm8k: 113/512 correct, mean 0.221, 0 errors`; of a learned
+    reward alone, which knows no right and wrong, only the mean.
 
     The metrics are those of docs/rewards.md.
     """
@@ -45,11 +46,15 @@ def summarize(data_sources: Sequence[str], results: Sequence[RewardResult]) -> t
     lines = []
     for source, group in sorted(groups.items()):
         name = source or "unnamed"
-        correct = sum(r.correct for r in group)
         mean = sum(r.score for r in group) / len(group)
         metrics |= {f"reward/{name}/{k}": v for k, v in _component_means(group).items()}
-        metrics |= {f"reward/{name}/mean": mean, f"reward/{name}/correct": correct / len(group)}
-        lines.append(f"reward {name}: {correct}/{len(group)} correct, mean {mean:.3f}, {_errors(group)}")
+        metrics[f"reward/{name}/mean"] = mean
+        correct = ""
+        if all(r.has_verdict for r in group):
+            count = sum(r.correct for r in group)
+            metrics[f"reward/{name}/correct"] = count / len(group)
+            correct = f"{count}/{len(group)} correct, "
+        lines.append(f"reward {name}: {correct}mean {mean:.3f}, {_errors(group)}")
     return metrics, "; ".join(lines)
 
 

@@ -63,6 +63,11 @@ class RewardResult(NamedTuple):
         value = acc if isinstance(acc, bool | int | float) else self.score
         return self.error is None and value > 0
 
+    @property
+    def has_verdict(self) -> bool:
+        """Whether right and wrong are known: a learned reward alone says neither."""
+        return "acc" in self.components or "rm_score" not in self.components
+
 
 def gather(futures: Sequence[Future[RewardResult]]) -> list[RewardResult]:
     """The results, in order; waits for them and reports progress."""

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from valor.tracking.progress import report_progress
+from valor.tracking.progress import report_progress, report_tokens
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -172,6 +172,7 @@ class UnderWay:
 
     def output(self, new_ids: Sequence[int], new_log_probs: Sequence[float], reason: FinishReason) -> Output:
         """What became of it, with these tokens behind `so_far`; a stop text ends it where it is complete."""
+        report_tokens(len(new_ids))
         had, stop = self.request.so_far, self.request.params.stop
         begun = 0 if had is None else len(had.token_ids)
         ids = [*(had.token_ids if had else ()), *new_ids]

@@ -1,14 +1,14 @@
-"""Where a step's metrics go: console, metrics.jsonl, TensorBoard, Weights & Biases; one `Tracker` writes to all."""
+"""Where a step's metrics go: console, metrics.jsonl, TensorBoard, services, plug-ins; one `Tracker` writes to all."""
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ from valor.errors import UserError, did_you_mean
 from valor.tracking.console import say, summary_line
 from valor.tracking.metrics import Histogram
 from valor.tracking.rundir import METRICS_FILE, TENSORBOARD_DIR, rewind
+from valor.user_files import load_object
+
+_OURS = ("console", "file", "tensorboard")
 
 
 class Logger(ABC):
@@ -47,12 +50,12 @@ class Tracker:
     """
 
     def __init__(self, names: Sequence[str], run: RunInfo) -> None:
-        check_loggers(names)
+        makers = {name: find_logger(name) for name in names}
         run.run_dir.mkdir(parents=True, exist_ok=True)
-        # W&B may refuse (no login), so it comes before the run folder's records are touched.
-        self._loggers = [LOGGERS[name](run) for name in dict.fromkeys(names) if name == "wandb"]
+        # Services may refuse (no login), so they come before the run folder's records are touched.
+        self._loggers = [make(run) for name, make in makers.items() if name not in _OURS]
         rewind(run.run_dir, run.resume_step)
-        self._loggers += [LOGGERS[name](run) for name in dict.fromkeys(names) if name != "wandb"]
+        self._loggers += [make(run) for name, make in makers.items() if name in _OURS]
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write the metrics of `step` (numbers, one-element arrays or histograms); on return they are flushed."""
@@ -125,62 +128,39 @@ class TensorboardLogger(Logger):
         self._writer.close()
 
 
-class WandbLogger(Logger):
-    """A Weights & Biases run, continued on resume; WANDB_MODE=offline writes under wandb/ without a network.
-
-    The x-axis is `training/global_step`, because W&B's own counter refuses to go back when a run resumes earlier.
-    """
-
-    def __init__(self, run: RunInfo) -> None:
-        wandb = importlib.import_module("wandb")  # an optional package, which a type checker need not find
-        id_file = run.run_dir / "wandb_run_id"
-        resumed = run.resume_step is not None and id_file.exists()
-        try:
-            self._run = wandb.init(
-                project=run.project,
-                name=run.experiment,
-                config=dict(run.config),
-                dir=str(run.run_dir),
-                id=id_file.read_text(encoding="utf-8").strip() if resumed else None,
-                resume="allow" if resumed else None,
-            )
-        except wandb.Error as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise UserError(
-                f"wandb could not start ({reason}): run `wandb login`, or set WANDB_MODE=offline"
-            ) from error
-        id_file.write_text(self._run.id + "\n", encoding="utf-8")
-        self._histogram = wandb.Histogram
-        self._run.define_metric("*", step_metric="training/global_step")
-
-    def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
-        shown = {key: self._histogram(np_histogram=(one.counts, one.edges.tolist())) for key, one in histograms.items()}
-        self._run.log({**metrics, **shown, "training/global_step": step})
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-LOGGERS: dict[str, Callable[[RunInfo], Logger]] = {
+LOGGERS: dict[str, Callable[[RunInfo], Logger] | str] = {
     "console": ConsoleLogger,
     "file": FileLogger,
     "tensorboard": TensorboardLogger,
-    "wandb": WandbLogger,
+    "wandb": "valor.tracking.services:WandbLogger",
+    "trackio": "valor.tracking.services:TrackioLogger",
+    "mlflow": "valor.tracking.services:MlflowLogger",
+    "swanlab": "valor.tracking.services:SwanlabLogger",
 }
+"""What a name in `trainer.logger` stands for. Other packages add theirs by an entry point in the group of this name."""
+
+ENTRY_POINTS = "valor.loggers"
 
 
-def check_loggers(names: Sequence[str]) -> None:
-    """UserError if a name in `trainer.logger` is unknown, or its package is not installed."""
-    for name in names:
-        if name not in LOGGERS:
-            hint = did_you_mean(name, LOGGERS) or f"; there are {', '.join(LOGGERS)}"
+def find_logger(name: str) -> Callable[[RunInfo], Logger]:
+    """What makes the logger that `trainer.logger` calls `name`: one of LOGGERS, an entry point of another package, or
+    `file.py:Name` or `package.module:Name`. UserError: there is none, or its package is not installed."""
+    made = LOGGERS.get(name)
+    if isinstance(made, str):
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:  # no origin: merely a folder of that name
+            raise UserError(
+                f"trainer.logger: '{name}' needs a package that is not installed: pip install 'valor-rl[{name}]', or "
+                f"leave '{name}' out"
+            )
+    if made is None:
+        plugged = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
+        made = plugged.get(name, name)
+        if made is name and not {":", "."} & {*name}:
+            known = [*LOGGERS, *plugged]
+            hint = did_you_mean(name, known) or f"; there are {', '.join(known)}, and package.module:Name"
             raise UserError(f"trainer.logger: no logger is called {name!r}{hint}")
-    spec = importlib.util.find_spec("wandb") if "wandb" in names else None
-    if "wandb" in names and (spec is None or spec.origin is None):  # no origin: merely a folder of that name
-        raise UserError(
-            "trainer.logger: 'wandb' needs a package that is not installed: pip install 'valor-rl[wandb]', or leave "
-            "'wandb' out"
-        )
+    return load_object(made, "trainer.logger") if isinstance(made, str) else made
 
 
 def _plain_number(key: str, value: Any) -> float | int:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a phase is: `done` of `total` units (`total` None: not known yet)."""
+    """How far a phase is: `done` of `total` units (`total` None: not known yet), and how many tokens it has sampled."""
 
     phase: str  # "" in a process that serves someone else's phase
     done: float
@@ -25,6 +25,7 @@ class Progress:
     unit: str = ""
     depth: int = 0  # 0: no phase around this one
     state: Literal["start", "update", "end"] = "update"
+    tokens: int = 0
 
 
 Listener = Callable[[Progress], None]
@@ -117,6 +118,13 @@ def report_progress(done: float, total: float | None = None) -> None:
         _board.report(opened, done=done, total=opened.last.total if total is None else total, state="update")
 
 
+def report_tokens(count: int) -> None:
+    """Report that `count` more tokens have been sampled: samples may end late, and all at once."""
+    with _board.lock:
+        opened = _board.innermost()
+        _board.report(opened, tokens=opened.last.tokens + count, state="update")
+
+
 @contextmanager
 def part(index: int, count: int) -> Iterator[None]:
     """Reports inside the block belong to piece `index` (from 0) of `count` equal pieces of the phase. Parts nest.
@@ -135,9 +143,13 @@ def part(index: int, count: int) -> Iterator[None]:
 
 
 class Latest:
-    """Listener that stores the last report, for a driver that polls it, and sets it to None before each call."""
+    """Listener that stores the last report of a call, for a driver that polls it."""
 
     report: Progress | None = None
+
+    def begin(self) -> None:
+        """A new call: nothing has been reported of it."""
+        self.report, _board.unnamed = None, _Open(Progress("", 0.0, None))
 
     def __call__(self, progress: Progress) -> None:
         self.report = progress
@@ -153,6 +165,9 @@ def relay(snapshots: Sequence[Progress | None]) -> None:
         counts_steps = _board.innermost().last.unit == "step"
     if not known or counts_steps:
         return
+    with _board.lock:
+        opened = _board.innermost()
+        opened.last = replace(opened.last, tokens=sum(one.tokens for one in known))
     totals = [one.total for one in known if one.total is not None]
     complete = len(totals) == len(known)
     report_progress(sum(one.done for one in known), sum(totals) * len(snapshots) / len(known) if complete else None)

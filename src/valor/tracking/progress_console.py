@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,23 +17,38 @@ from valor.tracking.console import format_number, format_seconds, get_console
 from valor.tracking.progress import Progress, add_listener
 
 PLAIN_EVERY = 10.0  # seconds between the plain lines of one phase
+_shown = False
 
 
 @contextmanager
 def show_progress() -> Iterator[None]:
-    """While the block runs, every phase of this process shows on the console."""
-    view = PhaseView(get_console(), PLAIN_EVERY)
-    remove = add_listener(view)
+    """While the block runs, every phase of this process shows on the console; a block in another changes nothing."""
+    global _shown
+    if _shown:
+        yield
+        return
+    view, ended = PhaseView(get_console(), PLAIN_EVERY), threading.Event()
+
+    def keep_telling() -> None:
+        while not ended.wait(1.0):
+            view.tell()
+
+    teller = threading.Thread(target=keep_telling, name="progress", daemon=True)
+    remove, _shown = add_listener(view), True
+    teller.start()
     try:
         yield
     finally:
+        _shown = False
         remove()
+        ended.set()
+        teller.join()
         view.close()
 
 
 class PhaseView:
-    """Listener that draws a bar for each phase on a terminal, and elsewhere writes a line every `every` seconds of a
-    long phase and one at its end.
+    """Listener that draws a bar for each phase on a terminal. Elsewhere it writes a line when a phase begins for the
+    first time, and of a long one another every `every` seconds and at its end, whether it reports or not (`tell`).
 
     A finished phase stays on screen until the phase around it moves on, so that a step's phases are seen together;
     nothing remains in the scrollback.
@@ -41,8 +57,21 @@ class PhaseView:
     def __init__(self, console: Console, every: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._every, self._clock = console, every, clock
         self.bars = _make_bars(console, clock)
+        self._lock = threading.RLock()
+        self._met: set[str] = set()
 
     def __call__(self, progress: Progress) -> None:
+        with self._lock:
+            self._take(progress)
+
+    def tell(self) -> None:
+        """The plain line of the innermost phase, when it is time for one."""
+        with self._lock:
+            under_way = [task for task in self.bars.tasks if task.stop_time is None]
+            if under_way:
+                self._tell(under_way[-1])
+
+    def _take(self, progress: Progress) -> None:
         if progress.state == "start":
             self._start(progress)
             return
@@ -55,7 +84,7 @@ class PhaseView:
             for row in takewhile(lambda row: row.fields["key"][0] > progress.depth, rows):
                 self.bars.remove_task(row.id)
         if progress.state == "update":
-            self.bars.update(task.id, completed=progress.done, total=progress.total)
+            self.bars.update(task.id, completed=progress.done, total=progress.total, tokens=progress.tokens)
             self._tell(task)
         else:
             self._end(task, progress.total or progress.done or 1)
@@ -70,7 +99,11 @@ class PhaseView:
         self.bars.start()
         key = (progress.depth, progress.phase)
         name = "  " * progress.depth + progress.phase
-        self.bars.add_task(name, total=progress.total, key=key, unit=progress.unit, told=None)
+        number = self.bars.add_task(name, total=progress.total, key=key, unit=progress.unit, told=None, tokens=0)
+        if not self._console.is_terminal and progress.phase not in self._met:
+            self._met.add(progress.phase)
+            task = next(one for one in self.bars.tasks if one.id == number)
+            self._write(f"{progress.phase}: {format_count(task) or 'begins'}")
 
     def _tell(self, task: Task) -> None:
         """The plain line about a phase under way, when it is time for one."""
@@ -78,7 +111,7 @@ class PhaseView:
         since = task.start_time if told is None else told
         if not self._console.is_terminal and now - (since or 0.0) >= self._every:
             task.fields["told"] = now
-            parts = (format_count(task), format_pace(task))
+            parts = (format_count(task), format_pace(task) or f"{format_seconds(task.elapsed or 0.0)} so far")
             self._write(f"{task.fields['key'][1]}: {', '.join(part for part in parts if part)}")
 
     def _end(self, task: Task, total: float) -> None:
@@ -124,7 +157,12 @@ def _make_bars(console: Console, clock: Callable[[], float]) -> Bars:
 
 
 def format_count(task: Task) -> str:
-    """`120/512 samples`; `37%` where what is done is not whole; nothing where nothing was counted."""
+    """`120/512 samples, 43,210 tokens`; `37%` where what is done is not whole; nothing where nothing was counted."""
+    tokens = f"{task.fields['tokens']:,} tokens" if task.fields.get("tokens") else ""
+    return ", ".join(part for part in (_done_of_total(task), tokens) if part)
+
+
+def _done_of_total(task: Task) -> str:
     done, total, unit = task.completed, task.total, task.fields["unit"]
     if not float(done).is_integer():
         return f"{done / total:.0%}" if total else ""

@@ -14,11 +14,13 @@ from valor.algorithms.ppo import aggregation
 from valor.algorithms.registry import Entry
 from valor.config import AlgorithmConfig, CriticRunConfig, PPOConfig, Section
 from valor.config import inert_settings as inert_by_rules
+from valor.config.tree import get_at
 from valor.controller.placement import check_placement
 from valor.data.batch import Batch
 from valor.engines.registry import TRAINING_ENGINES
 from valor.errors import UserError
 from valor.rollout.registry import GENERATION_ENGINES
+from valor.tracking.loggers import LOGGERS, find_logger
 from valor.trainer.advantage import COMPONENTS, FROM_THE_RUN, compute_advantages, from_critic, offered_settings
 from valor.workers.actor import policy_loss_options
 from valor.workers.critic import value_head
@@ -28,21 +30,33 @@ _LOG_PROBS = ("old_log_probs", "rollout_log_probs")
 
 def check(config: BaseModel) -> list[str]:
     """Every mistake that those who act on `config` find in it, a line each. Runs the file `algorithm.custom_path`."""
+    loggers = _loggers(config)
     if not isinstance(config, PPOConfig):
-        return []
+        return loggers
     try:
         load_custom(config.algorithm.custom_path)
     except UserError as error:  # its algorithms are not known
-        return str(error).splitlines()
+        return [*loggers, *str(error).splitlines()]
     checks = [_value_loss, _generation_engine, _training_engines]
     if not isinstance(config, CriticRunConfig):
         checks += [_estimator, _policy_loss, _correction, check_placement]
-    lines = []
+    lines = loggers
     for find in checks:
         try:
             lines += find(config)
         except UserError as error:
             lines += str(error).splitlines()
+    return lines
+
+
+def _loggers(config: BaseModel) -> list[str]:
+    """Loggers that nobody knows. Missing packages are told of when the run starts, on the machine that runs."""
+    lines = []
+    for name in get_at(config.model_dump(include={"trainer"}), "trainer.logger"):
+        try:
+            name in LOGGERS or find_logger(name)
+        except UserError as error:
+            lines.append(str(error))
     return lines
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from valor.config import LoadedConfig, Section, load
 from valor.errors import exit_code
+from valor.tracking.progress_console import show_progress
 
 Root = TypeVar("Root", bound=Section)
 Start = Callable[[Root, str], int]
@@ -23,7 +25,8 @@ def run_command(words: str, argv: Sequence[str] | None, root: type[Root], start:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = shlex.join(["valor", *words.split(), *arguments])
-    return exit_code(lambda: _run(load(arguments, root, _check), command, start))
+    check = partial(_check, aloud="--dry-run" not in arguments)
+    return exit_code(lambda: _run(load(arguments, root, check), command, start))
 
 
 def _run(loaded: LoadedConfig[Root], command: str, start: Start[Root]) -> int:
@@ -32,15 +35,18 @@ def _run(loaded: LoadedConfig[Root], command: str, start: Start[Root]) -> int:
 
     for note in loaded.notes:
         print(f"note: {note}", file=sys.stderr)
+    print(plan(loaded.config, loaded.explicit_keys), flush=True)
     if loaded.dry_run:
-        print(plan(loaded.config, loaded.explicit_keys))
         return 0
     for key, reason in inert_settings(loaded.config, loaded.explicit_keys).items():
         print(f"note: {key}: {reason}", file=sys.stderr)
-    return start(loaded.config, command)
+    with show_progress():
+        return start(loaded.config, command)
 
 
-def _check(config: Section) -> list[str]:
+def _check(config: Section, *, aloud: bool) -> list[str]:
+    if aloud:
+        print("the configuration is read; loading torch and what the run needs", flush=True)
     from valor.trainer.checks import check
 
     return check(config)

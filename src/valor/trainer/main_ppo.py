@@ -26,6 +26,7 @@ def _ppo(config: PPOConfig, command: str) -> int:
     from valor.controller.placement import resolve_placement
     from valor.models.load import check_critic_tokenizer
     from valor.rollout.registry import GENERATION_ENGINES
+    from valor.tracking.progress import phase
     from valor.trainer.ppo import PPORun
     from valor.trainer.run import fit_again
 
@@ -34,7 +35,8 @@ def _ppo(config: PPOConfig, command: str) -> int:
     engine.check_start(config, placement.pools[placement.pool_of("rollout")].world_size)
     if rank:
         return serve(config.trainer, placement)
-    inputs = RunInputs(config)
+    with phase("tokenizer, data and graders"):
+        inputs = RunInputs(config)
     check_critic_tokenizer(config, inputs.tokenizer)
     with nullcontext() if rank is None else node_zero(config.trainer, placement):
         return fit_again(

@@ -139,7 +139,6 @@ class PPORun(Run):
                 metrics |= update.result()
             with timer("metrics"):
                 metrics |= self.aside.metrics()
-        self._warn_of_mismatch(metrics)
         self.record.samples(self.step, batch)
         metrics |= throughput_metrics(batch, timer, self.placement.world_size) | self.roles.peak_memory()
         if "wait" in timer.seconds:
@@ -231,12 +230,3 @@ class PPORun(Run):
     def _write_roles(self, folder: Path) -> None:
         super()._write_roles(folder)
         self.collector.save(folder / _COLLECTOR_DIR, self.step)
-
-    def _warn_of_mismatch(self, metrics: Mapping[str, Any]) -> None:
-        """Say so when the rollout engine and the training forward have come apart."""
-        gap, limit = metrics.get("training/rollout_probs_diff_mean"), self.config.trainer.rollout_probs_diff_warn
-        if gap is not None and gap > limit:
-            self.record.say(
-                f"step {self.step}: rollout and training probabilities differ by {gap:.3f} on average, more than "
-                f"trainer.rollout_probs_diff_warn={limit}: the samples are off-policy by this much"
-            )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from importlib.metadata import version
 from itertools import accumulate, chain
@@ -13,14 +14,17 @@ from typing import Any
 
 from valor.collector.rollouts import rollout_records, write_rollouts
 from valor.config import PPOConfig, SupervisedConfig, dump_yaml
+from valor.config.tree import flatten
 from valor.data.batch import Batch
 from valor.data.episodes import Episodes
 from valor.report import build_report
+from valor.report.run_data import read_steps
 from valor.tracking.console import say
+from valor.tracking.diagnosis import Diagnosis
 from valor.tracking.generations import Sample, Split, token_strings, write_samples
 from valor.tracking.loggers import RunInfo, Tracker
 from valor.tracking.progress_console import show_progress
-from valor.tracking.rundir import write_atomically, write_run_info
+from valor.tracking.rundir import METRICS_FILE, write_atomically, write_run_info
 from valor.trainer.changes import digests_of, settings_of
 from valor.trainer.checkpoints import CheckpointStore
 
@@ -30,6 +34,7 @@ _PER_TOKEN = {
     "returns": "returns",
     "log_probs": "rollout_log_probs",
 }
+_FIRST_REPORT, _REPORT_EVERY = 5.0, 20.0  # seconds
 _EVERYTHING = 2**62  # as a resume point: no step is later, so a validation alone takes no record away
 
 
@@ -62,7 +67,11 @@ class RunRecorder:
             total_steps=total_steps,
             resume_step=step or None,
         )
+        self._diagnosis = Diagnosis(flatten(info.config))
         with Tracker(self._loggers, info) as self._tracker, show_progress():
+            path = self.run_dir / METRICS_FILE
+            for before, metrics in (read_steps(path) if path.is_file() else {}).items():
+                self._diagnosis.add(before, metrics)
             write_atomically(self.run_dir / "config.yaml", dump_yaml(self.config))
             versions = {package: version(package) for package in ("torch", "transformers", "ray")}
             versions["python"] = platform.python_version()
@@ -70,9 +79,11 @@ class RunRecorder:
             yield
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """One step's metrics and histograms to every logger."""
+        """One step's metrics and histograms to every logger; what they say of the run to the console."""
         assert self._tracker is not None, "log() outside opened()"
         self._tracker.log(step, metrics)
+        for found in self._diagnosis.add(step, metrics):
+            self.say(f"step {step}: {found.text}; {found.remedy}")
 
     say = staticmethod(say)
 
@@ -114,8 +125,25 @@ class PPORecorder(RunRecorder):
         super().__init__(config, command, loggers)
         self._tokenizer = tokenizer
 
-    def opened(self, step: int, total_steps: int) -> Any:
-        return super().opened(_EVERYTHING if self.config.trainer.val_only else step, total_steps)
+    @contextmanager
+    def opened(self, step: int, total_steps: int) -> Iterator[None]:
+        """Also writes report.html: now and then while the run goes on, and when it ends, however that is."""
+        with super().opened(_EVERYTHING if self.config.trainer.val_only else step, total_steps):
+            self._next_report = time.monotonic() + _FIRST_REPORT
+            try:
+                yield
+            except BaseException:
+                with suppress(Exception):  # what has ended the run is to be told, not what its report lacks
+                    self.finish()
+                raise
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        super().log(step, metrics)
+        began = time.monotonic()
+        if self.config.trainer.report and began >= self._next_report:
+            build_report(self.run_dir, live=True)
+            now = time.monotonic()
+            self._next_report = now + max(_REPORT_EVERY, 50 * (now - began))  # at most 2 % of the time
 
     @property
     def keeps_best(self) -> bool:

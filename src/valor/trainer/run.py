@@ -87,7 +87,8 @@ class Run(ABC):
         with ExitStack() as stack:
             stop = stack.enter_context(StopRequest(at_once=True))
             checkpoint = self._find_checkpoint()
-            self.roles = self.start(stack, resuming=checkpoint is not None)
+            with phase("processes and models"):
+                self.roles = self.start(stack, resuming=checkpoint is not None)
             if checkpoint is not None:
                 self.resume(checkpoint)
             if not self.finished:

@@ -10,6 +10,7 @@ import torch
 
 from valor.algorithms import mismatch_sums
 from valor.config import PPOConfig
+from valor.data.balance import grouped
 from valor.data.batch import Batch
 from valor.tracking.metrics import Histogram, Timer, explained_variance, histogram, summarize
 
@@ -51,11 +52,15 @@ def old_log_prob_metrics(batch: Batch) -> dict[str, float]:
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
-    """Scores, rewards, advantages, values, lengths and finish reasons of a whole batch, a row an episode."""
+    """Scores, rewards, advantages, values, lengths and finish reasons of a whole batch, a row an episode.
+
+    `reward/equal_groups`: the share of prompts with several samples, all of which have one score.
+    """
     mask, finished = batch["response_mask"], batch.objects["finish_reason"]
     judged = batch.tensors.get("value_mask", mask)
+    scores = batch["token_level_scores"].sum(-1)
     out = {
-        **summarize("critic/score", batch["token_level_scores"].sum(-1)),
+        **summarize("critic/score", scores),
         **summarize("critic/rewards", batch["token_level_rewards"].sum(-1)),
         **summarize("critic/advantages", batch["advantages"], mask),
         **summarize("critic/returns", batch["returns"], judged),
@@ -63,6 +68,9 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "response_length/clip_ratio": finished.count("length") / max(len(finished), 1),
         **summarize("prompt_length", batch["prompt_lengths"]),
     }
+    groups = [one for one in grouped(scores.tolist(), batch.objects["uid"]) if len(one) > 1]
+    if groups:
+        out["reward/equal_groups"] = sum(len(set(one)) == 1 for one in groups) / len(groups)
     if "values" in batch:
         out |= summarize("critic/values", batch["values"], judged)
         out["critic/vf_explained_var"] = explained_variance(batch["values"], batch["returns"], judged)
@@ -122,16 +130,6 @@ def throughput_metrics(batch: Batch, timer: Timer, world_size: int) -> dict[str,
         "perf/throughput": total / step / world_size,
         **timer.metrics({"gen": response, **dict.fromkeys(phases, total)}),
     }
-
-
-def memory_notice(metrics: Mapping[str, float], key: str) -> str | None:
-    """What to say of an update whose micro-batches had to shrink; `key` sets their size."""
-    if "oom_retries" not in metrics:
-        return None
-    return (
-        f"ran out of memory {metrics['oom_retries']:.0f} time(s); micro-batches were made smaller, down to "
-        f"{metrics['token_budget_min']:.0f} tokens, and repeated: nothing is lost but time (set {key} lower)"
-    )
 
 
 def mean_over_updates(parts: list[dict[str, float]]) -> dict[str, float]:

@@ -18,7 +18,6 @@ from valor.tracking.metrics import Timer
 from valor.tracking.progress import part, phase
 from valor.trainer.recorder import RunRecorder
 from valor.trainer.run import Run
-from valor.trainer.step_metrics import memory_notice
 from valor.workers.host import RoleSpec
 
 _CONSOLE_LINES = 20  # of a whole run: its steps are short
@@ -83,8 +82,6 @@ class SupervisedRun(Run):
             batch = self.train.batch(self.sampler.next_batch())
             metrics = self.roles[self.role].update(batch)
         self.skips.count(self.role, bool(metrics["skipped"]), self.step)
-        if line := memory_notice(metrics, "max_token_len_per_gpu"):
-            self.record.say(f"step {self.step}: {line}")
         tokens = int((batch["prompt_lengths"] + batch["response_lengths"]).sum())
         return {f"train/{name}": value for name, value in metrics.items()} | {
             f"train/{self.unit}": batch.meta[f"num_{self.unit}"],

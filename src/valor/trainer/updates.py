@@ -21,7 +21,7 @@ from valor.models.rows import ROW_FIELDS
 from valor.tracking.progress import part, phase
 from valor.trainer.old_log_probs import WEIGHTS, OldLogProbs, corrected
 from valor.trainer.run import SkippedUpdates
-from valor.trainer.step_metrics import mean_over_updates, memory_notice
+from valor.trainer.step_metrics import mean_over_updates
 from valor.workers.roles import critic_names
 
 SECTIONS = {"actor": "actor_rollout_ref.actor", "critic": "critic"}
@@ -76,8 +76,6 @@ class Updates:
                     metrics, results = started.popleft()
                     metrics |= results()
                 self.skips.count(role, bool(metrics["skipped"]), step)
-                if line := memory_notice(metrics, f"{SECTIONS[role]}.ppo_max_token_len_per_gpu"):
-                    self._say(f"step {step}: {role} {line}")
                 parts.append(metrics)
         return {k if "/" in k else f"{role}/{k}": v for k, v in mean_over_updates(parts).items()}
 

@@ -42,3 +42,20 @@ def test_a_reader_that_stops_reading_is_no_error():
     command = f"{sys.executable} -m valor config keys | head -n 1"
     out = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert out.stdout.count("\n") == 1 and out.stderr == ""
+
+
+def test_a_process_that_ends_is_not_disturbed_by_another_ctrl_c():
+    """Nested as in `valor ppo`; the second signal comes while threads and atexit handlers would still be at work."""
+    code = """
+import os, signal, sys, threading, time
+from valor.errors import Interrupted, exit_code
+def stop():
+    raise Interrupted(signal.SIGINT)
+code = exit_code(lambda: exit_code(stop))
+os.kill(os.getpid(), signal.SIGINT)
+time.sleep(0.1)
+sys.exit(code)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    line = "SIGINT: stopped at once; the same command goes on from its last checkpoint\n"
+    assert (ended.returncode, ended.stderr) == (130, line)

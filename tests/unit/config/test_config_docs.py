@@ -48,7 +48,7 @@ def test_prefixes():
         ("actor_rollout_ref.rollout.top_p", "number > 0 and <= 1"),
         ("trainer.val_only", "true/false"),
         ("trainer.resume_mode", "one of auto, disable, resume_path"),
-        ("trainer.logger", "one of console, file, tensorboard, wandb or a list of them"),
+        ("trainer.logger", "text or a list of them"),
         ("data.train_files", "path or a list of them"),
         ("data.val_files", "path or a list of them or null"),
         ("trainer.resume_from_path", "path or null"),

@@ -1,14 +1,17 @@
 """The report in a real browser, phone-sized and desktop-sized: it draws, it reacts, and the console stays silent."""
 
+import re
+
 import pytest
-from chromium import BROWSER, DRIVER, Page
+from chromium import BROWSER, Page
 from synthetic_run import HOSTILE, make_run
 
 from valor.report.page import build_report
+from valor.tracking.generations import Sample, write_samples
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not (BROWSER.exists() and DRIVER.exists()), reason="needs chromium and chromium-driver"),
+    pytest.mark.skipif(BROWSER is None, reason="needs chromium: apt-get install chromium"),
 ]
 
 
@@ -102,6 +105,56 @@ def test_an_episode_is_a_conversation(report, browse):
         page.run("document.querySelector('.turned').dispatchEvent(new MouseEvent('click', {bubbles: true}))")
         assert "value0.95" in page.run("return document.getElementById('tip').textContent")
         assert page.console() == []
+
+
+def test_tokens_are_reached_by_keyboard(report, browse):
+    with browse() as page:
+        page.open(report)
+        page.wait_for("document.documentElement.dataset.ready === 'yes'")
+        page.run("document.querySelector('.sample summary').focus()")
+        tip = "document.getElementById('tip').style.display + document.getElementById('tip').textContent"
+        for key, place in (("Tab", 1), ("ArrowRight", 2), ("ArrowRight", 3), ("ArrowLeft", 2), ("Home", 1)):
+            page.press(key)
+            assert page.run(f"return {tip}").startswith(f"blocktoken {place}: ")
+        assert page.run("return document.activeElement.getAttribute('aria-describedby')") == "tip"
+        page.press("Escape")
+        assert page.run(f"return {tip}").startswith("none")
+        page.press("Tab")  # one stop for all tokens of a response
+        assert page.run("return document.activeElement.tagName") == "SUMMARY"
+
+
+def test_without_scripts_there_are_tables(report, browse):
+    with browse(scripts=False, dark=True) as page:
+        page.open(report)
+        shown = [bool(page.shown(selector)) for selector in ("#panel-reward table", "#samples noscript table", ".plot")]
+        assert shown == [True, True, False]
+
+
+def test_a_constant_share_has_an_axis_of_shares(browse, tmp_path):
+    lines = [f'{{"step": {step}, "val-core/x/reward/mean@1": 1.0, "actor/kl_loss": 0.0}}\n' for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    with browse() as page:
+        page.open(build_report(tmp_path))
+        page.wait_for("document.documentElement.dataset.ready === 'yes'")
+        axis = "document.getElementById('plot-{}')._fullLayout.{}"
+        assert page.run(f"return {axis.format('validation', 'yaxis.range')}") == pytest.approx([0, 1.1])
+        assert page.run(f"return {axis.format('kl', 'yaxis.range')}") == [0, 1]
+        assert page.run(f"return {axis.format('validation', 'xaxis.title.text')}") == "step"
+
+
+def test_value_strips_share_one_scale(browse, tmp_path):
+    make_run(tmp_path, steps=3)
+    whole = Sample("2+3=", ["2", "+"], 1.0, values=[0.0, 1.0])
+    noise = Sample("2+3=", ["2", "+"], 1.0, values=[0.99, 1.0])
+    for step, sample in ((1, whole), (2, whole), (3, noise)):
+        write_samples(tmp_path, step, [sample])
+    with browse() as page:
+        page.open(build_report(tmp_path))
+        page.wait_for("document.documentElement.dataset.ready === 'yes'")
+        path = page.run("return document.querySelector('.strip path').getAttribute('d')")
+        heights = [float(point.split()[1]) for point in re.findall(r"[\d.]+ [\d.]+", path)]
+        assert page.run("return document.getElementById('sample-step').selectedOptions[0].text") == "step 3"
+        assert abs(heights[0] - heights[1]) < 1  # of 42
 
 
 def test_sparse_runs_open_without_errors(browse, tmp_path):

@@ -103,7 +103,9 @@ def test_only_panels_with_data_are_drawn():
 
 def test_a_line_takes_the_first_key_that_the_run_has():
     (panel,) = panel_specs({"actor/entropy_loss": Series([1], [0.5])})
-    assert panel["lines"] == [{"label": "entropy", "key": "actor/entropy_loss", "style": "solid", "color": 1}]
+    assert panel["lines"] == [
+        {"label": "entropy", "key": "actor/entropy_loss", "last": "0.500", "style": "solid", "color": 1}
+    ]
 
 
 def test_equal_curves_are_drawn_once():

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -12,6 +13,7 @@ from jinja2.utils import htmlsafe_json_dumps
 from synthetic_run import HOSTILE, make_run
 
 from valor.report.page import build_report
+from valor.tracking.generations import Sample, write_samples
 
 
 class Outline(HTMLParser):
@@ -84,6 +86,53 @@ def test_curves_hold_the_numbers_of_the_run(page, run_dir):
     assert None in values  # the step whose gradient was not finite
 
 
+def test_a_tile_says_what_its_chart_says(page):
+    tiles = dict(re.findall(r'<div class="tile"><span>(.*?)</span><b>(.*?)</b>', page))
+    last = {line["key"]: line["last"] for panel in embedded(page)["panels"] for line in panel["lines"]}
+    assert tiles["Reward"] == last["critic/score/mean"]
+    assert tiles["Validation, gsm8k"] == last["val-core/openai/gsm8k/acc/mean@4"]
+    assert tiles["Explained variance"] == last["critic/vf_explained_var"]
+
+
+def test_a_critic_with_nothing_left_to_explain_is_shown_at_its_height(tmp_path):
+    def line(step: int, explained: float, counts: list[int]) -> str:
+        returns = {"low": 0.0, "high": 1.0, "counts": counts}
+        known = {"step": step, "critic/vf_explained_var": explained, "critic/returns/histogram": returns}
+        return json.dumps(known) + "\n"
+
+    lines = [line(1, 0.1, [50, 50]), line(2, 0.7, [50, 50]), line(3, 0.009, [1, 99])]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    page = build_report(tmp_path).read_text(encoding="utf-8")
+    (tile,) = re.findall(r'<div class="tile"><span>(.*?)</span><b>(.*?)</b><small>(.*?)</small>', page)
+    # bins with centres 1/4 and 3/4: standard deviations of 1/4, and of 1/2 * sqrt(0.01 * 0.99)
+    assert tile == (
+        "Explained variance, highest",
+        "0.700",
+        "at step 2; now 0.009, where returns hardly differ (spread 0.050, once 0.250)",
+    )
+    (tmp_path / "metrics.jsonl").write_text(lines[0] + lines[1] + line(3, 0.009, [50, 50]))  # it has forgotten
+    page = build_report(tmp_path).read_text(encoding="utf-8")
+    assert "<b>0.009</b><small>from 0.100; best 0.700 at step 2</small>" in page
+
+
+def test_samples_open_where_there_is_something_to_learn(tmp_path):
+    make_run(tmp_path, steps=4)
+    same, other = Sample("2+3=", ["5"], 1.0, uid="a"), Sample("2+3=", ["6"], 0.0, uid="a")
+    for step, samples in {1: [other, other], 2: [same, other], 3: [same, replace(other, uid="b")], 4: [same]}.items():
+        write_samples(tmp_path, step, samples)
+    data = embedded(build_report(tmp_path).read_text(encoding="utf-8"))
+    assert (data["samples"][data["opening"]]["step"], data["samples"][data["opening"]]["split"]) == (2, "train")
+
+
+def test_names_say_which_run_and_which_model(tmp_path):
+    run_dir = make_run(tmp_path / "lookup" / "ppo", steps=2)
+    config = (run_dir / "config.yaml").read_text().replace("smollm2-ppo-critic", "run")
+    config = config.replace("HuggingFaceTB/SmolLM2-135M-Instruct", "/models/runs/warm/huggingface/actor")
+    (run_dir / "config.yaml").write_text(config)
+    page = build_report(run_dir).read_text(encoding="utf-8")
+    assert "<h1>lookup/ppo</h1>" in page and "<li>actor warm</li><li>critic warm</li>" in page
+
+
 def test_a_critic_free_run_has_no_critic_section(tmp_path):
     page = build_report(make_run(tmp_path / "grpo", steps=6, critic=False)).read_text(encoding="utf-8")
     outline = Outline(page)
@@ -137,7 +186,7 @@ def test_flattened_settings_read_as_typed(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "mine/odd": 3.0}\n')
     (tmp_path / "config.yaml").write_text("a: {b: null, c: [1, x, true], d: {}}\ne: 1.0e-06\nf: false\n")
     page = build_report(tmp_path).read_text(encoding="utf-8")
-    settings = re.findall(r'<th scope="row">(.*?)</th><td>(.*?)</td>', page)
+    settings = re.findall(r'<th scope="row">(.*?)</th><td>(.*?)</td>', page.partition('id="config-table"')[2])
     assert [(key, html.unescape(value)) for key, value in settings] == [
         ("a.b", "null"),
         ("a.c", '[1, "x", true]'),

@@ -1,7 +1,7 @@
 """The page of a sweep: every arm in it, nothing loaded from elsewhere, silent in a real browser on two screens."""
 
 import pytest
-from chromium import BROWSER, DRIVER
+from chromium import BROWSER
 
 from valor.report.sweep_page import comparison, render
 
@@ -69,7 +69,7 @@ def test_the_page_is_complete_and_closed():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (BROWSER.exists() and DRIVER.exists()), reason="needs chromium and chromium-driver")
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium: apt-get install chromium")
 @pytest.mark.parametrize(
     ("width", "phone", "dark"), [(1280, False, False), (390, True, True)], ids=["desktop, light", "phone, dark"]
 )
@@ -86,6 +86,17 @@ def test_the_page_opens(browse, tmp_path, width, phone, dark):
         lines = "document.querySelectorAll('#plot-curve-0 .scatterlayer .trace').length"
         at_first = page.run(f"return {lines}")
         assert at_first == 8 + 4  # eight arms, every second with a band
+        bands = page.run(
+            "return [...document.querySelectorAll('#plot-curve-0 .js-fill')].map(getComputedStyle)"
+            ".map(style => [style.fill, style.fillOpacity])"
+        )
+        arms = page.run(
+            "const style = getComputedStyle(document.documentElement);"
+            "return [2, 4, 6, 8].map(i => style.getPropertyValue(`--c${i}`).trim())"
+        )
+        rgb = [tuple(int(arm[i : i + 2], 16) for i in (1, 3, 5)) for arm in arms]
+        assert [fill for fill, _ in bands] == [f"rgb{one}" for one in rgb]  # each band has the colour of its arm
+        assert all(float(opacity) == pytest.approx(0.16, abs=0.005) for _, opacity in bands)
         page.run("[...document.querySelectorAll('#arms button')].find(one => one.textContent === 'none').click()")
         assert page.run(f"return {lines}") == 0
         page.run("document.querySelectorAll('#arms button')[1].click()")

@@ -168,6 +168,14 @@ def test_summary_by_data_source() -> None:
     assert summarize([], []) == ({"reward/errors": 0.0}, "")
 
 
+def test_a_learned_reward_is_neither_right_nor_wrong() -> None:
+    learned = [RewardResult(score, {"rm_score": score}) for score in (-1.0, 0.5)]
+    metrics, line = summarize(["hh", "hh"], learned)
+    assert line == "reward hh: mean -0.250, 0 errors" and "reward/hh/correct" not in metrics
+    both = [RewardResult(1.5, {"rm_score": 0.5, "rule_score": 1.0, "acc": True})]
+    assert summarize(["hh"], both)[1] == "reward hh: 1/1 correct, mean 1.500, 0 errors"
+
+
 def reward_config(path: str | None = None) -> RewardConfig:
     return RewardConfig(num_workers=1, timeout=5.0, custom_reward_function=CustomRewardFunctionConfig(path=path))
 

@@ -1,9 +1,15 @@
 """Loggers: the file format, resume, TensorBoard, Weights & Biases, the console lines, and user mistakes."""
 
+import importlib.util
 import json
 import math
+import os
+import sqlite3
+import struct
+import subprocess
 import sys
 import types
+import typing
 
 import numpy as np
 import pytest
@@ -12,7 +18,7 @@ import torch
 from valor.errors import UserError
 from valor.tracking import loggers
 from valor.tracking.console import format_number, format_seconds, summary_line
-from valor.tracking.loggers import RunInfo, Tracker, check_loggers
+from valor.tracking.loggers import ENTRY_POINTS, Logger, RunInfo, Tracker, find_logger
 from valor.tracking.metrics import Histogram, histogram
 from valor.tracking.rundir import read_run_info, rewind, samples_file, write_run_info
 
@@ -102,7 +108,7 @@ def test_unknown_logger_is_named_before_anything_is_written(tmp_path):
 def test_missing_package_names_the_extra(monkeypatch, spec):
     monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: spec)
     with pytest.raises(UserError, match=r"pip install 'valor-rl\[wandb\]'"):
-        check_loggers(["wandb"])
+        find_logger("wandb")
 
 
 def test_tensorboard_events_read_back_and_resume_purges(tmp_path):
@@ -182,6 +188,85 @@ def test_wandb_that_refuses_leaves_the_records_alone(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"api_key not configured \(no-tty\)\): run `wandb login`"):
         Tracker(["file", "wandb"], RunInfo(tmp_path))
     assert records(tmp_path) == [{"step": 1}]
+
+
+def needs(package):
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"needs {package}")
+
+
+SERVICES = [pytest.param(name, marks=needs(name)) for name in ("trackio", "mlflow", "swanlab")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_service_keeps_every_step_and_goes_on_in_the_same_run(name, tmp_path):
+    """In a process of its own, without a network: services hold threads and settings of their process."""
+    code = f"""
+import sys
+from pathlib import Path
+from valor.tracking.loggers import RunInfo, Tracker
+from valor.tracking.metrics import Histogram
+for resume_step, step in ((None, 1), (1, 2)):
+    info = RunInfo(Path("run"), "proj", "first", {{"actor": {{"lr": 1e-6}}}}, resume_step=resume_step)
+    with Tracker(["{name}"], info) as tracker:
+        tracker.log(step, {{"val-core/x/mean@8": 0.25 * step, "spread": Histogram(0.0, 1.0, [1, 2])}})
+"""
+    home = {"HOME": str(tmp_path), "TRACKIO_DIR": str(tmp_path / "trackio"), "SWANLAB_MODE": "offline"}
+    quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "HF_HUB_OFFLINE": "1", "NO_PROXY": "*"}
+    made = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, **home, **quiet}, capture_output=True, text=True
+    )
+    assert made.returncode == 0, made.stderr
+    number = (tmp_path / "run" / f"{name}_run_id").read_text().strip()
+    assert READ[name](tmp_path, number) == [(1, 0.25), (2, 0.5)]
+
+
+def read_trackio(folder, number):
+    (database,) = (folder / "trackio").glob("proj*.db")
+    with sqlite3.connect(database) as connection:
+        rows = connection.execute("select step, metrics from metrics where run_name = ? order by step", [number])
+        return [(step, json.loads(metrics)["val-core/x/mean@8"]) for step, metrics in rows]
+
+
+def read_mlflow(folder, number):
+    with sqlite3.connect(folder / "run" / "mlflow.db") as connection:
+        return [*connection.execute("select step, value from metrics where key = 'val-core/x/mean_8' order by step")]
+
+
+def read_swanlab(folder, number):
+    """Its own binary records, a file for each process: the name of the metric, and beside it the number."""
+    files = sorted((folder / "run" / "swanlog").rglob(f"run-{number}.swanlab"))
+    records = [path.read_bytes() for path in files]
+    assert all(b"val-core/x/mean@8" in one for one in records)
+    return [(step, v) for step, v in ((1, 0.25), (2, 0.5)) if struct.pack("<d", v) in records[step - 1]]
+
+
+READ = {"trackio": read_trackio, "mlflow": read_mlflow, "swanlab": read_swanlab}
+
+
+class Kept(Logger):
+    logged: typing.ClassVar[list] = []
+
+    def __init__(self, run):
+        self.experiment = run.experiment
+
+    def log(self, step, metrics, histograms):
+        self.logged.append((self.experiment, step, dict(metrics)))
+
+
+def test_loggers_of_ones_own_by_path_and_by_entry_point(tmp_path, monkeypatch):
+    source = "from valor.tracking.loggers import ConsoleLogger\nclass Mine(ConsoleLogger):\n    pass\n"
+    (tmp_path / "mine.py").write_text(source)
+    assert find_logger(f"{tmp_path}/mine.py:Mine").__name__ == "Mine"
+    point = types.SimpleNamespace(name="kept", value=f"{__name__}:Kept")
+    monkeypatch.setattr(loggers, "entry_points", lambda group: [point] if group == ENTRY_POINTS else [])
+    with Tracker(["kept"], RunInfo(tmp_path / "run", experiment="e")) as tracker:
+        tracker.log(3, {"loss": 1.0})
+    assert Kept.logged == [("e", 3, {"loss": 1.0})]
+    with pytest.raises(UserError, match=r"no logger is called 'kep'; did you mean kept\?"):
+        find_logger("kep")
+    with pytest.raises(UserError, match=r"trainer\.logger: .*mine\.py has no 'Mien'; did you mean Mine\?"):
+        find_logger(f"{tmp_path}/mine.py:Mien")
 
 
 def test_summary_line():

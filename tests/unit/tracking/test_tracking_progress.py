@@ -11,7 +11,7 @@ from rich.progress import Progress as RichProgress
 
 from valor.tracking import progress
 from valor.tracking.console import get_console
-from valor.tracking.progress import Latest, Progress, part, phase, relay, report_progress
+from valor.tracking.progress import Latest, Progress, part, phase, relay, report_progress, report_tokens
 from valor.tracking.progress_console import PhaseView, format_pace, show_progress
 
 
@@ -88,8 +88,13 @@ def test_polling_workers(heard):
     remove = progress.add_listener(latest)
     try:
         report_progress(3, 8)
-        assert latest.report == Progress("", 3, 8)
-        latest.report = None
+        report_tokens(5)
+        assert latest.report == Progress("", 3, 8, tokens=5)
+        latest.begin()
+        assert latest.report is None
+        report_tokens(2)
+        assert latest.report == Progress("", 0, None, tokens=2)
+        latest.begin()
     finally:
         remove()
     report_progress(4, 8)
@@ -99,7 +104,8 @@ def test_polling_workers(heard):
         with phase("rollout", unit="sample"):
             relay([None, None])
             relay([Progress("", 3, 8), None])
-            relay([Progress("", 4, 8), Progress("", 6, 10)])
+            relay([Progress("", 4, 8, tokens=30), Progress("", 6, 10, tokens=12)])
+            assert heard[-1].tokens == 42
     updates = [(one.phase, one.done, one.total) for one in heard if one.phase and one.state == "update"]
     assert updates == [("rollout", 3, 16), ("rollout", 10, 18)]
 
@@ -152,7 +158,7 @@ def test_pace_starts_at_the_first_report():
     assert pace(52, 80.0) == "5.83 s per step, 4 min 40 s left"
 
 
-def test_plain_lines_speak_every_ten_seconds_of_long_phases_only():
+def test_plain_lines_tell_of_a_phase_when_it_begins_and_every_ten_seconds():
     stream = io.StringIO()
     now = [0.0]
     listener = PhaseView(Console(file=stream, width=200), every=10.0, clock=lambda: now[0])
@@ -173,17 +179,36 @@ def test_plain_lines_speak_every_ten_seconds_of_long_phases_only():
             report_progress(1)
             now[0] += 10.0
             report_progress(2)
+        with phase("rollout", 512, unit="sample"):  # not for the first time
+            pass
+        with phase("validation", 1319, unit="sample"):  # whose samples are long: none ends, and nobody reports one
+            now[0] += 12.0
+            report_tokens(4000)
+            now[0] += 12.0
+            report_tokens(5000)
+            now[0] += 10.0
+            listener.tell()
+            listener.tell()
     finally:
         remove()
     assert stream.getvalue().splitlines() == [
+        "adv: 0/1",
+        "rollout: 0/512 samples",
         "rollout: 100/512 samples, 10 samples/s, 42.0 s left",
         "rollout: 200/512 samples, 10 samples/s, 32.0 s left",
         "rollout: finished in 25.0 s",
-        "train actor: 38%",
+        "train actor: begins",
+        "train actor: 38%, 20.0 s so far",
         "train actor: finished in 20.0 s",
-        "train critic: 1/4 mini-batches",
+        "train critic: 0/4 mini-batches",
+        "train critic: 1/4 mini-batches, 20.0 s so far",
         "train critic: 2/4 mini-batches, 10.0 s per mini-batch, 20.0 s left",
         "train critic: finished in 30.0 s",
+        "validation: 0/1319 samples",
+        "validation: 0/1319 samples, 4,000 tokens, 12.0 s so far",
+        "validation: 0/1319 samples, 9,000 tokens, 24.0 s so far",
+        "validation: 0/1319 samples, 9,000 tokens, 34.0 s so far",
+        "validation: finished in 34.0 s",
     ]
 
 
@@ -193,7 +218,8 @@ def test_no_control_characters_where_stdout_is_no_terminal(capsys, monkeypatch):
     get_console.cache_clear()
     with show_progress(), phase("rollout", 2, unit="sample"):
         report_progress(1)
-    assert re.fullmatch(r"rollout: 1/2 samples\nrollout: finished in \d+\.\d\d s\n", capsys.readouterr().out)
+    lines = r"rollout: 0/2 samples\nrollout: 1/2 samples, 0\.00 s so far\nrollout: finished in \d+\.\d\d s\n"
+    assert re.fullmatch(lines, capsys.readouterr().out)
 
 
 def test_live_bars_show_the_phases_of_a_step_together():

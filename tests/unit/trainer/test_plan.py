@@ -2,8 +2,9 @@
 
 import pytest
 
-from valor.config import SFTConfig, load
+from valor.config import PPOConfig, SFTConfig, load
 from valor.errors import UserError
+from valor.trainer.command import run_command
 from valor.trainer.plan import plan
 
 OTB = ["algorithm.adv_estimator=optimal_token_baseline"]
@@ -104,3 +105,17 @@ def test_adapters_are_in_the_plan_and_need_a_rank():
     assert row(text, "critic") == "m"
     with pytest.raises(UserError, match=r"lora_adapter_path=a needs actor_rollout_ref\.model\.lora_rank"):
         load(argv)
+
+
+def test_a_run_says_its_plan_before_it_does_anything(capsys):
+    said = []
+
+    def start(config, command):
+        said.append(capsys.readouterr().out.splitlines())
+        return 0
+
+    assert run_command("ppo", ["trainer.total_training_steps=7"], PPOConfig, start) == 0
+    assert said[0][0] == "the configuration is read; loading torch and what the run needs"
+    assert said[0][1].startswith("run ") and row("\n".join(said[0]), "length") == "7 steps"
+    assert run_command("ppo", ["trainer.total_training_steps=7", "--dry-run"], PPOConfig, start) == 0
+    assert capsys.readouterr().out.splitlines() == said[0][1:] and len(said) == 1

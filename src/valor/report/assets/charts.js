@@ -25,13 +25,13 @@ const base = () => ({
   paper_bgcolor: "rgba(0,0,0,0)",
   plot_bgcolor: "rgba(0,0,0,0)",
   font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: color("soft") },
-  margin: { l: 46, r: 8, t: 10, b: 26 },
+  margin: { l: 46, r: 8, t: 10, b: 38 },
   showlegend: false,
   hovermode: "x unified",
   hoverlabel: { bgcolor: color("card"), bordercolor: color("line"), font: { color: color("ink"), size: 12 } },
   dragmode: touch ? false : "zoom",
   xaxis: {
-    ...axis(), unifiedhovertitle: { text: "step %{x}" },
+    ...axis(), title: { text: "step", standoff: 2, font: { size: 11.5 } }, unifiedhovertitle: { text: "step %{x}" },
     spikecolor: color("soft"), spikethickness: 1, spikedash: "solid",
   },
   yaxis: axis(),
@@ -40,6 +40,7 @@ const axis = () => ({
   gridcolor: color("grid"), linecolor: color("line"), zeroline: false, fixedrange: touch, automargin: true,
   tickfont: { size: 11.5 }, nticks: 6, exponentformat: "e",
 });
+for (const one of document.querySelectorAll("details.numbers")) one.open = false; // without scripts they are all there is
 const options = { displayModeBar: false, responsive: true };
 
 const legend = (list, entries) => {

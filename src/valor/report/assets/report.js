@@ -38,7 +38,7 @@
   const yAxis = (panel, lines) => {
     const values = lines.flatMap((line) => curve(line.key).y).filter((value) => value !== null);
     const y = axis();
-    if (new Set(values).size === 1) y.rangemode = "tozero"; // not an axis around one number
+    if (new Set(values).size === 1) y.range = [Math.min(0, 1.1 * values[0]), Math.max(0, 1.1 * values[0]) || 1]; // not an axis around one number
     if (panel.unit === "%") y.tickformat = Math.max(...values) < 0.05 ? ".1%" : ".0%";
     if (panel.log && values.some((value) => value > 0)) return { ...y, type: "log", dtick: 1, nticks: undefined };
     if (panel.bounds) {
@@ -59,10 +59,8 @@
     layout.shapes = panel.levels.map((at) => (
       { type: "line", xref: "paper", x0: 0, x1: 1, y0: at, y1: at, layer: "below", line: { color: color("soft"), width: 1, dash: "2px,3px" } }));
     Plotly.react(`plot-${panel.id}`, panel.lines.flatMap((line) => tracesOf(panel, line)), layout, options);
-    legend(byId(`panel-${panel.id}`).querySelector(".legend"), panel.lines.map((line) => {
-      const known = curve(line.key).y.filter((value) => value !== null);
-      return { label: line.label, value: number(known.at(-1), panel.unit), stroke: color(`c${((line.color - 1) % 12) + 1}`), shape: line.style };
-    }));
+    legend(byId(`panel-${panel.id}`).querySelector(".legend"), panel.lines.map((line) => (
+      { label: line.label, value: line.last, stroke: color(`c${((line.color - 1) % 12) + 1}`), shape: line.style })));
   };
 
   const percent = (share) => (share < 0.001 ? "<0.1%" : `${(100 * share).toFixed(share < 0.01 ? 1 : 0)}%`);
@@ -99,7 +97,8 @@
 
   const drawExplorer = () => {
     const key = byId("explorer-key").value;
-    const line = { label: key, key, style: "solid", color: 1 };
+    const last = number(curve(key).y.filter((value) => value !== null).at(-1));
+    const line = { label: key, key, last, style: "solid", color: 1 };
     drawPanel({ id: "explorer", unit: "", log: false, bounds: null, levels: [], markers: false, smooth: true, lines: [line] });
   };
 
@@ -111,11 +110,15 @@
   ].filter(({ id }) => data.samples.some((group) => group.records.some((record) => record[id])));
   let signal = SIGNALS[0] || { id: "", paint: "none" };
 
+  // The ends of all values and of the rewards beside them: one scale for the run, or noise would fill every strip.
+  const VALUES = data.samples.flatMap((group) => group.records).filter((record) => record.values)
+    .flatMap((record) => [...record.values, record.reward]).filter((value) => value !== null && value !== undefined)
+    .reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
   // The signal's ends over one step's samples, so that their colours compare; null where it was not recorded.
   const range = (group) => {
     const numbers = group.records.flatMap((record) => record[signal.id] || []).filter((value) => value !== null).sort((a, b) => a - b);
     if (!numbers.length) return null;
-    if (signal.paint === "worth") return [numbers[0], numbers.at(-1)];
+    if (signal.paint === "worth") return VALUES;
     // The widest two in a hundred share the deepest colour, or one outlier would leave the rest blank.
     const sizes = numbers.map(Math.abs).sort((a, b) => a - b);
     const most = sizes[Math.floor(0.98 * (sizes.length - 1))] || 1;
@@ -142,7 +145,7 @@
     const known = values.filter((value) => value !== null);
     if (known.length < 2) return null;
     const [least, most] = [Math.min(...known), Math.max(...known)];
-    const [low, high] = [Math.min(least, reward ?? least), Math.max(most, reward ?? most)];
+    const [low, high] = VALUES;
     const y = (value) => 44 - (42 * (value - low)) / (high - low || 1);
     const box = svg("svg", { viewBox: `0 0 ${values.length} 46`, preserveAspectRatio: "none", role: "img" });
     box.append(svg("title", {}));
@@ -159,7 +162,7 @@
       return step;
     }).join("");
     box.append(svg("path", { d: path }), svg("line", { class: "at", x1: 0, x2: 0, y1: 0, y2: 46, visibility: "hidden" }));
-    const holder = element("div", "trace", `Value along the response: ${short(least)} to ${short(most)}; dashed: the reward, ${short(reward)}`);
+    const holder = element("div", "strip", `Value along the response: ${short(least)} to ${short(most)}; dashed: the reward, ${short(reward)}; all strips: ${short(low)} to ${short(high)}`);
     holder.append(box);
     return holder;
   };
@@ -256,7 +259,7 @@
     }
     fact("", record.data_source);
     Object.entries(record.reward_info || {}).forEach(([name, value]) => fact(name, typeof value === "number" ? number(value) : value));
-    const prompt = folded("Prompt", element("pre", "", record.prompt), Boolean(record.episode) && record.prompt.length <= 600);
+    const prompt = folded("Prompt", element("pre", "", record.prompt), record.prompt.length <= 600);
     const tokens = record.episode ? conversation(record, limits) : element("div", "tokens");
     if (!record.episode) tokens.append(...record.tokens.map((_, place) => tokenSpan(record, place, limits)));
     if (record.tokens_left_out) tokens.append(element("span", "cut", ` … and ${record.tokens_left_out} more tokens`));
@@ -278,6 +281,13 @@
     if (marked) { marked.span.classList.remove("on"); marked.line?.setAttribute("visibility", "hidden"); }
     marked = null;
   };
+  const placeTip = (span) => {
+    const at = span.getClientRects()[0] || span.getBoundingClientRect();
+    const left = Math.max(8, Math.min(at.left, document.documentElement.clientWidth - tip.offsetWidth - 8));
+    const above = at.top - tip.offsetHeight - 8;
+    tip.style.left = `${left}px`;
+    tip.style.top = `${above > 50 ? above : at.bottom + 8}px`;
+  };
   const showTip = (span, record, trace) => {
     hideTip();
     const place = Number(span.dataset.place);
@@ -295,12 +305,9 @@
     if (record.mask && !record.mask[place]) name.append(" (not written by the policy)");
     tip.replaceChildren(name, rows);
     tip.style.display = "block";
-    const at = span.getClientRects()[0] || span.getBoundingClientRect();
-    const left = Math.max(8, Math.min(at.left, document.documentElement.clientWidth - tip.offsetWidth - 8));
-    const above = at.top - tip.offsetHeight - 8;
-    tip.style.left = `${left}px`;
-    tip.style.top = `${above > 50 ? above : at.bottom + 8}px`;
+    placeTip(span);
     span.classList.add("on");
+    span.setAttribute("aria-describedby", "tip");
     const line = trace?.querySelector(".at");
     line?.setAttribute("x1", place + 0.5);
     line?.setAttribute("x2", place + 0.5);
@@ -315,6 +322,26 @@
     tokens.addEventListener("mouseover", show);
     tokens.addEventListener("click", show);
     tokens.addEventListener("mouseleave", hideTip);
+    // One stop of the Tab key; arrows, Home and End go from token to token.
+    const spans = [...tokens.querySelectorAll("span[data-place]")];
+    if (!spans.length) return;
+    spans.forEach((span) => span.setAttribute("tabindex", "-1"));
+    spans[0].setAttribute("tabindex", "0");
+    tokens.setAttribute("role", "group");
+    tokens.setAttribute("aria-label", "tokens, from one to the next with the arrow keys");
+    tokens.addEventListener("keydown", (event) => {
+      const at = spans.indexOf(document.activeElement);
+      const next = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: spans.length - 1 }[event.key];
+      if (event.key === "Escape") hideTip();
+      if (at < 0 || !spans[next]) return;
+      event.preventDefault();
+      for (let folded = spans[next].closest("details"); folded && tokens.contains(folded); folded = folded.parentElement.closest("details")) folded.open = true;
+      spans[at].setAttribute("tabindex", "-1");
+      spans[next].setAttribute("tabindex", "0");
+      spans[next].focus();
+    });
+    tokens.addEventListener("focusin", show);
+    tokens.addEventListener("focusout", hideTip);
   };
 
   const drawScale = (limits) => {
@@ -368,13 +395,15 @@
     }
   });
   if (data.samples.length) {
-    const trained = data.samples.filter((group) => group.split === "train").length;
-    byId("sample-step").value = String((trained || data.samples.length) - 1);
+    byId("sample-step").value = String(data.opening);
     byId("sample-step").addEventListener("change", drawSamples);
-    addEventListener("scroll", hideTip, { passive: true });
+    // A token that the keyboard has reached scrolls into view, and keeps its tip.
+    addEventListener("scroll", () => (marked?.span === document.activeElement ? placeTip(marked.span) : hideTip()), { passive: true });
     drawSignals();
     drawSamples();
   }
+  // A new page may be there; not while the reader is at a control or a token.
+  if (data.live) setInterval(() => { if (!document.hidden && !marked && !document.activeElement?.matches("select, input")) location.reload(); }, 10000);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawCharts);
   drawCharts();
   document.documentElement.dataset.ready = "yes";

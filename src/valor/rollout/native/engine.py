@@ -32,6 +32,7 @@ from valor.rollout.native.packed_linear import packed_linears
 from valor.rollout.native.requests import Group, Intake, Row, Waiting
 from valor.rollout.sampling import BatchSampler, uniform_stream
 from valor.rollout.transfer import checksum
+from valor.tracking.progress import report_tokens
 
 # A prefill of this many tokens keeps a processor busy; beyond it, at most this share of a batch may be padding.
 ENOUGH_TOKENS = 512
@@ -266,6 +267,7 @@ class NativeEngine(RolloutEngine):
         tokens, values = torch.stack(chosen, dim=1).tolist(), scores.tolist()
         for row, row_tokens, row_values in zip(rows, tokens, values, strict=True):
             row.add(row_tokens, row_values, self.weights_version or 0)
+        report_tokens(sum(map(len, tokens)))
 
 
 class NativeCopy(NativeEngine):

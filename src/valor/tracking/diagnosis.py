@@ -1,0 +1,269 @@
+"""What a run's metrics say of it: the faults that people meet, each with its number and the keys that help.
+
+The rules are at the end of the file. A rule looks at the last steps, and at the first ones where it compares; it
+speaks where learning is in danger, and is silent about what merely differs from run to run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median, variance
+from typing import Any
+
+WINDOW = 5  # steps, the median of which is a metric's present (or its early) value
+_QUIET_FOR = 20  # steps in which a finding is not repeated
+_SCORE = "critic/score/mean"
+_ACTOR = "actor_rollout_ref.actor"
+Said = tuple[str, str]  # what is wrong, with its number; what to do
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A fault that was seen in the steps from `first` to `last`, in the words of the last of them."""
+
+    rule: str
+    text: str
+    remedy: str
+    first: int
+    last: int
+
+
+class Diagnosis:
+    """Follows a run step by step. `settings`: its configuration by dotted key."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self.settings = settings
+        self.findings: dict[str, Finding] = {}  # by rule
+        self.now: Mapping[str, Any] = {}
+        self._series: dict[str, list[float]] = {}
+        self.low, self.high = math.inf, -math.inf  # of all scores
+        self._told: dict[str, int] = {}
+
+    def add(self, step: int, metrics: Mapping[str, Any]) -> list[Finding]:
+        """Take in a step's metrics; what is to be told of it: findings that are new, or have been told long ago."""
+        self.now = {k: v for k, v in metrics.items() if v is None or isinstance(v, int | float)}
+        for key, value in self.now.items():
+            if value is not None and math.isfinite(value):
+                self._series.setdefault(key, []).append(value)
+        self.low = min([self.low, *self.all("critic/score/min")[-1:]])
+        self.high = max([self.high, *self.all("critic/score/max")[-1:]])
+        news = []
+        for rule in RULES if "training/global_step" in metrics else ():
+            if said := rule(self):
+                name = rule.__name__
+                first = self.findings[name].first if name in self.findings else step
+                self.findings[name] = Finding(name, *said, first, step)
+                if step - self._told.get(name, -math.inf) >= _QUIET_FOR:
+                    self._told[name] = step
+                    news.append(self.findings[name])
+        return news
+
+    def all(self, key: str) -> list[float]:
+        """The metric's finite numbers, in order."""
+        return self._series.get(key, [])
+
+    def last(self, *keys: str) -> float | None:
+        """The present value of the first of these metrics that the run has; None before WINDOW steps."""
+        return next((median(self.all(key)[-WINDOW:]) for key in keys if len(self.all(key)) >= WINDOW), None)
+
+    def first(self, key: str) -> float:
+        """The metric's early value."""
+        return median(self.all(key)[:WINDOW])
+
+    @property
+    def solved(self) -> float:
+        """Where the mean score is between the lowest and the highest score that any response has had, from 0 to 1."""
+        return self._share(fmean(self.all(_SCORE)[-WINDOW:]) - self.low)
+
+    @property
+    def gain(self) -> float:
+        """By how much of that distance the mean score has risen."""
+        return self._share(fmean(self.all(_SCORE)[-WINDOW:]) - fmean(self.all(_SCORE)[:WINDOW]))
+
+    def key(self, name: str) -> str:
+        """A key for a remedy, with what it is set to: `critic.optim.lr (1e-05)`."""
+        value = self.settings.get(name)
+        return f"{name} ({value:g})" if isinstance(value, int | float) else name
+
+    def _share(self, part: float) -> float:
+        return part / (self.high - self.low) if self.high > self.low else 0.0
+
+
+def not_finite(run: Diagnosis) -> Said | None:
+    endings = ("/loss", "_loss", "/grad_norm")
+    broken = [k for k, v in run.now.items() if k.endswith(endings) and (v is None or not math.isfinite(v))]
+    broken = broken or [k for k, v in run.now.items() if k.endswith("/skipped") and v]
+    if not broken:
+        return None
+    rates = {"actor/lr": f"{_ACTOR}.optim.lr", "critic/lr": "critic.optim.lr", "train/lr": "optim.lr"}
+    rate = " and ".join(run.key(name) for key, name in rates.items() if key in run.now)
+    limit = run.key("trainer.max_skipped_updates")
+    return (
+        f"{', '.join(broken)} not finite: such updates are skipped, and the run stops after {limit} in a row",
+        f"lower {rate}, and look for NaN or huge numbers in the rewards",
+    )
+
+
+def out_of_memory(run: Diagnosis) -> Said | None:
+    keys = {"actor": f"{_ACTOR}.ppo_max_token_len_per_gpu", "critic": "critic.ppo_max_token_len_per_gpu"}
+    for role, key in (keys | {"train": "max_token_len_per_gpu"}).items():
+        if retries := run.now.get(f"{role}/oom_retries"):
+            tokens = run.now.get(f"{role}/token_budget_min", 0)
+            return (
+                f"{role} ran out of memory {retries:.0f} time(s); micro-batches were made smaller, down to "
+                f"{tokens:.0f} tokens, and repeated: nothing is lost but time",
+                f"set {run.key(key)} lower",
+            )
+    return None
+
+
+def rollout_mismatch(run: Diagnosis) -> Said | None:
+    gap, name = run.now.get("training/rollout_probs_diff_mean"), "trainer.rollout_probs_diff_warn"
+    if gap is None or gap <= run.settings.get(name, math.inf):
+        return None
+    return (
+        f"rollout and training probabilities differ by {gap:.3g} on average, more than {run.key(name)}: the samples "
+        "are off-policy by this much",
+        "correct for it (algorithm.rollout_correction.rollout_is=token), or give both sides one precision",
+    )
+
+
+def constant_reward(run: Diagnosis) -> Said | None:
+    scores = {*run.all("critic/score/min")[-WINDOW:], *run.all("critic/score/max")[-WINDOW:]}
+    if run.last(_SCORE) is None or len(scores) != 1 or (run.gain > 0 and run.solved == 1):
+        return None
+    (score,) = scores
+    advice = "look at the samples in report.html: where answers are right, the grader does not see it (data_source of "
+    advice += "the rows, custom_reward_function); else take easier prompts or a warm start (valor sft)"
+    if score > 0 and score == run.high:
+        advice = "take harder prompts (data.train_files), or a grader that does not say yes to everything"
+    return f"every response of the last {WINDOW} steps has the reward {score:g}: nothing can be learnt from it", advice
+
+
+def groups_without_signal(run: Diagnosis) -> Said | None:
+    equal, rollout = run.last("reward/equal_groups"), "actor_rollout_ref.rollout"
+    if equal is None or run.low == run.high or equal - run.solved < 0.5:
+        return None
+    return (
+        f"all samples of a prompt have the same score for {equal:.0%} of the prompts, at a mean score of "
+        f"{run.last(_SCORE):.3g}: nothing is learnt from these",
+        f"draw others instead (algorithm.filter_groups.enable=true), more of each ({run.key(f'{rollout}.n')}), at a "
+        f"higher temperature ({run.key(f'{rollout}.temperature')}), or take easier prompts",
+    )
+
+
+def flat_reward(run: Diagnosis) -> Said | None:
+    trained, part = len(run.all("actor/lr")), 15
+    if trained < 2 * part or run.low == run.high or run.solved > 0.9:
+        return None
+    scores = run.all(_SCORE)[-trained:]
+    early, late = scores[:part], scores[-part:]
+    change, noise = fmean(late) - fmean(early), math.sqrt((variance(early) + variance(late)) / part)
+    if change >= 2 * noise:
+        return None
+    verb, turn = ("has not moved", "raise") if change > -2 * noise else ("has fallen", "lower")
+    return (
+        f"the mean reward {verb} in {trained} steps of training the policy: {fmean(early):.3g} in the first {part}, "
+        f"{fmean(late):.3g} in the last (their noise: {noise:.2g})",
+        f"{turn} {run.key(f'{_ACTOR}.optim.lr')}, or draw more samples a step ({run.key('data.train_batch_size')})",
+    )
+
+
+def critic_does_not_learn(run: Diagnosis) -> Said | None:
+    explained, trained = run.all("critic/vf_explained_var"), len(run.all("critic/vf_loss"))
+    present = run.last("critic/vf_explained_var")
+    if present is None or run.low == run.high:
+        return None
+    misleads = trained >= 10 and present < -0.2 and 0.1 < run.solved < 0.9
+    if not misleads and (trained < 20 or max(explained) > 0.05):
+        return None
+    seen = (
+        f"the critic explains nothing of the returns: explained variance {present:.2g}, at best {max(explained):.2g}, "
+    )
+    seen += f"in {trained} steps of training; "
+    reach = max(abs(run.now.get(f"critic/returns/{end}") or 0.0) for end in ("min", "max"))
+    if reach > 4 * (run.settings.get("critic.cliprange_value") or math.inf):
+        norm, clip = run.last("critic/grad_norm"), run.key("critic.cliprange_value")
+        return (
+            f"{seen}returns reach {reach:.3g}, a step moves a value by at most {clip}, and gradients (norm {norm:.3g}) "
+            f"are cut to {run.key('critic.optim.clip_grad')}",
+            "bring rewards to a scale of 1, or set critic.cliprange_value=null and raise critic.optim.clip_grad",
+        )
+    return (
+        f"{seen}value loss {run.last('critic/vf_loss'):.3g}, was {run.first('critic/vf_loss'):.3g}",
+        f"{'lower' if misleads else 'raise'} {run.key('critic.optim.lr')}, give it more updates "
+        f"({run.key('critic.ppo_epochs')}) and a start ({run.key('trainer.critic_warmup')})",
+    )
+
+
+def entropy(run: Diagnosis) -> Said | None:
+    last = run.last("actor/entropy")
+    if last is None or len(run.all("actor/lr")) < 10 or run.gain > 0.05 or run.solved > 0.9:
+        return None
+    first = run.first("actor/entropy")
+    seen = f"entropy went from {first:.2g} to {last:.2g} nats a token while the reward gained nothing"
+    coefficient, lr = run.key(f"{_ACTOR}.entropy_coeff"), run.key(f"{_ACTOR}.optim.lr")
+    if last > 3 * first and last > 1:
+        return f"{seen}: the policy writes noise", f"lower {lr} and {coefficient}, add {_ACTOR}.use_kl_loss=true"
+    if last >= max(0.4 * first, 1e-3):
+        return None
+    advice = f"lower {lr}, raise {coefficient} or {run.key(f'{_ACTOR}.clip_ratio_high')}, sample at a temperature of 1"
+    return f"{seen}: the policy explores no more", advice
+
+
+def lengths(run: Diagnosis) -> Said | None:
+    length, cut = run.last("response_length/mean"), run.last("response_length/clip_ratio")
+    if length is None or cut is None:
+        return None
+    first = run.first("response_length/mean")
+    grown = length > 2 * first and run.gain < 0.05
+    if cut < (0.1 if grown else 0.3):
+        return None
+    return (
+        f"{cut:.0%} of the responses are cut off at the length limit, and graded without their end (mean length "
+        f"{length:.0f} tokens, was {first:.0f})",
+        f"raise {run.key('data.max_response_length')}, or punish length (reward.reward_manager.name=dapo with its "
+        "overlong buffer); look whether answers come with an end of sequence",
+    )
+
+
+def policy_runs_away(run: Diagnosis) -> Said | None:
+    far, step = run.last("actor/kl_loss", "actor/reward_kl_penalty"), run.last("actor/ppo_kl")
+    lr = run.key(f"{_ACTOR}.optim.lr")
+    if far is not None and far > 1:
+        coefficients = f"{run.key(f'{_ACTOR}.kl_loss_coef')} or {run.key('algorithm.kl_ctrl.kl_coef')}"
+        seen = f"the policy has run away from the reference: KL {far:.3g} nats a token"
+        return seen, f"raise {coefficients}, lower {lr}"
+    if step is not None and step > 0.1:
+        advice = f"lower {lr} or {run.key(f'{_ACTOR}.ppo_epochs')}"
+        return f"one step moves the policy by a KL of {step:.3g} nats a token", advice
+    return None
+
+
+def clip_fraction(run: Diagnosis) -> Said | None:
+    clipped = run.last("actor/pg_clipfrac")
+    # GSPO clips whole sequences, in a range so narrow that it always does.
+    if clipped is None or clipped < 0.3 or run.settings.get(f"{_ACTOR}.policy_loss.loss_mode") == "gspo":
+        return None
+    return (
+        f"the clip range stops {clipped:.0%} of the tokens: most of each batch teaches nothing",
+        f"lower {run.key(f'{_ACTOR}.optim.lr')} or {run.key(f'{_ACTOR}.ppo_epochs')}, take larger mini-batches "
+        f"({run.key(f'{_ACTOR}.ppo_mini_batch_size')}), or widen {run.key(f'{_ACTOR}.clip_ratio')}",
+    )
+
+
+RULES: Sequence[Any] = (
+    not_finite,
+    out_of_memory,
+    rollout_mismatch,
+    constant_reward,
+    groups_without_signal,
+    flat_reward,
+    critic_does_not_learn,
+    entropy,
+    lengths,
+    policy_runs_away,
+    clip_fraction,
+)

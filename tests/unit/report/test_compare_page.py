@@ -1,0 +1,57 @@
+"""Several runs in one page: their curves side by side, where they end, and in what their settings differ."""
+
+import json
+import re
+
+import pytest
+from chromium import BROWSER
+from synthetic_run import make_run
+
+from valor.cli import main
+from valor.errors import UserError
+from valor.report import build_comparison
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compared")
+    made = [make_run(folder / name, steps=6, critic=name == "ppo", seed=i) for i, name in enumerate(("ppo", "grpo"))]
+    for run in made:
+        config = run / "config.yaml"
+        config.write_text(config.read_text().replace("smollm2-ppo-critic", f"<{run.name}>"))
+    return made
+
+
+def test_every_run_is_in_every_picture_that_it_has_numbers_for(runs, tmp_path):
+    page = build_comparison(runs, tmp_path / "both.html").read_text(encoding="utf-8")
+    data = json.loads(re.search(r'id="run-data">(.*?)</script>', page, re.S)[1])
+    panels = {one["id"]: [line["label"] for line in one["lines"]] for one in data["panels"]}
+    assert panels["reward"] == ["<ppo>", "<grpo>"] and panels["value-loss"] == ["<ppo>"]
+    for run in runs:
+        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        written = [float(f"{one['critic/score/mean']:.6g}") for one in records if "critic/score/mean" in one]
+        assert data["metrics"]["curves"][f"critic/score/mean · <{run.name}>"][1] == written
+    differing = page.partition("What differs</h2>")[2]
+    assert set(re.findall(r'<th scope="row">(.*?)</th>', differing)) == {
+        "algorithm.adv_estimator",
+        "trainer.experiment_name",
+    }
+    assert "<grpo>" not in page and "&lt;grpo&gt;" in page
+
+
+def test_one_run_cannot_be_compared(runs, tmp_path, capsys):
+    with pytest.raises(UserError, match="two runs or more"):
+        build_comparison([runs[0], runs[0]], tmp_path / "one.html")
+    assert main(["report", "--compare", *map(str, runs), "--out", str(tmp_path / "two.html")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'two.html'}\n"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium: apt-get install chromium")
+def test_the_page_opens(runs, browse, tmp_path):
+    with browse(width=390, height=844, phone=True, dark=True) as page:
+        page.open(build_comparison(runs, tmp_path / "both.html"))
+        page.wait_for("document.documentElement.dataset.ready === 'yes'")
+        assert page.run("return document.querySelectorAll('#plot-reward .scatterlayer .trace').length") == 2
+        assert page.run("return document.documentElement.scrollWidth") <= 390
+        assert page.console() == []

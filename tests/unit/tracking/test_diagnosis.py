@@ -1,0 +1,91 @@
+"""What runs say of themselves: each fault is seen in a run that has it, and nothing is seen in healthy ones.
+
+recorded_runs.json has what the rules read of real runs on the task of `valor demo` (a metric's values step by step; ""
+where a step has none, null where it was not finite): the nine estimators of examples/lab/estimators.yaml, and runs that
+are called by the fault they were started with.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from valor.tracking.diagnosis import RULES, Diagnosis
+
+RECORDED = json.loads(Path(__file__).with_name("recorded_runs.json").read_text(encoding="utf-8"))
+CRITIC_FREE = ["grpo", "DrGRPO", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "gpg"]
+HEALTHY = ["gae", *CRITIC_FREE]
+FAULTS = {
+    "reward always 0": ("constant_reward", "has the reward 0", "data_source"),
+    "reward always 1": ("constant_reward", "has the reward 1", "harder prompts (data.train_files)"),
+    "learning rate of 1e-9": (
+        "flat_reward",
+        "has not moved in 36 steps",
+        "raise actor_rollout_ref.actor.optim.lr (1e-09)",
+    ),
+    "temperature 0.02": ("groups_without_signal", "for 100% of the prompts", "rollout.temperature (0.02)"),
+    "critic learning rate of 1e-9": ("critic_does_not_learn", "at best 3.9e-06", "raise critic.optim.lr (1e-09)"),
+    "rewards of 0 and 100": ("critic_does_not_learn", "critic.cliprange_value (0.5)", "critic.cliprange_value=null"),
+    "entropy coefficient of -10": ("entropy", "explores no more", "entropy_coeff (-10)"),
+    "length as reward": ("lengths", "100% of the responses are cut", "data.max_response_length (48)"),
+    "KL coefficient of 1e-6": ("policy_runs_away", "KL 7.14 nats", "kl_loss_coef (1e-06)"),
+    "learning rate of 1e-2": ("policy_runs_away", "one step moves the policy", "optim.lr (0.01)"),
+    "clip range of 1e-3": ("clip_fraction", "the clip range stops", "clip_ratio (0.001)"),
+    "samples 8 steps old": ("rollout_mismatch", "differ by 0.09", "rollout_is=token"),
+    "loss of NaN": ("not_finite", "actor/grad_norm", "optim.lr (0.0001)"),
+}
+
+
+def steps_of(name: str) -> list[dict]:
+    columns = RECORDED[name]["metrics"]
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return [{key: value for key, value in row.items() if value != ""} for row in rows]
+
+
+def diagnosed(name: str, steps: list[dict] | None = None) -> Diagnosis:
+    found = Diagnosis(RECORDED[name]["settings"])
+    for number, metrics in enumerate(steps or steps_of(name), start=1):
+        found.add(number, metrics)
+    return found
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_healthy_runs_raise_no_alarm_at_any_step(name):
+    assert diagnosed(name).findings == {}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named_with_its_number_and_a_key(name):
+    rule, text, remedy = FAULTS[name]
+    finding = diagnosed(name).findings[rule]
+    assert text in finding.text and remedy in finding.remedy
+
+
+def test_every_rule_has_a_run_that_it_speaks_of():
+    assert {rule.__name__ for rule in RULES} == {rule for rule, _, _ in FAULTS.values()} | {"out_of_memory"}
+
+
+def test_an_update_that_had_to_be_repeated_names_the_key_of_its_size():
+    steps = steps_of("grpo")
+    steps[7] |= {"actor/oom_retries": 2.0, "actor/token_budget_min": 512.0}  # as microbatch.py reports it
+    (finding,) = diagnosed("grpo", steps).findings.values()
+    assert (finding.rule, finding.first, finding.last) == ("out_of_memory", 8, 8)
+    assert "down to 512 tokens" in finding.text and "actor.ppo_max_token_len_per_gpu" in finding.remedy
+
+
+def test_a_finding_is_told_once_and_again_much_later():
+    found, told = Diagnosis({}), []
+    for step in range(1, 31):
+        metrics = dict.fromkeys(("critic/score/mean", "critic/score/min", "critic/score/max"), 0.0)
+        told += [(one.rule, step) for one in found.add(step, metrics | {"training/global_step": step})]
+    assert told == [("constant_reward", 5), ("constant_reward", 25)]
+    assert (found.findings["constant_reward"].first, found.findings["constant_reward"].last) == (5, 30)
+
+
+def test_a_run_that_has_learnt_everything_is_not_warned_of_its_reward():
+    found = Diagnosis({})
+    for step in range(1, 31):
+        mean = min(0.05 * step, 1.0)
+        metrics = {"critic/score/mean": mean, "critic/score/min": float(mean == 1), "critic/score/max": 1.0}
+        found.add(step, metrics | {"training/global_step": step, "actor/lr": 1e-6})
+    assert found.findings == {}
