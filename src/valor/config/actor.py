@@ -8,6 +8,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from valor.config.base import Section, Seed, StepRanges, inherits, key, section, step_range
 from valor.config.engine import CheckpointConfig, FastOptimConfig, FollowerFSDPConfig, FSDPConfig, OptimConfig
 from valor.config.model import CriticModelConfig
+from valor.config.profiler import ProfilerConfig
 
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 
@@ -56,6 +57,7 @@ class UpdateConfig(Section):
     optim: OptimConfig = section(OptimConfig)
     fsdp_config: FSDPConfig = section(FSDPConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
+    profiler: ProfilerConfig = section(ProfilerConfig, "global_profiler.tool")
 
     @property
     def max_rows(self) -> int | None:
@@ -106,6 +108,7 @@ class RefConfig(Section):
     """Most tokens (padding included) in a forward micro-batch of one process."""
     ulysses_sequence_parallel_size: PositiveInt = inherits("actor_rollout_ref.actor.ulysses_sequence_parallel_size")
     """Processes that share their rows, each a part of every row (Ulysses); must divide the attention heads."""
+    profiler: ProfilerConfig = section(ProfilerConfig, "global_profiler.tool")
 
     @property
     def max_rows(self) -> int | None:

@@ -136,7 +136,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="files (train=FILE, test=FILE) or a clone of the hub's repository, to read instead of the hub",
     )
-    add("--split", dest="splits", nargs="+", default=[], choices=("train", "test"), help="only these splits")
+    only = {"nargs": "+", "action": "extend", "default": [], "choices": ("train", "test")}
+    add("--split", dest="splits", **only, help="only these splits")
     add("--limit", type=_rows, metavar="N", help="N rows a split, drawn by --seed; of a generator: training rows")
     add("--test-size", type=_rows, metavar="N", help="rows of the test split, where the data has none of its own")
     add("--seed", type=int, default=0, help="for everything that is drawn or generated (default 0)")

@@ -33,7 +33,7 @@ def _run(loaded: LoadedConfig[Root], command: str, start: Start[Root]) -> int:
     for note in loaded.notes:
         print(f"note: {note}", file=sys.stderr)
     if loaded.dry_run:
-        print(plan(loaded.config, loaded.explicit_keys))
+        print(plan(loaded.config, loaded.explicit_keys, loaded.presets))
         return 0
     for key, reason in inert_settings(loaded.config, loaded.explicit_keys).items():
         print(f"note: {key}: {reason}", file=sys.stderr)
