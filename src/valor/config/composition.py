@@ -1,11 +1,11 @@
 """From a command line to one plain tree in the schema's terms: Hydra composes it (and writes nothing to disk), and
 verl's spellings in it are read as the keys that they mean."""
 
-import argparse
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from hydra import compose, initialize, initialize_config_dir
@@ -40,7 +40,7 @@ class Reading:
     presets: dict[str, list[str]] = field(default_factory=dict)  # of each built-in one, the keys that it decides
 
 
-def compose_tree(root: type[BaseModel], line: argparse.Namespace, reading: Reading) -> None:
+def compose_tree(root: type[BaseModel], line: SimpleNamespace, reading: Reading) -> None:
     """Compose named configuration, yaml files and overrides into `reading`.
 
     UserError: what was wrong so far, and no such configuration, malformed yaml, or an override that Hydra refuses.
@@ -83,7 +83,7 @@ def _store(root: type[BaseModel], folder: Path | None) -> None:
             ConfigStore.instance().store(name=name, node=node)
 
 
-def _one_line(error: Exception, line: argparse.Namespace, name: str, root: type[BaseModel]) -> str:
+def _one_line(error: Exception, line: SimpleNamespace, name: str, root: type[BaseModel]) -> str:
     file = f"{line.config_path or '.'}/{name}.yaml"
     if isinstance(error, UserError):
         return str(error)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path, PurePath
 from typing import Any
 
+import click
 import yaml
 from jinja2 import Template
 
+from valor.arguments import PATH, command, option
 from valor.config.tree import get_at
 from valor.errors import UserError
 from valor.report.scorecard_page import main_numbers
@@ -23,15 +24,17 @@ SCORECARD_FILES = ("scorecard.json", "scorecard.html")
 CARD_FILE = "README.md"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """`valor critic publish`."""
-    parser = argparse.ArgumentParser(prog="valor critic publish", description=__doc__)
-    parser.add_argument("critic", type=Path, help="a global_step_N folder, or a Hugging Face directory of a critic")
-    parser.add_argument("out", type=Path, help="a new folder")
-    parser.add_argument("--scorecard", type=Path, metavar="DIR", help="what `valor critic score` has left of it")
-    args = parser.parse_args(argv)
-    publish(args.critic, args.out, args.scorecard)
-    print(args.out)
+@command("critic publish", "valor critic publish runs/demo/ppo/huggingface/critic my-critic", "critic")
+@click.argument("critic", type=PATH)
+@click.argument("out", type=PATH)
+@option("--scorecard", type=PATH, metavar="DIR", help="What valor critic score left of it.")
+def main(critic: Path, out: Path, scorecard: Path | None) -> int:
+    """Write a critic as a model with its card to the new folder OUT.
+
+    CRITIC: a global_step_N folder, or a Hugging Face directory of a critic.
+    """
+    publish(critic, out, scorecard)
+    print(out)
     return 0
 
 
