@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # PPO with a critic and a learned reward model on helpfulness/harmlessness prompts, Qwen2.5-7B-Instruct, 8 GPUs.
+# Prompts: python examples/data_preprocess/full_hh_rlhf.py --split rl
 set -euo pipefail
 
 python3 -m valor.trainer.main_ppo \
     algorithm.adv_estimator=gae \
-    data.train_files="$HOME/data/hh_rlhf/train.parquet" \
-    data.val_files="$HOME/data/hh_rlhf/test.parquet" \
+    data.train_files="$HOME/data/full_hh_rlhf/rl/train.parquet" \
+    data.val_files="$HOME/data/full_hh_rlhf/rl/test.parquet" \
     data.train_batch_size=512 \
     data.max_prompt_length=1024 \
     data.max_response_length=512 \

@@ -1,3 +1,3 @@
 """Valor: value-oriented reinforcement learning for language models."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

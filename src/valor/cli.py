@@ -2,35 +2,61 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
-import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+import click
+from click.shell_completion import shell_complete
 
 from valor import __version__
-from valor.errors import exit_code
+from valor.arguments import PAGES, PATH, command, option, run
+from valor.errors import UserError, did_you_mean, exit_code
 
-# "module:function", the function taking the remaining arguments and returning the exit code, and a line of help.
-COMMANDS: dict[str, tuple[str, str]] = {
-    "ppo": ("valor.trainer.main_ppo:main", "train with PPO, GRPO or a relative: key=value …"),
-    "sft": ("valor.trainer.main_sft:main", "supervised fine-tuning: key=value …"),
-    "rm train": ("valor.trainer.main_sft:rm_train", "a reward model from preference pairs: key=value …"),
-    "demo": (
-        "valor.lab.demo:main",
-        "[--task search]: a tiny model made, warm-started and trained by PPO here",
+# "module:function" and a line of help. The function is a click command; or it takes the words after its name, the
+# key=value of a run, and comes with an example and a page of the documentation.
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "ppo": (
+        "valor.trainer.main_ppo:main",
+        "train with PPO, GRPO or a relative: key=value …",
+        "valor ppo --config-name ppo_config trainer.total_epochs=1 --dry-run",
+        "quickstart",
     ),
-    "critic pretrain": ("valor.trainer.main_ppo:critic_pretrain", "fit a critic to rollouts: key=value …"),
-    "critic score": ("valor.lab.critic_score:main", "the scorecard of a critic: key=value …"),
+    "sft": (
+        "valor.trainer.main_sft:main",
+        "supervised fine-tuning: key=value …",
+        "valor sft model.path=MODEL data.train_files=chats.parquet",
+        "sft",
+    ),
+    "rm train": (
+        "valor.trainer.main_sft:rm_train",
+        "a reward model from preference pairs: key=value …",
+        "valor rm train model.path=MODEL data.train_files=pairs.parquet",
+        "reward_models",
+    ),
+    "demo": ("valor.lab.demo:main", "[--task search]: a tiny model made, warm-started and trained by PPO here"),
+    "critic pretrain": (
+        "valor.trainer.main_ppo:critic_pretrain",
+        "fit a critic to rollouts: key=value …",
+        "valor critic pretrain actor_rollout_ref.model.path=MODEL data.train_files=prompts.parquet",
+        "critic",
+    ),
+    "critic score": (
+        "valor.lab.critic_score:main",
+        "the scorecard of a critic: key=value …",
+        "valor critic score critic.model.path=CRITIC data.val_files=prompts.parquet",
+        "critic",
+    ),
     "critic publish": (
         "valor.lab.publish:main",
         "CKPT_OR_HF_DIR OUT: a critic as a model with its card, and on the hub",
     ),
     "publish": ("valor.lab.publish:actor", "CKPT_OR_HF_DIR OUT: a policy as a model with its card, and on the hub"),
     "lab sweep": ("valor.lab.sweep:main", "FILE.yaml: arms x seeds of a command, with intervals and tests"),
-    "config keys": ("valor.cli:config_keys", "[PREFIX]: every key with its type, default and meaning"),
+    "config keys": ("valor.cli:config_keys", "[PREFIX or WORD …]: keys with type, default and meaning"),
     "algorithms": ("valor.cli:algorithms", "the advantage estimators and losses, and what each needs"),
     "data prepare": ("valor.data.prepare:main", "[NAME]: a public data set, or your own, as files to train on"),
     "rewards list": ("valor.rewards.registry:main", "which grader scores which data_source, and its components"),
@@ -42,91 +68,131 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 
-def config_keys(argv: list[str]) -> int:
-    """Print every configuration key."""
+@command("config keys", "valor config keys temperature", "configuration")
+@click.argument("words", nargs=-1, metavar="[PREFIX or WORD …]")
+def config_keys(words: tuple[str, ...]) -> int:
+    """Print keys with type, default and meaning: those below PREFIX, or those whose name or meaning has every WORD."""
     from valor.config import describe_keys
 
-    parser = _parser("config keys", "Every configuration key with its type, default and meaning.")
-    parser.add_argument("prefix", nargs="?", default="", help="only keys that start with this, e.g. critic.optim")
-    print(describe_keys(parser.parse_args(argv).prefix))
+    print(describe_keys(*words))
     return 0
 
 
-def algorithms(argv: list[str]) -> int:
-    """Print the registries."""
-    _parser("algorithms", "Advantage estimators and losses, and what each needs.").parse_args(argv)
+@command("algorithms", "valor algorithms", "algorithms")
+def algorithms() -> int:
+    """Print the advantage estimators and losses, and what each needs."""
     from valor.algorithms import describe_algorithms
 
     print(describe_algorithms())
     return 0
 
 
-def export(argv: list[str]) -> int:
-    """Write a role of a checkpoint as a plain Hugging Face directory."""
-    parser = _parser("export", "Write a role of a checkpoint as a plain Hugging Face directory.")
-    parser.add_argument("checkpoint", type=Path, help="a global_step_N folder")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--role", default="actor", help="actor (default), critic, critic_2, … or reward_model")
-    args = parser.parse_args(argv)
+@command("export", "valor export checkpoints/valor/run/global_step_100 my-model", "quickstart")
+@click.argument("checkpoint", type=PATH)
+@click.argument("out", type=PATH)
+@option("--role", default="actor", help="actor, critic, critic_2, … or reward_model.")
+def export(checkpoint: Path, out: Path, role: str) -> int:
+    """Write a role of CHECKPOINT, a global_step_N folder, as a plain Hugging Face directory."""
     from valor.trainer.export import export_checkpoint
 
-    export_checkpoint(args.checkpoint, args.out, args.role)
-    print(args.out)
+    export_checkpoint(checkpoint, out, role)
+    print(out)
     return 0
 
 
-def report(argv: list[str]) -> int:
-    """Build (again) the report of a run, or a page that compares several."""
-    parser = _parser("report", "Build (again) the report of a run, finished or not, or compare several runs.")
-    wanted = parser.add_mutually_exclusive_group(required=True)
-    wanted.add_argument("run_dir", type=Path, nargs="?")
-    wanted.add_argument("--compare", type=Path, nargs="+", metavar="RUN_DIR", help="the runs to draw side by side")
-    parser.add_argument("--out", type=Path, default=Path("compare.html"), help="that page (default: %(default)s)")
-    args = parser.parse_args(argv)
+@command("report", "valor report checkpoints/valor/run", "metrics")
+@click.argument("run_dir", type=PATH, required=False)
+@option("--compare", type=PATH, multiple=True, metavar="RUN_DIR …", help="The runs to draw side by side.")
+@option("--out", type=PATH, default="compare.html", help="That page.")
+def report(run_dir: Path | None, compare: tuple[Path, ...], out: Path) -> int:
+    """Build (again) the report of a run, finished or not, or compare several runs."""
+    if (run_dir is None) != bool(compare):
+        raise UserError("valor report: give one RUN_DIR, or --compare with several; see valor report --help")
     from valor.report import build_comparison, build_report
 
-    print(build_comparison(args.compare, args.out) if args.compare else build_report(args.run_dir))
+    print(build_comparison(compare, out) if run_dir is None else build_report(run_dir))
     return 0
+
+
+class Commands(click.Group):
+    """The commands of the table whose names begin with `prefix`, by their next word."""
+
+    def __init__(self, prefix: str = "") -> None:
+        super().__init__(prefix.strip() or "valor", epilog=f"More: {PAGES}/", no_args_is_help=False)
+        self.prefix, self.names = prefix, [name for name in COMMANDS if name.startswith(prefix)]
+        if not prefix:
+            self.params.append(click.Option(["--version"], is_flag=True, expose_value=False, callback=_version))
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(dict.fromkeys(name.removeprefix(self.prefix).partition(" ")[0] for name in self.names))
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        name = self.prefix + cmd_name
+        if name in COMMANDS:
+            return _load(name)
+        return Commands(f"{name} ") if any(one.startswith(f"{name} ") for one in COMMANDS) else None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, COMMANDS[name][1]) for name in self.names])
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[Any, Any, list[str]]:
+        found = self.get_command(ctx, args[0])
+        if found is None:
+            near = did_you_mean(args[0], self.list_commands(ctx))
+            raise UserError(f"{ctx.command_path}: there is no command '{args[0]}'{near}; there are: {self._all}")
+        return args[0], found, args[1:]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args and self.prefix:
+            raise UserError(f"{ctx.command_path}: say which: {', '.join(f'valor {name}' for name in self.names)}")
+        return super().parse_args(ctx, args or ["--help"])
+
+    @property
+    def _all(self) -> str:
+        return ", ".join(name.removeprefix(self.prefix) for name in self.names)
+
+
+def _version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
+    if asked:
+        print(f"valor {__version__}")
+        ctx.exit()
+
+
+def _load(name: str) -> click.Command:
+    target, about, *help_texts = COMMANDS[name]
+    module, _, function = target.partition(":")
+    found = getattr(importlib.import_module(module), function)
+    return found if isinstance(found, click.Command) else RunCommand(name, found, about, *help_texts)
+
+
+class RunCommand(click.Command):
+    """A command that reads its words itself: the key=value of a run, and Hydra's options."""
+
+    def __init__(self, name: str, main: Callable[[Sequence[str]], int], about: str, example: str, page: str) -> None:
+        from valor.config.command_line import LINE
+
+        text = f"{about}\n\n+ or ++ before a key changes nothing, ~key restores its default; `valor config keys`."
+        like = command(name, example, page)(lambda: 0)
+        super().__init__(name, like.context_settings, main, LINE.params, text, like.epilog)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if ctx.resilient_parsing or {"-h", "--help"} & {*args}:  # a shell completes a word, or help is asked for
+            return super().parse_args(ctx, args)
+        ctx.args = args
+        return []
+
+    def invoke(self, ctx: click.Context) -> int:
+        assert self.callback is not None
+        return self.callback(ctx.args)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Dispatch to a command. Exit code 2 with one clear line for a mistake of the user's."""
+    """Run a command. Exit code 2 with one clear line for a mistake of the user's."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(_usage())
-        return 0
-    if arguments[0] == "--version":
-        print(f"valor {__version__}")
-        return 0
-    words = 2 if " ".join(arguments[:2]) in COMMANDS else 1
-    name, rest = " ".join(arguments[:words]), arguments[words:]
-    if name not in COMMANDS:
-        print(_unknown(arguments), file=sys.stderr)
-        return 2
-    module, _, function = COMMANDS[name][0].partition(":")
-    try:
-        return exit_code(lambda: getattr(importlib.import_module(module), function)(rest))
-    except BrokenPipeError:  # the reader (head, less) has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-
-
-def _unknown(arguments: list[str]) -> str:
-    first = arguments[0]
-    family = [name for name in COMMANDS if name.startswith(f"{first} ")]
-    if family:
-        return f"valor {first}: say which: {', '.join(f'valor {name}' for name in family)}"
-    return f"valor: there is no command '{first}'; there are: {', '.join(COMMANDS)}"
-
-
-def _usage() -> str:
-    lines = ["usage: valor COMMAND …", ""]
-    lines += [f"  {name:<17}{about}" for name, (_, about) in COMMANDS.items()]
-    return "\n".join(lines)
-
-
-def _parser(command: str, description: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(prog=f"valor {command}", description=description)
+    if asked := os.environ.get("_VALOR_COMPLETE"):  # what a shell wants to know: docs/installation.md
+        return shell_complete(Commands(), {}, "valor", "_VALOR_COMPLETE", asked)
+    return exit_code(lambda: run(Commands(), ["--help"] if arguments == ["help"] else arguments, "valor"))
 
 
 if __name__ == "__main__":

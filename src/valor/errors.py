@@ -77,7 +77,12 @@ def exit_code(command: Callable[[], int]) -> int:
     if first:
         signal.signal(signal.SIGINT, _on_sigint)
     try:
-        return command()
+        code = command()
+        sys.stdout.flush()  # else a reader that has gone is noticed at the interpreter's end
+        return code
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

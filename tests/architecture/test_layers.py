@@ -20,6 +20,7 @@ FLOORS = {
     "errors": 0,
     "user_files": 1,
     "http_client": 1,
+    "arguments": 1,
     "algorithms": 2,
     "config": 2,
     "sandbox": 2,

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from valor.config import PPOConfig, SFTConfig, load
+
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "examples").glob("*/*.sh"))
 # Keeps the arguments, so that they can be given to a process that has imported everything already.
@@ -28,6 +30,13 @@ def test_an_example_script_resolves(script, forks, tmp_path):
     assert forks.start(MODULE, module, *arguments, log=said, cwd=here).wait() == 0, said.read_text()
     assert "2 steps" in said.read_text() and ("by megatron-core" in said.read_text()) == ("megatron" in script.name)
     assert not list(here.iterdir())
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "examples").glob("*/config/*.yaml")), ids=lambda p: f"{p.parts[-3]}")
+def test_an_example_file_resolves(file):
+    root = SFTConfig if "sft" in file.parts else PPOConfig
+    loaded = load([f"--config-path={file.parent}", f"--config-name={file.stem}"], root)
+    assert loaded.config.trainer.experiment_name == "from_yaml" and not loaded.notes
 
 
 def test_there_are_scripts():

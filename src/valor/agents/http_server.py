@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import hmac
 import ipaddress
 import json
 import os
 import socket
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from valor.arguments import option
 from valor.errors import UserError
 from valor.user_files import installed
 
@@ -80,12 +81,11 @@ def parse_object(body: bytes) -> dict[str, Any]:
     return asked
 
 
-def add_address(parser: argparse.ArgumentParser) -> None:
+def address_options(function: Callable[..., int]) -> Callable[..., int]:
     """The options of a command that serves: --port, --host, --api-key-env."""
-    add: Any = parser.add_argument
-    add("--port", type=int, default=8000, help="0 takes a free one (default 8000)")
-    add("--host", default="127.0.0.1", help="where to listen (default 127.0.0.1, this machine alone)")
-    add("--api-key-env", metavar="NAME", help="environment variable with the key that requests must bring")
+    key = option("--api-key-env", metavar="NAME", help="Environment variable with the key of requests.")
+    host = option("--host", default="127.0.0.1", help="Where to listen; this machine alone.")
+    return option("--port", default=8000, help="0 takes a free one.")(host(key(function)))
 
 
 def key_for(host: str, variable: str | None) -> str | None:

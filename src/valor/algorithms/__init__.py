@@ -11,7 +11,7 @@ from valor.algorithms import (  # noqa: F401  # they register
 from valor.algorithms.advantages import compute_advantages
 from valor.algorithms.distributions import full_kl_from_logits
 from valor.algorithms.kl import KLController, kl_penalty, subtract_divergence
-from valor.algorithms.mismatch import mismatch_sums, off_policy_metrics
+from valor.algorithms.mismatch import mismatch_sums, off_policy_metrics, ratio_metrics
 from valor.algorithms.ppo import LossInputs, policy_loss
 from valor.algorithms.reductions import (
     LOSS_AGG_MODES,
@@ -91,6 +91,7 @@ __all__ = [
     "pf_ppo_weights",
     "place_at_end",
     "policy_loss",
+    "ratio_metrics",
     "register_advantage",
     "register_policy_loss",
     "register_value_loss",

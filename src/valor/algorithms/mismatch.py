@@ -103,3 +103,14 @@ def rejection_metrics(name: str, statistic: Tensor | None, inside: Tensor, respo
         seen = statistic.expand_as(present)[present]
         metrics |= {f"{prefix}mean": seen.mean().item(), f"{prefix}max": seen.max().item()}
     return metrics
+
+
+def ratio_metrics(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, num_tokens: float) -> dict[str, Tensor]:
+    """Mean, smallest and largest π/π_old of the policy tokens [B, T]; `num_tokens` as above."""
+    ratio = (log_probs.detach() - old_log_probs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    other = mask == 0
+    return {
+        "ppo_ratio_mean": ratio.masked_fill(other, 0.0).sum() / num_tokens,
+        "ppo_ratio_min": ratio.masked_fill(other, torch.inf).amin(),
+        "ppo_ratio_max": ratio.masked_fill(other, -torch.inf).amax(),
+    }

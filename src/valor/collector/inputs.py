@@ -40,6 +40,8 @@ class RunInputs:
             validated = _to_grade(self.val, self.agents) if self.val and not reward_model.enable else ()
             self.rewards.check({*_to_grade(self.train, self.agents), *validated})
             _check_truths(self.train, self.rewards, self.agents)
+        for rows in (self.train, self.val) if self.agents is None else ():
+            _check_answered(rows)
         if self.val is not None:
             _check_truths(self.val, self.rewards, self.agents)
         self._check_model(config)
@@ -118,6 +120,16 @@ def _to_grade(rows: PromptDataset, agents: Agents | None) -> Iterable[str]:
     if agents is None:
         return rows.data_sources
     return {row.data_source for row in rows if not agents.judges(row.extra_info)}
+
+
+def _check_answered(rows: PromptDataset | None) -> None:
+    """UserError: a prompt tells the policy to search, and there is no agent to answer."""
+    asking = next((row for row in rows or () if any("<search>" in str(m["content"]) for m in row.messages)), None)
+    if asking is not None:
+        raise UserError(
+            f"data row {asking.index} tells the policy to write <search>…</search>, and nothing would answer: set "
+            "do_search=true and retriever.url (valor retrieve CORPUS serves one), or take prompts without a search"
+        )
 
 
 def _check_truths(rows: PromptDataset, rewards: RewardExecutor, agents: Agents | None) -> None:

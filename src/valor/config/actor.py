@@ -16,6 +16,7 @@ from valor.config.engine import (
     OptimConfig,
 )
 from valor.config.model import CriticModelConfig
+from valor.config.profiler import ProfilerConfig
 
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 
@@ -66,6 +67,7 @@ class UpdateConfig(Section):
     fsdp_config: FSDPConfig = section(FSDPConfig, _FSDP)
     megatron: MegatronConfig = section(MegatronConfig, ".strategy=megatron")
     checkpoint: CheckpointConfig = section(CheckpointConfig)
+    profiler: ProfilerConfig = section(ProfilerConfig, "global_profiler.tool")
 
     @property
     def max_rows(self) -> int | None:
@@ -119,6 +121,7 @@ class RefConfig(Section):
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size", _FSDP
     )
     """Processes that share their rows, each a part of every row (Ulysses); must divide the attention heads."""
+    profiler: ProfilerConfig = section(ProfilerConfig, "global_profiler.tool")
 
     @property
     def max_rows(self) -> int | None:

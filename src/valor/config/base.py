@@ -92,6 +92,10 @@ class Section(BaseModel):
         if defaults:
             cls.model_rebuild(force=True)
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """A key's value, as of a dictionary: classes that were written for verl's configuration ask that way."""
+        return getattr(self, name, default)
+
     def contradictions(self, at: str) -> Iterator[str]:
         """Keys of this section that do not go together, a line each; `at`: the section's own key, with a dot."""
         yield from ()

@@ -1,26 +1,16 @@
 """What is typed: options, and Hydra overrides one by one, so that every mistake is found and not just the first."""
 
-import argparse
 import re
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
+import click
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from valor.errors import UserError
-
-USAGE = """\
-usage: valor ppo|sft|rm train [options] key=value ...
-
-  key=value, +key=value, ++key=value   set a key: numbers, true/false, null, text, [lists], {dicts}
-  ~key                                 back to the default
-  --config-name NAME                   start from a named configuration or NAME.yaml
-  --config-path DIR, --config-dir DIR  where that yaml file is
-  --dry-run                            resolve, check, print the plan of the run, and stop
-
-valor config keys [PREFIX] lists the keys."""
 
 SWEEPS = "several runs are a sweep (valor lab sweep FILE.yaml)"
 _OPTIONS = "--config-name (-cn), --config-path (-cp), --dry-run, --help"
@@ -29,23 +19,38 @@ _STRUCTURED = re.compile(r"[\[\]{}(),'\"\\]")
 _TWO_BOUNDS = re.compile(r"[\d.eE+-]+_[\d.eE+-]+")
 
 
-def read_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Split a command line; --help prints USAGE and exits. UserError: unknown options, options without their value."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--config-name", "-cn")
-    parser.add_argument("--config-path", "--config-dir", "-cp", "-cd")
-    parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--help", "-h", action="store_true")
+def _complete(ctx: click.Context, _: click.Parameter, start: str) -> list[str]:
+    """For a shell: the keys that begin so."""
+    from valor.config.presets import DEFAULTS
+    from valor.config.tree import plain_keys
+
+    words = (ctx.info_name or "").removeprefix("train")
+    root = next((tree for tree, name in DEFAULTS.items() if words and name.startswith(words)), next(iter(DEFAULTS)))
+    return [f"{key.name}=" for key in plain_keys(root) if key.name.startswith(start)]
+
+
+LINE = click.Command(
+    "run",
+    params=[
+        click.Argument(["overrides"], nargs=-1, type=click.UNPROCESSED, metavar="KEY=VALUE…", shell_complete=_complete),
+        click.Option(["--config-name", "-cn"], metavar="NAME", help="Start from a named configuration, or NAME.yaml."),
+        click.Option(["--config-path", "--config-dir", "-cp", "-cd"], metavar="DIR", help="Where that yaml file is."),
+        click.Option(["--dry-run"], is_flag=True, help="Resolve, check, print the plan of the run, and stop."),
+    ],
+    context_settings={"help_option_names": ["-h", "--help"], "ignore_unknown_options": True},
+)
+"""The words of a run."""
+
+
+def read_arguments(argv: Sequence[str]) -> SimpleNamespace:
+    """Split a command line; --help prints what there is and exits. UserError: unknown options, or without a value."""
     try:
-        line, rest = parser.parse_known_args(argv)
-    except argparse.ArgumentError as error:
-        name = next((word for word in argv if word in str(error.argument_name).split("/")), error.argument_name)
-        raise UserError(f"{name} needs a value") from None
-    if line.help:
-        print(USAGE)
-        raise SystemExit(0)
-    line.overrides = [word for word in rest if not word.startswith("-")]
-    unknown = [word.partition("=")[0] for word in rest if word.startswith("-")]
+        line = SimpleNamespace(**LINE.make_context("valor ppo|sft|rm train", list(argv)).params)
+    except click.exceptions.Exit as end:
+        raise SystemExit(end.exit_code) from None
+    except click.BadOptionUsage as error:
+        raise UserError(f"{error.option_name} needs a value") from None
+    unknown = [word.partition("=")[0] for word in line.overrides if word.startswith("-")]
     advice = {name: SWEEPS if name in ("-m", "--multirun") else f"there are {_OPTIONS}" for name in unknown}
     if unknown:
         raise UserError("\n".join(f"unknown option '{name}': {text}" for name, text in advice.items()))

@@ -1,12 +1,11 @@
 """From a command line to one plain tree in the schema's terms: Hydra composes it (and writes nothing to disk), and
 verl's spellings in it are read as the keys that they mean."""
 
-import argparse
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from hydra import compose, initialize, initialize_config_dir
@@ -14,6 +13,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
+from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
@@ -21,7 +21,7 @@ from yaml import YAMLError
 
 from valor.config.command_line import SWEEPS, literal
 from valor.config.describe import not_a_section, show, unknown_key
-from valor.config.presets import DEFAULTS, config_nodes, default_tree
+from valor.config.presets import DEFAULTS, PRESETS, config_nodes, default_tree
 from valor.config.tree import exists, flatten, get_at, is_open, is_section, plain_keys, set_at
 from valor.config.verl import SPELLINGS, Spelling, find_spelling
 from valor.errors import UserError
@@ -37,16 +37,17 @@ class Reading:
     tree: dict[str, Any] = field(default_factory=dict)
     set_keys: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
+    presets: dict[str, list[str]] = field(default_factory=dict)  # of each built-in one, the keys that it decides
 
 
-def compose_tree(root: type[BaseModel], line: argparse.Namespace, reading: Reading) -> None:
+def compose_tree(root: type[BaseModel], line: SimpleNamespace, reading: Reading) -> None:
     """Compose named configuration, yaml files and overrides into `reading`.
 
     UserError: what was wrong so far, and no such configuration, malformed yaml, or an override that Hydra refuses.
     """
-    _store(root)
     name = (line.config_name or DEFAULTS[root]).removesuffix(".yaml")
     folder = Path(line.config_path).expanduser().resolve() if line.config_path is not None else None
+    _store(root, folder)
     try:
         if folder is not None and not folder.is_dir():
             raise UserError(f"--config-path {line.config_path}: there is no such folder")
@@ -56,6 +57,8 @@ def compose_tree(root: type[BaseModel], line: argparse.Namespace, reading: Readi
                 warnings.simplefilter("always")
                 config = compose(config_name=name, overrides=texts)
             reading.notes += [_first_line(warning.message) for warning in caught]
+            chosen = GlobalHydra.instance().config_loader().compute_defaults_list(name, [], RunMode.RUN).defaults
+            used = [one.config_path for one in chosen if f"{one.config_path}.yaml" in ConfigStore.instance().repo]
             written, defaults = flatten(OmegaConf.to_container(config, resolve=False)), flatten(default_tree(root))
             missing = [f"{key}: has no value yet (???)" for key, value in written.items() if value == "???"]
             if missing:
@@ -65,18 +68,22 @@ def compose_tree(root: type[BaseModel], line: argparse.Namespace, reading: Readi
                 if not override.is_delete():
                     reading.set_keys |= flatten(override.value(), f"{override.key_or_group}.").keys()
             reading.tree = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
+            for preset in (one for one in used if one in PRESETS):
+                of_preset = PRESETS[preset][1].items()
+                reading.presets[preset] = [key for key, value in of_preset if written.get(key) == value]
     except (UserError, YAMLError, OmegaConfBaseException, HydraException) as error:
         raise UserError("\n".join([*reading.mistakes, _one_line(error, line, name, root)])) from error
 
 
-@cache
-def _store(root: type[BaseModel]) -> None:
-    """Tell Hydra the named configurations of a tree, once."""
-    for preset, node in config_nodes(root).items():
-        ConfigStore.instance().store(name=preset, node=node)
+def _store(root: type[BaseModel], folder: Path | None) -> None:
+    """Tell Hydra the named configurations of a tree, but for those that a file of the user's own takes the place of."""
+    for name, node in config_nodes(root).items():
+        ConfigStore.instance().repo.pop(f"{name}.yaml", None)
+        if folder is None or not (folder / f"{name}.yaml").is_file():
+            ConfigStore.instance().store(name=name, node=node)
 
 
-def _one_line(error: Exception, line: argparse.Namespace, name: str, root: type[BaseModel]) -> str:
+def _one_line(error: Exception, line: SimpleNamespace, name: str, root: type[BaseModel]) -> str:
     file = f"{line.config_path or '.'}/{name}.yaml"
     if isinstance(error, UserError):
         return str(error)
@@ -162,7 +169,9 @@ def _meant(key: str, value: Any, reading: Reading) -> Any:
     for one in SPELLINGS:
         if one.value is not None and one.match(key, value) is not None:
             if key in reading.set_keys:
-                reading.notes.append(f"{key}={value} is read as {one.value}")
+                reading.notes.append(
+                    f"{key}={value} is read as {one.value}" + (f" ({one.reason})" if one.reason else "")
+                )
             return one.value
     return value
 

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import PositiveInt
 
-from valor.config.base import PathList, PathStr, Section, Seed, inherits, key
+from valor.config.base import PathList, PathStr, Section, Seed, inherits, key, section
 
 Truncation = Literal["error", "left", "right", "middle"]
 
@@ -26,11 +26,21 @@ class FilesConfig(Section):
     """Draw training rows in random order, anew in each epoch."""
 
 
+class CustomClsConfig(Section):
+    """A dataset class of the user's own: (data_files, tokenizer, processor, config, max_samples) -> prompts."""
+
+    path: PathStr | None = None
+    """Python file; null reads parquet and jsonl files. Its items are rows as those files have them."""
+    name: str = key("Dataset", ".path")
+    """Class in it."""
+
+
 class DataConfig(FilesConfig):
     """Prompts: where they are, how they are read, how many go into a step."""
 
     tokenizer: PathStr | None = None
     """Tokenizer for the prompts; null takes the policy's."""
+    custom_cls: CustomClsConfig = section(CustomClsConfig)
     reward_fn_key: str = "data_source"
     """Column by which a grader is chosen."""
     max_prompt_length: PositiveInt = 512

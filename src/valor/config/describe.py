@@ -58,12 +58,18 @@ def key_row(key: Key) -> tuple[str, str, str, str]:
     return key.name, choices, default_text(key), key.info.description or ""
 
 
-def describe_keys(prefix: str = "", root: type[BaseModel] = PPOConfig) -> str:
-    """A line per key below `prefix`: key, type, default, meaning. UserError: nothing has that prefix."""
-    below = prefix and f"{prefix.removesuffix('.')}."
-    keys = [key for key in plain_keys(root) if key.name == prefix or key.name.startswith(below)]
+def describe_keys(*words: str, root: type[BaseModel] = PPOConfig) -> str:
+    """A line per key: key, type, default, meaning, of the keys below a prefix, or with all words in them.
+
+    UserError: there is none.
+    """
+    below = [f"{word.removesuffix('.')}." for word in words]
+    keys = [key for key in plain_keys(root) if all(f"{key.name}.".startswith(prefix) for prefix in below)]
     if not keys:
-        raise UserError(unknown_key(root, prefix))
+        texts = {key.name: (key, f"{key.name} {key.info.description}".casefold()) for key in plain_keys(root)}
+        keys = [key for key, text in texts.values() if all(word.casefold() in text for word in words)]
+    if not keys:
+        raise UserError(unknown_key(root, " ".join(words)))
     rows = map(key_row, keys)
     return "\n".join(f"{name:<68} {kind:<28} {default:<24} {doc}" for name, kind, default, doc in rows)
 

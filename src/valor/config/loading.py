@@ -1,8 +1,8 @@
 """From what was typed to a validated configuration, or to all mistakes, one line each."""
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from omegaconf import OmegaConf
@@ -25,12 +25,14 @@ class LoadedConfig(Generic[Root]):
 
     explicit_keys: keys set by an override, or by a yaml file to something other than the default.
     notes: what to tell the user once (aliases that were read, settings without effect).
+    presets: of each built-in named configuration that was asked for, the keys whose values are its own.
     """
 
     config: Root
     explicit_keys: frozenset[str] = frozenset()
     dry_run: bool = False
     notes: tuple[str, ...] = ()
+    presets: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 def load(
@@ -51,7 +53,8 @@ def load(
     mistakes = [*reading.mistakes, *contradictions(config), *(check(config) if check is not None else [])]
     if mistakes:
         raise UserError("\n".join(dict.fromkeys(mistakes)))
-    return LoadedConfig(config, frozenset(reading.set_keys), line.dry_run, tuple(dict.fromkeys(reading.notes)))
+    notes = tuple(dict.fromkeys(reading.notes))
+    return LoadedConfig(config, frozenset(reading.set_keys), line.dry_run, notes, reading.presets)
 
 
 def dump_yaml(config: Section) -> str:

@@ -11,6 +11,7 @@ from valor.config.algorithm import AlgorithmConfig
 from valor.config.base import MAIN_TREE, Section, key, section
 from valor.config.data import DataConfig
 from valor.config.model import ModelConfig
+from valor.config.profiler import GlobalProfilerConfig, ProfilerConfig
 from valor.config.reward import RewardConfig
 from valor.config.rollout import RolloutConfig
 from valor.config.trainer import PoolConfig, RayKwargsConfig, TrainerConfig
@@ -43,6 +44,7 @@ class PPOConfig(Section):
     reward: RewardConfig = section(RewardConfig)
     algorithm: AlgorithmConfig = section(AlgorithmConfig)
     trainer: TrainerConfig = section(TrainerConfig)
+    global_profiler: GlobalProfilerConfig = section(GlobalProfilerConfig)
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig)
     do_search: bool = False
     """Let the policy search, as in Search-R1: <search>query</search>, and an answer in <answer>."""
@@ -112,6 +114,8 @@ class PPOConfig(Section):
         checks = (self._lengths, self._batches, self._critic, self._losses, self._validation, self._asynchronous)
         for check in checks:
             yield from check()
+        if self.global_profiler.tool is not None and not self.traced_roles:
+            yield "global_profiler.tool traces roles: set actor_rollout_ref.actor.profiler.enable=true, or another's"
         if len(self._loops) > 1 and self.actor_rollout_ref.rollout.agent.default_agent_loop is None:
             both, loops = " and ".join(self._loops.values()), " or ".join(self._loops)
             yield f"{both} are different loops: set actor_rollout_ref.rollout.agent.default_agent_loop to {loops}"
@@ -221,6 +225,13 @@ class PPOConfig(Section):
             processes = rollout.n_gpus_per_node or 1
             pools["rollout"] = PoolConfig(roles=["rollout"], nnodes=rollout.nnodes, n_gpus_per_node=processes)
         return pools
+
+    @property
+    def traced_roles(self) -> dict[str, ProfilerConfig]:
+        """The roles whose calls are traced."""
+        policy = self.actor_rollout_ref
+        roles = {"actor": policy.actor, "critic": self.critic, "ref": policy.ref, "rollout": policy.rollout}
+        return {role: section.profiler for role, section in roles.items() if section.profiler.enable}
 
     @property
     def uses_graders(self) -> bool:

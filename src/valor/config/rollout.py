@@ -7,6 +7,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 
 from valor.config.agent import AgentConfig, MultiTurnConfig
 from valor.config.base import BARE_ITEM, CountOrOff, DType, PathStr, PositiveShare, Section, inherits, key, section
+from valor.config.profiler import ProfilerConfig
 
 
 class ValidationSamplingConfig(Section):
@@ -76,6 +77,7 @@ class RolloutConfig(Section):
     """Engine: native with the actor's own weights, or a copy; vllm with a copy; server, sglang, trtllm ask servers."""
     n: PositiveInt = 1
     """Responses (samples) per prompt."""
+    profiler: ProfilerConfig = section(ProfilerConfig, "global_profiler.tool")
     temperature: PositiveFloat = 1.0
     """Softmax temperature; training log-probs use it too."""
     top_k: CountOrOff = -1

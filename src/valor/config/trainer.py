@@ -34,7 +34,7 @@ class RunConfig(Section):
     """Keep the newest checkpoints; null keeps all."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
     """auto goes on from the newest checkpoint in default_local_dir, if there is one."""
-    resume_from_path: PathStr | None = None
+    resume_from_path: PathStr | None = key(None, ".resume_mode=resume_path")
     """resume_path: the checkpoint."""
     resume_changed: Literal["stop", "allow"] = "stop"
     """What happens when a resumed run would not compute what the run so far would have: stop, or go on and say so."""
@@ -60,8 +60,6 @@ class RunConfig(Section):
     def contradictions(self, at: str) -> Iterator[str]:
         if self.resume_mode == "resume_path" and self.resume_from_path is None:
             yield f"{at}resume_mode=resume_path needs {at}resume_from_path=<a checkpoint folder>"
-        if self.resume_mode != "resume_path" and self.resume_from_path is not None:
-            yield f"{at}resume_from_path is read with {at}resume_mode=resume_path: set that too"
 
 
 class TrainerConfig(RunConfig):

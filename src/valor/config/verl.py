@@ -79,6 +79,8 @@ _RENAMED = {
     f"{MODEL}.share_prefixes": f"{ACTOR}.use_prefix_grouper",
     "critic.model.enable_gradient_checkpointing": "critic.fsdp_config.gradient_checkpointing",
     "*.optim.clip_grad": "*.grad_clip",
+    "global_profiler.contents": "*.profiler.tool_config.torch.contents",
+    "*fsdp_config.dtype": "*fsdp_config.mixed_precision.param_dtype",
     "*optim.lr_warmup_steps": "*optim.warmup_steps",
     "*optim.lr_warmup_steps_ratio": "*optim.warmup_steps_ratio",
     "*optim.lr_scheduler_type": "*optim.warmup_style *optim.lr_decay_style",
@@ -120,7 +122,7 @@ _MOVED = [
 ]
 _VALUES = [
     Spelling("*strategy", value="fsdp2", only=("fsdp",)),
-    Spelling(f"{ROLLOUT}.name", value="native", only=("hf",)),
+    Spelling(f"{ROLLOUT}.name", "it generates with transformers, too", value="native", only=("hf",)),
     Spelling("reward.reward_manager.name", "graders are processes anyway", value="naive", only=("remote",)),
 ]
 _BEFORE_WIDER_ONES = [
@@ -167,7 +169,11 @@ _NO_EFFECT = {
     "no warm-up step has rate 0": "*optim.zero_indexed_step",
     "FSDP2 shards layer by layer": "*.wrap_policy.min_num_params *fsdp_config.use_orig_params",
     "the role decides it": "*fsdp_config.forward_only *.megatron.forward_only",
+    "gradients are summed in float32": "*fsdp_config.mixed_precision.*",
+    "gradient checkpointing leaves few activations to offload": "*model.enable_activation_offload",
     "a checkpoint is always read strictly": "*checkpoint.strict",
+    "each call has a trace of its own, in global_profiler.save_path": "*.profiler.tool_config.torch.discrete "
+    "global_profiler.relocate_results global_profiler.profile_continuous_steps",
     "an export holds merged weights": f"{MODEL}.lora.merge",
     "rollout log-probs are those of the sampling distribution": f"{ROLLOUT}.logprobs_mode",
     "expert load is not measured": f"{ROLLOUT}.moe_load_balance_metrics_interval",
@@ -180,7 +186,6 @@ _NO_EFFECT = {
     "turns are put together by token ids, always exactly": _at(
         ROLLOUT, "multi_turn.use_inference_chat_template multi_turn.tokenization_sanity_check_mode"
     ),
-    "it names a class in data.custom_cls.path": "data.custom_cls.name",
     "messages are always kept": "data.return_raw_chat data.return_full_prompt",
     "prompts are read and measured in the trainer's process": "data.dataloader_num_workers data.use_shm "
     "data.filter_overlong_prompts_workers",
@@ -201,11 +206,10 @@ _REFUSED = {
     "saving is done before the next step: leave it at false": "*checkpoint.async_save",
     "layers are not split: set ulysses_sequence_parallel_size to share rows": "*fsdp_config.tensor_parallel_size",
     "code runs in a sandbox on this machine: drop it": "*sandbox_fusion.*",
-    "activations are not offloaded: use gradient checkpointing": "*model.enable_activation_offload",
-    "data sets are files: prepare a parquet or jsonl file": "data.custom_cls.path",
+    "a class is for the prompts of a PPO run: prepare a parquet or jsonl file": "*data.custom_cls.*",
     "managers are built in: naive (or prime, the same), dapo, batch": "reward.reward_manager.source",
-    "Valor has no profiler: timings are in the metrics as timing_s/*": "*.profiler.* global_profiler.* "
-    "trainer.profile_steps",
+    "traces are torch's: set global_profiler.tool=torch, .steps, .save_path, and enable, ranks, all_ranks of a "
+    "role's profiler": "*.profiler.* global_profiler.* trainer.profile_steps",
     "expert routing is not replayed": f"*.router_replay.* {ROLLOUT}.enable_rollout_routing_replay",
     "the optimizer is torch.optim.AdamW: set optim.betas, optim.eps": "*optim.optimizer *optim.optimizer_impl "
     "*optim.override_optimizer_config.* *optim.override_optimizer_config",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
@@ -16,6 +17,7 @@ from valor.data.batch import Batch
 from valor.data.episodes import Episodes
 from valor.workers.dispatch import Dispatch, dispatch_of
 from valor.workers.host import HOST, RoleSpec
+from valor.workers.tracing import Tracer
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Sink = Callable[[Any], None]
@@ -115,8 +117,20 @@ class Pools:
     def peak_memory(self) -> dict[str, float]:
         """GiB that the fullest rank held in each kind of call since the last time, as metrics; not of pools that are
         busy, or whose last call has failed, which is told to who waits for it."""
-        free = [group for name, group in self._groups.items() if self._is_free(name)]
-        return {key: value for group in free for key, value in group.peak_memory().items()}
+        return {key: value for group in self._free() for key, value in group.peak_memory().items()}
+
+    @contextmanager
+    def traced(self, tracer: Tracer) -> Iterator[None]:
+        """Trace the calls of the block, in the pools that are not busy when it begins."""
+        free = self._free()
+        for group in free:
+            group.run(HOST, "trace", [((tracer,), {})] * group.pool.world_size)
+        yield
+        for group in free:
+            group.run(HOST, "trace", [((None,), {})] * group.pool.world_size)
+
+    def _free(self) -> list[WorkerGroup]:
+        return [group for name, group in self._groups.items() if self._is_free(name)]
 
     def _is_free(self, pool: str) -> bool:
         last = self._last.get(pool)

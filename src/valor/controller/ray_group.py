@@ -146,13 +146,13 @@ class RayGroup(WorkerGroup):
     def _place(self) -> None:
         """Reserve the pool's resources and start a process on each bundle. UserError when they are not to be had."""
         pool, cpus = self.pool, self.pool.num_threads
-        each = pool.processes_per_node  # a bundle is a node's share, so that no node gets another's processes
-        bundle = {"CPU": float(cpus * each), **({"GPU": float(each)} if pool.device == "cuda" else {})}
+        each, bundle = pool.processes_per_node, _bundle(pool)
         strategy = "STRICT_SPREAD" if pool.num_nodes > 1 else "PACK"
         self._placement = placement_group([bundle] * pool.num_nodes, strategy=strategy)
         if not self._placement.wait(_PLACEMENT_SECONDS):
             raise UserError(
-                f"Ray could not place {pool} within {_PLACEMENT_SECONDS:.0f} s: it has {ray.available_resources()}"
+                f"{pool} did not come free on the Ray cluster within {_PLACEMENT_SECONDS:.0f} s, other runs hold the "
+                "rest: wait for their end, or ask for less with trainer.n_gpus_per_node and nnodes"
             )
         bundles = self._bundles()
         actor_class: Any = ray.remote(concurrency_groups={"poll": 1})(_RayHost)  # type: ignore[call-overload]
@@ -343,11 +343,24 @@ def _start_ray(pool: ResourcePool, ray_init: dict[str, Any]) -> Watchdog:
         raise UserError(f"no Ray cluster at ray_kwargs.ray_init.address={settings.get('address')}: {error}") from None
 
 
+def _bundle(pool: ResourcePool) -> dict[str, float]:
+    """A node's share of the pool, which goes there as a whole, so that no node gets another's processes."""
+    each = pool.processes_per_node
+    return {"CPU": float(pool.num_threads * each), **({"GPU": float(each)} if pool.device == "cuda" else {})}
+
+
 def _check_nodes(pool: ResourcePool) -> None:
-    """UserError: the cluster has fewer nodes than the pool needs."""
-    here = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
-    if len(here) < pool.num_nodes:
+    """UserError: the cluster has fewer nodes of the size that the pool needs, busy or not."""
+    asked, nodes = _bundle(pool), [node for node in ray.nodes() if node["Alive"]]
+    large = [node for node in nodes if all(node["Resources"].get(name, 0) >= asked[name] for name in asked)]
+    if len(large) < pool.num_nodes:
+        needs = " and ".join(f"{count:g} {name}s" for name, count in asked.items())
+        has = [
+            f"{node['NodeManagerAddress']} with {node['Resources'].get('CPU', 0):g} CPUs and "
+            f"{node['Resources'].get('GPU', 0):g} GPUs"
+            for node in nodes
+        ]
         raise UserError(
-            f"{pool} needs {pool.num_nodes} nodes, and the Ray cluster has {len(here)} ({', '.join(here)}): add nodes "
-            "with `ray start --address`, or lower nnodes"
+            f"{pool} needs {pool.num_nodes} nodes of {needs}, and the Ray cluster has {', '.join(has)}: add "
+            "nodes with `ray start --address`, or lower nnodes, n_gpus_per_node or num_threads"
         )

@@ -2,40 +2,80 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import click
+
+from valor.arguments import PATH, command, option
 from valor.data.build import Request, prepare
 from valor.data.files import Messages
 from valor.data.recipes import RECIPES, find_recipe
 from valor.data.recipes.convert import conversation
 from valor.data.recipes.gym import PREFIX
 from valor.data.recipes.recipe import QUESTION, Example, Recipe, Record, number, value
+from valor.data.sources import SPLITS
 from valor.errors import UserError
 
-_COLUMN_FLAGS = {
-    "--prompt-column": "text or messages (default prompt)",
-    "--answer-column": "the ground truth",
-    "--extra-columns": "columns that the grader needs: extra_info",
-}
+_COLUMN_FLAGS = ("--prompt-column", "--answer-column", "--extra-columns")
+_ROWS = click.IntRange(min=0)
 
 
-def main(argv: list[str]) -> int:
-    """`valor data prepare`. Exit code 0; a mistake is a UserError."""
-    args = _parser().parse_args(argv)
-    if args.name is None:
+@command("data prepare", "valor data prepare gsm8k --out data/gsm8k", "data")
+@click.argument("name", required=False)
+@option(
+    "--out",
+    "--local_save_dir",
+    "--local_dir",
+    type=PATH,
+    help="Folder for the files (default ~/data/NAME).",
+)
+@option(
+    "--local",
+    "--local_dataset_path",
+    multiple=True,
+    metavar="PATH…",
+    help="Files (train=FILE, test=FILE) or a clone of the hub's repository, to read instead of the hub.",
+)
+@option("--split", "splits", multiple=True, type=click.Choice(SPLITS), help="Only these splits.")
+@option("--limit", type=_ROWS, metavar="N", help="N rows a split, drawn by --seed; of a generator: training rows.")
+@option("--test-size", type=_ROWS, metavar="N", help="Rows of the test split, where the data has none of its own.")
+@option("--seed", type=int, default=0, help="For everything that is drawn or generated.")
+@option("--drop-duplicates", is_flag=True, help="Leave out repeated prompts, and train prompts that are in test.")
+@option("--data-source", help="Another name, and so another grader, than the data set's own.")
+@option("--template", help=f"The user's message, with {QUESTION} in it, instead of the data set's own.")
+@option("--system", help="A system message before every prompt that has none.")
+@option(
+    "--as",
+    "form",
+    type=click.Choice(("pairs", "prompts", "sft")),
+    default="pairs",
+    help="What pairs become: pairs for `valor rm train`, prompts for RL, conversations for `valor sft`.",
+)
+@option("--option", "options", multiple=True, metavar="KEY=VALUE…", help="Settings of a generator.")
+@option(
+    "--prompt-column", metavar="COLUMN", help="custom: text or messages (default prompt); a dot goes into a dictionary."
+)
+@option("--answer-column", metavar="COLUMN", help="custom: the ground truth.")
+@option("--extra-columns", multiple=True, metavar="COLUMN…", help="custom: columns that the grader needs: extra_info.")
+def main(name: str | None, out: Path | None, **asked: Any) -> int:
+    """Make train.parquet and test.parquet of a data set. Without NAME: the list.
+
+    NAME: a data set, reasoning_gym/TASK, or custom.
+    """
+    if name is None:
         print(_catalogue())
         return 0
+    args = SimpleNamespace(name=name, **asked)
+    args.options = dict(map(_option, args.options))
     recipe = _recipe(args)
-    args.options = dict(args.options)
     request = Request(recipe, **{one.name: getattr(args, one.name) for one in fields(Request) if one.name != "recipe"})
-    out = args.out or Path("~/data") / args.name.replace("/", "_")
-    print("\n".join(prepare(request, out)))
+    print("\n".join(prepare(request, out or Path("~/data") / name.replace("/", "_"))))
     return 0
 
 
@@ -48,7 +88,7 @@ def script(name: str, argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _recipe(args: argparse.Namespace) -> Recipe:
+def _recipe(args: SimpleNamespace) -> Recipe:
     """The recipe that is asked for. UserError for flags that do not go with it."""
     given = [flag for flag in _COLUMN_FLAGS if getattr(args, flag[2:].replace("-", "_"))]
     if args.name == "custom":
@@ -118,49 +158,3 @@ def _catalogue() -> str:
     lines += [f"  {PREFIX}TASK  puzzles of any reasoning-gym task (pip install 'valor-rl[reasoning]')"]
     lines += ["  custom        your own jsonl, json, csv or parquet: --local FILE --answer-column A --data-source S"]
     return "\n".join(["valor data prepare NAME, where NAME is one of", "", *lines])
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="valor data prepare",
-        description="Make train.parquet and test.parquet of a data set. Without NAME: the list.",
-    )
-    add = parser.add_argument
-    add("name", nargs="?", metavar="NAME", help="a data set, reasoning_gym/TASK, or custom")
-    add("--out", "--local_save_dir", "--local_dir", type=Path, help="folder for the files (default ~/data/NAME)")
-    add(
-        "--local",
-        "--local_dataset_path",
-        nargs="+",
-        default=[],
-        metavar="PATH",
-        help="files (train=FILE, test=FILE) or a clone of the hub's repository, to read instead of the hub",
-    )
-    add("--split", dest="splits", nargs="+", default=[], choices=("train", "test"), help="only these splits")
-    add("--limit", type=_rows, metavar="N", help="N rows a split, drawn by --seed; of a generator: training rows")
-    add("--test-size", type=_rows, metavar="N", help="rows of the test split, where the data has none of its own")
-    add("--seed", type=int, default=0, help="for everything that is drawn or generated (default 0)")
-    add("--drop-duplicates", action="store_true", help="leave out repeated prompts, and train prompts that are in test")
-    add("--data-source", help="another name, and so another grader, than the data set's own")
-    add("--template", help=f"the user's message, with {QUESTION} in it, instead of the data set's own")
-    add("--system", help="a system message before every prompt that has none")
-    add(
-        "--as",
-        dest="form",
-        choices=("pairs", "prompts", "sft"),
-        default="pairs",
-        help="what pairs become: pairs for `valor rm train`, prompts for RL, conversations for `valor sft`",
-    )
-    settings = {"dest": "options", "type": _option, "nargs": "+", "action": "extend", "default": []}
-    add("--option", **settings, metavar="KEY=VALUE", help="settings of a generator")
-    own = parser.add_argument_group("custom: which column of your files is what (a dot goes into a dictionary)")
-    for flag, text in _COLUMN_FLAGS.items():
-        several = {"nargs": "+", "default": []} if flag == "--extra-columns" else {}
-        own.add_argument(flag, metavar="NAME", help=text, **several)
-    return parser
-
-
-def _rows(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be a number of rows, got {text}")
-    return int(text)

@@ -7,14 +7,16 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
 from valor.config import DataConfig
-from valor.data.files import DataRow, read_rows
+from valor.data.files import DataRow, parse_row, read_rows
 from valor.data.sampler import SUBSET_STREAM, VALIDATION_STREAM, shuffled, subset
 from valor.errors import UserError
 from valor.tracking.progress import report_progress
+from valor.user_files import load_object
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +59,8 @@ class PromptDataset(Sequence[PromptRow]):
     ) -> None:
         paths = data.train_files if split == "train" else data.val_files
         limit = data.train_max_samples if split == "train" else data.val_max_samples
-        rows = read_rows(paths or [], data.prompt_key, data.reward_fn_key)
+        read = read_rows if data.custom_cls.path is None else partial(rows_of_class, data, tokenizer, limit)
+        rows = read(paths or [], data.prompt_key, data.reward_fn_key)
         numbers = subset(len(rows), limit, data.seed, 0, SUBSET_STREAM, shuffle=data.shuffle)
         if split == "val" and data.validation_shuffle:
             numbers = [numbers[i] for i in shuffled(len(numbers), data.seed, 0, VALIDATION_STREAM)]
@@ -113,6 +116,31 @@ class PromptDataset(Sequence[PromptRow]):
     def without_truth(self) -> list[DataRow]:
         """Rows that a rule is to judge, and that have nothing to judge by."""
         return [row for _, _, row in self._rows if row.style == "rule" and row.lacks_truth]
+
+
+def rows_of_class(
+    data: DataConfig, tokenizer: Any, limit: int, paths: Sequence[str], prompt_key: str, source_key: str
+) -> list[DataRow]:
+    """The items of `data.custom_cls`, called as verl calls it, as rows: records with the columns of prompt files.
+
+    Messages may also be in `raw_prompt`, where verl's own class has them. UserError: the class or an item is no good.
+    """
+    cls = load_object(f"{data.custom_cls.path}:{data.custom_cls.name}", "data.custom_cls.path")
+    where = f"{data.custom_cls.path}:{data.custom_cls.name}"
+    try:
+        items = cls(
+            data_files=list(paths),
+            tokenizer=tokenizer,
+            processor=None,
+            config=data,
+            max_samples=limit,
+        )
+        records = [dict(items[i]) for i in range(len(items))]
+    except Exception as error:
+        raise UserError(f"{where} fails ({type(error).__name__}: {error})") from error
+    for record in records:
+        record.setdefault(prompt_key, record.get("raw_prompt"))
+    return [parse_row(record, f"{where}, item {i}", prompt_key, source_key) for i, record in enumerate(records)]
 
 
 def render(

@@ -65,8 +65,8 @@ def from_local(recipe: Recipe, splits: Sequence[str], given: Sequence[str]) -> d
     for split in splits:
         if not found[split]:
             raise UserError(
-                f"{', '.join(given)}: no file for the {split} split; give it as {split}=FILE, or leave the split out "
-                "with --split"
+                f"{', '.join(given)}: no file for the {split} split; give it as {split}=FILE, or take "
+                f"the rest alone with --split {' '.join(one for one in splits if one != split)}"
             )
     return found
 

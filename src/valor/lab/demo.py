@@ -6,7 +6,6 @@ settings of the files in demo_config/.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import shlex
@@ -16,8 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import click
 import pyarrow.parquet as pq
 
+from valor.arguments import PATH, command, option
 from valor.lab import arithmetic, lookup
 from valor.tracking.console import format_seconds, say
 from valor.tracking.rundir import METRICS_FILE
@@ -36,28 +37,42 @@ class Results:
     calls: float
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Make, warm-start, train, check. Exit code of the step that failed, else 0."""
-    args = _parse(argv)
-    out, task = args.out, TASKS[args.task]
+@command("demo", "valor demo --task search", "quickstart")
+@option("--out", type=PATH, default="runs/demo", help="Folder for everything.")
+@option(
+    "--task",
+    "task_name",
+    type=click.Choice(list(TASKS)),
+    default="arithmetic",
+    help="Sums, or looking up.",
+)
+@option("--algorithm", type=click.Choice(list(ROLES)), default="ppo")
+@option("--seed", type=int, default=0)
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]…")
+def main(out: Path, task_name: str, algorithm: str, seed: int, overrides: tuple[str, ...]) -> int:
+    """Train a tiny model from nothing, on this machine: make, warm-start, train, check.
+
+    KEY=VALUE: further settings of the RL runs. The exit code is that of the step that failed, else 0.
+    """
+    task = TASKS[task_name]
     began = time.monotonic()
     say(f"[1/4] a tiny model and its {task.PROBLEMS} in {out}")
-    task.make_model(out / "model", args.seed)
-    files = task.make_data(out / "data", args.seed)
+    task.make_model(out / "model", seed)
+    files = task.make_data(out / "data", seed)
 
     say(f"[2/4] warm start: supervised training on the answers of a teacher who {task.TEACHER}")
-    code = _run("sft", sft_overrides(out / "model", files, out / "sft", args.seed))
+    code = _run("sft", sft_overrides(out / "model", files, out / "sft", seed))
     if code:
         return code
 
-    say(f"[3/4] {args.algorithm.upper()} on the same kind of problems, rewarded for right results alone")
-    run_dir, start = out / args.algorithm, out / "sft" / "huggingface" / "actor"
-    code = _run("ppo", [*ppo_overrides(start, files, run_dir, args.algorithm, args.seed), *args.overrides])
+    say(f"[3/4] {algorithm.upper()} on the same kind of problems, rewarded for right results alone")
+    run_dir, start = out / algorithm, out / "sft" / "huggingface" / "actor"
+    code = _run("ppo", [*ppo_overrides(start, files, run_dir, algorithm, seed), *overrides])
     if code:
         return code
 
     say("[4/4] what came out, loaded with plain transformers")
-    for role in ROLES[args.algorithm]:
+    for role in ROLES[algorithm]:
         folder = run_dir / "huggingface" / role
         say(f"  {role:<8} {folder}  {_loaded(folder, role, task.EXAMPLE)}")
     for name in ("report.html", METRICS_FILE):
@@ -69,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     say(f"mean reward of the samples drawn in training: {before.sampled:.3f} -> {after.sampled:.3f}")
     if isinstance(files, lookup.DataFiles):
         say(f"searches in each of them: {before.calls:.2f} -> {after.calls:.2f}")
-        code = _control(files, run_dir, args)
+        code = _control(files, run_dir, algorithm, seed, overrides)
     say(f"{format_seconds(time.monotonic() - began)} in all")
     return code
 
@@ -108,13 +123,12 @@ def read_results(run_dir: Path) -> tuple[Results, Results]:
     return before, after
 
 
-def _control(files: lookup.DataFiles, run_dir: Path, args: argparse.Namespace) -> int:
+def _control(files: lookup.DataFiles, run_dir: Path, algorithm: str, seed: int, overrides: Sequence[str]) -> int:
     """Validate the trained policy where searches find nothing about the names that it is asked for."""
     say("control: the trained policy, and no document about any of these names")
     blind = run_dir.with_name(f"{run_dir.name}_control")
     model, files = run_dir / "huggingface" / "actor", replace(files, corpus=files.corpus_without)
-    overrides = ppo_overrides(model, files, blind, args.algorithm, args.seed)
-    code = _run("ppo", [*overrides, *args.overrides, "trainer.val_only=true"])
+    code = _run("ppo", [*ppo_overrides(model, files, blind, algorithm, seed), *overrides, "trainer.val_only=true"])
     if not code:
         say(f"accuracy on the same problems when searches find nothing: {read_results(blind)[0].validation:.3f}")
     return code
@@ -155,17 +169,3 @@ def _loaded(folder: Path, role: str, question: str) -> str:
             tokenizer=tokenizer,
         )
     return f"({question} {tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)})"
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="valor demo", description="Train a tiny model from nothing, on this machine.")
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/demo"), help="folder for everything (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--task", choices=list(TASKS), default="arithmetic", help="sums, or questions to look up (default: %(default)s)"
-    )
-    parser.add_argument("--algorithm", choices=list(ROLES), default="ppo")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="further settings of the RL runs")
-    return parser.parse_args(argv)

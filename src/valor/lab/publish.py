@@ -3,18 +3,19 @@ which carries the critic's scorecard, or what the policy's training has come to;
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import click
 import yaml
 from jinja2 import Template
 
+from valor.arguments import PATH, command, option
 from valor.config.tree import get_at
 from valor.errors import UserError
 from valor.report.page import tiles_of
@@ -28,32 +29,42 @@ CARD_FILE = "README.md"
 _CLASSES = {"actor": "ForCausalLM", "critic": "ForTokenClassification"}  # the end of the architecture's name
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """`valor critic publish`."""
-    return _main(argv, "critic publish", "critic")
+_PUSH = option("--push-to-hub", metavar="OWNER/NAME", help="Also upload it there (log in with `hf auth login`).")
+_PRIVATE = option("--private", is_flag=True, help="As a private repository, where it is made.")
 
 
-def actor(argv: Sequence[str] | None = None) -> int:
-    """`valor publish`: the same of a policy."""
-    return _main(argv, "publish", "actor")
+@command("critic publish", "valor critic publish runs/demo/ppo/huggingface/critic my-critic", "critic")
+@click.argument("critic", type=PATH)
+@click.argument("out", type=PATH)
+@option("--scorecard", type=PATH, metavar="DIR", help="What valor critic score left of it.")
+@_PUSH
+@_PRIVATE
+def main(critic: Path, out: Path, scorecard: Path | None, push_to_hub: str | None, private: bool) -> int:
+    """Write a critic as a model with its card to the new folder OUT, and to the hub.
+
+    CRITIC: a global_step_N folder, or a Hugging Face directory of a critic.
+    """
+    return _publish(critic, out, scorecard, "critic", push_to_hub, private)
 
 
-def _main(argv: Sequence[str] | None, command: str, role: str) -> int:
-    about = f"The {role} of a run as a Hugging Face directory with a model card, here and on the hub."
-    parser = argparse.ArgumentParser(prog=f"valor {command}", description=about)
-    parser.add_argument("model", type=Path, help=f"a global_step_N folder, or a Hugging Face directory of the {role}")
-    parser.add_argument("out", type=Path, help="a new folder")
-    parser.add_argument(
-        "--push-to-hub", metavar="OWNER/NAME", help="also upload it there (log in with `hf auth login`)"
-    )
-    parser.add_argument("--private", action="store_true", help="as a private repository, where it is made")
-    if role == "critic":
-        parser.add_argument("--scorecard", type=Path, metavar="DIR", help="what `valor critic score` has left of it")
-    args = parser.parse_args(argv)
-    publish(args.model, args.out, getattr(args, "scorecard", None), role)
-    print(args.out)
-    if args.push_to_hub:
-        print(push(args.out, args.push_to_hub, private=args.private))
+@command("publish", "valor publish runs/demo/ppo/huggingface/actor my-policy", "quickstart")
+@click.argument("policy", type=PATH)
+@click.argument("out", type=PATH)
+@_PUSH
+@_PRIVATE
+def actor(policy: Path, out: Path, push_to_hub: str | None, private: bool) -> int:
+    """Write a policy as a model with its card to the new folder OUT, and to the hub.
+
+    POLICY: a global_step_N folder, or a Hugging Face directory of a policy.
+    """
+    return _publish(policy, out, None, "actor", push_to_hub, private)
+
+
+def _publish(model: Path, out: Path, scorecard: Path | None, role: str, hub: str | None, private: bool) -> int:
+    publish(model, out, scorecard, role)
+    print(out)
+    if hub:
+        print(push(out, hub, private=private))
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import re
@@ -15,16 +14,26 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
 import torch
 
 from valor.agents.chat import Chat, Message
 from valor.agents.episode import Episode, episode_rows
 from valor.agents.formats import FORMATS
 from valor.agents.gateway import Gateway, Session, read_messages
-from valor.agents.http_server import Refused, add_address, authorise, key_for, listen, read_object, require_libraries
+from valor.agents.http_server import (
+    Refused,
+    address_options,
+    authorise,
+    key_for,
+    listen,
+    read_object,
+    require_libraries,
+)
 from valor.agents.loops import Limits, LoopContext, Task
 from valor.agents.record import episode_records
 from valor.agents.runner import EpisodeRunner
+from valor.arguments import PATH, command, option
 from valor.collector.prompts import sampling_params
 from valor.config import PPOConfig, load
 from valor.data.batch import Batch
@@ -102,24 +111,34 @@ class OpenGateway(Gateway):
         write_atomically(file, json.dumps(record, default=str, ensure_ascii=False) + "\n")
 
 
-def main(argv: list[str]) -> int:
-    """`valor serve`: load the model, then answer until a signal ends it."""
-    args, settings = _parser().parse_known_args(argv)
-    api_key = key_for(args.host, args.api_key_env)
+@command("serve", "valor serve runs/demo/ppo/huggingface/actor --record episodes", "agents", passes_options=True)
+@click.argument("model")
+@click.argument("settings", nargs=-1, type=click.UNPROCESSED, metavar="[KEY=VALUE]…")
+@address_options
+@option("--record", type=PATH, metavar="DIR", help="Write each session's episode there.")
+def main(
+    model: str, settings: tuple[str, ...], port: int, host: str, api_key_env: str | None, record: Path | None
+) -> int:
+    """Serve a model as `valor ppo` would sample from it, by an OpenAI-compatible address, until a signal ends it.
+
+    MODEL: a Hugging Face directory (valor export makes one) or hub name. KEY=VALUE are keys of `valor ppo`, and
+    --config-path RUN --config-name config takes over those of a run.
+    """
+    api_key = key_for(host, api_key_env)
     require_libraries()
-    config = _config(args.model, settings)
-    listening = listen(args.host, args.port)
+    config = _config(model, settings)
+    listening = listen(host, port)
     try:
-        if args.record is not None:
-            args.record.mkdir(parents=True, exist_ok=True)
+        if record is not None:
+            record.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--record {args.record}: {error.strerror}: name a folder that can be written") from None
+        raise UserError(f"--record {record}: {error.strerror}: name a folder that can be written") from None
     ended: Future[None] = Future()
     before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
     for number in before:
         signal.signal(number, lambda *_: ended.done() or ended.set_result(None))
     try:
-        _serve(config, partial(_listen_until, ended, listening, args.model, api_key, args.record))
+        _serve(config, partial(_listen_until, ended, listening, model, api_key, record))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -196,17 +215,3 @@ def _config(model: str, settings: list[str]) -> PPOConfig:
     for note in loaded.notes:
         print(f"note: {note}", file=sys.stderr)
     return loaded.config
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="valor serve",
-        usage="valor serve MODEL [options] [key=value …]",
-        description="Serve a model as `valor ppo` would sample from it, by an OpenAI-compatible address: further "
-        "arguments are its keys, and --config-path RUN --config-name config takes over those of a run.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("model", metavar="MODEL", help="a Hugging Face directory (valor export makes one) or hub name")
-    add_address(parser)
-    parser.add_argument("--record", type=Path, metavar="DIR", help="write each session's episode there, as NAME.jsonl")
-    return parser

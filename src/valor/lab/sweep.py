@@ -6,12 +6,13 @@ OUT/results.json       every number of the comparison; OUT/table.md and OUT/repo
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
+import click
+
+from valor.arguments import PATH, command, option
 from valor.config.describe import show
 from valor.errors import UserError
 from valor.lab.sweep_file import read_sweep, texts
@@ -60,22 +61,27 @@ def run_sweep(sweep: Sweep, *, rerun: bool = False) -> int:
     return 1 if any(arm["errors"] for arm in results["arms"]) else 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """`valor lab sweep`."""
-    parser = argparse.ArgumentParser(prog="valor lab sweep", description="Arms x seeds of one command, compared.")
-    parser.add_argument("file", type=Path, help="YAML: name, entry, base, arms, grid, seeds, control, metric, out")
-    parser.add_argument("--out", help="folder, in place of the file's")
-    parser.add_argument("--parallel", type=int, help="runs at a time, in place of the file's")
-    parser.add_argument("--rerun", action="store_true", help="delete and repeat runs whose settings have changed")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, list the runs, and stop")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="further settings of every run")
-    args = parser.parse_intermixed_args(argv)
-    config = read_sweep(args.file, out=args.out, parallel=args.parallel)
-    sweep = plan_sweep(config.model_copy(update={"base": [*texts(config.base), *args.overrides]}))
-    if args.dry_run:
+@command("lab sweep", "valor lab sweep examples/lab/estimators.yaml --dry-run", "lab")
+@click.argument("file", type=PATH)
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]…")
+@option("--out", help="Folder, in place of the file's.")
+@option("--parallel", type=int, help="Runs at a time, in place of the file's.")
+@option("--rerun", is_flag=True, help="Delete and repeat runs whose settings have changed.")
+@option("--dry-run", is_flag=True, help="Check everything, list the runs, and stop.")
+def main(
+    file: Path, overrides: tuple[str, ...], out: str | None, parallel: int | None, rerun: bool, dry_run: bool
+) -> int:
+    """Run arms x seeds of a command, and compare them.
+
+    FILE: YAML with name, entry, base, arms, grid, seeds, control, metric, out.
+    KEY=VALUE: further settings of every run.
+    """
+    config = read_sweep(file, out=out, parallel=parallel)
+    sweep = plan_sweep(config.model_copy(update={"base": [*texts(config.base), *overrides]}))
+    if dry_run:
         say("\n".join(shlex.join(run.command) for run in sweep.runs))
         return 0
-    return run_sweep(sweep, rerun=args.rerun)
+    return run_sweep(sweep, rerun=rerun)
 
 
 def _check_unchanged(sweep: Sweep, rerun: bool) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
 import inspect
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from valor.arguments import command
 from valor.errors import UserError, did_you_mean
 from valor.rewards import choice, code, countdown, gsm8k, mathematics, qa, reasoning_gym, search_r1
 
@@ -113,9 +113,8 @@ def listing() -> str:
     return "\n\n".join(blocks)
 
 
-def main(argv: list[str]) -> int:
-    """`valor rewards list`."""
-    description = "Which grader scores which data_source (* stands for anything), what it scores, and its components."
-    argparse.ArgumentParser(prog="valor rewards list", description=description).parse_args(argv)
+@command("rewards list", "valor rewards list", "rewards")
+def main() -> int:
+    """Say which grader scores which data_source (* stands for anything), what it scores, and its components."""
     print(listing())
     return 0

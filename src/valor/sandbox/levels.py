@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 import time
 from collections.abc import Iterator
 
+from valor.arguments import command
 from valor.sandbox.box import Limits, Sandbox, SandboxError
 
 _TRIAL_SECONDS = 60.0
@@ -41,10 +41,9 @@ def try_levels() -> Iterator[tuple[str, str | None]]:
         yield level, _failure(level)
 
 
-def main(argv: list[str]) -> int:
-    """`valor rewards sandbox`: all levels, and the one in use."""
-    parser = argparse.ArgumentParser(prog="valor rewards sandbox", description="How code of models is enclosed here.")
-    parser.parse_args(argv)
+@command("rewards sandbox", "valor rewards sandbox", "sandbox")
+def main() -> int:
+    """Say how this machine encloses code of models: all levels, and the one in use."""
     in_use = None
     for level, failure in try_levels():
         in_use = in_use or (level if failure is None else None)

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from valor import algorithms
 from valor.algorithms.turns import Turns
-from valor.config import AlgorithmConfig, PFPPOConfig
+from valor.collector.inputs import RunInputs
+from valor.config import AlgorithmConfig, PFPPOConfig, PPOConfig
 from valor.data.batch import Batch
 from valor.data.episodes import Episodes
 from valor.data.sampler import keyed_generator
 from valor.errors import UserError
+from valor.rewards.worker import Sample
 
 # What an estimator may name beyond the common inputs, where the run has it.
 _OFFERED_COLUMNS = ("old_log_probs", "rollout_log_probs", "sum_pi_squared", "rollout_is_weights", "turn_ids")
@@ -190,6 +192,20 @@ def component_scores(
             )
         out[key] = torch.tensor(values, dtype=torch.float32)
     return out
+
+
+def check_components(config: PPOConfig, inputs: RunInputs) -> None:
+    """UserError: a component that the estimator compares is not in the grade of an empty response.
+
+    One prompt of each source is tried. Where the grader fails on it, nothing is known yet.
+    """
+    keys = config.algorithm.adv_kwargs.get(COMPONENTS[0]) or ()
+    if not keys or inputs.agents is not None or config.reward.reward_model.replaces_rule:
+        return
+    first = {row.data_source: row for row in inputs.train}
+    samples = [Sample(row.data_source, "", row.ground_truth, row.extra_info) for row in first.values()]
+    if found := [result.components for result in inputs.rewards.score(samples) if result.error is None]:
+        component_scores(found, keys, config.reward.error_score)
 
 
 def resample(batch: Batch, config: PFPPOConfig, *key: int) -> tuple[Batch, dict[str, float]]:

@@ -224,6 +224,9 @@ def _not_read(config: PPOConfig, keys: Collection[str]) -> Iterator[tuple[str, s
     reads = {engine.name: [*engine.reads] for engine in GENERATION_ENGINES.values()}
     if config.plays_episodes and shared.rollout.name in reads:
         reads[shared.rollout.name].append("max_model_len")  # bounds the rows of an episode
+    kind = "actor_rollout_ref.actor.kl_loss_type"
+    if kind in keys and shared.actor.use_kl_loss and shared.actor.kl_loss_type in ("kl", "k1"):
+        yield kind, "as a loss this estimator pulls nowhere (its gradient has mean 0): use low_var_kl, k2 or kl+"
     special = [pattern for patterns in reads.values() for pattern in patterns] + ["engine_kwargs.*"]
     estimator = ADVANTAGES[algorithm.adv_estimator]
     of_estimators = offered_settings(algorithm).keys() - {"whitening"} | {"lam"}

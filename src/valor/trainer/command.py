@@ -35,7 +35,7 @@ def _run(loaded: LoadedConfig[Root], command: str, start: Start[Root]) -> int:
 
     for note in loaded.notes:
         print(f"note: {note}", file=sys.stderr)
-    print(plan(loaded.config, loaded.explicit_keys), flush=True)
+    print(plan(loaded.config, loaded.explicit_keys, loaded.presets), flush=True)
     if loaded.dry_run:
         return 0
     for key, reason in inert_settings(loaded.config, loaded.explicit_keys).items():

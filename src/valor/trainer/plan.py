@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from valor.config import (
     BackboneConfig,
@@ -18,6 +18,8 @@ from valor.config import (
     TrainerConfig,
     UpdateConfig,
 )
+from valor.config.describe import show
+from valor.config.tree import flatten
 from valor.rollout.registry import GENERATION_ENGINES
 from valor.trainer.checks import inert_settings
 from valor.trainer.old_log_probs import OldLogProbs
@@ -25,13 +27,18 @@ from valor.trainer.old_log_probs import OldLogProbs
 Rows = list[tuple[str, str]]
 
 
-def plan(config: Section, explicit_keys: Collection[str] = ()) -> str:
+def plan(
+    config: Section, explicit_keys: Collection[str] = (), presets: Mapping[str, Collection[str]] | None = None
+) -> str:
     """A readable plan: roles, placement, steps, batch arithmetic in prompts, samples and tokens.
 
-    `explicit_keys` are examined for settings without effect.
+    `explicit_keys` are examined for settings without effect. `presets`: keys whose values a named configuration gave.
     """
     assert isinstance(config, PPOConfig | SupervisedConfig), "what commands read"
     rows = _critic_rows(config) if isinstance(config, CriticScoreConfig) else _training_rows(config)
+    settings = flatten(config.model_dump(mode="json"))
+    for preset, keys in (presets or {}).items():
+        rows.append((f"from {preset}", " ".join(f"{key}={show(settings[key])}" for key in keys)))
     rows += [("note", f"{key}: {reason}") for key, reason in inert_settings(config, explicit_keys).items()]
     width = max(len(title) for title, _ in rows)
     lines, last = [], ""

@@ -25,7 +25,7 @@ from valor.data.batch import Batch
 from valor.data.episodes import Episodes
 from valor.tracking.metrics import Timer
 from valor.tracking.progress import phase
-from valor.trainer.advantage import RewardShaping, compute_advantages, rows_to_train_on
+from valor.trainer.advantage import RewardShaping, check_components, compute_advantages, rows_to_train_on
 from valor.trainer.checkpoints import Checkpoint
 from valor.trainer.old_log_probs import OldLogProbs, corrected, off_policy
 from valor.trainer.recorder import PPORecorder
@@ -40,6 +40,7 @@ from valor.trainer.step_metrics import (
 from valor.trainer.updates import Critics, Updates
 from valor.trainer.validation import headline, validation_metrics
 from valor.workers.roles import critic_names, role_specs
+from valor.workers.tracing import Tracer
 
 _COLLECTOR_DIR = "collector"  # in a checkpoint
 
@@ -56,6 +57,7 @@ class PPORun(Run):
     aside: Aside  # of the present step
 
     def __init__(self, config: PPOConfig, inputs: RunInputs, placement: Placement, command: str) -> None:
+        check_components(config, inputs)
         super().__init__(config, inputs.tokenizer, PPORecorder(config, inputs.tokenizer, command))
         self.inputs, self.placement = inputs, placement
         self.sampler, self.total_steps = inputs.sampler, inputs.total_steps
@@ -103,6 +105,14 @@ class PPORun(Run):
     def after_steps(self) -> None:
         if not self.config.trainer.val_only:
             super().after_steps()
+
+    def _next_step(self) -> dict[str, Any]:
+        profiler, step = self.config.global_profiler, self.step + 1
+        if step not in (profiler.steps or ()):
+            return super()._next_step()
+        folder = Path(profiler.save_path) / f"step_{step}"
+        with self.roles.traced(Tracer(folder, profiler.contents, self.config.traced_roles)):
+            return super()._next_step()
 
     def train_step(self) -> dict[str, Any]:
         """One batch of prompts through all phases; returns the step's metrics and histograms."""

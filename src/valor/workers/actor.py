@@ -136,6 +136,8 @@ class ActorWorker(ModelRole):
             **counts,
         )
         metrics = {**metrics, "pg_loss": pg_loss.detach()}
+        if "old_log_probs" in rows:
+            metrics |= algorithms.ratio_metrics(log_probs, rows["old_log_probs"], mask, counts["num_tokens"])
         loss = pg_loss
         denominator = algorithms.loss_denominator(config.loss_agg_mode, **counts)
         aggregate = (mask, config.loss_agg_mode, config.loss_scale_factor, denominator, sequence_lengths)

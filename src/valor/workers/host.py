@@ -6,7 +6,7 @@ given order and each receives the ones built before it.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from valor.engines import distributed
 from valor.workers.memory import PeakMemory, use_deterministic_algorithms, use_expandable_segments
+from valor.workers.tracing import Tracer
 
 HOST = "host"  # the name under which the process itself is called
 
@@ -68,6 +69,7 @@ class WorkerHost:
         torch.set_num_threads(num_threads)
         self._device, self._gpu = device, gpu
         self._rank, self._world_size = rank, world_size
+        self._tracer: Tracer | None = None
 
     def connect(self, address: str | None = None, port: int | None = None) -> None:
         """Join the process group whose rank 0 listens at address:port; a group of one needs neither."""
@@ -93,8 +95,16 @@ class WorkerHost:
         if self.context.device.type == "cuda":
             torch.cuda.set_device(self.context.device)  # which is a thread's own setting
         function = getattr(self.context.roles[role], method)
-        with nullcontext() if function.valor_light else self._memory(f"{role}.{method}"):
+        with ExitStack() as measured:
+            if not function.valor_light:
+                measured.enter_context(self._memory(f"{role}.{method}"))
+                if self._tracer is not None:
+                    measured.enter_context(self._tracer(role, method, self._rank))
             return function(*args, **kwargs)
+
+    def trace(self, tracer: Tracer | None) -> None:
+        """Trace the calls from now on with this one; None: no more."""
+        self._tracer = tracer
 
     def peak_memory(self) -> dict[str, float]:
         """Metrics of the calls since the last time."""

@@ -1,11 +1,16 @@
 """The command line: what it lists, what it refuses, and that refusals are one line and exit code 2."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from valor.arguments import PAGES
 from valor.cli import COMMANDS, main
+
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 def test_help_lists_every_command(capsys):
@@ -19,6 +24,9 @@ def test_help_lists_every_command(capsys):
     [
         (["pop"], ["pop", "ppo"]),
         (["data"], ["valor data prepare"]),
+        (["lab", "swep"], ["did you mean sweep?"]),
+        (["report", "--opne", "x"], ["--opne", "valor report --help"]),
+        (["export", "x"], ["Missing argument 'OUT'"]),
         (["export", "/nowhere", "out"], ["/nowhere", "global_step_N"]),
         (["report", "/nowhere"], ["/nowhere"]),
         (["ppo", "no_such_key=1"], ["no_such_key"]),
@@ -36,6 +44,37 @@ def test_config_keys_prints_type_default_and_meaning(capsys):
     assert main(["config", "keys", "algorithm.gamma"]) == 0
     out = capsys.readouterr().out
     assert "algorithm.gamma" in out and "1.0" in out and "Discount" in out
+
+
+def test_config_keys_searches_meanings(capsys):
+    assert main(["config", "keys", "softmax", "temperature"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines and all("softmax temperature" in line.lower() for line in lines)
+    assert main(["config", "keys", "nothinglikethat"]) == 2
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_commands_help_has_an_example_and_a_page_that_exists(name, capsys):
+    assert main([*name.split(), "--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"Usage: valor {name}") and f"  valor {name}" in out.partition("Example:")[2]
+    page = out.strip().splitlines()[-1].removeprefix("  More: " + PAGES).strip("/")
+    assert any((DOCS / f"{page}{end}").is_file() for end in (".md", "/index.md")), page
+
+
+@pytest.mark.parametrize(
+    ("words", "found"), [("valor crit", "critic"), ("valor ppo data.train_f", "data.train_files=")]
+)
+def test_a_shell_completes_commands_and_keys(words, found):
+    env = {**os.environ, "_VALOR_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    done = subprocess.run([sys.executable, "-m", "valor"], capture_output=True, text=True, env=env)
+    assert f"plain,{found}" in done.stdout.splitlines()
+
+
+def test_help_imports_nothing_heavy():
+    code = "import sys; from valor.cli import main; main([]); print({'torch', 'hydra', 'pydantic'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"
 
 
 def test_a_reader_that_stops_reading_is_no_error():

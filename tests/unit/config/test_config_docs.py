@@ -35,7 +35,7 @@ def test_a_line_says_key_type_default_and_meaning():
 def test_prefixes():
     assert len(describe_keys("critic.optim.lr").splitlines()) == 1
     assert all(line.startswith("critic.optim.") for line in describe_keys("critic.optim").splitlines())
-    assert describe_keys("optim", SFTConfig).splitlines()
+    assert describe_keys("optim", root=SFTConfig).splitlines()
     with pytest.raises(UserError, match=r"unknown key 'critic.optimm': did you mean 'critic.optim'"):
         describe_keys("critic.optimm")
 

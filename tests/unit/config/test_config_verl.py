@@ -137,7 +137,7 @@ def test_spellings_without_effect_say_why(given):
         (f"{A}.megatron.dynamic_context_parallel=true", "context parallel ranks are the same for all rows"),
         ("trainer.v1.separate_async.hybrid_rollout.enable_switch=true", "training and generation keep their processes"),
         ("async_training.staleness_threshold=0.1", "set trainer.v1.trainer_mode=separate_async"),
-        (f"{A}.profiler.enable=True", "Valor has no profiler"),
+        (f"{A}.profiler.tool_config.npu.level=level0", "traces are torch's"),
         (f"{A}.optim.optimizer_impl=bitsandbytes.optim", "the optimizer is torch.optim.AdamW"),
         ("+critic.optim.override_optimizer_config.momentum=1", "the optimizer is torch.optim.AdamW"),
         ("data.image_key=images", "training is on text"),
@@ -148,7 +148,6 @@ def test_spellings_without_effect_say_why(given):
         ("critic.checkpoint.load_contents=[model,optimizer]", "a checkpoint is always read as a whole"),
         ("critic.checkpoint.async_save=true", "saving is done before the next step"),
         ("reward.reward_manager.source=importlib", "managers are built in"),
-        ("data.custom_cls.path=x.py", "data sets are files"),
         ("distillation.enabled=True", "distillation is not supported"),
     ],
 )

@@ -137,7 +137,7 @@ def test_eight_ranks_in_two_pools_on_two_nodes_have_a_device_each(monkeypatch):
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, "num_gpus": 4})
     try:
         cluster.add_node(num_cpus=8, num_gpus=4)
-        with pytest.raises(UserError, match="needs 3 nodes, and the Ray cluster has 2"):
+        with pytest.raises(UserError, match="needs 3 nodes of 4 CPUs and 2 GPUs, and the Ray cluster has"):
             ray_group.RayGroup(ResourcePool(3, 2, "cuda", 2), {}, {"address": cluster.address})
         for noset in (False, True):
             environment = {"env_vars": {variable: "1"}} if noset else {}

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import click
+
 from valor.agents.http_server import (
     Refused,
-    add_address,
     address,
+    address_options,
     authorise,
     key_for,
     listen,
@@ -20,6 +21,7 @@ from valor.agents.http_server import (
     uvicorn_server,
 )
 from valor.agents.search.index import Index, open_index
+from valor.arguments import PATH, command, option
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -87,38 +89,32 @@ def make_app(index: Index, *, topk: int = 3, api_key: str | None = None) -> Star
     return Starlette(routes=[Route("/retrieve", retrieve, methods=["POST"]), Route("/health", health)])
 
 
-def main(argv: list[str]) -> int:
-    """`valor retrieve`: make the index, then serve until a signal ends it."""
-    args = _parser().parse_args(argv)
-    api_key = key_for(args.host, args.api_key_env)
+@command("retrieve", "valor retrieve corpus.jsonl --port 8000", "search")
+@click.argument("corpus", type=PATH)
+@address_options
+@option(
+    "--topk",
+    type=click.IntRange(1, MAX_TOPK),
+    default=3,
+    help="Documents, where a request names no number.",
+)
+@option("--embeddings", metavar="MODEL", help="An encoder, such as intfloat/e5-base-v2, in place of BM25.")
+@option("--index", "folder", type=PATH, metavar="DIR", help="Keep the index there for the next time.")
+def main(
+    corpus: Path, port: int, host: str, api_key_env: str | None, topk: int, embeddings: str | None, folder: Path | None
+) -> int:
+    """Serve Search-R1's POST /retrieve over documents, until a signal ends it.
+
+    CORPUS: jsonl(.gz), json or parquet with `contents`, or `title` and `text`, in each row.
+    """
+    api_key = key_for(host, api_key_env)
     require_libraries()
-    listening = listen(args.host, args.port)
+    listening = listen(host, port)
     began = time.perf_counter()
-    index = open_index(args.corpus, embeddings=args.embeddings, folder=args.index)
-    app = make_app(index, topk=args.topk, api_key=api_key)
+    index = open_index(corpus, embeddings=embeddings, folder=folder)
+    app = make_app(index, topk=topk, api_key=api_key)
     seconds = time.perf_counter() - began
     ready = f"{len(index.documents):,} documents by {index.name}, ready after {seconds:.1f} s"
     print(f"{address(listening)}/retrieve: {ready}", flush=True)
     uvicorn_server(app, timeout_graceful_shutdown=5).run(sockets=[listening])
     return 0
-
-
-def _topk(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= MAX_TOPK:
-        raise argparse.ArgumentTypeError(f"must be a number from 1 to {MAX_TOPK}, got {text}")
-    return int(text)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="valor retrieve",
-        description="Serve Search-R1's POST /retrieve over a corpus: jsonl(.gz), json or parquet with `contents`, or "
-        "`title` and `text`, in each row.",
-    )
-    add: Any = parser.add_argument
-    add("corpus", type=Path, metavar="CORPUS", help="the file with the documents")
-    add_address(parser)
-    add("--topk", type=_topk, default=3, help="documents for requests that name no number (default 3)")
-    add("--embeddings", metavar="MODEL", help="a Hugging Face encoder, such as intfloat/e5-base-v2, in place of BM25")
-    add("--index", type=Path, metavar="DIR", help="keep the index there, and read it from there the next time")
-    return parser
