@@ -27,9 +27,10 @@ class RunInputs:
         data = config.data.model_copy(update={"max_prompt_length": config.start_length})
         self.tokenizer = load_policy_tokenizer(config)
         self.agents = Agents(config, self.tokenizer) if config.plays_episodes else None
-        tools_of = None if self.agents is None else self.agents.schemas_of
-        self.train = PromptDataset(data, self.tokenizer, "train", tools_of)
-        self.val = PromptDataset(data, self.tokenizer, "val", tools_of) if data.val_files else None
+        self._data = data
+        self._tools_of = None if self.agents is None else self.agents.schemas_of
+        self.train = PromptDataset(data, self.tokenizer, "train", self._tools_of)
+        self.val = PromptDataset(data, self.tokenizer, "val", self._tools_of) if data.val_files else None
         dynamic = config.algorithm.filter_groups.enable
         at_once = data.gen_batch_size if dynamic and data.gen_batch_size else data.train_batch_size
         self.sampler = PromptSampler(len(self.train), at_once, seed=data.seed, shuffle=data.shuffle)
@@ -48,7 +49,6 @@ class RunInputs:
         self.judge = Judge(reward_model.judge, config.reward.error_score) if reward_model.asks_judge else None
         if self.judge is not None:
             self.judge.check()
-        self._val_batch_size = data.val_batch_size
         trainer = config.trainer
         # Under dynamic sampling a step may draw more prompts than this: epochs then are a measure of the run's length.
         steps_per_epoch = max(len(self.train) // data.train_batch_size, 1)
@@ -63,10 +63,18 @@ class RunInputs:
         """The token between the texts of a pair, for a reward model that reads pairs."""
         return self.reward_texts.separator_id if self.reward_texts is not None else None
 
-    def validation_chunks(self) -> Iterator[list[PromptRow]]:
-        """The validation prompts in pieces of `data.val_batch_size` (one piece when that is null)."""
-        rows = list(self.val) if self.val is not None else []
-        size = self._val_batch_size or len(rows)
+    def validation_prompts(self, files: Sequence[str]) -> PromptDataset:
+        """All prompts of files beside those of the run. UserError: a bad row, or one that nobody can grade."""
+        data = self._data.model_copy(update={"val_files": list(files), "val_max_samples": -1})
+        prompts = PromptDataset(data, self.tokenizer, "val", self._tools_of)
+        self.rewards.check(_to_grade(prompts, self.agents))
+        _check_truths(prompts, self.rewards, self.agents)
+        return prompts
+
+    def validation_chunks(self, prompts: PromptDataset) -> Iterator[list[PromptRow]]:
+        """Validation prompts in pieces of `data.val_batch_size` (one piece when that is null)."""
+        rows = list(prompts)
+        size = self._data.val_batch_size or len(rows)
         for start in range(0, len(rows), max(size, 1)):
             yield rows[start : start + size]
 

@@ -22,22 +22,39 @@ def run_command(words: str, argv: Sequence[str] | None, root: type[Root], start:
     mistake in it is told at once.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    command = shlex.join(["valor", *words.split(), *arguments])
-    return exit_code(lambda: _run(load(arguments, root, _check), command, start))
+    return exit_code(lambda: _run(words, arguments, root, start))
 
 
-def _run(loaded: LoadedConfig[Root], command: str, start: Start[Root]) -> int:
-    from valor.trainer.checks import inert_settings
-    from valor.trainer.plan import plan
-
-    for note in loaded.notes:
-        print(f"note: {note}", file=sys.stderr)
+def _run(words: str, arguments: Sequence[str], root: type[Root], start: Start[Root]) -> int:
+    loaded = load_checked(arguments, root)
+    tell_notes(loaded)
     if loaded.dry_run:
+        from valor.trainer.plan import plan
+
         print(plan(loaded.config, loaded.explicit_keys))
         return 0
-    for key, reason in inert_settings(loaded.config, loaded.explicit_keys).items():
-        print(f"note: {key}: {reason}", file=sys.stderr)
-    return start(loaded.config, command)
+    return start(loaded.config, command_line(words, arguments))
+
+
+def load_checked(arguments: Sequence[str], root: type[Root]) -> LoadedConfig[Root]:
+    """The configuration that was asked for, with which a run can begin. UserError: every mistake, a line each."""
+    return load(arguments, root, _check)
+
+
+def command_line(words: str, arguments: Sequence[str]) -> str:
+    """What one would type."""
+    return shlex.join(["valor", *words.split(), *arguments])
+
+
+def tell_notes(loaded: LoadedConfig[Root]) -> None:
+    """Say what was read otherwise than it was written, and (but for a plan, which says it) what has no effect."""
+    for note in loaded.notes:
+        print(f"note: {note}", file=sys.stderr)
+    if not loaded.dry_run:
+        from valor.trainer.checks import inert_settings
+
+        for key, reason in inert_settings(loaded.config, loaded.explicit_keys).items():
+            print(f"note: {key}: {reason}", file=sys.stderr)
 
 
 def _check(config: Section) -> list[str]:

@@ -162,6 +162,7 @@ def _reference(config: PPOConfig) -> str:
 def _reward(config: PPOConfig) -> str:
     function, model = config.reward.custom_reward_function, config.reward.reward_model
     graded = f"{function.path}:{function.name}" if function.path else f"built in, by column {config.data.reward_fn_key}"
+    graded = graded.removesuffix(f".pkl:{function.name}")  # a Python session's functions
     if model.enable:
         judge = model.judge
         name = f"judge {judge.model} at {judge.url}" if judge.url else f"reward model {model.model_path}"
