@@ -90,20 +90,8 @@ class RunInputs:
 
     def _check_model(self, config: PPOConfig) -> None:
         """UserError: the policy has too few positions for what it is to write, or no such token."""
-        model, data = config.actor_rollout_ref.model, config.data
-        described = load_model_config(model).get_text_config()
-        positions = getattr(described, "max_position_embeddings", None)
-        whole = data.max_prompt_length + data.max_response_length
-        lengths = {"data.max_prompt_length + data.max_response_length": whole}
-        if self.agents is not None:  # its rows may be that long
-            lengths["actor_rollout_ref.rollout.max_model_len"] = config.actor_rollout_ref.rollout.max_model_len
-        for key, longest in lengths.items():
-            if positions is not None and longest > positions:
-                raise UserError(
-                    f"{key} is {longest} tokens, and the model '{model.path}' has {positions} positions: set it lower, "
-                    "or take a model that reads longer texts"
-                )
-        size = int(described.vocab_size)
+        model = config.actor_rollout_ref.model
+        size = int(check_positions(config).vocab_size)
         largest = max(self.eos_token_ids, default=0)
         if len(self.tokenizer) > size:
             largest = max(largest, *(max(row.prompt_ids) for row in [*self.train, *(self.val or ())]))
@@ -144,6 +132,24 @@ def _check_truths(rows: PromptDataset, rewards: RewardExecutor, agents: Agents |
             f"'{missing[0].data_source}' needs ({len(missing)} of {len(rows)} {rows.split} prompts): fill it in or "
             "leave such rows out"
         )
+
+
+def check_positions(config: PPOConfig) -> Any:
+    """The policy's text config. UserError: it has too few positions for what the policy is to read and write."""
+    model, data = config.actor_rollout_ref.model, config.data
+    described = load_model_config(model).get_text_config()
+    positions = getattr(described, "max_position_embeddings", None)
+    whole = data.max_prompt_length + data.max_response_length
+    lengths = {"data.max_prompt_length + data.max_response_length": whole}
+    if config.plays_episodes:  # its rows may be that long
+        lengths["actor_rollout_ref.rollout.max_model_len"] = config.actor_rollout_ref.rollout.max_model_len
+    for key, longest in lengths.items():
+        if positions is not None and longest > positions:
+            raise UserError(
+                f"{key} is {longest} tokens, and the model '{model.path}' has {positions} positions: set it lower, "
+                "or take a model that reads longer texts"
+            )
+    return described
 
 
 def load_reward_texts(model: RewardModelConfig, policy_tokenizer: Any) -> RewardTexts | CriticTexts:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from valor.config import LoadedConfig, Section, load
-from valor.errors import exit_code
+from valor.errors import UserError, exit_code
 
 Root = TypeVar("Root", bound=Section)
 Start = Callable[[Root, str], int]
@@ -26,14 +26,34 @@ def run_command(words: str, argv: Sequence[str] | None, root: type[Root], start:
 
 
 def _run(words: str, arguments: Sequence[str], root: type[Root], start: Start[Root]) -> int:
+    if "--dry-run" in arguments:
+        return _dry_run(arguments, root)
     loaded = load_checked(arguments, root)
     tell_notes(loaded)
-    if loaded.dry_run:
-        from valor.trainer.plan import plan
-
-        print(plan(loaded.config, loaded.explicit_keys))
-        return 0
     return start(loaded.config, command_line(words, arguments))
+
+
+def _dry_run(arguments: Sequence[str], root: type[Root]) -> int:
+    """Print the plan. UserError: all that is wrong with the configuration, and all that it lacks on this machine."""
+    lacks: list[str] = []
+
+    def look(config: Any) -> list[str]:
+        from valor.trainer.dry_run import lacking
+
+        lacks.extend(lacking(config))
+        return _check(config)
+
+    try:
+        loaded = load(arguments, root, look)
+    except UserError as error:
+        raise UserError("\n".join([str(error), *lacks])) from None
+    from valor.trainer.plan import plan
+
+    tell_notes(loaded)
+    print(plan(loaded.config, loaded.explicit_keys), flush=True)
+    if lacks:
+        raise UserError("\n".join(lacks))
+    return 0
 
 
 def load_checked(arguments: Sequence[str], root: type[Root]) -> LoadedConfig[Root]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
+import torch
+
 from valor.config import (
     BackboneConfig,
     CriticConfig,
@@ -185,6 +187,8 @@ def _reward(config: PPOConfig) -> str:
 def _processes(trainer: RunConfig, nodes: int) -> str:
     where = "on this machine" if nodes == 1 else f"on each of {nodes} nodes"
     per_node = trainer.n_gpus_per_node
+    if trainer.device == "auto" and nodes == 1 and per_node == 1 and not torch.cuda.is_available():
+        return f"one CPU process, {where}: it has no GPU"
     if per_node is not None:
         each = _count(per_node, "CPU process" if trainer.device == "cpu" else "GPU")
         return f"{each} {where}" + (f" = {per_node * nodes}" if nodes > 1 else "")
