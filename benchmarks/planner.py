@@ -40,7 +40,7 @@ CASES = {
     "FSDP, 1 process, packed": FLOAT32,
     "FSDP, 2 processes, bfloat16": ["trainer.n_gpus_per_node=2"],
     "LoRA of rank 16": [*FLOAT32, "actor_rollout_ref.model.lora_rank=16", "critic.model.lora_rank=16"],
-    "ensemble of 2 critics": [*FLOAT32, "critic.ensemble_size=2"],
+    "ensemble of 2 critics": [*FLOAT32, "critic.ensemble_size=2", "critic.model.value_head_init=normal"],
     "padded, all activations kept": [
         *FLOAT32, *NOT_CHECKPOINTED, "actor_rollout_ref.model.use_remove_padding=false",
         "critic.model.use_remove_padding=false",

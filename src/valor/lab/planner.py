@@ -28,7 +28,7 @@ from valor.trainer.command import load_checked
 
 GIB = 2.0**30
 _BYTES = {"float32": 4, "bfloat16": 2}
-_PROCESS = {"cpu": 0.62 * GIB, "cuda": 0.8 * GIB}  # of Python and its libraries, or of a CUDA context: measured
+_PROCESS = {"cpu": 0.75 * GIB, "cuda": 0.8 * GIB}  # of Python and its libraries, or of a CUDA context: measured
 _PRODUCT = {"cpu": 2**27, "cuda": 2**29}  # elements of the head's product (valor.models.token_log_probs)
 _SPARE = 0.92  # of a device's memory: the allocator's fragments and what other libraries hold
 _TRAIN, _FORWARD = 8, 2  # floating-point operations for a weight and a token; training computes activations twice
@@ -154,7 +154,11 @@ def _held(shape: Shape, fsdp: FSDPConfig, machine: Machine, trains: bool) -> flo
     """Bytes of weights and optimizer state that a role keeps on the device outside of its turn."""
     each = _BYTES[fsdp.model_dtype] / _shards(fsdp, machine)
     moves = machine.device == "cuda"
+    gathered = 0.0
+    if not moves:  # freed after each use, but the C library keeps it for the next
+        gathered = 0.0 if fsdp.reshard_after_forward else shape.weights * _BYTES[fsdp.dtype]
     weights = 0.0 if moves and (fsdp.param_offload or fsdp.offload_policy) else shape.weights * each
+    weights += gathered
     if not trains or (moves and (fsdp.optimizer_offload or fsdp.offload_policy)):
         return weights
     return weights + 2 * shape.trained * each
@@ -180,7 +184,8 @@ class _Use:
         back = _held(shape, fsdp, machine, trains) if machine.device == "cuda" else 0.0  # what comes back to the device
         stays = _held(shape, fsdp.model_copy(update=_STAYS), machine, trains)
         parts = {"weights and optimizer, back": stays - back} if back < stays and machine.device == "cuda" else {}
-        parts["gathered weights"] = self._gathered()
+        if self._reshards or machine.device == "cuda":
+            parts["gathered weights"] = self._gathered()
         if trains:
             parts["gradients"] = self._gradients()
         parts["activations"] = self._activations(trains)
@@ -197,9 +202,6 @@ class _Use:
         return self.machine.device == "cuda" if asked is None else asked
 
     def _gathered(self) -> float:
-        fsdp = self.role.fsdp_config
-        if self.machine.processes == 1 and _BYTES[fsdp.model_dtype] == self._compute:
-            return 0.0
         return (2 * self.shape.largest_part if self._reshards else self.shape.weights) * self._compute
 
     def _gradients(self) -> float:
@@ -237,15 +239,17 @@ _STAYS = {"param_offload": False, "optimizer_offload": False, "offload_policy": 
 
 
 def _generation(config: PPOConfig, shape: Shape, machine: Machine, samples: int) -> Phase:
-    rollout, data = config.actor_rollout_ref.rollout, config.data
-    size, mine = _BYTES[config.actor_rollout_ref.actor.fsdp_config.dtype], math.ceil(samples / machine.processes)
+    rollout, data, fsdp = config.actor_rollout_ref.rollout, config.data, config.actor_rollout_ref.actor.fsdp_config
+    size, mine = _BYTES[fsdp.dtype], math.ceil(samples / machine.processes)
     rows = min(mine, rollout.max_num_seqs or mine)
     longest = data.max_prompt_length + data.max_response_length
     weights, cache = shape.weights * size, rows * longest * shape.cache * size
     steps = data.max_response_length * math.ceil(mine / rows)
     read = steps * (weights + cache / 2) / machine.bandwidth
     compute = _FORWARD * shape.weights * mine * longest / machine.flops
-    parts = {"weights to generate with": float(weights), "keys and values": float(cache)}
+    parts = {"keys and values": float(cache)}
+    if machine.device == "cuda" or fsdp.reshard_after_forward:
+        parts["gathered weights"] = float(weights)
     if rollout.name == "vllm":
         parts = {"vLLM (rollout.gpu_memory_utilization)": rollout.gpu_memory_utilization * machine.memory}
     elif rollout.name == "server":
