@@ -26,7 +26,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "critic score": ("valor.lab.critic_score:main", "the scorecard of a critic: key=value …"),
     "critic publish": ("valor.lab.publish:main", "CKPT_OR_HF_DIR OUT: a critic as a model with its card"),
     "lab sweep": ("valor.lab.sweep:main", "FILE.yaml: arms x seeds of a command, with intervals and tests"),
-    "plan": ("valor.lab.planner:main", "[--gpus N --memory GIB]: memory and time of a run, before it: key=value …"),
+    "plan": (
+        "valor.lab.plan_command:main",
+        "[--gpus N --memory GIB]: memory and time of a run, before it: key=value …",
+    ),
     "doctor": ("valor.lab.doctor:main", "what this machine has, and whether a run works on it, in seconds"),
     "config keys": ("valor.cli:config_keys", "[PREFIX]: every key with its type, default and meaning"),
     "algorithms": ("valor.cli:algorithms", "the advantage estimators and losses, and what each needs"),
