@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -49,17 +49,16 @@ def lacking(config: PPOConfig | SupervisedConfig) -> list[str]:
 def _ppo(config: PPOConfig) -> Iterator[Check]:
     policy, data, reward_model = config.actor_rollout_ref, config.data, config.reward.reward_model
     yield partial(_check_devices, config)
-    tokenizer = None
+    at = data.tokenizer or policy.model.tokenizer_path or policy.model.path
+    tokenizer = _tokenizer_of(at, policy.model, chat=True)
     if _is_here(policy.model.path):
         yield partial(check_positions, config)
-        at = data.tokenizer or policy.model.tokenizer_path or policy.model.path
-        if _is_here(at):
-            tokenizer = _Loaded(at, policy.model, chat=True)
-            yield tokenizer.load
+    if tokenizer is not None:
+        yield tokenizer
     if config.critic.enable and _is_here(config.critic.model.path):
         yield partial(load_model_config, config.critic.model)
-        if tokenizer is not None and tokenizer.found is not None:
-            yield partial(check_critic_tokenizer, config, tokenizer.found)
+        if tokenizer is not None:
+            yield lambda: check_critic_tokenizer(config, tokenizer())
     if reward_model.is_role and reward_model.model_path is not None and _is_here(reward_model.model_path):
         yield partial(reward_model_kind, reward_model)
     if not reward_model.replaces_rule:
@@ -78,25 +77,25 @@ def _supervised(config: SupervisedConfig) -> Iterator[Check]:
     if _is_here(config.model.path):
         yield partial(load_model_config, config.model)
     at = config.model.tokenizer_path or config.model.path
-    if _is_here(at):
-        yield _Loaded(at, config.model, chat=isinstance(config, SFTConfig)).load
+    if tokenizer := _tokenizer_of(at, config.model, chat=isinstance(config, SFTConfig)):
+        yield tokenizer
     for path in [*config.data.train_files, *(config.data.val_files or [])]:
         yield partial(_check_texts, path, config)
 
 
-class _Loaded:
-    """A tokenizer that further checks use, once it is `found`."""
+def _tokenizer_of(path: str, model: Any, *, chat: bool) -> Callable[[], Any] | None:
+    """What loads it, once; None where it would be downloaded."""
 
-    def __init__(self, path: str, model: Any, *, chat: bool) -> None:
-        self._path, self._model, self._chat, self.found = path, model, chat, None
-
-    def load(self) -> None:
-        self.found = load_tokenizer(
-            self._path,
-            trust_remote_code=self._model.trust_remote_code,
-            custom_chat_template=self._model.custom_chat_template,
-            require_chat_template=self._chat,
+    @cache
+    def load() -> Any:
+        return load_tokenizer(
+            path,
+            trust_remote_code=model.trust_remote_code,
+            custom_chat_template=model.custom_chat_template,
+            require_chat_template=chat,
         )
+
+    return load if _is_here(path) else None
 
 
 def _is_here(path: str) -> bool:
@@ -118,7 +117,7 @@ def _check_folder(folder: Path) -> None:
         raise UserError(f"trainer.default_local_dir={folder}: nothing can be written to '{there}'")
 
 
-def _check_prompts(path: str, data: DataConfig, tokenizer: _Loaded | None, graded: bool) -> None:
+def _check_prompts(path: str, data: DataConfig, tokenizer: Callable[[], Any] | None, graded: bool) -> None:
     """The first rows: their columns, that somebody can grade them, and that the first one fits."""
     required = (data.prompt_key, data.reward_fn_key, "reward_model")
     records = islice(read_records(existing_file(path), required, OPTIONAL_COLUMNS), _FIRST_ROWS)
@@ -126,10 +125,10 @@ def _check_prompts(path: str, data: DataConfig, tokenizer: _Loaded | None, grade
     if graded:
         require_graders(row.data_source for row in rows)
         _check_truths(rows)
-    if tokenizer is None or tokenizer.found is None or data.filter_overlong_prompts or data.truncation != "error":
+    if tokenizer is None or data.filter_overlong_prompts or data.truncation != "error":
         return
-    text = render(tokenizer.found, rows[0].messages, data.apply_chat_template_kwargs, rows[0].where)
-    length = len(token_ids(tokenizer.found, [text])[0])
+    text = render(tokenizer(), rows[0].messages, data.apply_chat_template_kwargs, rows[0].where)
+    length = len(token_ids(tokenizer(), [text])[0])
     if length > data.max_prompt_length:
         raise UserError(
             f"{rows[0].where}: the prompt has {length} tokens, data.max_prompt_length is {data.max_prompt_length}: "
