@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from valor.config import PPOConfig, RMConfig, SFTConfig
 from valor.errors import UserError
@@ -41,8 +41,8 @@ class PPO(PythonRun):
         arguments |= {name: one for name, one in sections.items() if isinstance(one, Mapping)}
         self._functions: RewardFunctions | None = None
         if reward is not None and not isinstance(reward, Mapping):
-            several = isinstance(reward, Sequence) and not isinstance(reward, str)
-            self._functions = RewardFunctions([*reward] if several else [reward], reward_weights)
+            functions = [*reward] if isinstance(reward, list | tuple) else [cast(Any, reward)]
+            self._functions = RewardFunctions(functions, reward_weights)
         elif reward_weights is not None:
             raise UserError("reward_weights are those of reward functions: give reward=[...]")
         if isinstance(algorithm, str):

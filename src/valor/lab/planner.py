@@ -226,8 +226,11 @@ class _Use:
         shape, size, tokens = self.shape, self._compute, self.micro_batch()
         row = self.config.data.max_prompt_length + self.config.data.max_response_length
         # A layer's own: what its norms, projections, rotations and products leave for the backward pass.
-        layer = size * (8 * shape.hidden + 4 * shape.heads * shape.head_dim + 4 * shape.width) + 16 * shape.hidden
-        if self.machine.device == "cpu" and row <= 1024:  # scores in float32, their softmax, and that in half precision
+        layer = size * (6 * shape.hidden + 3 * shape.heads * shape.head_dim + 4 * shape.width)
+        layer += 8 * shape.hidden if size == 2 else 0  # norms compute in float32
+        if (
+            self.machine.device == "cpu" and row <= 1024 and self.model.use_remove_padding
+        ):  # scores in float32, their softmax, and that in half precision
             layer += row * shape.heads * (8 + size)
         product = min(tokens * shape.vocabulary, _PRODUCT[self.machine.device]) * size
         if not trains:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+from collections import ChainMap
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -161,4 +162,4 @@ class _Pickler(cloudpickle.Pickler):
     def _code(code: CodeType) -> Any:
         return cloudpickle.Pickler.dispatch_table[CodeType](code.replace(co_filename=Path(code.co_filename).name))
 
-    dispatch_table = cloudpickle.Pickler.dispatch_table.new_child({CodeType: _code})
+    dispatch_table: Any = ChainMap({CodeType: _code}, dict(cloudpickle.Pickler.dispatch_table))  # noqa: RUF012

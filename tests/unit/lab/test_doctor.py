@@ -18,11 +18,19 @@ def test_what_the_machine_has_is_said_in_a_line(capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_works_here(capsys, monkeypatch):
+def test_a_run_works_here(capsys):
     works, said = doctor.self_test()
     assert works and said.startswith("ok in ") and "bit for bit" in said, said
     assert capsys.readouterr().out == ""
-    monkeypatch.setattr(doctor, "_AGREE", -1.0)
+
+
+def test_one_that_does_not_work_is_told(capsys, monkeypatch):
+    def broken(*arguments):
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(doctor, "_run", broken)
     monkeypatch.setattr(doctor, "_reach", lambda servers: ())
     assert cli.main(["doctor"]) == 1
-    assert "self-test    FAILED in" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "self-test    failed: RuntimeError: no such instruction" in said
+    assert said.splitlines()[-1].endswith("no such instruction")
