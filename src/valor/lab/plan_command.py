@@ -106,6 +106,10 @@ def main(argv: list[str]) -> int:
     """`valor plan`; exit code 1 where the run does not fit."""
     args, settings = _parser().parse_known_args(argv)
     config = load_checked(settings, PPOConfig).config
+    if config.pools:
+        raise UserError(
+            f"valor plan is for roles that share their processes: leave out the pool {', '.join(config.pools)}"
+        )
     if args.gpus:
         memory = (args.memory or 80.0) * GIB
         machine = Machine("cuda", args.gpus * args.nodes, memory, args.tflops * 1e12, args.bandwidth * 1e9)

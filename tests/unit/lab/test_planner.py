@@ -105,3 +105,5 @@ def test_the_command_says_what_fits_and_which_key_would_help(seven, capsys):
 def test_mistakes_are_one_line(capsys):
     assert cli.main(["plan", "--gpus", "8", "actor_rollout_ref.model.path=/nowhere"]) == 2
     assert capsys.readouterr().err == "there is no model directory '/nowhere'\n"
+    assert cli.main(["plan", "--gpus", "8", "actor_rollout_ref.rollout.nnodes=1"]) == 2
+    assert "leave out the pool rollout" in capsys.readouterr().err
