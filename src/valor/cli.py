@@ -57,6 +57,11 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "publish": ("valor.lab.publish:actor", "CKPT_OR_HF_DIR OUT: a policy as a model with its card, and on the hub"),
     "lab sweep": ("valor.lab.sweep:main", "FILE.yaml: arms x seeds of a command, with intervals and tests"),
     "config keys": ("valor.cli:config_keys", "[PREFIX or WORD …]: keys with type, default and meaning"),
+    "plan": (
+        "valor.lab.plan_command:main",
+        "[--gpus N --memory GIB]: memory and time of a run, before it: key=value …",
+    ),
+    "doctor": ("valor.lab.doctor:main", "what this machine has, and whether a run works on it, in seconds"),
     "algorithms": ("valor.cli:algorithms", "the advantage estimators and losses, and what each needs"),
     "data prepare": ("valor.data.prepare:main", "[NAME]: a public data set, or your own, as files to train on"),
     "rewards list": ("valor.rewards.registry:main", "which grader scores which data_source, and its components"),

@@ -24,7 +24,7 @@ from valor.config import PPOConfig
 from valor.controller.group import Roles
 from valor.data.batch import Batch
 from valor.data.episodes import Episodes
-from valor.data.prompts import PromptRow
+from valor.data.prompts import PromptDataset, PromptRow
 from valor.rewards.executor import RewardResult
 from valor.rewards.manager import summarize
 from valor.tracking.metrics import Timer
@@ -114,14 +114,14 @@ class Collector:
             self.roles["rollout"].sleep()
         return batch, metrics
 
-    def validation_batch(self, step: int) -> tuple[Batch, list[RewardResult]]:
-        """Responses to the whole validation set after `step`, and their grades (without penalties for length)."""
+    def validation_batch(self, step: int, dataset: PromptDataset) -> tuple[Batch, list[RewardResult]]:
+        """Responses to a whole validation set after `step`, and their grades (without penalties for length)."""
         with nullcontext() if self.supply is None else self.supply.standing():
             self.generation.files.begin(f"val_{step}")
             params = sampling_params(self.config, validation=True)
             parts: list[Batch] = []
             first = 0
-            for rows in self.inputs.validation_chunks():
+            for rows in self.inputs.validation_chunks(dataset):
                 prompts = prompt_batch(
                     rows,
                     samples_per_prompt=self.rollout.val_kwargs.n,

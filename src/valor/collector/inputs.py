@@ -28,9 +28,10 @@ class RunInputs:
         data = config.data.model_copy(update={"max_prompt_length": config.start_length})
         self.tokenizer = load_policy_tokenizer(config)
         self.agents = Agents(config, self.tokenizer) if config.plays_episodes else None
-        tools_of = None if self.agents is None else self.agents.schemas_of
-        self.train = PromptDataset(data, self.tokenizer, "train", tools_of)
-        self.val = PromptDataset(data, self.tokenizer, "val", tools_of) if data.val_files else None
+        self._data = data
+        self._tools_of = None if self.agents is None else self.agents.schemas_of
+        self.train = PromptDataset(data, self.tokenizer, "train", self._tools_of)
+        self.val = PromptDataset(data, self.tokenizer, "val", self._tools_of) if data.val_files else None
         dynamic = config.algorithm.filter_groups.enable
         at_once = data.gen_batch_size if dynamic and data.gen_batch_size else data.train_batch_size
         self.sampler = PromptSampler(len(self.train), at_once, seed=data.seed, shuffle=data.shuffle)
@@ -51,7 +52,6 @@ class RunInputs:
         self.judge = Judge(reward_model.judge, config.reward.error_score) if reward_model.asks_judge else None
         if self.judge is not None:
             self.judge.check()
-        self._val_batch_size = data.val_batch_size
         trainer = config.trainer
         # Under dynamic sampling a step may draw more prompts than this: epochs then are a measure of the run's length.
         steps_per_epoch = max(len(self.train) // data.train_batch_size, 1)
@@ -66,10 +66,18 @@ class RunInputs:
         """The token between the texts of a pair, for a reward model that reads pairs."""
         return self.reward_texts.separator_id if self.reward_texts is not None else None
 
-    def validation_chunks(self) -> Iterator[list[PromptRow]]:
-        """The validation prompts in pieces of `data.val_batch_size` (one piece when that is null)."""
-        rows = list(self.val) if self.val is not None else []
-        size = self._val_batch_size or len(rows)
+    def validation_prompts(self, files: Sequence[str]) -> PromptDataset:
+        """All prompts of files beside those of the run. UserError: a bad row, or one that nobody can grade."""
+        data = self._data.model_copy(update={"val_files": list(files), "val_max_samples": -1})
+        prompts = PromptDataset(data, self.tokenizer, "val", self._tools_of)
+        self.rewards.check(_to_grade(prompts, self.agents))
+        _check_truths(prompts, self.rewards, self.agents)
+        return prompts
+
+    def validation_chunks(self, prompts: PromptDataset) -> Iterator[list[PromptRow]]:
+        """Validation prompts in pieces of `data.val_batch_size` (one piece when that is null)."""
+        rows = list(prompts)
+        size = self._data.val_batch_size or len(rows)
         for start in range(0, len(rows), max(size, 1)):
             yield rows[start : start + size]
 
@@ -83,20 +91,8 @@ class RunInputs:
 
     def _check_model(self, config: PPOConfig) -> None:
         """UserError: the policy has too few positions for what it is to write, or no such token."""
-        model, data = config.actor_rollout_ref.model, config.data
-        described = load_model_config(model).get_text_config()
-        positions = getattr(described, "max_position_embeddings", None)
-        whole = data.max_prompt_length + data.max_response_length
-        lengths = {"data.max_prompt_length + data.max_response_length": whole}
-        if self.agents is not None:  # its rows may be that long
-            lengths["actor_rollout_ref.rollout.max_model_len"] = config.actor_rollout_ref.rollout.max_model_len
-        for key, longest in lengths.items():
-            if positions is not None and longest > positions:
-                raise UserError(
-                    f"{key} is {longest} tokens, and the model '{model.path}' has {positions} positions: set it lower, "
-                    "or take a model that reads longer texts"
-                )
-        size = int(described.vocab_size)
+        model = config.actor_rollout_ref.model
+        size = int(check_positions(config).vocab_size)
         largest = max(self.eos_token_ids, default=0)
         if len(self.tokenizer) > size:
             largest = max(largest, *(max(row.prompt_ids) for row in [*self.train, *(self.val or ())]))
@@ -147,6 +143,24 @@ def _check_truths(rows: PromptDataset, rewards: RewardExecutor, agents: Agents |
             f"'{missing[0].data_source}' needs ({len(missing)} of {len(rows)} {rows.split} prompts): fill it in or "
             "leave such rows out"
         )
+
+
+def check_positions(config: PPOConfig) -> Any:
+    """The policy's text config. UserError: it has too few positions for what the policy is to read and write."""
+    model, data = config.actor_rollout_ref.model, config.data
+    described = load_model_config(model).get_text_config()
+    positions = getattr(described, "max_position_embeddings", None)
+    whole = data.max_prompt_length + data.max_response_length
+    lengths = {"data.max_prompt_length + data.max_response_length": whole}
+    if config.plays_episodes:  # its rows may be that long
+        lengths["actor_rollout_ref.rollout.max_model_len"] = config.actor_rollout_ref.rollout.max_model_len
+    for key, longest in lengths.items():
+        if positions is not None and longest > positions:
+            raise UserError(
+                f"{key} is {longest} tokens, and the model '{model.path}' has {positions} positions: set it lower, "
+                "or take a model that reads longer texts"
+            )
+    return described
 
 
 def load_reward_texts(model: RewardModelConfig, policy_tokenizer: Any) -> RewardTexts | CriticTexts:

@@ -104,7 +104,8 @@ def literal(value: Any) -> str:
     if isinstance(value, str):
         if value.startswith("${"):
             return value
-        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+        # The grammar reads backslashes as they are, but for those before a quote.
+        return "'" + re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value) + "'"
     if isinstance(value, list):
         return f"[{','.join(literal(item) for item in value)}]"
     if isinstance(value, dict):

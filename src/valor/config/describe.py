@@ -135,6 +135,11 @@ def describe_errors(root: type[BaseModel], error: ValidationError, set_keys: Col
     return [_line(root, key, details[0]) for key, details in wrong.items() if key in set_keys or key not in inherited]
 
 
+def wrong_keys(root: type[BaseModel], error: ValidationError) -> list[str]:
+    """The keys that an error is about."""
+    return list(dict.fromkeys(_key_of(root, detail["loc"]) for detail in error.errors(include_url=False)))
+
+
 def _key_of(root: type[BaseModel], location: tuple[int | str, ...]) -> str:
     """The longest leading part of a pydantic location that is a key (the rest are union branches and indices), and
     of an unknown key the part after that."""

@@ -11,9 +11,10 @@ from pydantic import ValidationError
 from valor.config.base import Section
 from valor.config.command_line import parse_overrides, read_arguments
 from valor.config.composition import Reading, compose_tree, translate
-from valor.config.describe import describe_errors
+from valor.config.describe import describe_errors, wrong_keys
 from valor.config.ppo import PPOConfig
 from valor.config.rules import contradictions
+from valor.config.tree import without
 from valor.errors import UserError
 
 Root = TypeVar("Root", bound=Section)
@@ -46,11 +47,18 @@ def load(
     reading = Reading(*parse_overrides(line.overrides))
     compose_tree(root, line, reading)
     translate(root, reading)
+    mistakes, wrong = reading.mistakes, list[str]()
     try:
         config = root.model_validate(reading.tree)
     except ValidationError as error:
-        raise UserError("\n".join([*reading.mistakes, *describe_errors(root, error, reading.set_keys)])) from error
-    mistakes = [*reading.mistakes, *contradictions(config), *(check(config) if check is not None else [])]
+        mistakes += describe_errors(root, error, reading.set_keys)
+        wrong = wrong_keys(root, error)
+        try:  # with their defaults, to see what else is wrong
+            config = root.model_validate(without(reading.tree, wrong))
+        except ValidationError:
+            raise UserError("\n".join(dict.fromkeys(mistakes))) from error
+    found = [*contradictions(config), *(check(config) if check is not None else [])]
+    mistakes += [line for line in found if not any(key in line for key in wrong)]
     if mistakes:
         raise UserError("\n".join(dict.fromkeys(mistakes)))
     notes = tuple(dict.fromkeys(reading.notes))

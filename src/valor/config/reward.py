@@ -17,7 +17,7 @@ class CustomRewardFunctionConfig(Section):
     """A grader of the user's own: (data_source, solution_str, ground_truth, extra_info) -> score."""
 
     path: PathStr | None = None
-    """Python file; null uses the built-in grader of each data source."""
+    """Python file, or what valor.train wrote; null uses the built-in grader of each data source."""
     name: str = "compute_score"
     """Function in it."""
     reward_kwargs: dict[str, Any] = key({})

@@ -52,7 +52,7 @@ class DemonstrationDataset(Sequence[Demonstration]):
         # Which columns there must be depends on the row: messages, or prompt and response.
         records = [record for path in paths for record in read_records(path)]
         numbers = subset(len(records), limit, seed, 0, SUBSET_STREAM, shuffle=data.shuffle)
-        chats = [(where, *_chat(record, where, data)) for where, record in (records[i] for i in numbers)]
+        chats = [(where, *chat_of(record, where, data)) for where, record in (records[i] for i in numbers)]
         kwargs = data.apply_chat_template_kwargs
         pieces = [
             (where, row)
@@ -92,7 +92,7 @@ class DemonstrationDataset(Sequence[Demonstration]):
         return batch
 
 
-def _chat(record: Mapping[str, Any], where: str, data: SFTDataConfig) -> tuple[list[dict[str, Any]], list[Any]]:
+def chat_of(record: Mapping[str, Any], where: str, data: SFTDataConfig) -> tuple[list[dict[str, Any]], list[Any]]:
     """The row's messages, from its messages column or its prompt and response; and the schemas of its tools."""
     if data.messages_key in record:
         chat = parse_messages(_with_calls(record[data.messages_key]), where, data.messages_key)

@@ -98,7 +98,7 @@ def read_preferences(paths: Sequence[str], data: RMDataConfig) -> list[Preferenc
     if not paths:
         raise UserError("no data file given: set data.train_files to a parquet or jsonl file of preference pairs")
     required = (data.chosen_key, data.rejected_key)
-    return [_pair(record, where, data) for path in paths for where, record in read_records(path, required)]
+    return [pair_of(record, where, data) for path in paths for where, record in read_records(path, required)]
 
 
 def preference_accuracy(
@@ -149,7 +149,8 @@ def as_metrics(found: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in named.items() if value is not None}
 
 
-def _pair(record: Mapping[str, Any], where: str, data: RMDataConfig) -> Preference:
+def pair_of(record: Mapping[str, Any], where: str, data: RMDataConfig) -> Preference:
+    """One checked record. UserError: what is wrong with it."""
     prompt = record.get(data.prompt_key)
     if prompt is not None:
         prompt = parse_messages(prompt, where, data.prompt_key, text_role="user")

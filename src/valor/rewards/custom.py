@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from valor.errors import UserError
+from valor.rewards.functions import unpickled
 from valor.user_files import load_file
 
 _MODULE = "pkg://"  # begins the path of a module
@@ -20,8 +21,8 @@ _BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_inf
 class CustomFunction:
     """`reward.custom_reward_function`: a function that grades, where to find it, and extra keywords for it.
 
-    `path` is a Python file or `pkg://package.module`. `whole_batch`: it takes lists, one entry a sample, and returns a
-    list of what is otherwise returned for one.
+    `path` is a Python file, `pkg://package.module`, or a .pkl that a Python session wrote. `whole_batch`: it takes
+    lists, one entry a sample, and returns a list of what is otherwise returned for one.
     """
 
     path: str
@@ -53,6 +54,8 @@ class CustomFunction:
         return function
 
     def _found(self) -> Callable[..., Any]:
+        if self.path.endswith(".pkl"):
+            return unpickled(self.path)
         if self.path.startswith(_MODULE):
             name = self.path.removeprefix(_MODULE)
             try:

@@ -146,12 +146,12 @@ def read_run_info(run_dir: Path) -> dict[str, Any]:
         raise UserError(f"'{path}' is damaged ({error}): delete it, it is written anew by every start") from error
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write beside and rename: whoever opens `path` finds the old text or the new one, never half of it."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write beside and rename: whoever opens `path` finds the old content or the new one, never half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.tmp")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
+    with beside.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     beside.replace(path)

@@ -6,10 +6,10 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from valor.config import LoadedConfig, Section, load
-from valor.errors import exit_code
+from valor.errors import UserError, exit_code
 from valor.tracking.progress_console import show_progress
 
 Root = TypeVar("Root", bound=Section)
@@ -24,24 +24,64 @@ def run_command(words: str, argv: Sequence[str] | None, root: type[Root], start:
     mistake in it is told at once.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    command = shlex.join(["valor", *words.split(), *arguments])
-    check = partial(_check, aloud="--dry-run" not in arguments)
-    return exit_code(lambda: _run(load(arguments, root, check), command, start))
+    return exit_code(lambda: _run(words, arguments, root, start))
 
 
-def _run(loaded: LoadedConfig[Root], command: str, start: Start[Root]) -> int:
-    from valor.trainer.checks import inert_settings
+def _run(words: str, arguments: Sequence[str], root: type[Root], start: Start[Root]) -> int:
+    if "--dry-run" in arguments:
+        return _dry_run(arguments, root)
+    loaded = load_checked(arguments, root, aloud=True)
     from valor.trainer.plan import plan
 
+    tell_notes(loaded)
+    print(plan(loaded.config, loaded.explicit_keys, loaded.presets), flush=True)
+    with show_progress():
+        return start(loaded.config, command_line(words, arguments))
+
+
+def _dry_run(arguments: Sequence[str], root: type[Root]) -> int:
+    """Print the plan. UserError: all that is wrong with the configuration, and all that it lacks on this machine."""
+    lacks: list[str] = []
+
+    def look(config: Any) -> list[str]:
+        from valor.trainer.dry_run import lacking
+
+        lacks.extend(lacking(config))
+        return _check(config, aloud=False)
+
+    try:
+        loaded = load(arguments, root, look)
+    except UserError as error:
+        raise UserError("\n".join([str(error), *lacks])) from None
+    from valor.trainer.plan import plan
+
+    tell_notes(loaded)
+    print(plan(loaded.config, loaded.explicit_keys, loaded.presets), flush=True)
+    if lacks:
+        raise UserError("\n".join(lacks))
+    return 0
+
+
+def load_checked(arguments: Sequence[str], root: type[Root], *, aloud: bool = False) -> LoadedConfig[Root]:
+    """The configuration that was asked for, with which a run can begin; `aloud` says what takes its time. UserError:
+    every mistake, a line each."""
+    return load(arguments, root, partial(_check, aloud=aloud))
+
+
+def command_line(words: str, arguments: Sequence[str]) -> str:
+    """What one would type."""
+    return shlex.join(["valor", *words.split(), *arguments])
+
+
+def tell_notes(loaded: LoadedConfig[Root]) -> None:
+    """Say what was read otherwise than it was written, and (but for a plan, which says it) what has no effect."""
     for note in loaded.notes:
         print(f"note: {note}", file=sys.stderr)
-    print(plan(loaded.config, loaded.explicit_keys, loaded.presets), flush=True)
-    if loaded.dry_run:
-        return 0
-    for key, reason in inert_settings(loaded.config, loaded.explicit_keys).items():
-        print(f"note: {key}: {reason}", file=sys.stderr)
-    with show_progress():
-        return start(loaded.config, command)
+    if not loaded.dry_run:
+        from valor.trainer.checks import inert_settings
+
+        for key, reason in inert_settings(loaded.config, loaded.explicit_keys).items():
+            print(f"note: {key}: {reason}", file=sys.stderr)
 
 
 def _check(config: Section, *, aloud: bool) -> list[str]:

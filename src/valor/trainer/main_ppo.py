@@ -5,9 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 from valor.config import CriticPretrainConfig, PPOConfig
 from valor.trainer.command import run_command
+
+if TYPE_CHECKING:
+    from valor.controller.placement import Placement
+    from valor.trainer.ppo import PPORun
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,28 +25,40 @@ def critic_pretrain(argv: Sequence[str] | None = None) -> int:
     return run_command("critic pretrain", argv, CriticPretrainConfig, _critic_pretrain)
 
 
-def _ppo(config: PPOConfig, command: str) -> int:
-    from valor.collector.inputs import RunInputs
-    from valor.controller.nodes import node_zero, serve
+def placed(config: PPOConfig) -> Placement:
+    """Where the run's roles live. UserError: there is no room, or the generation engine does not start there."""
     from valor.controller.placement import resolve_placement
-    from valor.models.load import check_critic_tokenizer
     from valor.rollout.registry import GENERATION_ENGINES
-    from valor.tracking.progress import phase
-    from valor.trainer.ppo import PPORun
-    from valor.trainer.run import fit_again
 
-    placement, rank = resolve_placement(config), config.trainer.node_rank
+    placement = resolve_placement(config)
     engine = GENERATION_ENGINES[config.actor_rollout_ref.rollout.name]
     engine.check_start(config, placement.pools[placement.pool_of("rollout")].world_size)
-    if rank:
-        return serve(config.trainer, placement)
+    return placement
+
+
+def ppo_run(config: PPOConfig, placement: Placement, command: str) -> PPORun:
+    """The run, with everything that it reads. UserError: bad input."""
+    from valor.collector.inputs import RunInputs
+    from valor.models.load import check_critic_tokenizer
+    from valor.tracking.progress import phase
+    from valor.trainer.ppo import PPORun
+
     with phase("tokenizer, data and graders"):
         inputs = RunInputs(config)
     check_critic_tokenizer(config, inputs.tokenizer)
+    return PPORun(config, inputs, placement, command)
+
+
+def _ppo(config: PPOConfig, command: str) -> int:
+    from valor.controller.nodes import node_zero, serve
+    from valor.trainer.run import fit_again
+
+    placement, rank = placed(config), config.trainer.node_rank
+    if rank:
+        return serve(config.trainer, placement)
+    run = ppo_run(config, placement, command)
     with nullcontext() if rank is None else node_zero(config.trainer, placement):
-        return fit_again(
-            PPORun(config, inputs, placement, command), lambda: PPORun(config, RunInputs(config), placement, command)
-        )
+        return fit_again(run, lambda: ppo_run(config, placement, command))
 
 
 def _critic_pretrain(config: CriticPretrainConfig, command: str) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 
+import torch
+
 from valor.config import (
     BackboneConfig,
     CriticConfig,
@@ -176,6 +178,7 @@ def _reference(config: PPOConfig) -> str:
 def _reward(config: PPOConfig) -> str:
     function, model = config.reward.custom_reward_function, config.reward.reward_model
     graded = f"{function.path}:{function.name}" if function.path else f"built in, by column {config.data.reward_fn_key}"
+    graded = graded.removesuffix(f".pkl:{function.name}")  # a Python session's functions
     if model.enable:
         judge = model.judge
         name = f"judge {judge.model} at {judge.url}" if judge.url else f"reward model {model.model_path}"
@@ -198,6 +201,8 @@ def _reward(config: PPOConfig) -> str:
 def _processes(trainer: RunConfig, nodes: int) -> str:
     where = "on this machine" if nodes == 1 else f"on each of {nodes} nodes"
     per_node = trainer.n_gpus_per_node
+    if trainer.device == "auto" and nodes == 1 and per_node == 1 and not torch.cuda.is_available():
+        return f"one CPU process, {where}: it has no GPU"
     if per_node is not None:
         each = _count(per_node, "CPU process" if trainer.device == "cpu" else "GPU")
         return f"{each} {where}" + (f" = {per_node * nodes}" if nodes > 1 else "")

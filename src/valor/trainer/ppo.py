@@ -23,6 +23,7 @@ from valor.controller.placement import Placement
 from valor.controller.start import start_pools
 from valor.data.batch import Batch
 from valor.data.episodes import Episodes
+from valor.data.prompts import PromptDataset
 from valor.tracking.metrics import Timer
 from valor.tracking.progress import phase
 from valor.trainer.advantage import RewardShaping, check_components, compute_advantages, rows_to_train_on
@@ -96,11 +97,14 @@ class PPORun(Run):
     def finished(self) -> bool:
         return self.config.trainer.val_only or super().finished
 
-    def before_steps(self) -> None:
+    def before_steps(self) -> dict[str, Any]:
         """The first validation."""
         trainer = self.config.trainer
-        if self.inputs.val and (trainer.val_only or (trainer.val_before_train and self.step == 0)):
-            self.record.log(self.step, self.validate())
+        if not (self.inputs.val and (trainer.val_only or (trainer.val_before_train and self.step == 0))):
+            return {}
+        metrics = self.validate()
+        self.record.log(self.step, metrics)
+        return metrics
 
     def after_steps(self) -> None:
         if not self.config.trainer.val_only:
@@ -212,7 +216,17 @@ class PPORun(Run):
             return {}
         timer = Timer()
         with timer("testing"):
-            batch, results = self.collector.validation_batch(self.step)
+            batch, scores, metrics = self._measured(self.inputs.val)
+        self.record.validation(self.step, batch, scores, headline(metrics))
+        return metrics | {"timing_s/testing": timer.seconds["testing"]}
+
+    def evaluate(self, files: Sequence[str]) -> dict[str, float]:
+        """`val-core/*` of the present weights on the prompts of these files; nothing is recorded."""
+        return self._measured(self.inputs.validation_prompts(files))[2]
+
+    def _measured(self, prompts: PromptDataset) -> tuple[Batch, list[float], dict[str, float]]:
+        """Responses to prompts as in validation, their episodes' scores, and the metrics."""
+        batch, results = self.collector.validation_batch(self.step, prompts)
         scores, of_episodes = [r.score for r in results], last_rows(batch).objects
         metrics = validation_metrics(
             of_episodes["uid"],
@@ -221,8 +235,7 @@ class PPORun(Run):
             [r.correct for r in results],
             [r.components.get("pred") for r in results],
         )
-        self.record.validation(self.step, batch, scores, headline(metrics))
-        return metrics | {"timing_s/testing": timer.seconds["testing"]}
+        return batch, scores, metrics
 
     def state_dict(self) -> dict[str, Any]:
         random = torch.get_rng_state().numpy().tobytes().hex()

@@ -75,10 +75,12 @@ class CriticPretrainRun(Run):
     def trained_roles(self) -> Sequence[str]:
         return critic_names(self.config)
 
-    def before_steps(self) -> None:
+    def before_steps(self) -> dict[str, Any]:
         """What the critic knows as it was loaded."""
-        if self.step == 0:
-            self.record.log(0, self.validate())
+        metrics = self.validate() if self.step == 0 else {}
+        if metrics:
+            self.record.log(0, metrics)
+        return metrics
 
     def after_steps(self) -> None:
         """Which critic was exported."""

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from valor.algorithms import bradley_terry_loss
 from valor.config import RMConfig
-from valor.data.preferences import PreferenceDataset, as_metrics, load_preferences, preference_accuracy
+from valor.data.preferences import (
+    PreferenceDataset,
+    as_metrics,
+    load_preferences,
+    preference_accuracy,
+    read_preferences,
+)
 from valor.data.reward_texts import RewardTexts, longest_text
 from valor.models.load import load_model_config, load_tokenizer
 from valor.tracking.rundir import write_atomically
@@ -45,6 +52,14 @@ class RewardModelRun(SupervisedRun):
     def role_spec(self) -> RoleSpec:
         given = {"separator_id": self.texts.separator_id, "pad_token_id": self.tokenizer.pad_token_id}
         return RoleSpec(PreferenceWorker, {"config": self.role_config, "total_steps": self.total_steps, **given})
+
+    def evaluate(self, files: Sequence[str]) -> dict[str, float]:
+        """What `measure` finds on the pairs in these files; what was found on the held-out ones stays known."""
+        held_out = self.found
+        pairs = read_preferences(files, self.config.data)
+        metrics = self.measure(PreferenceDataset(pairs, self.texts, self.config.loss.margin))
+        self.found = held_out
+        return metrics
 
     def train_step(self) -> dict[str, Any]:
         self.found = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,6 +25,9 @@ from valor.trainer.signals import StopRequest
 
 _SHOWN_CHANGES = 4  # in the one line of a refusal
 
+Steps = Generator[dict[str, Any], None, int]
+"""A run under way: what was measured before its first step, then each step's metrics; at the end the exit code."""
+
 
 class Run(ABC):
     """A loop of training steps around roles, with everything that a run owes its user.
@@ -45,6 +48,7 @@ class Run(ABC):
         self.skips = SkippedUpdates(trainer.max_skipped_updates, record.say)
         self.rollbacks = Rollbacks(record.run_dir, trainer.max_rollbacks, trainer.rollback_lr_factor)
         self.resume_from: Path | None = None  # a checkpoint, whatever trainer.resume_mode says
+        self.stop = StopRequest(at_once=True)
         self._save_is_due = False
 
     @abstractmethod
@@ -69,8 +73,8 @@ class Run(ABC):
     def trained_roles(self) -> Sequence[str]:
         """Roles whose weights are saved and exported."""
 
-    def fit(self) -> int:
-        """Run to the last step. Returns 0, or 128 + n when signal n asked to stop (progress is saved).
+    def steps(self) -> Steps:
+        """Run to the last step. The exit code is 0, or 128 + n when signal n asked to stop (progress is saved).
 
         UserError: another run has the folder, it cannot be written, its checkpoints are damaged or of another run.
         Diverged, WorkerDied: the weights are lost; the last good checkpoint is not. StepRefused: the run has been saved
@@ -78,14 +82,14 @@ class Run(ABC):
         """
         with disk_errors(self.record.run_dir), locked(self.record.run_dir, self.record.say):
             try:
-                return self._fit()
+                return (yield from self._steps())
             except Diverged as reason:
                 last_good = self.record.checkpoints.last_good
                 raise Diverged(f"{reason}. That was in step {self.step}; {last_good}") from reason
 
-    def _fit(self) -> int:
+    def _steps(self) -> Steps:
         with ExitStack() as stack:
-            stop = stack.enter_context(StopRequest(at_once=True))
+            stop = stack.enter_context(self.stop)
             checkpoint = self._find_checkpoint()
             with phase("processes and models"):
                 self.roles = self.start(stack, resuming=checkpoint is not None)
@@ -96,9 +100,10 @@ class Run(ABC):
             stack.enter_context(self.record.opened(self.step, self.total_steps))
             stack.enter_context(phase(self.title, self.total_steps, unit="step"))
             report_progress(self.step)
-            self.before_steps()
-            stop.at_once = stopping = False
+            yield self.before_steps()
+            stopping = False
             while not (self.finished or stopping):
+                stop.at_once = False
                 metrics = self._next_step()
                 if self.validates_now():
                     metrics |= self.validate()
@@ -108,6 +113,8 @@ class Run(ABC):
                 if self.finished or stopping or self.record.best_is_new or self.save_is_due():
                     self.save()
                 report_progress(self.step)
+                yield metrics
+            stop.at_once = False
             self.after_steps()
             self.record.finish()
             return 0 if stop.signum is None else 128 + stop.signum
@@ -144,8 +151,9 @@ class Run(ABC):
         """After the last step, and every `trainer.test_freq` steps."""
         return self.finished or self.due(self.config.trainer.test_freq)
 
-    def before_steps(self) -> None:  # noqa: B027  # most runs have nothing to do there
-        """What is done once before the first step of this process."""
+    def before_steps(self) -> dict[str, Any]:
+        """What is done once before the first step of this process, and what was measured."""
+        return {}
 
     def after_steps(self) -> None:
         """What is done once at the end: a run that has done all its steps exports its models."""
@@ -259,7 +267,17 @@ class SkippedUpdates:
 
 
 def fit_again(run: Run, again: Callable[[], Run]) -> int:
-    """`run.fit()`; where that ends early, `again().fit()` from the last checkpoint.
+    """All of `steps_again`; the exit code."""
+    steps = steps_again(run, again)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
+def steps_again(run: Run, again: Callable[[], Run]) -> Steps:
+    """`run.steps()`; where that ends early, `again().steps()` from the last checkpoint.
 
     After the death of a process up to `trainer.max_restarts` times, after a loss of weights up to
     `trainer.max_rollbacks` times, if there is a checkpoint.
@@ -268,7 +286,7 @@ def fit_again(run: Run, again: Callable[[], Run]) -> int:
     while True:
         trainer, say = run.config.trainer, run.record.say
         try:
-            return run.fit()
+            return (yield from run.steps())
         except WorkerDied as reason:
             if restarts >= trainer.max_restarts:
                 raise

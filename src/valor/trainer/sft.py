@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from valor.config import SFTConfig
 from valor.data.demonstrations import DemonstrationDataset
 from valor.models.load import load_tokenizer
@@ -31,6 +33,11 @@ class SFTRun(SupervisedRun):
         train = DemonstrationDataset(data, tokenizer, "train", seed)
         val = DemonstrationDataset(data, tokenizer, "val", seed) if data.val_files else None
         super().__init__(config, command, tokenizer, train, val)
+
+    def evaluate(self, files: Sequence[str]) -> dict[str, float]:
+        """`loss` and `token_accuracy` of the present weights on the demonstrations in these files."""
+        data = self.config.data.model_copy(update={"val_files": list(files), "val_max_samples": -1})
+        return self.measure(DemonstrationDataset(data, self.tokenizer, "val", self.config.trainer.seed))
 
     def role_spec(self) -> RoleSpec:
         return RoleSpec(SFTWorker, {"config": self.role_config, "total_steps": self.total_steps})

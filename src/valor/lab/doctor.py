@@ -1,0 +1,147 @@
+"""`valor doctor`: what this machine has, whether a run works on it, and a line to paste into an issue."""
+
+from __future__ import annotations
+
+import io
+import os
+import platform
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+import torch
+
+from valor import __version__
+from valor.arguments import command, option
+from valor.controller.placement import available_cores
+from valor.errors import TrainingStopped, UserError
+from valor.lab import arithmetic
+from valor.lab.api import PPO
+from valor.sandbox.box import SandboxError
+from valor.sandbox.levels import strongest_level
+
+_PACKAGES = ("torch", "transformers", "ray", "vllm", "peft", "datasets")
+_GIB = 2.0**30
+_PATIENCE = 2.0  # seconds for an address to answer
+_AGREE = 1e-5  # between log-probs of the native engine and of training, in float32 on a CPU
+
+Rows = Iterator[tuple[str, str]]
+
+
+@command("doctor", "valor doctor --server http://localhost:8000", "troubleshooting")
+@option("--no-test", is_flag=True, help="Leave the self-test out.")
+@option("--server", "servers", multiple=True, metavar="URL …", help="Servers that runs will ask.")
+def main(no_test: bool, servers: tuple[str, ...]) -> int:
+    """What this machine has, and whether a run works on it. The exit code is 1 where the self-test fails."""
+    found = dict[str, str]()
+    for title, text in (*_machine(), *_reach(servers)):
+        found[title] = text
+        print(f"{title:<12} {text}", flush=True)
+    works = True
+    if not no_test:
+        works, found["self-test"] = self_test()
+        print(f"{'self-test':<12} {found['self-test']}")
+    pasted = ("versions", "system", "devices", "memory", "sandbox", "self-test")
+    print("\nfor an issue: " + " | ".join(found[title] for title in pasted if title in found))
+    return 0 if works else 1
+
+
+def _machine() -> Rows:
+    installed = []
+    for package in _PACKAGES:
+        try:
+            installed.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            installed.append(f"no {package}")
+    yield "versions", f"valor {__version__}, python {platform.python_version()}, {', '.join(installed)}"
+    yield "system", f"{platform.system()} {platform.release()} {platform.machine()}"
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    each = ", ".join(f"{gpu.name} {gpu.total_memory / _GIB:.0f} GiB" for gpu in gpus)
+    cores = f"{available_cores()} of {os.cpu_count()} cores, {torch.get_num_threads()} threads of torch"
+    yield "devices", f"{each or 'no GPU'}; {cores}"
+    memory = psutil.virtual_memory()
+    shared = f", /dev/shm {shutil.disk_usage('/dev/shm').total / _GIB:.1f} GiB" if Path("/dev/shm").exists() else ""
+    yield "memory", f"{memory.available / _GIB:.1f} of {memory.total / _GIB:.1f} GiB free{shared}"
+    try:
+        yield "sandbox", strongest_level()
+    except SandboxError as error:
+        yield "sandbox", f"none: {error}"
+    hub = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    for title, folder in (("disk", Path.cwd()), ("disk, hub", hub)):
+        there = next(one for one in (folder, *folder.parents) if one.exists())
+        writable = "" if os.access(there, os.W_OK) else ", not writable"
+        yield title, f"{shutil.disk_usage(there).free / _GIB:.1f} GiB free in {folder}{writable}"
+
+
+def _reach(servers: list[str]) -> Rows:
+    if os.environ.get("HF_HUB_OFFLINE") == "1":
+        yield "hub", "not asked: HF_HUB_OFFLINE=1"
+    else:
+        yield "hub", _answers(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    ray = os.environ.get("RAY_ADDRESS")
+    if ray:
+        yield "ray", ray if "://" not in ray and ":" not in ray else _answers(ray if "://" in ray else f"ray://{ray}")
+    for url in servers:
+        yield "server", _answers(url)
+
+
+def _answers(url: str) -> str:
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    began = time.monotonic()
+    try:
+        socket.create_connection((parts.hostname or "", port), timeout=_PATIENCE).close()
+    except OSError as error:
+        return f"{url} is out of reach ({error})"
+    return f"{url} answers in {(time.monotonic() - began) * 1000:.0f} ms"
+
+
+def self_test() -> tuple[bool, str]:
+    """Two steps of PPO on a tiny model, and the same with a checkpoint between them: whether all is as it should be,
+    and in words."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            with redirect_stdout(io.StringIO()):
+                model = arithmetic.make_model(Path(folder) / "model")
+                whole, first = _run(model, Path(folder) / "whole", 2), _run(model, Path(folder) / "parts", 1)
+                resumed = _run(model, Path(folder) / "parts", 2)
+                pairs = zip(whole.policy.parameters(), resumed.policy.parameters(), strict=True)
+                same = all(torch.equal(a, b) for a, b in pairs)
+        except (UserError, TrainingStopped, RuntimeError, OSError) as error:
+            return False, f"failed: {type(error).__name__}: {error}"
+    gap = max(step["training/rollout_log_probs_diff_max"] for step in (*whole.metrics, *first.metrics))
+    step = whole.metrics[-1]["timing_s/step"]
+    agree = f"log-probs of generation and training differ by at most {gap:.1e}"
+    trip = "a resumed run is bit for bit the whole one" if same else "a resumed run DIFFERS from the whole one"
+    well = same and gap <= _AGREE
+    return well, f"{'ok' if well else 'FAILED'} in {time.monotonic() - began:.1f} s: step {step:.2f} s, {agree}, {trip}"
+
+
+def _run(model: Path, folder: Path, steps: int) -> PPO:
+    rows = [{"prompt": f"{a}+{a + 1}="} for a in range(10, 18)]
+    run = PPO(
+        model,
+        rows,
+        reward=_count_digits,
+        train_batch_size=8,
+        max_prompt_length=32,
+        max_response_length=8,
+        actor={"ppo_mini_batch_size": 4, "optim": {"lr": 1e-4}, "fsdp_config": {"dtype": "float32"}},
+        critic={"ppo_mini_batch_size": 4},
+        trainer={"device": "cpu", "num_threads": 1, "report": False, "logger": ["file"], "default_local_dir": folder},
+        reward__num_workers=1,
+        total_training_steps=steps,
+    )
+    return run.train()  # type: ignore[return-value]
+
+
+def _count_digits(completions: list[str]) -> list[float]:
+    return [float(sum(c.isdigit() for c in text)) for text in completions]

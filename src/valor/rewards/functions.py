@@ -1,0 +1,165 @@
+"""Functions of a Python session as the grader of a run: in verl's form or in TRL's, several of them with weights."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from collections import ChainMap
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import cloudpickle
+
+from valor.errors import UserError
+
+FORMS = "(data_source, solution_str, ground_truth, extra_info) or (completions, **columns)"
+PROMPT = "prompt"
+"""The entry of `extra_info` that has a row's prompt as it was given, for functions in TRL's form."""
+
+_NOT_HERE = ("completion_ids", "trainer_state", "log_extra", "log_metric")  # which TRL's trainer passes
+_FIELDS = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+class RewardFunctions:
+    """One grader of several functions: the sum of their scores, each times its weight.
+
+    A function in verl's form gets one sample. One in TRL's form gets lists: `completions` (texts, or messages where the
+    prompt was messages), `prompts`, and the columns of the rows; it returns a list, in which None leaves the sample to
+    the other functions. The lists have one sample, and a whole batch under `reward.reward_manager.name=batch`. The
+    score of each of several functions is a component under its name.
+    """
+
+    def __init__(self, functions: Sequence[Callable[..., Any]], weights: Sequence[float] | None = None) -> None:
+        self._functions = list(functions)
+        self._weights = [1.0] * len(functions) if weights is None else [float(weight) for weight in weights]
+        if len(self._weights) != len(functions):
+            raise UserError(f"reward_weights has {len(self._weights)} numbers for {len(functions)} reward functions")
+        self._names = [getattr(one, "__name__", type(one).__name__) for one in functions]
+        if len(set(self._names)) < len(self._names):
+            raise UserError(f"reward functions have the same name ({', '.join(self._names)}): name them apart")
+        self._columns = [_columns_of(one, name) for one, name in zip(functions, self._names, strict=True)]
+        self.cpu_bound = any(getattr(one, "cpu_bound", False) for one in functions)
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether rows need their prompt in `extra_info`."""
+        return any(columns is not None for columns in self._columns)
+
+    def __call__(self, **given: Any) -> Any:
+        """The fields of a sample, or (plural names) lists of them; the score, or a list."""
+        single = "solution_str" in given
+        if len(given) > len(_FIELDS):
+            raise TypeError("reward_kwargs are for functions in files: use functools.partial")
+        samples = [tuple(given.values())] if single else list(zip(*given.values(), strict=True))
+        found = [self._scores(i, samples) for i in range(len(self._functions))]
+        if any(map(inspect.isawaitable, (x for scores in found for x in _listed(scores)))):
+            return self._later(found, single, len(samples))
+        return self._joined(found, single, len(samples))
+
+    def _scores(self, i: int, samples: Sequence[tuple[Any, ...]]) -> Any:
+        function, columns = self._functions[i], self._columns[i]
+        if columns is None:
+            return [function(**dict(zip(_FIELDS, sample, strict=True))) for sample in samples]
+        infos = [sample[3] or {} for sample in samples]
+        chats = [isinstance(info.get(PROMPT), list) for info in infos]
+        given: dict[str, Any] = {
+            "prompts": [info.get(PROMPT) for info in infos],
+            "completions": [
+                [{"role": "assistant", "content": text}] if chat else text
+                for (_, text, _, _), chat in zip(samples, chats, strict=True)
+            ],
+            "ground_truth": [sample[2] for sample in samples],
+        }
+        names = dict.fromkeys(name for info in infos for name in info if name != PROMPT)
+        given |= {name: [info.get(name) for info in infos] for name in names}
+        return function(**{name: value for name, value in given.items() if "**" in columns or name in columns})
+
+    async def _later(self, found: Sequence[Any], single: bool, count: int) -> Any:
+        async def whole(scores: Any) -> list[Any]:
+            scores = await scores if isinstance(scores, Awaitable) else scores
+            return [await score if isinstance(score, Awaitable) else score for score in scores]
+
+        return self._joined([await whole(scores) for scores in found], single, count)
+
+    def _joined(self, found: Sequence[Sequence[Any]], single: bool, count: int) -> Any:
+        for name, scores in zip(self._names, found, strict=True):
+            if len(scores) != count:
+                raise ValueError(f"{name}() returned {len(scores)} scores for {count} samples")
+        results = [self._sum(scores) for scores in zip(*found, strict=True)]
+        return results[0] if single else results
+
+    def _sum(self, scores: Sequence[Any]) -> Any:
+        """Of one sample."""
+        if len(scores) == 1 and self._weights == [1.0] and scores[0] is not None:
+            return scores[0]
+        total, components = 0.0, dict[str, Any]()
+        for name, weight, score in zip(self._names, self._weights, scores, strict=True):
+            if isinstance(score, Mapping):
+                components |= {key: value for key, value in score.items() if key != "score"}
+                score = score["score"]
+            if score is not None:
+                total += weight * float(score)
+                components[name] = float(score)
+        if not components:
+            raise ValueError(f"none of {', '.join(self._names)} gave this sample a score")
+        return {"score": total, **components}
+
+
+def _listed(scores: Any) -> list[Any]:
+    return [scores] if inspect.isawaitable(scores) else list(scores)
+
+
+def _columns_of(function: Callable[..., Any], name: str) -> tuple[str, ...] | None:
+    """The keyword arguments of a function in TRL's form ("**": it takes any), None of one in verl's."""
+    if not callable(function):
+        raise UserError(f"reward: a function is expected, {FORMS}, got {type(function).__name__}")
+    parameters = inspect.signature(function).parameters
+    if "completions" in parameters:
+        asked = [one for one in _NOT_HERE if one in parameters and parameters[one].default is inspect.Parameter.empty]
+        if asked:
+            raise UserError(f"reward function {name}() asks for {asked[0]}, which graders are not given: leave it out")
+        takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+        return (*parameters, *(["**"] if takes_any else []))
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(_FIELDS))
+    except TypeError:
+        raise UserError(f"reward function {name}({', '.join(parameters)}) must take {FORMS}") from None
+    return None
+
+
+def pickled(functions: RewardFunctions) -> bytes:
+    """What `unpickled` reads in another process, where the functions' modules need not be. The bytes are the same
+    for the same code in another session. UserError: something in them cannot travel."""
+    buffer = BytesIO()
+    try:
+        _Pickler(buffer).dump(functions)
+    except Exception as error:  # of whatever objects they hold on to
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(
+            f"the reward functions cannot travel to the grader processes ({reason}): make what they hold on to inside "
+            "them, or give a file with reward__custom_reward_function__path"
+        ) from None
+    return buffer.getvalue()
+
+
+def unpickled(path: str) -> Callable[..., Any]:
+    """What `pickled` wrote into a file. UserError: it cannot be read here."""
+    try:
+        return pickle.loads(Path(path).expanduser().read_bytes())
+    except Exception as error:
+        raise UserError(
+            f"{path}: cannot be read ({type(error).__name__}: {error}); check the reward function"
+        ) from None
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Code knows the folder that it was compiled in, and that of a notebook's cell has the number of a process."""
+
+    @staticmethod
+    def _code(code: CodeType) -> Any:
+        return cloudpickle.Pickler.dispatch_table[CodeType](code.replace(co_filename=Path(code.co_filename).name))
+
+    dispatch_table: Any = ChainMap({CodeType: _code}, dict(cloudpickle.Pickler.dispatch_table))  # noqa: RUF012

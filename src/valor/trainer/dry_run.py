@@ -1,0 +1,152 @@
+"""What a configuration asks of this machine that is not there: all of it at once, before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+
+from valor.collector.inputs import check_positions
+from valor.config import CriticRunConfig, DataConfig, PPOConfig, RMConfig, SFTConfig, SupervisedConfig, TrainerConfig
+from valor.controller.placement import resolve_placement, resolve_pool
+from valor.data.demonstrations import chat_of
+from valor.data.files import OPTIONAL_COLUMNS, DataRow, existing_file, parse_row, read_records
+from valor.data.preferences import pair_of
+from valor.data.prompts import render, token_ids
+from valor.errors import UserError
+from valor.models.load import check_critic_tokenizer, load_model_config, load_tokenizer
+from valor.models.reward import reward_model_kind
+from valor.rewards.manager import make_graders
+from valor.rewards.registry import has_grader, needs_truth, require_graders
+from valor.rollout.registry import GENERATION_ENGINES
+
+_FIRST_ROWS = 20  # of each file
+
+Check = Callable[[], Any]
+
+
+def lacking(config: PPOConfig | SupervisedConfig) -> list[str]:
+    """A line for each file, column, model, grader and device that a run of `config` would miss, or find unfit.
+
+    Of a file the first rows are read, of a model its config and its tokenizer; a model that would be downloaded is
+    taken for granted.
+    """
+    checks = _supervised(config) if isinstance(config, SupervisedConfig) else _ppo(config)
+    lines: list[str] = []
+    for check in [*checks, partial(_check_folder, Path(config.trainer.default_local_dir))]:
+        try:
+            check()
+        except UserError as error:
+            lines += str(error).splitlines()
+    return list(dict.fromkeys(lines))
+
+
+def _ppo(config: PPOConfig) -> Iterator[Check]:
+    policy, data, reward_model = config.actor_rollout_ref, config.data, config.reward.reward_model
+    yield partial(_check_devices, config)
+    at = data.tokenizer or policy.model.tokenizer_path or policy.model.path
+    tokenizer = _tokenizer_of(at, policy.model, chat=True)
+    if _is_here(policy.model.path):
+        yield partial(check_positions, config)
+    if tokenizer is not None:
+        yield tokenizer
+    if config.critic.enable and _is_here(config.critic.model.path):
+        yield partial(load_model_config, config.critic.model)
+        if tokenizer is not None:
+            yield lambda: check_critic_tokenizer(config, tokenizer())
+    if reward_model.is_role and reward_model.model_path is not None and _is_here(reward_model.model_path):
+        yield partial(reward_model_kind, reward_model)
+    if not reward_model.replaces_rule:
+        yield lambda: make_graders(config.reward).close()
+    if isinstance(config, CriticRunConfig):
+        return
+    graded = config.reward.custom_reward_function.path is None and not config.plays_episodes
+    for path in data.train_files:
+        yield partial(_check_prompts, path, data, tokenizer, graded and not reward_model.replaces_rule)
+    for path in data.val_files or []:
+        yield partial(_check_prompts, path, data, tokenizer, graded and not reward_model.enable)
+
+
+def _supervised(config: SupervisedConfig) -> Iterator[Check]:
+    yield partial(resolve_pool, TrainerConfig(**config.trainer.model_dump(include={"device", "n_gpus_per_node"})))
+    if _is_here(config.model.path):
+        yield partial(load_model_config, config.model)
+    at = config.model.tokenizer_path or config.model.path
+    if tokenizer := _tokenizer_of(at, config.model, chat=isinstance(config, SFTConfig)):
+        yield tokenizer
+    for path in [*config.data.train_files, *(config.data.val_files or [])]:
+        yield partial(_check_texts, path, config)
+
+
+def _tokenizer_of(path: str, model: Any, *, chat: bool) -> Callable[[], Any] | None:
+    """What loads it, once; None where it would be downloaded."""
+
+    @cache
+    def load() -> Any:
+        return load_tokenizer(
+            path,
+            trust_remote_code=model.trust_remote_code,
+            custom_chat_template=model.custom_chat_template,
+            require_chat_template=chat,
+        )
+
+    return load if _is_here(path) else None
+
+
+def _is_here(path: str) -> bool:
+    """Whether a model is a directory, or something that can only be one, or in the hub's cache of this machine."""
+    if Path(path).exists() or path.startswith(("/", "~", ".")) or path.count("/") != 1:
+        return True
+    return isinstance(try_to_load_from_cache(path, "config.json"), str)
+
+
+def _check_devices(config: PPOConfig) -> None:
+    placement = resolve_placement(config)
+    engine = GENERATION_ENGINES[config.actor_rollout_ref.rollout.name]
+    engine.check_start(config, placement.pools[placement.pool_of("rollout")].world_size)
+
+
+def _check_folder(folder: Path) -> None:
+    there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise UserError(f"trainer.default_local_dir={folder}: nothing can be written to '{there}'")
+
+
+def _check_prompts(path: str, data: DataConfig, tokenizer: Callable[[], Any] | None, graded: bool) -> None:
+    """The first rows: their columns, that somebody can grade them, and that the first one fits."""
+    required = (data.prompt_key, data.reward_fn_key, "reward_model")
+    records = islice(read_records(existing_file(path), required, OPTIONAL_COLUMNS), _FIRST_ROWS)
+    rows = [parse_row(record, where, data.prompt_key, data.reward_fn_key) for where, record in records]
+    if graded:
+        require_graders(row.data_source for row in rows)
+        _check_truths(rows)
+    if tokenizer is None or data.filter_overlong_prompts or data.truncation != "error":
+        return
+    text = render(tokenizer(), rows[0].messages, data.apply_chat_template_kwargs, rows[0].where)
+    length = len(token_ids(tokenizer(), [text])[0])
+    if length > data.max_prompt_length:
+        raise UserError(
+            f"{rows[0].where}: the prompt has {length} tokens, data.max_prompt_length is {data.max_prompt_length}: "
+            "raise it, or set data.filter_overlong_prompts=true or data.truncation"
+        )
+
+
+def _check_truths(rows: Sequence[DataRow]) -> None:
+    for row in rows:
+        if row.style == "rule" and row.lacks_truth and has_grader(row.data_source) and needs_truth(row.data_source):
+            raise UserError(
+                f"{row.where}: there is no reward_model.ground_truth, which the grader of '{row.data_source}' needs"
+            )
+
+
+def _check_texts(path: str, config: SupervisedConfig) -> None:
+    pairs = isinstance(config, RMConfig)
+    parse: Any = pair_of if pairs else chat_of
+    required = (config.data.chosen_key, config.data.rejected_key) if pairs else ()
+    for where, record in islice(read_records(existing_file(path), required), _FIRST_ROWS):
+        parse(record, where, config.data)

@@ -1,0 +1,36 @@
+"""The notebooks of the documentation run from a fresh kernel, and hold no output and no place of a machine."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "docs" / "notebooks").glob("*.ipynb"))
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs(path, tmp_path, monkeypatch):
+    nbclient = pytest.importorskip("nbclient", reason="pip install 'valor-rl[dev]'")
+    nbformat = pytest.importorskip("nbformat")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    notebook = nbformat.read(path, as_version=4)
+    nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    said = json.dumps([cell.get("outputs") for cell in notebook.cells])
+    told = {
+        "first_run": "(?s)reward 0.*val-core/own/reward/mean@1.*True.*valor ppo",
+        "own_reward": "(?s)reward/own/starts_right.*cannot travel to the grader processes",
+        "own_estimator": r"(?s)-0\.5.*0\.5",
+        "reading_a_critic": "(?s)explained variance.*2 .*1 ",
+    }
+    assert re.search(told[path.stem], said), said
+
+
+def test_there_are_four_and_they_are_clean():
+    assert len(NOTEBOOKS) == 4
+    for path in NOTEBOOKS:
+        text = path.read_text()
+        assert not any(cell.get("outputs") or cell.get("execution_count") for cell in json.loads(text)["cells"])
+        assert "/work" not in text and "/home" not in text and "/tmp" not in text

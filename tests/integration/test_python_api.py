@@ -1,0 +1,143 @@
+"""`valor.train` and the runs behind it do what the command line does, with what a Python session gives."""
+
+import re
+import shlex
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from runs import assert_same_run, read_metrics, weights
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import valor
+from valor import algorithms, cli
+from valor.errors import UserError
+
+pytestmark = pytest.mark.slow
+
+
+def settings(run_dir, **more):
+    return {
+        "train_batch_size": 8,
+        "max_prompt_length": 32,
+        "max_response_length": 8,
+        "actor__ppo_mini_batch_size": 8,
+        "actor__optim__lr": 1e-3,
+        "actor__fsdp_config__dtype": "float32",
+        "rollout.n": 2,
+        "reward.num_workers": 1,
+        "trainer": {"device": "cpu", "num_threads": 1, "report": False, "default_local_dir": run_dir},
+        "total_training_steps": 3,
+        **more,
+    }
+
+
+SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 26) for b in (11, 12)]
+CRITIC = {"ppo_mini_batch_size": 8, "optim": {"lr": 1e-3}}
+
+
+def test_steps_from_python_are_those_of_the_command_line(tiny, tmp_path):
+    """Also with an evaluation and a look at the models between two of them."""
+    wanted = {str(n) for n in range(5)}
+
+    def digits(completions, answer, **columns):  # a closure: it has to travel to the grader
+        return [sum(d in wanted for d in text) + len(right) for text, right in zip(completions, answer, strict=True)]
+
+    made = settings(tmp_path / "python", critic=CRITIC)
+    run = valor.PPO(tiny["model"], SUMS, val_data=SUMS[:4], reward=digits, **made)
+    before = run.evaluate(SUMS[4:6])
+    assert before.keys() == run.evaluate().keys() == {"val-core/own/reward/mean@1"}
+    steps = []
+    for metrics in run:
+        steps.append(metrics["training/global_step"])
+        if steps[-1] == 2:
+            held = run.policy.state_dict()
+            assert run.critic.num_labels == 1 and run.evaluate() == run.evaluate()
+            break
+    assert run.train() is run and steps == [1, 2]
+    assert [one["training/global_step"] for one in run.metrics] == [0, 1, 2, 3]
+    assert "val-core/own/reward/mean@1" in run.metrics[0]
+    trained = run.policy.state_dict()
+    assert any(not torch.equal(held[name], trained[name]) for name in trained)
+    assert run.evaluate() == {k: v for k, v in run.metrics[-1].items() if k.startswith("val-core/")}
+    assert list(run) == [] and run.metrics[-1]["training/global_step"] == 3
+
+    command = shlex.split(run.command)
+    assert command[:2] == ["valor", "ppo"]
+    assert cli.main([*command[1:], f"trainer.default_local_dir={tmp_path / 'typed'}"]) == 0
+    assert_same_run(tmp_path / "python", tmp_path / "typed")
+
+
+def test_a_run_that_was_left_goes_on(tiny, tmp_path):
+    def start(steps, folder="run"):
+        made = settings(tmp_path / folder, total_training_steps=steps)
+        reward = lambda completions: [len(set(completions[0]))]  # noqa: E731  # lambdas travel too
+        return valor.PPO(tiny["model"], SUMS, reward=reward, algorithm="grpo", **made)
+
+    with start(2) as run:
+        next(run)
+    assert start(2).train().metrics[-1]["training/global_step"] == 2
+    resumed = start(3).train()
+    assert [one["training/global_step"] for one in resumed.metrics] == [3]
+    start(3, "whole").train()
+    assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "whole")
+
+
+def test_under_ray_with_a_loaded_model(tiny, tmp_path, hosts):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny["model"]), AutoTokenizer.from_pretrained(tiny["model"])
+    made = settings(tmp_path / "run", total_training_steps=1)
+    made["trainer"] |= {"controller": "ray"}
+    given = {"reward": lambda completions, **columns: [1.0], "algorithm": "grpo", "tokenizer": tokenizer}
+    run = valor.train(model, SUMS, **given, **made)
+    assert run.metrics[0]["critic/score/mean"] == 1.0
+    assert weights(run.folder, "actor").keys() >= {"model.embed_tokens.weight"}
+    algorithms.register_policy_loss("of_this_session")(lambda log_probs, response_mask: log_probs.mean())
+    try:
+        with pytest.raises(UserError, match="'of_this_session' was registered in this process, and under Ray others"):
+            valor.PPO(model, SUMS, **given, **made, loss_mode="of_this_session")
+    finally:
+        del algorithms.POLICY_LOSSES["of_this_session"]
+
+
+def test_supervised_runs_and_reward_models(tiny, tmp_path):
+    common = {k: v for k, v in settings(tmp_path / "sft").items() if k in ("train_batch_size", "trainer")}
+    rows = [{"prompt": one["prompt"], "completion": one["answer"]} for one in SUMS]
+    del common["trainer"]["report"]
+    common |= {"lr": 1e-2, "total_training_steps": 20}
+    sft = valor.train(tiny["model"], rows, algorithm="sft", val_data=rows[:4], **common)
+    assert sft.evaluate(rows)["loss"] < sft.metrics[0]["train/loss"] / 2
+    assert sft.policy.config.vocab_size and "val/loss" in sft.metrics[-1]
+    common["trainer"] = common["trainer"] | {"default_local_dir": tmp_path / "rm"}
+    pairs = [{"prompt": one["prompt"], "chosen": one["answer"], "rejected": "no"} for one in SUMS]
+    rm = valor.RewardModel(sft.folder / "huggingface" / "actor", pairs, **common)
+    assert rm.train().evaluate(pairs)["accuracy"] == 1.0
+    assert rm.reward_model.num_labels == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"train_data": {"train": SUMS}}, "train_data has several splits (train): give one of them"),
+        ({"train_data": [{"question": "1+1"}]}, "a row has no 'prompt' (it has question): rename"),
+        ({"train_data": [{"prompt": "1+1", "image": object()}]}, "train_data, row 0: object is no JSON"),
+        ({"train_data": []}, "train_data has no rows"),
+        ({"train_data": SUMS, "reward": lambda text: 0}, "must take (data_source, solution_str"),
+        ({"train_data": SUMS, "reward_weights": [1]}, "reward_weights are those of reward functions"),
+        ({"train_data": SUMS, "model": 42}, "a model is a path, a hub name or a transformers model, got int"),
+        ({"train_data": SUMS, "algorithm": "gea"}, "unknown advantage estimator 'gea'; did you mean gae?"),
+    ],
+)
+def test_mistakes_are_one_line_and_nothing_is_written(given, line, tmp_path):
+    with pytest.raises(UserError, match=re.escape(line)) as error:
+        valor.PPO(**{"model": "nowhere", **given}, default_local_dir=tmp_path / "run")
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists() or not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_a_grader_of_files_still_goes_by_data_source(tiny, tmp_path):
+    rows = pq.read_table(tiny["train"]).to_pylist()[:8]
+    made = settings(tmp_path / "run", total_training_steps=1)
+    run = valor.train(tiny["model"], rows, algorithm="grpo", **made)
+    assert "reward/valor/arithmetic/mean" in run.metrics[0]
+    with pytest.raises(UserError, match="no grader for data_source 'own'"):
+        valor.train(tiny["model"], SUMS, algorithm="grpo", resume_mode="disable", **made)

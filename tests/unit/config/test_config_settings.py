@@ -1,0 +1,53 @@
+"""Settings of a Python call are the overrides that one would type."""
+
+from pathlib import Path
+
+import pytest
+
+from valor.config import PPOConfig, SFTConfig, load
+from valor.config.settings import overrides
+from valor.errors import UserError
+
+
+def test_names_are_keys_or_the_end_of_one_key():
+    given = {
+        "train_batch_size": 8,
+        "rollout.n": 2,
+        "critic__optim__lr": 1e-5,
+        "algorithm": {"gamma": 0.5, "filter_groups": {"enable": True}},
+        "actor_rollout_ref.model.custom_chat_template": "it's {{ a }}, \\n",
+        "val_files": None,
+        "default_local_dir": Path("/a/b-c"),
+        "project_name": "null",
+    }
+    assert overrides(PPOConfig, given) == [
+        "data.train_batch_size=8",
+        "actor_rollout_ref.rollout.n=2",
+        "critic.optim.lr=1e-05",
+        "algorithm.gamma=0.5",
+        "algorithm.filter_groups.enable=true",
+        "actor_rollout_ref.model.custom_chat_template='it\\'s {{ a }}, \\n'",
+        "data.val_files=null",
+        "trainer.default_local_dir=/a/b-c",
+        "trainer.project_name='null'",
+    ]
+    config = load([*overrides(PPOConfig, given), "actor_rollout_ref.actor.ppo_mini_batch_size=8"]).config
+    assert config.trainer.project_name == "null" and config.algorithm.filter_groups.enable
+    assert config.actor_rollout_ref.model.custom_chat_template == given["actor_rollout_ref.model.custom_chat_template"]
+
+
+def test_a_name_that_several_keys_end_with_is_refused():
+    with pytest.raises(UserError, match=r"^lr: which one is meant\? actor_rollout_ref.actor.optim.lr, critic.optim.lr"):
+        overrides(PPOConfig, {"lr": 1e-5})
+    assert overrides(SFTConfig, {"lr": 1e-5}) == ["optim.lr=1e-05"]
+
+
+def test_what_no_key_ends_with_is_for_the_loader_to_tell():
+    assert overrides(PPOConfig, {"trian_batch_size": 8}) == ["trian_batch_size=8"]
+    with pytest.raises(UserError, match=r"did you mean 'data\.train_batch_size'"):
+        load(overrides(PPOConfig, {"trian_batch_size": 8}))
+
+
+def test_what_no_command_line_could_say():
+    with pytest.raises(UserError, match="gamma: a setting is a number, a text, a list or a dict, got set"):
+        overrides(PPOConfig, {"gamma": {1}})

@@ -1,0 +1,36 @@
+"""`valor doctor` on this machine, and on one whose training does not agree with its generation."""
+
+import pytest
+
+from valor import cli
+from valor.lab import doctor
+
+
+def test_what_the_machine_has_is_said_in_a_line(capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert cli.main(["doctor", "--no-test", "--server", "http://127.0.0.1:9/v1"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    rows = {line.split()[0]: line for line in said[:-1] if line}
+    assert "cores" in rows["devices"] and "GiB free" in rows["memory"] and "GiB free in" in rows["disk"]
+    assert rows["server"].startswith("server       http://127.0.0.1:9/v1 is out of reach (")
+    assert rows["hub"].endswith("not asked: HF_HUB_OFFLINE=1")
+    assert said[-1].startswith("for an issue: valor ") and said[-1].count(" | ") == 4
+
+
+@pytest.mark.slow
+def test_a_run_works_here(capsys):
+    works, said = doctor.self_test()
+    assert works and said.startswith("ok in ") and "bit for bit" in said, said
+    assert capsys.readouterr().out == ""
+
+
+def test_one_that_does_not_work_is_told(capsys, monkeypatch):
+    def broken(*arguments):
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(doctor, "_run", broken)
+    monkeypatch.setattr(doctor, "_reach", lambda servers: ())
+    assert cli.main(["doctor"]) == 1
+    said = capsys.readouterr().out
+    assert "self-test    failed: RuntimeError: no such instruction" in said
+    assert said.splitlines()[-1].endswith("no such instruction")

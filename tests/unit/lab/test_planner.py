@@ -1,0 +1,109 @@
+"""The planner's sizes against models that are built, by hand where that is short; what fits and what would make it."""
+
+import pytest
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from valor import cli
+from valor.config import BackboneConfig, PPOConfig, load
+from valor.lab import arithmetic
+from valor.lab.planner import GIB, Machine, estimate, shape_of
+from valor.models.load import load_policy
+
+SEVEN = {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture(scope="module")
+def seven(tmp_path_factory):
+    """A model of seven thousand million weights, as far as its config.json goes."""
+    folder = tmp_path_factory.mktemp("seven")
+    Qwen2Config(**SEVEN).save_pretrained(folder)
+    return folder
+
+
+def cuda(gpus, memory):
+    return Machine("cuda", gpus, memory * GIB, 3e14, 2e12)
+
+
+def config(model, *overrides):
+    sizes = [
+        "data.train_batch_size=64",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=64",
+        "critic.ppo_mini_batch_size=64",
+    ]
+    return load([f"actor_rollout_ref.model.path={model}", *sizes, *overrides], PPOConfig).config
+
+
+def test_weights_are_counted_as_they_are_built(tmp_path):
+    model = arithmetic.make_model(tmp_path / "model")
+    built = AutoModelForCausalLM.from_pretrained(model)
+    shape = shape_of(BackboneConfig(path=str(model)))
+    assert shape.weights == shape.trained == sum(p.numel() for p in built.parameters())
+    assert shape.largest_part == max(sum(p.numel() for p in built.model.layers[0].parameters()),
+                                     sum(p.numel() for p in built.model.embed_tokens.parameters()) + 128)  # fmt: skip
+    assert shape.cache == 2 * 3 * 2 * 32  # keys and values, layers, heads, numbers
+    lora = {"path": str(model), "lora_rank": 4}
+    adapters = [p for p in load_policy(load([f"actor_rollout_ref.model.{k}={v}" for k, v in lora.items()]).config
+                .actor_rollout_ref.model).parameters() if p.requires_grad]  # fmt: skip
+    assert shape_of(BackboneConfig(**lora)).trained == sum(p.numel() for p in adapters)
+    some = BackboneConfig(**lora, target_modules=["q_proj"])
+    assert shape_of(some).trained == 3 * 4 * (128 + 128)
+
+
+def test_a_large_model_by_hand(seven):
+    """7.6e9 weights in float32 with two moments: 85 GiB, an eighth on each of eight GPUs."""
+    weights = shape_of(BackboneConfig(path=str(seven))).weights
+    assert weights == 7_615_616_512  # as its card says
+    found = estimate(config(seven, "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4"), cuda(8, 80))
+    assert found.resident["actor"] == weights * 12 / 8
+    update = next(phase for phase in found.phases if phase.name == "actor.update")
+    assert update.parts["gradients"] == weights * 4 / 8
+    assert found.tokens == 64 * 4 * 1024
+    assert update.seconds == pytest.approx(8 * weights * found.tokens / 8 / 3e14)
+    roles = ("actor_rollout_ref.actor", "critic")
+    kinds = ("param_offload", "optimizer_offload")
+    offloaded = config(seven, *(f"{role}.fsdp_config.{kind}=true" for role in roles for kind in kinds))
+    found = estimate(offloaded, cuda(8, 80))
+    assert found.resident["actor"] == found.resident["critic"] == 0
+    update = next(phase for phase in found.phases if phase.name == "actor.update")
+    assert update.parts["weights and optimizer, back"] == weights * 12 / 8
+
+
+@pytest.mark.parametrize(
+    ("more", "keeps"),
+    [("critic.ensemble_size=3", "critic"), ("actor_rollout_ref.actor.use_kl_loss=true", "ref")],
+)
+def test_roles_that_are_there(seven, more, keeps):
+    fixed = "critic.model.value_head_init=normal"
+    without, having = (estimate(config(seven, fixed, *one), cuda(8, 80)).resident for one in ((), (more,)))
+    expected = 3 * without["critic"] if keeps == "critic" else shape_of(BackboneConfig(path=str(seven))).weights * 4 / 8
+    assert having[keeps] == expected
+
+
+def test_the_command_says_what_fits_and_which_key_would_help(seven, capsys):
+    given = [f"actor_rollout_ref.model.path={seven}", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4"]
+    assert cli.main(["plan", "--gpus", "8", "--memory", "80", *given]) == 0
+    said = capsys.readouterr().out
+    assert said.endswith("it fits\n") and "8 x GPU (80.0 GiB)" in said and "actor.update" in said
+    assert cli.main(["plan", "--gpus", "4", "--memory", "40", *given]) == 1
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said.startswith("it does not fit in ") and "fsdp_config." in said
+    override = said.partition(": set ")[2].split()
+    assert cli.main(["plan", "--gpus", "4", "--memory", "40", *given, *override]) == 0
+    assert cli.main(["plan", "--gpus", "1", "--memory", "4", *given]) == 1
+    assert "a smaller model, or more GPUs" in capsys.readouterr().out
+
+
+def test_mistakes_are_one_line(capsys):
+    assert cli.main(["plan", "--gpus", "8", "actor_rollout_ref.model.path=/nowhere"]) == 2
+    assert capsys.readouterr().err == "there is no model directory '/nowhere'\n"
+    assert cli.main(["plan", "--gpus", "8", "actor_rollout_ref.rollout.nnodes=1"]) == 2
+    assert "leave out the pool rollout" in capsys.readouterr().err

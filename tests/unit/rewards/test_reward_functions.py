@@ -1,0 +1,109 @@
+"""Functions of a Python session as graders: both forms, weights, None, and the way to another process."""
+
+import pickle
+import re
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from valor.errors import UserError
+from valor.rewards.custom import CustomFunction
+from valor.rewards.executor import RewardExecutor
+from valor.rewards.functions import RewardFunctions, pickled
+from valor.rewards.worker import Sample
+
+CHAT = [{"role": "user", "content": "?"}]
+
+
+def verl_form(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": 1.0 if solution_str == ground_truth else 0.0, "seen": extra_info["level"]}
+
+
+def by_length(completions, level, **columns):
+    return [len(text) * one for text, one in zip(completions, level, strict=True)]
+
+
+def only_chats(completions, prompts):
+    return [c[0]["content"].count("b") if p == CHAT else None for c, p in zip(completions, prompts, strict=True)]
+
+
+async def slow(completions, **columns):
+    return [0.5 for _ in completions]
+
+
+def call(functions, weights, *samples):
+    names = CustomFunction("", whole_batch=len(samples) > 1).arguments
+    fields = samples[0] if len(samples) == 1 else map(list, zip(*samples, strict=True))
+    return RewardFunctions(functions, weights)(**dict(zip(names, fields, strict=True)))
+
+
+def test_one_function_keeps_what_it_returns():
+    assert call([verl_form], None, ("s", "42", "42", {"level": 3})) == {"score": 1.0, "seen": 3}
+    assert call([by_length], None, ("s", "abc", None, {"level": 2, "prompt": "x"})) == 6
+
+
+def test_scores_are_added_with_their_weights_and_none_is_left_out():
+    one = ("s", "bb", "bb", {"level": 3, "prompt": CHAT})
+    total = call([verl_form, only_chats], [0.5, 2.0], one)
+    assert total == {"score": 0.5 * 1 + 2.0 * 2, "seen": 3, "verl_form": 1.0, "only_chats": 2.0}
+    without = call([verl_form, only_chats], [0.5, 2.0], ("s", "bb", "bb", {"level": 3, "prompt": "plain"}))
+    assert without == {"score": 0.5, "seen": 3, "verl_form": 1.0}
+    with pytest.raises(ValueError, match="none of only_chats gave"):
+        call([only_chats], None, ("s", "bb", None, {"prompt": "plain"}))
+
+
+def test_a_whole_batch_is_one_call():
+    rows = [("s", "a", None, {"level": 1}), ("s", "abcd", None, {"level": 2})]
+    assert call([by_length], None, *rows) == [1, 8]
+    with pytest.raises(ValueError, match="returned 1 scores for 2 samples"):
+        call([by_length, lambda completions: [0.0]], None, *rows)
+
+
+def test_graders_in_their_processes_take_closures_and_async_functions(tmp_path):
+    factor = 3.0
+    path = tmp_path / "reward.pkl"
+    path.write_bytes(pickled(RewardFunctions([lambda completions, level: [factor * level[0]], slow], [1.0, 10.0])))
+    with RewardExecutor(num_workers=1, custom=CustomFunction(str(path))) as graders:
+        result = graders.score([Sample("s", "abc", None, {"level": 2})])[0]
+    assert (result.error, result.score) == (None, 11.0)
+    assert result.components == {"<lambda>": 6.0, "slow": 0.5}
+
+
+def test_what_cannot_travel_is_one_line():
+    lock = threading.Lock()
+    with pytest.raises(UserError, match=r"cannot travel to the grader processes .*lock") as error:
+        pickled(RewardFunctions([lambda completions: [float(lock.locked())]]))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("functions", "weights", "line"),
+    [
+        ([lambda text: 0.0], None, "<lambda>(text) must take (data_source, solution_str, ground_truth, extra_info) or"),
+        ([by_length, by_length], None, "have the same name"),
+        ([by_length], [1.0, 2.0], "reward_weights has 2 numbers for 1 reward functions"),
+        (["gsm8k"], None, "a function is expected"),
+        ([lambda completions, completion_ids: []], None, "asks for completion_ids"),
+    ],
+)
+def test_mistakes_are_told_before_the_run(functions, weights, line):
+    with pytest.raises(UserError, match=re.escape(line)):
+        RewardFunctions(functions, weights)
+
+
+def test_the_same_code_in_two_sessions_is_the_same_file():
+    code = """
+import sys
+from valor.rewards.functions import RewardFunctions, pickled
+made = compile("def reward(completions, **columns):\\n    return [help_with(c) for c in completions]\\n"
+               "def help_with(text):\\n    return len(text)", f"/tmp/ipykernel_{sys.argv[1]}/17.py", "exec")
+exec(made)  # as two notebooks compile their cells
+sys.stdout.buffer.write(pickled(RewardFunctions([reward])))
+"""
+    first, second = (
+        subprocess.run([sys.executable, "-c", code, number], capture_output=True, check=True).stdout for number in "12"
+    )
+    assert first == second
+    assert pickle.loads(first)(data_source="", solution_str="abc", ground_truth=None, extra_info={}) == 3
