@@ -120,6 +120,8 @@ class AlgorithmConfig(Section):
     """Replace a response's score by 1 where it exceeds reward_threshold, else 0 (before the KL penalty)."""
     reward_threshold: float = key(0.5, {".reward_source!=critic": "", ".reward_binarize": ""})
     """reward_binarize: the score to exceed."""
+    reward_noise: NonNegativeFloat = key(0.0, ".reward_source!=critic")
+    """Standard deviation of normal noise added to each outcome in training, for studies of noisy rewards."""
     reward_mask_ratio: Share = 0.0
     """Share of trajectories whose reward is taken away (after the KL penalty, which goes with it)."""
     reward_mask_type: Literal["fixed_ratio", "bernoulli"] = key("fixed_ratio", ".reward_mask_ratio")

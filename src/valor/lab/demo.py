@@ -18,12 +18,12 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from valor.lab import arithmetic, lookup
+from valor.lab import arithmetic, lookup, walk
 from valor.tracking.console import format_seconds, say
 from valor.tracking.rundir import METRICS_FILE
 
 ROLES = {"ppo": ("actor", "critic"), "grpo": ("actor",)}
-TASKS = {"arithmetic": arithmetic, "search": lookup}
+TASKS = {"arithmetic": arithmetic, "search": lookup, "walk": walk}
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (run_dir / name).exists():
             say(f"  {name.partition('.')[0]:<8} {run_dir / name}")
     before, after = read_results(run_dir)
-    unseen = pq.read_metadata(files.val).num_rows
-    say(f"accuracy on {unseen} unseen problems, greedy: {before.validation:.3f} -> {after.validation:.3f}")
+    measured = "score" if isinstance(files, walk.DataFiles) else "accuracy"
+    on = f"{pq.read_metadata(files.val).num_rows} {'rooms' if measured == 'score' else 'unseen problems'}"
+    say(f"{measured} on {on}, greedy: {before.validation:.3f} -> {after.validation:.3f}")
     say(f"mean reward of the samples drawn in training: {before.sampled:.3f} -> {after.sampled:.3f}")
+    if isinstance(files, walk.DataFiles):
+        say(files.yardstick)
     if isinstance(files, lookup.DataFiles):
         say(f"searches in each of them: {before.calls:.2f} -> {after.calls:.2f}")
         code = _control(files, run_dir, args)
@@ -163,7 +166,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--out", type=Path, default=Path("runs/demo"), help="folder for everything (default: %(default)s)"
     )
     parser.add_argument(
-        "--task", choices=list(TASKS), default="arithmetic", help="sums, or questions to look up (default: %(default)s)"
+        "--task",
+        choices=list(TASKS),
+        default="arithmetic",
+        help="sums, questions to look up, or walks (default: %(default)s)",
     )
     parser.add_argument("--algorithm", choices=list(ROLES), default="ppo")
     parser.add_argument("--seed", type=int, default=0)

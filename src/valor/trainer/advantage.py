@@ -24,7 +24,7 @@ from valor.errors import UserError
 _OFFERED_COLUMNS = ("old_log_probs", "rollout_log_probs", "sum_pi_squared", "rollout_is_weights", "turn_ids")
 FROM_THE_RUN = (*_OFFERED_COLUMNS, "component_scores", "component_weights", "bootstrap_mask", "bootstrap_values")
 COMPONENTS = ("reward_keys", "reward_weights")  # in adv_kwargs, of an estimator that compares reward components
-_RESAMPLING_STREAM, _MASK_STREAM = 1, 2  # last words of random keys
+_RESAMPLING_STREAM, _MASK_STREAM, _NOISE_STREAM = 1, 2, 5  # last words of random keys
 
 
 class RewardShaping:
@@ -46,6 +46,10 @@ class RewardShaping:
         """Adds `token_level_rewards` [B, T], and `reward_missing` [B] where rewards are taken away. Returns metrics."""
         config, mask = self.config, batch["response_mask"]
         scores = batch["token_level_scores"]
+        if config.reward_noise > 0:
+            draw = keyed_generator(self.seed, step, _NOISE_STREAM)
+            noise = config.reward_noise * torch.randn(len(batch), generator=draw)
+            scores = scores + algorithms.place_at_end(noise, mask)
         if config.reward_source == "critic":
             scores = algorithms.place_at_end(algorithms.value_at_end(batch["values"], mask), mask)
         batch["token_level_rewards"], metrics = self._minus_kl(scores, batch)
