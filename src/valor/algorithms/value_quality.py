@@ -81,7 +81,7 @@ def noise_ceiling(estimates: Tensor) -> float:
 
 def against_truth(values: Tensor, truth: Tensor, weights: Tensor) -> dict[str, float]:
     """V against known true values under the distribution `weights` over states: `explained_variance`
-    1 − Var(truth − V) / Var(truth), `bias` E[V − truth], `rank_correlation` (Spearman 1904). NaN where one side is flat.
+    1 − Var(truth − V) / Var(truth), `bias` E[V − truth], `rank_correlation` (Spearman 1904). NaN where a side is flat.
 
     values, truth, weights [N]; weights are at least 0 and need not add up to 1. Equal numbers share their mean rank.
     """

@@ -125,16 +125,16 @@ def test_values_agree_with_a_recursion_over_single_prefixes(saved):
         return mine
 
     scores = [visit(replace(made, start=room), "", 1.0)[0] for room in range(3)]
-    assert states.score == pytest.approx(np.mean(scores), abs=1e-6)
+    assert states.score == pytest.approx(np.mean(scores), rel=1e-4)
     written = tokenizer.batch_decode(states.rows["responses"])
     keys = [(int(row) // 4, written[row][:token]) for row, token in zip(states.row, states.token, strict=True)]
     assert len(keys) == len(found) == 3 * (1 + 2 + 2 + 4)
     theirs = np.array([found[key] for key in keys])
     ours = torch.stack([states.value, states.best, states.chance], 1).numpy()
-    np.testing.assert_allclose(ours, theirs[:, :3], atol=1e-6)
+    np.testing.assert_allclose(ours, theirs[:, :3], rtol=1e-4)
     judged = states.judge([critic])
     expected = against_truth(*(torch.tensor(theirs[:, i]) for i in (3, 0, 2)))
-    assert judged == pytest.approx(expected, abs=1e-4)
+    assert judged == pytest.approx(expected, rel=1e-3)
     assert states.judge([critic, critic], lambda v: v.amin(0)) == pytest.approx(judged)
 
 
