@@ -97,6 +97,7 @@ def _tiles(run: RunData) -> Iterator[tuple[str, str, str]]:
         yield from _journey(f"Validation, {source.rpartition('/')[2]}", scores, best=True)
     yield from _journey("Reward", run.first_of("critic/score/mean", "critic/rewards/mean"), window=5)
     yield from _journey("Explained variance", run.metrics.get("critic/vf_explained_var"), window=5)
+    yield from _journey("Weight of the critic's baseline", run.metrics.get("critic/gate"))
     yield from _journey("KL to the reference", run.first_of("actor/kl_loss", "actor/reward_kl_penalty"), window=5)
     yield from _journey("Response length", run.metrics.get("response_length/mean"), window=5)
     if (seconds := run.metrics.get("timing_s/step")) and seconds.finite():

@@ -15,6 +15,7 @@ import torch
 
 from valor.agents.episode import last_rows
 from valor.algorithms import ADVANTAGES, mismatch_sums
+from valor.collector.branches import add_branch_values
 from valor.collector.collector import Collector
 from valor.collector.inputs import RunInputs
 from valor.config import PPOConfig
@@ -25,7 +26,13 @@ from valor.data.batch import Batch
 from valor.data.episodes import Episodes
 from valor.tracking.metrics import Timer
 from valor.tracking.progress import phase
-from valor.trainer.advantage import RewardShaping, compute_advantages, rows_to_train_on
+from valor.trainer.advantage import (
+    RewardShaping,
+    compute_advantages,
+    leave_out_by_critics,
+    right_answers,
+    rows_to_train_on,
+)
 from valor.trainer.checkpoints import Checkpoint
 from valor.trainer.old_log_probs import OldLogProbs, corrected, off_policy
 from valor.trainer.recorder import PPORecorder
@@ -102,6 +109,9 @@ class PPORun(Run):
         algorithm, timer = self.config.algorithm, Timer()
         with timer("step"):
             batch, metrics = self.collector.next_batch(self.step, timer)
+            if algorithm.branch_values.share:
+                with timer("gen_branches"):
+                    metrics |= add_branch_values(self.collector, batch, self.step)
             # Roles in pools of their own work at the same time; in one pool, one after the other.
             passes = [
                 self.roles.submit("actor", self.compute_old_log_probs, batch, timer),
@@ -116,8 +126,11 @@ class PPORun(Run):
                 whole = episodes.joined()
                 metrics |= self.shaping.shape_rewards(whole, self.step)
                 whole["advantages"], whole["returns"] = compute_advantages(
-                    whole, algorithm, self.config.reward.error_score
+                    whole, algorithm, self.config.reward.error_score, metrics
                 )
+                metrics |= leave_out_by_critics(whole, algorithm)
+                if self.config.actor_rollout_ref.actor.positive_nll_coef:
+                    whole["positive"] = right_answers(whole)
                 metrics |= batch_metrics(whole) | critic_diagnostics(whole, self.config)
                 batch = episodes.split(whole)
             trained, found = rows_to_train_on(batch, algorithm, self.config.trainer.seed, self.step)
