@@ -47,7 +47,7 @@ def base(files: DataFiles, policy: Path, length: int, steps: int, noise: float) 
         "actor_rollout_ref.model.path": str(policy),
         "actor_rollout_ref.rollout.n": GROUP,
         "actor_rollout_ref.actor.ppo_mini_batch_size": 8,
-        "actor_rollout_ref.actor.optim.lr": 3e-4,
+        "actor_rollout_ref.actor.optim.lr": 2e-4,
         "algorithm.reward_noise": noise,
         "critic.ppo_mini_batch_size": 4,
         "trainer.critic_warmup": 10,
@@ -95,7 +95,7 @@ def run_arms(
         "out": str(out),
     }
     out.parent.mkdir(parents=True, exist_ok=True)
-    file = out.with_suffix(".yaml")
+    file = out.with_name(f"{out.name}.yaml")
     file.write_text(yaml.safe_dump(tree))
     if sweep([str(file)]):
         raise SystemExit(f"runs of {file} failed")
