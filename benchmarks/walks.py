@@ -69,7 +69,6 @@ def pretrained(out: Path, files: DataFiles, policy: Path, length: int) -> Path:
         settings += ["actor_rollout_ref.actor.fsdp_config.dtype=float32", "critic.ppo_mini_batch_size=16"]
         settings += [
             "critic.model.enable_gradient_checkpointing=false",
-            "critic.value_loss=huber",
             "trainer.device=cpu",
         ]
         settings += ["trainer.num_threads=1", "trainer.total_epochs=8", f"trainer.default_local_dir={run}"]
