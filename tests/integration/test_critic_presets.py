@@ -22,7 +22,7 @@ ARMS = {
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_two_steps_and_a_resume(arm, overrides, tmp_path) -> None:
+def test_two_steps_and_a_resume(arm, overrides, tmp_path, capsys) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     settings = [*ARMS[arm], *SMALL, "trainer.total_training_steps=2"]
     assert main(overrides(whole, *settings)) == 0
@@ -33,6 +33,7 @@ def test_two_steps_and_a_resume(arm, overrides, tmp_path) -> None:
     assert read_metrics(resumed) == rows[1:]
     check = {"evpo": gated, "evpo smooth": gated, "asyppo": parted, "vapo": imitates, "branches": branched}[arm]
     check(rows, whole)
+    assert (" gate 0.00 " in capsys.readouterr().out) == (check is gated)
 
 
 def gated(rows: list[dict[str, float]], run_dir: Path) -> None:

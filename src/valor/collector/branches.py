@@ -72,7 +72,7 @@ def add_branch_values(collector: Collector, batch: Batch, step: int) -> dict[str
     points = []
     for row, length in enumerate(batch["response_lengths"].tolist()):
         count = max(round(asked.share * length), 1) if length else 0
-        points += [(row, token) for token in torch.linspace(0, length - 1, count).long().tolist()]
+        points += [(row, token) for token in torch.linspace(0, length - 1, count).round().long().tolist()]
     gamma, stream = collector.config.algorithm.gamma, BRANCH_STREAM - step
     returns, tokens = branch_returns(collector, batch, points, asked.branches, gamma, stream)
     collector.roles["rollout"].sleep()

@@ -22,9 +22,9 @@ _OF_POLICY_TRAINING = """
     trainer.episode_data_dir actor_rollout_ref.rollout.agent.replay_dir trainer.rollout_probs_diff_warn
 """
 _OF_CRITIC_TRAINING = """
-    critic.optim.* critic.freeze* critic.value_loss* critic.cliprange_value critic.loss_* critic.ppo_epochs
-    critic.ppo_mini* critic.shuffle critic.data_loader_seed data.train_* data.shuffle trainer.default_local_dir
-    trainer.total_* trainer.save_freq trainer.resume_* trainer.max_* trainer.logger trainer.report trainer.*_name
+    critic.optim.* critic.freeze* critic.value_loss* critic.cliprange_value critic.unclipped_steps critic.loss_*
+    critic.ppo_epochs critic.ppo_mini* critic.shuffle critic.data_loader_seed data.train_* data.shuffle
+    trainer.default_local_dir trainer.total_* trainer.save_freq trainer.resume_* trainer.max_* trainer.logger trainer.report trainer.*_name
 """
 
 

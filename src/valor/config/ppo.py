@@ -112,6 +112,11 @@ class PPOConfig(Section):
         checks = (self._lengths, self._batches, self._critic, self._losses, self._validation, self._asynchronous)
         for check in checks:
             yield from check()
+        if self.algorithm.branch_values.share and self.plays_episodes:
+            yield (
+                "algorithm.branch_values.share: branches go off answers of one turn, and this run's loop "
+                f"({self.default_agent_loop}) may play several: set it to 0"
+            )
         if len(self._loops) > 1 and self.actor_rollout_ref.rollout.agent.default_agent_loop is None:
             both, loops = " and ".join(self._loops.values()), " or ".join(self._loops)
             yield f"{both} are different loops: set actor_rollout_ref.rollout.agent.default_agent_loop to {loops}"

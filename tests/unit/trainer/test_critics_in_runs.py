@@ -8,6 +8,7 @@ from valor.data.batch import Batch
 from valor.errors import UserError
 from valor.trainer.advantage import compute_advantages, leave_out_by_critics, right_answers
 from valor.trainer.checks import check
+from valor.trainer.plan import plan
 from valor.trainer.run import SkippedUpdates
 from valor.trainer.updates import Critics, Updates, counted
 
@@ -115,6 +116,7 @@ def test_steps_without_a_clip() -> None:
             "reward_mask_ratio is to do without",
         ),
         (["algorithm.branch_values.share=0.5", "trainer.v1.trainer_mode=colocate_async"], "set trainer_mode=sync"),
+        (["algorithm.branch_values.share=0.5", "do_search=true"], "branches go off answers of one turn"),
         (["critic.ensemble_size=4", "critic.ensemble_shards=true"], "actor_rollout_ref.rollout.n to that or more"),
         (["critic.ensemble_size=2", "critic.freeze=true", "critic.model.path=/x"], "critics would all be the same"),
         ([*ENSEMBLE, "algorithm.agreement_mask=0.2", "algorithm.adv_whitening=mini_batch"], "after whitening"),
@@ -136,3 +138,14 @@ def test_presets_are_whole(preset) -> None:
     loaded = load([f"--config-name={preset}"], PPOConfig, check)
     assert loaded.config.critic.enable
     assert loaded.config.trainer.experiment_name == f"{preset.partition('_')[0]}_gsm8k"
+
+
+def test_a_plan_says_what_branches_cost() -> None:
+    """Two prompts of three samples, a tenth of 50 tokens each: 6 x 5 states x 4 branches of half a response."""
+    given = [
+        "data.train_batch_size=2",
+        "actor_rollout_ref.rollout.n=3",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    ]
+    text = plan(load([*given, "data.max_response_length=50", "algorithm.branch_values.share=0.1"], PPOConfig).config)
+    assert "4 x 5 states of each response = 120 samples/step, about 3,000 tokens/step" in text
