@@ -39,12 +39,8 @@ class DataFiles(arithmetic.DataFiles):
     @property
     def yardstick(self) -> str:
         """What the scores of a run lie between."""
-        best, chance = (self._mean(uniform) for uniform in (False, True))
+        best, chance = (sum(to_go := self.walk.to_go(u)[-1]) / len(to_go) / self.walk.length for u in (False, True))
         return f"the best walks score {best:.3f}, doors taken at random {chance:.3f}"
-
-    def _mean(self, uniform: bool) -> float:
-        values = self.walk.to_go(uniform)[-1]
-        return sum(values) / len(values) / self.walk.length
 
 
 def make_model(out_dir: Path | str, seed: int = 0) -> Path:
