@@ -108,8 +108,8 @@ def _rollouts(config: CriticScoreConfig, pool: ResourcePool, controller: str) ->
     from valor.collector.branches import BRANCH_STREAM, branch_returns
     from valor.collector.inputs import RunInputs
     from valor.collector.rollouts import SCORE_STREAM, draw_rollouts, policy_group, read_rollouts
-    from valor.lab.scorecard import Branches
     from valor.data.sampler import subset
+    from valor.lab.scorecard import Branches
     from valor.models.load import load_policy_tokenizer
     from valor.report.run_data import evenly_spaced
 
