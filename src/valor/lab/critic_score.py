@@ -129,6 +129,7 @@ def _rollouts(config: CriticScoreConfig, pool: ResourcePool, controller: str) ->
             lengths = rollouts["response_lengths"].tolist()
             points = [(row, token) for row in chosen for token in evenly_spaced(range(lengths[row]), score.positions)]
             returns, _ = branch_returns(collector, rollouts, points, score.mc, config.algorithm.gamma, BRANCH_STREAM)
-            return rollouts, Branches(*torch.tensor(points).T, returns)
+            rows, tokens = torch.tensor(points).T
+            return rollouts, Branches(rows, tokens, returns)
     finally:
         inputs.close()

@@ -62,7 +62,8 @@ def make_data(
 ) -> DataFiles:
     """Write prompts (verl's columns) and the teacher's walks (`messages`)."""
     walk, rng, out = make_walk(seed, length=length, doors=doors), random.Random(seed), Path(out_dir)
-    files = DataFiles(*(out / f"{name}.parquet" for name in ("train", "val", "sft_train", "sft_val")), walk)
+    paths = [out / f"{name}.parquet" for name in ("train", "val", "sft_train", "sft_val")]
+    files = DataFiles(*paths, walk=walk)
     rooms = range(len(walk.leads))
     write_rows(files.train, [_prompt_row(walk, rng.choice(rooms), "train", i) for i in range(num_train)])
     write_rows(files.val, [_prompt_row(walk, room, "val", room) for room in rooms])
