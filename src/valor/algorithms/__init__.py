@@ -1,6 +1,7 @@
 """The mathematics of Valor: pure functions on tensors and floats. This list is the public interface."""
 
 from valor.algorithms import (  # noqa: F401  # they register
+    critic_gate,
     gae,
     group_relative,
     policy_gradient,
@@ -11,7 +12,9 @@ from valor.algorithms import (  # noqa: F401  # they register
 from valor.algorithms.advantages import compute_advantages
 from valor.algorithms.distributions import full_kl_from_logits
 from valor.algorithms.kl import KLController, kl_penalty, subtract_divergence
+from valor.algorithms.mini_critics import shards, where_critics_tell
 from valor.algorithms.mismatch import mismatch_sums, off_policy_metrics, ratio_metrics
+from valor.algorithms.policy_gradient import positive_nll
 from valor.algorithms.ppo import LossInputs, policy_loss
 from valor.algorithms.reductions import (
     LOSS_AGG_MODES,
@@ -91,12 +94,15 @@ __all__ = [
     "pf_ppo_weights",
     "place_at_end",
     "policy_loss",
+    "positive_nll",
     "ratio_metrics",
     "register_advantage",
     "register_policy_loss",
     "register_value_loss",
     "rollout_correction",
+    "shards",
     "subtract_divergence",
     "value_at_end",
     "value_loss",
+    "where_critics_tell",
 ]

@@ -1,5 +1,6 @@
 """Generalised advantage estimation with a critic (Schulman et al. 2015, https://arxiv.org/abs/1506.02438)."""
 
+from collections.abc import Sequence
 from functools import reduce
 
 import torch
@@ -53,6 +54,7 @@ def gae(
     lam_actor: float | None = None,
     lam_critic: float | None = None,
     adaptive_lam_alpha: float | None = None,
+    lam_positions: Sequence[float] | None = None,
     bootstrap_mask: Tensor | None = None,
     bootstrap_values: Tensor | None = None,
     whitening: str = "batch",
@@ -73,6 +75,8 @@ def gae(
         returns; None takes `lam`.
     adaptive_lam_alpha: α of VAPO's length-adaptive λ (https://arxiv.org/abs/2504.05118): the advantages of a row with
         l policy tokens use λ = 1 − 1/(αl), at least 0; replaces lam_actor.
+    lam_positions: λ of the advantages at evenly spaced places, first to last policy token of a row, linear between
+        them (`lam_along`); replaces lam_actor.
     bootstrap_mask [B]: rows that were cut off, whose end is not terminal: V after the last policy token is
         bootstrap_values [B] (default: the value at the last policy token) instead of 0.
     whitening: "batch" (over the mask of what is given) or "none"; returns are never whitened.
@@ -85,17 +89,19 @@ def gae(
     """
     lambdas = (lam if lam_actor is None else lam_actor, lam if lam_critic is None else lam_critic)
     response_mask, rewards = response_mask.to(values.dtype), rewards.to(values.dtype)
-    if not all(0.0 <= share <= 1.0 for share in (gamma, *lambdas, gamma_turn, lam_turn)):
-        raise UserError("gamma and lam, gamma_turn and lam_turn must be between 0 and 1")
+    if not all(0.0 <= share <= 1.0 for share in (gamma, *lambdas, gamma_turn, lam_turn, *(lam_positions or ()))):
+        raise UserError("gamma and lam, gamma_turn and lam_turn, lam_positions must be between 0 and 1")
     end = None if bootstrap_mask is None else (bootstrap_mask, bootstrap_values)
     if choose(gae_unit, GAE_UNITS, "gae_unit") == "token":
         if not gamma_turn == lam_turn == 1.0:
             raise UserError("gae_unit=token has no turns to discount: leave gamma_turn and lam_turn at 1")
-        more = (adaptive_lam_alpha, reward_on_masked, zero_masked)
+        more = (adaptive_lam_alpha, lam_positions, reward_on_masked, zero_masked)
         advantages, returns, moments = _token_gae(rewards, values, response_mask, gamma, lambdas, end, *more)
     else:
-        if adaptive_lam_alpha is not None or not zero_masked:
-            raise UserError(f"gae_unit={gae_unit} takes neither adaptive_lam_alpha nor zero_masked=false: use token")
+        if adaptive_lam_alpha is not None or lam_positions or not zero_masked:
+            raise UserError(
+                f"gae_unit={gae_unit} takes neither adaptive_lam_alpha, lam_positions nor zero_masked=false: use token"
+            )
         rewards = credit_policy_tokens(rewards, response_mask, reward_on_masked)
         turns, moments = Turns(turn_ids, response_mask), None
         assert bool(turns.in_order.all()), "turn_ids of policy tokens are to rise along a row, from 1"
@@ -116,12 +122,15 @@ def _token_gae(
     lambdas: tuple[float, float],
     end: End | None = None,
     adaptive_lam_alpha: float | None = None,
+    lam_positions: Sequence[float] | None = None,
     reward_on_masked: str = "carry",
     zero_masked: bool = True,
 ) -> tuple[Tensor, Tensor, Moments]:
     """Advantages and returns [B, T] of `gae` before whitening, and the moments of the advantages."""
     if adaptive_lam_alpha is not None and adaptive_lam_alpha <= 0:
         raise UserError(f"adaptive_lam_alpha must be positive, got {adaptive_lam_alpha}")
+    if adaptive_lam_alpha is not None and lam_positions:
+        raise UserError("adaptive_lam_alpha and lam_positions both say which lambda the advantages have: drop one")
     lam_actor, lam_critic = lambdas
     advantages, returns = result_like(values), result_like(values)
     decay: float | Tensor = gamma * lam_actor
@@ -130,7 +139,7 @@ def _token_gae(
         decay = gamma * (1.0 - 1.0 / (adaptive_lam_alpha * lengths)).clamp(min=0.0)
     if end is not None:
         rewards = add_end_values(rewards, values, response_mask, *end, gamma)
-    one_lambda = adaptive_lam_alpha is None and lam_actor == lam_critic
+    one_lambda = adaptive_lam_alpha is None and not lam_positions and lam_actor == lam_critic
     # Where nothing decays, Σ δ is Σ r − V whatever lies between: no token needs to move.
     telescopes = one_lambda and gamma == lam_actor == 1.0 and end is None and zero_masked
 
@@ -145,7 +154,10 @@ def _token_gae(
         packed_value = packing.pack(value)
         delta = packing.pack(reward).sub_(packed_value)
         delta[:, :-1].add_(packed_value[:, 1:], alpha=gamma)
-        advantage = suffix_scan(delta, decay[rows] if isinstance(decay, Tensor) else decay)
+        fading = decay[rows] if isinstance(decay, Tensor) else decay
+        if lam_positions:
+            fading = gamma * packing.pack(lam_along(lam_positions, mask))
+        advantage = suffix_scan(delta, fading)
         target = advantage if one_lambda else suffix_scan(delta, gamma * lam_critic)
         advantage = packing.unpack(advantage, out=advantages[rows])
         target = advantage if one_lambda else packing.unpack(target, out=returns[rows])
@@ -211,6 +223,16 @@ def _gae_inside_turns(
         packing.unpack(suffix_scan(delta, gamma * lam * goes_on), out=torch.empty_like(values)) for lam in lambdas
     )
     return advantages, returns.add_(zeroed(values, turns.mask))
+
+
+def lam_along(lam_positions: Sequence[float], response_mask: Tensor) -> Tensor:
+    """[B, T] λ at each policy token: lam_positions[0] at a row's first one, lam_positions[-1] at its last, and linear
+    between those that are given."""
+    points = torch.tensor([*lam_positions, lam_positions[-1]], dtype=torch.float64, device=response_mask.device)
+    number = response_mask.double().cumsum(1)
+    place = (number - 1).clamp(min=0) * (len(lam_positions) - 1) / (number[:, -1:] - 1).clamp(min=1)
+    left = place.floor().long()
+    return points[left].lerp(points[left + 1], place - left)
 
 
 def add_end_values(

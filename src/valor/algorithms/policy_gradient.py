@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from valor.algorithms.ppo import LossInputs, Metrics, clip_bounds
+from valor.algorithms.reductions import Denominator, aggregate_loss
 from valor.algorithms.registry import register_policy_loss
 from valor.errors import UserError
 
@@ -56,3 +57,14 @@ def sapo(inputs: LossInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> 
     tau = tau_pos * positive + tau_neg * (1.0 - positive)
     gate = (tau * (log_ratio.exp() - 1.0)).sigmoid() * 4.0 / tau
     return inputs.aggregate(-gate * inputs.advantages), {"ppo_kl": inputs.fraction(-log_ratio)}
+
+
+def positive_nll(
+    log_probs: Tensor, response_mask: Tensor, positive: Tensor, num_positive_tokens: Denominator = None
+) -> Tensor:
+    """−Σ log π over the policy tokens of right answers / their number: imitation of what was right (VAPO,
+    https://arxiv.org/abs/2504.05118); 0 where nothing was.
+
+    log_probs, response_mask [B, T]; positive [B]; num_positive_tokens: that of the whole mini-batch if this is a part.
+    """
+    return aggregate_loss(-log_probs, response_mask * positive.unsqueeze(1), denominator=num_positive_tokens)

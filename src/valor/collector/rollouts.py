@@ -34,7 +34,7 @@ from valor.tracking.rundir import write_atomically
 from valor.workers.roles import role_specs
 
 # Second word of the key of a sample's random numbers, where a training step has its number and validation has -1.
-PRETRAIN_STREAM, SCORE_STREAM, BRANCH_STREAM = 0, -2, -3
+PRETRAIN_STREAM, SCORE_STREAM = 0, -2  # branches: -3 and below
 OBJECTS = ("uid", "data_source", "ground_truth", "extra_info", "messages", "finish_reason", "reward_info")
 _COLUMNS = ("prompts", "prompt_lengths", "responses", "response_lengths", "response_mask", "scores", *OBJECTS)
 

@@ -98,6 +98,9 @@ class ActorConfig(UpdateConfig):
     kl_loss_type: KLKind = key("low_var_kl", ".use_kl_loss")
     """KL estimator of that term; full is the exact divergence, by a pass of the reference beside the actor's."""
 
+    positive_nll_coef: NonNegativeFloat = key(0.0, "algorithm.reward_source!=critic")
+    """Weight of the negative log-likelihood of right answers in the loss (VAPO: 0.1)."""
+
     @property
     def exact_kl_loss(self) -> bool:
         """Whether the loss has the exact KL, which needs no log-probs of the reference."""
@@ -152,6 +155,8 @@ class CriticConfig(
     """Critics, each with a head and an order of the mini-batches of its own."""
     ensemble_reduce: Literal["mean", "min"] = key("mean", ".ensemble_size!=1")
     """Value of an ensemble: the mean of its critics', or the smallest."""
+    ensemble_shards: bool = key(False, {".ensemble_size!=1": "", ".freeze=false": ""})
+    """Each critic learns from its own samples of every prompt, 1 / ensemble_size of them."""
     model: CriticModelConfig = section(CriticModelConfig)
     value_loss: str = key("mse", ".freeze=false")
     """Name of a registered value loss: mse, huber, bce (returns from 0 to 1), hl_gauss (bins of values)."""
@@ -159,14 +164,21 @@ class CriticConfig(
     """Further options of that loss: huber_delta; hl_gauss: num_bins (51), value_min (0), value_max (1), sigma_bins."""
     cliprange_value: PositiveFloat | None = key(0.5, ".freeze=false")
     """Value clip range: new values are kept within this distance of the old ones in the loss; null never clips."""
+    unclipped_steps: StepRanges = key([], {".freeze=false": "", ".cliprange_value": ""})
+    """Steps in which cliprange_value does not act, such as 1-50 while the critic warms up."""
     optim: FastOptimConfig = section(FastOptimConfig, ".freeze=false")
     fsdp_config: FollowerFSDPConfig = section(FollowerFSDPConfig, _FSDP)
     megatron: FollowerMegatronConfig = section(FollowerMegatronConfig, ".strategy=megatron")
 
     def contradictions(self, at: str) -> Iterator[str]:
-        if self.ensemble_size > 1 and (self.freeze or self.model.value_head_init == "zero"):
+        same = self.model.value_head_init == "zero" and not self.ensemble_shards
+        if self.ensemble_size > 1 and (self.freeze or same):
             apart = f"{at}freeze=false" if self.freeze else f"{at}model.value_head_init=normal"
             yield f"{at}ensemble_size={self.ensemble_size}: the critics would all be the same, set {apart}"
+
+    def cliprange_at(self, step: int) -> float | None:
+        """The clip range in this step."""
+        return None if any(step in step_range(steps) for steps in self.unclipped_steps) else self.cliprange_value
 
     def frozen_at(self, step: int) -> bool:
         """Whether the critic is left alone in this step."""

@@ -43,6 +43,15 @@ class FilterGroupsConfig(Section):
     """Most generation batches per step, after which the run stops; 0 sets no limit."""
 
 
+class BranchValuesConfig(Section):
+    """VinePPO: the mean outcome of rollouts that branch off a response, in place of the critic's value."""
+
+    share: Share = 0.0
+    """Share of each response's tokens before which branches start, evenly spaced; 0 draws none."""
+    branches: PositiveInt = key(4, ".share")
+    """Rollouts from each such state; each is generated to its end, and graded."""
+
+
 _RATIO_DIFFERS = {".ratio_weighs=false": "with bypass_mode and ppo_clip the ratio is the importance weight already"}
 
 
@@ -120,6 +129,8 @@ class AlgorithmConfig(Section):
     """Replace a response's score by 1 where it exceeds reward_threshold, else 0 (before the KL penalty)."""
     reward_threshold: float = key(0.5, {".reward_source!=critic": "", ".reward_binarize": ""})
     """reward_binarize: the score to exceed."""
+    reward_noise: NonNegativeFloat = key(0.0, ".reward_source!=critic")
+    """Standard deviation of normal noise added to each outcome in training, for studies of noisy rewards."""
     reward_mask_ratio: Share = 0.0
     """Share of trajectories whose reward is taken away (after the KL penalty, which goes with it)."""
     reward_mask_type: Literal["fixed_ratio", "bernoulli"] = key("fixed_ratio", ".reward_mask_ratio")
@@ -130,6 +141,11 @@ class AlgorithmConfig(Section):
     """A trajectory without reward: reward 0; V(last) through the estimator; out of the losses; A = V(last) - V."""
     reward_mask_flip_adv_when_masked: bool = key(False, {".reward_mask_ratio": "", ".missing_reward!=exclude": ""})
     """Multiply the advantages of trajectories without reward by -1 (a cure for missing_reward=zero)."""
+    agreement_mask: Share = key(0.0, "critic.ensemble_size!=1")
+    """Share of the tokens whose advantage is left out: those where the critics of an ensemble agree most."""
+    divergence_mask: Share = key(0.0, {"critic.ensemble_size!=1": "", "actor_rollout_ref.actor.entropy_coeff": ""})
+    """Share of the tokens that get no entropy bonus: those where the critics of an ensemble agree least."""
+    branch_values: BranchValuesConfig = section(BranchValuesConfig, ".branch_values.share")
     use_kl_in_reward: bool = False
     """Subtract a KL penalty from each token's reward."""
     kl_penalty: KLKind = key("kl", ".use_kl_in_reward")
@@ -152,6 +168,11 @@ class AlgorithmConfig(Section):
         if masked and self.reward_mask_flip_adv_when_masked and self.adv_whitening == "mini_batch":
             key = f"{at}reward_mask_flip_adv_when_masked"
             yield f"{key}=true acts after whitening: set {at}adv_whitening to batch or none"
+        if self.agreement_mask and self.adv_whitening == "mini_batch":
+            yield f"{at}agreement_mask leaves advantages out after whitening: set {at}adv_whitening to batch or none"
+        if self.branch_values.share and (masked or self.reward_source == "critic"):
+            taken = "reward_mask_ratio" if masked else "reward_source=critic"
+            yield f"{at}branch_values grade outcomes, which {at}{taken} is to do without: drop one of them"
         if self.rollout_correction.bypass_mode and self.exact_kl_in_reward:
             yield (
                 f"{at}kl_penalty=full needs a pass of the actor over each batch, which {at}rollout_correction."

@@ -13,7 +13,8 @@ _OF_POLICY_TRAINING = """
     actor_rollout_ref.actor.optim.* actor_rollout_ref.actor.policy_loss.* actor_rollout_ref.actor.clip_*
     actor_rollout_ref.actor.entropy* actor_rollout_ref.actor.*kl_* actor_rollout_ref.ref.*
     actor_rollout_ref.rollout.val_kwargs.* actor_rollout_ref.rollout.log_prob_* algorithm.lam* algorithm.ad[av]*
-    algorithm.gae_unit algorithm.gamma_turn
+    algorithm.gae_unit algorithm.gamma_turn algorithm.agreement_mask algorithm.divergence_mask
+    algorithm.branch_values.* algorithm.reward_noise actor_rollout_ref.actor.positive_nll_coef
     algorithm.norm_* algorithm.singleton algorithm.truncation_bootstrap algorithm.reward_source
     algorithm.reward_mask_* algorithm.missing_reward algorithm.use_* algorithm.kl_* algorithm.pf_ppo.*
     algorithm.filter_groups.* algorithm.rollout_correction.* data.gen_batch_size trainer.critic_warmup trainer.val_*
@@ -21,9 +22,10 @@ _OF_POLICY_TRAINING = """
     trainer.episode_data_dir actor_rollout_ref.rollout.agent.replay_dir trainer.rollout_probs_diff_warn
 """
 _OF_CRITIC_TRAINING = """
-    critic.optim.* critic.freeze* critic.value_loss* critic.cliprange_value critic.loss_* critic.ppo_epochs
-    critic.ppo_mini* critic.shuffle critic.data_loader_seed data.train_* data.shuffle trainer.default_local_dir
-    trainer.total_* trainer.save_freq trainer.resume_* trainer.max_* trainer.logger trainer.report trainer.*_name
+    critic.optim.* critic.freeze* critic.value_loss* critic.cliprange_value critic.unclipped_steps critic.loss_*
+    critic.ppo_epochs critic.ppo_mini* critic.shuffle critic.data_loader_seed data.train_* data.shuffle
+    trainer.default_local_dir trainer.total_* trainer.save_freq trainer.resume_* trainer.max_* trainer.logger
+    trainer.report trainer.*_name
 """
 
 

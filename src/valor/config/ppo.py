@@ -17,7 +17,7 @@ from valor.config.rollout import RolloutConfig
 from valor.config.trainer import PoolConfig, RayKwargsConfig, TrainerConfig
 from valor.config.tree import fill_inherited, get_at, lookup, set_at
 
-CRITIC_BY_DEFAULT = ("gae", "vtrace")
+CRITIC_BY_DEFAULT = ("gae", "vtrace", "evpo")
 """The estimators with which critic.enable is true where it is not set; the first is the default."""
 SINGLE_TURN = "single_turn_agent"
 MAX_LENGTH = "actor_rollout_ref.rollout.max_model_len"
@@ -116,6 +116,11 @@ class PPOConfig(Section):
             yield from check()
         if self.global_profiler.tool is not None and not self.traced_roles:
             yield "global_profiler.tool traces roles: set actor_rollout_ref.actor.profiler.enable=true, or another's"
+        if self.algorithm.branch_values.share and self.plays_episodes:
+            yield (
+                "algorithm.branch_values.share: branches go off answers of one turn, and this run's loop "
+                f"({self.default_agent_loop}) may play several: set it to 0"
+            )
         if len(self._loops) > 1 and self.actor_rollout_ref.rollout.agent.default_agent_loop is None:
             both, loops = " and ".join(self._loops.values()), " or ".join(self._loops)
             yield f"{both} are different loops: set actor_rollout_ref.rollout.agent.default_agent_loop to {loops}"
@@ -148,8 +153,12 @@ class PPOConfig(Section):
                 f"trainer.critic_warmup={warmup}": warmup > 0,
                 "algorithm.reward_source=critic": algorithm.reward_source == "critic",
                 f"algorithm.missing_reward={algorithm.missing_reward}": masked,
+                f"algorithm.branch_values.share={algorithm.branch_values.share}": algorithm.branch_values.share > 0,
             }
             yield from (f"{setting} needs a critic: set critic.enable=true" for setting, on in needs.items() if on)
+        elif critic.ensemble_shards and critic.ensemble_size > (n := self.actor_rollout_ref.rollout.n):
+            size = f"critic.ensemble_shards=true with critic.ensemble_size={critic.ensemble_size}"
+            yield f"{size} parts the samples of a prompt: set actor_rollout_ref.rollout.n to that or more, it is {n}"
         elif critic.freeze:
             if warmup > 0:
                 yield "trainer.critic_warmup trains the critic and critic.freeze=true does not: drop one of them"
@@ -197,6 +206,8 @@ class PPOConfig(Section):
             yield "trainer.v1.deterministic=true transfers weights every step: leave parameter_sync_step at null"
         if self.algorithm.adv_estimator == "remax":
             yield f"{mode}: ReMax compares with greedy responses of the same weights: set trainer_mode=sync"
+        if self.algorithm.branch_values.share:
+            yield f"{mode}: branches go on by the weights that answered: set trainer_mode=sync"
         if self.actor_rollout_ref.rollout.agent.replay_dir is not None:
             yield f"{mode}: recorded episodes are replayed step by step: set trainer_mode=sync"
 

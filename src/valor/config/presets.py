@@ -35,6 +35,27 @@ _GRPO = {
     "actor_rollout_ref.actor.use_kl_loss": True,
     "trainer.experiment_name": "grpo_gsm8k",
 }
+_EVPO = {"algorithm.adv_estimator": "evpo", "trainer.experiment_name": "evpo_gsm8k"}
+_ASYPPO = {
+    "actor_rollout_ref.rollout.n": 8,
+    "actor_rollout_ref.actor.entropy_coeff": 0.001,
+    "critic.ensemble_size": 2,
+    "critic.ensemble_shards": True,
+    "algorithm.agreement_mask": 0.2,
+    "algorithm.divergence_mask": 0.2,
+    "trainer.experiment_name": "asyppo_gsm8k",
+}
+_VAPO = {
+    "actor_rollout_ref.rollout.n": 16,
+    "actor_rollout_ref.actor.clip_ratio_high": 0.28,
+    "actor_rollout_ref.actor.positive_nll_coef": 0.1,
+    "algorithm.lam_critic": 1.0,
+    "algorithm.adaptive_lam_alpha": 0.05,
+    "critic.optim.lr": 2e-6,
+    "critic.unclipped_steps": ["1-50"],
+    "trainer.critic_warmup": 50,
+    "trainer.experiment_name": "vapo_gsm8k",
+}
 _SFT = {
     "data.val_files": "~/data/gsm8k_sft/test.parquet",
     "optim.lr_scheduler_type": "cosine",
@@ -45,6 +66,9 @@ PRESETS: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
     "ppo_config": (PPOConfig, _GSM8K | {"trainer.experiment_name": "ppo_gsm8k"}),
     "grpo_config": (PPOConfig, _GSM8K | _GRPO),
     "ppo_megatron_trainer": (PPOConfig, {"actor_rollout_ref.actor.strategy": "megatron"}),
+    "evpo_config": (PPOConfig, _GSM8K | _EVPO),
+    "asyppo_config": (PPOConfig, _GSM8K | _ASYPPO),
+    "vapo_config": (PPOConfig, _GSM8K | _VAPO),
     "sft_config": (SFTConfig, _SFT),
 }
 """Each preset: its tree, and what it sets."""

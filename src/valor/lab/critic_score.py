@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from valor.lab.scorecard import Branches, Judged
 
 ROLLOUTS_FILE = "rollouts.jsonl"
+_CHOICE_STREAM = 4  # last word of a random key
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,10 +103,15 @@ def _measure(config: CriticScoreConfig) -> tuple[Judged, Branches | None]:
 
 
 def _rollouts(config: CriticScoreConfig, pool: ResourcePool, controller: str) -> tuple[Batch, Branches | None]:
+    import torch
+
+    from valor.collector.branches import BRANCH_STREAM, branch_returns
     from valor.collector.inputs import RunInputs
     from valor.collector.rollouts import SCORE_STREAM, draw_rollouts, policy_group, read_rollouts
-    from valor.lab.branches import draw_branches
+    from valor.data.sampler import subset
+    from valor.lab.scorecard import Branches
     from valor.models.load import load_policy_tokenizer
+    from valor.report.run_data import evenly_spaced
 
     score, data = config.score, config.data
     if score.rollouts:
@@ -119,13 +125,11 @@ def _rollouts(config: CriticScoreConfig, pool: ResourcePool, controller: str) ->
             rollouts = draw_rollouts(collector, list(inputs.train), SCORE_STREAM, data.val_batch_size)
             if not score.mc:
                 return rollouts, None
-            return rollouts, draw_branches(
-                collector,
-                rollouts,
-                responses=score.responses,
-                positions=score.positions,
-                branches=score.mc,
-                gamma=config.algorithm.gamma,
-            )
+            chosen = subset(len(rollouts), score.responses, config.trainer.seed, 0, _CHOICE_STREAM)
+            lengths = rollouts["response_lengths"].tolist()
+            points = [(row, token) for row in chosen for token in evenly_spaced(range(lengths[row]), score.positions)]
+            returns, _ = branch_returns(collector, rollouts, points, score.mc, config.algorithm.gamma, BRANCH_STREAM)
+            rows, tokens = torch.tensor(points).T
+            return rollouts, Branches(rows, tokens, returns)
     finally:
         inputs.close()

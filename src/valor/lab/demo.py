@@ -19,12 +19,12 @@ import click
 import pyarrow.parquet as pq
 
 from valor.arguments import PATH, command, option
-from valor.lab import arithmetic, lookup
+from valor.lab import arithmetic, lookup, walk
 from valor.tracking.console import format_seconds, say
 from valor.tracking.rundir import METRICS_FILE
 
 ROLES = {"ppo": ("actor", "critic"), "grpo": ("actor",)}
-TASKS = {"arithmetic": arithmetic, "search": lookup}
+TASKS = {"arithmetic": arithmetic, "search": lookup, "walk": walk}
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Results:
     "task_name",
     type=click.Choice(list(TASKS)),
     default="arithmetic",
-    help="Sums, or looking up.",
+    help="Sums, questions to look up, or walks.",
 )
 @option("--algorithm", type=click.Choice(list(ROLES)), default="ppo")
 @option("--seed", type=int, default=0)
@@ -79,9 +79,12 @@ def main(out: Path, task_name: str, algorithm: str, seed: int, overrides: tuple[
         if (run_dir / name).exists():
             say(f"  {name.partition('.')[0]:<8} {run_dir / name}")
     before, after = read_results(run_dir)
-    unseen = pq.read_metadata(files.val).num_rows
-    say(f"accuracy on {unseen} unseen problems, greedy: {before.validation:.3f} -> {after.validation:.3f}")
+    measured = "score" if isinstance(files, walk.DataFiles) else "accuracy"
+    on = f"{pq.read_metadata(files.val).num_rows} {'rooms' if measured == 'score' else 'unseen problems'}"
+    say(f"{measured} on {on}, greedy: {before.validation:.3f} -> {after.validation:.3f}")
     say(f"mean reward of the samples drawn in training: {before.sampled:.3f} -> {after.sampled:.3f}")
+    if isinstance(files, walk.DataFiles):
+        say(files.yardstick)
     if isinstance(files, lookup.DataFiles):
         say(f"searches in each of them: {before.calls:.2f} -> {after.calls:.2f}")
         code = _control(files, run_dir, algorithm, seed, overrides)

@@ -144,6 +144,7 @@ def tiles_of(run: RunData) -> Iterator[tuple[str, str, str]]:
         yield from _journey(f"Validation, {source.rpartition('/')[2]}", scores, best=True)
     yield from _journey("Reward", run.first_of("critic/score/mean", "critic/rewards/mean"), best=True)
     yield from _knowledge(run)
+    yield from _journey("Weight of the critic's baseline", run.metrics.get("critic/gate"))
     yield from _journey("KL to the reference", run.first_of("actor/kl_loss", "actor/reward_kl_penalty"))
     yield from _journey("Response length", run.metrics.get("response_length/mean"))
     if (seconds := run.metrics.get("timing_s/step")) and seconds.finite():

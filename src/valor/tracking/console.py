@@ -16,6 +16,7 @@ _COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("reward", ("critic/score/mean", "critic/rewards/mean"), ".3f"),
     ("kl", ("actor/reward_kl_penalty", "actor/kl_loss"), ".4f"),
     ("ev", ("critic/vf_explained_var",), ".2f"),
+    ("gate", ("critic/gate",), ".2f"),
     ("len", ("response_length/mean",), ".0f"),
     ("loss", ("train/loss",), ".4f"),
     ("accuracy", ("train/accuracy",), ".3f"),

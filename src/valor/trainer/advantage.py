@@ -15,6 +15,7 @@ from torch import Tensor
 from valor import algorithms
 from valor.algorithms.turns import Turns
 from valor.collector.inputs import RunInputs
+from valor.collector.rollouts import correct
 from valor.config import AlgorithmConfig, PFPPOConfig, PPOConfig
 from valor.data.batch import Batch
 from valor.data.episodes import Episodes
@@ -24,9 +25,16 @@ from valor.rewards.worker import Sample
 
 # What an estimator may name beyond the common inputs, where the run has it.
 _OFFERED_COLUMNS = ("old_log_probs", "rollout_log_probs", "sum_pi_squared", "rollout_is_weights", "turn_ids")
-FROM_THE_RUN = (*_OFFERED_COLUMNS, "component_scores", "component_weights", "bootstrap_mask", "bootstrap_values")
+FROM_THE_RUN = (
+    *_OFFERED_COLUMNS,
+    "component_scores",
+    "component_weights",
+    "bootstrap_mask",
+    "bootstrap_values",
+    "report",
+)
 COMPONENTS = ("reward_keys", "reward_weights")  # in adv_kwargs, of an estimator that compares reward components
-_RESAMPLING_STREAM, _MASK_STREAM = 1, 2  # last words of random keys
+_RESAMPLING_STREAM, _MASK_STREAM, _NOISE_STREAM = 1, 2, 5  # last words of random keys
 
 
 class RewardShaping:
@@ -48,6 +56,10 @@ class RewardShaping:
         """Adds `token_level_rewards` [B, T], and `reward_missing` [B] where rewards are taken away. Returns metrics."""
         config, mask = self.config, batch["response_mask"]
         scores = batch["token_level_scores"]
+        if config.reward_noise > 0:
+            draw = keyed_generator(self.seed, step, _NOISE_STREAM)
+            noise = config.reward_noise * torch.randn(len(batch), generator=draw)
+            scores = scores + algorithms.place_at_end(noise, mask)
         if config.reward_source == "critic":
             scores = algorithms.place_at_end(algorithms.value_at_end(batch["values"], mask), mask)
         batch["token_level_rewards"], metrics = self._minus_kl(scores, batch)
@@ -96,15 +108,21 @@ class RewardShaping:
         return missing
 
 
-def compute_advantages(batch: Batch, config: AlgorithmConfig, error_score: float = 0.0) -> tuple[Tensor, Tensor]:
+def compute_advantages(
+    batch: Batch, config: AlgorithmConfig, error_score: float = 0.0, metrics: dict[str, float] | None = None
+) -> tuple[Tensor, Tensor]:
     """Advantages and returns [B, T] by `algorithm.adv_estimator`, of a batch whose rows are whole episodes.
 
     The estimator gets those of the batch's columns and of the section's settings that it names. `error_score`: what a
-    sample whose grader failed has in each reward component. With `gae_unit=turn` the batch gains `value_mask` [B, T]: 1
-    at the first policy token of each turn, where alone the critic has a target.
+    sample whose grader failed has in each reward component. `metrics` gains what the estimator reports. Where
+    `branch_mask` [B, T] is 1, `branch_values` are the values, and the critic's targets. With `gae_unit=turn` the batch
+    gains `value_mask` [B, T]: 1 at the first policy token of each turn, where alone the critic has a target.
     """
     tensors = batch.tensors
-    offered: dict[str, Any] = offered_settings(config)
+    values, branched = tensors.get("values"), tensors.get("branch_mask")
+    if values is not None and branched is not None:
+        values = tensors["branch_values"].where(branched > 0, values)
+    offered: dict[str, Any] = offered_settings(config) | {"report": ({} if metrics is None else metrics).__setitem__}
     entry, options = algorithms.ADVANTAGES[config.adv_estimator], {**config.adv_kwargs}
     read = [name for name in _OFFERED_COLUMNS if name in tensors and name in entry.options]
     if {**offered, **options}.get("gae_unit") == "token" and "gae_unit" in entry.options:
@@ -120,7 +138,7 @@ def compute_advantages(batch: Batch, config: AlgorithmConfig, error_score: float
     common: dict[str, Any] = {
         "rewards": tensors["token_level_rewards"],
         "response_mask": tensors["response_mask"],
-        "values": tensors.get("values"),
+        "values": values,
         "group_ids": batch.objects["uid"],
         "reward_baselines": tensors.get("reward_baselines"),
         "gamma": config.gamma,
@@ -133,7 +151,8 @@ def compute_advantages(batch: Batch, config: AlgorithmConfig, error_score: float
     if from_critic(config):
         return algorithms.critic_advantages(common["values"], common["response_mask"], whitening=offered["whitening"])
     if "reward_missing" not in batch:
-        return algorithms.compute_advantages(config.adv_estimator, **common)
+        advantages, returns = algorithms.compute_advantages(config.adv_estimator, **common)
+        return advantages, returns if branched is None else tensors["branch_values"].where(branched > 0, returns)
     advantages, returns, _ = algorithms.advantages_with_missing_rewards(
         config.adv_estimator,
         missing=tensors["reward_missing"],
@@ -142,6 +161,29 @@ def compute_advantages(batch: Batch, config: AlgorithmConfig, error_score: float
         **{**common, "whitening": offered["whitening"]},
     )
     return advantages, returns
+
+
+def leave_out_by_critics(batch: Batch, config: AlgorithmConfig) -> dict[str, float]:
+    """Where the critics of an ensemble agree most, advantages become 0; the batch gains `entropy_mask` [B, T], 0 where
+    they agree least. Returns metrics."""
+    if not (config.agreement_mask or config.divergence_mask):
+        return {}
+    mask = batch["response_mask"]
+    opinions = torch.stack([column for name, column in batch.tensors.items() if name.startswith("values/")])
+    kept, explored = algorithms.where_critics_tell(opinions, mask, config.agreement_mask, config.divergence_mask)
+    batch["advantages"], batch["entropy_mask"] = batch["advantages"] * kept, explored
+    count = mask.sum().clamp(min=1.0)
+    return {
+        "critic/agreement_masked": float((mask - kept).sum() / count),
+        "critic/divergence_masked": float((mask - explored).sum() / count),
+    }
+
+
+def right_answers(batch: Batch) -> Tensor:
+    """[B] 1 where the grader calls the answer right; nobody is told so where the reward is missing."""
+    scores = batch["token_level_scores"].sum(-1)
+    right = correct(Batch({"scores": scores}, {"reward_info": batch.objects["reward_info"]})).float()
+    return right * (~batch["reward_missing"]).float() if "reward_missing" in batch else right
 
 
 def from_critic(config: AlgorithmConfig) -> bool:

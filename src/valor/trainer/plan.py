@@ -161,8 +161,9 @@ def _critic(critic: CriticConfig) -> str:
     if not critic.enable:
         return "none"
     ensemble = critic.ensemble_size > 1 and f"{critic.ensemble_reduce} of {critic.ensemble_size}"
+    own = critic.ensemble_shards and "each from its own samples of every prompt"
     frozen = f"frozen in steps {_and(*critic.freeze_steps)}" if critic.freeze_steps else ""
-    return _and(_model(critic.model), "frozen" if critic.freeze else frozen, ensemble)
+    return _and(_model(critic.model), "frozen" if critic.freeze else frozen, ensemble, own)
 
 
 def _reference(config: PPOConfig) -> str:
@@ -226,6 +227,13 @@ def _batch(config: PPOConfig) -> list[str]:
         f"{data.max_prompt_length:,} + {data.max_response_length:,} tokens each = {samples * longest:,} tokens/step",
         f"actor: {_updates(config, config.actor_rollout_ref.actor)}",
     ]
+    if (asked := config.algorithm.branch_values).share:
+        states = max(round(asked.share * data.max_response_length), 1)
+        drawn = samples * states * asked.branches
+        lines.append(
+            f"branches: at most {asked.branches} x {states:,} states of each response = {drawn:,} samples/step, about "
+            f"{drawn * data.max_response_length // 2:,} tokens/step"
+        )
     return [*lines, f"critic: {_updates(config, critic)}"] if critic.enable and not critic.freeze else lines
 
 

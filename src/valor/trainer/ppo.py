@@ -15,6 +15,7 @@ import torch
 
 from valor.agents.episode import last_rows
 from valor.algorithms import ADVANTAGES
+from valor.collector.branches import add_branch_values
 from valor.collector.collector import Collector
 from valor.collector.inputs import RunInputs
 from valor.config import PPOConfig
@@ -26,7 +27,14 @@ from valor.data.episodes import Episodes
 from valor.data.prompts import PromptDataset
 from valor.tracking.metrics import Timer
 from valor.tracking.progress import phase
-from valor.trainer.advantage import RewardShaping, check_components, compute_advantages, rows_to_train_on
+from valor.trainer.advantage import (
+    RewardShaping,
+    check_components,
+    compute_advantages,
+    leave_out_by_critics,
+    right_answers,
+    rows_to_train_on,
+)
 from valor.trainer.checkpoints import Checkpoint
 from valor.trainer.old_log_probs import OldLogProbs, corrected, off_policy
 from valor.trainer.recorder import PPORecorder
@@ -123,6 +131,9 @@ class PPORun(Run):
         algorithm, timer = self.config.algorithm, Timer()
         with timer("step"), Aside(self.placement.controller == "ray") as self.aside:
             batch, metrics = self.collector.next_batch(self.step, timer)
+            if algorithm.branch_values.share:
+                with timer("gen_branches"):
+                    metrics |= add_branch_values(self.collector, batch, self.step)
             # Roles in pools of their own work at the same time; in one pool, one after the other.
             passes = [
                 self.roles.submit("actor", self.compute_old_log_probs, batch, timer),
@@ -137,8 +148,11 @@ class PPORun(Run):
                 whole = episodes.joined()
                 metrics |= self.shaping.shape_rewards(whole, self.step)
                 whole["advantages"], whole["returns"] = compute_advantages(
-                    whole, algorithm, self.config.reward.error_score
+                    whole, algorithm, self.config.reward.error_score, metrics
                 )
+                metrics |= leave_out_by_critics(whole, algorithm)
+                if self.config.actor_rollout_ref.actor.positive_nll_coef:
+                    whole["positive"] = right_answers(whole)
                 self.aside.measure(batch_metrics, whole)
                 self.aside.measure(critic_diagnostics, whole, self.config)
                 batch = episodes.split(whole)

@@ -82,7 +82,8 @@ class Updates:
     def mini_batches(self, role: str, batch: Batch, step: int, member: int = 0) -> Iterator[Batch]:
         """Rows of each optimizer step, in order, with the columns that the role reads; an episode's rows together."""
         settings = self.config.critic if role == "critic" else self.config.actor_rollout_ref.actor
-        samples_per_step = settings.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
+        parts = self.config.critic.ensemble_size if role == "critic" and self.config.critic.ensemble_shards else 1
+        samples_per_step = max(settings.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n // parts, 1)
         samples, tokens = Episodes(batch).rows, batch["response_mask"].sum(-1)
         count = settings.ppo_epochs * math.ceil(len(samples) / samples_per_step)
         number = 0
@@ -98,7 +99,7 @@ class Updates:
                 if role == "actor" and self._whiten:
                     rows["advantages"] = algorithms.masked_whiten(rows["advantages"], rows["response_mask"])
                 number += 1
-                rows.meta |= {"update": number, "last_of_step": number == count}
+                rows.meta |= {"update": number, "last_of_step": number == count, "global_step": step}
                 yield counted(rows, tokens[index])
 
     def _columns(self, role: str, batch: Batch, *, first: bool) -> list[str]:
@@ -113,8 +114,7 @@ class Updates:
             names.append("ref_log_probs")
         if "turn_ids" in self._loss.parameters:
             names.append("turn_ids")
-        if WEIGHTS in batch:
-            names.append(WEIGHTS)
+        names += [name for name in (WEIGHTS, "entropy_mask", "positive") if name in batch]
         # Before the first update the weights are still those that sampled: the gap can be measured for free.
         if self.old.correct_mini_batches or (first and not self.old.recompute):
             names.append("rollout_log_probs")
@@ -146,7 +146,7 @@ class Critics:
 
     An ensemble (https://arxiv.org/abs/1602.04621 without its resampling) has one value, by which advantages are
     computed; its members learn the same returns from heads and mini-batch orders of their own, each clipped around its
-    own old values.
+    own old values. With `critic.ensemble_shards` each learns from its own share of every prompt's samples.
     """
 
     def __init__(self, config: PPOConfig, roles: Roles, updates: Updates) -> None:
@@ -177,9 +177,14 @@ class Critics:
         frozen = self.config.frozen_at(step)
         batch = batch.union(Batch({"response_mask": batch["value_mask"]})) if "value_mask" in batch else batch
         parts = []
+        episodes, shard = Episodes(batch), None
+        if self.config.ensemble_shards:
+            shard = algorithms.shards([batch.objects["uid"][rows[0]] for rows in episodes.rows], len(self.names))
         for member, name in enumerate(self.names if not frozen else ()):
             own = f"values/{name}"
             rows = batch.union(Batch({"values": batch[own]})) if own in batch else batch
+            if shard is not None:
+                rows = rows.take([row for number in (shard == member).nonzero() for row in episodes.rows[number]])
             parts.append(self.updates.run("critic", rows, step, member=member))
         return mean_over_updates(parts) | {"critic/frozen": float(frozen)}
 
@@ -196,6 +201,8 @@ def counted(mini_batch: Batch, tokens: Tensor | None = None) -> Batch:
         episodes = Episodes(mini_batch)
         lengths = episodes.sums(tokens[:, None])
         mini_batch["sequence_lengths"], present = episodes.spread(lengths), lengths > 0
+    if "positive" in mini_batch:
+        mini_batch.meta["num_positive_tokens"] = max(float((tokens * mini_batch["positive"]).double().sum()), 1.0)
     mini_batch.meta |= {
         "num_tokens": max(float(tokens.double().sum()), 1.0),
         "num_sequences": max(float(present.sum()), 1.0),

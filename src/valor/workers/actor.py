@@ -143,8 +143,15 @@ class ActorWorker(ModelRole):
         aggregate = (mask, config.loss_agg_mode, config.loss_scale_factor, denominator, sequence_lengths)
         if "entropy" in outputs:
             entropy = algorithms.aggregate_loss(outputs["entropy"], *aggregate)
-            loss = loss - config.entropy_coeff * entropy
             metrics["entropy"] = entropy.detach()
+            if "entropy_mask" in rows:  # the others' bonus is left out, not spread over those that have one
+                entropy = algorithms.aggregate_loss(outputs["entropy"] * rows["entropy_mask"], *aggregate)
+            loss = loss - config.entropy_coeff * entropy
+        if "positive" in rows:
+            counted = rows.meta["num_positive_tokens"]
+            nll = algorithms.positive_nll(log_probs, mask, rows["positive"], counted)
+            loss = loss + config.positive_nll_coef * nll
+            metrics["positive_nll"] = nll.detach()
         if config.use_kl_loss:
             kl = outputs.get("full_kl")
             if kl is None:

@@ -69,7 +69,7 @@ class CriticWorker(ModelRole):
             old_values=rows["values"],
             returns=rows["returns"],
             response_mask=rows["response_mask"],
-            cliprange_value=config.cliprange_value,
+            cliprange_value=config.cliprange_at(rows.meta["global_step"]),
             loss_agg_mode=config.loss_agg_mode,
             loss_scale_factor=config.loss_scale_factor,
             num_tokens=rows.meta["num_tokens"],

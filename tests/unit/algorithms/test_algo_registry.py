@@ -58,7 +58,7 @@ def builtin(registry: Registry) -> set[str]:
 def test_every_algorithm_of_the_catalogue_is_there() -> None:
     assert builtin(algorithms.ADVANTAGES) == {
         "gae", "grpo", "grpo_passk", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo",
-        "gpg", "gdpo", "optimal_token_baseline", "vtrace",
+        "gpg", "gdpo", "optimal_token_baseline", "vtrace", "evpo",
     }  # fmt: skip
     assert builtin(algorithms.POLICY_LOSSES) == {
         "ppo", "vanilla", "gpg", "gspo", "cispo", "geo_mean", "sapo", "dro", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl",
@@ -124,11 +124,11 @@ def test_unknown_names_and_options_are_corrected() -> None:
 def test_capabilities_are_data() -> None:
     ours = builtin(algorithms.ADVANTAGES)
     table = {name: algorithms.ADVANTAGES[name].capability for name in ours}
-    assert {name for name, one in table.items() if one.needs_critic} == {"gae", "vtrace"}
+    assert {name for name, one in table.items() if one.needs_critic} == {"gae", "vtrace", "evpo"}
     assert [name for name, one in table.items() if one.needs_greedy_baseline] == ["remax"]
     assert [name for name, one in table.items() if one.needs_components] == ["gdpo"]
     assert [name for name, one in table.items() if one.needs_sum_pi_squared] == ["optimal_token_baseline"]
-    alone = {"gae", "reinforce_plus_plus", "remax", "vtrace"}
+    alone = {"gae", "reinforce_plus_plus", "remax", "vtrace", "evpo"}
     assert {name for name, one in table.items() if one.min_group_size < 2} == alone
     assert all(one.natural_loss in algorithms.POLICY_LOSSES for one in table.values())
     assert table["gpg"].natural_loss == "gpg"

@@ -7,15 +7,16 @@ from pathlib import Path
 import pytest
 
 from valor.config import PPOConfig, SFTConfig, load
-from valor.lab import arithmetic, critic_score, demo, lookup
+from valor.lab import arithmetic, critic_score, demo, lookup, walk
 
 PARTS = [Path(f"{name}.parquet") for name in ("train", "val", "sft_train", "sft_val")]
 FILES = {
     "arithmetic": arithmetic.DataFiles(*PARTS),
     "search": lookup.DataFiles(*PARTS, Path("corpus.jsonl"), Path("corpus_without.jsonl")),
+    "walk": walk.DataFiles(*PARTS, walk.make_walk()),
 }
 # The longest prompt and response, in tokens: a turn of the search task has 6, a result 29.
-LENGTHS = {"arithmetic": (8, 12), "search": (7, 2 * (6 + 29) + 6)}
+LENGTHS = {"arithmetic": (8, 12), "search": (7, 2 * (6 + 29) + 6), "walk": (8, 16)}
 
 
 @pytest.mark.parametrize("task", list(FILES))
@@ -31,7 +32,9 @@ def test_both_algorithms_get_the_same_samples_per_step_and_per_update(algorithm,
     assert config.actor_rollout_ref.rollout.val_kwargs.temperature == 0
 
 
-@pytest.mark.parametrize(("task", "longest"), [("arithmetic", sum(LENGTHS["arithmetic"])), ("search", 46)])
+@pytest.mark.parametrize(
+    ("task", "longest"), [("arithmetic", sum(LENGTHS["arithmetic"])), ("search", 46), ("walk", 24)]
+)
 def test_the_warm_start_is_a_valid_sft_command_line(task, longest):
     config = load(demo.sft_overrides(Path("model"), FILES[task], Path("run"), seed=5), SFTConfig).config
     assert config.data.train_files == ["sft_train.parquet"]

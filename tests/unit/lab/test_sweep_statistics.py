@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from valor.lab.statistics import bootstrap_interval, holm, paired_t_p, sign_flip_p
+from valor.lab.statistics import bootstrap_interval, detectable_effect, holm, paired_t_p, sign_flip_p
 
 
 def test_bootstrap_interval_of_three_values_is_their_range():
@@ -49,3 +49,17 @@ def test_holm_by_hand():
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.9, 0.8]) == [1.0, 1.0]
     assert holm([]) == []
+
+
+def test_the_detectable_effect_by_hand_and_by_simulation():
+    """Four differences with s = 1: (t_0.975 + t_0.8) / 2 of 3 degrees of freedom = (3.1824 + 0.9785) / 2. Of 20
+    pairs, a paired t-test finds an effect of that size about four times in five."""
+    four = np.array([-1.0, 1.0, -1.0, 1.0]) * np.sqrt(3) / 2
+    assert detectable_effect(list(four)) == pytest.approx((3.1824 + 0.9785) / 2, abs=1e-3)
+    assert detectable_effect([0.3]) is None
+    rng = np.random.default_rng(0)
+    unit = rng.normal(size=20)
+    effect = detectable_effect(list((unit - unit.mean()) / unit.std(ddof=1)))
+    assert effect is not None
+    found = [paired_t_p(list(rng.normal(effect, 1.0, 20))) < 0.05 for _ in range(1000)]
+    assert 0.75 < np.mean(found) < 0.86

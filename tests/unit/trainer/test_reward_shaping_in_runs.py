@@ -48,6 +48,17 @@ def test_the_kl_penalty_comes_after_the_score_and_the_mask_takes_both() -> None:
     torch.testing.assert_close(batch["token_level_rewards"], expected * (~lost).float()[:, None])
 
 
+def test_noise_is_added_to_outcomes_alone_and_follows_from_seed_and_step() -> None:
+    batch, _, _ = shaped(batch_of([1.0, 0.5], rows=4000), reward_noise=0.3)
+    noise = (batch["token_level_rewards"] - batch["token_level_scores"]).sum(1)
+    assert abs(float(noise.mean())) < 0.02 and float(noise.std()) == pytest.approx(0.3, abs=0.02)
+    rewards = batch["token_level_rewards"]
+    assert (rewards[0::2, :2] == 0).all() and (rewards[1::2, ::2] == 0).all()
+    assert torch.equal(shaped(batch_of([1.0, 0.5], rows=4000), reward_noise=0.3)[0]["token_level_rewards"], rewards)
+    later, _, _ = shaped(batch_of([1.0, 0.5], rows=4000), step=2, reward_noise=0.3)
+    assert not torch.equal(later["token_level_rewards"], rewards)
+
+
 def test_the_critic_as_reward_source() -> None:
     """A = V(last) − V_t and returns V(last); the reward that is logged is V(last) at the last token."""
     batch, config, _ = shaped(batch_of([1.0, 0.0]), reward_source="critic", lam=0.5)

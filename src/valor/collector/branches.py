@@ -1,0 +1,88 @@
+"""Rollouts that branch off responses and are played to the end: Monte-Carlo values of the states in between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from valor.collector.collector import Collector
+from valor.collector.prompts import PROMPT_OBJECTS, sampling_params
+from valor.data.batch import Batch, pad_rows
+from valor.data.episodes import Episodes
+from valor.errors import UserError
+from valor.tracking.progress import phase
+
+BRANCH_STREAM = -3
+"""Second word of the key of a branch's random numbers; in training the step is taken off."""
+_GRADED = ("prompts", "prompt_lengths", "responses", "response_lengths", "response_mask")
+_OBJECTS = (*PROMPT_OBJECTS, "finish_reason")
+
+
+def branch_returns(
+    collector: Collector, rollouts: Batch, points: Sequence[tuple[int, int]], branches: int, gamma: float, stream: int
+) -> tuple[Tensor, int]:
+    """[n, branches] returns of rollouts from the states before (row, token) of `rollouts`; and the tokens they took.
+
+    The prompt and the response so far are the branch's prompt; it is sampled as in training, by random numbers that
+    depend on the run's seed, `stream` and the branch's number alone, and graded as a whole. UserError: responses with
+    tokens that the policy did not write, as a branch has no environment to go on in.
+    """
+    seed, limit = collector.config.trainer.seed, collector.config.data.max_response_length
+    lengths = rollouts["response_lengths"]
+    if Episodes(rollouts).forked or bool((rollouts["response_mask"].sum(1) != lengths).any()):
+        raise UserError("branches go off answers of one turn, and these have tokens that the policy did not write")
+    rows, tokens = (torch.tensor(column) for column in zip(*points, strict=True))
+
+    so_far = [rollouts["responses"][row, :token].tolist() for row, token in points]
+    asked = [rollouts["prompts"][row, : int(rollouts["prompt_lengths"][row])].tolist() for row, _ in points]
+    prompts, prompt_lengths = pad_rows([a + b for a, b in zip(asked, so_far, strict=True)], torch.long)
+    objects: dict[str, list[Any]] = {
+        name: [rollouts.objects[name][row] for row, _ in points] for name in PROMPT_OBJECTS
+    }
+    objects["uid"] = [f"{row}@{token}" for row, token in points]
+    states = Batch({"prompts": prompts, "prompt_lengths": prompt_lengths}, objects).repeat(branches)
+    states["episode_key"] = torch.tensor([[seed, stream, number] for number in range(len(states))])
+    # One call for all: a branch that goes on beyond the limit is cut afterwards, as its tokens do not depend on it.
+    params = replace(sampling_params(collector.config), max_tokens=limit - int(tokens.min()))
+    with phase("branches", len(states), unit="sample"):
+        drawn = collector.generation.answer(states, params)
+    ends = [
+        row[: min(int(n), limit - len(so_far[i // branches]))]
+        for i, (row, n) in enumerate(zip(drawn["responses"].tolist(), drawn["response_lengths"], strict=True))
+    ]
+    whole, whole_lengths = pad_rows([so_far[i // branches] + end for i, end in enumerate(ends)], torch.long)
+    answers = rollouts.select([*_GRADED, *_OBJECTS]).take(rows).repeat(branches)
+    answers["responses"], answers["response_lengths"] = whole, whole_lengths
+    answers["response_mask"] = (torch.arange(whole.shape[1]) < whole_lengths[:, None]).float()
+    with phase("reward", len(answers), unit="sample"):
+        scores = collector.scores(collector.inputs.with_text(answers))
+    to_go = torch.tensor([len(end) - 1 for end in ends])
+    return (scores * gamma**to_go).view(len(points), branches), sum(map(len, ends))
+
+
+def add_branch_values(collector: Collector, batch: Batch, step: int) -> dict[str, float]:
+    """The batch gains `branch_mask` [B, T], 1 at `algorithm.branch_values.share` of each response's tokens, and
+    `branch_values`: there the mean return of branches from the state before the token (VinePPO,
+    https://arxiv.org/abs/2410.01679). Returns what it cost."""
+    asked = collector.config.algorithm.branch_values
+    points = []
+    for row, length in enumerate(batch["response_lengths"].tolist()):
+        count = max(round(asked.share * length), 1) if length else 0
+        points += [(row, token) for token in torch.linspace(0, length - 1, count).round().long().tolist()]
+    gamma, stream = collector.config.algorithm.gamma, BRANCH_STREAM - step
+    returns, tokens = branch_returns(collector, batch, points, asked.branches, gamma, stream)
+    collector.roles["rollout"].sleep()
+    rows, columns = torch.tensor(points).T
+    batch["branch_mask"], batch["branch_values"] = torch.zeros(2, *batch["response_mask"].shape)
+    batch["branch_mask"][rows, columns] = 1.0
+    batch["branch_values"][rows, columns] = returns.mean(1)
+    return {
+        "branches/states": len(points),
+        "branches/samples": returns.numel(),
+        "branches/tokens": tokens,
+        "branches/tokens_ratio": tokens / max(float(batch["response_mask"].sum()), 1.0),
+    }

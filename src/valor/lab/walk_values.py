@@ -1,0 +1,108 @@
+"""Values on walks without error: every walk from every room, with the policy's own chance of each of its tokens.
+
+A policy's value depends on the whole response so far, not on the room alone. There are doors^length walks from a room,
+and any other response scores 0: V^π of every state is a sum over walks, taken from their ends backwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from valor.algorithms.value_quality import against_truth
+from valor.config.model import CriticModelConfig, ModelConfig
+from valor.data.batch import Batch, pad_rows
+from valor.data.prompts import render, token_ids
+from valor.errors import UserError
+from valor.lab.walk import written
+from valor.models.load import load_policy, load_tokenizer, load_value_model
+from valor.models.rows import ROW_FIELDS
+from valor.rewards.walk import Walk
+
+_MOST = 1 << 17  # walks from a room
+_AT_ONCE = 1024  # rows of a forward pass
+
+
+@dataclass(frozen=True)
+class States:
+    """Every state in which a token of a walk is chosen, [S] each: V^π, V*, and the `chance` with which the policy gets
+    there from its room. `rows`: all walks as models read them; state i is before token `token[i]` of row `row[i]`."""
+
+    rows: Batch
+    row: Tensor
+    token: Tensor
+    value: Tensor
+    best: Tensor
+    chance: Tensor
+
+    @property
+    def score(self) -> float:
+        """Mean outcome of the policy's samples, over the rooms."""
+        return float(self.value[self.token == 0].mean())
+
+    def judge(
+        self, critics: Sequence[Path | str], reduce: Callable[[Tensor], Tensor] = lambda v: v.mean(0)
+    ) -> dict[str, float]:
+        """`against_truth` of a saved critic, or of an ensemble whose values [K, S] become one by `reduce`, over the
+        states as often as the policy visits them."""
+        found = []
+        for path in critics:
+            model = load_value_model(CriticModelConfig(path=str(path)))
+            values = _in_parts(self.rows, lambda part, model=model: model(part)["values"])
+            found.append(values[self.row, self.token])
+        return against_truth(reduce(torch.stack(found)), self.value, self.chance)
+
+
+def exact_values(walk: Walk, policy: Path | str, temperature: float = 1.0) -> States:
+    """All states of all rooms, under the policy saved in a directory as it samples at `temperature`.
+
+    UserError: more walks than can be listed.
+    """
+    doors, length, rooms = len(walk.leads[0]), walk.length, range(len(walk.leads))
+    if doors**length > _MOST:
+        raise UserError(
+            f"{doors} doors and a length of {length}: {doors**length} walks from a room, of at most {_MOST}"
+        )
+    tokenizer = load_tokenizer(str(policy))
+    texts, outcomes = [], []
+    for start in (replace(walk, start=room) for room in rooms):
+        texts += [written(start, taken) for taken in product(range(doors), repeat=length)]
+        outcomes += [start.outcome(text) for text in texts[-(doors**length) :]]
+    asked = [render(tokenizer, [{"role": "user", "content": str(room)}], where="walk") for room in rooms]
+    prompts, prompt_lengths = pad_rows(token_ids(tokenizer, asked), torch.long)
+    responses, response_lengths = pad_rows(token_ids(tokenizer, texts), torch.long)
+    assert responses.shape[1] == 2 * length, "a token a character"
+    of_rooms = Batch({"prompts": prompts, "prompt_lengths": prompt_lengths}).repeat(doors**length)
+    rows = of_rooms.union(Batch({"responses": responses, "response_lengths": response_lengths}))
+    model = load_policy(ModelConfig(path=str(policy)))
+    chances = _in_parts(rows, lambda part: model(part, temperature=temperature)["log_probs"]).exp()
+
+    # Walks with a common beginning are neighbours: before token t they are `widths[t]`, seen from the first of them.
+    widths = [doors ** (length - (t + 1) // 2) for t in range(2 * length + 1)]
+    value = best = torch.tensor(outcomes, dtype=torch.float64)
+    chance = torch.ones(len(rooms), dtype=torch.float64)
+    values, bests, reached = [], [], []
+    for t in reversed(range(2 * length)):
+        options = widths[t] // widths[t + 1]
+        value = (value * chances[:: widths[t + 1], t]).view(-1, options).sum(1)
+        best = best.view(-1, options).amax(1)
+        values.insert(0, value)
+        bests.insert(0, best)
+    for t in range(2 * length):
+        reached.append(chance)
+        chance = chance.repeat_interleave(widths[t] // widths[t + 1]) * chances[:: widths[t + 1], t]
+    row = [torch.arange(0, len(texts), width) for width in widths[:-1]]
+    token = [torch.full_like(first, t) for t, first in enumerate(row)]
+    return States(rows, *(torch.cat(column) for column in (row, token, values, bests, reached)))
+
+
+@torch.no_grad()
+def _in_parts(rows: Batch, columns: Callable[[Batch], Tensor]) -> Tensor:
+    """What a model says of all rows, [N, T] in float64."""
+    parts = (rows.take(range(i, min(i + _AT_ONCE, len(rows)))) for i in range(0, len(rows), _AT_ONCE))
+    return torch.cat([columns(part.select(ROW_FIELDS)) for part in parts]).double()

@@ -1,0 +1,151 @@
+"""Gate, mini-critics, branches and imitation between configuration and algorithms: columns, shares, what is refused."""
+
+import pytest
+import torch
+
+from valor.config import AlgorithmConfig, CriticConfig, PPOConfig, load
+from valor.data.batch import Batch
+from valor.errors import UserError
+from valor.trainer.advantage import compute_advantages, leave_out_by_critics, right_answers
+from valor.trainer.checks import check
+from valor.trainer.plan import plan
+from valor.trainer.run import SkippedUpdates
+from valor.trainer.updates import Critics, Updates, counted
+
+ENSEMBLE = ["critic.ensemble_size=2", "critic.ensemble_shards=true"]
+
+
+def four_rows(**columns: torch.Tensor) -> Batch:
+    """Two prompts with two answers of two tokens each; the first of either is right."""
+    rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
+    tensors = {
+        "response_mask": torch.ones(4, 2),
+        "token_level_rewards": rewards,
+        "token_level_scores": rewards,
+        "values": torch.full((4, 2), 0.5),
+        **columns,
+    }
+    info = [{}, {}, {"acc": 0.0}, {"acc": 1.0}]
+    return Batch(tensors, {"uid": list("aabb"), "finish_reason": ["stop"] * 4, "reward_info": info})
+
+
+def test_branch_values_are_baseline_and_target_where_they_are() -> None:
+    """One state of the first row: V = 0.75 from branches, where the critic has 0.5."""
+    mask, values = torch.zeros(4, 2), torch.zeros(4, 2)
+    mask[0, 1], values[0, 1] = 1.0, 0.75
+    batch = four_rows(branch_mask=mask, branch_values=values)
+    advantages, returns = compute_advantages(batch, AlgorithmConfig(adv_whitening="none", lam=0.0, lam_critic=1.0))
+    assert advantages.tolist() == [[0.25, 0.25], [0.0, -0.5], [0.0, 0.5], [0.0, -0.5]]
+    assert returns.tolist() == [[1.0, 0.75], [0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
+    assert (batch["values"] == 0.5).all()  # the clip of the value loss is around what the critic said
+
+
+def test_the_gate_reports_to_the_metrics_also_where_rewards_are_missing() -> None:
+    config = AlgorithmConfig(adv_estimator="evpo", reward_mask_ratio=0.5, missing_reward="exclude")
+    metrics: dict[str, float] = {}
+    missing = torch.tensor([False, False, True, True])
+    compute_advantages(four_rows(reward_missing=missing), config, 0.0, metrics)
+    assert metrics == {"critic/gate": 0.0, "critic/gate_explained_var": 0.0}
+
+
+def test_right_answers_are_the_graders_and_nobodys_where_the_reward_is_missing() -> None:
+    assert right_answers(four_rows()).tolist() == [1, 0, 0, 1]
+    missing = torch.tensor([True, False, False, False])
+    assert right_answers(four_rows(reward_missing=missing)).tolist() == [0, 0, 0, 1]
+
+
+def test_imitation_divides_by_the_right_answers_tokens_of_the_mini_batch() -> None:
+    assert counted(four_rows(positive=right_answers(four_rows()))).meta["num_positive_tokens"] == 4
+    assert counted(four_rows(positive=torch.zeros(4))).meta["num_positive_tokens"] == 1
+
+
+def test_what_critics_tell_reaches_advantages_and_the_entropy() -> None:
+    """Deviations rise along the batch: the first quarter of the tokens loses its advantage, the last its entropy."""
+    apart = torch.arange(8.0).view(4, 2)
+    columns = {"values/critic": apart, "values/critic_2": -apart, "advantages": torch.ones(4, 2)}
+    batch = four_rows(**columns)
+    metrics = leave_out_by_critics(batch, AlgorithmConfig(agreement_mask=0.25, divergence_mask=0.25))
+    assert batch["advantages"].flatten().tolist() == [0, 0, 1, 1, 1, 1, 1, 1]
+    assert batch["entropy_mask"].flatten().tolist() == [1, 1, 1, 1, 1, 1, 0, 0]
+    assert metrics == {"critic/agreement_masked": 0.25, "critic/divergence_masked": 0.25}
+    untouched = four_rows(**columns)
+    assert leave_out_by_critics(untouched, AlgorithmConfig()) == {} and "entropy_mask" not in untouched
+
+
+class Learner:
+    """Remembers the samples of each update."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[int]] = []
+
+    def update(self, mini_batch: Batch) -> dict[str, float]:
+        self.seen.append(mini_batch["prompts"][:, 0].tolist())
+        return {"skipped": 0.0}
+
+
+def test_each_critic_learns_from_its_own_samples() -> None:
+    """Two prompts of two samples: one of each for either critic, in as many updates as the whole would have taken."""
+    settings = ["critic.ppo_mini_batch_size=1", "actor_rollout_ref.rollout.n=2", "data.train_batch_size=2"]
+    config = load([*ENSEMBLE, *settings, "actor_rollout_ref.actor.ppo_mini_batch_size=1"], PPOConfig).config
+    number = torch.arange(4)[:, None]
+    batch = four_rows(
+        prompts=number,
+        prompt_lengths=torch.ones(4).long(),
+        responses=torch.zeros(4, 2).long(),
+        response_lengths=torch.full((4,), 2),
+        returns=torch.zeros(4, 2),
+        **{"values/critic": torch.zeros(4, 2), "values/critic_2": torch.zeros(4, 2)},
+    )
+    roles = {"critic": Learner(), "critic_2": Learner()}
+    updates = Updates(config, roles, SkippedUpdates(1, print), print)
+    Critics(config, roles, updates).update(batch, step=1)
+    assert roles["critic"].seen == [[0], [3]] and roles["critic_2"].seen == [[1], [2]]
+
+
+def test_steps_without_a_clip() -> None:
+    critic = CriticConfig(cliprange_value=0.2, unclipped_steps=["1-50", "70"])
+    assert [critic.cliprange_at(step) for step in (1, 50, 51, 70, 71)] == [None, None, 0.2, None, 0.2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["algorithm.branch_values.share=0.5", "algorithm.adv_estimator=grpo"], "needs a critic: set critic.enable"),
+        (
+            ["algorithm.branch_values.share=0.5", "algorithm.reward_mask_ratio=0.5"],
+            "reward_mask_ratio is to do without",
+        ),
+        (["algorithm.branch_values.share=0.5", "trainer.v1.trainer_mode=colocate_async"], "set trainer_mode=sync"),
+        (["algorithm.branch_values.share=0.5", "do_search=true"], "branches go off answers of one turn"),
+        (["critic.ensemble_size=4", "critic.ensemble_shards=true"], "actor_rollout_ref.rollout.n to that or more"),
+        (["critic.ensemble_size=2", "critic.freeze=true", "critic.model.path=/x"], "critics would all be the same"),
+        ([*ENSEMBLE, "algorithm.agreement_mask=0.2", "algorithm.adv_whitening=mini_batch"], "after whitening"),
+        (["algorithm.adv_estimator=evpo", "+algorithm.adv_kwargs.gate=hrad"], "unknown gate 'hrad'"),
+        (["algorithm.adv_estimator=evpo", "+algorithm.adv_kwargs.report=1"], "comes from the run"),
+        (["+algorithm.adv_kwargs.lam_positions=[1,2]"], "lam_positions must be between 0 and 1"),
+    ],
+)
+def test_what_does_not_go_together_is_one_line(settings, words) -> None:
+    argv = ["data.train_files=a.parquet", "actor_rollout_ref.rollout.n=2", *settings]
+    with pytest.raises(UserError) as caught:
+        load(argv, PPOConfig, check)
+    [line] = str(caught.value).splitlines()
+    assert words in line
+
+
+@pytest.mark.parametrize("preset", ["evpo_config", "asyppo_config", "vapo_config"])
+def test_presets_are_whole(preset) -> None:
+    loaded = load([f"--config-name={preset}"], PPOConfig, check)
+    assert loaded.config.critic.enable
+    assert loaded.config.trainer.experiment_name == f"{preset.partition('_')[0]}_gsm8k"
+
+
+def test_a_plan_says_what_branches_cost() -> None:
+    """Two prompts of three samples, a tenth of 50 tokens each: 6 x 5 states x 4 branches of half a response."""
+    given = [
+        "data.train_batch_size=2",
+        "actor_rollout_ref.rollout.n=3",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    ]
+    text = plan(load([*given, "data.max_response_length=50", "algorithm.branch_values.share=0.1"], PPOConfig).config)
+    assert "4 x 5 states of each response = 120 samples/step, about 3,000 tokens/step" in text
