@@ -13,6 +13,7 @@ from valor.algorithms.distributions import full_kl_from_logits
 from valor.algorithms.kl import KLController, kl_penalty, subtract_divergence
 from valor.algorithms.mismatch import mismatch_sums, off_policy_metrics
 from valor.algorithms.ppo import LossInputs, policy_loss
+from valor.algorithms.progress import advantages_with_progress, progress
 from valor.algorithms.reductions import (
     LOSS_AGG_MODES,
     aggregate_loss,
@@ -63,6 +64,7 @@ __all__ = [
     "KLController",
     "LossInputs",
     "advantages_with_missing_rewards",
+    "advantages_with_progress",
     "aggregate_loss",
     "apply_missing_reward",
     "binarize",
@@ -91,6 +93,7 @@ __all__ = [
     "pf_ppo_weights",
     "place_at_end",
     "policy_loss",
+    "progress",
     "register_advantage",
     "register_policy_loss",
     "register_value_loss",

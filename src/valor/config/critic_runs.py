@@ -58,6 +58,9 @@ class CriticRunConfig(PPOConfig):
         yield from self._lengths()
         if not self.critic.enable:
             yield "critic.enable=false leaves nothing to do here: leave it at true"
+        if self.reward.reward_model.enable and self.reward.reward_model.gives != "outcome":
+            given = self.reward.reward_model.gives
+            yield f"reward.reward_model.gives={given} is for advantages, and returns here are outcomes: use outcome"
 
 
 class CriticPretrainConfig(CriticRunConfig):

@@ -182,7 +182,8 @@ def _agreed_head(path: str, config: Any, wanted: ValueHead | None) -> ValueHead:
     """The head to load. A checkpoint with a head that says nothing of itself may have any head of one output."""
     has_head = (config.architectures or ["?"])[0].endswith(("ForTokenClassification", "ForSequenceClassification"))
     found = ValueHead.of(config)
-    if has_head and found is None and (config.num_labels != 1 or (wanted is not None and wanted.size != 1)):
+    by_label = wanted is not None and wanted.output == "label"
+    if has_head and found is None and not by_label and (config.num_labels != 1 or (wanted and wanted.size != 1)):
         needed = f"outputs for {wanted}" if wanted is not None and wanted.size != 1 else "exactly 1"
         raise UserError(f"'{path}' classifies into {config.num_labels} labels; this critic needs {needed}")
     if has_head and None not in (found, wanted) and found != wanted:

@@ -23,18 +23,21 @@ class ValueHead:
     """How a value is read from the head's `size` outputs z; an exported critic's config.json says it.
 
     value: z itself. logit: the sigmoid of z. bins: the mean, under softmax z, of the centres of equal bins of
-    [value_min, value_max].
+    [value_min, value_max]. label: the probability of one of `size` labels (a process reward model).
     """
 
-    output: Literal["value", "logit", "bins"] = "value"
+    output: Literal["value", "logit", "bins", "label"] = "value"
     size: int = 1
     value_min: float = 0.0
     value_max: float = 1.0
+    label: int = 0
 
     @staticmethod
     def of(config: Any) -> ValueHead | None:
         """What a Hugging Face config says; None if it says nothing."""
         output = getattr(config, "value_head_output", None)
+        if output == "label":
+            return ValueHead(output, config.num_labels, label=config.value_label)
         if output != "bins":
             return None if output is None else ValueHead(output)
         return ValueHead(output, config.num_labels, config.value_min, config.value_max)
@@ -43,6 +46,8 @@ class ValueHead:
         """Make a Hugging Face config say it."""
         config.num_labels = self.size
         config.value_head_output = self.output
+        if self.output == "label":
+            config.value_label = self.label
         if self.output == "bins":
             config.value_min, config.value_max = self.value_min, self.value_max
 
@@ -50,12 +55,15 @@ class ValueHead:
         """Values [N] of outputs [N, size]."""
         if self.output == "bins":
             return hl_gauss_value(z, value_min=self.value_min, value_max=self.value_max)
+        if self.output == "label":
+            return z.softmax(-1)[..., self.label]
         return z.squeeze(-1).sigmoid() if self.output == "logit" else z.squeeze(-1)
 
     def __str__(self) -> str:
         if self.output == "bins":
             return f"{self.size} bins from {self.value_min:g} to {self.value_max:g}"
-        return {"value": "a value", "logit": "the logit of a value"}[self.output]
+        names = {"value": "a value", "logit": "the logit of a value", "label": f"{self.size} labels"}
+        return names[self.output]
 
 
 class ValueModel(nn.Module):

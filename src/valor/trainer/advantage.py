@@ -127,6 +127,10 @@ def compute_advantages(batch: Batch, config: AlgorithmConfig, error_score: float
         batch["value_mask"] = Turns(common.get("turn_ids"), common["response_mask"]).starts.float()
     if from_critic(config):
         return algorithms.critic_advantages(common["values"], common["response_mask"], whitening=offered["whitening"])
+    if "progress" in batch:
+        return algorithms.advantages_with_progress(
+            config.adv_estimator, progress=tensors["progress"], **{**common, "whitening": offered["whitening"]}
+        )
     if "reward_missing" not in batch:
         return algorithms.compute_advantages(config.adv_estimator, **common)
     advantages, returns, _ = algorithms.advantages_with_missing_rewards(

@@ -12,7 +12,7 @@ from valor import algorithms
 from valor.algorithms import ADVANTAGES, POLICY_LOSSES, VALUE_LOSSES, load_custom
 from valor.algorithms.ppo import aggregation
 from valor.algorithms.registry import Entry
-from valor.config import AlgorithmConfig, CriticRunConfig, PPOConfig, Section
+from valor.config import CriticRunConfig, PPOConfig, Section
 from valor.config import inert_settings as inert_by_rules
 from valor.controller.placement import check_placement
 from valor.data.batch import Batch
@@ -99,7 +99,7 @@ def _estimator(config: PPOConfig) -> list[str]:
     }
     if needs.needs_components:
         options = {*options, *COMPONENTS}
-        wrong |= _components(name, algorithm)
+        wrong |= _components(name, config)
     taken = {*offered_settings(algorithm), *FROM_THE_RUN}
     lines = [line for line, is_so in wrong.items() if is_so]
     lines += _options(entry, "algorithm.adv_kwargs", algorithm.adv_kwargs, options, taken)
@@ -114,8 +114,9 @@ def _estimator(config: PPOConfig) -> list[str]:
     return lines
 
 
-def _components(name: str, algorithm: AlgorithmConfig) -> dict[str, bool]:
+def _components(name: str, config: PPOConfig) -> dict[str, bool]:
     """Mistakes of an estimator that compares reward components, and whether they are made."""
+    algorithm, model = config.algorithm, config.reward.reward_model
     keys, weights = (algorithm.adv_kwargs.get(option) for option in COMPONENTS)
     named = isinstance(keys, list) and len(keys) > 0
     fit = (
@@ -132,6 +133,9 @@ def _components(name: str, algorithm: AlgorithmConfig) -> dict[str, bool]:
         "actor_rollout_ref.actor.use_kl_loss instead": algorithm.use_kl_in_reward,
         f"{name} reads reward components, which algorithm.reward_mask_ratio and algorithm.reward_binarize do not "
         "touch: drop them or take another estimator": algorithm.reward_mask_ratio > 0 or algorithm.reward_binarize,
+        f"{name} reads reward components, which reward.reward_model.gives=steps is none of: take another one": (
+            model.enable and model.gives == "steps"
+        ),
     }
 
 

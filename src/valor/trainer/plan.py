@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
+from valor.algorithms import ADVANTAGES
 from valor.config import (
     BackboneConfig,
     CriticConfig,
@@ -165,8 +166,11 @@ def _reward(config: PPOConfig) -> str:
     if model.enable:
         judge = model.judge
         name = f"judge {judge.model} at {judge.url}" if judge.url else f"reward model {model.model_path}"
+        if model.gives == "steps":
+            name += f" at the end of each step ({_steps_become(config.algorithm.adv_estimator)})"
         rule = "in the rule's place" if model.replaces_rule else f"+ {model.rule_weight:g} x rule ({graded})"
-        graded = f"{model.weight:g} x {name} {rule}"
+        progress = f"{graded}; advantages + {model.weight:g} x progress under {model.model_path}"
+        graded = f"{model.weight:g} x {name} {rule}" if model.scores else progress
     agent, algorithm = config.actor_rollout_ref.rollout.agent, config.algorithm
     if agent.replay_dir is not None:
         graded = f"as recorded; of episodes without a score: {graded}"
@@ -179,6 +183,13 @@ def _reward(config: PPOConfig) -> str:
         algorithm.reward_mask_ratio > 0
         and f"taken from {algorithm.reward_mask_ratio:.0%}, missing_reward {algorithm.missing_reward}",
     )
+
+
+def _steps_become(estimator: str) -> str:
+    """What an estimator makes of rewards along a response."""
+    entry = ADVANTAGES[estimator]
+    along = "reward_on_masked" in entry.options or not entry.builtin
+    return f"{estimator} takes each at its token" if along else f"{estimator} takes their sum"
 
 
 def _processes(trainer: RunConfig, nodes: int) -> str:

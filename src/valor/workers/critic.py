@@ -6,7 +6,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from valor import algorithms
 from valor.algorithms import load_custom
@@ -14,7 +13,7 @@ from valor.config import CriticConfig, PPOConfig
 from valor.data.batch import Batch
 from valor.errors import UserError
 from valor.models.load import load_value_model
-from valor.models.rows import ROW_FIELDS
+from valor.models.rows import ROW_FIELDS, longer_rows
 from valor.models.value import ValueHead
 from valor.workers.dispatch import dispatch
 from valor.workers.host import WorkerContext
@@ -43,11 +42,8 @@ class CriticWorker(ModelRole):
         """
         rows = batch.select(ROW_FIELDS)
         width, lengths = rows["responses"].shape[1], rows["response_lengths"]
-        if with_end:  # the state after the last token is the one in which a further token would be chosen
-            rows["responses"] = functional.pad(rows["responses"], (0, 1))
-            rows["response_lengths"] = lengths + 1
         with self.on_device() as engine:
-            values = engine.forward(rows, **self._limits)["values"]
+            values = engine.forward(longer_rows(rows) if with_end else rows, **self._limits)["values"]
         out = {"values": values[:, :width].masked_fill(torch.arange(width) >= lengths[:, None], 0.0)}
         if with_end:
             out["bootstrap_values"] = values.gather(1, lengths[:, None]).squeeze(1)
