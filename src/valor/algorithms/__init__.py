@@ -1,6 +1,7 @@
 """The mathematics of Valor: pure functions on tensors and floats. This list is the public interface."""
 
 from valor.algorithms import (  # noqa: F401  # they register
+    distributional,
     gae,
     group_relative,
     policy_gradient,
@@ -9,6 +10,7 @@ from valor.algorithms import (  # noqa: F401  # they register
     vtrace,
 )
 from valor.algorithms.advantages import compute_advantages
+from valor.algorithms.distributional import quantile_targets, quantiles_of, tail_mean
 from valor.algorithms.distributions import full_kl_from_logits
 from valor.algorithms.kl import KLController, kl_penalty, subtract_divergence
 from valor.algorithms.mismatch import mismatch_sums, off_policy_metrics
@@ -94,11 +96,14 @@ __all__ = [
     "place_at_end",
     "policy_loss",
     "progress",
+    "quantile_targets",
+    "quantiles_of",
     "register_advantage",
     "register_policy_loss",
     "register_value_loss",
     "rollout_correction",
     "subtract_divergence",
+    "tail_mean",
     "value_at_end",
     "value_loss",
 ]

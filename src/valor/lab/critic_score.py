@@ -82,9 +82,10 @@ def _measure(config: CriticScoreConfig) -> tuple[Judged, Branches | None]:
         )
         try:
             with phase("values", len(rollouts), unit="sample"):
-                values = group["critic"].compute_values(rollouts)["values"]
+                found = group["critic"].compute_values(rollouts, with_quantiles=True)
         finally:
             group.close()
+    values = found["values"]
     records = rollout_records(rollouts, rollouts["scores"].tolist(), 0, tokenizer)
     lengths = rollouts["response_lengths"].tolist()
     with_values = (one | {"values": v[:n]} for one, v, n in zip(records, values.tolist(), lengths, strict=True))
@@ -98,7 +99,8 @@ def _measure(config: CriticScoreConfig) -> tuple[Judged, Branches | None]:
     rows = rollouts.union(Batch({name: pad(column, (0, 1)) for name, column in columns.items()}))
     whole = Episodes(rows).joined()
     mask = whole["response_mask"]
-    return Judged(whole["values"], whole["returns"], mask, correct(whole), same_prompt(whole)), branches
+    quantiles = found.tensors.get("quantiles") if len(whole) == len(rows) else None  # of rows, not of whole episodes
+    return Judged(whole["values"], whole["returns"], mask, correct(whole), same_prompt(whole), quantiles), branches
 
 
 def _rollouts(config: CriticScoreConfig, pool: ResourcePool, controller: str) -> tuple[Batch, Branches | None]:

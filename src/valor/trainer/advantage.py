@@ -98,7 +98,8 @@ def compute_advantages(batch: Batch, config: AlgorithmConfig, error_score: float
     """Advantages and returns [B, T] by `algorithm.adv_estimator`, of a batch whose rows are whole episodes.
 
     The estimator gets those of the batch's columns and of the section's settings that it names. `error_score`: what a
-    sample whose grader failed has in each reward component. With `gae_unit=turn` the batch gains `value_mask` [B, T]: 1
+    sample whose grader failed has in each reward component. With `quantiles` [B, T, K] the batch gains
+    `quantile_returns` [B, T, K]. With `gae_unit=turn` the batch gains `value_mask` [B, T]: 1
     at the first policy token of each turn, where alone the critic has a target.
     """
     tensors = batch.tensors
@@ -125,6 +126,11 @@ def compute_advantages(batch: Batch, config: AlgorithmConfig, error_score: float
     }
     if common.get("gae_unit") == "turn":
         batch["value_mask"] = Turns(common.get("turn_ids"), common["response_mask"]).starts.float()
+    if "quantiles" in batch:
+        inputs = {**common, **({"whitening": "none"} if "whitening" in entry.options else {})}
+        batch["quantile_returns"] = algorithms.quantile_targets(
+            config.adv_estimator, quantiles=tensors["quantiles"], **inputs
+        )
     if from_critic(config):
         return algorithms.critic_advantages(common["values"], common["response_mask"], whitening=offered["whitening"])
     if "progress" in batch:

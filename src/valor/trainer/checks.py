@@ -172,7 +172,26 @@ def _value_loss(config: PPOConfig) -> list[str]:
     if entry.builtin and not lines:
         one, outputs = torch.ones(1, 1), torch.ones(1, 1, value_head(config.critic).size).squeeze(-1)
         algorithms.value_loss(name, values=outputs, old_values=one, returns=one, response_mask=one, **given)
+    if config.learns_quantiles and not isinstance(config, CriticRunConfig):
+        lines += _own_quantiles(config)
     return lines
+
+
+def _own_quantiles(config: PPOConfig) -> Iterator[str]:
+    """What does not go with targets that are distributions."""
+    algorithm = config.algorithm
+    others = {
+        "critic.ensemble_size": config.critic.ensemble_size > 1,
+        "algorithm.reward_mask_ratio": algorithm.reward_mask_ratio > 0,
+        "algorithm.reward_source=critic": algorithm.reward_source == "critic",
+        "algorithm.truncation_bootstrap": algorithm.truncation_bootstrap,
+        "an episode of several turns": config.plays_episodes,
+    }
+    for other in (name for name, is_so in others.items() if is_so):
+        yield (
+            "critic.value_loss=quantile with algorithm.lam_critic below 1 bootstraps each quantile, for which "
+            f"{other} has no rule: set algorithm.lam_critic=1"
+        )
 
 
 def _correction(config: PPOConfig) -> list[str]:

@@ -30,21 +30,26 @@ class CriticWorker(ModelRole):
         load_custom(config.algorithm.custom_path)
         critic = self.config = config.critic
         head = None if critic.freeze else value_head(critic)  # a frozen one is read as it says itself
-        load = partial(load_value_model, critic.model, head=head, seed=config.trainer.seed + member)
+        by_seed = {"seed": config.trainer.seed + member, "levels": critic.value_levels}
+        load = partial(load_value_model, critic.model, head=head, **by_seed)
         super().__init__(context, critic, critic.model, load, total_steps=total_steps, trainable=not critic.freeze)
         self._limits = {"max_tokens": critic.ppo_max_token_len_per_gpu, "max_rows": critic.max_rows}
 
     @dispatch("dp")
-    def compute_values(self, batch: Batch, *, with_end: bool = False) -> Batch:
+    def compute_values(self, batch: Batch, *, with_end: bool = False, with_quantiles: bool = False) -> Batch:
         """`values` [B, T]: the value of the state in which response token t was chosen.
 
-        with_end: also `bootstrap_values` [B], the value of the state after the last response token.
+        with_quantiles: also `quantiles` [B, T, K], where the head gives a distribution. with_end: also
+        `bootstrap_values` [B], the value of the state after the last response token.
         """
         rows = batch.select(ROW_FIELDS)
         width, lengths = rows["responses"].shape[1], rows["response_lengths"]
         with self.on_device() as engine:
-            values = engine.forward(longer_rows(rows) if with_end else rows, **self._limits)["values"]
-        out = {"values": values[:, :width].masked_fill(torch.arange(width) >= lengths[:, None], 0.0)}
+            rows = longer_rows(rows) if with_end else rows
+            found = engine.forward(rows, **self._limits, with_quantiles=with_quantiles)
+        values = found["values"]
+        out = {name: x[:, :width] for name, x in found.items() if name != "values"}
+        out |= {"values": values[:, :width].masked_fill(torch.arange(width) >= lengths[:, None], 0.0)}
         if with_end:
             out["bootstrap_values"] = values.gather(1, lengths[:, None]).squeeze(1)
         return Batch(out)
@@ -63,7 +68,7 @@ class CriticWorker(ModelRole):
             config.value_loss,
             values=outputs["head_outputs"],
             old_values=rows["values"],
-            returns=rows["returns"],
+            returns=rows.tensors.get("quantile_returns", rows["returns"]),
             response_mask=rows["response_mask"],
             cliprange_value=config.cliprange_value,
             loss_agg_mode=config.loss_agg_mode,
@@ -80,6 +85,11 @@ def value_head(config: CriticConfig) -> ValueHead:
     """What the head gives that `critic.value_loss` trains. UserError: bins that cannot be."""
     if config.value_loss == "bce":
         return ValueHead("logit")
+    if config.value_loss == "quantile":
+        size = config.value_loss_kwargs.get("num_quantiles", 32)
+        if not (isinstance(size, int) and size > 1):
+            raise UserError("critic.value_loss_kwargs.num_quantiles is a whole number of at least 2")
+        return ValueHead("quantiles", size)
     if config.value_loss == "hl_gauss":
         given = config.value_loss_kwargs
         size, low, high = given.get("num_bins", 51), given.get("value_min", 0.0), given.get("value_max", 1.0)
