@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "critic pretrain": ("valor.trainer.main_ppo:critic_pretrain", "fit a critic to rollouts: key=value …"),
     "critic score": ("valor.lab.critic_score:main", "the scorecard of a critic: key=value …"),
+    "critic search": ("valor.lab.critic_search:main", "answers that a critic chooses or searches for: key=value …"),
     "critic publish": ("valor.lab.publish:main", "CKPT_OR_HF_DIR OUT: a critic as a model with its card"),
     "lab sweep": ("valor.lab.sweep:main", "FILE.yaml: arms x seeds of a command, with intervals and tests"),
     "config keys": ("valor.cli:config_keys", "[PREFIX]: every key with its type, default and meaning"),

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from valor.config import CriticScoreConfig
+from valor.config import CriticScoreConfig, held_out
 from valor.lab.publish import SCORECARD_FILES, fingerprint
 from valor.tracking.console import say
 from valor.tracking.progress_console import show_progress
@@ -112,9 +112,7 @@ def _rollouts(config: CriticScoreConfig, pool: ResourcePool, controller: str) ->
     score, data = config.score, config.data
     if score.rollouts:
         return read_rollouts(score.rollouts, load_policy_tokenizer(config)), None
-    # The held-out prompts, answered as training prompts are: by sampling, rollout.n times.
-    held_out = {"train_files": data.val_files, "train_max_samples": data.val_max_samples, "val_files": None}
-    as_training = config.model_copy(update={"data": data.model_copy(update={**held_out, "train_batch_size": 1})})
+    as_training = held_out(config)  # answered as training prompts are: by sampling, rollout.n times
     inputs = RunInputs(as_training)
     try:
         with policy_group(as_training, inputs, pool, controller, say) as collector:

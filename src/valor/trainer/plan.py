@@ -11,6 +11,7 @@ from valor.config import (
     CriticConfig,
     CriticPretrainConfig,
     CriticScoreConfig,
+    CriticSearchConfig,
     PPOConfig,
     RMConfig,
     RunConfig,
@@ -24,6 +25,7 @@ from valor.trainer.checks import inert_settings
 from valor.trainer.old_log_probs import OldLogProbs
 
 Rows = list[tuple[str, str]]
+_JUDGED = CriticScoreConfig | CriticSearchConfig
 
 
 def plan(config: Section, explicit_keys: Collection[str] = ()) -> str:
@@ -32,7 +34,7 @@ def plan(config: Section, explicit_keys: Collection[str] = ()) -> str:
     `explicit_keys` are examined for settings without effect.
     """
     assert isinstance(config, PPOConfig | SupervisedConfig), "what commands read"
-    rows = _critic_rows(config) if isinstance(config, CriticScoreConfig) else _training_rows(config)
+    rows = _critic_rows(config) if isinstance(config, _JUDGED) else _training_rows(config)
     rows += [("note", f"{key}: {reason}") for key, reason in inert_settings(config, explicit_keys).items()]
     width = max(len(title) for title, _ in rows)
     lines, last = [], ""
@@ -103,7 +105,21 @@ def _ahead(config: PPOConfig) -> str:
     )
 
 
-def _critic_rows(config: CriticPretrainConfig | CriticScoreConfig) -> Rows:
+def _critic_rows(config: CriticPretrainConfig | CriticScoreConfig | CriticSearchConfig) -> Rows:
+    if isinstance(config, CriticSearchConfig):
+        search, files = config.search, _and(*config.data.val_files or [])
+        numbers = _and(*map(str, search.samples))
+        return [
+            ("critic", _critic(config.critic)),
+            ("policy", _model(config.actor_rollout_ref.model)),
+            ("prompts", files),
+            ("samples", f"{numbers} answers to each, chosen by vote and by value"),
+            ("beam", f"{numbers} at once, the best {search.beam} go on after {search.block} tokens"),
+            (
+                "tree",
+                f"{_and(*map(str, search.simulations)) or 'no'} simulations before each {search.tree_block} tokens",
+            ),
+        ]
     asked = config.score if isinstance(config, CriticScoreConfig) else config.pretrain
     policy = config.actor_rollout_ref
     drawn = f"{_count(policy.rollout.n, 'answer')} by {policy.model.path} to each prompt"
