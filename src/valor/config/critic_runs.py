@@ -27,8 +27,8 @@ _OF_CRITIC_TRAINING = """
 """
 _OF_ROLES = """
     actor_rollout_ref.actor.* critic.fsdp_config.* critic.ensemble_* critic.strategy critic.use_dynamic_bsz
-    critic.ppo_micro* critic.checkpoint.* trainer.controller trainer.n* ray_kwargs.* actor_rollout_ref.rollout.name
-    actor_rollout_ref.rollout.n
+    critic.ppo_micro* critic.checkpoint.* trainer.controller trainer.nnodes trainer.n_gpus_per_node ray_kwargs.*
+    actor_rollout_ref.rollout.name actor_rollout_ref.rollout.n
 """
 
 

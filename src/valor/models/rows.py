@@ -12,9 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional
 
-from valor.data.batch import Batch
 from valor.models.attention import Segments
 from valor.models.packing import packing
 from valor.models.sequence_parallel import put_together
@@ -22,12 +20,6 @@ from valor.models.sequence_parallel import put_together
 _FEWEST_SHARED = 8  # fewer tokens are not worth the copies of keys and values that attention then makes
 
 ROW_FIELDS = ("prompts", "prompt_lengths", "responses", "response_lengths")
-
-
-def longer_rows(rows: Batch) -> Batch:
-    """Rows with one response token more, whose state is the one after the last token of each."""
-    longer = functional.pad(rows["responses"], (0, 1))
-    return rows.union(Batch({"responses": longer, "response_lengths": rows["response_lengths"] + 1}))
 
 
 @dataclass(frozen=True)

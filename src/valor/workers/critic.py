@@ -13,11 +13,11 @@ from valor.config import CriticConfig, PPOConfig
 from valor.data.batch import Batch
 from valor.errors import UserError
 from valor.models.load import load_value_model
-from valor.models.rows import ROW_FIELDS, longer_rows
+from valor.models.rows import ROW_FIELDS
 from valor.models.value import ValueHead
 from valor.workers.dispatch import dispatch
 from valor.workers.host import WorkerContext
-from valor.workers.model_role import ModelRole
+from valor.workers.model_role import ModelRole, longer_rows
 
 
 class CriticWorker(ModelRole):

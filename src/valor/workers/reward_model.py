@@ -14,10 +14,10 @@ from valor.config.reward import RewardModelConfig
 from valor.data.batch import Batch
 from valor.models.load import load_sequence_classifier
 from valor.models.reward import PreferenceModel, backbone, load_reward_model
-from valor.models.rows import ROW_FIELDS, longer_rows
+from valor.models.rows import ROW_FIELDS
 from valor.workers.dispatch import dispatch
 from valor.workers.host import WorkerContext
-from valor.workers.model_role import ModelRole
+from valor.workers.model_role import ModelRole, longer_rows
 
 
 class RewardModelWorker(ModelRole):
