@@ -50,6 +50,12 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "valor critic score critic.model.path=CRITIC data.val_files=prompts.parquet",
         "critic",
     ),
+    "critic search": (
+        "valor.lab.critic_search:main",
+        "answers that a critic chooses or searches for: key=value …",
+        "valor critic search actor_rollout_ref.model.path=POLICY critic.model.path=CRITIC",
+        "critic",
+    ),
     "critic publish": (
         "valor.lab.publish:main",
         "CKPT_OR_HF_DIR OUT: a critic as a model with its card, and on the hub",

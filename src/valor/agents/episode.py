@@ -170,14 +170,15 @@ def turn_rewards(batch: Batch) -> Tensor:
 
 
 def place_rewards(scores: Tensor, batch: Batch, *, at_end: bool = False) -> Tensor:
-    """Rewards of tokens [R, T] that add up to the episodes' scores [E]: those of turns on the turns' last tokens, the
-    rest (`at_end`: all) on the last policy token of the episode."""
-    if "episode" not in batch:
+    """Rewards of tokens [R, T] that add up to the episodes' scores [E]: `step_rewards` [R, T] where they are, the rest
+    (`at_end`: all) on the last policy token of the episode."""
+    if "episode" not in batch and "step_rewards" not in batch:
         return place_at_end(scores, batch["response_mask"])
     episodes, mask = Episodes(batch), batch["response_mask"]
-    rest = scores if at_end else scores - turn_rewards(batch)
+    steps = None if at_end else batch.tensors.get("step_rewards")
+    rest = scores if steps is None else scores - episodes.sums(steps)
     placed = episodes.part(place_at_end(rest, episodes.join(mask)))
-    return placed if at_end else placed + batch["turn_rewards"] * mask
+    return placed if steps is None else placed + steps * mask
 
 
 def episode_metrics(batch: Batch) -> dict[str, Any]:

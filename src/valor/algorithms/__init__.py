@@ -2,6 +2,7 @@
 
 from valor.algorithms import (  # noqa: F401  # they register
     critic_gate,
+    distributional,
     gae,
     group_relative,
     policy_gradient,
@@ -10,12 +11,14 @@ from valor.algorithms import (  # noqa: F401  # they register
     vtrace,
 )
 from valor.algorithms.advantages import compute_advantages
+from valor.algorithms.distributional import quantile_targets, quantiles_of, tail_mean
 from valor.algorithms.distributions import full_kl_from_logits
 from valor.algorithms.kl import KLController, kl_penalty, subtract_divergence
 from valor.algorithms.mini_critics import shards, where_critics_tell
 from valor.algorithms.mismatch import mismatch_sums, off_policy_metrics, ratio_metrics
 from valor.algorithms.policy_gradient import positive_nll
 from valor.algorithms.ppo import LossInputs, policy_loss
+from valor.algorithms.progress import advantages_with_progress, progress
 from valor.algorithms.reductions import (
     LOSS_AGG_MODES,
     aggregate_loss,
@@ -66,6 +69,7 @@ __all__ = [
     "KLController",
     "LossInputs",
     "advantages_with_missing_rewards",
+    "advantages_with_progress",
     "aggregate_loss",
     "apply_missing_reward",
     "binarize",
@@ -95,6 +99,9 @@ __all__ = [
     "place_at_end",
     "policy_loss",
     "positive_nll",
+    "progress",
+    "quantile_targets",
+    "quantiles_of",
     "ratio_metrics",
     "register_advantage",
     "register_policy_loss",
@@ -102,6 +109,7 @@ __all__ = [
     "rollout_correction",
     "shards",
     "subtract_divergence",
+    "tail_mean",
     "value_at_end",
     "value_loss",
     "where_critics_tell",

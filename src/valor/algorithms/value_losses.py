@@ -93,12 +93,16 @@ def hl_gauss_target(
     return mass / mass.sum(-1, keepdim=True)
 
 
-def hl_gauss_value(logits: Tensor, *, value_min: float = 0.0, value_max: float = 1.0) -> Tensor:
-    """[...] expected bin centre of logits [..., K]."""
+def bin_centres(logits: Tensor, value_min: float = 0.0, value_max: float = 1.0) -> Tensor:
+    """[K] centres of the bins of logits [..., K]."""
     num_bins = logits.shape[-1]
     half = (value_max - value_min) / (2 * num_bins)
-    centres = torch.linspace(value_min + half, value_max - half, num_bins, device=logits.device, dtype=logits.dtype)
-    return logits.softmax(-1) @ centres
+    return torch.linspace(value_min + half, value_max - half, num_bins, device=logits.device, dtype=logits.dtype)
+
+
+def hl_gauss_value(logits: Tensor, *, value_min: float = 0.0, value_max: float = 1.0) -> Tensor:
+    """[...] expected bin centre of logits [..., K]."""
+    return logits.softmax(-1) @ bin_centres(logits, value_min, value_max)
 
 
 def _clipped(
@@ -133,16 +137,20 @@ def value_loss(
     sequence_lengths: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Metrics]:
-    """The critic's loss and metrics; values [B, T] with gradient (logits [B, T, K] for hl_gauss), others [B, T].
+    """The critic's loss and metrics; values [B, T] with gradient ([B, T, K] for hl_gauss and quantile), others [B, T];
+    returns [B, T, J] for quantile alone.
 
     num_tokens, num_sequences, sequence_lengths: as in `policy_loss`.
     Metrics: vf_clipfrac, vpred_mean, vf_error_mean (mean of V − R).
     """
     entry = VALUE_LOSSES[name]
-    mask = response_mask if values.ndim == response_mask.ndim else response_mask.unsqueeze(-1)
+
+    def at_tokens(x: Tensor) -> Tensor:
+        return keep_masked(x, response_mask if x.ndim == response_mask.ndim else response_mask.unsqueeze(-1))
+
     common = {
-        "values": keep_masked(values, mask),
-        "returns": keep_masked(returns, response_mask),
+        "values": at_tokens(values),
+        "returns": at_tokens(returns),
         "old_values": None if old_values is None else keep_masked(old_values, response_mask),
         "cliprange_value": cliprange_value,
     }
@@ -150,10 +158,11 @@ def value_loss(
     denominator = loss_denominator(loss_agg_mode, num_tokens, num_sequences)
     settings = (loss_agg_mode, loss_scale_factor, denominator, sequence_lengths)
     loss = aggregate_loss(per_token, response_mask, *settings)
+    target = common["returns"] if returns.ndim == response_mask.ndim else common["returns"].mean(-1)
     metrics = {
         "vf_clipfrac": token_fraction(clipped, response_mask, num_tokens),
         "vpred_mean": token_fraction(predicted, response_mask, num_tokens),
-        "vf_error_mean": token_fraction(predicted - common["returns"], response_mask, num_tokens),
+        "vf_error_mean": token_fraction(predicted - target, response_mask, num_tokens),
     }
     return loss, metrics
 

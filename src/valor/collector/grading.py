@@ -11,19 +11,21 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from threading import Lock
 
+import torch
+
 from valor import algorithms
 from valor.agents.episode import Episode, EpisodeKey, last_rows, turn_rewards
+from valor.algorithms.scan import credit_policy_tokens
 from valor.collector.inputs import RunInputs
+from valor.collector.model_grading import ModelGrading
 from valor.config import PPOConfig
 from valor.controller.group import Roles
 from valor.data.batch import Batch
 from valor.data.episodes import Episodes
-from valor.data.reward_texts import prompt_text
 from valor.errors import StepRefused
 from valor.rewards.executor import RewardResult
-from valor.rewards.judge import Question
+from valor.rewards.steps import scaled, token_rewards
 from valor.rewards.worker import Sample, gather
-from valor.tracking.progress import phase
 
 _SAMPLE_COLUMNS = ("data_source", "response_text", "ground_truth", "extra_info")
 
@@ -37,7 +39,8 @@ class Grading:
     """
 
     def __init__(self, config: PPOConfig, inputs: RunInputs, roles: Roles) -> None:
-        self.config, self.inputs, self.roles = config.reward, inputs, roles
+        self.config, self.inputs = config.reward, inputs
+        self.model = ModelGrading(config, inputs, roles)
         self._max_response_length = config.data.max_response_length
         self._early: dict[EpisodeKey, tuple[str, Future[RewardResult]]] = {}
 
@@ -55,11 +58,14 @@ class Grading:
             i = rows[episode.key]
             source = columns["data_source"][i]
             if self.inputs.has_grader(source):
-                text = self.inputs.decode([episode.response_ids])[0] if episode.text is None else episode.text
+                text = self._decode(episode.response_ids) if episode.text is None else episode.text
                 sample = Sample(source, text, columns["ground_truth"][i], columns["extra_info"][i])
                 self._early[episode.key] = text, self.inputs.rewards.submit_all([sample])[0]
 
         return grade
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self.inputs.decode([list(ids)])[0]
 
     def when_graded(self, keys: Sequence[EpisodeKey], then: Callable[[], None]) -> None:
         """Call `then`, in any thread, when no grader is at work on these episodes."""
@@ -81,17 +87,19 @@ class Grading:
     def training(self, batch: Batch) -> list[RewardResult]:
         """What the episodes of a batch are worth in training, in order.
 
-        Nothing is learnt from an episode with log-probs that are not finite: it is an error, and the `response_mask` of
-        its rows becomes 0. StepRefused when there are more errors than `reward.max_error_ratio` allows.
+        The batch may gain `step_rewards` [R, T]: what of a score lies on tokens of its own, where a turn, or a step of
+        the answer, has ended; with a prover also `progress` [R, T]. Nothing is learnt from an episode with log-probs that
+        are not finite: it is an error, and the `response_mask` of its rows becomes 0. StepRefused when there are more
+        errors than `reward.max_error_ratio` allows.
         """
         model, ends = self.config.reward_model, last_rows(batch)
         results = [] if model.replaces_rule else self._by_rule(ends)
-        if model.enable:
-            pairs = zip(self._by_model(ends), results or [None] * len(ends), strict=True)
+        if model.enable and not model.scores:
+            batch["progress"] = self.model.progress(batch)
+        if model.scores:
+            pairs = zip(self.model.grades(ends), results or [None] * len(ends), strict=True)
             results = [self._joined(by_model, by_rule) for by_model, by_rule in pairs]
-        if "turn_rewards" in batch:
-            pairs = zip(results, turn_rewards(batch).tolist(), strict=True)
-            results = [r._replace(score=r.score + of_turns) for r, of_turns in pairs]
+        results = self._with_steps(batch, results)
         if "is_finite" in batch:
             self._leave_out_broken(batch, results)
         self._check_errors(results)
@@ -102,18 +110,48 @@ class Grading:
         too; the rewards of tools do not."""
         outcomes = batch.objects.get("outcome") or [None] * len(batch)
         judged = [outcome is not None for outcome in outcomes]
-        by_model = self.config.reward_model.enable
+        by_model = self.config.reward_model.scores
         sources = batch.objects["data_source"]
         by_rule = [not by_model or judged[i] or self.inputs.has_grader(source) for i, source in enumerate(sources)]
         results: dict[int, RewardResult] = {}
-        for graded, score in ((True, self._by_rule), (False, self._by_model)):
+        for graded, score in ((True, self._by_rule), (False, self.model.grades)):
             rows = [i for i, found in enumerate(by_rule) if found is graded]
             if rows:
                 results |= zip(rows, score(batch.take(rows)), strict=True)
+                if not graded:  # a model's steps are all that it says
+                    results |= {i: results[i]._replace(score=results[i].total) for i in rows}
         if any(judged):
             of_turns = turn_rewards(batch).tolist()
             results |= {i: r._replace(score=r.score + of_turns[i]) for i, r in results.items() if judged[i]}
         return [results[i] for i in range(len(batch))]
+
+    def _with_steps(self, batch: Batch, results: list[RewardResult]) -> list[RewardResult]:
+        """Where there are any: adds `step_rewards` to the batch, and to the scores what they sum to. A step that the
+        response does not have makes its sample an error."""
+        if "turn_rewards" not in batch and not any(result.steps for result in results):
+            return results
+        mask, results = batch["response_mask"], list(results)
+        placed = batch["turn_rewards"].clone() if "turn_rewards" in batch else torch.zeros_like(mask)
+        episodes = Episodes(batch)
+        for i, rows in enumerate(episodes.rows):
+            if not results[i].steps:
+                continue
+            lengths = batch["response_lengths"][rows].tolist()
+            ids = [batch["responses"][row, :length].tolist() for row, length in zip(rows, lengths, strict=True)]
+            try:
+                found = token_rewards(results[i].steps, ids, self._decode)
+            except ValueError as error:
+                results[i] = RewardResult(self.config.error_score, {}, str(error))
+                continue
+            for row, rewards in zip(rows, found, strict=True):
+                placed[row, : len(rewards)] += torch.tensor(rewards)
+            own = math.fsum(reward for _, reward in results[i].steps)
+            components = {"acc": results[i].correct, **results[i].components, "step_reward": own}
+            results[i] = results[i]._replace(components=components)
+        # What an observation has earned is the doing of the policy token before it.
+        batch["step_rewards"] = credit_policy_tokens(placed, mask, "carry")
+        totals = episodes.sums(batch["step_rewards"]).tolist()
+        return [r._replace(score=r.score + total) for r, total in zip(results, totals, strict=True)]
 
     def _leave_out_broken(self, batch: Batch, results: list[RewardResult]) -> None:
         broken = ~batch["is_finite"]
@@ -165,36 +203,19 @@ class Grading:
         futures |= zip(rest, self.inputs.rewards.submit_all([samples[i] for i in rest]), strict=True)
         return gather([futures[i] for i in range(len(batch))])
 
-    def _by_model(self, batch: Batch) -> list[RewardResult]:
-        """Scores with the component `rm_score`; from a model here also `rm_cut`, whether the text had to be cut."""
-        if self.inputs.judge is not None:
-            columns = batch.objects
-            texts = zip(columns["messages"], columns["response_text"], columns["ground_truth"], strict=True)
-            with phase("judge", len(batch), unit="sample"):
-                results = self.inputs.judge.score([Question(prompt_text(m), r, truth) for m, r, truth in texts])
-            return [r._replace(components={"rm_score": r.score}) if r.error is None else r for r in results]
-        assert self.inputs.reward_texts is not None, "the reward model has its tokenizer"
-        rows, cut = self.inputs.reward_texts.rows(batch)
-        with phase("reward model", len(batch), unit="sample"):
-            scores = self.roles["reward_model"].score(rows)["scores"].tolist()
-        return [
-            RewardResult(score, {"rm_score": score, "rm_cut": was_cut})
-            if math.isfinite(score)
-            else RewardResult(self.config.error_score, {}, f"the reward model gave {score}")
-            for score, was_cut in zip(scores, cut, strict=True)
-        ]
-
     def _joined(self, model: RewardResult, rule: RewardResult | None) -> RewardResult:
         """A failed part counts as `error_score`, as it does alone."""
         weights = self.config.reward_model
+        model = model._replace(score=weights.weight * model.score, steps=scaled(model.steps, weights.weight))
         if rule is None:
-            return model._replace(score=weights.weight * model.score)
+            return model
         components = {**rule.components, "acc": rule.correct, "rule_score": rule.score, **model.components}
         return RewardResult(
-            weights.weight * model.score + weights.rule_weight * rule.score,
+            model.score + weights.rule_weight * rule.score,
             components,
             " and ".join(e for e in (rule.error, model.error) if e is not None) or None,
             max(rule.seconds, model.seconds),
+            steps=(*model.steps, *scaled(rule.steps, weights.rule_weight)),
         )
 
     def _without_overlong_penalty(self, results: list[RewardResult], batch: Batch) -> list[RewardResult]:

@@ -171,10 +171,16 @@ def load_reward_texts(model: RewardModelConfig, policy_tokenizer: Any) -> Reward
         model.tokenizer_path,
         trust_remote_code=model.trust_remote_code,
         custom_chat_template=model.custom_chat_template,
-        require_chat_template=kind.is_critic,
+        require_chat_template=kind.reads_tokens,
         path_key="reward.reward_model.tokenizer_path",
     )
     longest = model.max_length or longest_text(tokenizer, kind.max_length)
-    if kind.is_critic:
-        return CriticTexts(tokenizer, policy_tokenizer, longest)
-    return RewardTexts(tokenizer, longest)
+    if not kind.reads_tokens:
+        return RewardTexts(tokenizer, longest)
+    texts = CriticTexts(tokenizer, policy_tokenizer, longest, reads_end=kind.head is not None)
+    if not texts.agrees and (model.gives == "progress" or (model.gives == "steps" and model.step_separator is None)):
+        raise UserError(
+            f"'{model.model_path}' has another tokenizer or chat template than the policy, and by the policy's tokens "
+            "only a model with the same ones can be read: take such a one, or gives=steps with a step_separator"
+        )
+    return texts

@@ -3,7 +3,13 @@
 from valor.config.actor import ActorConfig, CriticConfig, UpdateConfig
 from valor.config.algorithm import AlgorithmConfig, KLControlConfig, PFPPOConfig, RolloutCorrectionConfig
 from valor.config.base import Section
-from valor.config.critic_runs import CriticPretrainConfig, CriticRunConfig, CriticScoreConfig
+from valor.config.critic_runs import (
+    CriticPretrainConfig,
+    CriticRunConfig,
+    CriticScoreConfig,
+    CriticSearchConfig,
+    held_out,
+)
 from valor.config.data import DataConfig
 from valor.config.describe import describe_keys
 from valor.config.engine import FSDPConfig, OptimConfig
@@ -18,9 +24,10 @@ from valor.config.trainer import PoolConfig, RunConfig, TrainerConfig
 
 __all__ = ["ActorConfig", "ActorRolloutRefConfig", "AlgorithmConfig", "BackboneConfig"]
 __all__ += ["CriticConfig", "CriticModelConfig", "CriticPretrainConfig", "CriticRunConfig", "CriticScoreConfig"]
+__all__ += ["CriticSearchConfig"]
 __all__ += ["DataConfig", "FSDPConfig", "KLControlConfig", "LoadedConfig", "ModelConfig", "OptimConfig", "PFPPOConfig"]
 __all__ += ["PPOConfig", "PoolConfig", "RMConfig", "RMDataConfig"]
 __all__ += ["RewardConfig", "RewardModelConfig", "RolloutConfig", "RolloutCorrectionConfig", "RunConfig", "SFTConfig"]
 __all__ += ["SFTDataConfig", "Section", "SupervisedConfig", "TrainerConfig", "UpdateConfig"]
 __all__ += ["ValidationSamplingConfig"]
-__all__ += ["describe_keys", "dump_yaml", "inert_settings", "load"]
+__all__ += ["describe_keys", "dump_yaml", "held_out", "inert_settings", "load"]

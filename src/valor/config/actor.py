@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from valor.config.base import Section, Seed, StepRanges, inherits, key, section, step_range
+from valor.config.base import Section, Seed, Share, StepRanges, inherits, key, section, step_range
 from valor.config.engine import (
     CheckpointConfig,
     FastOptimConfig,
@@ -159,9 +159,11 @@ class CriticConfig(
     """Each critic learns from its own samples of every prompt, 1 / ensemble_size of them."""
     model: CriticModelConfig = section(CriticModelConfig)
     value_loss: str = key("mse", ".freeze=false")
-    """Name of a registered value loss: mse, huber, bce (returns from 0 to 1), hl_gauss (bins of values)."""
+    """Name of a registered value loss: mse, huber, bce (returns from 0 to 1), hl_gauss (bins of values), quantile."""
     value_loss_kwargs: dict[str, Any] = key({}, ".freeze=false")
-    """Further options of that loss: huber_delta; hl_gauss: num_bins (51), value_min (0), value_max (1), sigma_bins."""
+    """Its options: huber_delta; num_bins (51), value_min, value_max, sigma_bins; num_quantiles (32), huber_kappa."""
+    value_levels: tuple[Share, Share] = (0.0, 1.0)
+    """hl_gauss, quantile: the levels of returns whose mean is the value; [0, 0.25] is CVaR, [0.1, 0.9] trims tails."""
     cliprange_value: PositiveFloat | None = key(0.5, ".freeze=false")
     """Value clip range: new values are kept within this distance of the old ones in the loss; null never clips."""
     unclipped_steps: StepRanges = key([], {".freeze=false": "", ".cliprange_value": ""})
@@ -171,6 +173,8 @@ class CriticConfig(
     megatron: FollowerMegatronConfig = section(FollowerMegatronConfig, ".strategy=megatron")
 
     def contradictions(self, at: str) -> Iterator[str]:
+        if self.value_levels[0] >= self.value_levels[1]:
+            yield f"{at}value_levels must be [low, high] with low below high"
         same = self.model.value_head_init == "zero" and not self.ensemble_shards
         if self.ensemble_size > 1 and (self.freeze or same):
             apart = f"{at}freeze=false" if self.freeze else f"{at}model.value_head_init=normal"

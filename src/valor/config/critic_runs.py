@@ -1,11 +1,11 @@
-"""The trees that `valor critic pretrain` and `valor critic score` read: a PPO run's, and one section more."""
+"""The trees that `valor critic pretrain`, `score` and `search` read: a PPO run's, and one section more."""
 
 from collections.abc import Iterator
 from typing import Annotated, ClassVar
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from valor.config.base import PathList, PathStr, Section, section
+from valor.config.base import BARE_ITEM, PathList, PathStr, Section, key, section
 from valor.config.ppo import PPOConfig
 from valor.config.trainer import TrainerConfig
 
@@ -26,6 +26,11 @@ _OF_CRITIC_TRAINING = """
     critic.ppo_epochs critic.ppo_mini* critic.shuffle critic.data_loader_seed data.train_* data.shuffle
     trainer.default_local_dir trainer.total_* trainer.save_freq trainer.resume_* trainer.max_* trainer.logger
     trainer.report trainer.*_name
+"""
+_OF_ROLES = """
+    actor_rollout_ref.actor.* critic.fsdp_config.* critic.ensemble_* critic.strategy critic.use_dynamic_bsz
+    critic.ppo_micro* critic.checkpoint.* trainer.controller trainer.nnodes trainer.n_gpus_per_node ray_kwargs.*
+    actor_rollout_ref.rollout.name actor_rollout_ref.rollout.n
 """
 
 
@@ -61,6 +66,9 @@ class CriticRunConfig(PPOConfig):
         yield from self._lengths()
         if not self.critic.enable:
             yield "critic.enable=false leaves nothing to do here: leave it at true"
+        if self.reward.reward_model.enable and self.reward.reward_model.gives != "outcome":
+            given = self.reward.reward_model.gives
+            yield f"reward.reward_model.gives={given} is for advantages, and returns here are outcomes: use outcome"
 
 
 class CriticPretrainConfig(CriticRunConfig):
@@ -110,3 +118,50 @@ class CriticScoreConfig(CriticRunConfig):
             yield "a critic is scored on prompts that it has not seen: set data.val_files, or score.rollouts"
         if self.score.rollouts is not None and self.score.mc:
             yield "score.mc branches off answers of the policy itself: set data.val_files, not score.rollouts"
+
+
+class SearchConfig(Section):
+    """How the critic searches."""
+
+    out: PathStr = "search"
+    """Folder for search.json and search.md."""
+    samples: Annotated[list[PositiveInt], BARE_ITEM] = key([1, 4, 16])
+    """N: answers from which one is chosen, or that a beam search has under way."""
+    beam: PositiveInt = 2
+    """Beam search: beginnings that go on after each block, N / beam ways each."""
+    block: PositiveInt = 16
+    """Beam search: tokens of a block."""
+    simulations: Annotated[list[PositiveInt], BARE_ITEM] = key([8])
+    """Tree search: simulations before each of its blocks; [] leaves it out."""
+    width: PositiveInt = 4
+    """Tree search: blocks that are sampled where the tree grows."""
+    tree_block: PositiveInt = 4
+    """Tree search: tokens of a block; 1 as in PPO-MCTS."""
+    c_puct: PositiveFloat = 1.0
+    """Tree search: weight of what has been visited rarely."""
+
+
+class CriticSearchConfig(CriticRunConfig):
+    """Answers to held-out prompts, chosen or searched for by a critic."""
+
+    search: SearchConfig = section(SearchConfig)
+
+    def unused(self) -> dict[str, str]:
+        one = "policy and critic are in this process, and `search` says how many answers"
+        return super().unused() | {"nothing is trained here": _OF_CRITIC_TRAINING, one: _OF_ROLES}
+
+    def contradictions(self, at: str) -> Iterator[str]:
+        yield from super().contradictions(at)
+        if self.data.val_files is None:
+            yield "search answers held-out prompts: set data.val_files"
+        if self.plays_episodes:
+            yield "search goes on with single answers: drop the keys of agents"
+        if self.reward.reward_model.enable:
+            yield "search compares answers by rule: set reward.reward_model.enable=false"
+
+
+def held_out(config: PPOConfig) -> PPOConfig:
+    """The tree of a run that answers its validation prompts as training prompts are answered."""
+    data = config.data
+    own = {"train_files": data.val_files, "train_max_samples": data.val_max_samples, "val_files": None}
+    return config.model_copy(update={"data": data.model_copy(update={**own, "train_batch_size": 1})})

@@ -111,7 +111,15 @@ class PPOConfig(Section):
         return self.data.max_prompt_length - self.start_length + self.data.max_response_length
 
     def contradictions(self, at: str) -> Iterator[str]:
-        checks = (self._lengths, self._batches, self._critic, self._losses, self._validation, self._asynchronous)
+        checks = (
+            self._lengths,
+            self._batches,
+            self._critic,
+            self._losses,
+            self._validation,
+            self._asynchronous,
+            self._reward_steps,
+        )
         for check in checks:
             yield from check()
         if self.global_profiler.tool is not None and not self.traced_roles:
@@ -124,6 +132,20 @@ class PPOConfig(Section):
         if len(self._loops) > 1 and self.actor_rollout_ref.rollout.agent.default_agent_loop is None:
             both, loops = " and ".join(self._loops.values()), " or ".join(self._loops)
             yield f"{both} are different loops: set actor_rollout_ref.rollout.agent.default_agent_loop to {loops}"
+
+    def _reward_steps(self) -> Iterator[str]:
+        """What a reward model that reads tokens does not go with."""
+        model, algorithm = self.reward.reward_model, self.algorithm
+        asked = f"reward.reward_model.gives={model.gives}"
+        if not model.enable or model.gives == "outcome":
+            return
+        if self.plays_episodes:
+            yield f"{asked} reads answers of one turn, and here episodes are played: use gives=outcome"
+        if algorithm.reward_binarize and model.gives == "steps":
+            yield f"{asked} gives rewards along the answer, algorithm.reward_binarize one at its end: drop one of them"
+        if not model.scores and (algorithm.reward_mask_ratio > 0 or algorithm.reward_source == "critic"):
+            taken = "reward_source=critic" if algorithm.reward_source == "critic" else "reward_mask_ratio"
+            yield f"{asked} adds to the advantages of a reward that algorithm.{taken} takes away: drop one of them"
 
     def _lengths(self) -> Iterator[str]:
         data, buffer = self.data, self.reward.reward_kwargs.overlong_buffer_cfg
@@ -259,6 +281,12 @@ class PPOConfig(Section):
     def rollout_apart(self) -> bool:
         """Whether generation has processes of its own, which are sent the actor's weights."""
         return any("rollout" in pool.roles for pool in self.pools.values())
+
+    @property
+    def learns_quantiles(self) -> bool:
+        """Whether the critic's targets are distributions: at lambda 1 they are the returns themselves."""
+        critic = self.critic
+        return critic.enable and not critic.freeze and critic.value_loss == "quantile" and self.algorithm.lam_critic < 1
 
     @property
     def policy_loss(self) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from valor.config.critic_runs import CriticPretrainConfig, CriticScoreConfig
+from valor.config.critic_runs import CriticPretrainConfig, CriticScoreConfig, CriticSearchConfig
 from valor.config.ppo import PPOConfig
 from valor.config.supervised import RMConfig, SFTConfig
 from valor.config.tree import nested, plain_keys
@@ -16,6 +16,7 @@ DEFAULTS: dict[type[BaseModel], str] = {
     RMConfig: "rm_trainer",
     CriticPretrainConfig: "critic_pretrain",
     CriticScoreConfig: "critic_score",
+    CriticSearchConfig: "critic_search",
 }
 """Name of each tree's defaults, for the `defaults:` list of a yaml file."""
 

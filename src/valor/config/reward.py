@@ -11,6 +11,7 @@ from valor.config.engine import FSDPConfig
 
 _GRADED = {"uses_graders": "the reward model scores every sample (reward_model.rule_weight=0)"}
 _OWN = {".judge.url=null": "the judge has its own server"}
+_SCORES = {".gives!=progress": "progress is beside the score, which stays the rule's"}
 
 
 class CustomRewardFunctionConfig(Section):
@@ -77,7 +78,11 @@ class RewardModelConfig(Section):
     enable: bool = False
     """Score with a reward model."""
     model_path: PathStr | None = None
-    """Hugging Face hub id or directory of a sequence classifier of one label, or of a published critic."""
+    """Hugging Face hub id or directory of a sequence classifier (one label), a token classifier, a published critic."""
+    gives: Literal["outcome", "steps", "progress"] = key("outcome", _OWN)
+    """A score; of a token classifier one at the end of each step; of a critic what each step has added to the value."""
+    step_separator: str | None = key(None, ".gives!=outcome")
+    """Text with which a step ends, such as a blank line; null: every token is a step."""
     tokenizer_path: PathStr | None = inherits(".model_path", _OWN)
     """Its tokenizer, if that is not beside the model."""
     custom_chat_template: str | None = key(None, _OWN)
@@ -85,10 +90,10 @@ class RewardModelConfig(Section):
     trust_remote_code: bool = key(False, _OWN)
     """Run Python code that the model directory brings along."""
     label: int | None = key(None, _OWN)
-    """Of a classifier of several labels: the one whose log-odds are the score."""
+    """Of a classifier of several labels: the one whose log-odds (of a token classifier: probability) are the score."""
     weight: float = 1.0
-    """Weight of the model's score in the reward."""
-    rule_weight: float = 0.0
+    """Weight of the model's score in the reward, of progress in the advantage."""
+    rule_weight: float = key(0.0, _SCORES)
     """Weight of the rule's score in the reward; 0 grades no training sample by rule."""
     max_length: PositiveInt | None = key(None, _OWN)
     """Most tokens of a text, the beginning of longer ones is cut; null takes what model and tokenizer name."""
@@ -109,6 +114,10 @@ class RewardModelConfig(Section):
         if (self.model_path is None) == (self.judge.url is None):
             found = "has neither" if self.model_path is None else "has both"
             yield f"{at}enable=true {found} {at}model_path and {at}judge.url: set one of them"
+        if self.gives != "outcome" and self.judge.url is not None:
+            yield f"{at}gives={self.gives} is read from a model's tokens, and a judge has none: set {at}model_path"
+        if self.step_separator == "":
+            yield f"{at}step_separator is empty: give a text such as a line break, or null for every token"
         if self.weight == 0:
             yield f"{at}weight=0 leaves the reward model without effect: set {at}enable=false"
 
@@ -125,7 +134,12 @@ class RewardModelConfig(Section):
     @property
     def replaces_rule(self) -> bool:
         """Whether training samples are scored without a grader."""
-        return self.enable and self.rule_weight == 0
+        return self.scores and self.rule_weight == 0
+
+    @property
+    def scores(self) -> bool:
+        """Whether the reward is a model's or a judge's, in whole or in part."""
+        return self.enable and self.gives != "progress"
 
 
 class OverlongBufferConfig(Section):

@@ -93,13 +93,16 @@ class CriticTexts:
 
     Where its tokenizer is that of the policy (same tokens, same template), the policy's own ids are taken; else the
     text is rendered and tokenised again, with the end token behind a finished response. Rows of more than `max_length`
-    tokens lose the first ones of the prompt.
+    tokens lose the first ones of the prompt. `reads_end`: the model was made to be read behind the last token too, as
+    process reward models are; a critic's last value is the one before it.
     """
 
     separator_id = None
 
-    def __init__(self, tokenizer: Any, policy_tokenizer: Any, max_length: int | None = None) -> None:
-        self.tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Any, policy_tokenizer: Any, max_length: int | None = None, *, reads_end: bool = False
+    ) -> None:
+        self.tokenizer, self.reads_end = tokenizer, reads_end
         self.max_length = max_length or 0
         self.agrees = (
             tokenizer.get_vocab() == policy_tokenizer.get_vocab()
@@ -113,6 +116,15 @@ class CriticTexts:
         kept = [prompt[-limit:] if limit else prompt for prompt, limit in zip(prompts, room, strict=True)]
         cut = [len(short) < len(prompt) for short, prompt in zip(kept, prompts, strict=True)]
         return text_rows(kept, responses), cut
+
+    def token_starts(self, response: str) -> list[int] | None:
+        """The character at which each token of a response begins; None where the tokens are the policy's own."""
+        if self.agrees:
+            return None
+        offsets = self.tokenizer(response, add_special_tokens=False, verbose=False, return_offsets_mapping=True)[
+            "offset_mapping"
+        ]
+        return [start for start, _ in offsets]
 
     def _own(self, batch: Batch) -> tuple[list[list[int]], list[list[int]]]:
         prompts, responses = (

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from valor.config import CriticScoreConfig
+from valor.config import CriticScoreConfig, held_out
 from valor.lab.publish import SCORECARD_FILES, fingerprint
 from valor.tracking.console import say
 from valor.tracking.progress_console import show_progress
@@ -83,9 +83,10 @@ def _measure(config: CriticScoreConfig) -> tuple[Judged, Branches | None]:
         )
         try:
             with phase("values", len(rollouts), unit="sample"):
-                values = group["critic"].compute_values(rollouts)["values"]
+                found = group["critic"].compute_values(rollouts, with_quantiles=True)
         finally:
             group.close()
+    values = found["values"]
     records = rollout_records(rollouts, rollouts["scores"].tolist(), 0, tokenizer)
     lengths = rollouts["response_lengths"].tolist()
     with_values = (one | {"values": v[:n]} for one, v, n in zip(records, values.tolist(), lengths, strict=True))
@@ -99,7 +100,8 @@ def _measure(config: CriticScoreConfig) -> tuple[Judged, Branches | None]:
     rows = rollouts.union(Batch({name: pad(column, (0, 1)) for name, column in columns.items()}))
     whole = Episodes(rows).joined()
     mask = whole["response_mask"]
-    return Judged(whole["values"], whole["returns"], mask, correct(whole), same_prompt(whole)), branches
+    quantiles = found.tensors.get("quantiles") if len(whole) == len(rows) else None  # of rows, not of whole episodes
+    return Judged(whole["values"], whole["returns"], mask, correct(whole), same_prompt(whole), quantiles), branches
 
 
 def _rollouts(config: CriticScoreConfig, pool: ResourcePool, controller: str) -> tuple[Batch, Branches | None]:
@@ -116,9 +118,7 @@ def _rollouts(config: CriticScoreConfig, pool: ResourcePool, controller: str) ->
     score, data = config.score, config.data
     if score.rollouts:
         return read_rollouts(score.rollouts, load_policy_tokenizer(config)), None
-    # The held-out prompts, answered as training prompts are: by sampling, rollout.n times.
-    held_out = {"train_files": data.val_files, "train_max_samples": data.val_max_samples, "val_files": None}
-    as_training = config.model_copy(update={"data": data.model_copy(update={**held_out, "train_batch_size": 1})})
+    as_training = held_out(config)  # answered as training prompts are: by sampling, rollout.n times
     inputs = RunInputs(as_training)
     try:
         with policy_group(as_training, inputs, pool, controller, say) as collector:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from valor.algorithms.distributional import coverage, crps
 from valor.algorithms.value_quality import (
     auc,
     calibration,
@@ -29,13 +30,15 @@ _BINS = 30
 
 @dataclass(frozen=True)
 class Judged:
-    """Responses with their values: values, returns and mask [B, T], right [B] (bool), prompts: whose answer each is."""
+    """Responses with their values: values, returns and mask [B, T], right [B] (bool), prompts: whose answer each is;
+    quantiles [B, T, K] of a critic that gives distributions."""
 
     values: Tensor
     returns: Tensor
     mask: Tensor
     right: Tensor
     prompts: Sequence[int]
+    quantiles: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,9 @@ def scorecard(judged: Judged, branches: Branches | None = None) -> dict[str, Any
             {"at": round(q / (PLACES - 1), 2), **_at(along[:, q], returns_along[:, q], judged.right)}
             for q in range(PLACES)
         ],
+        "distribution": None
+        if judged.quantiles is None
+        else _distribution(judged.quantiles, along, returns_along, places),
         "turns": _by_turn(judged),
         "monte_carlo": None if branches is None else _monte_carlo(judged, branches),
     }
@@ -127,6 +133,21 @@ def _histogram(values: Tensor, right: Tensor) -> dict[str, Any]:
 def _calibration(values: Tensor, returns: Tensor) -> dict[str, Any]:
     bins = calibration(values, returns)
     return {"ece": calibration_error(bins), "bins": bins}
+
+
+def _distribution(quantiles: Tensor, values: Tensor, returns: Tensor, places: Tensor) -> dict[str, Any]:
+    """How well the predicted distributions fit what came, at all places of all responses."""
+    at_places = quantiles.gather(1, places.unsqueeze(-1).expand(-1, -1, quantiles.shape[-1])).flatten(0, 1)
+    outcomes = returns.flatten()
+    low, high = float(outcomes.min()), float(outcomes.max())
+    thresholds = low + (high - low) * torch.arange(0.05, 1.0, 0.1)
+    found = coverage(at_places, outcomes, thresholds)
+    return {
+        "crps": float(crps(at_places, outcomes).mean()),
+        "abs_error": float((values.flatten() - outcomes).abs().mean()),
+        "calibration_error": math.fsum(abs(c["predicted"] - c["observed"]) for c in found) / len(found),
+        "thresholds": found,
+    }
 
 
 def _monte_carlo(judged: Judged, branches: Branches) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from valor.errors import UserError
 from valor.models.hf import disable_dropout_in_config, quiet_transformers
 from valor.models.lora import add_adapters
 from valor.models.policy import PolicyModel
-from valor.models.value import HEAD_NAMES, ValueHead, ValueModel
+from valor.models.value import ALL_LEVELS, HEAD_NAMES, ValueHead, ValueModel
 
 logger = logging.getLogger(__name__)
 
@@ -120,12 +120,13 @@ def load_value_model(
     head: ValueHead | None = None,
     dtype: torch.dtype = torch.float32,
     seed: int = 42,
+    levels: tuple[float, float] = ALL_LEVELS,
 ) -> ValueModel:
     """A token-classification model from the checkpoint at `model.path`, dropout off.
 
     A published critic keeps its head, which must be the `head` asked for, if any (UserError). A causal language model
     gets a new one: all zeros, or normal with the config's initializer_range (drawn from `seed`) for
-    `value_head_init=normal`. The head stays float32 in every dtype.
+    `value_head_init=normal`. `levels` as in ValueModel. The head stays float32 in every dtype.
     """
     config = load_model_config(model)
     path, described = _where_head_is(model, config)
@@ -140,7 +141,7 @@ def load_value_model(
     head_keys = {f"{name}.{part}" for name in HEAD_NAMES for part in ("weight", "bias")}
     missing = set(info["missing_keys"])
     _require_all_weights(model.path, missing - head_keys)
-    value = ValueModel(hf, packed=model.use_remove_padding, shared=model.share_prefixes)
+    value = ValueModel(hf, packed=model.use_remove_padding, shared=model.share_prefixes, levels=levels)
     _fill_head(value.head, missing & head_keys, model.value_head_init, config, seed)
     _prepare(hf, model, seed)
     return value
@@ -182,7 +183,8 @@ def _agreed_head(path: str, config: Any, wanted: ValueHead | None) -> ValueHead:
     """The head to load. A checkpoint with a head that says nothing of itself may have any head of one output."""
     has_head = (config.architectures or ["?"])[0].endswith(("ForTokenClassification", "ForSequenceClassification"))
     found = ValueHead.of(config)
-    if has_head and found is None and (config.num_labels != 1 or (wanted is not None and wanted.size != 1)):
+    by_label = wanted is not None and wanted.output == "label"
+    if has_head and found is None and not by_label and (config.num_labels != 1 or (wanted and wanted.size != 1)):
         needed = f"outputs for {wanted}" if wanted is not None and wanted.size != 1 else "exactly 1"
         raise UserError(f"'{path}' classifies into {config.num_labels} labels; this critic needs {needed}")
     if has_head and None not in (found, wanted) and found != wanted:

@@ -20,7 +20,7 @@ from valor.models.hf import disable_dropout, input_device
 from valor.models.load import load_model_config, load_sequence_classifier, load_value_model
 from valor.models.packing import enable_packing
 from valor.models.rows import ROW_FIELDS, compact_rows
-from valor.models.value import HEAD_NAMES, ValueModel
+from valor.models.value import HEAD_NAMES, ValueHead, ValueModel
 
 
 class RewardModel(nn.Module):
@@ -131,24 +131,34 @@ class CriticReward(ValueModel):
 
 @dataclass(frozen=True)
 class RewardModelKind:
-    """What a reward model's config.json says. `max_length`: the most positions it was made for, if it says so."""
+    """What a reward model's config.json says. `max_length`: the most positions it was made for, if it says so.
 
-    is_critic: bool
+    `reads_tokens`: it has an output at each token. `head`: that of a process reward model; None: a critic's own.
+    """
+
+    reads_tokens: bool
     max_length: int | None
+    head: ValueHead | None = None
 
 
 def reward_model_kind(model: RewardModelConfig) -> RewardModelKind:
     """Look at `model.model_path` without its weights. UserError: no model, no reward head, no choice among labels."""
     config, path = load_model_config(backbone(model)), model.model_path
     architecture = (config.architectures or ["?"])[0]
-    is_critic = architecture.endswith("ForTokenClassification")
+    by_token = architecture.endswith("ForTokenClassification")
     remote = getattr(config, "auto_map", None) or {}
-    if not (is_critic or architecture.endswith("ForSequenceClassification") or _AUTO in remote):
+    if not (by_token or architecture.endswith("ForSequenceClassification") or _AUTO in remote):
         raise UserError(
             f"'{path}' is a {architecture}, which has no reward head: give a sequence classifier (valor rm train makes "
             "one) or a published critic"
         )
-    labels = 1 if is_critic else config.num_labels
+    if model.gives != "outcome" and not by_token:
+        raise UserError(
+            f"'{path}' is a {architecture}, which reads whole texts: reward.reward_model.gives={model.gives} needs a "
+            "token classifier, such as a published critic"
+        )
+    process = model.gives == "steps" and ValueHead.of(config) is None
+    labels = 1 if by_token and not process else config.num_labels
     if model.label is None and labels != 1:
         raise UserError(
             f"'{path}' classifies into {labels} labels, and a reward is one number: set reward.reward_model.label to "
@@ -156,17 +166,21 @@ def reward_model_kind(model: RewardModelConfig) -> RewardModelKind:
         )
     if model.label is not None and (labels == 1 or not 0 <= model.label < labels):
         raise UserError(f"reward.reward_model.label={model.label}: '{path}' has {labels} label{'s' * (labels > 1)}")
-    return RewardModelKind(is_critic, getattr(config.get_text_config(), "max_position_embeddings", None))
+    head = ValueHead("label", labels, label=model.label) if process and model.label is not None else None
+    return RewardModelKind(by_token, getattr(config.get_text_config(), "max_position_embeddings", None), head)
 
 
 def load_reward_model(
     model: RewardModelConfig, *, separator_id: int | None = None, dtype: torch.dtype = torch.float32
-) -> RewardModel | CriticReward:
-    """The reward model at `model.model_path`, dropout off. UserError as in reward_model_kind, or damaged files."""
-    base = backbone(model)
-    if reward_model_kind(model).is_critic:
-        hf = load_value_model(CriticModelConfig(**base.model_dump()), dtype=dtype).hf
-        return CriticReward(hf, packed=True, shared=True)
+) -> RewardModel | ValueModel:
+    """The reward model at `model.model_path`, dropout off. UserError as in reward_model_kind, or damaged files.
+
+    What does not give an outcome has values at its tokens.
+    """
+    base, kind = backbone(model), reward_model_kind(model)
+    if kind.reads_tokens:
+        hf = load_value_model(CriticModelConfig(**base.model_dump()), head=kind.head, dtype=dtype).hf
+        return (CriticReward if model.gives == "outcome" else ValueModel)(hf, packed=True, shared=True)
     hf = load_sequence_classifier(base, dtype=dtype)
     return RewardModel(hf, label=model.label, separator_id=separator_id, packed=True, shared=True)
 

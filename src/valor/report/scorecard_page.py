@@ -42,6 +42,9 @@ def main_numbers(card: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     yield "Explained variance", short(card["explained_variance"]), "of the returns of all policy tokens"
     ece = card["calibration"]
     yield "Calibration error", short(ece["last"]["ece"]), f"at the last token; {short(ece['all']['ece'])} along the way"
+    if found := card.get("distribution"):
+        error = f"of its mean {short(found['abs_error'])}; of P(return <= c) off by {short(found['calibration_error'])}"
+        yield "CRPS of the distribution", short(found["crps"]), error
     if found := card["monte_carlo"]:
         order = found["agreement"]
         ceiling = f"noise of {found['branches']} branches leaves room for {short(found['noise_ceiling'])}"

@@ -26,6 +26,7 @@ import psutil
 from valor.rewards import registry
 from valor.rewards.code import configure
 from valor.rewards.custom import CustomFunction
+from valor.rewards.steps import Step, as_steps
 from valor.tracking.progress import report_progress
 
 OUT_OF_MEMORY = 83  # exit status of a process that is so full that a fresh one has to take its place
@@ -48,6 +49,7 @@ class RewardResult(NamedTuple):
     """One response's score, its named components (numbers, texts), what went wrong (None: nothing) and the time.
 
     `kind` of error: "timeout", "crash" (the process ended), "memory", "undecided" (the grader said so) or "exception".
+    `steps`: what parts of the response have earned besides the score.
     """
 
     score: float
@@ -55,6 +57,12 @@ class RewardResult(NamedTuple):
     error: str | None = None
     seconds: float = 0.0
     kind: str = "exception"
+    steps: tuple[Step, ...] = ()
+
+    @property
+    def total(self) -> float:
+        """The score and what the steps have earned."""
+        return self.score + math.fsum(reward for _, reward in self.steps)
 
     @property
     def correct(self) -> bool:
@@ -141,10 +149,12 @@ class Grading:
 def as_result(value: Any, seconds: float, error_score: float) -> RewardResult:
     """What a grader returned for one sample, as result. Raises TypeError or ValueError when it is no score."""
     components: dict[str, Any] = {}
+    steps: tuple[Step, ...] = ()
     if isinstance(value, dict):
         if "score" not in value:
             raise ValueError(f"the grader returned a dict without 'score' (it has {', '.join(map(str, value))})")
-        components = {str(k): _plain(v) for k, v in value.items() if k != "score"}
+        steps = as_steps(value.get("step_rewards", ()))
+        components = {str(k): _plain(v) for k, v in value.items() if k not in ("score", "step_rewards")}
         value = value["score"]
     if value is None or isinstance(value, str):
         raise TypeError(f"the grader returned {value!r:.60}, not a number or a dict with 'score'")
@@ -156,7 +166,7 @@ def as_result(value: Any, seconds: float, error_score: float) -> RewardResult:
     if isinstance(error, str) and error:  # a grader that could not decide says why
         del components["error"]
         return RewardResult(error_score, components, error[:_MAX_TEXT], seconds, "undecided")
-    return RewardResult(score, components, None, seconds)
+    return RewardResult(score, components, None, seconds, steps=steps)
 
 
 def describe_error(error: BaseException) -> str:

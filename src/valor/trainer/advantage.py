@@ -115,8 +115,9 @@ def compute_advantages(
 
     The estimator gets those of the batch's columns and of the section's settings that it names. `error_score`: what a
     sample whose grader failed has in each reward component. `metrics` gains what the estimator reports. Where
-    `branch_mask` [B, T] is 1, `branch_values` are the values, and the critic's targets. With `gae_unit=turn` the batch
-    gains `value_mask` [B, T]: 1 at the first policy token of each turn, where alone the critic has a target.
+    `branch_mask` [B, T] is 1, `branch_values` are the values, and the critic's targets. With `quantiles` [B, T, K] the
+    batch gains `quantile_returns` [B, T, K]. With `gae_unit=turn` the batch gains `value_mask` [B, T]: 1 at the first
+    policy token of each turn, where alone the critic has a target.
     """
     tensors = batch.tensors
     values, branched = tensors.get("values"), tensors.get("branch_mask")
@@ -148,8 +149,17 @@ def compute_advantages(
     }
     if common.get("gae_unit") == "turn":
         batch["value_mask"] = Turns(common.get("turn_ids"), common["response_mask"]).starts.float()
+    if "quantiles" in batch:
+        inputs = {**common, **({"whitening": "none"} if "whitening" in entry.options else {})}
+        batch["quantile_returns"] = algorithms.quantile_targets(
+            config.adv_estimator, quantiles=tensors["quantiles"], **inputs
+        )
     if from_critic(config):
         return algorithms.critic_advantages(common["values"], common["response_mask"], whitening=offered["whitening"])
+    if "progress" in batch:
+        return algorithms.advantages_with_progress(
+            config.adv_estimator, progress=tensors["progress"], **{**common, "whitening": offered["whitening"]}
+        )
     if "reward_missing" not in batch:
         advantages, returns = algorithms.compute_advantages(config.adv_estimator, **common)
         return advantages, returns if branched is None else tensors["branch_values"].where(branched > 0, returns)

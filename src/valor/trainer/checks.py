@@ -12,7 +12,7 @@ from valor import algorithms
 from valor.algorithms import ADVANTAGES, POLICY_LOSSES, VALUE_LOSSES, load_custom
 from valor.algorithms.ppo import aggregation
 from valor.algorithms.registry import Entry
-from valor.config import AlgorithmConfig, CriticRunConfig, PPOConfig, Section
+from valor.config import CriticRunConfig, PPOConfig, Section
 from valor.config import inert_settings as inert_by_rules
 from valor.config.tree import get_at
 from valor.controller.placement import check_placement
@@ -117,7 +117,7 @@ def _estimator(config: PPOConfig) -> list[str]:
     }
     if needs.needs_components:
         options = {*options, *COMPONENTS}
-        wrong |= _components(name, algorithm)
+        wrong |= _components(name, config)
     taken = {*offered_settings(algorithm), *FROM_THE_RUN}
     lines = [line for line, is_so in wrong.items() if is_so]
     lines += _options(entry, "algorithm.adv_kwargs", algorithm.adv_kwargs, options, taken)
@@ -132,8 +132,9 @@ def _estimator(config: PPOConfig) -> list[str]:
     return lines
 
 
-def _components(name: str, algorithm: AlgorithmConfig) -> dict[str, bool]:
+def _components(name: str, config: PPOConfig) -> dict[str, bool]:
     """Mistakes of an estimator that compares reward components, and whether they are made."""
+    algorithm, model = config.algorithm, config.reward.reward_model
     keys, weights = (algorithm.adv_kwargs.get(option) for option in COMPONENTS)
     named = isinstance(keys, list) and len(keys) > 0
     fit = (
@@ -150,6 +151,9 @@ def _components(name: str, algorithm: AlgorithmConfig) -> dict[str, bool]:
         "actor_rollout_ref.actor.use_kl_loss instead": algorithm.use_kl_in_reward,
         f"{name} reads reward components, which algorithm.reward_mask_ratio and algorithm.reward_binarize do not "
         "touch: drop them or take another estimator": algorithm.reward_mask_ratio > 0 or algorithm.reward_binarize,
+        f"{name} reads reward components, which reward.reward_model.gives=steps is none of: take another one": (
+            model.enable and model.gives == "steps"
+        ),
     }
 
 
@@ -186,7 +190,26 @@ def _value_loss(config: PPOConfig) -> list[str]:
     if entry.builtin and not lines:
         one, outputs = torch.ones(1, 1), torch.ones(1, 1, value_head(config.critic).size).squeeze(-1)
         algorithms.value_loss(name, values=outputs, old_values=one, returns=one, response_mask=one, **given)
+    if config.learns_quantiles and not isinstance(config, CriticRunConfig):
+        lines += _own_quantiles(config)
     return lines
+
+
+def _own_quantiles(config: PPOConfig) -> Iterator[str]:
+    """What does not go with targets that are distributions."""
+    algorithm = config.algorithm
+    others = {
+        "critic.ensemble_size": config.critic.ensemble_size > 1,
+        "algorithm.reward_mask_ratio": algorithm.reward_mask_ratio > 0,
+        "algorithm.reward_source=critic": algorithm.reward_source == "critic",
+        "algorithm.truncation_bootstrap": algorithm.truncation_bootstrap,
+        "an episode of several turns": config.plays_episodes,
+    }
+    for other in (name for name, is_so in others.items() if is_so):
+        yield (
+            "critic.value_loss=quantile with algorithm.lam_critic below 1 bootstraps each quantile, for which "
+            f"{other} has no rule: set algorithm.lam_critic=1"
+        )
 
 
 def _correction(config: PPOConfig) -> list[str]:

@@ -7,11 +7,13 @@ from collections.abc import Collection, Mapping
 
 import torch
 
+from valor.algorithms import ADVANTAGES
 from valor.config import (
     BackboneConfig,
     CriticConfig,
     CriticPretrainConfig,
     CriticScoreConfig,
+    CriticSearchConfig,
     PPOConfig,
     RMConfig,
     RunConfig,
@@ -27,6 +29,7 @@ from valor.trainer.checks import inert_settings
 from valor.trainer.old_log_probs import OldLogProbs
 
 Rows = list[tuple[str, str]]
+_JUDGED = CriticScoreConfig | CriticSearchConfig
 
 
 def plan(
@@ -37,7 +40,7 @@ def plan(
     `explicit_keys` are examined for settings without effect. `presets`: keys whose values a named configuration gave.
     """
     assert isinstance(config, PPOConfig | SupervisedConfig), "what commands read"
-    rows = _critic_rows(config) if isinstance(config, CriticScoreConfig) else _training_rows(config)
+    rows = _critic_rows(config) if isinstance(config, _JUDGED) else _training_rows(config)
     settings = flatten(config.model_dump(mode="json"))
     for preset, keys in (presets or {}).items():
         rows.append((f"from {preset}", " ".join(f"{key}={show(settings[key])}" for key in keys)))
@@ -111,7 +114,21 @@ def _ahead(config: PPOConfig) -> str:
     )
 
 
-def _critic_rows(config: CriticPretrainConfig | CriticScoreConfig) -> Rows:
+def _critic_rows(config: CriticPretrainConfig | CriticScoreConfig | CriticSearchConfig) -> Rows:
+    if isinstance(config, CriticSearchConfig):
+        search, files = config.search, _and(*config.data.val_files or [])
+        numbers = _and(*map(str, search.samples))
+        return [
+            ("critic", _critic(config.critic)),
+            ("policy", _model(config.actor_rollout_ref.model)),
+            ("prompts", files),
+            ("samples", f"{numbers} answers to each, chosen by vote and by value"),
+            ("beam", f"{numbers} at once, the best {search.beam} go on after {search.block} tokens"),
+            (
+                "tree",
+                f"{_and(*map(str, search.simulations)) or 'no'} simulations before each {search.tree_block} tokens",
+            ),
+        ]
     asked = config.score if isinstance(config, CriticScoreConfig) else config.pretrain
     policy = config.actor_rollout_ref
     drawn = f"{_count(policy.rollout.n, 'answer')} by {policy.model.path} to each prompt"
@@ -183,8 +200,11 @@ def _reward(config: PPOConfig) -> str:
     if model.enable:
         judge = model.judge
         name = f"judge {judge.model} at {judge.url}" if judge.url else f"reward model {model.model_path}"
+        if model.gives == "steps":
+            name += f" at the end of each step ({_steps_become(config.algorithm.adv_estimator)})"
         rule = "in the rule's place" if model.replaces_rule else f"+ {model.rule_weight:g} x rule ({graded})"
-        graded = f"{model.weight:g} x {name} {rule}"
+        progress = f"{graded}; advantages + {model.weight:g} x progress under {model.model_path}"
+        graded = f"{model.weight:g} x {name} {rule}" if model.scores else progress
     agent, algorithm = config.actor_rollout_ref.rollout.agent, config.algorithm
     if agent.replay_dir is not None:
         graded = f"as recorded; of episodes without a score: {graded}"
@@ -197,6 +217,13 @@ def _reward(config: PPOConfig) -> str:
         algorithm.reward_mask_ratio > 0
         and f"taken from {algorithm.reward_mask_ratio:.0%}, missing_reward {algorithm.missing_reward}",
     )
+
+
+def _steps_become(estimator: str) -> str:
+    """What an estimator makes of rewards along a response."""
+    entry = ADVANTAGES[estimator]
+    along = "reward_on_masked" in entry.options or not entry.builtin
+    return f"{estimator} takes each at its token" if along else f"{estimator} takes their sum"
 
 
 def _processes(trainer: RunConfig, nodes: int) -> str:

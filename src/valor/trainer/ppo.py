@@ -208,7 +208,11 @@ class PPORun(Run):
         if not self.critics.names:
             return Batch(), {}
         with timer("values"), phase("values", len(batch), unit="sample"):
-            return self.critics.compute_values(batch, with_end=self.config.algorithm.truncation_bootstrap)
+            return self.critics.compute_values(
+                batch,
+                with_end=self.config.algorithm.truncation_bootstrap,
+                with_quantiles=self.config.learns_quantiles,
+            )
 
     def update_critic(self, batch: Batch, timer: Timer) -> dict[str, float]:
         """Fit the critic to the returns, where there is one."""

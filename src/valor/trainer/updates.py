@@ -105,7 +105,7 @@ class Updates:
     def _columns(self, role: str, batch: Batch, *, first: bool) -> list[str]:
         shared = [*ROW_FIELDS, "response_mask", *(["episode"] if "episode" in batch else [])]
         if role == "critic":
-            return [*shared, "values", "returns"]
+            return [*shared, "values", "returns", *(["quantile_returns"] if "quantile_returns" in batch else [])]
         names = [*shared, "advantages"]
         if not self.old.on_policy:
             names.append("old_log_probs")
@@ -153,12 +153,16 @@ class Critics:
         self.config, self.roles, self.updates = config.critic, roles, updates
         self.names = critic_names(config)
 
-    def compute_values(self, batch: Batch, *, with_end: bool = False) -> tuple[Batch, dict[str, float]]:
+    def compute_values(
+        self, batch: Batch, *, with_end: bool = False, with_quantiles: bool = False
+    ) -> tuple[Batch, dict[str, float]]:
         """`values` [B, T] (with_end: and `bootstrap_values` [B]) of the ensemble, each member's as `values/<role>`.
+        with_quantiles, of one critic: also `quantiles` [B, T, K].
 
         Metric: `critic/ensemble_std`, the members' standard deviation, mean over policy tokens.
         """
-        parts = [self.roles[name].compute_values(batch, with_end=with_end) for name in self.names]
+        options = {"with_end": with_end, "with_quantiles": with_quantiles}
+        parts = [self.roles[name].compute_values(batch, **options) for name in self.names]
         if len(parts) == 1:
             return parts[0], {}
         stacked = {column: torch.stack([part[column] for part in parts]) for column in parts[0].tensors}

@@ -6,7 +6,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from valor import algorithms
 from valor.algorithms import load_custom
@@ -18,7 +17,7 @@ from valor.models.rows import ROW_FIELDS
 from valor.models.value import ValueHead
 from valor.workers.dispatch import dispatch
 from valor.workers.host import WorkerContext
-from valor.workers.model_role import ModelRole
+from valor.workers.model_role import ModelRole, longer_rows
 
 
 class CriticWorker(ModelRole):
@@ -31,24 +30,26 @@ class CriticWorker(ModelRole):
         load_custom(config.algorithm.custom_path)
         critic = self.config = config.critic
         head = None if critic.freeze else value_head(critic)  # a frozen one is read as it says itself
-        load = partial(load_value_model, critic.model, head=head, seed=config.trainer.seed + member)
+        by_seed = {"seed": config.trainer.seed + member, "levels": critic.value_levels}
+        load = partial(load_value_model, critic.model, head=head, **by_seed)
         super().__init__(context, critic, critic.model, load, total_steps=total_steps, trainable=not critic.freeze)
         self._limits = {"max_tokens": critic.ppo_max_token_len_per_gpu, "max_rows": critic.max_rows}
 
     @dispatch("dp", reads=ROW_FIELDS, stays=("values",))
-    def compute_values(self, batch: Batch, *, with_end: bool = False) -> Batch:
+    def compute_values(self, batch: Batch, *, with_end: bool = False, with_quantiles: bool = False) -> Batch:
         """`values` [B, T]: the value of the state in which response token t was chosen.
 
-        with_end: also `bootstrap_values` [B], the value of the state after the last response token.
+        with_quantiles: also `quantiles` [B, T, K], where the head gives a distribution. with_end: also
+        `bootstrap_values` [B], the value of the state after the last response token.
         """
         rows = batch.select(ROW_FIELDS)
         width, lengths = rows["responses"].shape[1], rows["response_lengths"]
-        if with_end:  # the state after the last token is the one in which a further token would be chosen
-            rows["responses"] = functional.pad(rows["responses"], (0, 1))
-            rows["response_lengths"] = lengths + 1
         with self.on_device() as engine:
-            values = engine.forward(rows, **self._limits)["values"]
-        out = {"values": values[:, :width].masked_fill(torch.arange(width) >= lengths[:, None], 0.0)}
+            rows = longer_rows(rows) if with_end else rows
+            found = engine.forward(rows, **self._limits, with_quantiles=with_quantiles)
+        values = found["values"]
+        out = {name: x[:, :width] for name, x in found.items() if name != "values"}
+        out |= {"values": values[:, :width].masked_fill(torch.arange(width) >= lengths[:, None], 0.0)}
         if with_end:
             out["bootstrap_values"] = values.gather(1, lengths[:, None]).squeeze(1)
         return Batch(out)
@@ -67,7 +68,7 @@ class CriticWorker(ModelRole):
             config.value_loss,
             values=outputs["head_outputs"],
             old_values=rows["values"],
-            returns=rows["returns"],
+            returns=rows.tensors.get("quantile_returns", rows["returns"]),
             response_mask=rows["response_mask"],
             cliprange_value=config.cliprange_at(rows.meta["global_step"]),
             loss_agg_mode=config.loss_agg_mode,
@@ -84,6 +85,11 @@ def value_head(config: CriticConfig) -> ValueHead:
     """What the head gives that `critic.value_loss` trains. UserError: bins that cannot be."""
     if config.value_loss == "bce":
         return ValueHead("logit")
+    if config.value_loss == "quantile":
+        size = config.value_loss_kwargs.get("num_quantiles", 32)
+        if not (isinstance(size, int) and size > 1):
+            raise UserError("critic.value_loss_kwargs.num_quantiles is a whole number of at least 2")
+        return ValueHead("quantiles", size)
     if config.value_loss == "hl_gauss":
         given = config.value_loss_kwargs
         size, low, high = given.get("num_bins", 51), given.get("value_min", 0.0), given.get("value_max", 1.0)

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional
 
 from valor.config.model import BackboneConfig
+from valor.data.batch import Batch
 from valor.engines.base import TrainingEngine
 from valor.engines.checkpoint import MODEL_CONFIG_DIR
 from valor.engines.registry import DEFAULT_STRATEGY, TRAINING_ENGINES
@@ -18,6 +20,12 @@ from valor.tracking.metrics import reduce_metrics
 from valor.tracking.rundir import disk_errors
 from valor.workers.dispatch import dispatch
 from valor.workers.host import WorkerContext
+
+
+def longer_rows(rows: Batch) -> Batch:
+    """Rows with one response token more, whose state is the one after the last token of each."""
+    longer = functional.pad(rows["responses"], (0, 1))
+    return rows.union(Batch({"responses": longer, "response_lengths": rows["response_lengths"] + 1}))
 
 
 class ModelRole:

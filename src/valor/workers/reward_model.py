@@ -17,7 +17,7 @@ from valor.models.reward import PreferenceModel, backbone, load_reward_model
 from valor.models.rows import ROW_FIELDS
 from valor.workers.dispatch import dispatch
 from valor.workers.host import WorkerContext
-from valor.workers.model_role import ModelRole
+from valor.workers.model_role import ModelRole, longer_rows
 
 
 class RewardModelWorker(ModelRole):
@@ -25,14 +25,20 @@ class RewardModelWorker(ModelRole):
 
     def __init__(self, context: WorkerContext, *, config: RewardModelConfig, separator_id: int | None) -> None:
         self._limits = {"max_tokens": config.max_token_len_per_gpu, "max_rows": config.micro_batch_size_per_gpu}
+        self._by_token = config.gives != "outcome"
         load = partial(load_reward_model, config, separator_id=separator_id)
         super().__init__(context, config, backbone(config), load, trainable=False)
 
     @dispatch("dp")
     def score(self, rows: Batch) -> Batch:
-        """`scores` [B] of texts in the rows that data.reward_texts makes of them."""
+        """`scores` [B] of texts in the rows that data.reward_texts makes of them.
+
+        By tokens: `values` [B, T + 1], of the state before each response token and of the one after the last.
+        """
+        rows, name = rows.select(ROW_FIELDS), "values" if self._by_token else "scores"
         with self.on_device() as engine:
-            return Batch({"scores": engine.forward(rows.select(ROW_FIELDS), **self._limits)["scores"]})
+            outputs = engine.forward(longer_rows(rows) if self._by_token else rows, **self._limits)
+        return Batch({name: outputs[name]})
 
 
 class PreferenceWorker(ModelRole):

@@ -42,7 +42,7 @@ class RolloutWorker:
         self._channel: WeightChannel | None = None
         self._spec = GENERATION_ENGINES[rollout.name]
         beside = None if self._actor is None else self._actor.engine
-        ends = _end_token_ids(model, eos_token_ids)
+        ends = end_token_ids(model, eos_token_ids)
         self.engine = self._spec.build(BuildContext(rollout, model, ends, context.device, beside))
         self._tokenizer = load_policy_tokenizer(config)
         self._agents = Agents(config, self._tokenizer) if config.plays_episodes else None
@@ -166,7 +166,7 @@ class RolloutWorker:
             yield
 
 
-def _end_token_ids(model: ModelConfig, given: list[int]) -> list[int]:
+def end_token_ids(model: ModelConfig, given: list[int]) -> list[int]:
     """`given` and those that the model's own files name. UserError: the model has no such token."""
     try:
         own: Any = GenerationConfig.from_pretrained(model.path).eos_token_id

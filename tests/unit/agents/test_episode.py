@@ -71,6 +71,7 @@ def test_a_turn_without_tokens_moves_no_reward():
 
 def test_the_score_is_at_the_last_policy_token_whichever_row_that_is_in():
     batch = said_nothing_at_the_end()
+    batch["step_rewards"] = batch["turn_rewards"]
     placed = place_rewards(torch.tensor([5.0, 3.0]), batch)
     assert placed.tolist() == [[0, 5, 0], [0, 0, 0], [3, 0, 0]]
     assert place_rewards(torch.tensor([1.0, 0.0]), batch, at_end=True).tolist() == [[0, 1, 0], [0, 0, 0], [0, 0, 0]]

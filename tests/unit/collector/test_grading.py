@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import torch
 
-from valor.agents.episode import Episode
+from valor.agents.episode import Episode, place_rewards
 from valor.collector.grading import Grading
 from valor.config import PPOConfig
-from valor.data.batch import Batch
+from valor.data.batch import Batch, pad_rows
 from valor.rewards.executor import RewardResult
 from valor.rollout.base import Output, Span
 
@@ -48,7 +48,10 @@ def batch_of(lengths: list[int], sources: list[str] | None = None) -> Batch:
         "response_text": ["x" * n for n in lengths],
     }
     keys = torch.tensor([[0, 1, number] for number in range(count)])
-    return Batch({"episode_key": keys, "response_lengths": torch.tensor(lengths)}, objects)
+    responses, response_lengths = pad_rows([[1] * n for n in lengths], torch.long)
+    mask = (responses > 0).float()
+    columns = {"responses": responses, "response_lengths": response_lengths, "response_mask": mask}
+    return Batch({"episode_key": keys, **columns}, objects)
 
 
 def episode(number: int, length: int) -> Episode:
@@ -119,3 +122,39 @@ def test_the_overlong_penalty_is_a_component_and_leaves_the_verdict():
     config["reward"] = reward | {"reward_manager": {"name": "naive"}}
     out = Grading(PPOConfig.model_validate(config), inputs_with(graders), {}).training(batch_of([6, 7, 10]))
     assert [r.score for r in out] == [1.0, 1.0, 0.0] and "overlong_reward" not in out[0].components
+
+
+def graded_with(*steps, mask=None):
+    """A batch graded 1 with these steps, and the results."""
+    graders, batch = Graders(), batch_of([4, 2])
+    batch["response_mask"] = batch["response_mask"] if mask is None else torch.tensor(mask)
+    results = iter([RewardResult(1.0, {}, steps=tuple(steps)), RewardResult(0.0, {})])
+
+    def submit_all(samples):
+        futures = [Future() for _ in samples]
+        for future in futures:
+            future.set_result(next(results))
+        return futures
+
+    graders.submit_all = submit_all
+    return batch, Grading(PPOConfig(), inputs_with(graders), {}).training(batch)
+
+
+def test_steps_are_part_of_the_score_and_lie_where_they_were_earned():
+    batch, results = graded_with(((0, 2), 0.5), (2, -0.25))
+    assert [r.score for r in results] == [1.25, 0.0]
+    assert results[0].components == {"acc": True, "step_reward": 0.25}
+    assert batch["step_rewards"].tolist() == [[0, 0.5, -0.25, 0], [0, 0, 0, 0]]
+    placed = place_rewards(torch.tensor([r.score for r in results]), batch)
+    assert placed.tolist() == [[0, 0.5, -0.25, 1.0], [0, 0, 0, 0]]
+
+
+def test_a_step_on_an_observation_belongs_to_the_policy_token_before_it():
+    batch, _ = graded_with((2, 1.0), mask=[[1.0, 1, 0, 1], [1, 1, 0, 0]])
+    assert batch["step_rewards"].tolist() == [[0, 1.0, 0, 0], [0, 0, 0, 0]]
+
+
+def test_a_step_that_is_not_in_the_response_is_an_error_of_its_sample():
+    batch, results = graded_with(((0, 9), 1.0))
+    assert results[0].error == "step_rewards: there is no characters 0 to 9 in a response of 4"
+    assert results[0].score == 0.0 and not batch["step_rewards"].any()

@@ -1,0 +1,99 @@
+"""What a learned reward model, a process reward model, a judge or a prover says of responses."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from valor import algorithms
+from valor.collector.inputs import RunInputs
+from valor.config import PPOConfig
+from valor.controller.group import Roles
+from valor.data.batch import Batch
+from valor.data.reward_texts import CriticTexts, prompt_text
+from valor.rewards.judge import Question
+from valor.rewards.steps import Place, last_token, split_steps
+from valor.rewards.worker import RewardResult
+from valor.tracking.progress import phase
+
+
+class ModelGrading:
+    """The part of grading that `reward.reward_model` asks for."""
+
+    def __init__(self, config: PPOConfig, inputs: RunInputs, roles: Roles) -> None:
+        self.config, self.inputs, self.roles = config.reward, inputs, roles
+
+    def grades(self, batch: Batch) -> list[RewardResult]:
+        """Scores with the component `rm_score`; from a model here also `rm_cut`, whether the text had to be cut."""
+        if self.inputs.judge is not None:
+            columns = batch.objects
+            texts = zip(columns["messages"], columns["response_text"], columns["ground_truth"], strict=True)
+            with phase("judge", len(batch), unit="sample"):
+                results = self.inputs.judge.score([Question(prompt_text(m), r, truth) for m, r, truth in texts])
+            return [r._replace(components={"rm_score": r.score}) if r.error is None else r for r in results]
+        assert self.inputs.reward_texts is not None, "the reward model has its tokenizer"
+        rows, cut = self.inputs.reward_texts.rows(batch)
+        with phase("reward model", len(batch), unit="sample"):
+            found = self.roles["reward_model"].score(rows)
+        if "values" in found:
+            every = zip(found["values"], self._steps(batch, rows), rows["response_lengths"].tolist(), strict=True)
+            results = [self._of_steps(*one) for one in every]
+        else:
+            results = [self._result(score, ()) for score in found["scores"].tolist()]
+        return [
+            r._replace(components={**r.components, "rm_cut": was_cut}) if r.error is None else r
+            for r, was_cut in zip(results, cut, strict=True)
+        ]
+
+    def progress(self, batch: Batch) -> Tensor:
+        """`weight` times what the step of each token has added to the prover's value, [R, T]."""
+        mask = batch["response_mask"]
+        assert self.inputs.reward_texts is not None, "the prover has its tokenizer"
+        rows, _ = self.inputs.reward_texts.rows(batch)
+        with phase("prover", len(batch), unit="sample"):
+            values = self.roles["reward_model"].score(rows)["values"]
+        values = functional.pad(values, (0, mask.shape[1]))[:, : mask.shape[1]]
+        step_ids = torch.ones_like(mask, dtype=torch.long)
+        for ids, steps in zip(step_ids, self._steps(batch, rows), strict=True):
+            for _, last in steps:
+                ids[last + 1 :] += 1
+        return self.config.reward_model.weight * algorithms.progress(values, step_ids, mask)
+
+    def _of_steps(self, values: Tensor, steps: list[tuple[Place, int]], length: int) -> RewardResult:
+        """The values [T + 1] after the steps' last tokens, as rewards of the steps; their mean is `rm_score`."""
+        texts = self.inputs.reward_texts
+        # A critic was not made to be read behind the last token.
+        most = length if isinstance(texts, CriticTexts) and texts.reads_end else length - 1
+        scores = [float(values[min(last + 1, most)]) for _, last in steps]
+        places = [place for place, _ in steps]
+        mean = math.fsum(scores) / max(len(scores), 1)
+        found = self._result(mean, tuple(zip(places, scores, strict=True)))
+        return found._replace(score=0.0) if found.error is None else found
+
+    def _result(self, score: float, steps: tuple[tuple[Place, float], ...]) -> RewardResult:
+        if not math.isfinite(score):
+            return RewardResult(self.config.error_score, {}, f"the reward model gave {score}")
+        return RewardResult(score, {"rm_score": score}, steps=steps)
+
+    def _steps(self, batch: Batch, rows: Batch) -> list[list[tuple[Place, int]]]:
+        """Of each response the steps: their places, and their last tokens in `rows`."""
+        texts, separator = self.inputs.reward_texts, self.config.reward_model.step_separator
+        assert isinstance(texts, CriticTexts), "it reads tokens"
+        found: list[list[tuple[Place, int]]] = []
+        lengths = rows["response_lengths"].tolist()
+        for text, row, length in zip(batch.objects["response_text"], rows["responses"].tolist(), lengths, strict=True):
+            steps: list[tuple[Place, int]] = [(token, token) for token in range(length)]
+            if separator is not None:
+                starts = texts.token_starts(text)
+                steps = []
+                for span in split_steps(text, separator):
+                    if starts is None:
+                        last = last_token(span[1], row[:length], text, lambda ids: self.inputs.decode([list(ids)])[0])
+                    else:
+                        last = sum(start < span[1] for start in starts) - 1
+                    steps.append((span, last))
+            found.append(steps)
+        return found

@@ -1,0 +1,150 @@
+"""`valor critic search`: how much better a saved policy answers when a saved critic chooses, for how many tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path as FilePath
+from typing import TYPE_CHECKING, Any
+
+from valor.config import CriticSearchConfig, held_out
+from valor.lab.statistics import bootstrap_interval
+from valor.tracking.console import say
+from valor.tracking.progress_console import show_progress
+from valor.tracking.rundir import write_atomically
+from valor.trainer.command import run_command
+
+if TYPE_CHECKING:
+    from valor.collector.inputs import RunInputs
+    from valor.lab.search import Path, Searcher, Spent
+
+RESULT_FILES = ("search.json", "search.md")
+_CHOICES = {"best": "best-of-N", "majority": "majority vote", "weighted": "weighted majority"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`valor critic search`: key=value as in `valor ppo`, and the keys of `search`."""
+    return run_command("critic search", argv, CriticSearchConfig, _start)
+
+
+def _start(config: CriticSearchConfig, command: str) -> int:
+    from valor.collector.inputs import RunInputs
+
+    inputs = RunInputs(held_out(config))
+    try:
+        with show_progress():
+            rows = list(_measure(config, inputs))
+    finally:
+        inputs.close()
+    facts = {
+        "policy": config.actor_rollout_ref.model.path,
+        "critic": config.critic.model.path,
+        "data": config.data.val_files,
+        "prompts": len(inputs.train),
+        "temperature": config.actor_rollout_ref.rollout.temperature,
+        "seed": config.trainer.seed,
+        "command": command,
+    }
+    out = FilePath(config.search.out)
+    numbers, page = (out / name for name in RESULT_FILES)
+    write_atomically(numbers, json.dumps({**facts, "results": rows}, indent=1, allow_nan=False) + "\n")
+    text = table(rows)
+    about = "\n".join(f"* {name}: {value}" for name, value in facts.items())
+    write_atomically(page, f"# Search with a critic\n\n{about}\n\n{text}\n")
+    say(text)
+    say(str(page))
+    return 0
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown: a line for each method and N."""
+    lines = [
+        "| method | N | accuracy | 95 % | sampled tokens | tokens read by the critic |",
+        "|---|--:|--:|---|--:|--:|",
+    ]
+    for row in rows:
+        low, high = row["interval"] or (row["accuracy"], row["accuracy"])
+        cost = f"{row['sampled']:,.1f} | {row['read']:,.1f}"
+        lines.append(f"| {row['method']} | {row['n']} | {row['accuracy']:.3f} | {low:.3f} to {high:.3f} | {cost} |")
+    return "\n".join([*lines, "", "Tokens are means over the prompts; intervals are bootstraps over them."])
+
+
+def _measure(config: CriticSearchConfig, inputs: RunInputs) -> Iterator[dict[str, Any]]:
+    """A result for each method and N."""
+    from valor.lab.search import Spent, choose
+
+    search, searcher = config.search, _searcher(config, inputs)
+    most = max(search.samples)
+    drawn = searcher.samples(most)
+    graded, spent = _graded(inputs, drawn), searcher.spent
+    for n in search.samples:
+        share = Spent(round(spent.sampled * n / most), round(spent.read * n / most))
+        some = [(paths[:n], answers[:n], right[:n]) for paths, (answers, right) in zip(drawn, graded, strict=True)]
+        for how, name in _CHOICES.items():
+            right = [verdicts[choose(paths, answers, how)] for paths, answers, verdicts in some]
+            reads = Spent(share.sampled, 0 if how == "majority" else share.read)
+            yield _result(name, n, right, reads)
+        yield _result("any right (pass@N)", n, [any(verdicts) for _, _, verdicts in some], Spent(share.sampled, 0))
+    for n in search.samples:
+        searcher.spent = Spent()
+        beams = searcher.beam(n, search.beam, search.block)
+        graded = _graded(inputs, beams)
+        for how in ("best", "weighted"):
+            right = [
+                verdicts[choose(paths, answers, how)] for paths, (answers, verdicts) in zip(beams, graded, strict=True)
+            ]
+            yield _result(f"beam, {_CHOICES[how].replace('best-of-N', 'best')}", n, right, searcher.spent)
+    for n in search.simulations:
+        searcher.spent = Spent()
+        found = searcher.tree(n, search.width, search.tree_block, search.c_puct)
+        right = [verdicts[0] for _, verdicts in _graded(inputs, found)]
+        yield _result("tree search (simulations)", n, right, searcher.spent)
+
+
+def _result(method: str, n: int, right: Sequence[bool], spent: Spent) -> dict[str, Any]:
+    values = [float(one) for one in right]
+    return {
+        "method": method,
+        "n": n,
+        "accuracy": sum(values) / len(values),
+        "interval": bootstrap_interval(values),
+        "sampled": spent.sampled / len(values),
+        "read": spent.read / len(values),
+    }
+
+
+def _searcher(config: CriticSearchConfig, inputs: RunInputs) -> Searcher:
+    """The policy's engine and the critic, in this process."""
+    import torch
+
+    from valor.collector.prompts import sampling_params
+    from valor.lab.search import Searcher
+    from valor.models.load import check_critic_tokenizer, load_policy, load_value_model
+    from valor.rollout.native.engine import NativeEngine
+    from valor.workers.rollout import end_token_ids
+
+    check_critic_tokenizer(config, inputs.tokenizer)
+    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    device = "cuda" if torch.cuda.is_available() and config.trainer.device != "cpu" else "cpu"
+    torch.set_num_threads(config.trainer.num_threads or torch.get_num_threads())
+    policy = load_policy(model, dtype=getattr(torch, rollout.dtype)).to(device)
+    ends = end_token_ids(model, inputs.eos_token_ids)
+    engine = NativeEngine(policy.hf, eos_token_ids=ends, max_num_seqs=rollout.max_num_seqs)
+    critic = load_value_model(config.critic.model, levels=config.critic.value_levels).to(device)
+    prompts = [row.prompt_ids for row in inputs.train]
+    seed, at_once = config.trainer.seed, config.critic.ppo_max_token_len_per_gpu
+    return Searcher(engine, critic, prompts, sampling_params(config), seed=seed, most_read=at_once)
+
+
+def _graded(inputs: RunInputs, found: Sequence[Sequence[Path]]) -> list[tuple[list[str | None], list[bool]]]:
+    """Of each prompt's responses the answers as the graders read them (`pred`), and which are right."""
+    from valor.rewards.worker import Sample
+
+    samples = [
+        Sample(row.data_source, text, row.ground_truth, row.extra_info)
+        for row, paths in zip(inputs.train, found, strict=True)
+        for text in inputs.decode([list(path.ids) for path in paths])
+    ]
+    results = iter(inputs.rewards.score(samples))
+    graded = [[next(results) for _ in paths] for paths in found]
+    return [([r.components.get("pred") or None for r in one], [r.correct for r in one]) for one in graded]

@@ -1,0 +1,90 @@
+"""Rewards by step: what parts of a response have earned, and the tokens on which that lands."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from operator import index
+from typing import Any
+
+Place = int | tuple[int, int]
+"""A token of the response, counted from 0; or a span of its text: the first character, and the one after the last."""
+Step = tuple[Place, float]
+Decode = Callable[[Sequence[int]], str]
+
+
+def as_steps(value: Any) -> tuple[Step, ...]:
+    """What a grader returned as `step_rewards`. Raises ValueError when it is no list of (place, number)."""
+    try:
+        steps = tuple((_place(place), float(reward)) for place, reward in value)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"the grader returned {value!r:.60} as step_rewards: a list of (token, reward) or ((start, end), reward)"
+        ) from None
+    if not all(math.isfinite(reward) for _, reward in steps):
+        raise ValueError("the grader returned a step reward that is not finite")
+    return steps
+
+
+def _place(place: Any) -> Place:
+    if not hasattr(place, "__iter__"):
+        return index(place)
+    start, end = place
+    return index(start), index(end)
+
+
+def scaled(steps: Sequence[Step], weight: float) -> tuple[Step, ...]:
+    """The steps with `weight` times their rewards."""
+    return tuple((place, weight * reward) for place, reward in steps)
+
+
+def split_steps(text: str, separator: str) -> list[tuple[int, int]]:
+    """Spans of the steps of a text: each ends with a separator, the last one with the text. What is white space alone
+    is part of the step before it."""
+    parts = text.split(separator)
+    ends = list(accumulate(len(part) + len(separator) for part in parts))
+    ends = [end for end, part in zip(ends, parts, strict=True) if part.strip()]
+    ends = [min(end, len(text)) for end in ends]
+    return list(zip([0, *ends], ends, strict=False))
+
+
+def last_token(end: int, ids: Sequence[int], text: str, decode: Decode) -> int:
+    """The token with which character `end` - 1 of `text` is written, by decoding prefixes of `ids`.
+
+    A character of several tokens stands with the last of them. Raises ValueError: the tokens do not spell the text.
+    """
+    token = bisect_left(range(1, len(ids) + 1), True, key=lambda n: decode(ids[:n])[:end] == text[:end])
+    if token == len(ids):
+        raise ValueError("step_rewards: the tokens of the response do not spell the text that was graded")
+    return token
+
+
+def token_rewards(steps: Sequence[Step], rows: Sequence[Sequence[int]], decode: Decode) -> list[list[float]]:
+    """The steps' rewards on the tokens of an episode's rows: that of a span on the token which completes it; those on
+    one token add up.
+
+    Tokens count through all rows, observations too; the text is that of the rows, one behind the other. Raises
+    ValueError: a place is not in the response.
+    """
+    found = [[0.0] * len(ids) for ids in rows]
+    texts = [decode(ids) for ids in rows]
+    for place, reward in steps:
+        if isinstance(place, int):
+            row, token = _inside(place, rows, f"token {place}")
+        else:
+            start, end = place
+            row, last = _inside(end - 1 if 0 <= start < end else -1, texts, f"characters {start} to {end}")
+            token = last_token(last + 1, rows[row], texts[row], decode)
+        found[row][token] += reward
+    return found
+
+
+def _inside(place: int, parts: Sequence[Sequence[Any]], what: str) -> tuple[int, int]:
+    """Which of the parts holds element number `place` of all, and where."""
+    ends = list(accumulate(map(len, parts)))
+    if not 0 <= place < ends[-1]:
+        raise ValueError(f"step_rewards: there is no {what} in a response of {ends[-1]}")
+    row = bisect_right(ends, place)
+    return row, place - ends[row] + len(parts[row])
