@@ -126,7 +126,7 @@ def main(
     """
     api_key = key_for(host, api_key_env)
     require_libraries()
-    config = _config(model, settings)
+    config = _config(model, list(settings))
     listening = listen(host, port)
     try:
         if record is not None:
