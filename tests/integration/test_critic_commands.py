@@ -281,7 +281,7 @@ def test_a_policy_is_published_with_its_card_and_pushed(tiny, without_valor, tmp
     run, out = tmp_path / "run", tmp_path / "my-policy"
     shutil.copytree(tiny["model"], run / "huggingface" / "actor")
     (run / "config.yaml").write_text(
-        "actor_rollout_ref: {model: {path: org/base}, rollout: {n: 4}, actor: {optim: {lr: 1e-6}, policy_loss: "
+        "actor_rollout_ref: {model: {path: org/base}, rollout: {n: 4}, actor: {optim: {lr: 1.0e-6}, policy_loss: "
         "{loss_mode: gspo}}}\nalgorithm: {adv_estimator: rloo}\ndata: {train_batch_size: 8}\n"
     )
     (run / "metrics.jsonl").write_text("".join(f'{{"step": {i}, "critic/score/mean": 0.{i}}}\n' for i in (1, 7)))

@@ -7,7 +7,7 @@ speaks where learning is in danger, and is silent about what merely differs from
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, variance
 from typing import Any
@@ -54,7 +54,8 @@ class Diagnosis:
             if said := rule(self):
                 name = rule.__name__
                 first = self.findings[name].first if name in self.findings else step
-                self.findings[name] = Finding(name, *said, first, step)
+                text, remedy = said
+                self.findings[name] = Finding(name, text, remedy, first, step)
                 if step - self._told.get(name, -math.inf) >= _QUIET_FOR:
                     self._told[name] = step
                     news.append(self.findings[name])
@@ -254,7 +255,7 @@ def clip_fraction(run: Diagnosis) -> Said | None:
     )
 
 
-RULES: Sequence[Any] = (
+RULES: Sequence[Callable[[Diagnosis], Said | None]] = (
     not_finite,
     out_of_memory,
     rollout_mismatch,

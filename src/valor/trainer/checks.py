@@ -54,7 +54,8 @@ def _loggers(config: BaseModel) -> list[str]:
     lines = []
     for name in get_at(config.model_dump(include={"trainer"}), "trainer.logger"):
         try:
-            name in LOGGERS or find_logger(name)
+            if name not in LOGGERS:
+                find_logger(name)
         except UserError as error:
             lines.append(str(error))
     return lines
