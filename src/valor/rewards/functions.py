@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from collections import ChainMap
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -162,4 +161,4 @@ class _Pickler(cloudpickle.Pickler):
     def _code(code: CodeType) -> Any:
         return cloudpickle.Pickler.dispatch_table[CodeType](code.replace(co_filename=Path(code.co_filename).name))
 
-    dispatch_table: Any = ChainMap({CodeType: _code}, dict(cloudpickle.Pickler.dispatch_table))  # noqa: RUF012
+    dispatch_table: Any = {**cloudpickle.Pickler.dispatch_table, CodeType: _code}  # noqa: RUF012
