@@ -158,7 +158,7 @@ class Node:
 
     def descend(self, c_puct: float) -> list[Node]:
         """The way to a node without children."""
-        way = [self]
+        way: list[Node] = [self]
         while way[-1].children:
             parent = way[-1]
             way.append(max(parent.children, key=lambda child: child.score(parent.visits, c_puct)))
