@@ -139,7 +139,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """[s, b, heads * D] of [s, b, heads, D]."""
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out, _ = packed_attention(self, query, key, value, None, segments=attention_bias, scaling=self._scale)
+        out = packed_attention(self, query, key, value, None, segments=attention_bias, scaling=self._scale)[0]
         return out.transpose(0, 1).flatten(2).contiguous()
 
 
