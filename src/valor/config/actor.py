@@ -14,6 +14,7 @@ from valor.config.engine import (
     FSDPConfig,
     MegatronConfig,
     OptimConfig,
+    ReferenceMegatronConfig,
 )
 from valor.config.model import CriticModelConfig
 from valor.config.profiler import ProfilerConfig
@@ -113,7 +114,7 @@ class RefConfig(Section):
     strategy: str = inherits("actor_rollout_ref.actor.strategy")
     """Engine: fsdp2 or megatron."""
     fsdp_config: FollowerFSDPConfig = section(FollowerFSDPConfig, {**_OWN_WEIGHTS, _FSDP: ""})
-    megatron: FollowerMegatronConfig = section(FollowerMegatronConfig, ".strategy=megatron")
+    megatron: ReferenceMegatronConfig = section(ReferenceMegatronConfig, ".strategy=megatron")
     log_prob_micro_batch_size_per_gpu: PositiveInt | None = key(None, _EXACT)
     """Most samples in a forward micro-batch of one process; null leaves it to the token budget."""
     log_prob_use_dynamic_bsz: bool = inherits("actor_rollout_ref.actor.use_dynamic_bsz", _EXACT)

@@ -45,7 +45,7 @@ class FollowerFSDPConfig(
     """How a model beside the actor is sharded; in the actor's precision, so that the reference's KL starts at zero."""
 
 
-class MegatronConfig(Section):
+class MegatronLayout(Section):
     """How megatron-core divides a model over the processes, and computes it (strategy=megatron)."""
 
     tensor_model_parallel_size: PositiveInt = 1
@@ -62,20 +62,12 @@ class MegatronConfig(Section):
     """Processes that share each expert's matrices; null: tensor_model_parallel_size."""
     sequence_parallel: bool = key(True, ".tensor_model_parallel_size!=1")
     """Processes that share matrices share the positions outside of them, too."""
-    use_distributed_optimizer: bool = True
-    """Each data-parallel process keeps a part of the optimizer's state; false: each keeps all of it."""
     dtype: DType = "bfloat16"
     """Precision of parameters and computing; with bfloat16 the optimizer keeps float32 copies."""
     param_offload: bool = False
     """Keep parameters in host memory while the role is idle."""
-    grad_offload: bool = False
-    """Free the gradients' memory while the role is idle."""
-    optimizer_offload: bool = False
-    """Keep optimizer state in host memory while the role is idle."""
     override_transformer_config: dict[str, Any] = key({})
     """Further fields of megatron-core's TransformerConfig, such as recompute_granularity."""
-    override_ddp_config: dict[str, Any] = key({})
-    """Further fields of its DistributedDataParallelConfig, such as overlap_grad_reduce."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -83,22 +75,38 @@ class MegatronConfig(Section):
         return {name: getattr(self, f"{key}_parallel_size") for name, key in _SIZES.items()}
 
 
+class MegatronConfig(MegatronLayout):
+    """The same for a model that is trained."""
+
+    use_distributed_optimizer: bool = True
+    """Each data-parallel process keeps a part of the optimizer's state; false: each keeps all of it."""
+    grad_offload: bool = False
+    """Free the gradients' memory while the role is idle."""
+    optimizer_offload: bool = False
+    """Keep optimizer state in host memory while the role is idle."""
+    override_ddp_config: dict[str, Any] = key({})
+    """Further fields of its DistributedDataParallelConfig, such as overlap_grad_reduce."""
+
+
 _SIZES = {"tensor": "tensor_model", "pipeline": "pipeline_model", "context": "context", "expert": "expert_model"}
-_ACTORS = "actor_rollout_ref.actor.megatron"
+_AS_THE_ACTOR = {
+    name: inherits(f"actor_rollout_ref.actor.megatron.{name}")
+    for name in (
+        *(f"{size}_parallel_size" for size in _SIZES.values()),
+        "virtual_pipeline_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "sequence_parallel",
+        "dtype",
+    )
+}
 
 
-class FollowerMegatronConfig(
-    MegatronConfig,
-    tensor_model_parallel_size=inherits(f"{_ACTORS}.tensor_model_parallel_size"),
-    pipeline_model_parallel_size=inherits(f"{_ACTORS}.pipeline_model_parallel_size"),
-    virtual_pipeline_model_parallel_size=inherits(f"{_ACTORS}.virtual_pipeline_model_parallel_size"),
-    context_parallel_size=inherits(f"{_ACTORS}.context_parallel_size"),
-    expert_model_parallel_size=inherits(f"{_ACTORS}.expert_model_parallel_size"),
-    expert_tensor_parallel_size=inherits(f"{_ACTORS}.expert_tensor_parallel_size"),
-    sequence_parallel=inherits(f"{_ACTORS}.sequence_parallel"),
-    dtype=inherits(f"{_ACTORS}.dtype"),
-):
-    """How megatron-core divides a model beside the actor: as the actor, with which it shares the processes."""
+class FollowerMegatronConfig(MegatronConfig, **_AS_THE_ACTOR):
+    """A model beside the actor: divided as the actor, with which it shares the processes."""
+
+
+class ReferenceMegatronConfig(MegatronLayout, **_AS_THE_ACTOR):
+    """The reference: divided as the actor, with which it shares the processes."""
 
 
 DecayRate = Annotated[float, Field(ge=0, lt=1)]

@@ -156,6 +156,9 @@ _NO_EFFECT = {
     "samples per prompt are actor_rollout_ref.rollout.n": f"{ACTOR}.rollout_n critic.rollout_n",
     "the schedule spans the run (trainer.total_training_steps)": "*optim.total_training_steps",
     "Valor reads and writes Hugging Face weights itself": "*.megatron.use_mbridge *.megatron.vanilla_mbridge",
+    "the reference is not trained": _at(
+        f"{REF}.megatron", "grad_offload optimizer_offload use_distributed_optimizer override_ddp_config.*"
+    ),
     "checkpoints can always be read under another layout": "*.megatron.dist_ckpt_optim_fully_reshardable",
     "what an estimator needs is computed": f"{ACTOR}.calculate_sum_pi_squared",
     "entropy and log-probs never hold all logits at once": "*.entropy_checkpointing "

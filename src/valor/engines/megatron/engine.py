@@ -313,11 +313,11 @@ class MegatronEngine(EngineCore):
         if self.device.type == "cpu":
             return
         parameters = [parameter for face in self._faces for parameter in face.chunk.parameters()]
-        if self._megatron.optimizer_offload and self.optimizer is not None:
+        if self.optimizer is not None and self._megatron.optimizer_offload:
             self._optimizer_memory.leave(state.optimizer_tensors(self.optimizer), besides=parameters)
         if self._megatron.param_offload:
             self._weight_memory.leave(parameters)
-        if self._megatron.grad_offload and self.optimizer is not None:
+        if self.optimizer is not None and self._megatron.grad_offload:
             self._gradients_there = False
             for stage in self._stages:
                 stage.offload_grad_buffers()

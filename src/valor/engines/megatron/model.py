@@ -14,7 +14,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from valor.config.engine import MegatronConfig
+from valor.config.engine import MegatronLayout
 from valor.engines.megatron.layout import mpu
 from valor.errors import UserError
 from valor.models.attention import Segments
@@ -23,7 +23,7 @@ from valor.models.packing import packed_attention
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 
 
-def transformer_config(hf: Any, megatron: MegatronConfig, *, recompute: bool) -> TransformerConfig:
+def transformer_config(hf: Any, megatron: MegatronLayout, *, recompute: bool) -> TransformerConfig:
     """UserError: an architecture that is not in `MODEL_TYPES`, sizes that do not divide it, fields that do not fit."""
     config, sizes = hf.config, megatron.sizes
     _refuse_what_is_missing(hf, config)
@@ -139,7 +139,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """[s, b, heads * D] of [s, b, heads, D]."""
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out, _ = packed_attention(self, query, key, value, None, segments=attention_bias, scaling=self._scale)
+        out = packed_attention(self, query, key, value, None, segments=attention_bias, scaling=self._scale)[0]
         return out.transpose(0, 1).flatten(2).contiguous()
 
 
