@@ -88,9 +88,9 @@ class Grading:
         """What the episodes of a batch are worth in training, in order.
 
         The batch may gain `step_rewards` [R, T]: what of a score lies on tokens of its own, where a turn, or a step of
-        the answer, has ended; with a prover also `progress` [R, T]. Nothing is learnt from an episode with log-probs that
-        are not finite: it is an error, and the `response_mask` of its rows becomes 0. StepRefused when there are more
-        errors than `reward.max_error_ratio` allows.
+        the answer, has ended; with a prover also `progress` [R, T]. Nothing is learnt from an episode with log-probs
+        that are not finite: it is an error, and the `response_mask` of its rows becomes 0. StepRefused when there are
+        more errors than `reward.max_error_ratio` allows.
         """
         model, ends = self.config.reward_model, last_rows(batch)
         results = [] if model.replaces_rule else self._by_rule(ends)

@@ -81,7 +81,7 @@ def _use_liger(hf: Any, device: torch.device) -> None:
     if device.type != "cuda":
         raise UserError("model.use_liger=true: Liger's kernels need a GPU: leave it out, or see model.compile")
     try:
-        from liger_kernel.transformers import monkey_patch as liger
+        from liger_kernel.transformers import monkey_patch as liger  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise UserError("model.use_liger=true needs Liger: pip install 'valor-rl[liger]'") from error
     if hf.config.model_type not in liger.MODEL_TYPE_TO_APPLY_LIGER_FN:

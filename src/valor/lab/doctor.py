@@ -9,7 +9,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -80,7 +80,7 @@ def _machine() -> Rows:
         yield title, f"{shutil.disk_usage(there).free / _GIB:.1f} GiB free in {folder}{writable}"
 
 
-def _reach(servers: list[str]) -> Rows:
+def _reach(servers: Iterable[str]) -> Rows:
     if os.environ.get("HF_HUB_OFFLINE") == "1":
         yield "hub", "not asked: HF_HUB_OFFLINE=1"
     else:
