@@ -72,8 +72,8 @@ def quantile_targets(name: str, *, quantiles: Tensor, **inputs: Any) -> Tensor:
     bootstrapped values; here those of the same level are mixed, so that their distribution keeps its spread. The mean
     over i is GAE's own return of the mean value, exactly, since both are linear; the spread is exact at λ = 1 (every
     target is the return) and an approximation below, where the true distribution is the mixture and not the mean of
-    quantile functions. GAE by level as in DVPO (https://arxiv.org/abs/2512.03847), without its regularisers of the
-    tails. inputs: as in `compute_advantages`.
+    quantile functions. Distributional GAE is the idea of DVPO (https://arxiv.org/abs/2512.03847); this formula is ours,
+    and its regularisers of the tails are not here. inputs: as in `compute_advantages`.
     """
     levels = quantiles.unbind(-1)
     return torch.stack([compute_advantages(name, **{**inputs, "values": one})[1] for one in levels], -1)
