@@ -2,14 +2,15 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from valor.cli import main
-from valor.collector.generation import Generation
 from valor.rewards.worker import as_result
+from valor.rollout.native.engine import NativeEngine
 
 pytestmark = pytest.mark.slow
 
@@ -61,15 +62,17 @@ def test_one_error_each_and_finite_weights(name, ppo, tmp_path, capsys, counts):
 
 def test_log_probs_of_an_engine(ppo, tmp_path, monkeypatch, counts):
     counts("values that are no numbers", 2)
-    answer = Generation.answer
+    generate = NativeEngine.generate
 
-    def broken(self, *args, **kwargs):
-        batch = answer(self, *args, **kwargs)
-        batch["rollout_log_probs"][1, 0] = math.nan
-        batch["rollout_log_probs"][3, -1] = -math.inf
-        return batch
+    def broken(self, requests):
+        outputs = generate(self, requests)
+        for sample, place, value in ((1, 0, math.nan), (3, -1, -math.inf)):
+            log_probs = [*outputs[sample].log_probs]
+            log_probs[place] = value
+            outputs[sample] = replace(outputs[sample], log_probs=log_probs)
+        return outputs
 
-    monkeypatch.setattr(Generation, "answer", broken)
+    monkeypatch.setattr(NativeEngine, "generate", broken)
     run_dir = tmp_path / "run"
     bypass = "algorithm.rollout_correction.bypass_mode=true"
     assert main(ppo(run_dir, bypass, "trainer.total_training_steps=2")) == 0
