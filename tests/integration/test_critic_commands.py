@@ -18,6 +18,7 @@ from valor.config import CriticModelConfig
 from valor.lab import arithmetic
 from valor.lab.publish import publish
 from valor.models.load import load_value_model
+from valor.report.skeleton import model_name
 from valor.trainer import main_ppo
 
 pytestmark = pytest.mark.slow
@@ -150,7 +151,7 @@ def test_a_scorecard_is_numbers_a_page_and_the_rollouts(scored, pretrained):
     assert 0 <= card["auc"]["low"] <= card["auc"]["value"] <= card["auc"]["high"] <= 1
     found = card["monte_carlo"]
     assert found["branches"] == 6 and found["responses"] == 8 and 8 <= found["points"] <= 24
-    assert "<title>critic, scorecard" in (scored / "scorecard.html").read_text()
+    assert f"<title>{model_name(card['critic'])}, scorecard" in (scored / "scorecard.html").read_text()
     lines = [json.loads(line) for line in (scored / "rollouts.jsonl").read_text().splitlines()]
     assert len(lines) == 48 and all(len(one["values"]) == len(one["response_ids"]) for one in lines)
     # The states' values are those that plain transformers gives.

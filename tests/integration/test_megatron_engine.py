@@ -1,6 +1,8 @@
 """The Megatron engine under every layout against FSDP2 on one process: outputs, losses, norms and weights."""
 
 import json
+import os
+import sys
 from importlib.util import find_spec
 
 import pytest
@@ -23,7 +25,7 @@ pytestmark = pytest.mark.slow
 def found(tmp_path_factory):
     out = tmp_path_factory.mktemp("megatron")
     bases = list({base_of(case).name: base_of(case) for case in CASES}.values())
-    forks = Forks("megatron_rank", OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
+    forks = Forks("megatron_rank", OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore", PYTHONPATH=os.pathsep.join(sys.path))
     try:
         for world in (1, 2, 4):
             run_ranks(forks, out, world, run_all, out, [*bases, *CASES], MOVES)

@@ -106,7 +106,9 @@ def rejection_metrics(name: str, statistic: Tensor | None, inside: Tensor, respo
 
 
 def ratio_metrics(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, num_tokens: float) -> dict[str, Tensor]:
-    """Mean, smallest and largest π/π_old of the policy tokens [B, T]; `num_tokens` as above."""
+    """Mean, smallest and largest π/π_old of the policy tokens [B, T], none without any; `num_tokens` as above."""
+    if not mask.any():
+        return {}
     ratio = (log_probs.detach() - old_log_probs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
     other = mask == 0
     return {
