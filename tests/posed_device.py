@@ -94,7 +94,7 @@ class PosedDevice(TorchDispatchMode):
         target = devices[0] if devices else None
         if func is aten._fused_sdp_choice.default:
             return 0  # the plain one
-        if func is aten.copy_.default and len(posed) < len(tensors):
+        if func is aten.copy_.default and 0 < len(posed) < len(tensors):
             if posed[0] is not args[0]:
                 self.waits["copy to the host"] += 1
             args[0].held.copy_(args[1]) if posed[0] is args[0] else args[0].copy_(args[1].held)

@@ -35,7 +35,7 @@ _AGREE = 1e-5  # between log-probs of the native engine and of training, in floa
 Rows = Iterator[tuple[str, str]]
 
 
-@command("doctor", "valor doctor --server http://localhost:8000", "troubleshooting")
+@command("doctor", "valor doctor --server http://localhost:8000", "faq")
 @option("--no-test", is_flag=True, help="Leave the self-test out.")
 @option("--server", "servers", multiple=True, metavar="URL …", help="Servers that runs will ask.")
 def main(no_test: bool, servers: tuple[str, ...]) -> int:

@@ -25,7 +25,10 @@ from valor.trainer.checks import check
 RESULT_FILE = "result.json"
 _REFERENCE = re.compile(r"<run:([^<>]*)>")
 # A run is the same run in another place and under another name.
-_NAMES = ("trainer.default_local_dir", "trainer.experiment_name", "trainer.project_name")
+_NAMES = (
+    *(f"trainer.{name}" for name in ("default_local_dir", "experiment_name", "project_name")),
+    "actor_rollout_ref.rollout.server.log_dir",
+)
 
 
 @dataclass(frozen=True)

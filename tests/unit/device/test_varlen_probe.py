@@ -28,6 +28,8 @@ def varlen(query, key, value, segments, scaling):
     """As torch's: it is told where rows begin by tensors, and the last query sees the last key."""
     offsets = segments.offsets if segments.key_offsets is None else segments.key_offsets
     assert segments.offsets.dtype is offsets.dtype is torch.int32
+    if segments.keys is not None:
+        key, value = key[segments.keys], value[segments.keys]
     found = []
     for (start, end), (first, last) in zip(
         pairwise(segments.offsets.tolist()), pairwise(offsets.tolist()), strict=True
