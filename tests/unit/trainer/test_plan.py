@@ -117,5 +117,6 @@ def test_a_run_says_its_plan_before_it_does_anything(capsys):
     assert run_command("ppo", ["trainer.total_training_steps=7"], PPOConfig, start) == 0
     assert said[0][0] == "the configuration is read; loading torch and what the run needs"
     assert said[0][1].startswith("run ") and row("\n".join(said[0]), "length") == "7 steps"
-    assert run_command("ppo", ["trainer.total_training_steps=7", "--dry-run"], PPOConfig, start) == 0
+    # The default model and data are not here, which a dry run says.
+    assert run_command("ppo", ["trainer.total_training_steps=7", "--dry-run"], PPOConfig, start) == 2
     assert capsys.readouterr().out.splitlines() == said[0][1:] and len(said) == 1
