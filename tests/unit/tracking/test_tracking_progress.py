@@ -87,6 +87,7 @@ def test_polling_workers(heard):
     latest = Latest()
     remove = progress.add_listener(latest)
     try:
+        latest.begin()
         report_progress(3, 8)
         report_tokens(5)
         assert latest.report == Progress("", 3, 8, tokens=5)
