@@ -219,10 +219,7 @@ def offered_settings(config: AlgorithmConfig) -> dict[str, Any]:
     names = {"lam_actor", "lam_critic", "adaptive_lam_alpha", "norm_adv_by_std_in_grpo", "singleton", "gae_unit"}
     if config.gae_unit != "token":
         names |= {"gamma_turn", "lam_turn"}
-    return {
-        **config.model_dump(include=names),
-        "whitening": "batch" if config.adv_whitening == "batch" else "none",
-    }
+    return {**config.model_dump(include=names), "whitening": "batch" if config.adv_whitening == "batch" else "none"}
 
 
 def component_scores(

@@ -209,9 +209,7 @@ class PPORun(Run):
             return Batch(), {}
         with timer("values"), phase("values", len(batch), unit="sample"):
             return self.critics.compute_values(
-                batch,
-                with_end=self.config.algorithm.truncation_bootstrap,
-                with_quantiles=self.config.learns_quantiles,
+                batch, with_end=self.config.algorithm.truncation_bootstrap, with_quantiles=self.config.learns_quantiles
             )
 
     def update_critic(self, batch: Batch, timer: Timer) -> dict[str, float]:

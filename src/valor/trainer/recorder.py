@@ -28,12 +28,7 @@ from valor.tracking.rundir import METRICS_FILE, write_atomically, write_run_info
 from valor.trainer.changes import digests_of, settings_of
 from valor.trainer.checkpoints import CheckpointStore
 
-_PER_TOKEN = {
-    "advantages": "advantages",
-    "values": "values",
-    "returns": "returns",
-    "log_probs": "rollout_log_probs",
-}
+_PER_TOKEN = {"advantages": "advantages", "values": "values", "returns": "returns", "log_probs": "rollout_log_probs"}
 _FIRST_REPORT, _REPORT_EVERY = 5.0, 20.0  # seconds
 _EVERYTHING = 2**62  # as a resume point: no step is later, so a validation alone takes no record away
 
