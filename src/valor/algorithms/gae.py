@@ -41,7 +41,7 @@ def gae(
     (https://arxiv.org/abs/1506.02438).
 
     Observation tokens inside a response (mask 0) are stepped over: they neither discount, nor decay, nor contribute a
-    value, and their values are never read. All inputs and outputs [B, T]. The plain form is a loop (docs/algorithms/ppo.md).
+    value, and their values are never read. All inputs and outputs [B, T]. A plain loop: docs/algorithms/ppo.md.
 
     lam_actor, lam_critic: decoupled GAE (VC-PPO, https://arxiv.org/abs/2503.01491): λ of the advantages and of the
         returns; None takes `lam`.
