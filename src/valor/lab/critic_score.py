@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from valor.config import CriticScoreConfig, held_out
 from valor.lab.publish import SCORECARD_FILES, fingerprint
 from valor.tracking.console import say
-from valor.tracking.progress_console import show_progress
 from valor.trainer.command import run_command
 
 if TYPE_CHECKING:
@@ -45,8 +44,7 @@ def _start(config: CriticScoreConfig, command: str) -> int:
         "command": command,
         **scorecard(judged, branches),
     }
-    out = Path(config.score.out)
-    numbers, page = (out / name for name in SCORECARD_FILES)
+    numbers, page = (Path(config.score.out, name) for name in SCORECARD_FILES)
     write_atomically(numbers, json.dumps(card, indent=1, allow_nan=False) + "\n")
     write_atomically(page, render(card))
     say(f"{card['responses']} answers to {card['prompts']} prompts, {card['right']:.1%} right")
@@ -73,29 +71,23 @@ def _measure(config: CriticScoreConfig) -> tuple[Judged, Branches | None]:
     tokenizer = load_policy_tokenizer(config)
     check_critic_tokenizer(config, tokenizer)
     pool, controller = resolve_pool(config.trainer, config.ray_kwargs.ray_init.address)
-    with show_progress():
-        rollouts, branches = _rollouts(config, pool, controller)
-        frozen = config.model_copy(update={"critic": config.critic.model_copy(update={"freeze": True})})
-        specs = role_specs(frozen, total_steps=0, eos_token_ids=[])
-        critic = replace(specs["critic"], replaceable=True)
-        group = start_group(
-            pool, {"critic": critic}, controller=controller, ray_init=config.ray_kwargs.ray_init.model_dump()
-        )
-        try:
-            with phase("values", len(rollouts), unit="sample"):
-                found = group["critic"].compute_values(rollouts, with_quantiles=True)
-        finally:
-            group.close()
+    rollouts, branches = _rollouts(config, pool, controller)
+    frozen = config.model_copy(update={"critic": config.critic.model_copy(update={"freeze": True})})
+    critic = replace(role_specs(frozen, total_steps=0, eos_token_ids=[])["critic"], replaceable=True)
+    ray_init = config.ray_kwargs.ray_init.model_dump()
+    group = start_group(pool, {"critic": critic}, controller=controller, ray_init=ray_init)
+    try:
+        with phase("values", len(rollouts), unit="sample"):
+            found = group["critic"].compute_values(rollouts, with_quantiles=True)
+    finally:
+        group.close()
     values = found["values"]
     records = rollout_records(rollouts, rollouts["scores"].tolist(), 0, tokenizer)
     lengths = rollouts["response_lengths"].tolist()
     with_values = (one | {"values": v[:n]} for one, v, n in zip(records, values.tolist(), lengths, strict=True))
     write_rollouts(Path(config.score.out) / ROLLOUTS_FILE, with_values)
-    columns = {
-        "values": values,
-        "returns": outcomes(rollouts, config.algorithm.gamma),
-        "response_mask": rollouts["response_mask"],
-    }
+    returns, mask = outcomes(rollouts, config.algorithm.gamma), rollouts["response_mask"]
+    columns = {"values": values, "returns": returns, "response_mask": mask}
     # One column of padding more, or a turn might run on into the next row of its episode.
     rows = rollouts.union(Batch({name: pad(column, (0, 1)) for name, column in columns.items()}))
     whole = Episodes(rows).joined()
