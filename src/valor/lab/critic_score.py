@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -76,11 +77,8 @@ def _measure(config: CriticScoreConfig) -> tuple[Judged, Branches | None]:
     critic = replace(role_specs(frozen, total_steps=0, eos_token_ids=[])["critic"], replaceable=True)
     ray_init = config.ray_kwargs.ray_init.model_dump()
     group = start_group(pool, {"critic": critic}, controller=controller, ray_init=ray_init)
-    try:
-        with phase("values", len(rollouts), unit="sample"):
-            found = group["critic"].compute_values(rollouts, with_quantiles=True)
-    finally:
-        group.close()
+    with closing(group), phase("values", len(rollouts), unit="sample"):
+        found = group["critic"].compute_values(rollouts, with_quantiles=True)
     values = found["values"]
     records = rollout_records(rollouts, rollouts["scores"].tolist(), 0, tokenizer)
     lengths = rollouts["response_lengths"].tolist()
@@ -111,17 +109,16 @@ def _rollouts(config: CriticScoreConfig, pool: ResourcePool, controller: str) ->
     if score.rollouts:
         return read_rollouts(score.rollouts, load_policy_tokenizer(config)), None
     as_training = held_out(config)  # answered as training prompts are: by sampling, rollout.n times
-    inputs = RunInputs(as_training)
-    try:
-        with policy_group(as_training, inputs, pool, controller, say) as collector:
-            rollouts = draw_rollouts(collector, list(inputs.train), SCORE_STREAM, data.val_batch_size)
-            if not score.mc:
-                return rollouts, None
-            chosen = subset(len(rollouts), score.responses, config.trainer.seed, 0, _CHOICE_STREAM)
-            lengths = rollouts["response_lengths"].tolist()
-            points = [(row, token) for row in chosen for token in evenly_spaced(range(lengths[row]), score.positions)]
-            returns, _ = branch_returns(collector, rollouts, points, score.mc, config.algorithm.gamma, BRANCH_STREAM)
-            rows, tokens = torch.tensor(points).T
-            return rollouts, Branches(rows, tokens, returns)
-    finally:
-        inputs.close()
+    with (
+        closing(RunInputs(as_training)) as inputs,
+        policy_group(as_training, inputs, pool, controller, say) as collector,
+    ):
+        rollouts = draw_rollouts(collector, list(inputs.train), SCORE_STREAM, data.val_batch_size)
+        if not score.mc:
+            return rollouts, None
+        chosen = subset(len(rollouts), score.responses, config.trainer.seed, 0, _CHOICE_STREAM)
+        lengths = rollouts["response_lengths"].tolist()
+        points = [(row, token) for row in chosen for token in evenly_spaced(range(lengths[row]), score.positions)]
+        returns, _ = branch_returns(collector, rollouts, points, score.mc, config.algorithm.gamma, BRANCH_STREAM)
+        rows, tokens = torch.tensor(points).T
+        return rollouts, Branches(rows, tokens, returns)

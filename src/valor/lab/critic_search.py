@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
@@ -31,11 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _start(config: CriticSearchConfig, command: str) -> int:
     from valor.collector.inputs import RunInputs
 
-    inputs = RunInputs(held_out(config))
-    try:
+    with closing(RunInputs(held_out(config))) as inputs:
         rows = list(_measure(config, inputs))
-    finally:
-        inputs.close()
     facts = {
         "policy": config.actor_rollout_ref.model.path,
         "critic": config.critic.model.path,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 
 from valor import algorithms
@@ -154,12 +154,10 @@ class CriticPretrainRun(Run):
         if given or (resuming and kept.exists()):
             return read_rollouts(given or [str(kept)], self.tokenizer)
         assert self.inputs is not None, "made where no files are given"
-        try:
-            with policy_group(self.config, self.inputs, self.pool, self.controller, self.record.say) as collector:
-                rows = list(self.inputs.train)
-                batch = draw_rollouts(collector, rows, PRETRAIN_STREAM, self.config.data.train_batch_size)
-        finally:
-            self.inputs.close()
+        group = policy_group(self.config, self.inputs, self.pool, self.controller, self.record.say)
+        with closing(self.inputs), group as collector:
+            rows = list(self.inputs.train)
+            batch = draw_rollouts(collector, rows, PRETRAIN_STREAM, self.config.data.train_batch_size)
         write_rollouts(kept, rollout_records(batch, batch["scores"].tolist(), 0, self.tokenizer))
         return batch
 
