@@ -64,8 +64,16 @@ class RewardShaping:
             scores = algorithms.place_at_end(algorithms.value_at_end(batch["values"], mask), mask)
         batch["token_level_rewards"], metrics = self._minus_kl(scores, batch)
         if config.reward_mask_ratio > 0:
-            missing = self._draw(batch, step)
-            batch["reward_missing"] = missing
+            batch["reward_missing"], self.remainder = algorithms.draw_reward_mask(
+                len(batch),
+                config.reward_mask_ratio,
+                generator=keyed_generator(self.seed, step, _MASK_STREAM),
+                kind=config.reward_mask_type,
+                level=config.reward_mask_level,
+                group_ids=batch.objects["uid"],
+                remainder=self.remainder,
+            )
+            missing = batch["reward_missing"]
             batch["token_level_rewards"] = algorithms.apply_missing_reward(
                 batch["token_level_rewards"], mask, missing, config.missing_reward, batch.tensors.get("values")
             )
@@ -94,18 +102,6 @@ class RewardShaping:
         rewards, current_kl = algorithms.subtract_divergence(scores, divergence, batch["response_mask"], kl_coef=beta)
         self.kl_controller.update(current_kl, n_steps=len(batch))
         return rewards, {"actor/reward_kl_penalty": current_kl, "actor/reward_kl_penalty_coeff": beta}
-
-    def _draw(self, batch: Batch, step: int) -> Tensor:
-        missing, self.remainder = algorithms.draw_reward_mask(
-            len(batch),
-            self.config.reward_mask_ratio,
-            generator=keyed_generator(self.seed, step, _MASK_STREAM),
-            kind=self.config.reward_mask_type,
-            level=self.config.reward_mask_level,
-            group_ids=batch.objects["uid"],
-            remainder=self.remainder,
-        )
-        return missing
 
 
 def compute_advantages(

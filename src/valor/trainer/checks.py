@@ -37,7 +37,8 @@ def check(config: BaseModel) -> list[str]:
         load_custom(config.algorithm.custom_path)
     except UserError as error:  # its algorithms are not known
         return [*loggers, *str(error).splitlines()]
-    checks = [_value_loss, _generation_engine, _training_engines]
+    engine = config.actor_rollout_ref.rollout.name
+    checks = [_value_loss, lambda config: GENERATION_ENGINES[engine].check(config), _training_engines]
     if not isinstance(config, CriticRunConfig):
         checks += [_estimator, _policy_loss, _correction, check_placement]
     lines = loggers
@@ -59,10 +60,6 @@ def _loggers(config: BaseModel) -> list[str]:
         except UserError as error:
             lines.append(str(error))
     return lines
-
-
-def _generation_engine(config: PPOConfig) -> list[str]:
-    return GENERATION_ENGINES[config.actor_rollout_ref.rollout.name].check(config)
 
 
 def _training_engines(config: PPOConfig) -> list[str]:

@@ -143,7 +143,8 @@ class CriticPretrainRun(Run):
         }
         if self.record.best is None or fit > self.record.best["value"]:
             self.record.best = {"step": self.step, "value": fit}
-            self._export_quietly()
+            for role in self.trained_roles:
+                self.write_model(role)
         numbers = ", ".join(f"{key.rpartition('/')[2]} {value:.3f}" for key, value in metrics.items())
         self.record.say(f"step {self.step}/{self.total_steps}, held out: {numbers}")
         return metrics
@@ -191,11 +192,6 @@ class CriticPretrainRun(Run):
             f"{_count(self.train)} rollouts of {len(self.rows_of)} prompts to learn from, {_count(self.held)} of "
             f"{num_held} held out; mean score {float(Episodes(rollouts).joined()['scores'].mean()):.3f}"
         )
-
-    def _export_quietly(self) -> None:
-        for role in self.trained_roles:
-            self.roles[role].export(self.export_dir(role))
-            self.tokenizer.save_pretrained(self.export_dir(role))
 
 
 def _count(rollouts: Batch) -> int:

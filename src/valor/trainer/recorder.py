@@ -45,6 +45,8 @@ class RunRecorder:
         self.checkpoints = CheckpointStore(self.run_dir, config.trainer.max_ckpt_to_keep)
         self.best: dict[str, float] | None = None
         self.best_is_new = False  # and wants a checkpoint of its own
+        self.keeps_best = False  # that checkpoint stays
+        self.kind = type(config).__name__.removesuffix("Config")  # of run, in a word: PPO, SFT, …
         self._command, self._loggers = command, loggers
         self._tracker: Tracker | None = None
 
@@ -89,20 +91,10 @@ class RunRecorder:
         state = state | {"best": self.best} | self.identity
         return self.checkpoints.save(self.kind, state, write_roles, keep)
 
-    @property
-    def kind(self) -> str:
-        """What kind of run this is, in a word: PPO, SFT, …"""
-        return type(self.config).__name__.removesuffix("Config")
-
     @cached_property
     def identity(self) -> dict[str, dict[str, Any]]:
         """What makes this run this run: its `settings`, and `digests` of the files that they name."""
         return {"settings": settings_of(self.config), "digests": digests_of(self.config)}
-
-    @property
-    def keeps_best(self) -> bool:
-        """Whether the checkpoint of the best step stays."""
-        return False
 
     def finish(self) -> None:
         """What is written when the run has ended."""
@@ -118,6 +110,7 @@ class PPORecorder(RunRecorder):
         if config.trainer.report and "file" not in loggers:
             loggers.append("file")  # the report is built from it
         super().__init__(config, command, loggers)
+        self.keeps_best = config.trainer.keep_best
         self._tokenizer = tokenizer
 
     @contextmanager
@@ -139,10 +132,6 @@ class PPORecorder(RunRecorder):
             build_report(self.run_dir, live=True)
             now = time.monotonic()
             self._next_report = now + max(_REPORT_EVERY, 50 * (now - began))  # at most 2 % of the time
-
-    @property
-    def keeps_best(self) -> bool:
-        return self.config.trainer.keep_best
 
     def samples(self, step: int, batch: Batch) -> None:
         """The first `trainer.log_generations` episodes of a training batch, with what each token was worth."""

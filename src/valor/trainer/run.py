@@ -229,10 +229,14 @@ class Run(ABC):
     def export(self) -> None:
         """The trained models as plain Hugging Face directories."""
         for role in self.trained_roles:
-            folder = self.export_dir(role)
-            self.roles[role].export(folder)
-            self.tokenizer.save_pretrained(folder)
-            self.record.say(f"{role} saved as a Hugging Face model: {folder}")
+            self.record.say(f"{role} saved as a Hugging Face model: {self.write_model(role)}")
+
+    def write_model(self, role: str) -> Path:
+        """Export one role; the folder."""
+        folder = self.export_dir(role)
+        self.roles[role].export(folder)
+        self.tokenizer.save_pretrained(folder)
+        return folder
 
     def export_dir(self, role: str) -> Path:
         """Where the role's model lies when the run has ended."""
