@@ -29,6 +29,7 @@ from valor.trainer.changes import digests_of, settings_of
 from valor.trainer.checkpoints import CheckpointStore
 
 _PER_TOKEN = {"advantages": "advantages", "values": "values", "returns": "returns", "log_probs": "rollout_log_probs"}
+_OBJECTS = ("uid", "data_source", "ground_truth", "finish_reason")
 _FIRST_REPORT, _REPORT_EVERY = 5.0, 20.0  # seconds
 _EVERYTHING = 2**62  # as a resume point: no step is later, so a validation alone takes no record away
 
@@ -196,12 +197,9 @@ class PPORecorder(RunRecorder):
             prompt=self._prompt(batch, first),
             tokens=[*chain.from_iterable(tokens)],
             reward=reward,
-            uid=batch.objects["uid"][first],
-            data_source=batch.objects["data_source"][first],
-            ground_truth=batch.objects["ground_truth"][first],
-            finish_reason=batch.objects["finish_reason"][first],
             mask=[int(m) for m in mask],
             reward_info=batch.objects["reward_info"][first] if "reward_info" in batch else {},
+            **{name: batch.objects[name][first] for name in _OBJECTS},
             **numbers,
             **of_loop,
         )
