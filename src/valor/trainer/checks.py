@@ -163,17 +163,10 @@ def _policy_loss(config: PPOConfig) -> list[str]:
     taken = {*type(actor).model_fields, *type(actor.policy_loss).model_fields, "generator"}
     lines = _options(entry, key, given, entry.options, taken)
     if entry.builtin and not lines:  # options that contradict each other are found by trying them
-        one, options = torch.ones(1, 1), policy_loss_options(actor, name)
+        one = torch.ones(1, 1)
+        inputs = policy_loss_options(actor, name) | {"advantages": one, "response_mask": one, "turn_ids": one.long()}
         try:
-            algorithms.policy_loss(
-                name,
-                log_probs=-one,
-                old_log_probs=-one,
-                advantages=one,
-                response_mask=one,
-                turn_ids=one.long(),
-                **options,
-            )
+            algorithms.policy_loss(name, log_probs=-one, old_log_probs=-one, **inputs)
         except (UserError, TypeError, ValueError) as error:
             lines.append(f"actor_rollout_ref.actor.policy_loss.loss_mode={name}: {error}")
     return lines
@@ -193,7 +186,7 @@ def _value_loss(config: PPOConfig) -> list[str]:
     return lines
 
 
-def _own_quantiles(config: PPOConfig) -> Iterator[str]:
+def _own_quantiles(config: PPOConfig) -> list[str]:
     """What does not go with targets that are distributions."""
     algorithm = config.algorithm
     others = {
@@ -203,11 +196,8 @@ def _own_quantiles(config: PPOConfig) -> Iterator[str]:
         "algorithm.truncation_bootstrap": algorithm.truncation_bootstrap,
         "an episode of several turns": config.plays_episodes,
     }
-    for other in (name for name, is_so in others.items() if is_so):
-        yield (
-            "critic.value_loss=quantile with algorithm.lam_critic below 1 bootstraps each quantile, for which "
-            f"{other} has no rule: set algorithm.lam_critic=1"
-        )
+    why = "critic.value_loss=quantile with algorithm.lam_critic below 1 bootstraps each quantile, for which"
+    return [f"{why} {other} has no rule: set algorithm.lam_critic=1" for other, is_so in others.items() if is_so]
 
 
 def _correction(config: PPOConfig) -> list[str]:
