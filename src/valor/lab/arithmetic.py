@@ -160,12 +160,10 @@ def make_problems(rng: random.Random) -> list[tuple[int, int]]:
 
 
 def has_carry(a: int, b: int) -> bool:
-    """Whether the units of a and b add up to ten or more."""
     return a % 10 + b % 10 >= 10
 
 
 def question(a: int, b: int) -> str:
-    """The problem as the user writes it."""
     return f"{a}+{b}="
 
 

@@ -113,7 +113,6 @@ def make_facts(rng: random.Random, count: int) -> list[tuple[str, int]]:
 
 
 def question(name: str) -> str:
-    """The question as the user writes it."""
     return f"{name}?"
 
 

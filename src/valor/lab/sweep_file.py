@@ -120,7 +120,6 @@ def _text(key: str, value: Any) -> str:
 
 
 def key_of(override: str) -> str:
-    """The key that an override sets."""
     return override.lstrip("+~").partition("=")[0]
 
 

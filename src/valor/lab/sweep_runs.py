@@ -80,7 +80,6 @@ class Sweep:
         return self.config.control or self.arms[0].name
 
     def of(self, arm: str) -> list[Run]:
-        """The runs of an arm, by seed."""
         return sorted((run for run in self.runs if run.arm == arm), key=lambda run: run.seed)
 
 

@@ -81,7 +81,6 @@ class RewardShaping:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """The KL controller's state and the mask's remainder."""
         kl = {"value": self.kl_controller.value} if self.kl_controller else None
         return {"kl_controller": kl, "reward_mask_remainder": self.remainder}
 

@@ -83,7 +83,6 @@ class CriticPretrainRun(Run):
         return metrics
 
     def after_steps(self) -> None:
-        """Which critic was exported."""
         best = self.record.best
         assert best is not None, "judged before the first step"
         at = f"epoch {best['step'] / self.steps_per_epoch:.3g}" if best["step"] else "as loaded: no epoch was better"
@@ -91,7 +90,6 @@ class CriticPretrainRun(Run):
         self.record.say(f"best critic ({at}, held-out explained variance {best['value']:.3f}): {folder}")
 
     def validates_now(self) -> bool:
-        """After each epoch, and after the last step."""
         return self.step % self.steps_per_epoch == 0 or self.step == self.total_steps
 
     @property

@@ -148,7 +148,6 @@ class PPORecorder(RunRecorder):
             self.best_is_new = self.keeps_best and step > 0
 
     def finish(self) -> None:
-        """report.html, from what lies in the folder."""
         if self.config.trainer.report:
             build_report(self.run_dir)
 

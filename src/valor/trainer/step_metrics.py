@@ -30,7 +30,6 @@ class Aside(ThreadPoolExecutor):
         self._beside, self._found = beside, list[Future[dict[str, Any]]]()
 
     def measure(self, function: Callable[..., dict[str, Any]], *args: Any) -> None:
-        """Compute these metrics."""
         self._found.append(self.submit(function, *args))
         if not self._beside:
             self._found[-1].result()
