@@ -119,16 +119,17 @@ def compute_advantages(
     if values is not None and branched is not None:
         values = tensors["branch_values"].where(branched > 0, values)
     offered: dict[str, Any] = offered_settings(config) | {"report": ({} if metrics is None else metrics).__setitem__}
-    entry, options = algorithms.ADVANTAGES[config.adv_estimator], {**config.adv_kwargs}
-    read = [name for name in _OFFERED_COLUMNS if name in tensors and name in entry.options]
+    name, options = config.adv_estimator, {**config.adv_kwargs}
+    entry = algorithms.ADVANTAGES[name]
+    read = [column for column in _OFFERED_COLUMNS if column in tensors and column in entry.options]
     if {**offered, **options}.get("gae_unit") == "token" and "gae_unit" in entry.options:
-        read = [name for name in read if name != "turn_ids"]
-    offered |= {name: tensors[name] for name in read}
+        read = [column for column in read if column != "turn_ids"]
+    offered |= {column: tensors[column] for column in read}
     if config.truncation_bootstrap:
         cut_off = torch.tensor([reason in ("length", "turns") for reason in batch.objects["finish_reason"]])
         offered |= {"bootstrap_mask": cut_off, "bootstrap_values": tensors["bootstrap_values"]}
     if entry.capability.needs_components:
-        keys, weights = (options.pop(name, None) for name in COMPONENTS)
+        keys, weights = (options.pop(option, None) for option in COMPONENTS)
         offered["component_scores"] = component_scores(batch.objects["reward_info"], keys, error_score)
         offered["component_weights"] = dict(zip(keys, weights, strict=True)) if weights else None
     common: dict[str, Any] = {
@@ -146,20 +147,18 @@ def compute_advantages(
         batch["value_mask"] = Turns(common.get("turn_ids"), common["response_mask"]).starts.float()
     if "quantiles" in batch:
         inputs = {**common, **({"whitening": "none"} if "whitening" in entry.options else {})}
-        batch["quantile_returns"] = algorithms.quantile_targets(
-            config.adv_estimator, quantiles=tensors["quantiles"], **inputs
-        )
+        batch["quantile_returns"] = algorithms.quantile_targets(name, quantiles=tensors["quantiles"], **inputs)
     if from_critic(config):
         return algorithms.critic_advantages(common["values"], common["response_mask"], whitening=offered["whitening"])
     if "progress" in batch:
         return algorithms.advantages_with_progress(
-            config.adv_estimator, progress=tensors["progress"], **{**common, "whitening": offered["whitening"]}
+            name, progress=tensors["progress"], **{**common, "whitening": offered["whitening"]}
         )
     if "reward_missing" not in batch:
-        advantages, returns = algorithms.compute_advantages(config.adv_estimator, **common)
+        advantages, returns = algorithms.compute_advantages(name, **common)
         return advantages, returns if branched is None else tensors["branch_values"].where(branched > 0, returns)
     advantages, returns, _ = algorithms.advantages_with_missing_rewards(
-        config.adv_estimator,
+        name,
         missing=tensors["reward_missing"],
         missing_reward=config.missing_reward,
         flip=config.reward_mask_flip_adv_when_masked,
@@ -194,8 +193,7 @@ def right_answers(batch: Batch) -> Tensor:
 def from_critic(config: AlgorithmConfig) -> bool:
     """Whether V(last) - V is the advantage: the critic's value is the reward, and the estimator would compare it with
     the critic's values again. Estimators that do without a critic take the value as they take any score."""
-    estimator = algorithms.ADVANTAGES[config.adv_estimator]
-    return config.reward_source == "critic" and estimator.capability.needs_critic
+    return config.reward_source == "critic" and algorithms.ADVANTAGES[config.adv_estimator].capability.needs_critic
 
 
 def rows_to_train_on(batch: Batch, config: AlgorithmConfig, *key: int) -> tuple[Batch, dict[str, float]]:
