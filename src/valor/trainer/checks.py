@@ -163,10 +163,11 @@ def _policy_loss(config: PPOConfig) -> list[str]:
     taken = {*type(actor).model_fields, *type(actor.policy_loss).model_fields, "generator"}
     lines = _options(entry, key, given, entry.options, taken)
     if entry.builtin and not lines:  # options that contradict each other are found by trying them
-        one = torch.ones(1, 1)
-        inputs = policy_loss_options(actor, name) | {"advantages": one, "response_mask": one, "turn_ids": one.long()}
+        one, own = torch.ones(1, 1), policy_loss_options(actor, name)
         try:
-            algorithms.policy_loss(name, log_probs=-one, old_log_probs=-one, **inputs)
+            algorithms.policy_loss(
+                name, log_probs=-one, old_log_probs=-one, advantages=one, response_mask=one, turn_ids=one.long(), **own
+            )
         except (UserError, TypeError, ValueError) as error:
             lines.append(f"actor_rollout_ref.actor.policy_loss.loss_mode={name}: {error}")
     return lines
