@@ -12,8 +12,7 @@ from valor.algorithms import (  # noqa: F401  # they register
 )
 from valor.algorithms.advantages import compute_advantages
 from valor.algorithms.distributional import quantile_targets, quantiles_of, tail_mean
-from valor.algorithms.distributions import full_kl_from_logits
-from valor.algorithms.kl import KLController, kl_penalty, subtract_divergence
+from valor.algorithms.kl import KLController, full_kl_from_logits, kl_penalty, subtract_divergence
 from valor.algorithms.mini_critics import shards, where_critics_tell
 from valor.algorithms.mismatch import mismatch_sums, off_policy_metrics, ratio_metrics
 from valor.algorithms.policy_gradient import positive_nll
@@ -54,63 +53,15 @@ from valor.algorithms.reward_shaping import (
 )
 from valor.algorithms.rollout_correction import rollout_correction
 from valor.algorithms.selection import filter_groups, pf_ppo_resample, pf_ppo_weights
-from valor.algorithms.value_losses import (
-    bradley_terry_loss,
-    hl_gauss_value,
-    value_loss,
-)
+from valor.algorithms.value_losses import bradley_terry_loss, hl_gauss_value, value_loss
 
-__all__ = [
-    "ADVANTAGES",
-    "LOSS_AGG_MODES",
-    "POLICY_LOSSES",
-    "VALUE_LOSSES",
-    "Capability",
-    "KLController",
-    "LossInputs",
-    "advantages_with_missing_rewards",
-    "advantages_with_progress",
-    "aggregate_loss",
-    "apply_missing_reward",
-    "binarize",
-    "bradley_terry_loss",
-    "compute_advantages",
-    "critic_advantages",
-    "describe_algorithms",
-    "draw_reward_mask",
-    "filter_groups",
-    "full_kl_from_logits",
-    "hl_gauss_value",
-    "keep_masked",
-    "kl_penalty",
-    "last_token",
-    "load_custom",
-    "loss_denominator",
-    "masked_count",
-    "masked_mean",
-    "masked_sum",
-    "masked_var",
-    "masked_whiten",
-    "mismatch_sums",
-    "off_policy_metrics",
-    "overlong_penalty",
-    "pf_ppo_resample",
-    "pf_ppo_weights",
-    "place_at_end",
-    "policy_loss",
-    "positive_nll",
-    "progress",
-    "quantile_targets",
-    "quantiles_of",
-    "ratio_metrics",
-    "register_advantage",
-    "register_policy_loss",
-    "register_value_loss",
-    "rollout_correction",
-    "shards",
-    "subtract_divergence",
-    "tail_mean",
-    "value_at_end",
-    "value_loss",
-    "where_critics_tell",
-]
+__all__ = ["ADVANTAGES", "LOSS_AGG_MODES", "POLICY_LOSSES", "VALUE_LOSSES", "Capability", "KLController", "LossInputs"]
+__all__ += ["advantages_with_missing_rewards", "advantages_with_progress", "aggregate_loss", "apply_missing_reward"]
+__all__ += ["binarize", "bradley_terry_loss", "compute_advantages", "critic_advantages", "describe_algorithms"]
+__all__ += ["draw_reward_mask", "filter_groups", "full_kl_from_logits", "hl_gauss_value", "keep_masked", "kl_penalty"]
+__all__ += ["last_token", "load_custom", "loss_denominator", "masked_count", "masked_mean", "masked_sum", "masked_var"]
+__all__ += ["masked_whiten", "mismatch_sums", "off_policy_metrics", "overlong_penalty", "pf_ppo_resample"]
+__all__ += ["pf_ppo_weights", "place_at_end", "policy_loss", "positive_nll", "progress", "quantile_targets"]
+__all__ += ["quantiles_of", "ratio_metrics", "register_advantage", "register_policy_loss", "register_value_loss"]
+__all__ += ["rollout_correction", "shards", "subtract_divergence", "tail_mean", "value_at_end", "value_loss"]
+__all__ += ["where_critics_tell"]

@@ -8,39 +8,11 @@ from torch import Tensor
 
 from valor.algorithms.reductions import Moments, last_token, masked_whiten, over_rows, result_like, zeroed
 from valor.algorithms.registry import choose, register_advantage
-from valor.algorithms.scan import (
-    Packing,
-    at_next_policy_token,
-    credit_policy_tokens,
-    suffix_scan,
-    sums_to_go,
-)
+from valor.algorithms.scan import Packing, at_next_policy_token, credit_policy_tokens, suffix_scan, sums_to_go
 from valor.algorithms.turns import Turns
 from valor.errors import UserError
 
 GAE_UNITS: tuple[str, ...] = ("token", "turn", "bilevel")
-
-
-def gae_by_loop(
-    rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float | Tensor, end_values: Tensor
-) -> Tensor:
-    """The definition, token by token from the end: advantages [B, T] before whitening; `gae` gives the same, faster.
-
-    end_values [B]: V after the last policy token, 0 where the end is terminal. lam: one λ, or one per row [B].
-    """
-    advantages = torch.zeros_like(values)
-    next_advantage, next_value, pending = torch.zeros_like(end_values), end_values, torch.zeros_like(end_values)
-    for t in reversed(range(values.shape[1])):
-        is_policy = response_mask[:, t] == 1
-        reward = rewards[:, t] + pending  # a reward on an observation belongs to the policy token before it
-        delta = reward + gamma * next_value - values[:, t]
-        advantage = delta + gamma * lam * next_advantage
-        advantages[:, t] = advantage.where(is_policy, 0.0)
-        # An observation token is stepped over: it hands on what came after it.
-        next_advantage = advantage.where(is_policy, next_advantage)
-        next_value = values[:, t].where(is_policy, next_value)
-        pending = reward.masked_fill(is_policy, 0.0)
-    return advantages
 
 
 @register_advantage("gae", needs_critic=True)
@@ -69,7 +41,7 @@ def gae(
     (https://arxiv.org/abs/1506.02438).
 
     Observation tokens inside a response (mask 0) are stepped over: they neither discount, nor decay, nor contribute a
-    value, and their values are never read. All inputs and outputs [B, T]. `gae_by_loop` is the plain form.
+    value, and their values are never read. All inputs and outputs [B, T]. A plain loop: docs/algorithms/ppo.md.
 
     lam_actor, lam_critic: decoupled GAE (VC-PPO, https://arxiv.org/abs/2503.01491): λ of the advantages and of the
         returns; None takes `lam`.

@@ -1,8 +1,9 @@
-"""KL divergence to a reference policy: per-token estimators, the penalty in the reward, and its controller.
+"""KL divergence to a reference policy: estimators, the exact one, the penalty in the reward, and its controller.
 
 http://joschu.net/blog/kl-approx.html derives k1, k2 and k3.
 """
 
+import torch
 from torch import Tensor
 
 from valor.algorithms.reductions import keep_masked, masked_mean
@@ -43,6 +44,17 @@ def _estimate(x: Tensor, kind: str) -> Tensor:
         return 0.5 * x.square()
     reverse = (-x).clamp(-20.0, 20.0)
     return (reverse.exp() - reverse - 1.0).clamp(-10.0, 10.0)
+
+
+def full_kl_from_logits(logits: Tensor, ref_logits: Tensor) -> Tensor:
+    """KL(π ‖ π_ref) = Σ_v π_v (log π_v − log π_ref,v): the exact divergence that k1, k2 and k3 estimate.
+
+    Logits [..., V]; result float32 [...].
+    """
+    log_probs, ref_log_probs = logits.float().log_softmax(-1), ref_logits.float().log_softmax(-1)
+    # A token ruled out by −inf contributes 0, not 0 · −inf.
+    gap = (log_probs - ref_log_probs).masked_fill(log_probs == -torch.inf, 0.0)
+    return (log_probs.exp() * gap).sum(-1)
 
 
 def subtract_divergence(

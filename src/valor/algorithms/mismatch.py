@@ -68,8 +68,8 @@ def importance_metrics(
     used, rows = weights[present], present.any(-1)
     per_row = masked_mean(weights, response_mask, -1)[rows]
     mean = used.mean()
-    above, below = masked_mean((raw > high).float(), response_mask), raw < (1.0 / high if low is None else low)
-    outside = above + (masked_mean(below.float(), response_mask) if low is not None else 0.0)
+    above = masked_mean((raw > high).float(), response_mask)
+    below = masked_mean((raw < (1.0 / high if low is None else low)).float(), response_mask)
     numbers = {
         "rollout_is_mean": mean,
         "rollout_is_std": masked_var(weights, response_mask, unbiased=False).sqrt(),
@@ -77,8 +77,8 @@ def importance_metrics(
         "rollout_is_min": used.min(),
         "rollout_is_eff_sample_size": mean.square() / used.square().mean().clamp(min=1e-12),
         "rollout_is_ratio_fraction_high": above,
-        "rollout_is_ratio_fraction_low": masked_mean(below.float(), response_mask),
-        "rollout_is_oob_ratio": outside,
+        "rollout_is_ratio_fraction_low": below,
+        "rollout_is_oob_ratio": above if low is None else above + below,
         "rollout_is_seq_mean": per_row.mean(),
         "rollout_is_seq_max": per_row.max(),
         "rollout_is_seq_min": per_row.min(),

@@ -160,11 +160,10 @@ def masked_whiten(
     *,
     zero_masked: bool = True,
     scope: str = "batch",
-    eps: float = 1e-8,
     moments: Moments | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """(x − mean) / sqrt(var + eps) with the statistics of the masked-in entries of what is given.
+    """(x − mean) / sqrt(var + 1e-8) with the statistics of the masked-in entries of what is given.
 
     scope: "batch" (all of it) or "none" (x unchanged but for `zero_masked`). To whiten by mini-batch, call it on each.
     zero_masked: masked-out entries become 0; False sends them through the same affine map (verl does).
@@ -175,7 +174,7 @@ def masked_whiten(
     if choose(scope, WHITENING_SCOPES, "whitening scope") == "none":
         return out.copy_(keep_masked(x, mask) if zero_masked else x)
     moments = masked_moments(x, mask) if moments is None else moments
-    scale = (moments.squares / max(moments.count - 1.0, 1.0) + eps) ** -0.5
+    scale = (moments.squares / max(moments.count - 1.0, 1.0) + 1e-8) ** -0.5
     flat, flat_mask, flat_out = (_as_rows(tensor) for tensor in (x, mask, out))
 
     def whiten_rows(rows: slice) -> None:

@@ -85,7 +85,6 @@ class Entry:
 
     @property
     def builtin(self) -> bool:
-        """Whether it comes with Valor."""
         return self.function.__module__.startswith("valor.")
 
     @property
@@ -104,7 +103,6 @@ class Entry:
 
     @property
     def takes_any(self) -> bool:
-        """Whether it takes any keyword (**options)."""
         kinds = {parameter.kind for parameter in inspect.signature(self.function).parameters.values()}
         return inspect.Parameter.VAR_KEYWORD in kinds
 

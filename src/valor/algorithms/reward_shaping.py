@@ -106,9 +106,8 @@ def critic_advantages(values: Tensor, response_mask: Tensor, *, whitening: str =
     """
     end_value = value_at_end(values, response_mask).unsqueeze(1)
     advantages = keep_masked(end_value - values, response_mask)
-    return masked_whiten(advantages, response_mask, scope=whitening), keep_masked(
-        end_value.expand_as(values), response_mask
-    )
+    returns = keep_masked(end_value.expand_as(values), response_mask)
+    return masked_whiten(advantages, response_mask, scope=whitening), returns
 
 
 def advantages_with_missing_rewards(

@@ -18,10 +18,8 @@ from valor.errors import UserError
 
 ROLLOUT_IS: tuple[str, ...] = ("token", "prefix", "sequence")
 ROLLOUT_RS: tuple[str, ...] = (
-    *(f"token_{kind}" for kind in ("k1", "k2", "k3")),
-    *(f"seq_sum_{kind}" for kind in ("k1", "k2", "k3")),
-    *(f"seq_mean_{kind}" for kind in ("k1", "k2", "k3")),
-    *(f"seq_max_{kind}" for kind in ("k2", "k3")),
+    *(f"{level}_{kind}" for level in ("token", "seq_sum", "seq_mean") for kind in ("k1", "k2", "k3")),
+    *("seq_max_k2", "seq_max_k3"),
 )
 Threshold = float | str
 

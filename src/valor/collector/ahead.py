@@ -219,7 +219,6 @@ class SamplesAhead(Supply):
     # ---- generation
 
     def _run(self) -> None:
-        """Have the generators go on."""
         roles = self.generation.roles
         assert isinstance(roles, Pools), "generation has a pool of its own"
         self._running = roles.submit("rollout", self._generate)
@@ -235,7 +234,6 @@ class SamplesAhead(Supply):
             return self._messages.pop(rank, ())
 
     def _receive(self, item: Played | Usage) -> None:
-        """What a generator reports."""
         if isinstance(item, Usage):
             with self._changed:
                 self._usage.append(item)

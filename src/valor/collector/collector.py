@@ -51,12 +51,10 @@ class Collector:
             self.supply.save(folder, step)
 
     def load(self, folder: Path) -> None:
-        """Go on from what `save` wrote."""
         if self.supply is not None and folder.is_dir():
             self.supply.load(folder)
 
     def close(self) -> None:
-        """End what runs ahead."""
         if self.supply is not None:
             self.supply.close()
 
@@ -164,7 +162,6 @@ class Collector:
         return self._graded(batch, timer)
 
     def _graded(self, batch: Batch, timer: Timer) -> tuple[Batch, list[RewardResult]]:
-        """The batch with its scores."""
         with timer("reward"), phase("reward", len(batch), unit="sample"):
             results = self.grading.training(batch)
         _add_reward_info(batch, results)

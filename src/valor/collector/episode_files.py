@@ -64,7 +64,6 @@ class EpisodeFiles:
 
 
 def _read(path: Path) -> dict[tuple[int, ...], Record]:
-    """Records by key."""
     try:
         records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         return {tuple(record["key"]): record for record in records}

@@ -107,7 +107,6 @@ class RunInputs:
         return self.rewards.grades_everything or has_grader(data_source)
 
     def close(self) -> None:
-        """End the grader processes."""
         self.rewards.close()
 
 

@@ -29,11 +29,8 @@ def prompt_batch(
     batch = Batch(
         {"prompts": prompts, "prompt_lengths": lengths},
         {
-            "uid": [f"{i}:{r.uid}" for i, r in enumerate(rows, first)],
-            "data_source": [r.data_source for r in rows],
-            "ground_truth": [r.ground_truth for r in rows],
-            "extra_info": [r.extra_info for r in rows],
-            "messages": [r.messages for r in rows],
+            "uid": [f"{i}:{row.uid}" for i, row in enumerate(rows, first)],
+            **{name: [getattr(row, name) for row in rows] for name in PROMPT_OBJECTS[1:]},
         },
     ).repeat(samples_per_prompt)
     key = torch.empty(len(batch), 3, dtype=torch.long)

@@ -57,7 +57,6 @@ class SampleQueue(Generic[G]):
             self.groups.append(group)
 
     def finish(self, group: G, oldest: int) -> None:
-        """A group is complete and graded."""
         group.oldest, group.finished = oldest, True
 
     def too_old(self, version: int) -> list[G]:

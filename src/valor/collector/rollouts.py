@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -48,10 +48,8 @@ def policy_group(
     specs = role_specs(config, total_steps=1, eos_token_ids=inputs.eos_token_ids, separator_id=inputs.separator_id)
     specs = {name: spec for name, spec in specs.items() if name in ("actor", "rollout", "reward_model")}
     group = start_group(pool, specs, controller=controller, ray_init=config.ray_kwargs.ray_init.model_dump())
-    try:
+    with closing(group):
         yield Collector(config, inputs, group, say)
-    finally:
-        group.close()
 
 
 def draw_rollouts(collector: Collector, rows: Sequence[PromptRow], stream: int, at_once: int | None) -> Batch:

@@ -82,7 +82,6 @@ class Supply(ABC):
         return out
 
     def draw(self) -> Drawn:
-        """The next prompts of the data."""
         self.draws += 1
         return Drawn(self.draws, 0, self.inputs.sampler.next_batch())
 
@@ -99,7 +98,6 @@ class Supply(ABC):
         return prompts
 
     def joined(self, prompts: Batch, rows: Batch) -> Batch:
-        """Prompts with the rows of their episodes."""
         key, size = prompts["episode_key"], self.inputs.sampler.batch_size * self.rollout.n
         return self.generation.joined(prompts, rows, key[:, 1] * size + key[:, 2])
 
@@ -121,7 +119,6 @@ class Supply(ABC):
         save_file(tensors, folder / _TENSORS)
 
     def load(self, folder: Path) -> None:
-        """Continue from what `save` wrote."""
         state, tensors = json.loads((folder / _STATE).read_text()), load_file(folder / _TENSORS)
         self.draws = state["draws"]
         self.inputs.sampler.load_state_dict(state["sampler"])

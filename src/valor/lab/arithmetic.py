@@ -10,7 +10,7 @@ part there. Everything is a function of a seed; nothing is downloaded.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -121,11 +121,32 @@ def make_data(
         raise ValueError(f"num_val must be between 1 and {len(problems) - 1}, got {num_val}")
     val, train = problems[:num_val], problems[num_val:]
     files = DataFiles(*(Path(out_dir) / f"{name}.parquet" for name in ("train", "val", "sft_train", "sft_val")))
-    write_rows(files.train, [_prompt_row(p, "train", i) for i, p in enumerate(train)])
-    write_rows(files.val, [_prompt_row(p, "val", i) for i, p in enumerate(val)])
-    for path, count in ((files.sft_train, num_demonstrations), (files.sft_val, num_sft_val)):
-        write_parquet({path: [{"messages": demonstration(rng, *rng.choice(train))} for _ in range(count)]})
+    for path, some in ((files.train, train), (files.val, val)):
+        asked = ((question(a, b), str(a + b), {"carry": has_carry(a, b)}) for a, b in some)
+        write_prompts(path, DATA_SOURCE, "math", asked)
+    write_demonstrations(files, num_demonstrations, num_sft_val, lambda: demonstration(rng, *rng.choice(train)))
     return files
+
+
+def write_prompts(path: Path, source: str, ability: str, asked: Iterable[tuple[str, Any, dict[str, Any]]]) -> None:
+    """Rows in verl's columns, of questions with their ground truths and what else is said of them."""
+    rows = [
+        {
+            "data_source": source,
+            "prompt": [{"role": "user", "content": text}],
+            "ability": ability,
+            "reward_model": {"style": "rule", "ground_truth": truth},
+            "extra_info": {"split": path.stem, "index": i, **facts},
+        }
+        for i, (text, truth, facts) in enumerate(asked)
+    ]
+    write_rows(path, rows)
+
+
+def write_demonstrations(files: DataFiles, number: int, number_val: int, one: Callable[[], list[dict]]) -> None:
+    """So many chats of the teacher's, to learn from and to validate."""
+    for path, count in ((files.sft_train, number), (files.sft_val, number_val)):
+        write_parquet({path: [{"messages": one()} for _ in range(count)]})
 
 
 def make_problems(rng: random.Random) -> list[tuple[int, int]]:
@@ -139,12 +160,10 @@ def make_problems(rng: random.Random) -> list[tuple[int, int]]:
 
 
 def has_carry(a: int, b: int) -> bool:
-    """Whether the units of a and b add up to ten or more."""
     return a % 10 + b % 10 >= 10
 
 
 def question(a: int, b: int) -> str:
-    """The problem as the user writes it."""
     return f"{a}+{b}="
 
 
@@ -160,14 +179,3 @@ def demonstration(rng: random.Random, a: int, b: int) -> list[dict[str, str]]:
     """One chat of the teacher's; he forgets a carry with probability FORGET_SHARE."""
     answer = worked_answer(a, b, forget_carry=rng.random() < FORGET_SHARE)
     return [{"role": "user", "content": question(a, b)}, {"role": "assistant", "content": answer}]
-
-
-def _prompt_row(problem: tuple[int, int], split: str, index: int) -> Mapping[str, Any]:
-    a, b = problem
-    return {
-        "data_source": DATA_SOURCE,
-        "prompt": [{"role": "user", "content": question(a, b)}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": str(a + b)},
-        "extra_info": {"split": split, "index": index, "carry": has_carry(a, b)},
-    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +12,6 @@ from typing import TYPE_CHECKING
 from valor.config import CriticScoreConfig, held_out
 from valor.lab.publish import SCORECARD_FILES, fingerprint
 from valor.tracking.console import say
-from valor.tracking.progress_console import show_progress
 from valor.trainer.command import run_command
 
 if TYPE_CHECKING:
@@ -45,8 +45,7 @@ def _start(config: CriticScoreConfig, command: str) -> int:
         "command": command,
         **scorecard(judged, branches),
     }
-    out = Path(config.score.out)
-    numbers, page = (out / name for name in SCORECARD_FILES)
+    numbers, page = (Path(config.score.out, name) for name in SCORECARD_FILES)
     write_atomically(numbers, json.dumps(card, indent=1, allow_nan=False) + "\n")
     write_atomically(page, render(card))
     say(f"{card['responses']} answers to {card['prompts']} prompts, {card['right']:.1%} right")
@@ -73,29 +72,20 @@ def _measure(config: CriticScoreConfig) -> tuple[Judged, Branches | None]:
     tokenizer = load_policy_tokenizer(config)
     check_critic_tokenizer(config, tokenizer)
     pool, controller = resolve_pool(config.trainer, config.ray_kwargs.ray_init.address)
-    with show_progress():
-        rollouts, branches = _rollouts(config, pool, controller)
-        frozen = config.model_copy(update={"critic": config.critic.model_copy(update={"freeze": True})})
-        specs = role_specs(frozen, total_steps=0, eos_token_ids=[])
-        critic = replace(specs["critic"], replaceable=True)
-        group = start_group(
-            pool, {"critic": critic}, controller=controller, ray_init=config.ray_kwargs.ray_init.model_dump()
-        )
-        try:
-            with phase("values", len(rollouts), unit="sample"):
-                found = group["critic"].compute_values(rollouts, with_quantiles=True)
-        finally:
-            group.close()
+    rollouts, branches = _rollouts(config, pool, controller)
+    frozen = config.model_copy(update={"critic": config.critic.model_copy(update={"freeze": True})})
+    critic = replace(role_specs(frozen, total_steps=0, eos_token_ids=[])["critic"], replaceable=True)
+    ray_init = config.ray_kwargs.ray_init.model_dump()
+    group = start_group(pool, {"critic": critic}, controller=controller, ray_init=ray_init)
+    with closing(group), phase("values", len(rollouts), unit="sample"):
+        found = group["critic"].compute_values(rollouts, with_quantiles=True)
     values = found["values"]
     records = rollout_records(rollouts, rollouts["scores"].tolist(), 0, tokenizer)
     lengths = rollouts["response_lengths"].tolist()
     with_values = (one | {"values": v[:n]} for one, v, n in zip(records, values.tolist(), lengths, strict=True))
     write_rollouts(Path(config.score.out) / ROLLOUTS_FILE, with_values)
-    columns = {
-        "values": values,
-        "returns": outcomes(rollouts, config.algorithm.gamma),
-        "response_mask": rollouts["response_mask"],
-    }
+    returns, mask = outcomes(rollouts, config.algorithm.gamma), rollouts["response_mask"]
+    columns = {"values": values, "returns": returns, "response_mask": mask}
     # One column of padding more, or a turn might run on into the next row of its episode.
     rows = rollouts.union(Batch({name: pad(column, (0, 1)) for name, column in columns.items()}))
     whole = Episodes(rows).joined()
@@ -119,17 +109,16 @@ def _rollouts(config: CriticScoreConfig, pool: ResourcePool, controller: str) ->
     if score.rollouts:
         return read_rollouts(score.rollouts, load_policy_tokenizer(config)), None
     as_training = held_out(config)  # answered as training prompts are: by sampling, rollout.n times
-    inputs = RunInputs(as_training)
-    try:
-        with policy_group(as_training, inputs, pool, controller, say) as collector:
-            rollouts = draw_rollouts(collector, list(inputs.train), SCORE_STREAM, data.val_batch_size)
-            if not score.mc:
-                return rollouts, None
-            chosen = subset(len(rollouts), score.responses, config.trainer.seed, 0, _CHOICE_STREAM)
-            lengths = rollouts["response_lengths"].tolist()
-            points = [(row, token) for row in chosen for token in evenly_spaced(range(lengths[row]), score.positions)]
-            returns, _ = branch_returns(collector, rollouts, points, score.mc, config.algorithm.gamma, BRANCH_STREAM)
-            rows, tokens = torch.tensor(points).T
-            return rollouts, Branches(rows, tokens, returns)
-    finally:
-        inputs.close()
+    with (
+        closing(RunInputs(as_training)) as inputs,
+        policy_group(as_training, inputs, pool, controller, say) as collector,
+    ):
+        rollouts = draw_rollouts(collector, list(inputs.train), SCORE_STREAM, data.val_batch_size)
+        if not score.mc:
+            return rollouts, None
+        chosen = subset(len(rollouts), score.responses, config.trainer.seed, 0, _CHOICE_STREAM)
+        lengths = rollouts["response_lengths"].tolist()
+        points = [(row, token) for row in chosen for token in evenly_spaced(range(lengths[row]), score.positions)]
+        returns, _ = branch_returns(collector, rollouts, points, score.mc, config.algorithm.gamma, BRANCH_STREAM)
+        rows, tokens = torch.tensor(points).T
+        return rollouts, Branches(rows, tokens, returns)

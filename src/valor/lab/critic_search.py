@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
 from valor.config import CriticSearchConfig, held_out
 from valor.lab.statistics import bootstrap_interval
 from valor.tracking.console import say
-from valor.tracking.progress_console import show_progress
 from valor.tracking.rundir import write_atomically
 from valor.trainer.command import run_command
 
 if TYPE_CHECKING:
     from valor.collector.inputs import RunInputs
     from valor.lab.search import Path, Searcher, Spent
+
+    Graded = tuple[Sequence[Path], list[str | None], list[bool]]
 
 RESULT_FILES = ("search.json", "search.md")
 _CHOICES = {"best": "best-of-N", "majority": "majority vote", "weighted": "weighted majority"}
@@ -30,12 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _start(config: CriticSearchConfig, command: str) -> int:
     from valor.collector.inputs import RunInputs
 
-    inputs = RunInputs(held_out(config))
-    try:
-        with show_progress():
-            rows = list(_measure(config, inputs))
-    finally:
-        inputs.close()
+    with closing(RunInputs(held_out(config))) as inputs:
+        rows = list(_measure(config, inputs))
     facts = {
         "policy": config.actor_rollout_ref.model.path,
         "critic": config.critic.model.path,
@@ -45,8 +43,7 @@ def _start(config: CriticSearchConfig, command: str) -> int:
         "seed": config.trainer.seed,
         "command": command,
     }
-    out = FilePath(config.search.out)
-    numbers, page = (out / name for name in RESULT_FILES)
+    numbers, page = (FilePath(config.search.out, name) for name in RESULT_FILES)
     write_atomically(numbers, json.dumps({**facts, "results": rows}, indent=1, allow_nan=False) + "\n")
     text = table(rows)
     about = "\n".join(f"* {name}: {value}" for name, value in facts.items())
@@ -73,32 +70,27 @@ def _measure(config: CriticSearchConfig, inputs: RunInputs) -> Iterator[dict[str
     """A result for each method and N."""
     from valor.lab.search import Spent, choose
 
+    def right(graded: Sequence[Graded], how: str) -> list[bool]:
+        return [verdicts[choose(paths, answers, how)] for paths, answers, verdicts in graded]
+
     search, searcher = config.search, _searcher(config, inputs)
     most = max(search.samples)
-    drawn = searcher.samples(most)
-    graded, spent = _graded(inputs, drawn), searcher.spent
+    drawn, spent = _graded(inputs, searcher.samples(most)), searcher.spent
     for n in search.samples:
-        share = Spent(round(spent.sampled * n / most), round(spent.read * n / most))
-        some = [(paths[:n], answers[:n], right[:n]) for paths, (answers, right) in zip(drawn, graded, strict=True)]
+        sampled, read = round(spent.sampled * n / most), round(spent.read * n / most)
+        some = [(paths[:n], answers[:n], verdicts[:n]) for paths, answers, verdicts in drawn]
         for how, name in _CHOICES.items():
-            right = [verdicts[choose(paths, answers, how)] for paths, answers, verdicts in some]
-            reads = Spent(share.sampled, 0 if how == "majority" else share.read)
-            yield _result(name, n, right, reads)
-        yield _result("any right (pass@N)", n, [any(verdicts) for _, _, verdicts in some], Spent(share.sampled, 0))
+            yield _result(name, n, right(some, how), Spent(sampled, 0 if how == "majority" else read))
+        yield _result("any right (pass@N)", n, [any(verdicts) for _, _, verdicts in some], Spent(sampled, 0))
     for n in search.samples:
         searcher.spent = Spent()
-        beams = searcher.beam(n, search.beam, search.block)
-        graded = _graded(inputs, beams)
-        for how in ("best", "weighted"):
-            right = [
-                verdicts[choose(paths, answers, how)] for paths, (answers, verdicts) in zip(beams, graded, strict=True)
-            ]
-            yield _result(f"beam, {_CHOICES[how].replace('best-of-N', 'best')}", n, right, searcher.spent)
+        beams = _graded(inputs, searcher.beam(n, search.beam, search.block))
+        for how, name in (("best", "best"), ("weighted", _CHOICES["weighted"])):
+            yield _result(f"beam, {name}", n, right(beams, how), searcher.spent)
     for n in search.simulations:
         searcher.spent = Spent()
-        found = searcher.tree(n, search.width, search.tree_block, search.c_puct)
-        right = [verdicts[0] for _, verdicts in _graded(inputs, found)]
-        yield _result("tree search (simulations)", n, right, searcher.spent)
+        found = _graded(inputs, searcher.tree(n, search.width, search.tree_block, search.c_puct))
+        yield _result("tree search (simulations)", n, right(found, "best"), searcher.spent)
 
 
 def _result(method: str, n: int, right: Sequence[bool], spent: Spent) -> dict[str, Any]:
@@ -136,8 +128,8 @@ def _searcher(config: CriticSearchConfig, inputs: RunInputs) -> Searcher:
     return Searcher(engine, critic, prompts, sampling_params(config), seed=seed, most_read=at_once)
 
 
-def _graded(inputs: RunInputs, found: Sequence[Sequence[Path]]) -> list[tuple[list[str | None], list[bool]]]:
-    """Of each prompt's responses the answers as the graders read them (`pred`), and which are right."""
+def _graded(inputs: RunInputs, found: Sequence[Sequence[Path]]) -> list[Graded]:
+    """Each prompt's responses with their answers as the graders read them (`pred`), and which are right."""
     from valor.rewards.worker import Sample
 
     samples = [
@@ -146,5 +138,5 @@ def _graded(inputs: RunInputs, found: Sequence[Sequence[Path]]) -> list[tuple[li
         for text in inputs.decode([list(path.ids) for path in paths])
     ]
     results = iter(inputs.rewards.score(samples))
-    graded = [[next(results) for _ in paths] for paths in found]
-    return [([r.components.get("pred") or None for r in one], [r.correct for r in one]) for one in graded]
+    graded = [(paths, [next(results) for _ in paths]) for paths in found]
+    return [(paths, [r.components.get("pred") or None for r in one], [r.correct for r in one]) for paths, one in graded]

@@ -95,7 +95,7 @@ def main(out: Path, task_name: str, algorithm: str, seed: int, overrides: tuple[
 def sft_overrides(model: Path, files: arithmetic.DataFiles, run_dir: Path, seed: int) -> list[str]:
     """The warm start as settings of `valor sft`."""
     data = [f"data.train_files={files.sft_train}", f"data.val_files={files.sft_val}"]
-    return [*_config(files, "sft"), f"model.path={model}", *data, *_of_run(run_dir, seed)]
+    return [*_config(files, "sft", run_dir, seed), f"model.path={model}", *data]
 
 
 def ppo_overrides(
@@ -103,16 +103,12 @@ def ppo_overrides(
 ) -> list[str]:
     """The RL run as settings of `valor ppo`: the same samples per step and per update for both algorithms."""
     model_path = f"actor_rollout_ref.model.path={model}"
-    return [*_config(files, algorithm), model_path, *files.settings, *_of_run(run_dir, seed)]
+    return [*_config(files, algorithm, run_dir, seed), model_path, *files.settings]
 
 
-def _config(files: arithmetic.DataFiles, name: str) -> list[str]:
-    folder = Path(__file__).with_name("demo_config")
-    return [f"--config-path={folder}", f"--config-name={files.config_prefix}{name}"]
-
-
-def _of_run(run_dir: Path, seed: int) -> list[str]:
-    return [f"trainer.seed={seed}", f"trainer.default_local_dir={run_dir}"]
+def _config(files: arithmetic.DataFiles, name: str, run_dir: Path, seed: int) -> list[str]:
+    config = [f"--config-path={Path(__file__).with_name('demo_config')}", f"--config-name={files.config_prefix}{name}"]
+    return [*config, f"trainer.seed={seed}", f"trainer.default_local_dir={run_dir}"]
 
 
 def read_results(run_dir: Path) -> tuple[Results, Results]:

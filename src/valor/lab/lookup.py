@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -19,7 +18,6 @@ from typing import Any
 
 from valor.agents.search.client import documents_text
 from valor.agents.search.index import Document, open_index
-from valor.data.files import write_parquet, write_rows
 from valor.lab import arithmetic
 
 DATA_SOURCE = "searchR1_lookup"  # graded by Search-R1's rule
@@ -95,10 +93,12 @@ def make_data(
     train, val = facts[:num_train], facts[num_train:]
     questions = [out / f"{name}.parquet" for name in ("train", "val", "sft_train", "sft_val")]
     files = DataFiles(*questions, corpus=out / "corpus.jsonl", corpus_without=out / "corpus_without.jsonl")
-    write_rows(files.train, [_prompt_row(fact, "train", i) for i, fact in enumerate(train)])
-    write_rows(files.val, [_prompt_row(fact, "val", i) for i, fact in enumerate(val)])
-    for path, count in ((files.sft_train, num_demonstrations), (files.sft_val, num_sft_val)):
-        write_parquet({path: [{"messages": demonstration(rng, *rng.choice(train))} for _ in range(count)]})
+    for path, some in ((files.train, train), (files.val, val)):
+        asked = ((question(name), {"target": [str(number)]}, {}) for name, number in some)
+        arithmetic.write_prompts(path, DATA_SOURCE, "fact", asked)
+    arithmetic.write_demonstrations(
+        files, num_demonstrations, num_sft_val, lambda: demonstration(rng, *rng.choice(train))
+    )
     for path, documents in ((files.corpus, facts), (files.corpus_without, train)):
         lines = [json.dumps({"title": name, "text": str(number)}) for name, number in sorted(documents)]
         path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
@@ -113,7 +113,6 @@ def make_facts(rng: random.Random, count: int) -> list[tuple[str, int]]:
 
 
 def question(name: str) -> str:
-    """The question as the user writes it."""
     return f"{name}?"
 
 
@@ -129,14 +128,3 @@ def demonstration(rng: random.Random, name: str, number: int) -> list[dict[str, 
         {"role": "tool", "content": documents_text([document]).strip()},
         {"role": "assistant", "content": f"<answer>{number}</answer>"},
     ]
-
-
-def _prompt_row(fact: tuple[str, int], split: str, index: int) -> Mapping[str, Any]:
-    name, number = fact
-    return {
-        "data_source": DATA_SOURCE,
-        "prompt": [{"role": "user", "content": question(name)}],
-        "ability": "fact",
-        "reward_model": {"style": "rule", "ground_truth": {"target": [str(number)]}},
-        "extra_info": {"split": split, "index": index},
-    }

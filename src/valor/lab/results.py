@@ -70,7 +70,7 @@ def compare(sweep: Sweep, errors: Mapping[str, str]) -> dict[str, Any]:
             {
                 "key": key,
                 "title": title,
-                "arms": {arm["name"]: _curve(sweep, arm["name"], key, measured) for arm in arms},
+                "arms": {arm.name: _curve(sweep, arm.name, key, measured) for arm in sweep.arms},
             }
             for key, title in titles.items()
         ],
@@ -82,8 +82,7 @@ def table(results: Mapping[str, Any]) -> str:
     """The comparison as Markdown. It holds no times: the same runs give the same text, to the letter."""
     template = Template(_TABLE.read_text(encoding="utf-8"), trim_blocks=True, keep_trailing_newline=True)
     heads, rows = comparison(results)
-    failed = [(arm["name"], seed, error) for arm in results["arms"] for seed, error in arm["errors"].items()]
-    return template.render(results, heads=heads, rows=rows, failed=failed)
+    return template.render(results, heads=heads, rows=rows)
 
 
 def summary(results: Mapping[str, Any], run: Run) -> str:
@@ -171,9 +170,10 @@ def _notes(arms: Sequence[Mapping[str, Any]], control: str, seeds: int) -> list[
     """How to read the numbers, with what this many seeds cannot say."""
     gaps = {arm["name"]: arm["difference"]["by_seed"] for arm in arms if arm["difference"]}
     effects = ", ".join(f"{name} {e:.2g}" for name, by_seed in gaps.items() if (e := detectable_effect(by_seed)))
-    compared = sum(1 for arm in arms if arm["difference"] and arm["difference"]["p_holm"] is not None)
+    compared = sum(bool(arm["difference"]) and arm["difference"]["p_holm"] is not None for arm in arms)
     if seeds == 1:
         return ["One seed has no interval, and a difference between single runs can be chance."]
+    found = [f"What these seeds would find in four of five sweeps (t-test at 5 %, before Holm): {effects}."]
     return [
         f"An interval is the percentile bootstrap of the mean over {seeds} seeds. It cannot be wider than the range of "
         f"the seeds, so it holds the true median with probability {1 - 2.0 ** (1 - seeds):.2g} at most, whatever its "
@@ -182,9 +182,5 @@ def _notes(arms: Sequence[Mapping[str, Any]], control: str, seeds: int) -> list[
         "p (t): Student's paired t-test, which takes the differences to be normal. p (signs): exact test that flips "
         f"their signs; it takes nothing for granted, and is at least {2.0 ** (1 - seeds):.2g} with {seeds} seeds.",
         f"Holm: p (t) corrected for {compared} comparisons; an arm differs where that is below {1 - LEVEL:.2g}.",
-        *(
-            [f"What these seeds would find in four of five sweeps (t-test at 5 %, before Holm): {effects}."]
-            if effects
-            else []
-        ),
+        *(found if effects else ()),
     ]

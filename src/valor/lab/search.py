@@ -6,8 +6,8 @@ Tokens are counted as they are spent: those that the policy samples, and those t
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from math import sqrt
 
 import torch
@@ -18,8 +18,6 @@ from valor.models.value import ValueModel
 from valor.rollout.base import Request, RolloutEngine, SamplingParams
 
 SEARCH_STREAM = -4  # second word of the key of a sample's random numbers, as in `collector.rollouts`
-Read = Callable[[int, Sequence[int]], tuple[str | None, float]]
-"""(prompt number, response) -> the answer as text (None: there is none), and its score."""
 
 
 @dataclass
@@ -53,7 +51,8 @@ class Searcher:
         seed: int,
         most_read: int = 65536,
     ) -> None:
-        self.engine, self.critic, self.prompts, self.params, self.seed = engine, critic, prompts, params, seed
+        self.engine, self.critic, self.prompts, self.seed = engine, critic, prompts, seed
+        self.params = replace(params, ignore_eos=False)  # answers are to end
         self.spent, self._drawn, self._most_read = Spent(), 0, most_read
 
     def extend(self, paths: Sequence[tuple[int, Path]], tokens: int | None = None) -> list[Path]:
@@ -61,10 +60,7 @@ class Searcher:
         limit, requests = self.params.max_tokens, []
         for prompt, path in paths:
             room = limit - len(path.ids)
-            params = SamplingParams(
-                **{name: getattr(self.params, name) for name in ("temperature", "top_k", "top_p", "stop_token_ids")},
-                max_tokens=room if tokens is None else min(tokens, room),
-            )
+            params = replace(self.params, max_tokens=room if tokens is None else min(tokens, room))
             key = (self.seed, SEARCH_STREAM, self._drawn)
             requests.append(Request(str(self._drawn), [*self.prompts[prompt], *path.ids], params, key))
             self._drawn += 1
@@ -96,8 +92,7 @@ class Searcher:
 
     def samples(self, number: int) -> list[list[Path]]:
         """`number` whole answers to each prompt."""
-        every = [(prompt, Path()) for prompt in range(len(self.prompts)) for _ in range(number)]
-        found = self.extend(every)
+        found = self.extend([(prompt, Path()) for prompt in range(len(self.prompts)) for _ in range(number)])
         return [found[i : i + number] for i in range(0, len(found), number)]
 
     def beam(self, number: int, width: int, block: int) -> list[list[Path]]:
@@ -172,8 +167,7 @@ class Node:
     def expand(self, paths: Sequence[Path]) -> None:
         """Give it children, equal paths one."""
         counts = Counter(path.ids for path in paths)
-        found = {path.ids: path for path in paths}
-        self.children = [Node(path, counts[ids] / len(paths)) for ids, path in found.items()]
+        self.children = [Node(path, counts[ids] / len(paths)) for ids, path in {p.ids: p for p in paths}.items()]
 
     def mean_of_children(self) -> float:
         """Σ p V over its children; its own value where it has none."""

@@ -137,32 +137,23 @@ def main(
     before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
     for number in before:
         signal.signal(number, lambda *_: ended.done() or ended.set_result(None))
+
+    async def listen_until_ended(context: LoopContext, _: Task, runner: EpisodeRunner) -> Episode:
+        """Plays no episode of its own: the sessions do."""
+        gateway = OpenGateway(listening, context, runner, api_key, record)
+        rollout, most = context.config.actor_rollout_ref.rollout, context.limits
+        room = f"at most {most.model:,} tokens, {most.response:,} after a prompt, temperature {rollout.temperature:g}"
+        print(f"{gateway.address}/v1: {model} by {rollout.name}, {room}", flush=True)
+        await asyncio.wrap_future(ended)
+        gateway.close()
+        return Episode((), (), "stop")
+
     try:
-        _serve(config, partial(_listen_until, ended, listening, model, api_key, record))
+        _serve(config, listen_until_ended)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     return 0
-
-
-async def _listen_until(
-    ended: Future[None],
-    listening: Any,
-    model: str,
-    api_key: str | None,
-    folder: Path | None,
-    context: LoopContext,
-    _: Task,
-    runner: EpisodeRunner,
-) -> Episode:
-    """Plays no episode of its own: the sessions do, until `ended`."""
-    gateway = OpenGateway(listening, context, runner, api_key, folder)
-    rollout, most = context.config.actor_rollout_ref.rollout, context.limits
-    room = f"at most {most.model:,} tokens, {most.response:,} after a prompt, temperature {rollout.temperature:g}"
-    print(f"{gateway.address}/v1: {model} by {rollout.name}, {room}", flush=True)
-    await asyncio.wrap_future(ended)
-    gateway.close()
-    return Episode((), (), "stop")
 
 
 def _serve(config: PPOConfig, play: Any) -> None:
@@ -188,13 +179,12 @@ def _serve(config: PPOConfig, play: Any) -> None:
         host.build({name: specs[name] for name in ("actor", "rollout")})
         if host.call("rollout", "needs_weights", 0):
             host.call("rollout", "update_weights")
-        task = Task((), (), sampling_params(config), {})
 
         def begin(task: Task, runner: EpisodeRunner) -> Any:
             runner.max_requests = rollout.agent.max_concurrent_episodes  # the sessions ask, and not the one task
             return play(context, task, runner)
 
-        runner = EpisodeRunner([task], begin, most=1, max_tokens=longest)
+        runner = EpisodeRunner([Task((), (), sampling_params(config), {})], begin, most=1, max_tokens=longest)
         with host.context.roles["actor"].on_device():
             runner.run(host.context.roles["rollout"].engine)
     finally:

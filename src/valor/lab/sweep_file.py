@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,22 +120,18 @@ def _text(key: str, value: Any) -> str:
 
 
 def key_of(override: str) -> str:
-    """The key that an override sets."""
     return override.lstrip("+~").partition("=")[0]
 
 
 def expand(sweep: SweepConfig) -> list[Arm]:
     """The arms, named ones crossed with the grid. UserError: what makes them no comparison, all mistakes at once."""
-    bad = [name for name in sweep.arms if not _NAME.fullmatch(name)]
-    mistakes = [f"arms: '{name}' is no name for a folder: use letters, digits and _.=+-" for name in bad]
+    wrong = "arms: '{}' is no name for a folder: use letters, digits and _.=+-"
+    mistakes = [wrong.format(name) for name in sweep.arms if not _NAME.fullmatch(name)]
     if sweep.entry not in ENTRIES:
         mistakes.append(f"entry: '{sweep.entry}' is no command to sweep: there are {', '.join(ENTRIES)}")
     if len(set(sweep.seeds)) < len(sweep.seeds):
         mistakes.append(f"seeds: {sweep.seeds} names a seed twice")
-    keys = list(sweep.grid)
-    points: list[list[str]] = [[]]
-    for key in keys:
-        points = [[*point, _text(key, value)] for point in points for value in sweep.grid[key]]
+    points = list(product(*([_text(key, value) for value in values] for key, values in sweep.grid.items())))
     arms = []
     for name, own in (sweep.arms or {"": None}).items():
         for point in points:
@@ -154,7 +152,7 @@ def expand(sweep: SweepConfig) -> list[Arm]:
     return arms
 
 
-def _label(point: list[str]) -> str:
+def _label(point: Sequence[str]) -> str:
     """Settings as a part of a folder name: `lam=0.9-lr=1e-06`, with full keys where short ones collide."""
     values = {key_of(text): text.partition("=")[2] for text in point}
     short = {key.rpartition(".")[2]: value for key, value in values.items()}

@@ -83,7 +83,6 @@ class Sweep:
         return self.config.control or self.arms[0].name
 
     def of(self, arm: str) -> list[Run]:
-        """The runs of an arm, by seed."""
         return sorted((run for run in self.runs if run.arm == arm), key=lambda run: run.seed)
 
 
@@ -102,20 +101,21 @@ def plan_sweep(config: SweepConfig) -> Sweep:
     if mistaken:
         places = {line: f"arm {', '.join(names)}: " for line, names in mistaken.items() if len(names) < len(arms)}
         raise UserError("\n".join(places.get(line, "every arm: ") + line for line in mistaken))
-    runs = [_run(config, arm, seed, settings[arm.name]) for seed in config.seeds for arm in arms]
+
+    def run(arm: Arm, seed: int) -> Run:
+        command = (sys.executable, "-m", "valor", *config.entry.split(), *_arguments(config, arm, seed))
+        folder = Path(config.out, arm.name, f"seed_{seed}")
+        return Run(arm.name, seed, folder, command, _needed(arm), settings[arm.name])
+
+    runs = [run(arm, seed) for seed in config.seeds for arm in arms]
     return Sweep(config, tuple(arms), tuple(runs), _differing(ENTRIES[config.entry].root, runs[: len(arms)]))
 
 
-def _run(config: SweepConfig, arm: Arm, seed: int, settings: dict[str, Any]) -> Run:
-    command = (sys.executable, "-m", "valor", *config.entry.split(), *_arguments(config, arm, seed, config.out))
-    return Run(arm.name, seed, Path(config.out, arm.name, f"seed_{seed}"), command, _needed(arm), settings)
-
-
-def _arguments(config: SweepConfig, arm: Arm, seed: int, out: str) -> list[str]:
+def _arguments(config: SweepConfig, arm: Arm, seed: int) -> list[str]:
     """The command line of a run, without the command."""
 
     def fill(text: str) -> str:
-        return _REFERENCE.sub(lambda found: f"{out}/{found[1]}/seed_{seed}", text.replace("<seed>", str(seed)))
+        return _REFERENCE.sub(lambda found: f"{config.out}/{found[1]}/seed_{seed}", text.replace("<seed>", str(seed)))
 
     options = [("--config-path", config.config_path), ("--config-name", config.config_name)]
     return [
@@ -124,14 +124,14 @@ def _arguments(config: SweepConfig, arm: Arm, seed: int, out: str) -> list[str]:
         *map(fill, arm.overrides),
         f"trainer.seed={seed}",
         f"trainer.experiment_name={config.name}-{arm.name}-seed_{seed}",
-        f"trainer.default_local_dir={out}/{arm.name}/seed_{seed}",
+        f"trainer.default_local_dir={config.out}/{arm.name}/seed_{seed}",
         "trainer.resume_mode=auto",
     ]
 
 
 def _settings(config: SweepConfig, arm: Arm) -> dict[str, Any]:
     """What an arm is: its resolved configuration, as for seed 0 in a folder OUT. UserError: its mistakes."""
-    loaded = load(_arguments(config, arm, 0, config.out), ENTRIES[config.entry].root, check)
+    loaded = load(_arguments(config, arm, 0), ENTRIES[config.entry].root, check)
     settings = json.dumps(flatten(loaded.config.model_dump(mode="json")))
     settings = json.loads(settings.replace(json.dumps(f"{config.out}/")[:-1], '"OUT/'))
     return {key: value for key, value in settings.items() if key not in _NAMES}
@@ -157,7 +157,5 @@ def _check_references(arms: Sequence[Arm]) -> None:
 def _differing(root: type[BaseModel], runs: Sequence[Run]) -> tuple[str, ...]:
     """Keys whose values are not the same in all of these runs, without those that only follow another key."""
     settings = [run.settings for run in runs]
-    keys = {key: None for one in settings for key in one}
-    return tuple(
-        key for key in keys if len({show(one.get(key)) for one in settings}) > 1 and not follows(root, key, settings)
-    )
+    keys = {key: None for one in settings for key in one if len({show(other.get(key)) for other in settings}) > 1}
+    return tuple(key for key in keys if not follows(root, key, settings))

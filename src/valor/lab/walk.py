@@ -15,9 +15,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from valor.data.files import write_parquet, write_rows
 from valor.errors import UserError
 from valor.lab import arithmetic
 from valor.rewards.walk import DOORS, Walk
@@ -65,10 +63,10 @@ def make_data(
     paths = [out / f"{name}.parquet" for name in ("train", "val", "sft_train", "sft_val")]
     files = DataFiles(*paths, walk=walk)
     rooms = range(len(walk.leads))
-    write_rows(files.train, [_prompt_row(walk, rng.choice(rooms), "train", i) for i in range(num_train)])
-    write_rows(files.val, [_prompt_row(walk, room, "val", room) for room in rooms])
-    for path, count in ((files.sft_train, num_sft), (files.sft_val, 256)):
-        write_parquet({path: [{"messages": _demonstration(walk, rng)} for _ in range(count)]})
+    for path, some in ((files.train, [rng.choice(rooms) for _ in range(num_train)]), (files.val, rooms)):
+        asked = ((str(room), json.dumps(asdict(replace(walk, start=room))), {}) for room in some)
+        arithmetic.write_prompts(path, DATA_SOURCE, "walk", asked)
+    arithmetic.write_demonstrations(files, num_sft, 256, lambda: _demonstration(walk, rng))
     return files
 
 
@@ -85,14 +83,3 @@ def _demonstration(walk: Walk, rng: random.Random) -> list[dict[str, str]]:
     walk = replace(walk, start=rng.randrange(len(walk.leads)))
     doors = [rng.randrange(len(walk.leads[0])) for _ in range(walk.length)]
     return [{"role": "user", "content": str(walk.start)}, {"role": "assistant", "content": written(walk, doors)}]
-
-
-def _prompt_row(walk: Walk, room: int, split: str, index: int) -> dict[str, Any]:
-    truth = json.dumps(asdict(replace(walk, start=room)))
-    return {
-        "data_source": DATA_SOURCE,
-        "prompt": [{"role": "user", "content": str(room)}],
-        "ability": "walk",
-        "reward_model": {"style": "rule", "ground_truth": truth},
-        "extra_info": {"split": split, "index": index},
-    }

@@ -36,7 +36,6 @@ def _place(place: Any) -> Place:
 
 
 def scaled(steps: Sequence[Step], weight: float) -> tuple[Step, ...]:
-    """The steps with `weight` times their rewards."""
     return tuple((place, weight * reward) for place, reward in steps)
 
 

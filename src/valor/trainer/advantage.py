@@ -64,8 +64,16 @@ class RewardShaping:
             scores = algorithms.place_at_end(algorithms.value_at_end(batch["values"], mask), mask)
         batch["token_level_rewards"], metrics = self._minus_kl(scores, batch)
         if config.reward_mask_ratio > 0:
-            missing = self._draw(batch, step)
-            batch["reward_missing"] = missing
+            batch["reward_missing"], self.remainder = algorithms.draw_reward_mask(
+                len(batch),
+                config.reward_mask_ratio,
+                generator=keyed_generator(self.seed, step, _MASK_STREAM),
+                kind=config.reward_mask_type,
+                level=config.reward_mask_level,
+                group_ids=batch.objects["uid"],
+                remainder=self.remainder,
+            )
+            missing = batch["reward_missing"]
             batch["token_level_rewards"] = algorithms.apply_missing_reward(
                 batch["token_level_rewards"], mask, missing, config.missing_reward, batch.tensors.get("values")
             )
@@ -73,7 +81,6 @@ class RewardShaping:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """The KL controller's state and the mask's remainder."""
         kl = {"value": self.kl_controller.value} if self.kl_controller else None
         return {"kl_controller": kl, "reward_mask_remainder": self.remainder}
 
@@ -95,18 +102,6 @@ class RewardShaping:
         self.kl_controller.update(current_kl, n_steps=len(batch))
         return rewards, {"actor/reward_kl_penalty": current_kl, "actor/reward_kl_penalty_coeff": beta}
 
-    def _draw(self, batch: Batch, step: int) -> Tensor:
-        missing, self.remainder = algorithms.draw_reward_mask(
-            len(batch),
-            self.config.reward_mask_ratio,
-            generator=keyed_generator(self.seed, step, _MASK_STREAM),
-            kind=self.config.reward_mask_type,
-            level=self.config.reward_mask_level,
-            group_ids=batch.objects["uid"],
-            remainder=self.remainder,
-        )
-        return missing
-
 
 def compute_advantages(
     batch: Batch, config: AlgorithmConfig, error_score: float = 0.0, metrics: dict[str, float] | None = None
@@ -124,16 +119,17 @@ def compute_advantages(
     if values is not None and branched is not None:
         values = tensors["branch_values"].where(branched > 0, values)
     offered: dict[str, Any] = offered_settings(config) | {"report": ({} if metrics is None else metrics).__setitem__}
-    entry, options = algorithms.ADVANTAGES[config.adv_estimator], {**config.adv_kwargs}
-    read = [name for name in _OFFERED_COLUMNS if name in tensors and name in entry.options]
+    name, options = config.adv_estimator, {**config.adv_kwargs}
+    entry = algorithms.ADVANTAGES[name]
+    read = [column for column in _OFFERED_COLUMNS if column in tensors and column in entry.options]
     if {**offered, **options}.get("gae_unit") == "token" and "gae_unit" in entry.options:
-        read = [name for name in read if name != "turn_ids"]
-    offered |= {name: tensors[name] for name in read}
+        read = [column for column in read if column != "turn_ids"]
+    offered |= {column: tensors[column] for column in read}
     if config.truncation_bootstrap:
         cut_off = torch.tensor([reason in ("length", "turns") for reason in batch.objects["finish_reason"]])
         offered |= {"bootstrap_mask": cut_off, "bootstrap_values": tensors["bootstrap_values"]}
     if entry.capability.needs_components:
-        keys, weights = (options.pop(name, None) for name in COMPONENTS)
+        keys, weights = (options.pop(option, None) for option in COMPONENTS)
         offered["component_scores"] = component_scores(batch.objects["reward_info"], keys, error_score)
         offered["component_weights"] = dict(zip(keys, weights, strict=True)) if weights else None
     common: dict[str, Any] = {
@@ -151,20 +147,18 @@ def compute_advantages(
         batch["value_mask"] = Turns(common.get("turn_ids"), common["response_mask"]).starts.float()
     if "quantiles" in batch:
         inputs = {**common, **({"whitening": "none"} if "whitening" in entry.options else {})}
-        batch["quantile_returns"] = algorithms.quantile_targets(
-            config.adv_estimator, quantiles=tensors["quantiles"], **inputs
-        )
+        batch["quantile_returns"] = algorithms.quantile_targets(name, quantiles=tensors["quantiles"], **inputs)
     if from_critic(config):
         return algorithms.critic_advantages(common["values"], common["response_mask"], whitening=offered["whitening"])
     if "progress" in batch:
         return algorithms.advantages_with_progress(
-            config.adv_estimator, progress=tensors["progress"], **{**common, "whitening": offered["whitening"]}
+            name, progress=tensors["progress"], **{**common, "whitening": offered["whitening"]}
         )
     if "reward_missing" not in batch:
-        advantages, returns = algorithms.compute_advantages(config.adv_estimator, **common)
+        advantages, returns = algorithms.compute_advantages(name, **common)
         return advantages, returns if branched is None else tensors["branch_values"].where(branched > 0, returns)
     advantages, returns, _ = algorithms.advantages_with_missing_rewards(
-        config.adv_estimator,
+        name,
         missing=tensors["reward_missing"],
         missing_reward=config.missing_reward,
         flip=config.reward_mask_flip_adv_when_masked,
@@ -199,8 +193,7 @@ def right_answers(batch: Batch) -> Tensor:
 def from_critic(config: AlgorithmConfig) -> bool:
     """Whether V(last) - V is the advantage: the critic's value is the reward, and the estimator would compare it with
     the critic's values again. Estimators that do without a critic take the value as they take any score."""
-    estimator = algorithms.ADVANTAGES[config.adv_estimator]
-    return config.reward_source == "critic" and estimator.capability.needs_critic
+    return config.reward_source == "critic" and algorithms.ADVANTAGES[config.adv_estimator].capability.needs_critic
 
 
 def rows_to_train_on(batch: Batch, config: AlgorithmConfig, *key: int) -> tuple[Batch, dict[str, float]]:
@@ -219,10 +212,7 @@ def offered_settings(config: AlgorithmConfig) -> dict[str, Any]:
     names = {"lam_actor", "lam_critic", "adaptive_lam_alpha", "norm_adv_by_std_in_grpo", "singleton", "gae_unit"}
     if config.gae_unit != "token":
         names |= {"gamma_turn", "lam_turn"}
-    return {
-        **config.model_dump(include=names),
-        "whitening": "batch" if config.adv_whitening == "batch" else "none",
-    }
+    return {**config.model_dump(include=names), "whitening": "batch" if config.adv_whitening == "batch" else "none"}
 
 
 def component_scores(

@@ -37,7 +37,8 @@ def check(config: BaseModel) -> list[str]:
         load_custom(config.algorithm.custom_path)
     except UserError as error:  # its algorithms are not known
         return [*loggers, *str(error).splitlines()]
-    checks = [_value_loss, _generation_engine, _training_engines]
+    engine = config.actor_rollout_ref.rollout.name
+    checks = [_value_loss, lambda config: GENERATION_ENGINES[engine].check(config), _training_engines]
     if not isinstance(config, CriticRunConfig):
         checks += [_estimator, _policy_loss, _correction, check_placement]
     lines = loggers
@@ -59,10 +60,6 @@ def _loggers(config: BaseModel) -> list[str]:
         except UserError as error:
             lines.append(str(error))
     return lines
-
-
-def _generation_engine(config: PPOConfig) -> list[str]:
-    return GENERATION_ENGINES[config.actor_rollout_ref.rollout.name].check(config)
 
 
 def _training_engines(config: PPOConfig) -> list[str]:
@@ -166,16 +163,10 @@ def _policy_loss(config: PPOConfig) -> list[str]:
     taken = {*type(actor).model_fields, *type(actor.policy_loss).model_fields, "generator"}
     lines = _options(entry, key, given, entry.options, taken)
     if entry.builtin and not lines:  # options that contradict each other are found by trying them
-        one, options = torch.ones(1, 1), policy_loss_options(actor, name)
+        one, own = torch.ones(1, 1), policy_loss_options(actor, name)
         try:
             algorithms.policy_loss(
-                name,
-                log_probs=-one,
-                old_log_probs=-one,
-                advantages=one,
-                response_mask=one,
-                turn_ids=one.long(),
-                **options,
+                name, log_probs=-one, old_log_probs=-one, advantages=one, response_mask=one, turn_ids=one.long(), **own
             )
         except (UserError, TypeError, ValueError) as error:
             lines.append(f"actor_rollout_ref.actor.policy_loss.loss_mode={name}: {error}")
@@ -196,7 +187,7 @@ def _value_loss(config: PPOConfig) -> list[str]:
     return lines
 
 
-def _own_quantiles(config: PPOConfig) -> Iterator[str]:
+def _own_quantiles(config: PPOConfig) -> list[str]:
     """What does not go with targets that are distributions."""
     algorithm = config.algorithm
     others = {
@@ -206,11 +197,8 @@ def _own_quantiles(config: PPOConfig) -> Iterator[str]:
         "algorithm.truncation_bootstrap": algorithm.truncation_bootstrap,
         "an episode of several turns": config.plays_episodes,
     }
-    for other in (name for name, is_so in others.items() if is_so):
-        yield (
-            "critic.value_loss=quantile with algorithm.lam_critic below 1 bootstraps each quantile, for which "
-            f"{other} has no rule: set algorithm.lam_critic=1"
-        )
+    why = "critic.value_loss=quantile with algorithm.lam_critic below 1 bootstraps each quantile, for which"
+    return [f"{why} {other} has no rule: set algorithm.lam_critic=1" for other, is_so in others.items() if is_so]
 
 
 def _correction(config: PPOConfig) -> list[str]:

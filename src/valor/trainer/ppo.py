@@ -74,7 +74,6 @@ class PPORun(Run):
         self.old = OldLogProbs.of(config)
 
     def start(self, stack: ExitStack, *, resuming: bool) -> Pools:
-        """All roles in their pools."""
         stack.callback(self.inputs.close)
         specs = role_specs(
             self.role_config,
@@ -106,7 +105,6 @@ class PPORun(Run):
         return self.config.trainer.val_only or super().finished
 
     def before_steps(self) -> dict[str, Any]:
-        """The first validation."""
         trainer = self.config.trainer
         if not (self.inputs.val and (trainer.val_only or (trainer.val_before_train and self.step == 0))):
             return {}
@@ -209,13 +207,10 @@ class PPORun(Run):
             return Batch(), {}
         with timer("values"), phase("values", len(batch), unit="sample"):
             return self.critics.compute_values(
-                batch,
-                with_end=self.config.algorithm.truncation_bootstrap,
-                with_quantiles=self.config.learns_quantiles,
+                batch, with_end=self.config.algorithm.truncation_bootstrap, with_quantiles=self.config.learns_quantiles
             )
 
     def update_critic(self, batch: Batch, timer: Timer) -> dict[str, float]:
-        """Fit the critic to the returns, where there is one."""
         if not self.critics.names:
             return {}
         with timer("update_critic"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 
 from valor import algorithms
@@ -83,7 +83,6 @@ class CriticPretrainRun(Run):
         return metrics
 
     def after_steps(self) -> None:
-        """Which critic was exported."""
         best = self.record.best
         assert best is not None, "judged before the first step"
         at = f"epoch {best['step'] / self.steps_per_epoch:.3g}" if best["step"] else "as loaded: no epoch was better"
@@ -91,7 +90,6 @@ class CriticPretrainRun(Run):
         self.record.say(f"best critic ({at}, held-out explained variance {best['value']:.3f}): {folder}")
 
     def validates_now(self) -> bool:
-        """After each epoch, and after the last step."""
         return self.step % self.steps_per_epoch == 0 or self.step == self.total_steps
 
     @property
@@ -143,7 +141,8 @@ class CriticPretrainRun(Run):
         }
         if self.record.best is None or fit > self.record.best["value"]:
             self.record.best = {"step": self.step, "value": fit}
-            self._export_quietly()
+            for role in self.trained_roles:
+                self.write_model(role)
         numbers = ", ".join(f"{key.rpartition('/')[2]} {value:.3f}" for key, value in metrics.items())
         self.record.say(f"step {self.step}/{self.total_steps}, held out: {numbers}")
         return metrics
@@ -154,12 +153,10 @@ class CriticPretrainRun(Run):
         if given or (resuming and kept.exists()):
             return read_rollouts(given or [str(kept)], self.tokenizer)
         assert self.inputs is not None, "made where no files are given"
-        try:
-            with policy_group(self.config, self.inputs, self.pool, self.controller, self.record.say) as collector:
-                rows = list(self.inputs.train)
-                batch = draw_rollouts(collector, rows, PRETRAIN_STREAM, self.config.data.train_batch_size)
-        finally:
-            self.inputs.close()
+        group = policy_group(self.config, self.inputs, self.pool, self.controller, self.record.say)
+        with closing(self.inputs), group as collector:
+            rows = list(self.inputs.train)
+            batch = draw_rollouts(collector, rows, PRETRAIN_STREAM, self.config.data.train_batch_size)
         write_rollouts(kept, rollout_records(batch, batch["scores"].tolist(), 0, self.tokenizer))
         return batch
 
@@ -193,11 +190,6 @@ class CriticPretrainRun(Run):
             f"{_count(self.train)} rollouts of {len(self.rows_of)} prompts to learn from, {_count(self.held)} of "
             f"{num_held} held out; mean score {float(Episodes(rollouts).joined()['scores'].mean()):.3f}"
         )
-
-    def _export_quietly(self) -> None:
-        for role in self.trained_roles:
-            self.roles[role].export(self.export_dir(role))
-            self.tokenizer.save_pretrained(self.export_dir(role))
 
 
 def _count(rollouts: Batch) -> int:

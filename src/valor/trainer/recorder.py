@@ -28,12 +28,8 @@ from valor.tracking.rundir import METRICS_FILE, write_atomically, write_run_info
 from valor.trainer.changes import digests_of, settings_of
 from valor.trainer.checkpoints import CheckpointStore
 
-_PER_TOKEN = {
-    "advantages": "advantages",
-    "values": "values",
-    "returns": "returns",
-    "log_probs": "rollout_log_probs",
-}
+_PER_TOKEN = {"advantages": "advantages", "values": "values", "returns": "returns", "log_probs": "rollout_log_probs"}
+_OBJECTS = ("uid", "data_source", "ground_truth", "finish_reason")
 _FIRST_REPORT, _REPORT_EVERY = 5.0, 20.0  # seconds
 _EVERYTHING = 2**62  # as a resume point: no step is later, so a validation alone takes no record away
 
@@ -50,6 +46,8 @@ class RunRecorder:
         self.checkpoints = CheckpointStore(self.run_dir, config.trainer.max_ckpt_to_keep)
         self.best: dict[str, float] | None = None
         self.best_is_new = False  # and wants a checkpoint of its own
+        self.keeps_best = False  # that checkpoint stays
+        self.kind = type(config).__name__.removesuffix("Config")  # of run, in a word: PPO, SFT, …
         self._command, self._loggers = command, loggers
         self._tracker: Tracker | None = None
 
@@ -94,20 +92,10 @@ class RunRecorder:
         state = state | {"best": self.best} | self.identity
         return self.checkpoints.save(self.kind, state, write_roles, keep)
 
-    @property
-    def kind(self) -> str:
-        """What kind of run this is, in a word: PPO, SFT, …"""
-        return type(self.config).__name__.removesuffix("Config")
-
     @cached_property
     def identity(self) -> dict[str, dict[str, Any]]:
         """What makes this run this run: its `settings`, and `digests` of the files that they name."""
         return {"settings": settings_of(self.config), "digests": digests_of(self.config)}
-
-    @property
-    def keeps_best(self) -> bool:
-        """Whether the checkpoint of the best step stays."""
-        return False
 
     def finish(self) -> None:
         """What is written when the run has ended."""
@@ -123,6 +111,7 @@ class PPORecorder(RunRecorder):
         if config.trainer.report and "file" not in loggers:
             loggers.append("file")  # the report is built from it
         super().__init__(config, command, loggers)
+        self.keeps_best = config.trainer.keep_best
         self._tokenizer = tokenizer
 
     @contextmanager
@@ -145,10 +134,6 @@ class PPORecorder(RunRecorder):
             now = time.monotonic()
             self._next_report = now + max(_REPORT_EVERY, 50 * (now - began))  # at most 2 % of the time
 
-    @property
-    def keeps_best(self) -> bool:
-        return self.config.trainer.keep_best
-
     def samples(self, step: int, batch: Batch) -> None:
         """The first `trainer.log_generations` episodes of a training batch, with what each token was worth."""
         trainer, scores = self.config.trainer, Episodes(batch).sums(batch["token_level_scores"]).tolist()
@@ -163,7 +148,6 @@ class PPORecorder(RunRecorder):
             self.best_is_new = self.keeps_best and step > 0
 
     def finish(self) -> None:
-        """report.html, from what lies in the folder."""
         if self.config.trainer.report:
             build_report(self.run_dir)
 
@@ -212,12 +196,9 @@ class PPORecorder(RunRecorder):
             prompt=self._prompt(batch, first),
             tokens=[*chain.from_iterable(tokens)],
             reward=reward,
-            uid=batch.objects["uid"][first],
-            data_source=batch.objects["data_source"][first],
-            ground_truth=batch.objects["ground_truth"][first],
-            finish_reason=batch.objects["finish_reason"][first],
             mask=[int(m) for m in mask],
             reward_info=batch.objects["reward_info"][first] if "reward_info" in batch else {},
+            **{name: batch.objects[name][first] for name in _OBJECTS},
             **numbers,
             **of_loop,
         )

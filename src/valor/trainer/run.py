@@ -120,7 +120,6 @@ class Run(ABC):
             return 0 if stop.signum is None else 128 + stop.signum
 
     def _next_step(self) -> dict[str, Any]:
-        """The next step's metrics."""
         before = self.state_dict()
         self.step += 1
         if self.rollbacks.leaves_out(self.step):
@@ -135,7 +134,6 @@ class Run(ABC):
 
     @property
     def finished(self) -> bool:
-        """Whether no step is left to do."""
         return self.step >= self.total_steps
 
     def due(self, every: int) -> bool:
@@ -161,7 +159,6 @@ class Run(ABC):
             self.export()
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Write the metrics of this step."""
         self.record.log(self.step, metrics)
 
     def save(self, state: dict[str, Any] | None = None) -> None:
@@ -174,7 +171,6 @@ class Run(ABC):
         self.record.say(f"saved {folder} in {format_seconds(timer.seconds['save'])}")
 
     def resume(self, checkpoint: Checkpoint) -> None:
-        """Continue from a checkpoint."""
         for role in self.trained_roles:
             if not (checkpoint.folder / role).is_dir():
                 raise UserError(f"'{checkpoint.folder}' holds no {role}: resume from one of a run that trained it")
@@ -222,17 +218,20 @@ class Run(ABC):
         return {"step": self.step, "sampler": self.sampler.state_dict(), "skipped_in_a_row": self.skips.in_a_row}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` gave."""
         self.step, self.skips.in_a_row = state["step"], dict(state["skipped_in_a_row"])
         self.sampler.load_state_dict(state["sampler"])
 
     def export(self) -> None:
         """The trained models as plain Hugging Face directories."""
         for role in self.trained_roles:
-            folder = self.export_dir(role)
-            self.roles[role].export(folder)
-            self.tokenizer.save_pretrained(folder)
-            self.record.say(f"{role} saved as a Hugging Face model: {folder}")
+            self.record.say(f"{role} saved as a Hugging Face model: {self.write_model(role)}")
+
+    def write_model(self, role: str) -> Path:
+        """Export one role; the folder."""
+        folder = self.export_dir(role)
+        self.roles[role].export(folder)
+        self.tokenizer.save_pretrained(folder)
+        return folder
 
     def export_dir(self, role: str) -> Path:
         """Where the role's model lies when the run has ended."""

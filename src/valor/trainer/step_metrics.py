@@ -30,7 +30,6 @@ class Aside(ThreadPoolExecutor):
         self._beside, self._found = beside, list[Future[dict[str, Any]]]()
 
     def measure(self, function: Callable[..., dict[str, Any]], *args: Any) -> None:
-        """Compute these metrics."""
         self._found.append(self.submit(function, *args))
         if not self._beside:
             self._found[-1].result()
@@ -106,16 +105,12 @@ def _errors(*columns: torch.Tensor) -> list[torch.Tensor]:
     found: list[list[torch.Tensor]] = [[] for _ in range(_NUM_PARTS)]
     height = max(_BLOCK_ELEMENTS // max(columns[0].shape[1], 1), 1)
     for values, returns, mask, judged in zip(*(column.split(height) for column in columns), strict=True):
-        error, part = (values - returns).abs(), _part(mask).masked_fill(judged == 0, -1)
+        place = mask.cumsum(1) - 1
+        part = (place * _NUM_PARTS / mask.sum(1, keepdim=True).clamp(min=1.0)).floor().masked_fill(judged == 0, -1)
+        error = (values - returns).abs()
         for k, errors in enumerate(found):
             errors.append(error[part == k])
     return [torch.cat(errors) for errors in found]
-
-
-def _part(mask: torch.Tensor) -> torch.Tensor:
-    """[B, T] which of _NUM_PARTS equal parts of its row's policy tokens a policy token is in, from 0."""
-    place = mask.cumsum(1) - 1
-    return (place * _NUM_PARTS / mask.sum(1, keepdim=True).clamp(min=1.0)).floor().long()
 
 
 def throughput_metrics(batch: Batch, timer: Timer, world_size: int) -> dict[str, float]:

@@ -24,8 +24,6 @@ from valor.trainer.run import SkippedUpdates
 from valor.trainer.step_metrics import mean_over_updates
 from valor.workers.roles import critic_names
 
-SECTIONS = {"actor": "actor_rollout_ref.actor", "critic": "critic"}
-
 
 class Updates:
     """Updates critic and actor on a batch that has its advantages."""

@@ -9,9 +9,30 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from valor import algorithms
-from valor.algorithms.gae import gae_by_loop
 from valor.algorithms.scan import suffix_scan
 from valor.errors import UserError
+
+
+def gae_by_loop(
+    rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float | Tensor, end_values: Tensor
+) -> Tensor:
+    """The definition, token by token from the end: advantages [B, T] before whitening (docs/algorithms/ppo.md).
+
+    end_values [B]: V after the last policy token, 0 where the end is terminal. lam: one λ, or one per row [B].
+    """
+    advantages = torch.zeros_like(values)
+    next_advantage, next_value, pending = torch.zeros_like(end_values), end_values, torch.zeros_like(end_values)
+    for t in reversed(range(values.shape[1])):
+        is_policy = response_mask[:, t] == 1
+        reward = rewards[:, t] + pending  # a reward on an observation belongs to the policy token before it
+        delta = reward + gamma * next_value - values[:, t]
+        advantage = delta + gamma * lam * next_advantage
+        advantages[:, t] = advantage.where(is_policy, 0.0)
+        # An observation token is stepped over: it hands on what came after it.
+        next_advantage = advantage.where(is_policy, next_advantage)
+        next_value = values[:, t].where(is_policy, next_value)
+        pending = reward.masked_fill(is_policy, 0.0)
+    return advantages
 
 
 def naive_gae(
