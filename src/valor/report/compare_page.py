@@ -9,10 +9,9 @@ from typing import Any
 from valor.config.describe import show
 from valor.config.tree import flatten
 from valor.errors import UserError
-from valor.report.page import curves_of, heading_of, tiles_of
-from valor.report.pictures import SECTIONS, Table, metrics_table, panel_specs, panel_table
+from valor.report.page import heading_of, render_run, tiles_of
+from valor.report.pictures import Table, panel_specs
 from valor.report.run_data import RunData, read_run
-from valor.report.skeleton import render_page
 from valor.tracking.rundir import write_atomically
 
 
@@ -25,39 +24,21 @@ def build_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
         run = read_run(folder)
         name = heading_of(run)
         runs[name if name not in runs else f"{name} ({folder})"] = run
-    write_atomically(path, _render(runs))
-    return path
-
-
-def _render(runs: Mapping[str, RunData]) -> str:
-    metrics = {_key(name, key): one for name, run in runs.items() for key, one in run.metrics.items()}
-    panels = _panels(runs)
-    pictures = {name: [one for one in panels if one["section"] == name] for name in SECTIONS}
-    pictures = {name: found for name, found in pictures.items() if found}
-    heading = " and ".join(runs) if len(runs) == 2 else f"{len(runs)} runs"
-    sections = {"findings": "Where they end"} | {name: SECTIONS[name] for name in pictures}
-    return render_page(
+    metrics = {f"{key} · {name}": one for name, run in runs.items() for key, one in run.metrics.items()}
+    page = render_run(
         "compare",
-        heading,
-        {"metrics": curves_of(metrics), "panels": panels, "spreads": [], "timing": None, "samples": [], "live": False},
-        script="report",
+        RunData(path, metrics, config={}, info={}, samples=[], histograms={}, findings=[]),
+        _panels(runs),
+        ("Where they end", "What differs"),
+        title=" and ".join(runs) if len(runs) == 2 else f"{len(runs)} runs",
         eyebrow="Valor · runs compared",
-        heading=heading,
         facts=[f"{name}: {max(one.steps[-1] for one in run.metrics.values())} steps" for name, run in runs.items()],
-        command=None,
-        sections=sections | {"metrics": "Every metric", "config": "What differs"},
-        pictures=pictures,
-        timing=None,
-        numbers={one["id"]: panel_table(one, metrics) for one in panels} | {"": metrics_table(metrics)},
-        samples=[],
         ends=_ends(runs),
         findings=[(name, one) for name, run in runs.items() for one in run.findings],
         differing=_differing(runs),
     )
-
-
-def _key(run: str, metric: str) -> str:
-    return f"{metric} · {run}"
+    write_atomically(path, page)
+    return path
 
 
 def _panels(runs: Mapping[str, RunData]) -> list[dict[str, Any]]:
@@ -66,7 +47,7 @@ def _panels(runs: Mapping[str, RunData]) -> list[dict[str, Any]]:
     for place, (name, run) in enumerate(runs.items(), start=1):
         for panel in panel_specs(run.metrics):
             first = panel["lines"][0]
-            line = first | {"label": name, "key": _key(name, first["key"]), "color": place, "style": "solid"}
+            line = first | {"label": name, "key": f"{first['key']} · {name}", "color": place, "style": "solid"}
             panels.setdefault(panel["id"], panel | {"lines": []})["lines"].append(line)
     return [*panels.values()]
 

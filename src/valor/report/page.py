@@ -36,49 +36,58 @@ def build_report(run_dir: Path, *, live: bool = False) -> Path:
     `live`: the run goes on, and the page looks for a newer one now and then. The same files give the same page, byte
     for byte. A metric that the run does not have leaves its picture out.
     """
-    path = run_dir / REPORT_FILE
-    write_atomically(path, _render(read_run(run_dir), live))
-    return path
-
-
-def _render(run: RunData, live: bool) -> str:
-    """The page's text."""
-    lines, spreads = panel_specs(run.metrics), histogram_specs(run.histograms)
-    timing = timing_spec(run.metrics)
-    pictures = {name: [one for one in (*lines, *spreads) if one["section"] == name] for name in SECTIONS}
-    pictures = {name: found for name, found in pictures.items() if found or (name == "time" and timing)}
-    sections = {name: SECTIONS[name] for name in pictures} | ({"samples": "Samples"} if run.samples else {})
-    numbers = {one["id"]: panel_table(one, run.metrics) for one in lines} | {
-        one["id"]: spread_table(one) for one in spreads
-    }
-    numbers |= {"": metrics_table(run.metrics)} | ({"timing": timing_table(timing)} if timing else {})
-    heading, opening = heading_of(run), _opening(run.samples)
-    return render_page(
+    run, path = read_run(run_dir), run_dir / REPORT_FILE
+    page = render_run(
         "report",
-        heading,
-        {
-            "metrics": curves_of(run.metrics),
-            "panels": lines,
-            "spreads": spreads,
-            "timing": timing,
-            "samples": [asdict(group) for group in run.samples],
-            "opening": opening,
-            "live": live,
-        },
+        run,
+        panel_specs(run.metrics),
+        ("What stands out", "Configuration"),
+        live=live,
+        title=heading_of(run),
         eyebrow=f"{get_at(run.config, 'trainer.project_name') or 'Valor'} · run report",
-        heading=heading,
         facts=[*_facts(run), *(["the run goes on: this page renews itself"] if live else [])],
         command=run.info.get("command"),
         tiles=tiles_of(run),
         findings=run.findings,
         num_rules=len(RULES),
-        sections={"findings": "What stands out"} | sections | {"metrics": "Every metric", "config": "Configuration"},
+        settings=[(key, show(value).strip("'")) for key, value in flatten(run.config).items()],
+    )
+    write_atomically(path, page)
+    return path
+
+
+def render_run(
+    name: str, run: RunData, lines: list[dict[str, Any]], titles: tuple[str, str], *, live: bool = False, **parts: Any
+) -> str:
+    """The text of the page `name`: the panels `lines`, and what else the run has. `titles`: of the first
+    section (findings) and the last (config)."""
+    spreads, timing, opening = histogram_specs(run.histograms), timing_spec(run.metrics), _opening(run.samples)
+    pictures = {section: [one for one in (*lines, *spreads) if one["section"] == section] for section in SECTIONS}
+    pictures = {section: found for section, found in pictures.items() if found or (section == "time" and timing)}
+    sections = {section: SECTIONS[section] for section in pictures} | ({"samples": "Samples"} if run.samples else {})
+    numbers = {one["id"]: panel_table(one, run.metrics) for one in lines}
+    numbers |= {one["id"]: spread_table(one) for one in spreads}
+    numbers |= {"": metrics_table(run.metrics)} | ({"timing": timing_table(timing)} if timing else {})
+    data = {
+        "metrics": curves_of(run.metrics),
+        "panels": lines,
+        "spreads": spreads,
+        "timing": timing,
+        "samples": [asdict(group) for group in run.samples],
+        "opening": opening,
+        "live": live,
+    }
+    return render_page(
+        name,
+        data,
+        script="report",
+        sections={"findings": titles[0], **sections, "metrics": "Every metric", "config": titles[1]},
         pictures=pictures,
         timing=timing,
         numbers=numbers,
         samples=run.samples,
         said=_said(run.samples[opening]) if run.samples else None,
-        settings=[(key, show(value).strip("'")) for key, value in flatten(run.config).items()],
+        **parts,
     )
 
 
@@ -113,9 +122,8 @@ def _opening(samples: list[SampleGroup]) -> int:
 
 def _said(group: SampleGroup) -> tuple[list[str], list[list[str]]]:
     """The samples of a step as a table."""
-    rows = [
-        [one["prompt"], "".join(one["tokens"]), short(one["reward"]), str(one["ground_truth"])] for one in group.records
-    ]
+    shown = ((one["prompt"], "".join(one["tokens"]), one["reward"], one["ground_truth"]) for one in group.records)
+    rows = [[prompt, response, short(reward), str(truth)] for prompt, response, reward, truth in shown]
     return ["prompt", f"response at step {group.step}", "reward", "expected"], rows
 
 
@@ -160,10 +168,8 @@ def _knowledge(run: RunData) -> Iterator[tuple[str, str, str]]:
     spread = {step: one.variance**0.5 for step, one in run.histograms.get("critic/returns/histogram", [])}
     if series is None or not series.finite():
         return
-    (peak, at), last = (
-        max((v, s) for s, v in zip(series.steps, series.values, strict=True) if v is not None),
-        series.finite()[-1],
-    )
+    peak, last = max(series.finite()), series.finite()[-1]
+    at = max(step for step, value in zip(series.steps, series.values, strict=True) if value == peak)
     if spread and last < 0.5 * peak and (now := spread[max(spread)]) < 0.5 * (then := max(spread.values())):
         why = f"at step {at}; now {short(last)}, where returns hardly differ (spread {short(now)}, once {short(then)})"
         yield "Explained variance, highest", short(peak), why

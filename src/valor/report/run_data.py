@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -142,8 +143,7 @@ def thin(series: Series, limit: int = MAX_POINTS) -> Series:
         return series
     buckets = limit // 2
     kept: set[int] = set()
-    for bucket in range(buckets):
-        start, stop = (len(series.steps) * (bucket + i) // buckets for i in (0, 1))
+    for start, stop in pairwise(len(series.steps) * bucket // buckets for bucket in range(buckets + 1)):
         measured = sorted((value, i) for i, value in enumerate(series.values[start:stop], start) if value is not None)
         kept |= {measured[0][1], measured[-1][1]} if measured else {start}
     order = sorted(kept)
@@ -170,10 +170,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _shorten(record: dict[str, Any]) -> dict[str, Any]:
-    """The record cut to what a page can show: the middle of a long prompt goes, and the last tokens of a long response.
-
-    `tokens_left_out` says how many tokens went.
-    """
+    """The record without the middle of a long prompt and the last tokens of a long response (`tokens_left_out`)."""
     prompt, half = record["prompt"], MAX_PROMPT_CHARACTERS // 2
     if len(prompt) > MAX_PROMPT_CHARACTERS:
         left_out = len(prompt) - MAX_PROMPT_CHARACTERS
@@ -181,11 +178,9 @@ def _shorten(record: dict[str, Any]) -> dict[str, Any]:
     count = len(record["tokens"])
     if count <= MAX_TOKENS_PER_SAMPLE:
         return record
-    cut = {
-        key: value[:MAX_TOKENS_PER_SAMPLE] if isinstance(value, list) and len(value) == count else value
-        for key, value in record.items()
-    }
-    return {**cut, "tokens_left_out": count - MAX_TOKENS_PER_SAMPLE}
+    by_token = {key: value for key, value in record.items() if isinstance(value, list) and len(value) == count}
+    cut = {key: value[:MAX_TOKENS_PER_SAMPLE] for key, value in by_token.items()}
+    return {**record, **cut, "tokens_left_out": count - MAX_TOKENS_PER_SAMPLE}
 
 
 def rounded(value: float | None) -> float | None:
