@@ -88,7 +88,7 @@ def _validation_panels(metrics: Mapping[str, Series]) -> list[dict[str, Any]]:
     parts = {key: key.split("/", 1)[1].rsplit("/", 2) for key in sorted(metrics) if key.startswith("val-core/")}
     several_sources = len({source for source, *_ in parts.values()}) > 1
     lines: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
-    for key, (source, _, statistic) in parts.items():
+    for key, (source, *_, statistic) in parts.items():
         label = f"{source.rpartition('/')[2]} {statistic}" if several_sources else statistic
         lines[statistic.startswith("mean@")].append({"label": label, "keys": [key]})
     shared = {"section": "learning", "markers": True}

@@ -42,16 +42,6 @@ StepHistogram = tuple[int, Histogram]
 
 
 @dataclass(frozen=True)
-class SampleGroup:
-    """Some of the samples of one step; `available` is how many the run recorded there."""
-
-    step: int
-    split: str
-    records: list[dict[str, Any]]
-    available: int
-
-
-@dataclass(frozen=True)
 class RunData:
     """All that a report is made of."""
 
@@ -59,7 +49,7 @@ class RunData:
     metrics: dict[str, Series]
     config: dict[str, Any]
     info: dict[str, Any]
-    samples: list[SampleGroup]
+    samples: list[dict[str, Any]]
     histograms: dict[str, list[StepHistogram]]
     findings: list[Finding]
 
@@ -114,19 +104,17 @@ def as_series(steps: Mapping[int, Mapping[str, Any]]) -> tuple[dict[str, Series]
     return metrics, histograms
 
 
-def read_samples(run_dir: Path) -> list[SampleGroup]:
-    """Up to eight steps of each split with up to eight samples each, training first, by step."""
-    found: dict[str, list[tuple[int, Path]]] = {"train": [], "val": []}
-    for path in (run_dir / SAMPLES_DIR).glob("*.jsonl"):
-        step = step_of_samples(path)
-        if step is not None:
-            found["val" if path.name.startswith("val_") else "train"].append((step, path))
+def read_samples(run_dir: Path) -> list[dict[str, Any]]:
+    """Up to eight steps of each split, training first: `step`, `split`, up to eight samples as `records`, and how many
+    the run recorded there (`available`)."""
+    files = [(step_of_samples(path), path) for path in (run_dir / SAMPLES_DIR).glob("*.jsonl")]
     groups = []
-    for split, files in found.items():
-        for step, path in evenly_spaced(sorted(files), MAX_SAMPLE_STEPS):
+    for split in ("train", "val"):
+        own = [(i, path) for i, path in files if i is not None and path.name.startswith("val_") == (split == "val")]
+        for step, path in evenly_spaced(sorted(own), MAX_SAMPLE_STEPS):
             records = _read_lines(path)
             shown = [_shorten(record) for record in records[:MAX_SAMPLES_PER_STEP]]
-            groups.append(SampleGroup(step, split, shown, len(records)))
+            groups.append({"step": step, "split": split, "records": shown, "available": len(records)})
     return groups
 
 
