@@ -119,11 +119,7 @@ def push(folder: Path, name: str, *, private: bool = False) -> str:
 
 
 def model_card(
-    name: str,
-    config: Mapping[str, Any],
-    training: Mapping[str, str],
-    scorecard: Mapping[str, Any] | None,
-    role: str,
+    name: str, config: Mapping[str, Any], training: Mapping[str, str], scorecard: Mapping[str, Any] | None, role: str
 ) -> str:
     """Markdown: what it is, how it was trained and scored, how to use it. `config`: the model's config.json."""
     text = resources.files("valor.lab").joinpath(f"{role}_card.md").read_text(encoding="utf-8")
@@ -193,7 +189,6 @@ def _training(run: Path, role: str) -> Iterator[tuple[str, str]]:
     elif of_rl:
         prompts, samples = of("data.train_batch_size"), of("actor_rollout_ref.rollout.n")
         yield "samples a step", f"{prompts} prompts x {samples}"
-        tiles = tiles_of(read_run(run)) if (run / METRICS_FILE).is_file() else ()
-        for label, value, detail in tiles:
+        for label, value, detail in tiles_of(read_run(run)) if (run / METRICS_FILE).is_file() else ():
             if label.startswith(("Validation", "Reward")):
                 yield label.lower(), f"{value} ({detail})" if detail else value
