@@ -7,6 +7,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,6 @@ from valor.tracking.rundir import METRICS_FILE
 SCORECARD_FILES = ("scorecard.json", "scorecard.html")
 CARD_FILE = "README.md"
 _CLASSES = {"actor": "ForCausalLM", "critic": "ForTokenClassification"}  # the end of the architecture's name
-
-
 _PUSH = option("--push-to-hub", metavar="OWNER/NAME", help="Also upload it there (log in with `hf auth login`).")
 _PRIVATE = option("--private", is_flag=True, help="As a private repository, where it is made.")
 
@@ -120,15 +119,10 @@ def push(folder: Path, name: str, *, private: bool = False) -> str:
 
 
 def model_card(
-    name: str,
-    config: Mapping[str, Any],
-    training: Mapping[str, str],
-    scorecard: Mapping[str, Any] | None,
-    role: str = "critic",
+    name: str, config: Mapping[str, Any], training: Mapping[str, str], scorecard: Mapping[str, Any] | None, role: str
 ) -> str:
     """Markdown: what it is, how it was trained and scored, how to use it. `config`: the model's config.json."""
-    file = "actor_card.md" if role == "actor" else "model_card.md"
-    text = resources.files("valor.lab").joinpath(file).read_text(encoding="utf-8")
+    text = resources.files("valor.lab").joinpath(f"{role}_card.md").read_text(encoding="utf-8")
     template = Template(text, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     # transformers writes the number of labels as their names, and leaves out its default of two.
     labels = len(config.get("id2label", "01"))
@@ -169,43 +163,32 @@ def _check_class(folder: Path, role: str) -> None:
 def _training(run: Path, role: str) -> Iterator[tuple[str, str]]:
     """How the run trained it, from its config.yaml; of an actor also what came of it, from its metrics."""
     config: dict[str, Any] = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    paths = {"base model": "critic.model.path", "policy": "actor_rollout_ref.model.path"}
-    if role == "actor":
-        paths = {"base model": "actor_rollout_ref.model.path" if "actor_rollout_ref" in config else "model.path"}
+    of, of_rl = partial(get_at, config), "actor_rollout_ref" in config
+    paths = {"base model": "actor_rollout_ref.model.path" if of_rl else "model.path"}
+    if role == "critic":
+        paths = {"base model": "critic.model.path", "policy": "actor_rollout_ref.model.path"}
     for name, key in paths.items():
-        path = str(get_at(config, key))
+        path = str(of(key))
         # A path on somebody's machine says nothing to others; a part of it may.
         yield name, model_name(path) if Path(path).expanduser().is_absolute() or Path(path).exists() else path
-    yield from _actor_training(run, config) if role == "actor" else _critic_training(config)
-
-
-def _actor_training(run: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    if "actor_rollout_ref" not in config:
-        yield "trained by", "supervised fine-tuning"
-        yield "learning rate", f"{get_at(config, 'optim.lr'):g}"
-        return
-    loss = get_at(config, "actor_rollout_ref.actor.policy_loss.loss_mode")
-    yield "trained by", f"reinforcement learning: {get_at(config, 'algorithm.adv_estimator')}, policy loss {loss}"
-    yield "learning rate", f"{get_at(config, 'actor_rollout_ref.actor.optim.lr'):g}"
-    prompts, samples = get_at(config, "data.train_batch_size"), get_at(config, "actor_rollout_ref.rollout.n")
-    yield "samples a step", f"{prompts} prompts x {samples}"
-    if (run / METRICS_FILE).is_file():
-        for label, value, detail in tiles_of(read_run(run)):
+    if role == "critic":
+        loss, options, pretrained = of("critic.value_loss"), of("critic.value_loss_kwargs"), "pretrain" in config
+        yield "value loss", f"{loss} {options}" if options else str(loss)
+        how = "critic pre-training on rollouts of the policy" if pretrained else "PPO together with the policy"
+    elif of_rl:
+        loss = of("actor_rollout_ref.actor.policy_loss.loss_mode")
+        how = f"reinforcement learning: {of('algorithm.adv_estimator')}, policy loss {loss}"
+    else:
+        how = "supervised fine-tuning"
+    yield "trained by", how
+    rate = "critic.optim.lr" if role == "critic" else "actor_rollout_ref.actor.optim.lr" if of_rl else "optim.lr"
+    yield "learning rate", f"{of(rate):g}"
+    if role == "critic":
+        trace = "" if pretrained else f", lambda {of('algorithm.lam_critic'):g}"
+        yield "discount", f"gamma {of('algorithm.gamma'):g}{trace}"
+    elif of_rl:
+        prompts, samples = of("data.train_batch_size"), of("actor_rollout_ref.rollout.n")
+        yield "samples a step", f"{prompts} prompts x {samples}"
+        for label, value, detail in tiles_of(read_run(run)) if (run / METRICS_FILE).is_file() else ():
             if label.startswith(("Validation", "Reward")):
                 yield label.lower(), f"{value} ({detail})" if detail else value
-
-
-def _critic_training(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    loss, options = get_at(config, "critic.value_loss"), get_at(config, "critic.value_loss_kwargs")
-    yield "value loss", f"{loss} {options}" if options else str(loss)
-    pretrained = "pretrain" in config
-    yield (
-        "trained by",
-        "critic pre-training on rollouts of the policy" if pretrained else "PPO together with the policy",
-    )
-    yield "learning rate", f"{get_at(config, 'critic.optim.lr'):g}"
-    yield (
-        "discount",
-        f"gamma {get_at(config, 'algorithm.gamma'):g}"
-        + ("" if pretrained else f", lambda {get_at(config, 'algorithm.lam_critic'):g}"),
-    )

@@ -1,9 +1,8 @@
-"""One self-contained page per run: `report.html`, made from the files of the run folder, opens without a network."""
+"""One self-contained page of a run (`report.html`) or of several, made from the files of their folders."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -11,17 +10,9 @@ from typing import Any
 
 from valor.config.describe import show
 from valor.config.tree import flatten, get_at
-from valor.report.pictures import (
-    SECTIONS,
-    histogram_specs,
-    metrics_table,
-    panel_specs,
-    panel_table,
-    spread_table,
-    timing_spec,
-    timing_table,
-)
-from valor.report.run_data import RunData, SampleGroup, Series, read_run, rounded, thin
+from valor.errors import UserError
+from valor.report import pictures
+from valor.report.run_data import RunData, Series, read_run, rounded, thin
 from valor.report.skeleton import model_name, render_page, short
 from valor.tracking.console import format_seconds, validation_scores
 from valor.tracking.diagnosis import RULES
@@ -36,53 +27,93 @@ def build_report(run_dir: Path, *, live: bool = False) -> Path:
     `live`: the run goes on, and the page looks for a newer one now and then. The same files give the same page, byte
     for byte. A metric that the run does not have leaves its picture out.
     """
-    path = run_dir / REPORT_FILE
-    write_atomically(path, _render(read_run(run_dir), live))
-    return path
-
-
-def _render(run: RunData, live: bool) -> str:
-    """The page's text."""
-    lines, spreads = panel_specs(run.metrics), histogram_specs(run.histograms)
-    timing = timing_spec(run.metrics)
-    pictures = {name: [one for one in (*lines, *spreads) if one["section"] == name] for name in SECTIONS}
-    pictures = {name: found for name, found in pictures.items() if found or (name == "time" and timing)}
-    sections = {name: SECTIONS[name] for name in pictures} | ({"samples": "Samples"} if run.samples else {})
-    numbers = {one["id"]: panel_table(one, run.metrics) for one in lines} | {
-        one["id"]: spread_table(one) for one in spreads
-    }
-    numbers |= {"": metrics_table(run.metrics)} | ({"timing": timing_table(timing)} if timing else {})
-    heading, opening = heading_of(run), _opening(run.samples)
-    return render_page(
+    run = read_run(run_dir)
+    return _write(
+        run_dir / REPORT_FILE,
         "report",
-        heading,
-        {
-            "metrics": curves_of(run.metrics),
-            "panels": lines,
-            "spreads": spreads,
-            "timing": timing,
-            "samples": [asdict(group) for group in run.samples],
-            "opening": opening,
-            "live": live,
-        },
+        run,
+        pictures.panel_specs(run.metrics),
+        ("What stands out", "Configuration"),
+        live=live,
+        title=_heading(run),
         eyebrow=f"{get_at(run.config, 'trainer.project_name') or 'Valor'} · run report",
-        heading=heading,
         facts=[*_facts(run), *(["the run goes on: this page renews itself"] if live else [])],
         command=run.info.get("command"),
         tiles=tiles_of(run),
         findings=run.findings,
         num_rules=len(RULES),
-        sections={"findings": "What stands out"} | sections | {"metrics": "Every metric", "config": "Configuration"},
-        pictures=pictures,
-        timing=timing,
-        numbers=numbers,
-        samples=run.samples,
-        said=_said(run.samples[opening]) if run.samples else None,
         settings=[(key, show(value).strip("'")) for key, value in flatten(run.config).items()],
     )
 
 
-def curves_of(metrics: Mapping[str, Series]) -> dict[str, Any]:
+def build_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
+    """Write to `path`, and return it: the curves of several runs in the same pictures, where they end, how they differ.
+
+    UserError if a folder holds no metrics, or there is only one.
+    """
+    if len({one.resolve() for one in run_dirs}) < 2:
+        raise UserError("--compare needs the folders of two runs or more")
+    runs: dict[str, RunData] = {}
+    for folder in run_dirs:
+        run = read_run(folder)
+        name = _heading(run)
+        runs[name if name not in runs else f"{name} ({folder})"] = run
+    metrics = {f"{key} · {name}": one for name, run in runs.items() for key, one in run.metrics.items()}
+    return _write(
+        path,
+        "compare",
+        RunData(path, metrics, config={}, info={}, samples=[], histograms={}, findings=[]),
+        _panels(runs),
+        ("Where they end", "What differs"),
+        title=" and ".join(runs) if len(runs) == 2 else f"{len(runs)} runs",
+        eyebrow="Valor · runs compared",
+        facts=[f"{name}: {max(one.steps[-1] for one in run.metrics.values())} steps" for name, run in runs.items()],
+        ends=_ends(runs),
+        findings=[(name, one) for name, run in runs.items() for one in run.findings],
+        differing=_differing(runs),
+    )
+
+
+def _write(
+    path: Path, name: str, run: RunData, lines: list[Any], titles: tuple[str, str], *, live: bool = False, **parts: Any
+) -> Path:
+    """The page `name` with the panels `lines` and what else the run has; `titles`: of its first and last section."""
+    spreads, timing = pictures.histogram_specs(run.histograms), pictures.timing_spec(run.metrics)
+    opening, sections = _opening(run.samples), {"findings": titles[0]}
+    shown = {section: [one for one in (*lines, *spreads) if one["section"] == section] for section in pictures.SECTIONS}
+    shown = {section: found for section, found in shown.items() if found or (section == "time" and timing)}
+    sections |= {section: pictures.SECTIONS[section] for section in shown}
+    sections |= {"samples": "Samples"} if run.samples else {}
+    sections |= {"metrics": "Every metric", "config": titles[1]}
+    numbers = {one["id"]: pictures.panel_table(one, run.metrics) for one in lines}
+    numbers |= {one["id"]: pictures.spread_table(one) for one in spreads}
+    numbers |= {"": pictures.metrics_table(run.metrics)} | ({"timing": pictures.timing_table(timing)} if timing else {})
+    data = {
+        "metrics": _curves(run.metrics),
+        "panels": lines,
+        "spreads": spreads,
+        "timing": timing,
+        "samples": run.samples,
+        "opening": opening,
+        "live": live,
+    }
+    page = render_page(
+        name,
+        data,
+        script="report",
+        sections=sections,
+        pictures=shown,
+        timing=timing,
+        numbers=numbers,
+        samples=run.samples,
+        said=_said(run.samples[opening]) if run.samples else None,
+        **parts,
+    )
+    write_atomically(path, page)
+    return path
+
+
+def _curves(metrics: Mapping[str, Series]) -> dict[str, Any]:
     """Every metric as [place of its steps in `steps`, values]; metrics measured at the same steps share them."""
     steps: dict[tuple[int, ...], int] = {}
     curves = {}
@@ -93,30 +124,29 @@ def curves_of(metrics: Mapping[str, Series]) -> dict[str, Any]:
     return {"steps": [list(one) for one in steps], "curves": curves}
 
 
-def heading_of(run: RunData) -> str:
+def _heading(run: RunData) -> str:
     """The run's name; where it has kept the default one, that of its folder."""
     name, folder = get_at(run.config, "trainer.experiment_name"), run.folder.resolve()
     return str(name) if name not in (None, "run") else f"{folder.parent.name}/{folder.name}"
 
 
-def _opening(samples: list[SampleGroup]) -> int:
+def _opening(samples: list[dict[str, Any]]) -> int:
     """Which samples are shown first: the last of training that show what is learnt from, answers to one prompt with
     different rewards; else different rewards; else the last of training."""
 
-    def tells(group: SampleGroup) -> tuple[bool, bool]:
-        rewards = {(record["uid"], record["reward"]) for record in group.records}
+    def tells(group: Mapping[str, Any]) -> tuple[bool, bool]:
+        rewards = {(record["uid"], record["reward"]) for record in group["records"]}
         return len(rewards) > len({uid for uid, _ in rewards}), len({reward for _, reward in rewards}) > 1
 
     places = range(len(samples))
-    return max(places, key=lambda i: (samples[i].split == "train", *tells(samples[i]), i), default=0)
+    return max(places, key=lambda i: (samples[i]["split"] == "train", *tells(samples[i]), i), default=0)
 
 
-def _said(group: SampleGroup) -> tuple[list[str], list[list[str]]]:
+def _said(group: Mapping[str, Any]) -> pictures.Table:
     """The samples of a step as a table."""
-    rows = [
-        [one["prompt"], "".join(one["tokens"]), short(one["reward"]), str(one["ground_truth"])] for one in group.records
-    ]
-    return ["prompt", f"response at step {group.step}", "reward", "expected"], rows
+    shown = ((one["prompt"], "".join(one["tokens"]), one["reward"], one["ground_truth"]) for one in group["records"])
+    rows = [[prompt, response, short(reward), str(truth)] for prompt, response, reward, truth in shown]
+    return ["prompt", f"response at step {group['step']}", "reward", "expected"], rows
 
 
 def _facts(run: RunData) -> Iterator[str]:
@@ -160,10 +190,8 @@ def _knowledge(run: RunData) -> Iterator[tuple[str, str, str]]:
     spread = {step: one.variance**0.5 for step, one in run.histograms.get("critic/returns/histogram", [])}
     if series is None or not series.finite():
         return
-    (peak, at), last = (
-        max((v, s) for s, v in zip(series.steps, series.values, strict=True) if v is not None),
-        series.finite()[-1],
-    )
+    peak, last = max(series.finite()), series.finite()[-1]
+    at = max(step for step, value in zip(series.steps, series.values, strict=True) if value == peak)
     if spread and last < 0.5 * peak and (now := spread[max(spread)]) < 0.5 * (then := max(spread.values())):
         why = f"at step {at}; now {short(last)}, where returns hardly differ (spread {short(now)}, once {short(then)})"
         yield "Explained variance, highest", short(peak), why
@@ -181,3 +209,29 @@ def _journey(label: str, series: Series | None, *, best: bool = False) -> Iterat
         step = series.steps[series.values.index(max(numbers))]
         detail += f"; best {short(max(numbers))} at step {step}"
     yield label, short(numbers[-1]), detail
+
+
+def _panels(runs: Mapping[str, RunData]) -> list[dict[str, Any]]:
+    """Each panel that a run has, with its first line from every run."""
+    panels: dict[str, dict[str, Any]] = {}
+    for place, (name, run) in enumerate(runs.items(), start=1):
+        for panel in pictures.panel_specs(run.metrics):
+            first = panel["lines"][0]
+            line = first | {"label": name, "key": f"{first['key']} · {name}", "color": place, "style": "solid"}
+            panels.setdefault(panel["id"], panel | {"lines": []})["lines"].append(line)
+    return [*panels.values()]
+
+
+def _ends(runs: Mapping[str, RunData]) -> pictures.Table:
+    """The tiles of every run as a table."""
+    tiles = {name: {label: f"{value} ({more})" for label, value, more in tiles_of(run)} for name, run in runs.items()}
+    heads = list(dict.fromkeys(label for found in tiles.values() for label in found))
+    return ["run", *heads], [[name, *(found.get(head, "") for head in heads)] for name, found in tiles.items()]
+
+
+def _differing(runs: Mapping[str, RunData]) -> pictures.Table:
+    """The settings that are not the same in all runs."""
+    flat = [{key: show(value).strip("'") for key, value in flatten(run.config).items()} for run in runs.values()]
+    keys = sorted({key for one in flat for key in one})
+    rows = [[key, *(one.get(key, "") for one in flat)] for key in keys]
+    return ["key", *runs], [row for row in rows if len({*row[1:]}) > 1]

@@ -18,26 +18,7 @@ _PLAIN = {"unit": "", "log": False, "bounds": None, "levels": [], "markers": Fal
 _NUM_ROWS = 40  # common bins of a spread
 _MAX_COLUMNS = 160  # steps of a spread
 _TAIL = 0.005  # of all tokens, at either end: they are counted in the outermost bins, so that the rest is seen
-_SPREADS = {
-    "values": ("critic", "Share of tokens by value."),
-    "returns": ("critic", "What the critic is trained towards."),
-    "advantages": ("policy", "Share of tokens by what the policy loss gets."),
-}
-# The order of a step's work, which is the order of the layers in the timing picture.
-_PHASES = {
-    "gen": "generate",
-    "reward": "reward",
-    "old_log_prob": "old log-probs",
-    "ref": "reference log-probs",
-    "values": "values",
-    "adv": "advantages",
-    "update_critic": "train critic",
-    "update_actor": "train actor",
-    "metrics": "metrics",
-    "update_weights": "sync weights",
-    "testing": "validate",
-    "save_checkpoint": "save",
-}
+_PHASES: dict[str, str] = _CONTENT["phases"]
 _AFTER_THE_STEP = ("testing", "save_checkpoint")
 _MAX_BARS = 120
 _TABLE_ROWS = 16
@@ -104,19 +85,17 @@ def _as_text(value: float | None, unit: str) -> str:
 
 def _validation_panels(metrics: Mapping[str, Series]) -> list[dict[str, Any]]:
     """Mean accuracy per data source, and what several samples of a prompt reach together."""
-    keys = sorted(key for key in metrics if key.startswith("val-core/"))
-    sources = {key: key.removeprefix("val-core/").rsplit("/", 2)[0] for key in keys}
-    means: list[dict[str, Any]] = []
-    others: list[dict[str, Any]] = []
-    for key, source in sources.items():
-        statistic = key.rpartition("/")[2]
-        label = f"{source.rpartition('/')[2]} {statistic}" if len(set(sources.values())) > 1 else statistic
-        (means if statistic.startswith("mean@") else others).append({"label": label, "keys": [key]})
+    parts = {key: key.split("/", 1)[1].rsplit("/", 2) for key in sorted(metrics) if key.startswith("val-core/")}
+    several_sources = len({source for source, *_ in parts.values()}) > 1
+    lines: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    for key, (source, *_, statistic) in parts.items():
+        label = f"{source.rpartition('/')[2]} {statistic}" if several_sources else statistic
+        lines[statistic.startswith("mean@")].append({"label": label, "keys": [key]})
     shared = {"section": "learning", "markers": True}
     once, several = "Mean score on held-out prompts.", "Held-out prompts with several samples each."
     return [
-        {"id": "validation", "title": "Validation", "note": once, "lines": means, **shared},
-        {"id": "validation-n", "title": "Validation, several tries", "note": several, "lines": others, **shared},
+        {"id": "validation", "title": "Validation", "note": once, "lines": lines[True], **shared},
+        {"id": "validation-n", "title": "Validation, several tries", "note": several, "lines": lines[False], **shared},
     ]
 
 
@@ -126,24 +105,19 @@ def histogram_specs(histograms: Mapping[str, list[StepHistogram]]) -> list[dict[
     Returns are shown beside values only.
     """
     specs = []
-    for name, (section, note) in _SPREADS.items():
+    for name, about in _CONTENT["spreads"].items():
         found = histograms.get(f"critic/{name}/histogram")
-        if found and (name != "returns" or "critic/values/histogram" in histograms):
-            head = {"id": f"{name}-spread", "section": section, "title": f"Spread of the {name}", "note": note}
-            specs.append(head | _columns(found))
+        if not found or (name == "returns" and "critic/values/histogram" not in histograms):
+            continue
+        shown = evenly_spaced(found, _MAX_COLUMNS)
+        edges = np.linspace(*_ends([one for _, one in shown]), _NUM_ROWS + 1)
+        columns = {
+            "steps": [step for step, _ in shown],
+            "rows": [float(f"{row:.4g}") for row in (edges[:-1] + edges[1:]) / 2],
+            "shares": np.round(np.stack([_shares(one, edges) for _, one in shown], axis=1), 4).tolist(),
+        }
+        specs.append({"id": f"{name}-spread", "title": f"Spread of the {name}", **about, **columns})
     return specs
-
-
-def _columns(spreads: list[StepHistogram]) -> dict[str, Any]:
-    shown = evenly_spaced(spreads, _MAX_COLUMNS)
-    low, high = _ends([one for _, one in shown])
-    edges = np.linspace(low, high, _NUM_ROWS + 1)
-    shares = np.stack([_shares(one, edges) for _, one in shown], axis=1)
-    return {
-        "steps": [step for step, _ in shown],
-        "rows": [float(f"{row:.4g}") for row in (edges[:-1] + edges[1:]) / 2],
-        "shares": np.round(shares, 4).tolist(),
-    }
 
 
 def _ends(spreads: list[Histogram]) -> tuple[float, float]:
@@ -170,26 +144,26 @@ def timing_spec(metrics: Mapping[str, Series]) -> dict[str, Any] | None:
     Of phases that ran at the same time the one that began first has the seconds: the others were waited for only after
     it. What a step took beyond its phases is the phase "other"; validation and saving come after the step.
     """
-    timed = {key.removeprefix("timing_s/"): one for key, one in metrics.items() if key.startswith("timing_s/")}
-    seconds = {name: dict(zip(one.steps, one.values, strict=True)) for name, one in timed.items()}
-    for name, of_step in seconds.items():
-        if (hidden := metrics.get(f"timing_hidden_s/{name}")) is not None:
-            for step, behind in zip(hidden.steps, hidden.values, strict=True):
-                of_step[step] = (of_step.get(step) or 0.0) - (behind or 0.0)
-    whole = seconds.pop("step", {})
-    steps = sorted(step for step, total in whole.items() if total)
-    if not seconds or not steps:
+    whole = metrics.get("timing_s/step", Series([], []))
+    steps = [step for step, total in zip(whole.steps, whole.values, strict=True) if total]
+    names = sorted({key.removeprefix("timing_s/") for key in metrics if key.startswith("timing_s/")} - {"step"})
+    if not names or not steps:
         return None
+
+    def of_steps(key: str) -> np.ndarray:
+        found = metrics.get(key, Series([], []))
+        by_step = dict(zip(found.steps, found.values, strict=True))
+        return np.array([by_step.get(step) or 0.0 for step in steps])
+
+    seconds = {name: of_steps(f"timing_s/{name}") - of_steps(f"timing_hidden_s/{name}") for name in names}
     within = [one for name, one in seconds.items() if name not in _AFTER_THE_STEP]
-    names = [*_PHASES, *sorted(seconds.keys() - _PHASES), "other"]
-    seconds["other"] = {step: (whole[step] or 0.0) - sum(one.get(step) or 0.0 for one in within) for step in steps}
+    seconds["other"] = of_steps("timing_s/step") - sum(within)
     per_bar = -(-len(steps) // _MAX_BARS)
     bars = [steps[i : i + per_bar] for i in range(0, len(steps), per_bar)]
     phases = []
-    for name in names:
-        of_step = seconds.get(name, {})
-        sums = [sum(max(of_step.get(step) or 0.0, 0.0) for step in bar) for bar in bars]
-        if any(sums):
+    for name in [one for one in _PHASES if one in seconds] + [one for one in seconds if one not in _PHASES]:
+        sums = np.add.reduceat(seconds[name].clip(0.0), range(0, len(steps), per_bar))
+        if sums.any():
             label = _PHASES.get(name, name.replace("_", " "))
             phases.append({"label": label, "seconds": [rounded(one) for one in sums]})
     return {"bars": [f"{bar[0]}" if len(bar) == 1 else f"{bar[0]}-{bar[-1]}" for bar in bars], "phases": phases}

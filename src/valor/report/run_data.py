@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,16 +42,6 @@ StepHistogram = tuple[int, Histogram]
 
 
 @dataclass(frozen=True)
-class SampleGroup:
-    """Some of the samples of one step; `available` is how many the run recorded there."""
-
-    step: int
-    split: str
-    records: list[dict[str, Any]]
-    available: int
-
-
-@dataclass(frozen=True)
 class RunData:
     """All that a report is made of."""
 
@@ -58,7 +49,7 @@ class RunData:
     metrics: dict[str, Series]
     config: dict[str, Any]
     info: dict[str, Any]
-    samples: list[SampleGroup]
+    samples: list[dict[str, Any]]
     histograms: dict[str, list[StepHistogram]]
     findings: list[Finding]
 
@@ -113,19 +104,17 @@ def as_series(steps: Mapping[int, Mapping[str, Any]]) -> tuple[dict[str, Series]
     return metrics, histograms
 
 
-def read_samples(run_dir: Path) -> list[SampleGroup]:
-    """Up to eight steps of each split with up to eight samples each, training first, by step."""
-    found: dict[str, list[tuple[int, Path]]] = {"train": [], "val": []}
-    for path in (run_dir / SAMPLES_DIR).glob("*.jsonl"):
-        step = step_of_samples(path)
-        if step is not None:
-            found["val" if path.name.startswith("val_") else "train"].append((step, path))
+def read_samples(run_dir: Path) -> list[dict[str, Any]]:
+    """Up to eight steps of each split, training first: `step`, `split`, up to eight samples as `records`, and how many
+    the run recorded there (`available`)."""
+    files = [(step_of_samples(path), path) for path in (run_dir / SAMPLES_DIR).glob("*.jsonl")]
     groups = []
-    for split, files in found.items():
-        for step, path in evenly_spaced(sorted(files), MAX_SAMPLE_STEPS):
+    for split in ("train", "val"):
+        own = [(i, path) for i, path in files if i is not None and path.name.startswith("val_") == (split == "val")]
+        for step, path in evenly_spaced(sorted(own), MAX_SAMPLE_STEPS):
             records = _read_lines(path)
             shown = [_shorten(record) for record in records[:MAX_SAMPLES_PER_STEP]]
-            groups.append(SampleGroup(step, split, shown, len(records)))
+            groups.append({"step": step, "split": split, "records": shown, "available": len(records)})
     return groups
 
 
@@ -142,8 +131,7 @@ def thin(series: Series, limit: int = MAX_POINTS) -> Series:
         return series
     buckets = limit // 2
     kept: set[int] = set()
-    for bucket in range(buckets):
-        start, stop = (len(series.steps) * (bucket + i) // buckets for i in (0, 1))
+    for start, stop in pairwise(len(series.steps) * bucket // buckets for bucket in range(buckets + 1)):
         measured = sorted((value, i) for i, value in enumerate(series.values[start:stop], start) if value is not None)
         kept |= {measured[0][1], measured[-1][1]} if measured else {start}
     order = sorted(kept)
@@ -170,10 +158,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _shorten(record: dict[str, Any]) -> dict[str, Any]:
-    """The record cut to what a page can show: the middle of a long prompt goes, and the last tokens of a long response.
-
-    `tokens_left_out` says how many tokens went.
-    """
+    """The record without the middle of a long prompt and the last tokens of a long response (`tokens_left_out`)."""
     prompt, half = record["prompt"], MAX_PROMPT_CHARACTERS // 2
     if len(prompt) > MAX_PROMPT_CHARACTERS:
         left_out = len(prompt) - MAX_PROMPT_CHARACTERS
@@ -181,11 +166,9 @@ def _shorten(record: dict[str, Any]) -> dict[str, Any]:
     count = len(record["tokens"])
     if count <= MAX_TOKENS_PER_SAMPLE:
         return record
-    cut = {
-        key: value[:MAX_TOKENS_PER_SAMPLE] if isinstance(value, list) and len(value) == count else value
-        for key, value in record.items()
-    }
-    return {**cut, "tokens_left_out": count - MAX_TOKENS_PER_SAMPLE}
+    by_token = {key: value for key, value in record.items() if isinstance(value, list) and len(value) == count}
+    cut = {key: value[:MAX_TOKENS_PER_SAMPLE] for key, value in by_token.items()}
+    return {**record, **cut, "tokens_left_out": count - MAX_TOKENS_PER_SAMPLE}
 
 
 def rounded(value: float | None) -> float | None:

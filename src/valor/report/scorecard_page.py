@@ -18,8 +18,8 @@ def render(card: Mapping[str, Any]) -> str:
         sections["branches"] = "Against branch rollouts"
     return render_page(
         "scorecard",
-        f"{name}, scorecard",
         card,
+        title=f"{name}, scorecard",
         eyebrow="Valor · critic scorecard",
         heading=name,
         facts=[

@@ -13,24 +13,25 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
+_ASSETS = resources.files("valor.report") / "assets"
 
-def render_page(name: str, title: str, data: Any, *, script: str = "", **parts: Any) -> str:
-    """The page's text: the template assets/`name`.html with `parts`, and `data` (JSON values) for assets/`script`.js
-    (by default of the same name).
+
+def render_page(name: str, data: Any, *, script: str = "", **parts: Any) -> str:
+    """The page's text: assets/`name`.html with `parts`, and `data` (JSON values) for assets/`script or name`.js.
 
     The script finds the data parsed as `data`, Plotly loaded, and the helpers of assets/charts.js; a stylesheet
-    assets/`name`.css is added to the common one if there is one. The same arguments give the same text.
+    assets/`name`.css is added to the common one. The same arguments give the same text.
     """
     styles = dict.fromkeys(["report.css", f"{name}.css"])
     drawing = f'unpacked.then(() => {{\n"use strict";\n{asset("charts.js")}{asset(f"{script or name}.js")}}});'
     made = {
-        "style": "".join(asset(one) for one in styles if _assets().joinpath(one).is_file()),
+        "style": "".join(asset(one) for one in styles if (_ASSETS / one).is_file()),
         "data": htmlsafe_json_dumps(data, allow_nan=False, separators=(",", ":")),
         "plotly": _packed_plotly(),
         "script": asset("unpack.js") + drawing,
     }
     trusted = {part: Markup(text) for part, text in made.items()}  # all other text is escaped
-    return _TEMPLATES.get_template(f"{name}.html").render(title=title, **parts, **trusted)
+    return _TEMPLATES.get_template(f"{name}.html").render(**parts, **trusted)
 
 
 def short(value: float | None, sign: str = "") -> str:
@@ -57,12 +58,8 @@ def _packed_plotly() -> str:
     return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
 
 
-def _assets() -> Any:
-    return resources.files("valor.report").joinpath("assets")
-
-
 def asset(name: str) -> str:
-    return _assets().joinpath(name).read_text(encoding="utf-8")
+    return (_ASSETS / name).read_text(encoding="utf-8")
 
 
 _TEMPLATES = Environment(loader=FunctionLoader(asset), autoescape=True, undefined=StrictUndefined, trim_blocks=True)

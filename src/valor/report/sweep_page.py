@@ -9,8 +9,6 @@ from valor.report.pictures import Table, curves_table
 from valor.report.skeleton import render_page, short
 from valor.tracking.console import format_seconds
 
-SECTIONS = {"compared": "Compared", "curves": "Learning curves", "differences": "What differs", "runs": "Runs"}
-
 
 def render(results: Mapping[str, Any]) -> str:
     """The page's text, from the content of a sweep's results.json."""
@@ -18,10 +16,9 @@ def render(results: Mapping[str, Any]) -> str:
     finished = [one for arm in arms for one in arm["finished"].values()]
     return render_page(
         "sweep",
-        results["name"],
         results,
         eyebrow=f"valor {results['entry']} · sweep",
-        heading=results["name"],
+        title=results["name"],
         facts=[
             f"{len(arms)} arms",
             f"seeds {', '.join(map(str, results['seeds']))}",
@@ -29,8 +26,7 @@ def render(results: Mapping[str, Any]) -> str:
             f"control {results['control']}",
             f"{format_seconds(sum(one['seconds'] for one in finished))} of training",
         ],
-        command=None,
-        sections=SECTIONS,
+        sections={"compared": "Compared", "curves": "Learning curves", "differences": "What differs", "runs": "Runs"},
         results=results,
         comparison=comparison(results),
         numbers=[curves_table(_means(one["arms"])) for one in results["curves"]],
@@ -62,13 +58,7 @@ def _row(arm: Mapping[str, Any]) -> list[str]:
 def _runs(results: Mapping[str, Any]) -> Iterator[list[str]]:
     for arm in results["arms"]:
         for seed, one in arm["finished"].items():
-            yield [
-                arm["name"],
-                seed,
-                short(one["first"]),
-                short(one["last"]),
-                format_seconds(one["seconds"]),
-            ]
+            yield [arm["name"], seed, short(one["first"]), short(one["last"]), format_seconds(one["seconds"])]
         for seed, error in arm["errors"].items():
             yield [arm["name"], seed, error, "", ""]
 

@@ -24,9 +24,6 @@ _COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("val loss", ("val/loss",), ".4f"),
     ("val accuracy", ("val/accuracy", "val/token_accuracy"), ".3f"),
 )
-_CUT = "response_length/clip_ratio"
-_SECONDS = ("timing_s/step", "perf/time_per_step")
-_THROUGHPUT = "perf/throughput"
 Value = TypeVar("Value")
 
 
@@ -79,17 +76,19 @@ def summary_line(step: int, metrics: Mapping[str, float], total_steps: int | Non
         if value is None:
             continue
         text = f"{label} {value:{form}}" if math.isfinite(value) else f"{label} {value}"
-        if label == "len" and metrics.get(_CUT, 0) > 0:
-            text += f" ({metrics[_CUT]:.0%} cut)"
+        if label == "len" and (cut := metrics.get("response_length/clip_ratio", 0)) > 0:
+            text += f" ({cut:.0%} cut)"
         parts.append(text)
-    seconds = next((metrics[key] for key in _SECONDS if key in metrics), None)
+    seconds = metrics.get("timing_s/step", metrics.get("perf/time_per_step"))
     if seconds is not None:
         parts.append(format_seconds(seconds))
-    if _THROUGHPUT in metrics:
-        parts.append(f"{metrics[_THROUGHPUT]:,.0f} tok/s")
+    if "perf/throughput" in metrics:
+        parts.append(f"{metrics['perf/throughput']:,.0f} tok/s")
     validation = validation_scores(metrics)
-    names = _short_names(list(validation))
-    parts += [f"val {names[source] + ' ' if len(validation) > 1 else ''}{validation[source]:.3f}" for source in names]
+    short = {source: source.rpartition("/")[2] for source in validation}  # where that is still unambiguous
+    for source, score in validation.items():
+        name = short[source] if len({*short.values()}) == len(short) else source
+        parts.append(f"val {name} {score:.3f}" if len(short) > 1 else f"val {score:.3f}")
     return "  ".join(parts)
 
 
@@ -100,9 +99,3 @@ def validation_scores(metrics: Mapping[str, Value]) -> dict[str, Value]:
         for key, value in metrics.items()
         if key.startswith("val-core/") and key.rpartition("/")[2].startswith("mean@")
     }
-
-
-def _short_names(sources: list[str]) -> dict[str, str]:
-    """`openai/gsm8k` is `gsm8k`, where that is still unambiguous."""
-    short = {source: source.rpartition("/")[2] for source in sources}
-    return short if len(set(short.values())) == len(sources) else {source: source for source in sources}

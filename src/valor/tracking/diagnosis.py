@@ -16,6 +16,7 @@ WINDOW = 5  # steps, the median of which is a metric's present (or its early) va
 _QUIET_FOR = 20  # steps in which a finding is not repeated
 _SCORE = "critic/score/mean"
 _ACTOR = "actor_rollout_ref.actor"
+_RATE = f"{_ACTOR}.optim.lr"
 Said = tuple[str, str]  # what is wrong, with its number; what to do
 
 
@@ -54,8 +55,7 @@ class Diagnosis:
             if said := rule(self):
                 name = rule.__name__
                 first = self.findings[name].first if name in self.findings else step
-                text, remedy = said
-                self.findings[name] = Finding(name, text, remedy, first, step)
+                self.findings[name] = Finding(name, *said, first, step)
                 if step - self._told.get(name, -math.inf) >= _QUIET_FOR:
                     self._told[name] = step
                     news.append(self.findings[name])
@@ -76,20 +76,21 @@ class Diagnosis:
     @property
     def solved(self) -> float:
         """Where the mean score is between the lowest and the highest score that any response has had, from 0 to 1."""
-        return self._share(fmean(self.all(_SCORE)[-WINDOW:]) - self.low)
+        return self._above(self.low)
 
     @property
     def gain(self) -> float:
         """By how much of that distance the mean score has risen."""
-        return self._share(fmean(self.all(_SCORE)[-WINDOW:]) - fmean(self.all(_SCORE)[:WINDOW]))
+        return self._above(fmean(self.all(_SCORE)[:WINDOW]))
 
     def key(self, name: str) -> str:
         """A key for a remedy, with what it is set to: `critic.optim.lr (1e-05)`."""
         value = self.settings.get(name)
         return f"{name} ({value:g})" if isinstance(value, int | float) else name
 
-    def _share(self, part: float) -> float:
-        return part / (self.high - self.low) if self.high > self.low else 0.0
+    def _above(self, score: float) -> float:
+        distance = fmean(self.all(_SCORE)[-WINDOW:]) - score
+        return distance / (self.high - self.low) if self.high > self.low else 0.0
 
 
 def not_finite(run: Diagnosis) -> Said | None:
@@ -98,7 +99,7 @@ def not_finite(run: Diagnosis) -> Said | None:
     broken = broken or [k for k, v in run.now.items() if k.endswith("/skipped") and v]
     if not broken:
         return None
-    rates = {"actor/lr": f"{_ACTOR}.optim.lr", "critic/lr": "critic.optim.lr", "train/lr": "optim.lr"}
+    rates = {"actor/lr": _RATE, "critic/lr": "critic.optim.lr", "train/lr": "optim.lr"}
     rate = " and ".join(run.key(name) for key, name in rates.items() if key in run.now)
     limit = run.key("trainer.max_skipped_updates")
     return (
@@ -108,16 +109,16 @@ def not_finite(run: Diagnosis) -> Said | None:
 
 
 def out_of_memory(run: Diagnosis) -> Said | None:
-    keys = {"actor": f"{_ACTOR}.ppo_max_token_len_per_gpu", "critic": "critic.ppo_max_token_len_per_gpu"}
-    for role, key in (keys | {"train": "max_token_len_per_gpu"}).items():
-        if retries := run.now.get(f"{role}/oom_retries"):
-            tokens = run.now.get(f"{role}/token_budget_min", 0)
-            return (
-                f"{role} ran out of memory {retries:.0f} time(s); micro-batches were made smaller, down to "
-                f"{tokens:.0f} tokens, and repeated: nothing is lost but time",
-                f"set {run.key(key)} lower",
-            )
-    return None
+    sections = {"actor": f"{_ACTOR}.ppo_", "critic": "critic.ppo_", "train": ""}
+    role = next((one for one in sections if run.now.get(f"{one}/oom_retries")), None)
+    if role is None:
+        return None
+    retries, tokens = run.now[f"{role}/oom_retries"], run.now.get(f"{role}/token_budget_min", 0)
+    return (
+        f"{role} ran out of memory {retries:.0f} time(s); micro-batches were made smaller, down to {tokens:.0f} tokens,"
+        " and repeated: nothing is lost but time",
+        f"set {run.key(f'{sections[role]}max_token_len_per_gpu')} lower",
+    )
 
 
 def rollout_mismatch(run: Diagnosis) -> Said | None:
@@ -168,7 +169,7 @@ def flat_reward(run: Diagnosis) -> Said | None:
     return (
         f"the mean reward {verb} in {trained} steps of training the policy: {fmean(early):.3g} in the first {part}, "
         f"{fmean(late):.3g} in the last (their noise: {noise:.2g})",
-        f"{turn} {run.key(f'{_ACTOR}.optim.lr')}, or draw more samples a step ({run.key('data.train_batch_size')})",
+        f"{turn} {run.key(_RATE)}, or draw more samples a step ({run.key('data.train_batch_size')})",
     )
 
 
@@ -180,10 +181,8 @@ def critic_does_not_learn(run: Diagnosis) -> Said | None:
     misleads = trained >= 10 and present < -0.2 and 0.1 < run.solved < 0.9
     if not misleads and (trained < 20 or max(explained) > 0.05):
         return None
-    seen = (
-        f"the critic explains nothing of the returns: explained variance {present:.2g}, at best {max(explained):.2g}, "
-    )
-    seen += f"in {trained} steps of training; "
+    seen = f"the critic explains nothing of the returns: explained variance {present:.2g}, at best "
+    seen += f"{max(explained):.2g}, in {trained} steps of training; "
     reach = max(abs(run.now.get(f"critic/returns/{end}") or 0.0) for end in ("min", "max"))
     if reach > 4 * (run.settings.get("critic.cliprange_value") or math.inf):
         norm, clip = run.last("critic/grad_norm"), run.key("critic.cliprange_value")
@@ -205,7 +204,7 @@ def entropy(run: Diagnosis) -> Said | None:
         return None
     first = run.first("actor/entropy")
     seen = f"entropy went from {first:.2g} to {last:.2g} nats a token while the reward gained nothing"
-    coefficient, lr = run.key(f"{_ACTOR}.entropy_coeff"), run.key(f"{_ACTOR}.optim.lr")
+    coefficient, lr = run.key(f"{_ACTOR}.entropy_coeff"), run.key(_RATE)
     if last > 3 * first and last > 1:
         return f"{seen}: the policy writes noise", f"lower {lr} and {coefficient}, add {_ACTOR}.use_kl_loss=true"
     if last >= max(0.4 * first, 1e-3):
@@ -232,14 +231,13 @@ def lengths(run: Diagnosis) -> Said | None:
 
 def policy_runs_away(run: Diagnosis) -> Said | None:
     far, step = run.last("actor/kl_loss", "actor/reward_kl_penalty"), run.last("actor/ppo_kl")
-    lr = run.key(f"{_ACTOR}.optim.lr")
     if far is not None and far > 1:
         coefficients = f"{run.key(f'{_ACTOR}.kl_loss_coef')} or {run.key('algorithm.kl_ctrl.kl_coef')}"
         seen = f"the policy has run away from the reference: KL {far:.3g} nats a token"
-        return seen, f"raise {coefficients}, lower {lr}"
+        return seen, f"raise {coefficients}, lower {run.key(_RATE)}"
     if step is not None and step > 0.1:
-        advice = f"lower {lr} or {run.key(f'{_ACTOR}.ppo_epochs')}"
-        return f"one step moves the policy by a KL of {step:.3g} nats a token", advice
+        seen = f"one step moves the policy by a KL of {step:.3g} nats a token"
+        return seen, f"lower {run.key(_RATE)} or {run.key(f'{_ACTOR}.ppo_epochs')}"
     return None
 
 
@@ -250,7 +248,7 @@ def clip_fraction(run: Diagnosis) -> Said | None:
         return None
     return (
         f"the clip range stops {clipped:.0%} of the tokens: most of each batch teaches nothing",
-        f"lower {run.key(f'{_ACTOR}.optim.lr')} or {run.key(f'{_ACTOR}.ppo_epochs')}, take larger mini-batches "
+        f"lower {run.key(_RATE)} or {run.key(f'{_ACTOR}.ppo_epochs')}, take larger mini-batches "
         f"({run.key(f'{_ACTOR}.ppo_mini_batch_size')}), or widen {run.key(f'{_ACTOR}.clip_ratio')}",
     )
 

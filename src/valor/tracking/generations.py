@@ -12,7 +12,6 @@ from typing import Any, Literal
 from valor.tracking.rundir import samples_file, write_atomically
 
 Split = Literal["train", "val"]
-_WHOLE = ("mask", "turns")
 _MEASURED = ("advantages", "values", "log_probs", "returns")
 _TORN = "\ufffd"  # what a decoder makes of a character whose last bytes are still to come
 _MAX_WINDOW = 256  # tokens; bytes that never become a character are given up after so many
@@ -47,7 +46,7 @@ class Sample:
     episode: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        for name in (*_WHOLE, *_MEASURED):
+        for name in ("mask", "turns", *_MEASURED):
             numbers = getattr(self, name)
             if numbers is not None and len(numbers) != len(self.tokens):
                 raise ValueError(f"{name} has {len(numbers)} entries for {len(self.tokens)} tokens")
@@ -87,8 +86,7 @@ def token_strings(ids: Sequence[int], decode: Callable[[list[int]], str]) -> lis
 def _record(step: int, split: str, sample: Sample) -> dict[str, Any]:
     record = _jsonable({"step": step, "split": split, **asdict(sample)})
     for name in _MEASURED:
-        if record[name] is not None:
-            record[name] = [None if number is None else float(f"{number:.6g}") for number in record[name]]
+        record[name] = record[name] and [None if one is None else float(f"{one:.6g}") for one in record[name]]
     return record
 
 

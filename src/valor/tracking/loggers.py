@@ -7,6 +7,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -17,8 +18,6 @@ from valor.tracking.console import say, summary_line
 from valor.tracking.metrics import Histogram
 from valor.tracking.rundir import METRICS_FILE, TENSORBOARD_DIR, rewind
 from valor.user_files import load_object
-
-_OURS = ("console", "file", "tensorboard")
 
 
 class Logger(ABC):
@@ -43,19 +42,20 @@ class RunInfo:
     resume_step: int | None = None
 
 
-class Tracker:
+class Tracker(AbstractContextManager["Tracker"]):
     """Sends each step's metrics to every named logger; first removes records of steps after `resume_step`.
 
     UserError, before anything is written: a name is unknown or its package is missing. A context manager.
     """
 
     def __init__(self, names: Sequence[str], run: RunInfo) -> None:
-        makers = {name: find_logger(name) for name in names}
+        makers = [find_logger(name) for name in dict.fromkeys(names)]
         run.run_dir.mkdir(parents=True, exist_ok=True)
         # Services may refuse (no login), so they come before the run folder's records are touched.
-        self._loggers = [make(run) for name, make in makers.items() if name not in _OURS]
+        ours = (ConsoleLogger, FileLogger, TensorboardLogger)
+        self._loggers = [make(run) for make in makers if make not in ours]
         rewind(run.run_dir, run.resume_step)
-        self._loggers += [make(run) for name, make in makers.items() if name in _OURS]
+        self._loggers += [make(run) for make in makers if make in ours]
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write the metrics of `step` (numbers, one-element arrays or histograms); on return they are flushed."""
@@ -63,9 +63,6 @@ class Tracker:
         plain = {key: _plain_number(key, value) for key, value in metrics.items() if key not in histograms}
         for logger in self._loggers:
             logger.log(step, plain, histograms)
-
-    def __enter__(self) -> Tracker:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         for logger in self._loggers:
@@ -111,17 +108,8 @@ class TensorboardLogger(Logger):
         for key, value in metrics.items():
             self._writer.add_scalar(key, value, step)
         for key, one in histograms.items():
-            self._writer.add_histogram_raw(
-                key,
-                min=one.low,
-                max=one.high,
-                num=sum(one.counts),
-                sum=float(one.centres @ one.counts),
-                sum_squares=float(one.centres**2 @ one.counts),
-                bucket_limits=one.edges[1:].tolist(),
-                bucket_counts=one.counts,
-                global_step=step,
-            )
+            sums = [float(one.centres**power @ one.counts) for power in (0, 1, 2)]  # number, sum, sum of squares
+            self._writer.add_histogram_raw(key, one.low, one.high, *sums, one.edges[1:].tolist(), one.counts, step)
         self._writer.flush()
 
     def close(self) -> None:

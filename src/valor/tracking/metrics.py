@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,19 +24,10 @@ def reduce_metrics(metrics: Iterable[Mapping[str, float]]) -> dict[str, float]:
     A dict without some key adds nothing to it. NaN wins over every number, so that it is never hidden.
     """
     reduced: dict[str, float] = {}
-    for one in metrics:
-        for key, value in one.items():
-            value = float(value)
-            if key not in reduced:
-                reduced[key] = value
-                continue
-            extreme = _EXTREME.search(key)
-            if extreme is None:
-                reduced[key] += value
-            elif math.isnan(value) or math.isnan(reduced[key]):
-                reduced[key] = math.nan
-            else:
-                reduced[key] = (max if extreme[1] == "max" else min)(reduced[key], value)
+    for key, value in (item for one in metrics for item in one.items()):
+        extreme = _EXTREME.search(key)
+        join = operator.add if extreme is None else np.maximum if extreme[1] == "max" else np.minimum
+        reduced[key] = float(join(reduced[key], float(value))) if key in reduced else float(value)
     return reduced
 
 
@@ -45,13 +37,7 @@ def summarize(name: str, array: Any, mask: Any = None) -> dict[str, float]:
     `array` is a torch tensor on any device and of any dtype, a NumPy array or a sequence.
     """
     chosen = _selected(array, mask)
-    if chosen.size == 0:
-        return {}
-    return {
-        f"{name}/mean": float(chosen.mean()),
-        f"{name}/max": float(chosen.max()),
-        f"{name}/min": float(chosen.min()),
-    }
+    return {f"{name}/{kind}": float(getattr(chosen, kind)()) for kind in ("mean", "max", "min") if chosen.size}
 
 
 def explained_variance(values: Any, returns: Any, mask: Any) -> float:

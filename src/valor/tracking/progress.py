@@ -44,9 +44,6 @@ class _Board:
     """The state of the process: open phases, innermost last, and the listeners."""
 
     def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
         self.lock = threading.RLock()
         self.listeners: list[Listener] = []
         self.phases: list[_Open] = []
@@ -65,8 +62,7 @@ class _Board:
 
 _board = _Board()
 # A forked child (a grader process, say) must not draw on its parent's terminal, nor inherit a lock that is held.
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_board.clear)
+os.register_at_fork(after_in_child=_board.__init__)
 
 
 def add_listener(listener: Listener) -> Callable[[], None]:
@@ -162,11 +158,9 @@ def relay(snapshots: Sequence[Progress | None]) -> None:
     """
     known = [one for one in snapshots if one is not None]
     with _board.lock:
-        counts_steps = _board.innermost().last.unit == "step"
-    if not known or counts_steps:
-        return
-    with _board.lock:
         opened = _board.innermost()
+        if not known or opened.last.unit == "step":
+            return
         opened.last = replace(opened.last, tokens=sum(one.tokens for one in known))
     totals = [one.total for one in known if one.total is not None]
     complete = len(totals) == len(known)

@@ -27,7 +27,7 @@ def show_progress() -> Iterator[None]:
     if _shown:
         yield
         return
-    view, ended = PhaseView(get_console(), PLAIN_EVERY), threading.Event()
+    view, ended = PhaseView(get_console()), threading.Event()
 
     def keep_telling() -> None:
         while not ended.wait(1.0):
@@ -48,21 +48,17 @@ def show_progress() -> Iterator[None]:
 
 class PhaseView:
     """Listener that draws a bar for each phase on a terminal. Elsewhere it writes a line when a phase begins for the
-    first time, and of a long one another every `every` seconds and at its end, whether it reports or not (`tell`).
+    first time, and of a long one another every PLAIN_EVERY seconds and at its end, whether it reports or not (`tell`).
 
     A finished phase stays on screen until the phase around it moves on, so that a step's phases are seen together;
     nothing remains in the scrollback.
     """
 
-    def __init__(self, console: Console, every: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console, self._every, self._clock = console, every, clock
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._clock = console, clock
         self.bars = _make_bars(console, clock)
         self._lock = threading.RLock()
         self._met: set[str] = set()
-
-    def __call__(self, progress: Progress) -> None:
-        with self._lock:
-            self._take(progress)
 
     def tell(self) -> None:
         """The plain line of the innermost phase, when it is time for one."""
@@ -71,23 +67,24 @@ class PhaseView:
             if under_way:
                 self._tell(under_way[-1])
 
-    def _take(self, progress: Progress) -> None:
-        if progress.state == "start":
-            self._start(progress)
-            return
-        key = (progress.depth, progress.phase)
-        rows = self.bars.tasks[::-1]  # from the bottom: a phase may come twice within one step
-        task = next((row for row in rows if row.fields["key"] == key), None)
-        if task is None:  # begun before anybody listened
-            return
-        if progress.state == "end" or progress.done != task.completed:
-            for row in takewhile(lambda row: row.fields["key"][0] > progress.depth, rows):
-                self.bars.remove_task(row.id)
-        if progress.state == "update":
-            self.bars.update(task.id, completed=progress.done, total=progress.total, tokens=progress.tokens)
-            self._tell(task)
-        else:
-            self._end(task, progress.total or progress.done or 1)
+    def __call__(self, progress: Progress) -> None:
+        with self._lock:
+            if progress.state == "start":
+                self._start(progress)
+                return
+            key = (progress.depth, progress.phase)
+            rows = self.bars.tasks[::-1]  # from the bottom: a phase may come twice within one step
+            task = next((row for row in rows if row.fields["key"] == key), None)
+            if task is None:  # begun before anybody listened
+                return
+            if progress.state == "end" or progress.done != task.completed:
+                for row in takewhile(lambda row: row.fields["key"][0] > progress.depth, rows):
+                    self.bars.remove_task(row.id)
+            if progress.state == "update":
+                self.bars.update(task.id, completed=progress.done, total=progress.total, tokens=progress.tokens)
+                self._tell(task)
+            else:
+                self._end(task, progress.total or progress.done or 1)
 
     def close(self) -> None:
         """Take the bars off the screen."""
@@ -99,17 +96,15 @@ class PhaseView:
         self.bars.start()
         key = (progress.depth, progress.phase)
         name = "  " * progress.depth + progress.phase
-        number = self.bars.add_task(name, total=progress.total, key=key, unit=progress.unit, told=None, tokens=0)
+        self.bars.add_task(name, total=progress.total, key=key, unit=progress.unit, told=None, tokens=0)
         if not self._console.is_terminal and progress.phase not in self._met:
             self._met.add(progress.phase)
-            task = next(one for one in self.bars.tasks if one.id == number)
-            self._write(f"{progress.phase}: {format_count(task) or 'begins'}")
+            self._write(f"{progress.phase}: {format_count(self.bars.tasks[-1]) or 'begins'}")
 
     def _tell(self, task: Task) -> None:
         """The plain line about a phase under way, when it is time for one."""
-        now, told = self._clock(), task.fields["told"]
-        since = task.start_time if told is None else told
-        if not self._console.is_terminal and now - (since or 0.0) >= self._every:
+        now, since = self._clock(), task.fields["told"] or task.start_time or 0.0
+        if not self._console.is_terminal and now - since >= PLAIN_EVERY:
             task.fields["told"] = now
             parts = (format_count(task), format_pace(task) or f"{format_seconds(task.elapsed or 0.0)} so far")
             self._write(f"{task.fields['key'][1]}: {', '.join(part for part in parts if part)}")
@@ -158,18 +153,14 @@ def _make_bars(console: Console, clock: Callable[[], float]) -> Bars:
 
 def format_count(task: Task) -> str:
     """`120/512 samples, 43,210 tokens`; `37%` where what is done is not whole; nothing where nothing was counted."""
-    tokens = f"{task.fields['tokens']:,} tokens" if task.fields.get("tokens") else ""
-    return ", ".join(part for part in (_done_of_total(task), tokens) if part)
-
-
-def _done_of_total(task: Task) -> str:
     done, total, unit = task.completed, task.total, task.fields["unit"]
+    count = f"{done:.0f}/{total:.0f}" if total is not None else f"{done:.0f}" if done else ""
     if not float(done).is_integer():
-        return f"{done / total:.0%}" if total else ""
-    if total is None and done == 0:
-        return ""
-    count = f"{done:.0f}" if total is None else f"{done:.0f}/{total:.0f}"
-    return f"{count} {unit if (total or done) == 1 else _plural(unit)}" if unit else count
+        count = f"{done / total:.0%}" if total else ""
+    elif count and unit:
+        count += f" {unit if (total or done) == 1 else _plural(unit)}"
+    tokens = f"{task.fields['tokens']:,} tokens" if task.fields.get("tokens") else ""
+    return ", ".join(part for part in (count, tokens) if part)
 
 
 def format_pace(task: Task) -> str:

@@ -78,13 +78,11 @@ def disk_errors(path: Path) -> Iterator[None]:
     except (UserError, TrainingStopped):
         raise
     except Exception as error:
-        if isinstance(error, OSError):
-            number, where = error.errno, error.filename or path
-        else:
-            said = _OS_ERROR.search(str(error))
-            number, where = (int(said[1]) if said else None), path
+        said = _OS_ERROR.search(str(error))
+        number = error.errno if isinstance(error, OSError) else said and int(said[1])
         if number is None or number not in _REMEDY_OF:
             raise
+        where = (isinstance(error, OSError) and error.filename) or path
         raise UserError(f"'{where}': {os.strerror(number)}: {_REMEDY_OF[number]}") from error
 
 
@@ -164,30 +162,24 @@ def _acquire(path: Path, say: Callable[[str], None]) -> int:
         try:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            holder = os.read(handle, 1000).decode(errors="replace") or "a process that has just begun"
-            if error.errno in _HELD:
+            if error.errno in _NO_LOCKS:
+                say(f"the file system of '{path.parent}' has no locks: see to it that no other run uses this folder")
+            else:
+                holder = os.read(handle, 1000).decode(errors="replace") or "a process that has just begun"
                 os.close(handle)
+                if error.errno not in _HELD:
+                    raise
                 raise UserError(
                     f"'{path.parent}' is the folder of a run that is going on ({holder}): wait for its end, stop it, "
                     "or choose another folder with trainer.default_local_dir"
                 ) from None
-            if error.errno not in _NO_LOCKS:
-                os.close(handle)
-                raise
-            say(f"the file system of '{path.parent}' has no locks: see to it that no other run uses this folder")
-        if _is_at(handle, path):
-            break
-        os.close(handle)  # the run that has just ended took this file with it
+        with suppress(FileNotFoundError):  # the run that has just ended took this file with it
+            if os.path.samestat(os.fstat(handle), path.stat()):
+                break
+        os.close(handle)
     os.ftruncate(handle, 0)
     os.write(handle, f"process {os.getpid()} on {socket.gethostname()}".encode())
     return handle
-
-
-def _is_at(handle: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(handle), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _set_aside(run_dir: Path, found: list[Path]) -> None:
@@ -202,9 +194,7 @@ def _set_aside(run_dir: Path, found: list[Path]) -> None:
 
 def _step_of_line(line: bytes) -> int | None:
     """The step of a metrics line; None of an unfinished one, or of none."""
-    if not line.endswith(b"\n"):
-        return None
     try:
-        return int(json.loads(line)["step"])
+        return int(json.loads(line)["step"]) if line.endswith(b"\n") else None
     except (ValueError, KeyError, TypeError):
         return None

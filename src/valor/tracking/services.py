@@ -24,6 +24,7 @@ class Service(Logger):
 
     name: str
     advice: str
+    _run: Any
 
     def __init__(self, run: RunInfo) -> None:
         self.package: Any = importlib.import_module(self.name)
@@ -39,6 +40,14 @@ class Service(Logger):
     def start(self, run: RunInfo, number: str | None) -> str:
         """Begin a run of the service, or go on with the one of this id; its id."""
         raise NotImplementedError
+
+    def _init(self, run: RunInfo, number: str | None, **places: str) -> Any:
+        """A run of Weights & Biases or SwanLab."""
+        facts = {"project": run.project, "name": run.experiment, "config": dict(run.config)}
+        return self.package.init(**facts, **places, id=number, resume="allow" if number else None)
+
+    def close(self) -> None:
+        self._run.finish()
 
     def shown(self, histograms: Mapping[str, Histogram]) -> dict[str, Any]:
         """Histograms as Weights & Biases and Trackio take them."""
@@ -56,22 +65,12 @@ class WandbLogger(Service):
     advice = "run `wandb login`, or set WANDB_MODE=offline"
 
     def start(self, run: RunInfo, number: str | None) -> str:
-        self._run = self.package.init(
-            project=run.project,
-            name=run.experiment,
-            config=dict(run.config),
-            dir=str(run.run_dir),
-            id=number,
-            resume="allow" if number else None,
-        )
+        self._run = self._init(run, number, dir=str(run.run_dir))
         self._run.define_metric("*", step_metric="training/global_step")
         return self._run.id
 
     def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
         self._run.log({**metrics, **self.shown(histograms), "training/global_step": step})
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 class TrackioLogger(Service):
@@ -91,9 +90,6 @@ class TrackioLogger(Service):
 
     def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
         self._run.log({**metrics, **self.shown(histograms)}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 class MlflowLogger(Service):
@@ -132,14 +128,7 @@ class SwanlabLogger(Service):
     advice = "run `swanlab login`, or set SWANLAB_MODE=offline"
 
     def start(self, run: RunInfo, number: str | None) -> str:
-        self._run = self.package.init(
-            project=run.project,
-            name=run.experiment,
-            config=dict(run.config),
-            log_dir=str(run.run_dir / "swanlog"),
-            id=number,
-            resume="allow" if number else None,
-        )
+        self._run = self._init(run, number, log_dir=str(run.run_dir / "swanlog"))
         return self._run.id
 
     def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:

@@ -75,10 +75,10 @@ def test_samples_are_cut_to_what_a_page_can_show(tmp_path):
     write_samples(tmp_path, 3, [long], split="val")
     (tmp_path / "samples" / "other.jsonl").write_text("not ours\n")
     groups = read_samples(tmp_path)
-    assert [(group.step, group.split) for group in groups[-2:]] == [(19, "train"), (3, "val")]
-    assert len(groups) == 9 and groups[0].step == 0
-    assert len(groups[0].records) == 8 and groups[0].available == 10
-    record = groups[0].records[0]
+    assert [(group["step"], group["split"]) for group in groups[-2:]] == [(19, "train"), (3, "val")]
+    assert len(groups) == 9 and groups[0]["step"] == 0
+    assert len(groups[0]["records"]) == 8 and groups[0]["available"] == 10
+    record = groups[0]["records"][0]
     assert len(record["tokens"]) == len(record["values"]) == 1500
     assert record["tokens_left_out"] == 500
     assert "[… 1000 characters …]" in record["prompt"]

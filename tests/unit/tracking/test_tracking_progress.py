@@ -162,7 +162,7 @@ def test_pace_starts_at_the_first_report():
 def test_plain_lines_tell_of_a_phase_when_it_begins_and_every_ten_seconds():
     stream = io.StringIO()
     now = [0.0]
-    listener = PhaseView(Console(file=stream, width=200), every=10.0, clock=lambda: now[0])
+    listener = PhaseView(Console(file=stream, width=200), clock=lambda: now[0])
     remove = progress.add_listener(listener)
     try:
         with phase("adv", 1):
@@ -226,7 +226,7 @@ def test_no_control_characters_where_stdout_is_no_terminal(capsys, monkeypatch):
 def test_live_bars_show_the_phases_of_a_step_together():
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, width=100, color_system=None)
-    view = PhaseView(console, every=10.0)
+    view = PhaseView(console)
     remove = progress.add_listener(view)
 
     def rows() -> list[str]:
