@@ -18,13 +18,7 @@ from valor.errors import TrainingStopped, out_of_memory
 from valor.models.export import plain_weights
 from valor.models.hf import cache_bytes_per_token
 from valor.models.policy import PolicyModel
-from valor.rollout.base import (
-    Request,
-    RequestSource,
-    RolloutEngine,
-    WeightMode,
-    token_versions,
-)
+from valor.rollout.base import Request, RequestSource, RolloutEngine, WeightMode, token_versions
 from valor.rollout.native.attention import check_supported, generation_mode, serving
 from valor.rollout.native.decoder import Decoder, agrees
 from valor.rollout.native.kv_cache import PromptCache, SlotCache, free_bytes

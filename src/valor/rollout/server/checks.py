@@ -10,7 +10,7 @@ import httpx2
 from valor.config import RolloutConfig
 from valor.errors import UserError
 from valor.rollout.base import SamplingParams
-from valor.rollout.server.connection import CONNECT_SECONDS, addresses, headers, root
+from valor.rollout.server.connection import CONNECT_SECONDS, headers, root
 from valor.rollout.server.dialects import AS_TOKENS, Ask, Reply
 from valor.rollout.server.fleet import DIALECTS
 
@@ -22,8 +22,8 @@ _WARM = 2.0  # probing temperature
 
 def check_server(config: RolloutConfig, tokenizer: Any) -> None:
     """UserError for the first thing that a server of `config.server` lacks; `tokenizer` is the policy's."""
-    for url in addresses(config.server):
-        server = _Server(url, config)
+    for url in config.server.base_url:
+        server = _Server(url.rstrip("/"), config)
         if config.name == "server":
             _check_model(server, config)
             _check_tokens(server, config, tokenizer)

@@ -116,11 +116,6 @@ class Connection:
                 await lost()
 
 
-def addresses(config: ServerConfig) -> list[str]:
-    """The servers' addresses without a slash at the end."""
-    return [url.rstrip("/") for url in config.base_url]
-
-
 def root(url: str) -> str:
     """Where a server has what is not OpenAI's protocol."""
     return url.removesuffix("/v1")

@@ -22,16 +22,7 @@ from torch import Tensor
 
 from valor.config import RolloutConfig
 from valor.errors import TrainingStopped, WorkersReplaced
-from valor.rollout.base import (
-    Abort,
-    FinishReason,
-    Output,
-    Request,
-    RequestSource,
-    RolloutEngine,
-    UnderWay,
-    WeightMode,
-)
+from valor.rollout.base import Abort, FinishReason, Output, Request, RequestSource, RolloutEngine, UnderWay, WeightMode
 from valor.rollout.sampling import uniform_stream
 from valor.rollout.server.connection import Away
 from valor.rollout.server.dialects import Ask, Reply, Written
@@ -136,7 +127,7 @@ class ServerEngine(RolloutEngine):
             dist.barrier()
             if isinstance(files, Written):
                 urls = [*self._fleet.present, *self._fleet.answering()]
-                sent = [send_weights(self._connection, self._dialect, urls, files, version, self._fleet.leave)]
+                sent = [send_weights(self._dialect, urls, files, version, self._fleet.leave)]
             dist.broadcast_object_list(sent)  # nobody generates before the servers are ready
         told: Sent = sent[0]
         self.weights_checksum, self._version = told.checksum, version
@@ -213,7 +204,7 @@ class ServerEngine(RolloutEngine):
 
     async def _complete(self, asked: _Asked) -> Any:
         async def check() -> None:
-            compare(asked.url, await self._dialect.held(self._connection, asked.url), None)
+            compare(asked.url, await self._dialect.held(asked.url), None)
             raise _Lost
 
         async with self._places:
