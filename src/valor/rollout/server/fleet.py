@@ -100,16 +100,16 @@ class Fleet:
 
     def check(self) -> None:
         """WorkersReplaced when one of the servers has to be sent the weights: the last one, or one that is back."""
-        with self.connection.opened() as portal:
+        with self.connection.opened():
             for url in self.present:
                 self.holds(url)
-            if back := portal.call(self._look):
+            if back := self.look():
                 raise WorkersReplaced(f"the rollout server at {back[0]} is there again: it is sent the weights")
 
-    def answering(self) -> list[str]:
-        """Those of the servers left out that answer again."""
+    def look(self) -> list[str]:
+        """Ask those again that hold what they should; of those left out the others that answer."""
         with self.connection.opened() as portal:
-            return portal.call(self._answering)
+            return portal.call(self._look)
 
     def look_after(self) -> None:
         """Now and then: ask again what was left out, and start again what was started here and has ended."""
@@ -148,23 +148,12 @@ class Fleet:
         for server in self.started:
             server.close()
 
-    async def _answering(self) -> list[str]:
-        found = []
+    async def _look(self) -> list[str]:
+        answer = []
         for url in sorted(self.out):
             with suppress(Away, TrainingStopped):
                 await self.connection.ask(self.dialect.health(url), leave=lambda: True, seconds=CONNECT_SECONDS)
-                found.append(url)
-        return found
-
-    async def _look(self) -> list[str]:
-        """Ask those again that hold what they should; of those left out the others that answer."""
-        others = []
-        for url in await self._answering():
-            held: Sequence[str | None] = []
-            with suppress(Away, TrainingStopped):
-                held = await self.dialect.held(url, leave=lambda: True) if self.name else [self.name]
-            if held and all(one == self.name for one in held):
-                self.out.discard(url)
-            else:
-                others.append(url)
-        return others
+                answer.append(url)
+                if not self.name or {*await self.dialect.held(url, leave=lambda: True)} == {self.name}:
+                    self.out.discard(url)
+        return [url for url in answer if url in self.out]

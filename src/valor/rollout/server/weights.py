@@ -21,7 +21,7 @@ from valor.rollout.server.connection import Away
 from valor.rollout.server.dialects import Dialect, Written
 from valor.rollout.transfer import buckets, checksum
 
-_NAME = re.compile("valor-[0-9a-f]{32}")
+_NAME = re.compile("valor-[0-9a-f]{32}")  # of a request, by which it is known in what vLLM calls it
 _BEGINNING = 8  # numbers of each tensor that may be compared
 
 
@@ -34,11 +34,6 @@ class Sent(NamedTuple):
     """By the name of a request: how many of its tokens had been sampled before."""
     held: dict[str, list[str | None]]
     """By address: the names of the weights that the server's workers held before."""
-
-
-def new_name() -> str:
-    """A name for a request, by which it is known in what vLLM calls it."""
-    return f"valor-{uuid4().hex}"
 
 
 @contextmanager
