@@ -29,7 +29,7 @@ class Server:
         self._gate = asyncio.Semaphore(max_concurrent)
         # Time is limited per request below; the client's own limits are per read and would cut long answers.
         limits = httpx2.Limits(max_connections=max_concurrent)
-        self._client = httpx2.AsyncClient(headers=self._headers(), timeout=None, limits=limits)
+        self._client = httpx2.AsyncClient(headers=json_headers(api_key_env), timeout=None, limits=limits)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -40,9 +40,9 @@ class Server:
         `who` is behind it; `url_key` and `key_key` are the configuration keys of its address and of its key.
         """
         try:
-            status = httpx2.get(url, headers=self._headers(), timeout=10.0).status_code
+            status = httpx2.get(url, headers=json_headers(self._api_key_env), timeout=10.0).status_code
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            raise UserError(f"no {who} at {url_key}={self.url}: {_describe(error)}") from None
+            raise UserError(f"no {who} at {url_key}={self.url}: {describe(error)}") from None
         if status in (401, 403):
             raise UserError(
                 f"the {who} at {self.url} refuses the key (status {status}): put it into the environment variable "
@@ -78,7 +78,7 @@ class Server:
             except TimeoutError:
                 refusal = f"no reply within {seconds:g} s"
             except httpx2.HTTPError as error:
-                refusal = _describe(error)
+                refusal = describe(error)
             if attempt == attempts:
                 raise TimeoutError(refusal)
             await asyncio.sleep(pause)
@@ -91,10 +91,12 @@ class Server:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
 
-    def _headers(self) -> dict[str, str]:
-        key = os.environ.get(self._api_key_env) if self._api_key_env else None
-        return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+
+def json_headers(api_key_env: str | None) -> dict[str, str]:
+    """With the key in that environment variable, if there is one."""
+    key = os.environ.get(api_key_env) if api_key_env else None
+    return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
 
 
-def _describe(error: Exception) -> str:
+def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".rstrip(": ")[:200]

@@ -211,7 +211,7 @@ def test_requests_that_are_pending_delay_what_needs_an_idle_server(servers, tiny
     asking = threading.Thread(target=other.generate, args=([WORK[0]],))
     monkeypatch.setattr(connection_module, "_PATIENCE", 20.0)
     asking.start()
-    while "/generate" not in server.set(slow=0.1):
+    while "/generate" not in server.set(slow=0.5):
         pass
     engine.sleep()
     assert engine.weights_version is None

@@ -104,7 +104,12 @@ class Request:
     @property
     def known_ids(self) -> tuple[int, ...]:
         """The prompt and what has been sampled so far: the tokens that an engine begins with."""
-        return (*self.prompt_ids, *(() if self.so_far is None else self.so_far.token_ids))
+        return (*self.prompt_ids, *self.begun.token_ids)
+
+    @property
+    def begun(self) -> Output:
+        """`so_far`, or an empty output."""
+        return self.so_far or Output(self.request_id, [], [], "abort")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,29 +166,24 @@ class UnderWay:
     versions: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        had = self.request.so_far
-        self.versions = [] if had is None else token_versions(had.spans)
+        self.versions = token_versions(self.request.begun.spans)
 
     def changed(self, num_new: int, version: int) -> None:
         """Weights of `version` sample from here on, behind `num_new` tokens that were not in `so_far`."""
-        known = len(self.request.known_ids) - len(self.request.prompt_ids) + num_new
+        known = len(self.request.begun.token_ids) + num_new
         self.versions += [self.version] * (known - len(self.versions))
         self.version = version
 
     def output(self, new_ids: Sequence[int], new_log_probs: Sequence[float], reason: FinishReason) -> Output:
         """What became of it, with these tokens behind `so_far`; a stop text ends it where it is complete."""
         report_tokens(len(new_ids))
-        had, stop = self.request.so_far, self.request.params.stop
-        begun = 0 if had is None else len(had.token_ids)
-        ids = [*(had.token_ids if had else ()), *new_ids]
-        log_probs = [*(had.log_probs if had else ()), *new_log_probs]
-        ends = (
-            n
-            for n in range(begun + 1, len(ids) + 1)
-            if stop and ids[n - 1] in stop.candidates and stop.complete(ids[:n])
-        )
-        if (end := next(ends, None)) is not None:
-            ids, log_probs, reason = ids[:end], log_probs[:end], "stop"
+        had, stop = self.request.begun, self.request.params.stop
+        ids, log_probs = [*had.token_ids, *new_ids], [*had.log_probs, *new_log_probs]
+        if stop is not None:
+            for end in range(len(had.token_ids) + 1, len(ids) + 1):
+                if ids[end - 1] in stop.candidates and stop.complete(ids[:end]):
+                    ids, log_probs, reason = ids[:end], log_probs[:end], "stop"
+                    break
         versions = [*self.versions, *repeat(self.version, len(ids))][: len(ids)]
         return Output(self.request.request_id, ids, log_probs, reason, spans_of(versions))
 
@@ -206,7 +206,6 @@ class RequestSource(Protocol):
     def poll(self, *, wait: bool) -> Sequence[Request | Abort] | None:
         """The requests that have come since the last call, and which of the earlier ones are to end; None: no more
         will come. `wait` blocks until either."""
-        ...
 
 
 class Elsewhere:
@@ -249,7 +248,6 @@ class RolloutEngine(Protocol):
 
     def serve(self, source: RequestSource) -> None:
         """Generate what `source` has until it has no more; each output goes to its request's `on_finish`."""
-        ...
 
     def generate(self, requests: Sequence[Request]) -> list[Output]:
         """Run all requests; outputs in the order of `requests`."""
@@ -266,12 +264,10 @@ class RolloutEngine(Protocol):
 
     def sync_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None = None, *, version: int) -> None:
         """Make the next `generate` use the policy's weights of `version`; an engine that shares them takes None."""
-        ...
 
     def sleep(self) -> None:
-        """Give back memory that generation alone needs; `weights_version` is None where that includes the weights."""
-        ...
+        """Give back memory that generation alone needs, if it is kept between generations; `weights_version` is None
+        where that includes the weights."""
 
     def close(self) -> None:
-        """End the engine."""
-        ...
+        """End the engine, where there is something to end."""

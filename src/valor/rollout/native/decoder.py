@@ -7,8 +7,7 @@ then give the logits of their own forward pass, which is tried out; all others k
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -47,13 +46,8 @@ class Product:
             return found
         return F.silu(found) if name == "swish" else F.gelu(found, approximate=algorithm)
 
-    def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        return self._with(x, other, "add")
-
-    def times(self, x: Tensor, other: Tensor) -> Tensor:
-        return self._with(x, other, "mul")
-
-    def _with(self, x: Tensor, other: Tensor, operation: str) -> Tensor:
+    def joined(self, x: Tensor, other: Tensor, operation: Literal["add", "mul"]) -> Tensor:
+        """The result plus `other`, or times `other`."""
         if self._packed:
             return torch.ops.mkldnn._linear_pointwise.binary(x, other, self._weight, self._bias, operation)
         found = F.linear(x, self._weight, self._bias)
@@ -73,35 +67,17 @@ class Norm:
         return F.rms_norm(x, self._weight.shape, self._weight, self._eps)
 
 
-@dataclass
 class Layer:
     """The weights of one decoder layer."""
 
-    before: Norm
-    qkv: Product
-    head_norms: tuple[Norm, Norm] | None
-    out: Product
-    between: Norm
-    gate: Product
-    up: Product
-    down: Product
-
-    @staticmethod
-    def of(layer: Any) -> Layer:
+    def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        head_norms = None
-        if hasattr(attention, "q_norm"):
-            head_norms = Norm(attention.q_norm), Norm(attention.k_norm)
-        return Layer(
-            before=Norm(layer.input_layernorm),
-            qkv=Product(attention.q_proj, attention.k_proj, attention.v_proj),
-            head_norms=head_norms,
-            out=Product(attention.o_proj),
-            between=Norm(layer.post_attention_layernorm),
-            gate=Product(mlp.gate_proj),
-            up=Product(mlp.up_proj),
-            down=Product(mlp.down_proj),
-        )
+        self.before, self.between = Norm(layer.input_layernorm), Norm(layer.post_attention_layernorm)
+        self.qkv = Product(attention.q_proj, attention.k_proj, attention.v_proj)
+        own = hasattr(attention, "q_norm")
+        self.head_norms = (Norm(attention.q_norm), Norm(attention.k_norm)) if own else None
+        self.out = Product(attention.o_proj)
+        self.gate, self.up, self.down = Product(mlp.gate_proj), Product(mlp.up_proj), Product(mlp.down_proj)
 
 
 class Decoder:
@@ -112,16 +88,12 @@ class Decoder:
 
     def __init__(self, hf: Any) -> None:
         base, config = hf.base_model, hf.config.get_text_config()
-        other_masks = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-        if (
-            config.model_type not in FAMILIES
-            or has_adapters(hf)
-            or other_masks
-            or getattr(config, "sliding_window", None)
-        ):
+        masks = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+        other = masks or getattr(config, "sliding_window", None) or has_adapters(hf)
+        if other or config.model_type not in FAMILIES:
             raise TypeError("not a plain model of the Llama family")
         self._embed, self._rotary = base.embed_tokens, base.rotary_emb
-        self._layers = [Layer.of(layer) for layer in base.layers]
+        self._layers = [Layer(layer) for layer in base.layers]
         self._norm, self._head = Norm(base.norm), Product(hf.get_output_embeddings())
         self._heads = config.num_attention_heads
         self._kv_heads = getattr(config, "num_key_value_heads", None) or self._heads
@@ -158,10 +130,10 @@ class Decoder:
                 found = prefill_attention(cache, query, key, value, mask, self._rule)
             else:
                 found = decode_attention(cache, query, key, value, mask, self._rule)
-            x = layer.out.plus(found.reshape(len(x), -1), x)
+            x = layer.out.joined(found.reshape(len(x), -1), x, "add")
             inner = layer.between(x)
-            inner = layer.up.times(inner, layer.gate(inner, self._activation))
-            x = layer.down.plus(inner, x)
+            inner = layer.up.joined(inner, layer.gate(inner, self._activation), "mul")
+            x = layer.down.joined(inner, x, "add")
         last = x if count == 1 else x.view(batch, count, -1)[:, -1]
         return self._head(self._norm(last))
 

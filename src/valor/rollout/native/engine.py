@@ -16,15 +16,9 @@ from torch import Tensor, nn
 
 from valor.errors import TrainingStopped, out_of_memory
 from valor.models.export import plain_weights
-from valor.models.hf import cache_bytes_per_token
+from valor.models.hf import cache_bytes_per_token, input_device
 from valor.models.policy import PolicyModel
-from valor.rollout.base import (
-    Request,
-    RequestSource,
-    RolloutEngine,
-    WeightMode,
-    token_versions,
-)
+from valor.rollout.base import Request, RequestSource, RolloutEngine, WeightMode, token_versions
 from valor.rollout.native.attention import check_supported, generation_mode, serving
 from valor.rollout.native.decoder import Decoder, agrees
 from valor.rollout.native.kv_cache import PromptCache, SlotCache, free_bytes
@@ -52,8 +46,6 @@ logger = logging.getLogger(__name__)
 class NativeEngine(RolloutEngine):
     """Generates with a Hugging Face causal LM that someone else trains; see `valor.rollout.base.RolloutEngine`.
 
-    Every process generates by itself.
-
     `unsharded` is entered around all model calls of one `generate` (FSDP2: parameters gathered and kept).
     `max_num_seqs` bounds the rows decoded together, and so does a GPU's free memory; `max_batched_tokens` bounds the
     padded tokens of one prefill call. A row that reaches the model's `max_position_embeddings` ends with "length".
@@ -71,7 +63,6 @@ class NativeEngine(RolloutEngine):
         max_num_seqs: int = 256,
         max_batched_tokens: int = 8192,
         pack_weights: bool = True,
-        direct: bool = True,
     ) -> None:
         check_supported(hf)
         self._hf = hf
@@ -84,9 +75,7 @@ class NativeEngine(RolloutEngine):
         self._pack = packed_linears if pack_weights else nullcontext
         self._layout: ExitStack | None = None  # while it generates
         self._decoder: Decoder | None = None
-        self._direct: bool | None = (
-            None if direct else False
-        )  # whether it can be driven by a Decoder, once that is known
+        self._direct: bool | None = None  # whether it can be driven by a Decoder, once that is known
         self.weights_version: int | None = 0
         self.weights_checksum: int | None = None
 
@@ -107,12 +96,6 @@ class NativeEngine(RolloutEngine):
         if weights is not None:
             raise ValueError("the native engine shares the actor's weights: none can be pushed")
         self.weights_version = version
-
-    def sleep(self) -> None:
-        """Nothing to give back: the cache lives only inside `generate`."""
-
-    def close(self) -> None:
-        """Nothing to end."""
 
     @contextmanager
     def _laid_out(self) -> Iterator[None]:
@@ -165,7 +148,7 @@ class NativeEngine(RolloutEngine):
 
     def _affordable(self, source: RequestSource) -> int:
         """How many rows as long as the longest one may become the free memory can hold; at least 1."""
-        free = free_bytes(_device(self._hf))
+        free = free_bytes(input_device(self._hf))
         if free is None:
             return source.max_requests
         element = next(p for p in self._hf.parameters() if p.is_floating_point()).element_size()
@@ -188,7 +171,7 @@ class NativeEngine(RolloutEngine):
 
     def _prefill(self, groups: list[Group], cache: SlotCache, rows: list[Row]) -> None:
         """Run the prompts of `groups` (sorted by length) in padded batches, and add their samples to `rows`."""
-        device = _device(self._hf)
+        device = input_device(self._hf)
         left = len(groups)
         for batch in _padded_batches(groups, self._max_batched_tokens):
             width = max(len(group.prompt_ids) for group in batch) - 1
@@ -210,11 +193,9 @@ class NativeEngine(RolloutEngine):
         params = request.params
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         max_new = min(params.max_tokens, self._max_model_len - len(request.prompt_ids))
-        row = Row(request, prompt, stops, max_new, uniform_stream(request.seed, max_new))
-        if (had := request.so_far) is not None:
-            row.token_ids, row.log_probs, row.begun = [*had.token_ids], [*had.log_probs], len(had.token_ids)
-            row.versions = token_versions(had.spans)
-        return row
+        had, uniforms = request.begun, uniform_stream(request.seed, max_new)
+        versions = token_versions(had.spans)
+        return Row(request, prompt, stops, max_new, uniforms, [*had.token_ids], [*had.log_probs], versions)
 
     def _decode_until_change(self, cache: SlotCache, rows: list[Row], waiting: Waiting, intake: Intake) -> None:
         """Decode until all rows are done, or enough have left for waiting requests to join."""
@@ -241,7 +222,7 @@ class NativeEngine(RolloutEngine):
 
         Raises RuntimeError when the model's logits are not finite.
         """
-        device = _device(self._hf)
+        device = input_device(self._hf)
         sampler = BatchSampler([row.request.params for row in rows], device)
         cache.arrange([row.prompt for row in rows], [row.own_columns for row in rows], device)
         steps = min(longest, *(row.max_new - len(row.token_ids) for row in rows))
@@ -331,7 +312,3 @@ def _padded_batches(groups: list[Group], max_tokens: int) -> Iterable[list[Group
         batch.append(group)
     if batch:
         yield batch
-
-
-def _device(hf: nn.Module) -> torch.device:
-    return next(hf.parameters()).device

@@ -128,19 +128,15 @@ class SlotCache(Cache):
 
         Returns the number of the prompt, or -1 when prompts are not shared.
         """
-        if not self.shared:
-            self._copy(prefill, index, length, self.keys, self.values, rows)
-            return -1
-        number = len(self.prompt_lengths)
-        self.prompt_lengths.append(length)
-        self._copy(prefill, index, length, self.prompt_keys, self.prompt_values, slice(number, number + 1))
-        return number
-
-    @staticmethod
-    def _copy(prefill: PromptCache, index: int, length: int, keys: Columns, values: Columns, rows: slice) -> None:
-        for store, filled in ((keys, prefill.keys), (values, prefill.values)):
+        number, stores = -1, (self.keys, self.values)
+        if self.shared:
+            number, stores = len(self.prompt_lengths), (self.prompt_keys, self.prompt_values)
+            rows = slice(number, number + 1)
+            self.prompt_lengths.append(length)
+        for store, filled in zip(stores, (prefill.keys, prefill.values), strict=True):
             for layer, states in filled.items():
                 store.layer(layer, states)[rows, :, :length] = states[index, :, :length]
+        return number
 
     def prompt(self) -> tuple[Tensor, Tensor]:
         """Keys and values of the stored prompts in the layer last updated, [P, kv heads, prompt_width, head size]."""

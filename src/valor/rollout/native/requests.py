@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,10 +26,9 @@ class Row:
     stop_ids: frozenset[int]
     max_new: int
     uniforms: np.ndarray
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)  # of the weights that sampled each token
-    begun: int = 0  # tokens that it had when it started
+    token_ids: list[int]
+    log_probs: list[float]
+    versions: list[int]  # of the weights that sampled each token
 
     @property
     def last_token(self) -> int:
@@ -38,8 +37,9 @@ class Row:
     @property
     def own_columns(self) -> int:
         """Cache columns of its own in use: all tokens but the last, which has not been fed, less a shared prompt."""
-        known = len(self.request.prompt_ids) + self.begun
-        return len(self.token_ids) - self.begun + (0 if self.prompt >= 0 else known - 1)
+        if self.prompt >= 0:
+            return len(self.token_ids) - len(self.request.begun.token_ids)
+        return len(self.request.prompt_ids) + len(self.token_ids) - 1
 
     @property
     def tested_ids(self) -> frozenset[int]:
@@ -110,7 +110,7 @@ class Intake:
     def abort(self, waiting: Sequence[Request]) -> None:
         """Give back requests that have not started."""
         for request in waiting:
-            self._tell(request, request.so_far or Output(request.request_id, [], [], "abort"))
+            self._tell(request, request.begun)
 
     def _tell(self, request: Request, output: Output) -> None:
         self.pending = [one for one in self.pending if one is not request]

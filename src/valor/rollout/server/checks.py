@@ -9,8 +9,9 @@ import httpx2
 
 from valor.config import RolloutConfig
 from valor.errors import UserError
+from valor.http_client import describe, json_headers
 from valor.rollout.base import SamplingParams
-from valor.rollout.server.connection import CONNECT_SECONDS, addresses, headers, root
+from valor.rollout.server.connection import CONNECT_SECONDS, root
 from valor.rollout.server.dialects import AS_TOKENS, Ask, Reply
 from valor.rollout.server.fleet import DIALECTS
 
@@ -22,8 +23,8 @@ _WARM = 2.0  # probing temperature
 
 def check_server(config: RolloutConfig, tokenizer: Any) -> None:
     """UserError for the first thing that a server of `config.server` lacks; `tokenizer` is the policy's."""
-    for url in addresses(config.server):
-        server = _Server(url, config)
+    for url in config.server.base_url:
+        server = _Server(url.rstrip("/"), config)
         if config.name == "server":
             _check_model(server, config)
             _check_tokens(server, config, tokenizer)
@@ -39,18 +40,16 @@ class _Server:
     """One server under examination."""
 
     def __init__(self, url: str, config: RolloutConfig) -> None:
-        self.url = url
-        self._headers, self._key_env = headers(config.server), config.server.api_key_env
+        self.url, self._key_env = url, config.server.api_key_env
 
     def ask(self, url: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
         """Status and reply (None: no JSON) of a POST, or of a GET without body. UserError if nobody answers."""
         timeout = httpx2.Timeout(_PROBE_SECONDS, connect=CONNECT_SECONDS)
         try:
             method = "GET" if body is None else "POST"
-            reply = httpx2.request(method, url, json=body, headers=self._headers, timeout=timeout)
+            reply = httpx2.request(method, url, json=body, headers=json_headers(self._key_env), timeout=timeout)
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            said = f"{type(error).__name__}: {error}".rstrip(": ")
-            raise UserError(f"no server answers at {_KEY}.server.base_url={self.url}: {said}") from None
+            raise UserError(f"no server answers at {_KEY}.server.base_url={self.url}: {describe(error)}") from None
         if reply.status_code in (401, 403):
             raise self.lack(
                 f"refuses the key (status {reply.status_code}): put it into the environment variable {self._key_env} "

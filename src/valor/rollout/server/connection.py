@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from valor.config.rollout import ServerConfig
 from valor.errors import TrainingStopped
+from valor.http_client import describe, json_headers
 
 CONNECT_SECONDS = 10.0
 _PATIENCE = 30.0  # seconds for which a server may refuse what it is asked
@@ -50,7 +50,7 @@ class Connection:
         if self._portal is not None:
             yield self._portal
             return
-        self.client = httpx2.AsyncClient(headers=headers(self._config), limits=httpx2.Limits())
+        self.client = httpx2.AsyncClient(headers=json_headers(self._config.api_key_env), limits=httpx2.Limits())
         try:
             with start_blocking_portal() as self._portal, self._portal.wrap_async_context_manager(self.client):
                 yield self._portal
@@ -81,11 +81,9 @@ class Connection:
         timeout = httpx2.Timeout(limit, connect=min(limit, CONNECT_SECONDS), pool=None)
         while True:
             broken, gone, refusals = False, False, refusals + 1
-            signed = {"Content-Type": "application/json"} | (
-                sign(method, httpx2.URL(url).path, content) if sign else {}
-            )
+            more = sign(method, httpx2.URL(url).path, content) if sign else None
             try:
-                reply = await self.client.request(method, url, content=content, headers=signed, timeout=timeout)
+                reply = await self.client.request(method, url, content=content, headers=more, timeout=timeout)
                 if reply.status_code == 200:
                     self._away.discard(url)
                     return reply.json() if reply.content.startswith((b"{", b"[")) else None
@@ -97,7 +95,7 @@ class Connection:
                 away = again = False
                 gone = True
             except httpx2.TransportError as error:
-                refusal = f"{type(error).__name__}: {error}".rstrip(": ")
+                refusal = describe(error)
                 gone = broken = away = again = True
             if (gone or (again and refusals >= _STUMBLES)) and leave():
                 logger.warning("%s is left out until it answers again: %s", url, refusal)
@@ -116,17 +114,6 @@ class Connection:
                 await lost()
 
 
-def addresses(config: ServerConfig) -> list[str]:
-    """The servers' addresses without a slash at the end."""
-    return [url.rstrip("/") for url in config.base_url]
-
-
 def root(url: str) -> str:
     """Where a server has what is not OpenAI's protocol."""
     return url.removesuffix("/v1")
-
-
-def headers(config: ServerConfig) -> dict[str, str]:
-    """With the key, if there is one."""
-    key = os.environ.get(config.api_key_env)
-    return {"Authorization": f"Bearer {key}"} if key else {}

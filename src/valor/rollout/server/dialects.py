@@ -59,7 +59,7 @@ class Dialect:
     tells_weights = False
 
     def __init__(self, config: RolloutConfig) -> None:
-        self._server = config.server
+        self._server, self.connection = config.server, Connection(config.server)
 
     def address(self, url: str) -> str:
         """Where completions are asked for."""
@@ -106,27 +106,23 @@ class Dialect:
         """Where and how a request is ended early; None: by hanging up."""
         return f"{root(url)}/abort_requests", {"request_ids": [f"cmpl-{name}-0"]}
 
-    async def update(
-        self, connection: Connection, url: str, files: Written, name: str, version: int, leave: Leave
-    ) -> list[dict[str, Any]]:
+    async def update(self, url: str, files: Written, name: str, version: int, leave: Leave) -> list[dict[str, Any]]:
         """Replace a server's weights; of each of its workers `error`, or `before`, the name of those that it held,
         `sampled`, how many tokens each request under way had, and `checksum` or `digest` of what it holds now."""
-        return await _rpc(connection, url, "valor_update", files.folder, name, version, leave=leave)
+        return await self._rpc(url, "valor_update", files.folder, name, version, leave=leave)
 
-    async def held(self, connection: Connection, url: str, **how: Any) -> list[str | None]:
+    async def held(self, url: str, **how: Any) -> list[str | None]:
         """The names of the weights in the workers of a server; None: what it was started with."""
-        return [one["weights"] for one in await _rpc(connection, url, "valor_describe", **how)]
+        return [one["weights"] for one in await self._rpc(url, "valor_describe", **how)]
 
-    async def sleep(self, connection: Connection, url: str) -> None:
+    async def sleep(self, url: str) -> None:
         """Give the memory of weights and cache back. An update wakes the server, or `wake`."""
         raise NotImplementedError(f"{type(self).__name__} has no sleep")
 
-    async def wake(self, connection: Connection, url: str) -> None:
+    async def wake(self, url: str) -> None:
         """Have the memory again, where no update comes; nothing where it was not given back."""
-        raise NotImplementedError(f"{type(self).__name__} has no sleep")
 
-
-async def _rpc(connection: Connection, url: str, method: str, *args: Any, **how: Any) -> list[dict[str, Any]]:
-    """What `WeightReceiver` answers in each of the server's workers."""
-    body = {"method": method, "args": args, "timeout": connection.timeout}
-    return (await connection.ask(f"{root(url)}/collective_rpc", body, **how))["results"]
+    async def _rpc(self, url: str, method: str, *args: Any, **how: Any) -> list[dict[str, Any]]:
+        """What `WeightReceiver` answers in each of the server's workers."""
+        body = {"method": method, "args": args, "timeout": self.connection.timeout}
+        return (await self.connection.ask(f"{root(url)}/collective_rpc", body, **how))["results"]

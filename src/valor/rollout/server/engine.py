@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, cast
+from uuid import uuid4
 
 import httpx2
 import torch.distributed as dist
@@ -22,30 +23,17 @@ from torch import Tensor
 
 from valor.config import RolloutConfig
 from valor.errors import TrainingStopped, WorkersReplaced
-from valor.rollout.base import (
-    Abort,
-    FinishReason,
-    Output,
-    Request,
-    RequestSource,
-    RolloutEngine,
-    UnderWay,
-    WeightMode,
-)
+from valor.rollout.base import Abort, FinishReason, Request, RequestSource, RolloutEngine, UnderWay, WeightMode
 from valor.rollout.sampling import uniform_stream
 from valor.rollout.server.connection import Away
 from valor.rollout.server.dialects import Ask, Reply, Written
 from valor.rollout.server.fleet import Fleet
 from valor.rollout.server.launch import StartedServer
-from valor.rollout.server.weights import Sent, compare, new_name, send_weights, written
+from valor.rollout.server.weights import Sent, compare, send_weights, written
 
 _POLL_SECONDS = 0.002  # between two looks for further requests
 _ABORT_SECONDS = 0.1  # after which a request that has not ended is aborted again
 _MOST_LOST = 10  # times that the connection may be lost in the middle of one request
-
-
-class _Lost(Exception):
-    """A request has no answer that can be used; it is asked for anew."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +46,7 @@ class _Asked(UnderWay):
     sent: bool = False  # else it waits for one of `max_num_seqs` places
     ending: bool = False
     times_lost: int = 0
-    reply: Future[Any] = field(default_factory=Future)
+    reply: Future[Reply] = field(default_factory=Future)
 
 
 class ServerEngine(RolloutEngine):
@@ -83,7 +71,7 @@ class ServerEngine(RolloutEngine):
         self._fleet = Fleet(config, started)
         self._connection, self._dialect = self._fleet.connection, self._fleet.dialect
         self._asked: dict[str, _Asked] = {}
-        self._replies: SimpleQueue[tuple[_Asked, Future[Any]]] = SimpleQueue()
+        self._replies: SimpleQueue[tuple[_Asked, Future[Reply]]] = SimpleQueue()
 
     @property
     def weights_version(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -135,8 +123,9 @@ class ServerEngine(RolloutEngine):
             ended = {name for name, one in self._asked.items() if one.reply.done()}
             dist.barrier()
             if isinstance(files, Written):
-                urls = [*self._fleet.present, *self._fleet.answering()]
-                sent = [send_weights(self._connection, self._dialect, urls, files, version, self._fleet.leave)]
+                back = self._fleet.look()
+                urls = [*self._fleet.present, *back]
+                sent = [send_weights(self._dialect, urls, files, version, self._fleet.leave)]
             dist.broadcast_object_list(sent)  # nobody generates before the servers are ready
         told: Sent = sent[0]
         self.weights_checksum, self._version = told.checksum, version
@@ -169,7 +158,7 @@ class ServerEngine(RolloutEngine):
     # ---- requests
 
     def _send(self, asked: _Asked) -> None:
-        asked.name, asked.sent = new_name(), False
+        asked.name, asked.sent = f"valor-{uuid4().hex}", False
         self._asked[asked.name] = asked
         with self._connection.opened() as portal:
             asked.reply = reply = portal.start_task_soon(self._complete, asked)
@@ -211,10 +200,12 @@ class ServerEngine(RolloutEngine):
             await asyncio.sleep(_ABORT_SECONDS)
         asked.reply.cancel()
 
-    async def _complete(self, asked: _Asked) -> Any:
+    async def _complete(self, asked: _Asked) -> Reply:
+        """Its reply; a "lost" one cannot be used: it is asked for anew."""
+
         async def check() -> None:
-            compare(asked.url, await self._dialect.held(self._connection, asked.url), None)
-            raise _Lost
+            compare(asked.url, await self._dialect.held(asked.url), None)
+            raise Away
 
         async with self._places:
             url = asked.url = self._fleet.choose(asked.request)
@@ -222,24 +213,27 @@ class ServerEngine(RolloutEngine):
             try:
                 lost = check if self.weight_mode == "copied" else None
                 leave = partial(self._fleet.leave, url)
-                return await self._connection.ask(self._dialect.address(url), self._body(asked), lost=lost, leave=leave)
+                at, body = self._dialect.address(url), self._body(asked)
+                return self._read(asked, await self._connection.ask(at, body, lost=lost, leave=leave))
             except Away:
-                raise _Lost from None
+                return Reply([], [], "lost")
             finally:
                 self._fleet.load[url] -= 1
 
     def _deliver(self) -> None:
         """Tell what has ended. Waits a moment for that."""
-        found: list[tuple[_Asked, Future[Any]]] = []
+        found: list[tuple[_Asked, Future[Reply]]] = []
         with suppress(Empty):
             found.append(self._replies.get(timeout=_POLL_SECONDS))
             while True:
                 found.append(self._replies.get_nowait())
         ended = [asked for asked, reply in found if reply is asked.reply and asked.name in self._asked]
-        replies = [None if asked.reply.cancelled() else self._read(asked) for asked in ended]
-        true = {url: self._fleet.holds(url) for url in {asked.url for asked in ended} if self._doubtful(url)}
+        # One that was aborted before it was asked for, or whose server cannot abort, has nothing.
+        replies = [Reply([], [], "abort") if asked.reply.cancelled() else asked.reply.result() for asked in ended]
+        doubtful = self.weight_mode == "copied" and not self._dialect.tells_weights  # by which weights answers are
+        true = {url: self._fleet.holds(url) for url in {asked.url for asked in ended} if url and doubtful}
         for asked, reply in zip(ended, replies, strict=True):
-            cut = reply is not None and (reply.reason == "lost" or (reply.reason == "abort" and not asked.ending))
+            cut = reply.reason == "lost" or (reply.reason == "abort" and not asked.ending)
             if cut or not true.get(asked.url, True) or not self._by_ours(asked, reply):
                 asked.times_lost += 1
                 if asked.times_lost > _MOST_LOST:
@@ -249,19 +243,23 @@ class ServerEngine(RolloutEngine):
                 self._begin_anew(asked, self._version or 0)
                 continue
             del self._asked[asked.name]
+            output = asked.output(reply.token_ids, reply.log_probs, cast(FinishReason, reply.reason))
+            most = asked.request.params.max_tokens
+            if output.finish_reason == "length" and len(output.token_ids) < most:
+                raise TrainingStopped(
+                    f"the rollout server at {asked.url} cut a response of up to {most} tokens at "
+                    f"{len(output.token_ids)}: let it take responses as long as data.max_response_length (vLLM: "
+                    "--generation-config vllm)"
+                )
             if asked.request.on_finish is not None:
-                asked.request.on_finish(_output(asked, reply))
+                asked.request.on_finish(output)
 
-    def _doubtful(self, url: str) -> bool:
-        """Whether an answer does not say itself by which weights it is."""
-        return bool(url) and self.weight_mode == "copied" and not self._dialect.tells_weights
-
-    def _by_ours(self, asked: _Asked, reply: Reply | None) -> bool:
+    def _by_ours(self, asked: _Asked, reply: Reply) -> bool:
         """Take down which weights have sampled which tokens, where the reply says it; False: none that were sent.
 
         TrainingStopped when they are another run's, or older than those that were there when it was asked for.
         """
-        if reply is None or reply.weights is None or self.weight_mode == "fixed":
+        if reply.weights is None or self.weight_mode == "fixed":
             return True
         if None in reply.weights:
             if not self._fleet.leave(asked.url):
@@ -279,22 +277,19 @@ class ServerEngine(RolloutEngine):
 
     def _body(self, asked: _Asked) -> dict[str, Any]:
         request, params = asked.request, asked.request.params
-        begun = len(request.known_ids) - len(request.prompt_ids)
+        begun = len(request.begun.token_ids)
         seed = int(uniform_stream(request.seed, begun + 1)[begun] * 2**53)
         ends = sorted({*params.stop_token_ids} | (set() if params.ignore_eos else self._eos))
         most = params.max_tokens - begun
         weights = self._fleet.name or None
         return self._dialect.body(Ask([*request.known_ids], most, params, seed, ends, asked.name, weights))
 
-    def _read(self, asked: _Asked) -> Reply:
-        """Its reply; a "lost" one is to be asked for anew."""
-        if isinstance(asked.reply.exception(), _Lost):
-            return Reply([], [], "lost")
+    def _read(self, asked: _Asked, told: Any) -> Reply:
         try:
-            reply = self._dialect.read(asked.reply.result())
-            told = {len(reply.token_ids), len(reply.log_probs), len(reply.weights or reply.token_ids)}
-            if len(told) > 1 or reply.reason not in ("stop", "length", "abort"):
-                raise ValueError(f"{sorted(told)} tokens, log-probs and weights, finish reason {reply.reason}")
+            reply = self._dialect.read(told)
+            counts = {len(reply.token_ids), len(reply.log_probs), len(reply.weights or reply.token_ids)}
+            if len(counts) > 1 or reply.reason not in ("stop", "length", "abort"):
+                raise ValueError(f"{sorted(counts)} tokens, log-probs and weights, finish reason {reply.reason}")
             if not (reply.token_ids or asked.ending):
                 raise ValueError("no tokens")
             return reply
@@ -303,17 +298,3 @@ class ServerEngine(RolloutEngine):
                 f"the reply of the rollout server at {asked.url} is no completion with token ids and log-probs: "
                 f"{error!r}"
             ) from None
-
-
-def _output(asked: _Asked, reply: Reply | None) -> Output:
-    """What came of a request. `reply` None: nothing, since it was aborted before, or its server cannot abort."""
-    if reply is None:
-        return asked.output([], [], "abort")
-    output = asked.output(reply.token_ids, reply.log_probs, cast(FinishReason, reply.reason))
-    most = asked.request.params.max_tokens
-    if output.finish_reason == "length" and len(output.token_ids) < most:
-        raise TrainingStopped(
-            f"the rollout server at {asked.url} cut a response of up to {most} tokens at {len(output.token_ids)}: "
-            "let it take responses as long as data.max_response_length (vLLM: --generation-config vllm)"
-        )
-    return output

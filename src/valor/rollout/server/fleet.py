@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
 from valor.config import RolloutConfig
 from valor.errors import TrainingStopped, WorkersReplaced
 from valor.rollout.base import Request
-from valor.rollout.server.connection import CONNECT_SECONDS, Away, Connection, addresses
+from valor.rollout.server.connection import CONNECT_SECONDS, Away
 from valor.rollout.server.dialects import Dialect
 from valor.rollout.server.launch import StartedServer
 from valor.rollout.server.sglang import SGLang
@@ -37,8 +37,9 @@ class Fleet:
     """
 
     def __init__(self, config: RolloutConfig, started: Sequence[StartedServer]) -> None:
-        self.connection, self.dialect = Connection(config.server), DIALECTS[config.name](config)
-        self.urls, self.started = addresses(config.server), started
+        self.dialect, self.started = DIALECTS[config.name](config), started
+        self.connection = self.dialect.connection
+        self.urls = [url.rstrip("/") for url in config.server.base_url]
         self.name = ""
         self.versions: dict[str, int] = {}
         self.out: set[str] = set()
@@ -87,8 +88,8 @@ class Fleet:
         """Whether a server is there and holds what it was sent. WorkersReplaced: it does not, and is the last one."""
         with self.connection.opened() as portal:
             try:
-                held = partial(self.dialect.held, leave=partial(self.leave, url))
-                compare(url, portal.call(held, self.connection, url), self.name)
+                held = partial(self.dialect.held, url, leave=partial(self.leave, url))
+                compare(url, portal.call(held), self.name)
             except Away:
                 return False
             except WorkersReplaced:
@@ -99,16 +100,16 @@ class Fleet:
 
     def check(self) -> None:
         """WorkersReplaced when one of the servers has to be sent the weights: the last one, or one that is back."""
-        with self.connection.opened() as portal:
+        with self.connection.opened():
             for url in self.present:
                 self.holds(url)
-            if back := portal.call(self._look):
+            if back := self.look():
                 raise WorkersReplaced(f"the rollout server at {back[0]} is there again: it is sent the weights")
 
-    def answering(self) -> list[str]:
-        """Those of the servers left out that answer again."""
+    def look(self) -> list[str]:
+        """Ask those again that hold what they should; of those left out the others that answer."""
         with self.connection.opened() as portal:
-            return portal.call(self._answering)
+            return portal.call(self._look)
 
     def look_after(self) -> None:
         """Now and then: ask again what was left out, and start again what was started here and has ended."""
@@ -125,18 +126,19 @@ class Fleet:
     def sleep(self, *, first: bool) -> None:
         """Have the servers give back their memory; of all processes the `first` one tells them."""
         if first and not self._asleep:
-            with self.connection.opened() as portal:
-                for url in self.present:
-                    portal.call(self.dialect.sleep, self.connection, url)
+            self._tell(self.dialect.sleep)
         self._asleep = True
 
     def wake(self) -> None:
         """Have them take it again, if they sleep and no weights have woken them."""
         if self._asleep:
-            with self.connection.opened() as portal:
-                for url in self.present:
-                    portal.call(self.dialect.wake, self.connection, url)
+            self._tell(self.dialect.wake)
         self._asleep = False
+
+    def _tell(self, command: Callable[[str], Awaitable[None]]) -> None:
+        with self.connection.opened() as portal:
+            for url in self.present:
+                portal.call(command, url)
 
     def close(self) -> None:
         """Leave the servers awake, and end those that were started here."""
@@ -146,23 +148,12 @@ class Fleet:
         for server in self.started:
             server.close()
 
-    async def _answering(self) -> list[str]:
-        found = []
+    async def _look(self) -> list[str]:
+        answer = []
         for url in sorted(self.out):
             with suppress(Away, TrainingStopped):
                 await self.connection.ask(self.dialect.health(url), leave=lambda: True, seconds=CONNECT_SECONDS)
-                found.append(url)
-        return found
-
-    async def _look(self) -> list[str]:
-        """Ask those again that hold what they should; of those left out the others that answer."""
-        others = []
-        for url in await self._answering():
-            held: Sequence[str | None] = []
-            with suppress(Away, TrainingStopped):
-                held = await self.dialect.held(self.connection, url, leave=lambda: True) if self.name else [self.name]
-            if held and all(one == self.name for one in held):
-                self.out.discard(url)
-            else:
-                others.append(url)
-        return others
+                answer.append(url)
+                if not self.name or {*await self.dialect.held(url, leave=lambda: True)} == {self.name}:
+                    self.out.discard(url)
+        return [url for url in answer if url in self.out]

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -98,7 +97,8 @@ def started_servers(
     rank, size = dist.get_rank(), config.tensor_model_parallel_size
     host, sleeps = socket.gethostname(), config.free_cache_engine and device.type == "cuda"
     ranks: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
-    dist.all_gather_object(ranks, (host, _device_name(device)))
+    index, visible = device.index or 0, os.environ.get("CUDA_VISIBLE_DEVICES")
+    dist.all_gather_object(ranks, (host, visible.split(",")[index] if visible else str(index)))
     local = all(one == host for one, _ in ranks)
     mine: list[StartedServer] = []
     if rank % size == 0:
@@ -117,15 +117,8 @@ def started_servers(
     return mine, config.server.model_copy(update={"base_url": base_url, "sleep": sleeps})
 
 
-def _device_name(device: torch.device) -> str:
-    """What CUDA_VISIBLE_DEVICES calls it."""
-    index = device.index or 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",")[index] if visible else str(index)
-
-
 def _arguments(config: RolloutConfig, model: ModelConfig, device: torch.device, *, sleeps: bool) -> list[str]:
-    """Options of `sglang.launch_server`; those of `engine_kwargs.sglang` have the last word."""
+    """Command line of `sglang.launch_server`; options of `engine_kwargs.sglang` have the last word."""
     options = {
         "model_path": model.path,
         "tokenizer_path": model.tokenizer_path or model.path,
@@ -139,15 +132,10 @@ def _arguments(config: RolloutConfig, model: ModelConfig, device: torch.device, 
         "sampling_defaults": "openai",  # none from the model's files
         "device": device.type,
     }
-    return [*_flags(options | config.engine_kwargs.get("sglang", {}))]
-
-
-def _flags(options: dict[str, object]) -> Iterator[str]:
-    for name, value in options.items():
-        if value is None or value is False:
-            continue
-        yield f"--{name.replace('_', '-')}"
-        if isinstance(value, list):
-            yield from map(str, value)
-        elif value is not True:
-            yield json.dumps(value) if isinstance(value, dict) else str(value)
+    found = []
+    for name, value in (options | config.engine_kwargs.get("sglang", {})).items():
+        if value is not None and value is not False:
+            found.append(f"--{name.replace('_', '-')}")
+            values = [] if value is True else value if isinstance(value, list) else [value]
+            found += [json.dumps(one) if isinstance(one, dict) else str(one) for one in values]
+    return found

@@ -14,11 +14,6 @@ from valor.rollout.server.launch import started_servers
 from valor.rollout.spec import BuildContext, GenerationEngineSpec
 
 _KEY = "actor_rollout_ref.rollout"
-_EXAMPLES = {
-    "server": "http://localhost:8000/v1",
-    "sglang": "http://localhost:30000",
-    "trtllm": "http://localhost:8000/v1",
-}
 
 
 def _starts(rollout: RolloutConfig) -> bool:
@@ -29,8 +24,9 @@ def _check(config: PPOConfig) -> list[str]:
     rollout = config.actor_rollout_ref.rollout
     name, server = rollout.name, rollout.server
     alone = any(pool.roles == ["rollout"] and pool.nnodes * pool.n_gpus_per_node > 1 for pool in config.pools.values())
+    example = "http://localhost:30000" if name == "sglang" else "http://localhost:8000/v1"
     wrong = {
-        f"{_KEY}.name={name} asks a server that is running: set {_KEY}.server.base_url, such as {_EXAMPLES[name]}": (
+        f"{_KEY}.name={name} asks a server that is running: set {_KEY}.server.base_url, such as {example}": (
             not server.base_url and not _starts(rollout)
         ),
         f"{_KEY}.name={name} generates on the server's devices: drop {_KEY}.nnodes, and rollout in resource_pools": (
@@ -91,26 +87,14 @@ def _build(context: BuildContext) -> RolloutEngine:
     return ServerEngine(config, eos_token_ids=context.eos_token_ids, started=started)
 
 
-_COMMON = ("server.base_url", "server.api_key_env", "server.weight*", "server.timeout")
-SERVERS = tuple(
-    GenerationEngineSpec(
-        name=name,
-        reads=(*_COMMON, *more),
-        check=_check,
-        check_start=_check_start,
-        plan=_plan,
-        build=_build,
-        elsewhere=True,
-    )
-    for name, more in (
-        ("server", ("server.model",)),
-        (
-            "sglang",
-            (
-                *("server.sleep", "server.log_dir", "tensor_model_parallel_size", "gpu_memory_utilization"),
-                *("max_model_len", "free_cache_engine", "engine_kwargs.sglang*"),
-            ),
-        ),
-        ("trtllm", ("server.model", "server.sleep", "server.control_key_env")),
-    )
+def _spec(name: str, *reads: str) -> GenerationEngineSpec:
+    reads = ("server.base_url", "server.api_key_env", "server.weight*", "server.timeout", *reads)
+    return GenerationEngineSpec(name, reads, _check, _check_start, _plan, _build, elsewhere=True)
+
+
+_STARTED = ("tensor_model_parallel_size", "gpu_memory_utilization", "max_model_len", "free_cache_engine")
+SERVERS = (
+    _spec("server", "server.model"),
+    _spec("sglang", "server.sleep", "server.log_dir", *_STARTED, "engine_kwargs.sglang*"),
+    _spec("trtllm", "server.model", "server.sleep", "server.control_key_env"),
 )

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import Any
 
 from valor.errors import TrainingStopped
-from valor.rollout.server.connection import Away, Connection, root
+from valor.rollout.server.connection import Away, root
 from valor.rollout.server.dialects import Ask, Dialect, Leave, Reply, Written
 
 MEMORY = ("weights", "kv_cache")
@@ -76,57 +77,53 @@ class SGLang(Dialect):
     def abort(self, url: str, name: str) -> tuple[str, dict[str, Any]]:
         return f"{root(url)}/abort_request", {"rid": name}
 
-    async def update(
-        self, connection: Connection, url: str, files: Written, name: str, version: int, leave: Leave
-    ) -> list[dict[str, Any]]:
-        at, (before,) = root(url), await self.held(connection, url, leave=leave)
+    async def update(self, url: str, files: Written, name: str, version: int, leave: Leave) -> list[dict[str, Any]]:
+        (before,) = await self.held(url, leave=leave)
         # What is under way gives its cache back, and has it computed again by the new weights.
-        await connection.ask(f"{at}/pause_generation", {"mode": "retract"}, leave=leave)
+        await self._post(url, "pause_generation", {"mode": "retract"}, leave=leave)
         try:
-            if url in self._asleep:
-                await connection.ask(f"{at}/resume_memory_occupation", {"tags": ["weights"]}, leave=leave)
+            await self.wake(url, ["weights"], leave=leave)
             asked = {"model_path": files.folder, "load_format": "safetensors", "weight_version": name}
             asked |= {"flush_cache": True, "abort_all_requests": False}
-            told = await connection.ask(f"{at}/update_weights_from_disk", asked, leave=leave)
-            if url in self._asleep:
-                await connection.ask(f"{at}/resume_memory_occupation", {"tags": ["kv_cache"]}, leave=leave)
-                self._asleep.discard(url)
-            said = (
-                told["message"] if not told["success"] else await self._problem(connection, url, files, name, version)
-            )
-            checked = await connection.ask(f"{at}/weights_checker", {"action": "checksum"}, leave=leave)
+            told = await self._post(url, "update_weights_from_disk", asked, leave=leave)
+            await self.wake(url, ["kv_cache"], leave=leave)
+            problem = await self._problem(url, files, name, version) if told["success"] else told["message"]
+            checked = await self._post(url, "weights_checker", {"action": "checksum"}, leave=leave)
         except (Away, TrainingStopped):
             with suppress(Away, TrainingStopped):
-                await connection.ask(f"{at}/continue_generation", {}, leave=lambda: True)
+                await self._post(url, "continue_generation", {}, leave=lambda: True)
             raise
-        await connection.ask(f"{at}/continue_generation", {}, leave=leave)
+        await self._post(url, "continue_generation", {}, leave=leave)
         digest = f"{checked['per_engine_checksum']} of {len(checked['ranks'])} parts"
-        return [{"before": before, "sampled": {}, "digest": digest} | ({} if said is None else {"error": said})]
+        return [{"before": before, "sampled": {}, "digest": digest, "error": problem}]
 
-    async def held(self, connection: Connection, url: str, **how: Any) -> list[str | None]:
+    async def held(self, url: str, **how: Any) -> list[str | None]:
         """An update's name, which no server is started with."""
-        return [_sent((await connection.ask(self.health(url), **how))["weight_version"])]
+        return [_sent((await self.connection.ask(self.health(url), **how))["weight_version"])]
 
-    async def sleep(self, connection: Connection, url: str) -> None:
-        await connection.ask(f"{root(url)}/release_memory_occupation", {"tags": MEMORY}, pending=True)
+    async def sleep(self, url: str) -> None:
+        await self._post(url, "release_memory_occupation", {"tags": MEMORY}, pending=True)
         self._asleep.add(url)
 
-    async def wake(self, connection: Connection, url: str) -> None:
+    async def wake(self, url: str, tags: Sequence[str] = MEMORY, **how: Any) -> None:
         """Of its weights only the memory comes back: what fills it is an update."""
         if url in self._asleep:
-            await connection.ask(f"{root(url)}/resume_memory_occupation", {"tags": MEMORY})
-            self._asleep.discard(url)
+            await self._post(url, "resume_memory_occupation", {"tags": tags}, **how)
+            if "kv_cache" in tags:
+                self._asleep.discard(url)
 
-    async def _problem(self, connection: Connection, url: str, files: Written, name: str, version: int) -> str | None:
+    async def _post(self, url: str, path: str, body: dict[str, Any], **how: Any) -> Any:
+        return await self.connection.ask(f"{root(url)}/{path}", body, **how)
+
+    async def _problem(self, url: str, files: Written, name: str, version: int) -> str | None:
         """In what the server's weights differ from those sent: their name, or the first numbers of a tensor."""
-        if (now := await self.held(connection, url)) != [name]:
+        if (now := await self.held(url)) != [name]:
             return f"it says that it holds {now[0]}"
         names = list(files.beginnings)
         first = version * _READ_BACK % len(names)
         for key in islice([*names[first:], *names[:first]], _READ_BACK):
             try:
-                asked = {"name": key, "truncate_size": 1}
-                told = await connection.ask(f"{root(url)}/get_weights_by_name", asked)
+                told = await self._post(url, "get_weights_by_name", {"name": key, "truncate_size": 1})
             except TrainingStopped as error:
                 if not self._unread:
                     logger.warning("weights cannot be read back, only their version is known: %s", error)

@@ -10,35 +10,25 @@ import hmac
 import os
 import secrets
 import time
+from functools import partial
 from typing import Any
 
 from valor.errors import TrainingStopped
-from valor.rollout.server.connection import Connection, Sign, root
+from valor.rollout.server.connection import root
 from valor.rollout.server.dialects import Ask, Dialect
 
 _HEADER = "x-trtllm-runtime-control"
 
 
-def signed(key: str, *, whole: bool) -> Sign:
+def signed(key: str, whole: bool, method: str, path: str, body: bytes) -> dict[str, str]:
     """Headers that prove that a request comes from who knows `key`: an HMAC of its body, or, in releases that want
     it (`whole`), of its method, path, time and a number that is never used again as well."""
-
-    def sign(method: str, path: str, body: bytes) -> dict[str, str]:
-        if not whole:
-            return {f"{_HEADER}-auth": _hmac(key, body)}
+    more = {}
+    if whole:
         when, once = str(int(time.time())), secrets.token_hex(16)
-        text = "\n".join(("trtllm-runtime-control-v1", method, path, when, once, ""))
-        return {
-            f"{_HEADER}-auth": _hmac(key, text.encode() + body),
-            f"{_HEADER}-timestamp": when,
-            f"{_HEADER}-nonce": once,
-        }
-
-    return sign
-
-
-def _hmac(key: str, text: bytes) -> str:
-    return f"sha256={hmac.new(key.encode(), text, hashlib.sha256).hexdigest()}"
+        body = "\n".join(("trtllm-runtime-control-v1", method, path, when, once, "")).encode() + body
+        more = {f"{_HEADER}-timestamp": when, f"{_HEADER}-nonce": once}
+    return {f"{_HEADER}-auth": f"sha256={hmac.new(key.encode(), body, hashlib.sha256).hexdigest()}", **more}
 
 
 class TensorRTLLM(Dialect):
@@ -65,20 +55,20 @@ class TensorRTLLM(Dialect):
     def abort(self, url: str, name: str) -> None:
         return None
 
-    async def sleep(self, connection: Connection, url: str) -> None:
-        await self._control(connection, f"{root(url)}/release_memory", {})
+    async def sleep(self, url: str) -> None:
+        await self._control(f"{root(url)}/release_memory", {})
 
-    async def wake(self, connection: Connection, url: str) -> None:
-        await self._control(connection, f"{root(url)}/resume_memory", {})
-        status = await self._control(connection, f"{root(url)}/memory_status")
+    async def wake(self, url: str) -> None:
+        await self._control(f"{root(url)}/resume_memory", {})
+        status = await self._control(f"{root(url)}/memory_status")
         if status["state"] != "running":
             raise TrainingStopped(f"the rollout server at {url} does not wake up: it says {status}")
 
-    async def _control(self, connection: Connection, url: str, body: dict[str, Any] | None = None) -> Any:
+    async def _control(self, url: str, body: dict[str, Any] | None = None) -> Any:
         key = os.environ.get(self._server.control_key_env, "")
         try:
-            return await connection.ask(url, body, pending=True, sign=signed(key, whole=True))
+            return await self.connection.ask(url, body, pending=True, sign=partial(signed, key, True))
         except TrainingStopped as refused:
             if "status 401" not in str(refused):
                 raise
-        return await connection.ask(url, body, pending=True, sign=signed(key, whole=False))
+        return await self.connection.ask(url, body, pending=True, sign=partial(signed, key, False))

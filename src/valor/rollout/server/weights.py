@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,11 +17,11 @@ from torch import Tensor
 
 from valor.config import RolloutConfig
 from valor.errors import TrainingStopped, WorkersReplaced
-from valor.rollout.server.connection import Away, Connection
+from valor.rollout.server.connection import Away
 from valor.rollout.server.dialects import Dialect, Written
 from valor.rollout.transfer import buckets, checksum
 
-_NAME = re.compile("valor-[0-9a-f]{32}")
+_NAME = re.compile("valor-[0-9a-f]{32}")  # of a request, by which it is known in what vLLM calls it
 _BEGINNING = 8  # numbers of each tensor that may be compared
 
 
@@ -35,11 +34,6 @@ class Sent(NamedTuple):
     """By the name of a request: how many of its tokens had been sampled before."""
     held: dict[str, list[str | None]]
     """By address: the names of the weights that the server's workers held before."""
-
-
-def new_name() -> str:
-    """A name for a request, by which it is known in what vLLM calls it."""
-    return f"valor-{uuid4().hex}"
 
 
 @contextmanager
@@ -58,14 +52,7 @@ def written(config: RolloutConfig, weights: Iterable[tuple[str, Tensor]]) -> Ite
         yield Written(folder, int(total), beginnings)
 
 
-def send_weights(
-    connection: Connection,
-    dialect: Dialect,
-    urls: list[str],
-    files: Written,
-    version: int,
-    leave: Callable[[str], bool],
-) -> Sent:
+def send_weights(dialect: Dialect, urls: list[str], files: Written, version: int, leave: Callable[[str], bool]) -> Sent:
     """Replace the weights of all servers but those that `leave` lets go, because they do not answer.
 
     TrainingStopped unless every worker of the others then holds exactly what was sent.
@@ -74,16 +61,13 @@ def send_weights(
 
     async def update(url: str) -> list[dict[str, Any]] | None:
         try:
-            return await dialect.update(connection, url, files, name, version, partial(leave, url))
+            return await dialect.update(url, files, name, version, partial(leave, url))
         except Away:
             return None
 
-    async def update_all() -> list[list[dict[str, Any]] | None]:
-        return await asyncio.gather(*map(update, urls))
-
-    with connection.opened() as portal:
-        answers = zip(urls, portal.call(update_all), strict=True)
-    told = {url: workers for url, workers in answers if workers is not None}
+    with dialect.connection.opened() as portal:
+        answers = {url: portal.start_task_soon(update, url) for url in urls}
+        told = {url: workers for url, answer in answers.items() if (workers := answer.result()) is not None}
     sampled: dict[str, int] = {}
     for url, workers in told.items():
         for held in workers:
@@ -95,21 +79,18 @@ def send_weights(
         for key, count in workers[0]["sampled"].items():
             if (found := _NAME.search(key)) is not None:
                 sampled[found[0]] = max(count, sampled.get(found[0], 0))  # one that was sent twice is there twice
-    _agree({url: workers[0].get("digest", "") for url, workers in told.items()}, version)
-    before = {url: [worker["before"] for worker in workers] for url, workers in told.items()}
-    return Sent(name, files.checksum, sampled, before)
-
-
-def _agree(digests: dict[str, str], version: int) -> None:
-    """TrainingStopped when servers of as many parts compute other checksums of the same weights."""
+    # Servers of as many parts compute the same digest of the same weights.
     first: dict[str, tuple[str, str]] = {}
-    for url, digest in digests.items():
+    for url, workers in told.items():
+        digest = workers[0].get("digest", "")
         other, expected = first.setdefault(digest.partition(" ")[2], (url, digest))
         if digest != expected:
             raise TrainingStopped(
                 f"the rollout servers at {other} and {url} were sent the same weights {version} and hold different "
                 f"ones: {expected} and {digest}"
             )
+    before = {url: [worker["before"] for worker in workers] for url, workers in told.items()}
+    return Sent(name, files.checksum, sampled, before)
 
 
 def compare(url: str, held: Iterable[str | None], name: str | None) -> None:

@@ -43,7 +43,7 @@ class Row(NamedTuple):
 
 def as_greedy(request: Request, stop_token_ids: list[int]) -> dict[str, Any]:
     """Arguments of vLLM's SamplingParams for a request that `ChosenToken` samples."""
-    so_far = [] if request.so_far is None else request.so_far.token_ids
+    so_far = request.begun.token_ids
     end = stop_token_ids[0] if stop_token_ids else 0
     return {
         "temperature": 0.0,
