@@ -72,7 +72,12 @@ class MegatronLayout(Section):
     @property
     def sizes(self) -> dict[str, int]:
         """The parallel sizes by their short names."""
-        return {name: getattr(self, f"{key}_parallel_size") for name, key in _SIZES.items()}
+        return {
+            "tensor": self.tensor_model_parallel_size,
+            "pipeline": self.pipeline_model_parallel_size,
+            "context": self.context_parallel_size,
+            "expert": self.expert_model_parallel_size,
+        }
 
 
 class MegatronConfig(MegatronLayout):
@@ -88,16 +93,10 @@ class MegatronConfig(MegatronLayout):
     """Further fields of its DistributedDataParallelConfig, such as overlap_grad_reduce."""
 
 
-_SIZES = {"tensor": "tensor_model", "pipeline": "pipeline_model", "context": "context", "expert": "expert_model"}
 _AS_THE_ACTOR = {
     name: inherits(f"actor_rollout_ref.actor.megatron.{name}")
-    for name in (
-        *(f"{size}_parallel_size" for size in _SIZES.values()),
-        "virtual_pipeline_model_parallel_size",
-        "expert_tensor_parallel_size",
-        "sequence_parallel",
-        "dtype",
-    )
+    for name in MegatronLayout.model_fields
+    if name not in ("param_offload", "override_transformer_config")
 }
 
 

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from valor.errors import Diverged, UserError
+from valor.models.hf import tied_names
 from valor.models.lora import ADAPTER_DIR, adapter_record, has_adapters, is_trained, write_adapter_config
 
 STATE_FILE = "engine.json"
@@ -84,7 +85,7 @@ def write(
             "counters": asdict(counters),
             "optimizer": optimizer,
             "optimizer_scalars": scalars,
-            "adapters": _record(module),
+            "adapters": adapter_record(cast(Any, module).hf),
         }
         (path / STATE_FILE).write_text(json.dumps(state))
         hf = cast(Any, module).hf
@@ -121,7 +122,7 @@ def begin_to_read(path: Path, module: nn.Module, optimizer: str | None) -> tuple
         raise UserError(f"'{path}' is no engine checkpoint: {error}") from error
     if state["format"] != FORMAT:
         raise UserError(f"'{path}' has checkpoint format {state['format']}; this version reads format {FORMAT}")
-    _check_adapters(path, state.get("adapters", {}), _record(module))
+    _check_adapters(path, state.get("adapters", {}), adapter_record(getattr(module, "hf", module)))
     if optimizer is not None and state["optimizer"] != optimizer:
         raise UserError(f"'{path}' holds the state of {state['optimizer']}, not of {optimizer}")
     stored = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
@@ -223,10 +224,6 @@ def is_finite(tensor: Tensor) -> bool:
     return not tensor.numel() or bool(torch.stack(tensor.aminmax()).isfinite().all())
 
 
-def _record(module: nn.Module) -> dict[str, Any]:
-    return json.loads(json.dumps(adapter_record(getattr(module, "hf", module))))
-
-
 def _check_adapters(path: Path, stored: dict[str, Any], here: dict[str, Any]) -> None:
     """Adapters mean something only in the place where they were trained."""
     if stored.get("base", here.get("base")) != here.get("base", stored.get("base")):
@@ -239,13 +236,9 @@ def _check_adapters(path: Path, stored: dict[str, Any], here: dict[str, Any]) ->
 
 def _module_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Parameters, tied ones once, and persistent buffers; of a model with adapters only what trains."""
-    once = dict(module.named_parameters())
-    every = dict(module.named_parameters(remove_duplicate=False))
-    buffers = {name: value for name, value in module.state_dict().items() if name not in every}
-    every_tensor = {**{name: value.detach() for name, value in once.items()}, **buffers}
-    if has_adapters(getattr(module, "hf", module)):
-        return {name: value for name, value in every_tensor.items() if is_trained(name)}
-    return every_tensor
+    left_out, adapters = tied_names(module), has_adapters(getattr(module, "hf", module))
+    every = module.state_dict().items()
+    return {name: value for name, value in every if name not in left_out and (not adapters or is_trained(name))}
 
 
 def _optimizer_states(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:

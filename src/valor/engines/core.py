@@ -14,7 +14,7 @@ from torch import Tensor
 
 from valor.config.engine import OptimConfig
 from valor.data.batch import Batch
-from valor.engines.base import LossFn, WeightNames
+from valor.engines.base import Limit, LossFn, WeightNames
 from valor.engines.checkpoint import Counters
 from valor.engines.microbatch import MicroBatches, RowOrder, TokenBudget
 from valor.engines.optim import lr_factor
@@ -48,7 +48,7 @@ class EngineCore:
     # ---- rows
 
     def _micro_batches(
-        self, verb: str, batch: Batch, max_tokens: int | None, max_rows: int | None, *, share: int = 1
+        self, verb: str, batch: Batch, max_tokens: Limit, max_rows: Limit, *, share: int = 1
     ) -> MicroBatches:
         """share: processes of which each computes that part of every micro-batch."""
         lengths = (batch["prompt_lengths"] + batch["response_lengths"]).tolist()
@@ -82,9 +82,11 @@ class EngineCore:
         lr = self.optim.lr * lr_factor(self.counters.schedule_steps, self.optim, self.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        norm = self._clip()
+        norm, grads = self._gradients()
         finite = math.isfinite(norm)
         if finite:
+            if self.optim.clip_grad is not None and norm > self.optim.clip_grad:
+                torch._foreach_mul_(grads, self.optim.clip_grad / norm)  # pyright: ignore[reportPrivateImportUsage]
             self._apply_update()
             self.counters.updates += 1
             weights = self._weight_norm()
@@ -100,8 +102,8 @@ class EngineCore:
             self.counters.schedule_steps += 1
         return {"grad_norm": norm, "lr": lr, "skipped": float(not finite)}
 
-    def _clip(self) -> float:
-        """Scale finite gradients down to `optim.clip_grad`; returns the norm before, the same on every rank."""
+    def _gradients(self) -> tuple[float, list[Tensor]]:
+        """Their norm, the same on every rank, and this rank's parts of them."""
         raise NotImplementedError
 
     def _apply_update(self) -> None:

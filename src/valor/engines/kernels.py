@@ -16,8 +16,6 @@ from valor.errors import UserError
 from valor.models.packing import IMPLEMENTATION, packed_attention, packed_rows
 from valor.models.rows import ROW_FIELDS
 
-_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.02}  # of the norms
-
 
 def use_kernels(engine: Any, layers: list[nn.Module], model: BackboneConfig, dtype: str) -> None:
     """Replace forwards of `layers`, the blocks of a training engine's model, as `model` asks for.
@@ -40,7 +38,7 @@ def use_kernels(engine: Any, layers: list[nn.Module], model: BackboneConfig, dty
     except RuntimeError as error:
         raise UserError(f"{names} does not work here: leave it out ({str(error).strip().splitlines()[0]})") from error
     differences = [float((a - b).norm() / b.norm()) for a, b in zip(found, plain, strict=True) if b.norm() > 0]
-    if not max(differences) <= _TOLERANCE.get(dtype, 0.02):
+    if not max(differences) <= (1e-4 if dtype == "float32" else 0.02):
         raise UserError(f"{names} gives other numbers (relative difference {max(differences):.2g}): leave it out")
     engine.offload()
 

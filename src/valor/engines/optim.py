@@ -49,17 +49,6 @@ def lr_factor(step: int, optim: OptimConfig, total_steps: int) -> float:
     return optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * left
 
 
-def clip_gradients(grads: Sequence[DTensor], limit: float | None) -> float:
-    """Scale sharded gradients in place so that their global 2-norm is at most `limit`; returns the norm before.
-
-    A norm that is not finite leaves them as they are. The same number on every rank.
-    """
-    norm = global_norm(grads)
-    if limit is not None and limit < norm < math.inf:
-        torch._foreach_mul_([grad.to_local() for grad in grads], limit / norm)  # pyright: ignore[reportPrivateImportUsage]
-    return norm
-
-
 def global_norm(tensors: Sequence[DTensor]) -> float:
     """The 2-norm over all numbers of all shards, the same on every rank."""
     if not tensors:
@@ -68,18 +57,15 @@ def global_norm(tensors: Sequence[DTensor]) -> float:
     local = [tensor.to_local() for tensor in tensors]
     norms = torch._foreach_norm(local, 2.0, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
     squares = torch.stack(list(norms)).double().square()
-    world = dist.get_world_size()
-    if world > 1:
-        squares *= torch.tensor(
-            [num_shards(tensor) / world for tensor in tensors], dtype=torch.float64, device=squares.device
-        )
-    square = squares.sum()
-    if world > 1:
-        dist.all_reduce(square)
+    if (world := dist.get_world_size()) == 1:
+        return float(squares.sum().sqrt())
+    shares = [_num_shards(tensor) / world for tensor in tensors]
+    square = (squares * torch.tensor(shares, dtype=torch.float64, device=squares.device)).sum()
+    dist.all_reduce(square)
     return float(square.sqrt())
 
 
-def num_shards(tensor: DTensor) -> int:
+def _num_shards(tensor: DTensor) -> int:
     """Into how many parts it is cut; each is on as many ranks as there are ranks to a part."""
     mesh, placements = tensor.device_mesh, tensor.placements
     return math.prod(mesh.size(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())

@@ -72,10 +72,6 @@ class Segments:
     def lengths(self) -> list[int]:
         return _lengths(self.bounds)
 
-    @property
-    def key_lengths(self) -> list[int]:
-        return self.lengths if self.key_bounds is None else _lengths(self.key_bounds)
-
 
 def _lengths(bounds: tuple[int, ...]) -> list[int]:
     return [end - start for start, end in pairwise(bounds)]
@@ -209,7 +205,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scali
 
     offsets: Any = segments.offsets
     key_offsets: Any = offsets if segments.key_offsets is None else segments.key_offsets
-    longest = max(segments.lengths), max(segments.key_lengths)
+    longest = max(segments.lengths), max(_lengths(segments.key_bounds or segments.bounds))
     options = {"scale": scaling, "window_size": (-1, 0), "enable_gqa": query.shape[1] != key.shape[1]}
     if segments.keys is not None:
         key, value = key.index_select(0, segments.keys), value.index_select(0, segments.keys)

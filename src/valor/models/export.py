@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from valor.models.hf import quiet_transformers
+from valor.models.hf import quiet_transformers, tied_names
 from valor.models.lora import ADAPTER_DIR, has_adapters, merged, save_adapter
 from valor.models.policy import PolicyModel
 from valor.models.reward import RewardModel
@@ -55,6 +55,5 @@ def published_weights(model: PolicyModel, weights: NamedTensors) -> Iterator[tup
 def plain_weights(model: PolicyModel | ValueModel | RewardModel, weights: NamedTensors) -> Iterator[tuple[str, Tensor]]:
     """`weights` under the names of the Hugging Face model, adapters merged; tied tensors once."""
     # Gathered shards are separate tensors, so transformers cannot see by itself which of them are one.
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    tied -= {name for name, _ in model.named_parameters()}
+    tied = tied_names(model)
     return merged(model.hf, ((name.removeprefix("hf."), tensor) for name, tensor in weights if name not in tied))

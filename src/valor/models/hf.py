@@ -33,6 +33,12 @@ def disable_dropout(hf: Any) -> None:
                 setattr(module, name, 0.0)
 
 
+def tied_names(module: nn.Module) -> set[str]:
+    """The parameters that are another one too, under the names that come later."""
+    every = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    return every - {name for name, _ in module.named_parameters()}
+
+
 def input_device(hf: Any) -> torch.device:
     """Where token ids are read. With weights that FSDP keeps on the host it is the device inside a pass alone."""
     return hf.get_input_embeddings().weight.device

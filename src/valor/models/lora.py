@@ -62,11 +62,8 @@ def add_adapters(hf: Any, model: BackboneConfig, *, base: str, seed: int) -> Non
         )
     else:
         config = read_adapter_config(Path(model.lora_adapter_path))
-        for key, there, here in (
-            ("lora_rank", config.r, model.lora_rank),
-            ("lora_alpha", config.lora_alpha, model.lora_alpha),
-        ):
-            if there != here:
+        for key, there in (("lora_rank", config.r), ("lora_alpha", config.lora_alpha)):
+            if there != getattr(model, key):
                 raise UserError(f"the adapter '{model.lora_adapter_path}' has {key}={there}: set model.{key}={there}")
     config.base_model_name_or_path = base
     inject(hf, config, seed=seed)
@@ -179,7 +176,6 @@ def _sum(layer: Any, base_layer: Tensor, lora_A: Tensor, lora_B: Tensor) -> Tens
 
 def save_adapter(hf: Any, path: Path, weights: Mapping[str, Tensor]) -> None:
     """Write a directory that `peft.PeftModel.from_pretrained` loads; `weights` are whole, under the names of `hf`."""
-    path.mkdir(parents=True, exist_ok=True)
     write_adapter_config(hf, path)
     trained = {_in_file(name): tensor.contiguous() for name, tensor in weights.items() if is_trained(name)}
     save_file(trained, path / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -207,14 +203,11 @@ def read_adapter_config(path: Path) -> Any:
         raise UserError(f"the adapter '{path}' is of peft's type {kind}: only LORA is supported")
     plain = LoraConfig()
     other = [f.name for f in dataclasses.fields(config) if getattr(config, f.name) != getattr(plain, f.name, None)]
-    other = [name for name in other if name not in _UNDERSTOOD and not _harmless_start(name, config)]
+    starts = {"init_lora_weights"} if config.init_lora_weights in (True, False, "gaussian") else set()
+    other = [name for name in other if name not in _UNDERSTOOD | starts]
     if other or set(config.modules_to_save or ()) - set(HEAD_NAMES):
         raise UserError(f"the adapter '{path}' is not plain LoRA: it sets {', '.join(other or ['modules_to_save'])}")
     return config
-
-
-def _harmless_start(name: str, config: Any) -> bool:
-    return name == "init_lora_weights" and config.init_lora_weights in (True, False, "gaussian")
 
 
 def _fill(hf: Any, path: Path) -> None:

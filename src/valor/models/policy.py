@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from valor.models.hf import disable_dropout, input_device
-from valor.models.packing import enable_packing
-from valor.models.rows import ALONE, CompactRows, compact_rows
+from valor.models.rows import CompactRows, RowReader
 from valor.models.token_log_probs import (
     HeadProduct,
     LogitMap,
@@ -27,25 +25,16 @@ Reference = Callable[[Mapping[str, Tensor]], HeadProduct | Tensor]
 logger = logging.getLogger(__name__)
 
 
-class PolicyModel(nn.Module):
+class PolicyModel(RowReader):
     """Wraps `hf`, any causal language model of transformers.
 
     Hidden states of the base model, then the head only at the positions that predict response tokens. Architectures
-    whose head is more than a linear map with a scale and a soft cap go through their own full logits instead. packed:
-    rows are read one behind the other, without padding, where the architecture lets it. shared: then tokens that
-    neighbours begin with are read once.
+    whose head is more than a linear map with a scale and a soft cap go through their own full logits instead.
     """
 
-    sharing = ALONE  # how ranks divide the rows; set by the engine
-
     def __init__(self, hf: Any, *, packed: bool = False, shared: bool = False) -> None:
-        super().__init__()
-        disable_dropout(hf)
-        self.hf = hf
-        self.eval()
+        super().__init__(hf, packed=packed, shared=shared)
         self.logit_map = find_logit_map(hf)
-        self.packed = packed and enable_packing(hf)
-        self.shared = shared and self.packed
 
     def forward(
         self,
@@ -72,29 +61,20 @@ class PolicyModel(nn.Module):
         with torch.no_grad():
             other: Any = None if reference is None else reference(rows)
         logits = self._logits(compact)
-        squares: Tensor | None = None
-        hits: Tensor | None = None
+        targets = compact.targets
+        options: dict[str, Any] = {"with_entropy": with_entropy, "temperature": temperature}
         if isinstance(logits, HeadProduct):
-            options: dict[str, Any] = {"temperature": temperature, "logit_map": self.logit_map}
-            found = token_log_probs(logits, compact.targets, with_entropy=with_entropy, reference=other, **options)
+            columns = token_log_probs(logits, targets, logit_map=self.logit_map, reference=other, **options)._asdict()
             if with_sum_pi_squared:
-                squares = sum_pi_squared(logits, **options)
+                columns["sum_pi_squared"] = sum_pi_squared(logits, temperature=temperature, logit_map=self.logit_map)
         else:
-            found = log_probs_from_logits(
-                logits, compact.targets, temperature=temperature, with_entropy=with_entropy, ref_logits=other
-            )
+            columns = log_probs_from_logits(logits, targets, ref_logits=other, **options)._asdict()
             if with_sum_pi_squared:
-                squares = (logits.detach().float() / temperature).softmax(-1).square().sum(-1)
+                columns["sum_pi_squared"] = (logits.detach().float() / temperature).softmax(-1).square().sum(-1)
         if with_hits:
             best = likeliest(logits) if isinstance(logits, HeadProduct) else logits.argmax(-1)
-            hits = (best == compact.targets).float()
-        columns = {**found._asdict(), "sum_pi_squared": squares, "hits": hits}
+            columns["hits"] = (best == targets).float()
         return {name: compact.scatter(column) for name, column in columns.items() if column is not None}
-
-    def compact(self, rows: Mapping[str, Tensor]) -> CompactRows:
-        """What this rank's model reads of `rows`, on its device."""
-        layout = {"packed": self.packed, "shared": self.shared, "sharing": self.sharing}
-        return compact_rows(rows, **layout).to(input_device(self.hf))
 
     def _logits(self, compact: CompactRows) -> HeadProduct | Tensor:
         """At the positions that predict response tokens: how to compute the logits, or, where only the model's own

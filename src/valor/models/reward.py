@@ -16,20 +16,18 @@ from torch import Tensor, nn
 from valor.config.model import BackboneConfig, CriticModelConfig
 from valor.config.reward import RewardModelConfig
 from valor.errors import UserError
-from valor.models.hf import disable_dropout, input_device
+from valor.models.hf import input_device
 from valor.models.load import load_model_config, load_sequence_classifier, load_value_model
-from valor.models.packing import enable_packing
-from valor.models.rows import ROW_FIELDS, compact_rows
+from valor.models.rows import ROW_FIELDS, RowReader
 from valor.models.value import HEAD_NAMES, ValueHead, ValueModel
 
 
-class RewardModel(nn.Module):
+class RewardModel(RowReader):
     """Wraps `hf`, any *ForSequenceClassification model, causal or encoder.
 
     Its own forward pass decides where a text is read (causal models: the last token that is not the padding token).
     `label`: of a classifier of several labels the one whose log-odds are the score. `separator_id`: the token behind
-    which the second text of a pair begins, for encoders that tell the two apart. packed, shared: as in PolicyModel, for
-    causal models.
+    which the second text of a pair begins, for encoders that tell the two apart. packed, shared: for causal models.
     """
 
     def __init__(
@@ -41,18 +39,15 @@ class RewardModel(nn.Module):
         packed: bool = False,
         shared: bool = False,
     ) -> None:
-        super().__init__()
-        disable_dropout(hf)
-        self.hf, self.label = hf, label
+        # Of the two names of heads `score` is that of causal models.
+        super().__init__(hf, packed=packed and isinstance(getattr(hf, "score", None), nn.Linear), shared=shared)
+        self.label = label
         self._separator_id = separator_id if (getattr(hf.config, "type_vocab_size", 0) or 0) > 1 else None
         self._options = {"use_cache": False} if "use_cache" in inspect.signature(hf.forward).parameters else {}
-        self._names_padding = _pad_token_id(hf.config) is not None
+        padding = getattr(hf.config.get_text_config(), "pad_token_id", None)
+        self._names_padding = padding is not None and padding >= 0
         for head in self.float32_modules():
             head.float()
-        self.eval()
-        # Of the two names of heads this is that of causal models.
-        self.packed = packed and isinstance(getattr(hf, "score", None), nn.Linear) and enable_packing(hf)
-        self.shared = shared and self.packed
 
     def float32_modules(self) -> list[nn.Module]:
         """The head, which a mixed-precision engine must leave in float32."""
@@ -80,7 +75,7 @@ class RewardModel(nn.Module):
         one = torch.ones(len(ids), 1, dtype=torch.long, device=ids.device)
         # one answer token, which nothing reads: a row's last position then predicts something
         rows: dict[str, Tensor] = dict(zip(ROW_FIELDS, (ids, lengths, one, one[:, 0]), strict=True))
-        compact = compact_rows(rows, packed=True, shared=self.shared).to(input_device(self.hf))
+        compact = self.compact(rows)
         states = compact.gather(compact.read_by(self.hf.base_model).last_hidden_state)
         return self.hf.score(states.float()).float()
 
@@ -147,7 +142,8 @@ def reward_model_kind(model: RewardModelConfig) -> RewardModelKind:
     architecture = (config.architectures or ["?"])[0]
     by_token = architecture.endswith("ForTokenClassification")
     remote = getattr(config, "auto_map", None) or {}
-    if not (by_token or architecture.endswith("ForSequenceClassification") or _AUTO in remote):
+    by_text = architecture.endswith("ForSequenceClassification") or "AutoModelForSequenceClassification" in remote
+    if not (by_token or by_text):
         raise UserError(
             f"'{path}' is a {architecture}, which has no reward head: give a sequence classifier (valor rm train makes "
             "one) or a published critic"
@@ -185,17 +181,9 @@ def load_reward_model(
     return RewardModel(hf, label=model.label, separator_id=separator_id, packed=True, shared=True)
 
 
-_AUTO = "AutoModelForSequenceClassification"
-
-
 def backbone(model: RewardModelConfig) -> BackboneConfig:
     """The model as other roles name theirs."""
     assert model.model_path is not None, "a configuration that enables a reward model names one"
     return BackboneConfig(
         path=model.model_path, trust_remote_code=model.trust_remote_code, enable_gradient_checkpointing=False
     )
-
-
-def _pad_token_id(config: Any) -> int | None:
-    found = getattr(config.get_text_config(), "pad_token_id", None)
-    return found if found is not None and found >= 0 else None

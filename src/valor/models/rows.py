@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from valor.models.attention import Segments
-from valor.models.packing import packing
+from valor.models.hf import disable_dropout, input_device
+from valor.models.packing import enable_packing, packing
 from valor.models.sequence_parallel import put_together
 
 _FEWEST_SHARED = 8  # fewer tokens are not worth the copies of keys and values that attention then makes
@@ -83,6 +84,29 @@ class CompactRows:
             flat = flat[self.rank]
         mask = self.mask.view(*self.mask.shape, *[1] * (flat.dim() - 1))
         return flat.new_zeros(*self.mask.shape, *flat.shape[1:]).masked_scatter(mask, flat)
+
+
+class RowReader(nn.Module):
+    """A model around `hf`, one of transformers, that reads compact rows.
+
+    packed: rows are read one behind the other, without padding, where the architecture lets it. shared: then tokens
+    that neighbours begin with are read once.
+    """
+
+    sharing = ALONE  # how ranks divide the rows; set by the engine
+
+    def __init__(self, hf: Any, *, packed: bool = False, shared: bool = False) -> None:
+        super().__init__()
+        disable_dropout(hf)
+        self.hf = hf
+        self.eval()
+        self.packed = packed and enable_packing(hf)
+        self.shared = shared and self.packed
+
+    def compact(self, rows: Mapping[str, Tensor]) -> CompactRows:
+        """What this rank's model reads of `rows`, on its device."""
+        layout = {"packed": self.packed, "shared": self.shared, "sharing": self.sharing}
+        return compact_rows(rows, **layout).to(input_device(self.hf))
 
 
 def compact_rows(
@@ -182,10 +206,8 @@ def _own_part(whole: CompactRows, sharing: Sharing) -> CompactRows:
     begin, end = torch.searchsorted(by_position.values, ends).tolist()
     if sharing.tokens is not None:
         share = -(-(end - begin) // sharing.tokens.size())
-        begin, end = (
-            min(begin + sharing.tokens.rank() * share, end),
-            min(begin + (sharing.tokens.rank() + 1) * share, end),
-        )
+        begin = min(begin + sharing.tokens.rank() * share, end)
+        end = min(begin + share, end)
     predictor, targets = by_position.values[begin:end] - own.start, whole.targets[by_position.indices[begin:end]]
     segments, total = whole.segments.shared_out(group, missing), len(whole.targets)
     back = by_position.indices.argsort()

@@ -130,10 +130,7 @@ class _TokenLogProbs(torch.autograd.Function):
         reference: HeadProduct | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         n, vocab = len(hidden), len(weight)
-        product_rows, block_rows = (
-            _rows_per(_PRODUCT_ELEMENTS, hidden, vocab),
-            _rows_per(_SOFTMAX_ELEMENTS, hidden, vocab),
-        )
+        product_rows, block_rows = (_rows_per(size, hidden, vocab) for size in (_PRODUCT_ELEMENTS, _SOFTMAX_ELEMENTS))
         log_probs = hidden.new_empty(n, dtype=torch.float32)
         entropy = hidden.new_empty(n if with_entropy else 0, dtype=torch.float32)
         full_kl = hidden.new_empty(n if reference else 0, dtype=torch.float32)
@@ -171,7 +168,8 @@ class _TokenLogProbs(torch.autograd.Function):
         kept, ctx.kept = ctx.kept, None  # overwritten below; a second backward pass recomputes it
 
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        sums: list[Tensor | None] = [None, None]
+        grad_weight: Tensor | None = None
+        grad_bias: Tensor | None = None
         for start in range(0, len(hidden), product_rows):
             rows = slice(start, start + product_rows)
             h = hidden[rows]
@@ -193,15 +191,13 @@ class _TokenLogProbs(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(delta, weight, out=grad_hidden[rows])
             if need_weight:
-                sums[0] = _accumulate(sums[0], delta.t() @ h, last=rows.stop >= len(hidden))
+                grad_weight = _accumulate(grad_weight, delta.t() @ h, last=rows.stop >= len(hidden))
             if need_bias:
-                sums[1] = _accumulate(sums[1], delta.float().sum(0), last=True)
-        grad_weight = None
+                grad_bias = _accumulate(grad_bias, delta.float().sum(0), last=True)
         if need_weight:  # zeros without any token: ranks of a group must agree about which gradients there are
-            grad_weight = sums[0].to(weight.dtype) if sums[0] is not None else torch.zeros_like(weight)
-        grad_bias = None
+            grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
         if need_bias:
-            grad_bias = sums[1].to(bias.dtype) if sums[1] is not None else torch.zeros_like(bias)
+            grad_bias = torch.zeros_like(bias) if grad_bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 
 

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from valor.algorithms import hl_gauss_value, quantiles_of, tail_mean
 from valor.algorithms.value_losses import bin_centres
 from valor.errors import UserError
-from valor.models.hf import disable_dropout, input_device
-from valor.models.packing import enable_packing
-from valor.models.rows import ALONE, CompactRows, compact_rows
+from valor.models.rows import RowReader
 
 # The names that transformers gives the head of its *ForTokenClassification classes.
 HEAD_NAMES = ("score", "classifier")
@@ -40,13 +38,12 @@ class ValueHead:
     def of(config: Any) -> ValueHead | None:
         """What a Hugging Face config says; None if it says nothing."""
         output = getattr(config, "value_head_output", None)
+        if output is None:
+            return None
         if output == "label":
             return ValueHead(output, config.num_labels, label=config.value_label)
-        if output == "quantiles":
-            return ValueHead(output, config.num_labels)
-        if output != "bins":
-            return None if output is None else ValueHead(output)
-        return ValueHead(output, config.num_labels, config.value_min, config.value_max)
+        bounds = (config.value_min, config.value_max) if output == "bins" else ()
+        return ValueHead(output, config.num_labels, *bounds)
 
     def write(self, config: Any) -> None:
         """Make a Hugging Face config say it."""
@@ -85,22 +82,16 @@ class ValueHead:
         return names.get(self.output, f"{self.size} {self.output}")
 
 
-class ValueModel(nn.Module):
+class ValueModel(RowReader):
     """Wraps `hf`, any *ForTokenClassification model whose backbone is causal and whose labels are a `ValueHead`.
 
-    packed, shared: as in PolicyModel. levels: of a head that gives a distribution, the part whose mean is the value.
+    levels: of a head that gives a distribution, the part whose mean is the value.
     """
-
-    sharing = ALONE  # how ranks divide the rows; set by the engine
 
     def __init__(
         self, hf: Any, *, packed: bool = False, shared: bool = False, levels: tuple[float, float] = ALL_LEVELS
     ) -> None:
-        super().__init__()
-        disable_dropout(hf)
-        self.hf = hf
-        self.packed = packed and enable_packing(hf)
-        self.shared = shared and self.packed
+        super().__init__(hf, packed=packed, shared=shared)
         self.reading, self.levels = ValueHead.of(hf.config) or ValueHead(), levels
         if levels != ALL_LEVELS and not self.reading.is_distribution:
             raise UserError(
@@ -108,7 +99,6 @@ class ValueModel(nn.Module):
                 " take a critic of critic.value_loss=quantile or hl_gauss, or leave it at [0, 1]"
             )
         self.head.float()
-        self.eval()
 
     @property
     def head(self) -> nn.Linear:
@@ -118,11 +108,6 @@ class ValueModel(nn.Module):
     def float32_modules(self) -> list[nn.Module]:
         """The parts that a mixed-precision engine must leave in float32."""
         return [self.head]
-
-    def compact(self, rows: Mapping[str, Tensor]) -> CompactRows:
-        """What this rank's model reads of `rows`, on its device."""
-        layout = {"packed": self.packed, "shared": self.shared, "sharing": self.sharing}
-        return compact_rows(rows, **layout).to(input_device(self.hf))
 
     def forward(
         self, rows: Mapping[str, Tensor], *, raw: bool = False, with_quantiles: bool = False

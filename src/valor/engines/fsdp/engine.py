@@ -17,13 +17,13 @@ from valor.config.engine import FSDPConfig, OptimConfig
 from valor.config.model import BackboneConfig
 from valor.data.batch import Batch
 from valor.engines import checkpoint
-from valor.engines.base import LossFn
+from valor.engines.base import Limit, LossFn
 from valor.engines.core import EngineCore, collect, deterministic_backward, rows_of
 from valor.engines.fsdp.internals import drop_unreduced_gradients
 from valor.engines.fsdp.loading import built_once
 from valor.engines.fsdp.sharding import gathered, rank_mesh, reshards, sequence_group, shard, transformer_layers
 from valor.engines.kernels import use_kernels
-from valor.engines.optim import build_optimizer, clip_gradients, global_norm
+from valor.engines.optim import build_optimizer, global_norm
 from valor.errors import TrainingStopped, out_of_memory
 from valor.models import attention
 from valor.models.load import import_model_code
@@ -105,10 +105,9 @@ class FSDPEngine(EngineCore):
 
     @torch.no_grad()
     def forward(
-        self, batch: Batch, *, max_tokens: int | None = None, max_rows: int | None = None, **options: Any
+        self, batch: Batch, *, max_tokens: Limit = None, max_rows: Limit = None, **options: Any
     ) -> dict[str, Tensor]:
         self.module.eval()
-        responses = batch["responses"]
         outputs: dict[str, Tensor] = {}
         todo = self._micro_batches("forward", batch, max_tokens, max_rows, share=self._sequence_parallel)
         while todo:
@@ -117,20 +116,14 @@ class FSDPEngine(EngineCore):
             if found is None:
                 todo.repeat()
                 continue
-            collect(outputs, found, indices, responses)
+            collect(outputs, found, indices, batch["responses"])
             todo.advance()
             report_progress(todo.done, len(batch))
         self._reshard()
         return outputs
 
     def forward_backward(
-        self,
-        batch: Batch,
-        loss_fn: LossFn,
-        *,
-        max_tokens: int | None = None,
-        max_rows: int | None = None,
-        **options: Any,
+        self, batch: Batch, loss_fn: LossFn, *, max_tokens: Limit = None, max_rows: Limit = None, **options: Any
     ) -> dict[str, float]:
         """Where memory does not suffice the micro-batches of one process shrink, for good, and the metrics have
         `oom_retries` and `token_budget_min`; TrainingStopped where that is no way out, and with several processes."""
@@ -159,10 +152,9 @@ class FSDPEngine(EngineCore):
         self._reshard()
         return reduce_metrics([*metrics, *(budget.take_metrics() for budget in self._budgets.values())])
 
-    def _clip(self) -> float:
-        assert self.optim is not None
+    def _gradients(self) -> tuple[float, list[Tensor]]:
         grads = [cast(DTensor, p.grad) for p in self.module.parameters() if p.grad is not None]
-        return clip_gradients(grads, self.optim.clip_grad)
+        return global_norm(grads), [grad.to_local() for grad in grads]
 
     # ---- weights
 

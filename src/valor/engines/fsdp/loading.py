@@ -14,7 +14,7 @@ from typing import Any
 import cloudpickle
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from valor.errors import UserError
@@ -64,11 +64,16 @@ def take_weights(part: nn.Module, device: torch.device) -> None:
     for parameter in part.parameters():
         if isinstance(parameter, DTensor):
             continue
-        value = parameter.detach()
-        value = torch.empty_like(value, device=device) if value.is_meta else value.to(device)
-        value = value.contiguous()
-        dist.broadcast(value, src=0)
+        value = value_of_rank_0(parameter, device)
         torch.utils.swap_tensors(parameter, nn.Parameter(value, requires_grad=parameter.requires_grad))
+
+
+def value_of_rank_0(parameter: nn.Parameter, device: torch.device) -> Tensor:
+    """Its value on `device` (collective)."""
+    value = parameter.detach()
+    value = (torch.empty_like(value, device=device) if value.is_meta else value.to(device)).contiguous()
+    dist.broadcast(value, src=0)
+    return value
 
 
 def _broadcast(value: Any = None) -> Any:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from valor.config.engine import MegatronConfig, OptimConfig
 from valor.config.model import BackboneConfig
 from valor.data.batch import Batch
-from valor.engines.base import LossFn
+from valor.engines.base import Limit, LossFn
 from valor.engines.core import EngineCore, collect, deterministic_backward, rows_of
 from valor.engines.fsdp.loading import built_once
 from valor.engines.megatron import state
@@ -87,14 +87,13 @@ class MegatronEngine(EngineCore):
         self.data_parallel_rank = mpu.get_data_parallel_rank()
         self.data_parallel_size = mpu.get_data_parallel_world_size()
         self._megatron = megatron
-        self._weight_memory, self._optimizer_memory, self._gradients_there = HostMemory(), HostMemory(), True
-        recompute = any(getattr(part, "gradient_checkpointing", False) for part in module.modules())
-        self._config = transformer_config(module.hf, megatron, recompute=recompute and optim is not None)
+        self._weight_memory, self._optimizer_memory = HostMemory(), HostMemory()
+        recompute = optim is not None and any(getattr(m, "gradient_checkpointing", False) for m in module.modules())
+        self._config = transformer_config(module.hf, megatron, recompute=recompute)
         is_policy = isinstance(module, PolicyModel)
-        head = None if is_policy else module.head
-        chunks = build_chunks(module.hf, self._config, head=head)
+        chunks = build_chunks(module.hf, self._config, head=None if is_policy else module.head)
         self._faces = [Face(chunk, module.hf, shares_tokens=is_policy) for chunk in chunks]
-        self._weights = Weights(chunks, module, module.hf)
+        self._weights = Weights(chunks, module)
         self._weights.take(module, device)
         for parameter in module.parameters():
             torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().to("meta"), requires_grad=False))
@@ -114,7 +113,7 @@ class MegatronEngine(EngineCore):
 
     @torch.no_grad()
     def forward(
-        self, batch: Batch, *, max_tokens: int | None = None, max_rows: int | None = None, **options: Any
+        self, batch: Batch, *, max_tokens: Limit = None, max_rows: Limit = None, **options: Any
     ) -> dict[str, Tensor]:
         self._model.eval()
         groups = self._plan("forward", batch, max_tokens, max_rows)
@@ -125,13 +124,7 @@ class MegatronEngine(EngineCore):
         return self._from_last_stage(whole)
 
     def forward_backward(
-        self,
-        batch: Batch,
-        loss_fn: LossFn,
-        *,
-        max_tokens: int | None = None,
-        max_rows: int | None = None,
-        **options: Any,
+        self, batch: Batch, loss_fn: LossFn, *, max_tokens: Limit = None, max_rows: Limit = None, **options: Any
     ) -> dict[str, float]:
         assert self.optimizer is not None, "a frozen engine has no gradients"
         groups = self._plan("train", batch, max_tokens, max_rows)
@@ -144,7 +137,7 @@ class MegatronEngine(EngineCore):
             found = self._run(batch, groups, options, finish, forward_only=False)
         return self._from_last_stage(reduce_metrics([self._numbers(values) for values in found]))
 
-    def _plan(self, verb: str, batch: Batch, max_tokens: int | None, max_rows: int | None) -> list[list[int]]:
+    def _plan(self, verb: str, batch: Batch, max_tokens: Limit, max_rows: Limit) -> list[list[int]]:
         """The rows of each micro-batch; empty ones, where other ranks have more, and so that stages can take turns."""
         share = self._megatron.context_parallel_size
         todo = self._micro_batches(verb, batch, max_tokens, max_rows, share=share)
@@ -167,9 +160,8 @@ class MegatronEngine(EngineCore):
     ) -> list[Any]:
         """Every micro-batch through all stages; on the last stage what `finish` makes of each one's outputs (training:
         the last of what it returns)."""
-        if len(self._faces) > 1 or self._megatron.pipeline_model_parallel_size > 1:
-            assert options.get("reference") is None, "the reference has stages of its own"
-
+        staged = self._megatron.pipeline_model_parallel_size > 1
+        assert not (staged and options.get("reference")), "the reference has stages of its own"
         done = 0
 
         def step(waiting: Iterator[list[int]], stage: Any) -> tuple[Any, Any]:
@@ -186,12 +178,11 @@ class MegatronEngine(EngineCore):
 
         for stage in self._stages:
             stage.train(not forward_only)
-        waiting = [iter(groups) for _ in self._stages]
         try:
             return get_forward_backward_func()(
                 forward_step_func=step,
-                data_iterator=waiting if len(waiting) > 1 else waiting[0],
-                model=self._stages if len(self._stages) > 1 else self._stages[0],
+                data_iterator=[iter(groups) for _ in self._stages],
+                model=self._stages,
                 num_microbatches=len(groups),
                 seq_length=1,  # of no account where lengths vary
                 micro_batch_size=1,
@@ -218,25 +209,22 @@ class MegatronEngine(EngineCore):
 
     def _make_trainable(self, optim: OptimConfig) -> None:
         megatron, config = self._megatron, self._config
-        ddp = {
-            "grad_reduce_in_fp32": True,
-            "use_distributed_optimizer": megatron.use_distributed_optimizer,
-            **megatron.override_ddp_config,
-        }
-        adam: dict[str, Any] = {
-            "optimizer": "adam",
-            "lr": optim.lr,
-            "weight_decay": optim.weight_decay,
-            "adam_beta1": optim.betas[0],
-            "adam_beta2": optim.betas[1],
-            "adam_eps": optim.eps,
-            "clip_grad": 0.0,  # gradients are clipped here
-            "bf16": config.bf16,
-            "params_dtype": config.params_dtype,
-            "use_distributed_optimizer": megatron.use_distributed_optimizer,
-        }
+        distributed: dict[str, Any] = {"use_distributed_optimizer": megatron.use_distributed_optimizer}
+        adam = MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=optim.lr,
+            weight_decay=optim.weight_decay,
+            adam_beta1=optim.betas[0],
+            adam_beta2=optim.betas[1],
+            adam_eps=optim.eps,
+            clip_grad=0.0,  # gradients are clipped here
+            bf16=config.bf16,
+            params_dtype=config.params_dtype,
+            **distributed,
+        )
         try:
-            ddp_config = DistributedDataParallelConfig(**ddp)
+            reduction = {"grad_reduce_in_fp32": True} | distributed | megatron.override_ddp_config
+            ddp_config = DistributedDataParallelConfig(**reduction)
         except TypeError as error:
             raise UserError(f"megatron.override_ddp_config: {error}") from error
         self._stages = [
@@ -249,23 +237,15 @@ class MegatronEngine(EngineCore):
         # Without a number of tokens: the losses are divided by the global denominators already.
         config.finalize_model_grads_func = lambda stages, _, **more: finalize_model_grads(stages, None, **more)
         # No overrides: weight decay acts on every parameter, as in the other engine.
-        self.optimizer = get_megatron_optimizer(
-            MegatronOptimizerConfig(**adam), self._stages, {}, use_gloo_process_groups=False
-        )
+        self.optimizer = get_megatron_optimizer(adam, self._stages, {}, use_gloo_process_groups=False)
 
-    def _clip(self) -> float:
-        assert self.optim is not None
+    def _gradients(self) -> tuple[float, list[Tensor]]:
         self.optimizer.prepare_grads()
-        norm, limit = float(self.optimizer.get_grad_norm()), self.optim.clip_grad
-        if limit is not None and limit < norm < math.inf:
-            grads = [p.grad for p in self.optimizer.get_parameters() if p.grad is not None]
-            torch._foreach_mul_(grads, limit / norm)  # pyright: ignore[reportPrivateImportUsage]
-        return norm
+        norm = float(self.optimizer.get_grad_norm())
+        return norm, [p.grad for p in self.optimizer.get_parameters() if p.grad is not None]
 
     def _apply_update(self) -> None:
-        parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        for part in parts:
-            part.step_with_ready_grads()
+        self.optimizer.step_with_ready_grads()
 
     def _zero_gradients(self) -> None:
         self.optimizer.zero_grad()
@@ -284,8 +264,7 @@ class MegatronEngine(EngineCore):
     def whole_module(self) -> None:
         return None
 
-    @contextmanager
-    def unsharded(self) -> Iterator[Any]:
+    def unsharded(self) -> Any:
         raise RuntimeError("megatron-core's ranks hold parts of layers, which transformers cannot run")
 
     @contextmanager
@@ -318,7 +297,6 @@ class MegatronEngine(EngineCore):
         if self._megatron.param_offload:
             self._weight_memory.leave(parameters)
         if self.optimizer is not None and self._megatron.grad_offload:
-            self._gradients_there = False
             for stage in self._stages:
                 stage.offload_grad_buffers()
         torch.cuda.empty_cache()
@@ -327,22 +305,15 @@ class MegatronEngine(EngineCore):
         self._weight_memory.come_back()
         if optimizer:
             self._optimizer_memory.come_back()
-        if optimizer and not self._gradients_there:
-            self._gradients_there = True
+        if optimizer and self.optimizer is not None:
             for stage in self._stages:
-                stage.restore_grad_buffers()
+                stage.restore_grad_buffers(synchronize=False)  # those that have left
 
     def _sharing(self, is_policy: bool) -> Sharing:
         """How ranks divide rows."""
-        tensor, context = (
-            mpu.get_tensor_model_parallel_group(),
-            mpu.get_context_parallel_group(),
-        )
-        tokens = tensor if is_policy and tensor.size() > 1 else None
+        tensor, context = mpu.get_tensor_model_parallel_group(), mpu.get_context_parallel_group()
+        multiple = tensor.size() if self._config.sequence_parallel else 1
         positions = context if context.size() > 1 else None
-        return Sharing(
-            positions,
-            tokens,
-            mpu.get_tensor_and_context_parallel_group() if tokens is not None else positions,
-            tensor.size() if self._config.sequence_parallel else 1,
-        )
+        if not is_policy or tensor.size() == 1:
+            return Sharing(positions, None, positions, multiple)
+        return Sharing(positions, tensor, mpu.get_tensor_and_context_parallel_group(), multiple)

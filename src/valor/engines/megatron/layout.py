@@ -35,9 +35,9 @@ def make_groups(config: MegatronLayout, device: torch.device) -> None:
                 f"megatron: the {what} parallel sizes make {product}, which does not divide {world} processes"
             )
     wanted = (*sizes.values(), config.expert_tensor_parallel_size)
-    if _made == (dist.group.WORLD, wanted) and mpu.is_initialized():
-        return
     if _made[0] is dist.group.WORLD and mpu.is_initialized():
+        if _made[1] == wanted:
+            return
         raise UserError("roles in the same processes share megatron's parallel sizes: set them alike for all of them")
     mpu.destroy_model_parallel()
     mpu.initialize_model_parallel(

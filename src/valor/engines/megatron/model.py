@@ -220,11 +220,7 @@ class Face(nn.Module):
         return self.chunk.score  # type: ignore[return-value]
 
     def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor | None = None,
-        segments: Segments | None = None,
-        **_: Any,
+        self, input_ids: Tensor, position_ids: Tensor | None = None, segments: Segments | None = None, **_: Any
     ) -> SimpleNamespace:
         """`last_hidden_state` [b, s, H] of the last stage; of another one what it sends on, [s, b, H]."""
         chunk = self.chunk

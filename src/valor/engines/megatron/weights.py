@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from valor.engines.fsdp.loading import value_of_rank_0
 from valor.engines.megatron.layout import mpu
 
 # The name in megatron-core, that in transformers, and the dimension that tensor parallel ranks share.
@@ -40,7 +42,7 @@ _TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 @dataclass(frozen=True)
 class Slot:
-    """This rank's part of a tensor, `name`, of the transformers module.
+    """This rank's part of a tensor, `name`, of the module around a transformers module.
 
     It is cut from one of megatron-core's parameters, or from one of each local expert and stacked. `shape`: of the
     whole tensor, its dimensions split up where the parameters need it; `flat`: as transformers has it. Ranks of each of
@@ -133,7 +135,7 @@ def find_slots(chunks: Sequence[nn.Module], shapes: Mapping[str, tuple[int, ...]
         name = name if name in shapes else _TIED[name]
         several = tuple((group, dim) for group, dim in shared if group.size() > 1)
         flat = shapes[name]
-        found.append(Slot(name, flat, tuple(split or flat), tuple(parameters), cut, several, stacked))
+        found.append(Slot(f"hf.{name}", flat, tuple(split or flat), tuple(parameters), cut, several, stacked))
 
     for chunk in chunks:
         experts: dict[tuple[str, str], list[nn.Parameter]] = {}
@@ -151,10 +153,11 @@ def find_slots(chunks: Sequence[nn.Module], shapes: Mapping[str, tuple[int, ...]
                 for name, parts in (("q", slice(0, -2)), ("k", slice(-2, -1)), ("v", slice(-1, None))):
                     name = f"{layer}self_attn.{name}_proj.{rest.rpartition('.')[2]}"
                     split = (groups, shapes[name][0] // (groups * size), size, *shapes[name][1:])
-                    add(name, [parameter], _Heads(heads // groups + 2, size, parts), [(tensor, 0)], split)
+                    cut = partial(_heads, per_group=heads // groups + 2, size=size, parts=parts)
+                    add(name, [parameter], cut, [(tensor, 0)], split)
             elif rest == "mlp.linear_fc1.weight":
                 for half, name in enumerate(("gate", "up")):
-                    add(f"{layer}mlp.{name}_proj.weight", [parameter], _Half(half), [(tensor, 0)])
+                    add(f"{layer}mlp.{name}_proj.weight", [parameter], partial(_half, half=half), [(tensor, 0)])
             else:  # in the order of the experts
                 which = re.fullmatch(r"mlp\.experts\.local_experts\.\d+\.linear_(fc\d)\.weight", rest)
                 assert which is not None, rest
@@ -177,84 +180,63 @@ def _in_halves(value: Tensor) -> Tensor:
     return value.unflatten(0, (2, -1))
 
 
-@dataclass(frozen=True)
-class _Half:
-    """The gate or the up projection."""
-
-    half: int
-
-    def __call__(self, value: Tensor) -> Tensor:
-        return _in_halves(value)[self.half]
+def _half(value: Tensor, half: int) -> Tensor:
+    return _in_halves(value)[half]
 
 
-@dataclass(frozen=True)
-class _Heads:
+def _heads(value: Tensor, per_group: int, size: int, parts: slice) -> Tensor:
     """Queries, keys or values [groups, heads, size, ...] of groups of heads that lie one behind the other."""
-
-    per_group: int
-    size: int
-    parts: slice
-
-    def __call__(self, value: Tensor) -> Tensor:
-        return value.unflatten(0, (-1, self.per_group, self.size))[:, self.parts]
+    return value.unflatten(0, (-1, per_group, size))[:, parts]
 
 
 class Weights:
     """A transformers module's tensors in the parameters of all stages."""
 
-    def __init__(self, chunks: Sequence[nn.Module], module: nn.Module, hf: Any) -> None:
-        """`module`: the model around `hf`, under whose names tensors go in and out; its own weights are not read."""
-        self._prefix = "hf."
-        named = dict(module.named_parameters())
-        shapes = {name.removeprefix(self._prefix): tuple(p.shape) for name, p in named.items()}
-        self.names = list(named)
-        self.slots = find_slots(chunks, shapes, hf.config.get_text_config())
+    def __init__(self, chunks: Sequence[nn.Module], module: Any) -> None:
+        """`module`: the model under whose names tensors go in and out; its own weights are not read."""
+        self.shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+        shapes = {name.removeprefix("hf."): shape for name, shape in self.shapes.items()}
+        self.slots = find_slots(chunks, shapes, module.hf.config.get_text_config())
+        self._by_name: dict[str, list[Slot]] = {}
+        for slot in self.slots:
+            self._by_name.setdefault(slot.name, []).append(slot)
         self._group = mpu.get_pipeline_model_parallel_group()
         stages: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(stages, [slot.name for slot in self.slots], group=self._group)
+        dist.all_gather_object(stages, list(self._by_name), group=self._group)
         self._owner = {name: stage for stage in reversed(range(len(stages))) for name in stages[stage]}
-        assert set(self._owner) == set(shapes), set(self._owner) ^ set(shapes)
-        self.shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
+        assert set(self._owner) == set(self.shapes), set(self._owner) ^ set(self.shapes)
 
     def take(self, module: nn.Module, device: torch.device) -> None:
         """The values that rank 0's `module` has (collective)."""
-        by_name: dict[str, list[Slot]] = {}
-        for slot in self.slots:
-            by_name.setdefault(slot.name, []).append(slot)
         for name, parameter in module.named_parameters():
-            value = parameter.detach()
-            value = (torch.empty_like(value, device=device) if value.is_meta else value.to(device)).contiguous()
-            if dist.get_world_size() > 1:
-                dist.broadcast(value, src=0)
-            for slot in by_name.get(name.removeprefix(self._prefix), []):
+            value = value_of_rank_0(parameter, device)
+            for slot in self._by_name.get(name, []):
                 slot.write(slot.parameters, value)
 
     def whole(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
         """Every tensor, whole, one at a time, on all ranks (collective)."""
-        mine = {slot.name: slot for slot in reversed(self.slots)}
-        stage, dtype = self._group.rank(), self.slots[0].parameters[0].dtype
-        for full_name in self.names:
-            name = full_name.removeprefix(self._prefix)
-            owner = self._owner[name]
-            value = mine[name].read(mine[name].parameters).contiguous() if owner == stage else None
+        dtype = self.slots[0].parameters[0].dtype
+        for name, shape in self.shapes.items():
+            if self._owner[name] == self._group.rank():
+                slot = self._by_name[name][0]
+                value = slot.read(slot.parameters).contiguous()
+            else:
+                kind = torch.float32 if name.startswith("hf.score.") else dtype
+                value = torch.empty(shape, dtype=kind, device=device)
             if self._group.size() > 1:
-                kind = torch.float32 if name.startswith("score.") else dtype
-                value = torch.empty(self.shapes[full_name], dtype=kind, device=device) if value is None else value
-                dist.broadcast(value, dist.get_global_rank(self._group, owner), group=self._group)
-            assert value is not None and value.numel() == prod(self.shapes[full_name])
-            yield full_name, value
+                dist.broadcast(value, group=self._group, group_src=self._owner[name])
+            yield name, value
 
     def norm(self) -> float:
         """The 2-norm over all tensors, the same on every rank (collective)."""
-        world, stage = dist.get_world_size(), self._group.rank()
+        world = dist.get_world_size()
         total = torch.zeros((), dtype=torch.float64, device=self.slots[0].parameters[0].device)
         for slot in self.slots:
-            if self._owner[slot.name] != stage:
+            if self._owner[slot.name] != self._group.rank():
                 continue
             parts = prod(group.size() for group, _ in slot.groups) * self._group.size()
             for parameter in slot.parameters:  # each part is there on as many ranks as there are ranks to a part
                 norm = torch.linalg.vector_norm(slot.cut(parameter.detach()), dtype=torch.float32)
                 total += norm.double().square() * parts / world
-        if world > 1:
-            dist.all_reduce(total)
+        dist.all_reduce(total)
         return float(total.sqrt())
