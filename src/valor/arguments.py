@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -36,17 +37,16 @@ class Command(click.Command):
         return super().parse_args(ctx, words)
 
 
-def command(name: str, example: str, page: str, *, passes_options: bool = False) -> Callable[[Callable], Command]:
+def command(
+    name: str, example: str, page: str, *, passes_options: bool = False, cls: type[Command] = Command, **more: Any
+) -> Callable[[Callable], Command]:
     """A function as a command. Help ends with an example and the page that says more.
 
-    `passes_options`: those that it does not know are among the words of its last argument.
+    `passes_options`: those that it does not know are among the words of its last argument. `more`: of click.command.
     """
-    return click.command(
-        name,
-        cls=Command,
-        epilog=f"\b\nExample:\n  {example}\nMore: {PAGES}/{page}/",
-        context_settings={"help_option_names": ["-h", "--help"], "ignore_unknown_options": passes_options},
-    )
+    settings = {"help_option_names": ["-h", "--help"], "ignore_unknown_options": passes_options}
+    epilog = f"\b\nExample:\n  {example}\nMore: {PAGES}/{page}/"
+    return click.command(name, cls=cls, epilog=epilog, context_settings=settings, **more)
 
 
 def run(command: click.Command, words: Sequence[str], name: str) -> int:

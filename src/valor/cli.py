@@ -2,71 +2,34 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import click
 from click.shell_completion import shell_complete
 
 from valor import __version__
-from valor.arguments import PAGES, PATH, command, option, run
+from valor.arguments import PAGES, PATH, Command, command, option, run
 from valor.errors import UserError, did_you_mean, exit_code
 
-# "module:function" and a line of help. The function is a click command; or it takes the words after its name, the
-# key=value of a run, and comes with an example and a page of the documentation.
-COMMANDS: dict[str, tuple[str, ...]] = {
-    "ppo": (
-        "valor.trainer.main_ppo:main",
-        "train with PPO, GRPO or a relative: key=value …",
-        "valor ppo --config-name ppo_config trainer.total_epochs=1 --dry-run",
-        "quickstart",
-    ),
-    "sft": (
-        "valor.trainer.main_sft:main",
-        "supervised fine-tuning: key=value …",
-        "valor sft model.path=MODEL data.train_files=chats.parquet",
-        "sft",
-    ),
-    "rm train": (
-        "valor.trainer.main_sft:rm_train",
-        "a reward model from preference pairs: key=value …",
-        "valor rm train model.path=MODEL data.train_files=pairs.parquet",
-        "reward_models",
-    ),
+# "module:function" and a line of help. The function is a click command, or in RUNS.
+COMMANDS = {
+    "ppo": ("valor.trainer.main_ppo:main", "train with PPO, GRPO or a relative: key=value …"),
+    "sft": ("valor.trainer.main_sft:main", "supervised fine-tuning: key=value …"),
+    "rm train": ("valor.trainer.main_sft:rm_train", "a reward model from preference pairs: key=value …"),
     "demo": ("valor.lab.demo:main", "[--task search]: a tiny model made, warm-started and trained by PPO here"),
-    "critic pretrain": (
-        "valor.trainer.main_ppo:critic_pretrain",
-        "fit a critic to rollouts: key=value …",
-        "valor critic pretrain actor_rollout_ref.model.path=MODEL data.train_files=prompts.parquet",
-        "critic",
-    ),
-    "critic score": (
-        "valor.lab.critic_score:main",
-        "the scorecard of a critic: key=value …",
-        "valor critic score critic.model.path=CRITIC data.val_files=prompts.parquet",
-        "critic",
-    ),
-    "critic search": (
-        "valor.lab.critic_search:main",
-        "answers that a critic chooses or searches for: key=value …",
-        "valor critic search actor_rollout_ref.model.path=POLICY critic.model.path=CRITIC",
-        "critic",
-    ),
-    "critic publish": (
-        "valor.lab.publish:main",
-        "CKPT_OR_HF_DIR OUT: a critic as a model with its card, and on the hub",
-    ),
-    "publish": ("valor.lab.publish:actor", "CKPT_OR_HF_DIR OUT: a policy as a model with its card, and on the hub"),
+    "critic pretrain": ("valor.trainer.main_ppo:critic_pretrain", "fit a critic to rollouts: key=value …"),
+    "critic score": ("valor.lab.critic_score:main", "the scorecard of a critic: key=value …"),
+    "critic search": ("valor.lab.critic_search:main", "answers that a critic chooses or searches for: key=value …"),
+    "critic publish": ("valor.lab.publish:main", "CKPT_OR_HF_DIR OUT: a critic as a model with a card, and on the hub"),
+    "publish": ("valor.lab.publish:actor", "CKPT_OR_HF_DIR OUT: a policy as a model with a card, and on the hub"),
     "lab sweep": ("valor.lab.sweep:main", "FILE.yaml: arms x seeds of a command, with intervals and tests"),
     "config keys": ("valor.cli:config_keys", "[PREFIX or WORD …]: keys with type, default and meaning"),
-    "plan": (
-        "valor.lab.plan_command:main",
-        "[--gpus N --memory GIB]: memory and time of a run, before it: key=value …",
-    ),
+    "plan": ("valor.lab.plan_command:main", "[--gpus N --memory GIB]: memory and time of a run before it: key=value …"),
     "doctor": ("valor.lab.doctor:main", "what this machine has, and whether a run works on it, in seconds"),
     "algorithms": ("valor.cli:algorithms", "the advantage estimators and losses, and what each needs"),
     "data prepare": ("valor.data.prepare:main", "[NAME]: a public data set, or your own, as files to train on"),
@@ -77,6 +40,15 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "export": ("valor.cli:export", "CKPT OUT [--role critic]: a checkpoint as a Hugging Face directory"),
     "report": ("valor.cli:report", "RUN_DIR: report.html from what a run has left so far; --compare A B …"),
 }
+RUNS = {
+    "ppo": ("--config-name ppo_config trainer.total_epochs=1 --dry-run", "quickstart"),
+    "sft": ("model.path=MODEL data.train_files=chats.parquet", "sft"),
+    "rm train": ("model.path=MODEL data.train_files=pairs.parquet", "reward_models"),
+    "critic pretrain": ("actor_rollout_ref.model.path=MODEL data.train_files=prompts.parquet", "critic"),
+    "critic score": ("critic.model.path=CRITIC data.val_files=prompts.parquet", "critic"),
+    "critic search": ("actor_rollout_ref.model.path=POLICY critic.model.path=CRITIC", "critic"),
+}
+"""Functions that read the key=value after their name themselves: an example, and a page of the documentation."""
 
 
 @command("config keys", "valor config keys temperature", "configuration")
@@ -132,7 +104,7 @@ class Commands(click.Group):
         super().__init__(prefix.strip() or "valor", epilog=f"More: {PAGES}/", no_args_is_help=False)
         self.prefix, self.names = prefix, [name for name in COMMANDS if name.startswith(prefix)]
         if not prefix:
-            self.params.append(click.Option(["--version"], is_flag=True, expose_value=False, callback=_version))
+            click.version_option(__version__, message="valor %(version)s")(self)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(dict.fromkeys(name.removeprefix(self.prefix).partition(" ")[0] for name in self.names))
@@ -151,7 +123,8 @@ class Commands(click.Group):
         found = self.get_command(ctx, args[0])
         if found is None:
             near = did_you_mean(args[0], self.list_commands(ctx))
-            raise UserError(f"{ctx.command_path}: there is no command '{args[0]}'{near}; there are: {self._all}")
+            there = ", ".join(name.removeprefix(self.prefix) for name in self.names)
+            raise UserError(f"{ctx.command_path}: there is no command '{args[0]}'{near}; there are: {there}")
         return args[0], found, args[1:]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -159,43 +132,27 @@ class Commands(click.Group):
             raise UserError(f"{ctx.command_path}: say which: {', '.join(f'valor {name}' for name in self.names)}")
         return super().parse_args(ctx, args or ["--help"])
 
-    @property
-    def _all(self) -> str:
-        return ", ".join(name.removeprefix(self.prefix) for name in self.names)
-
-
-def _version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
-    if asked:
-        print(f"valor {__version__}")
-        ctx.exit()
-
 
 def _load(name: str) -> click.Command:
-    target, about, *help_texts = COMMANDS[name]
-    module, _, function = target.partition(":")
-    found = getattr(importlib.import_module(module), function)
-    return found if isinstance(found, click.Command) else RunCommand(name, found, about, *help_texts)
+    target, about = COMMANDS[name]
+    found = resolve_name(target)
+    if name not in RUNS:
+        return found
+    from valor.config.command_line import LINE
+
+    example, page = RUNS[name]
+    text = f"{about}\n\n+ or ++ before a key changes nothing, ~key restores its default; `valor config keys`."
+    return command(name, f"valor {name} {example}", page, cls=RunCommand, params=LINE.params, help=text)(found)
 
 
-class RunCommand(click.Command):
+class RunCommand(Command):
     """A command that reads its words itself: the key=value of a run, and Hydra's options."""
-
-    def __init__(self, name: str, main: Callable[[Sequence[str]], int], about: str, example: str, page: str) -> None:
-        from valor.config.command_line import LINE
-
-        text = f"{about}\n\n+ or ++ before a key changes nothing, ~key restores its default; `valor config keys`."
-        like = command(name, example, page)(lambda: 0)
-        super().__init__(name, like.context_settings, main, LINE.params, text, like.epilog)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if ctx.resilient_parsing or {"-h", "--help"} & {*args}:  # a shell completes a word, or help is asked for
             return super().parse_args(ctx, args)
-        ctx.args = args
+        ctx.params["argv"] = args
         return []
-
-    def invoke(self, ctx: click.Context) -> int:
-        assert self.callback is not None
-        return self.callback(ctx.args)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

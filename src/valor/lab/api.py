@@ -10,6 +10,8 @@ from valor.errors import UserError
 from valor.lab.given import demonstration_row, given_bytes, prompt_row
 from valor.lab.python_run import PythonRun
 from valor.rewards.functions import RewardFunctions, pickled
+from valor.trainer.main_ppo import ppo_run
+from valor.trainer.main_sft import rm_run, sft_run
 
 Reward = Callable[..., Any] | Sequence[Callable[..., Any]]
 
@@ -22,8 +24,7 @@ class PPO(PythonRun):
     algorithm: the name of an advantage estimator. critic: where the critic starts, as `model`; default: there too.
     """
 
-    words = "ppo"
-    root = PPOConfig
+    words, root, _make = "ppo", PPOConfig, staticmethod(ppo_run)
     model_key = "actor_rollout_ref.model"
 
     def __init__(
@@ -61,15 +62,6 @@ class PPO(PythonRun):
         """The critic's present weights: a token classifier whose logits are the values of what was read so far."""
         return self._loaded("critic", "AutoModelForTokenClassification")
 
-    @property
-    def _model_config(self) -> Any:
-        return self.config.actor_rollout_ref.model
-
-    def _make(self) -> Any:
-        from valor.trainer.main_ppo import placed, ppo_run
-
-        return ppo_run(self.config, placed(self.config), self.command)
-
     def _row(self, row: dict[str, Any]) -> dict[str, Any]:
         return prompt_row(row, keep_prompt=self._functions is not None and self._functions.reads_prompts)
 
@@ -100,18 +92,8 @@ class PPO(PythonRun):
 class SFT(PythonRun):
     """Supervised fine-tuning: rows with `messages`, or with a `prompt` and a `response` (or `completion`)."""
 
-    words = "sft"
-    root = SFTConfig
-
-    @property
-    def policy(self) -> Any:
-        """The policy's present weights, a transformers model."""
-        return self._loaded("actor", "AutoModelForCausalLM")
-
-    def _make(self) -> Any:
-        from valor.trainer.sft import SFTRun
-
-        return SFTRun(self.config, self.command)
+    words, root, _make = "sft", SFTConfig, staticmethod(sft_run)
+    policy = PPO.policy
 
     def _row(self, row: dict[str, Any]) -> dict[str, Any]:
         return demonstration_row(row)
@@ -120,21 +102,12 @@ class SFT(PythonRun):
 class RewardModel(PythonRun):
     """A reward model from preference pairs: rows with `prompt`, `chosen` and `rejected`."""
 
-    words = "rm train"
-    root = RMConfig
+    words, root, _make = "rm train", RMConfig, staticmethod(rm_run)
 
     @property
     def reward_model(self) -> Any:
         """Its present weights: a sequence classifier of one label."""
         return self._loaded("reward_model", "AutoModelForSequenceClassification")
-
-    def _make(self) -> Any:
-        from valor.trainer.rm import RewardModelRun
-
-        return RewardModelRun(self.config, self.command)
-
-    def _row(self, row: dict[str, Any]) -> dict[str, Any]:
-        return row
 
 
 def train(model: Any = None, train_data: Any = None, *, algorithm: Any = "gae", **arguments: Any) -> PythonRun:

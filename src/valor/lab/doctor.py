@@ -11,12 +11,13 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
 import torch
+from huggingface_hub.constants import ENDPOINT, HF_HOME
 
 from valor import __version__
 from valor.arguments import command, option
@@ -24,18 +25,18 @@ from valor.controller.placement import available_cores
 from valor.errors import TrainingStopped, UserError
 from valor.lab import arithmetic
 from valor.lab.api import PPO
+from valor.lab.planner import GIB
 from valor.sandbox.box import SandboxError
 from valor.sandbox.levels import strongest_level
 
 _PACKAGES = ("torch", "transformers", "ray", "vllm", "peft", "datasets")
-_GIB = 2.0**30
 _PATIENCE = 2.0  # seconds for an address to answer
 _AGREE = 1e-5  # between log-probs of the native engine and of training, in float32 on a CPU
 
 Rows = Iterator[tuple[str, str]]
 
 
-@command("doctor", "valor doctor --server http://localhost:8000", "faq")
+@command("doctor", "valor doctor --server http://localhost:8000", "installation")
 @option("--no-test", is_flag=True, help="Leave the self-test out.")
 @option("--server", "servers", multiple=True, metavar="URL …", help="Servers that runs will ask.")
 def main(no_test: bool, servers: tuple[str, ...]) -> int:
@@ -54,40 +55,31 @@ def main(no_test: bool, servers: tuple[str, ...]) -> int:
 
 
 def _machine() -> Rows:
-    installed = []
-    for package in _PACKAGES:
-        try:
-            installed.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            installed.append(f"no {package}")
-    yield "versions", f"valor {__version__}, python {platform.python_version()}, {', '.join(installed)}"
+    there = {one.name: one.version for one in distributions()}
+    packages = ", ".join(f"{name} {there[name]}" if name in there else f"no {name}" for name in _PACKAGES)
+    yield "versions", f"valor {__version__}, python {platform.python_version()}, {packages}"
     yield "system", f"{platform.system()} {platform.release()} {platform.machine()}"
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    each = ", ".join(f"{gpu.name} {gpu.total_memory / _GIB:.0f} GiB" for gpu in gpus)
+    each = ", ".join(f"{gpu.name} {gpu.total_memory / GIB:.0f} GiB" for gpu in gpus)
     cores = f"{available_cores()} of {os.cpu_count()} cores, {torch.get_num_threads()} threads of torch"
     yield "devices", f"{each or 'no GPU'}; {cores}"
     memory = psutil.virtual_memory()
-    shared = f", /dev/shm {shutil.disk_usage('/dev/shm').total / _GIB:.1f} GiB" if Path("/dev/shm").exists() else ""
-    yield "memory", f"{memory.available / _GIB:.1f} of {memory.total / _GIB:.1f} GiB free{shared}"
+    shared = f", /dev/shm {shutil.disk_usage('/dev/shm').total / GIB:.1f} GiB" if Path("/dev/shm").exists() else ""
+    yield "memory", f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free{shared}"
     try:
         yield "sandbox", strongest_level()
     except SandboxError as error:
         yield "sandbox", f"none: {error}"
-    hub = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    for title, folder in (("disk", Path.cwd()), ("disk, hub", hub)):
+    for title, folder in (("disk", Path.cwd()), ("disk, hub", Path(HF_HOME))):
         there = next(one for one in (folder, *folder.parents) if one.exists())
         writable = "" if os.access(there, os.W_OK) else ", not writable"
-        yield title, f"{shutil.disk_usage(there).free / _GIB:.1f} GiB free in {folder}{writable}"
+        yield title, f"{shutil.disk_usage(there).free / GIB:.1f} GiB free in {folder}{writable}"
 
 
 def _reach(servers: Iterable[str]) -> Rows:
-    if os.environ.get("HF_HUB_OFFLINE") == "1":
-        yield "hub", "not asked: HF_HUB_OFFLINE=1"
-    else:
-        yield "hub", _answers(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
-    ray = os.environ.get("RAY_ADDRESS")
-    if ray:
-        yield "ray", ray if "://" not in ray and ":" not in ray else _answers(ray if "://" in ray else f"ray://{ray}")
+    yield "hub", "not asked: HF_HUB_OFFLINE=1" if os.environ.get("HF_HUB_OFFLINE") == "1" else _answers(ENDPOINT)
+    if ray := os.environ.get("RAY_ADDRESS"):
+        yield "ray", ray if ":" not in ray else _answers(ray if "://" in ray else f"ray://{ray}")
     for url in servers:
         yield "server", _answers(url)
 
@@ -104,8 +96,7 @@ def _answers(url: str) -> str:
 
 
 def self_test() -> tuple[bool, str]:
-    """Two steps of PPO on a tiny model, and the same with a checkpoint between them: whether all is as it should be,
-    and in words."""
+    """Two steps of PPO on a tiny model, whole and with a checkpoint between them: whether all is well, and in words."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -126,10 +117,9 @@ def self_test() -> tuple[bool, str]:
 
 
 def _run(model: Path, folder: Path, steps: int) -> PPO:
-    rows = [{"prompt": f"{a}+{a + 1}="} for a in range(10, 18)]
-    run = PPO(
+    return PPO(
         model,
-        rows,
+        [{"prompt": f"{a}+{a + 1}="} for a in range(10, 18)],
         reward=_count_digits,
         train_batch_size=8,
         max_prompt_length=32,
@@ -139,8 +129,7 @@ def _run(model: Path, folder: Path, steps: int) -> PPO:
         trainer={"device": "cpu", "num_threads": 1, "report": False, "logger": ["file"], "default_local_dir": folder},
         reward__num_workers=1,
         total_training_steps=steps,
-    )
-    return run.train()  # type: ignore[return-value]
+    ).train()
 
 
 def _count_digits(completions: list[str]) -> list[float]:

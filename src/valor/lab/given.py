@@ -14,9 +14,6 @@ from valor.rewards.functions import PROMPT
 from valor.tracking.rundir import write_atomically
 
 Row = dict[str, Any]
-OWN_SOURCE = "own"
-"""data_source of rows that name none: their rewards come from functions of the session."""
-
 _TRUTHS = ("ground_truth", "answer", "solution")
 _ROW_COLUMNS = ("prompt", "data_source", "reward_model", "agent_name", "extra_info", "ability", "ground_truth")
 
@@ -62,10 +59,12 @@ def given_model(model: Any, tokenizer: Any) -> Given:
         raise UserError(f"a model is a path, a hub name or a transformers model, got {type(model).__name__}")
     if hasattr(model, "peft_config"):
         raise UserError("the model has adapters: give the model below them, lora_rank and lora_adapter_path")
+    import torch
+
     digest = hashlib.sha256(model.config.to_json_string().encode())
     for name, weight in model.state_dict().items():
         digest.update(name.encode())
-        digest.update(weight.detach().cpu().contiguous().flatten().view(dtype=_byte()).numpy())
+        digest.update(weight.detach().cpu().contiguous().flatten().view(dtype=torch.uint8).numpy())
 
     def write(target: Path) -> None:
         aside = target.with_name(f"{target.name}.partial")
@@ -102,7 +101,7 @@ def prompt_row(row: Row, *, keep_prompt: bool) -> Row:
     """A row with a `prompt` (text or messages) and any columns as one of the files that runs read.
 
     Text is what a user says. The columns go into `extra_info`; `ground_truth`, `answer` or `solution` is also the
-    ground truth. `keep_prompt`: as it was given, in `extra_info` too.
+    ground truth. A row without a `data_source` has "own". `keep_prompt`: as it was given, in `extra_info` too.
     """
     if "prompt" not in row:
         raise UserError(f"a row has no 'prompt' (it has {', '.join(map(str, row))}): rename the column that is it")
@@ -111,7 +110,7 @@ def prompt_row(row: Row, *, keep_prompt: bool) -> Row:
     info = {**{name: value for name, value in row.items() if name not in _ROW_COLUMNS}, **(row.get("extra_info") or {})}
     return {
         "prompt": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
-        "data_source": OWN_SOURCE if source is None else source,
+        "data_source": "own" if source is None else source,
         "reward_model": row.get("reward_model") or {"style": "rule", "ground_truth": truth},
         "agent_name": row.get("agent_name"),
         "extra_info": {**info, PROMPT: prompt} if keep_prompt else info,
@@ -132,9 +131,3 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # of NumPy or torch
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is no JSON")
-
-
-def _byte() -> Any:
-    import torch
-
-    return torch.uint8

@@ -36,7 +36,7 @@ class Shape:
     hidden: int
     width: int  # of the feed-forward part
     heads: int
-    head_dim: int
+    queries: int  # numbers of all heads
     vocabulary: int
     cache: int  # bytes of a token's keys and values, at 1 byte a number
 
@@ -78,14 +78,10 @@ class Estimate:
         """The phase that needs most."""
         return max(self.phases, key=self.peak)
 
-    @property
-    def seconds(self) -> float:
-        """Of a step."""
-        return sum(phase.seconds for phase in self.phases)
-
 
 def shape_of(model: BackboneConfig, *, value_head: bool = False) -> Shape:
     """UserError: no such model, or transformers does not know its kind."""
+    from peft import LoraConfig, inject_adapter_in_model
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
     config = load_model_config(model)
@@ -98,70 +94,63 @@ def shape_of(model: BackboneConfig, *, value_head: bool = False) -> Shape:
     blocks = [part for part in hf.modules() if isinstance(part, nn.ModuleList) and len(part) == text.num_hidden_layers]
     layer = max((sum(p.numel() for p in one.parameters()) for part in blocks for one in part), default=weights)
     inner = text.num_hidden_layers * layer
-    heads = text.num_attention_heads
+    trained, heads, size = weights, text.num_attention_heads, getattr(text, "head_dim", None)
+    if model.lora_rank:
+        named = {"target_modules": model.target_modules, "exclude_modules": model.exclude_modules}
+        with torch.device("meta"):
+            inject_adapter_in_model(LoraConfig(r=model.lora_rank, task_type="SEQ_CLS", **named), hf)  # type: ignore[arg-type]
+        trained = sum(p.numel() for name, p in hf.named_parameters() if "lora_" in name)
     return Shape(
         weights=weights,
-        trained=_adapter_weights(hf, model) if model.lora_rank else weights,
+        trained=trained,
         largest_part=max(layer, weights - inner),
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         width=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
         heads=heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        queries=heads * size if size else text.hidden_size,
         vocabulary=1 if value_head else text.vocab_size,
         cache=cache_bytes_per_token(text, 1),
     )
 
 
-def _adapter_weights(hf: Any, model: BackboneConfig) -> int:
-    from peft import LoraConfig, inject_adapter_in_model
-
-    named = {"target_modules": model.target_modules, "exclude_modules": model.exclude_modules}
-    with torch.device("meta"):
-        inject_adapter_in_model(LoraConfig(r=model.lora_rank, task_type="SEQ_CLS", **named), hf)  # type: ignore[arg-type]
-    return sum(p.numel() for name, p in hf.named_parameters() if "lora_" in name)
-
-
 def estimate(config: PPOConfig, machine: Machine) -> Estimate:
     """One process of `machine`, all of whose processes share every role."""
-    policy, rollout, critic = config.actor_rollout_ref, config.actor_rollout_ref.rollout, config.critic
+    policy, critic = config.actor_rollout_ref, config.critic
     shape = shape_of(policy.model)
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    samples = config.data.train_batch_size * rollout.n
-    tokens, mine = samples * longest, samples * longest / machine.processes
+    samples = config.data.train_batch_size * policy.rollout.n
+    tokens = samples * (config.data.max_prompt_length + config.data.max_response_length)
+    mine = tokens / machine.processes
     resident = {"process": _PROCESS[machine.device], "actor": _held(shape, policy.actor.fsdp_config, machine, True)}
     phases = [_generation(config, shape, machine, samples)]
-    forward = _Use(config, shape, policy.model, policy.actor, machine)
+    actor = _Use(config, shape, policy.model, policy.actor, machine)
     if config.data.train_batch_size > policy.actor.ppo_mini_batch_size or policy.actor.ppo_epochs > 1:
-        phases.append(forward.phase("actor.compute_log_probs", mine, trains=False))
+        phases.append(actor.phase("actor.compute_log_probs", mine, trains=False))
     if config.needs_reference:
         if config.ref_has_weights:
             resident["ref"] = _held(shape, policy.ref.fsdp_config, machine, False)
-        phases.append(forward.phase("ref.compute_log_probs", mine, trains=False))
+        phases.append(actor.phase("ref.compute_log_probs", mine, trains=False))
     if critic.enable:
-        of_critic = shape_of(critic.model, value_head=True)
-        resident["critic"] = critic.ensemble_size * _held(of_critic, critic.fsdp_config, machine, not critic.freeze)
-        value = _Use(config, of_critic, critic.model, critic, machine)
-        times = critic.ensemble_size
-        phases.append(value.phase("critic.compute_values", mine * times, trains=False))
+        of_critic, times = shape_of(critic.model, value_head=True), critic.ensemble_size
+        resident["critic"] = times * _held(of_critic, critic.fsdp_config, machine, not critic.freeze)
+        use = _Use(config, of_critic, critic.model, critic, machine)
+        phases.append(use.phase("critic.compute_values", mine * times, trains=False))
         if not critic.freeze:
-            phases.append(value.phase("critic.update", mine * times * critic.ppo_epochs, trains=True))
-    phases.append(forward.phase("actor.update", mine * policy.actor.ppo_epochs, trains=True))
+            phases.append(use.phase("critic.update", mine * times * critic.ppo_epochs, trains=True))
+    phases.append(actor.phase("actor.update", mine * policy.actor.ppo_epochs, trains=True))
     return Estimate(resident, phases, tokens)
 
 
 def _held(shape: Shape, fsdp: FSDPConfig, machine: Machine, trains: bool) -> float:
     """Bytes of weights and optimizer state that a role keeps on the device outside of its turn."""
     each = _BYTES[fsdp.model_dtype] / _shards(fsdp, machine)
-    moves = machine.device == "cuda"
-    gathered = 0.0
-    if not moves:  # freed after each use, but the C library keeps it for the next
-        gathered = 0.0 if fsdp.reshard_after_forward else shape.weights * _BYTES[fsdp.dtype]
-    weights = 0.0 if moves and (fsdp.param_offload or fsdp.offload_policy) else shape.weights * each
-    weights += gathered
-    if not trains or (moves and (fsdp.optimizer_offload or fsdp.offload_policy)):
-        return weights
-    return weights + 2 * shape.trained * each
+    gpu = machine.device == "cuda"
+    held = 0.0 if gpu and (fsdp.param_offload or fsdp.offload_policy) else shape.weights * each
+    if not gpu and not fsdp.reshard_after_forward:  # freed after each use, but the C library keeps it for the next
+        held += shape.weights * _BYTES[fsdp.dtype]
+    if trains and not (gpu and (fsdp.optimizer_offload or fsdp.offload_policy)):
+        held += 2 * shape.trained * each
+    return held
 
 
 def _shards(fsdp: FSDPConfig, machine: Machine) -> int:
@@ -181,82 +170,59 @@ class _Use:
     def phase(self, name: str, tokens: float, *, trains: bool) -> Phase:
         """`tokens`: that the process reads in it."""
         shape, fsdp, machine = self.shape, self.role.fsdp_config, self.machine
+        gpu, size = machine.device == "cuda", _BYTES[fsdp.dtype]
         parts: dict[str, float] = {}
-        if machine.device == "cuda" and not fsdp.offload_policy:
-            all_of_it = _held(shape, fsdp.model_copy(update=_STAYS), machine, trains)
-            if (away := all_of_it - _held(shape, fsdp, machine, trains)) > 0:
+        if gpu and not fsdp.offload_policy:
+            here = fsdp.model_copy(update={"param_offload": False, "optimizer_offload": False})
+            if (away := _held(shape, here, machine, trains) - _held(shape, fsdp, machine, trains)) > 0:
                 parts["weights and optimizer, back"] = away
-        if self._reshards or machine.device == "cuda":
-            parts["gathered weights"] = self._gathered()
-        if trains and not fsdp.offload_policy:
-            parts["gradients"] = self._gradients()
-        parts["activations"] = self._activations(trains)
+        reshards = gpu if fsdp.reshard_after_forward is None else fsdp.reshard_after_forward
+        if reshards or gpu:
+            parts["gathered weights"] = (2 * shape.largest_part if reshards else shape.weights) * size
+        if trains and not fsdp.offload_policy:  # summed in float32; those of layers that are not yet summed are whole
+            shards = _shards(fsdp, machine)
+            whole = shape.trained if not reshards and shards > 1 else 0
+            parts["gradients"] = shape.trained * 4 / shards + whole * 4
+        parts["activations"] = self._activations(size, trains)
         operations = (_TRAIN if trains else _FORWARD) * shape.weights * tokens
         return Phase(name, parts, operations / machine.flops)
 
-    @property
-    def _compute(self) -> int:
-        return _BYTES[self.role.fsdp_config.dtype]
-
-    @property
-    def _reshards(self) -> bool:
-        asked = self.role.fsdp_config.reshard_after_forward
-        return self.machine.device == "cuda" if asked is None else asked
-
-    def _gathered(self) -> float:
-        return (2 * self.shape.largest_part if self._reshards else self.shape.weights) * self._compute
-
-    def _gradients(self) -> float:
-        """Summed in float32; those of layers that are not yet summed are whole."""
-        shards = _shards(self.role.fsdp_config, self.machine)
-        whole = self.shape.trained if not self._reshards and shards > 1 else 0
-        return self.shape.trained * 4 / shards + whole * 4
-
-    def micro_batch(self) -> float:
-        """Tokens of the largest micro-batch; a prompt that several of its rows share counts once."""
-        data, n = self.config.data, self.config.actor_rollout_ref.rollout.n
+    def _activations(self, size: int, trains: bool) -> float:
+        """Of the largest micro-batch, whose numbers have `size` bytes."""
+        shape, data, n = self.shape, self.config.data, self.config.actor_rollout_ref.rollout.n
+        row = data.max_prompt_length + data.max_response_length
+        # A prompt that several rows of a micro-batch share counts once.
         shared = self.model.use_remove_padding and self.model.share_prefixes and n > 1
         group = data.max_prompt_length * (1 if shared else n) + data.max_response_length * n
         mine = math.ceil(self.role.ppo_mini_batch_size / self.machine.processes) * group
-        one = data.max_prompt_length + data.max_response_length
-        by_rows = one * self.role.max_rows if self.role.max_rows is not None else math.inf
-        return max(min(mine, self.role.ppo_max_token_len_per_gpu, by_rows), one)
-
-    def _activations(self, trains: bool) -> float:
-        shape, size, tokens = self.shape, self._compute, self.micro_batch()
-        row = self.config.data.max_prompt_length + self.config.data.max_response_length
+        by_rows = math.inf if self.role.max_rows is None else row * self.role.max_rows
+        tokens = max(min(mine, self.role.ppo_max_token_len_per_gpu, by_rows), row)
         # A layer's own: what its norms, projections, rotations and products leave for the backward pass.
-        layer = size * (6 * shape.hidden + 3 * shape.heads * shape.head_dim + 4 * shape.width)
+        layer = size * (6 * shape.hidden + 3 * shape.queries + 4 * shape.width)
         layer += 8 * shape.hidden if size == 2 else 0  # norms compute in float32
-        if (
-            self.machine.device == "cpu" and row <= 1024 and self.model.use_remove_padding
-        ):  # scores in float32, their softmax, and that in half precision
-            layer += row * shape.heads * (8 + size)
+        if self.machine.device == "cpu" and row <= 1024 and self.model.use_remove_padding:
+            layer += row * shape.heads * (8 + size)  # scores in float32, their softmax, and that in half precision
         product = min(tokens * shape.vocabulary, _PRODUCT[self.machine.device]) * size
         if not trains:
             return tokens * layer + product
-        kept = 1 if self.model.enable_gradient_checkpointing else 0
-        layers = tokens * (shape.layers * shape.hidden * size * kept + layer * (1.5 if kept else shape.layers + 0.5))
-        return layers + 2 * product
-
-
-_STAYS = {"param_offload": False, "optimizer_offload": False}
+        if self.model.enable_gradient_checkpointing:
+            return tokens * (shape.layers * shape.hidden * size + layer * 1.5) + 2 * product
+        return tokens * layer * (shape.layers + 0.5) + 2 * product
 
 
 def _generation(config: PPOConfig, shape: Shape, machine: Machine, samples: int) -> Phase:
     rollout, data, fsdp = config.actor_rollout_ref.rollout, config.data, config.actor_rollout_ref.actor.fsdp_config
+    if rollout.name == "server":
+        return Phase("rollout.generate", {}, 0.0)
     size, mine = _BYTES[fsdp.dtype], math.ceil(samples / machine.processes)
     rows = min(mine, rollout.max_num_seqs or mine)
     longest = data.max_prompt_length + data.max_response_length
     weights, cache = shape.weights * size, rows * longest * shape.cache * size
-    steps = data.max_response_length * math.ceil(mine / rows)
-    read = steps * (weights + cache / 2) / machine.bandwidth
+    read = data.max_response_length * math.ceil(mine / rows) * (weights + cache / 2) / machine.bandwidth
     compute = _FORWARD * shape.weights * mine * longest / machine.flops
     parts = {"keys and values": float(cache)}
     if machine.device == "cuda" or fsdp.reshard_after_forward:
         parts["gathered weights"] = float(weights)
     if rollout.name == "vllm":
         parts = {"vLLM (rollout.gpu_memory_utilization)": rollout.gpu_memory_utilization * machine.memory}
-    elif rollout.name == "server":
-        parts, read, compute = {}, 0.0, 0.0
     return Phase("rollout.generate", parts, max(read, compute))

@@ -6,30 +6,25 @@ file in the run's folder, so the command that `run.command` shows does the same.
 
 from __future__ import annotations
 
+import shlex
 import shutil
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from valor.config import PPOConfig, SupervisedConfig, load
 from valor.config.settings import overrides
 from valor.errors import Interrupted, UserError
-from valor.lab.given import (
-    Given,
-    files_of,
-    given_bytes,
-    given_model,
-    given_rows,
-    rows_of,
-)
-from valor.trainer.command import command_line, load_checked, tell_notes
+from valor.lab.given import Given, Row, files_of, given_bytes, given_model, given_rows, rows_of
+from valor.trainer.command import tell_notes
 
 _INPUTS = "inputs"  # in the folder of the run
 
 
-class PythonRun(ABC):
+class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
     """A training run. `train()` does all of it; a `for` loop over it takes a step at a time; `close()` ends it early.
 
     model: a path, a hub name or a loaded transformers model (with its `tokenizer`). train_data, val_data: files, a data
@@ -41,8 +36,8 @@ class PythonRun(ABC):
 
     words: ClassVar[str]  # of the command
     root: ClassVar[type[PPOConfig] | type[SupervisedConfig]]
+    _make: ClassVar[Callable[..., Any]]  # a valor.trainer.run.Run of the configuration and the command
     model_key: ClassVar[str] = "model"
-    role: ClassVar[str] = "actor"  # which `model` becomes
 
     def __init__(
         self,
@@ -60,18 +55,20 @@ class PythonRun(ABC):
         self._give_rows("train", train_data)
         self._give_rows("val", val_data)
         self._give_more()
-        # Where the folder is has to be known before anything can be written into it.
         self._settings |= settings
         self._options = _options(config)
+        # Where the folder is has to be known before anything can be written into it.
         self.folder = Path(load(self._arguments(Path(_INPUTS)), self.root).config.trainer.default_local_dir)
-        inputs = (self.folder / _INPUTS).absolute()
+        self._inputs = (self.folder / _INPUTS).absolute()
         for given in self._files.values():
-            given.into(inputs)
-        arguments = self._arguments(inputs)
-        loaded = load_checked(arguments, self.root)
+            given.into(self._inputs)
+        arguments = self._arguments(self._inputs)
+        from valor.trainer.checks import check  # after the mistakes that are told without torch
+
+        loaded = load(arguments, self.root, check)
         tell_notes(loaded)
         self.config: Any = loaded.config
-        self.command = command_line(self.words, arguments)
+        self.command = shlex.join(["valor", *self.words.split(), *arguments])
         self._explicit_keys = loaded.explicit_keys
         self.metrics: list[dict[str, Any]] = []
         self._run: Any = None  # the run that is under way
@@ -84,9 +81,6 @@ class PythonRun(ABC):
             pass
         return self
 
-    def __iter__(self) -> Self:
-        return self
-
     def __next__(self) -> dict[str, Any]:
         """One step; its metrics."""
         metrics = self._advance()
@@ -97,14 +91,12 @@ class PythonRun(ABC):
 
     def evaluate(self, data: Any = None) -> dict[str, float]:
         """Metrics of the present weights on `data` (default: the validation data), before, in or after training."""
-        rows = self._given("evaluation", data) if data is not None else None
-        if rows is None and not self.config.data.val_files:
+        files = self.config.data.val_files if data is None else self._given("evaluation", data)
+        if not files:
             raise UserError("there is nothing to evaluate on: give val_data to the run, or data to evaluate")
-        self._open(again=True)
+        self._open()
         try:
-            if isinstance(rows, Given):
-                rows = [str(rows.into((self.folder / _INPUTS).absolute()))]
-            return self._run.evaluate(rows or self.config.data.val_files)
+            return self._run.evaluate([str(files.into(self._inputs))] if isinstance(files, Given) else files)
         finally:
             if self._ended:
                 self.close()
@@ -120,7 +112,7 @@ class PythonRun(ABC):
         """The tokenizer of the model."""
         from valor.models.load import load_tokenizer
 
-        model = self._model_config
+        model = attrgetter(self.model_key)(self.config)
         return load_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
 
     def close(self) -> None:
@@ -129,26 +121,15 @@ class PythonRun(ABC):
             self._steps.close()
         self._run = self._steps = None
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _give_more(self) -> None:  # noqa: B027  # only PPO is given more
+    def _give_more(self) -> None:  # only PPO is given more
         """What else was given becomes files and settings."""
 
-    @abstractmethod
-    def _make(self) -> Any:
-        """A valor.trainer.run.Run of the configuration."""
-
-    @abstractmethod
-    def _row(self, row: dict[str, Any]) -> dict[str, Any]:
+    def _row(self, row: Row) -> Row:
         """A row as the files have it."""
-
-    @property
-    def _model_config(self) -> Any:
-        return self.config.model
+        return row
 
     def _advance(self) -> dict[str, Any] | None:
         """The metrics of the next step, None after the last."""
@@ -156,46 +137,43 @@ class PythonRun(ABC):
             return None
         self._open()
         try:
-            metrics = next(self._steps)
+            return self._next()
         except StopIteration as end:
-            self._run = self._steps = None
             if end.value:
                 raise Interrupted(end.value - 128) from None
             self._ended = True
             return None
-        except BaseException:
-            self._run = self._steps = None
-            raise
-        self._keep(metrics)
-        return metrics
 
-    def _open(self, *, again: bool = False) -> None:
-        """Start the run, up to its first step, unless it is under way. `again`: one that has ended, as it ended."""
+    def _open(self) -> None:
+        """Start the run, up to its first step, unless it is under way; one that has ended, as it ended."""
         from valor.trainer.run import steps_again
 
         if self._steps is not None:
             return
 
         def make() -> Any:
-            self._run = self._make()
+            self._run = type(self)._make(self.config, self.command)
             return self._run
 
         run = make()
-        if self._ended and again:
+        if self._ended:
             run.resume_from = run.record.checkpoints.path(self._last_step)
         self._steps = steps_again(run, make)
+        self._next()
+        self._run.stop.at_once = True
+
+    def _next(self) -> dict[str, Any]:
+        """The metrics of what the run yields next, kept."""
         try:
-            self._keep(next(self._steps))
+            metrics = next(self._steps)
         except BaseException:
             self._run = self._steps = None
             raise
-        self._run.stop.at_once = True
-
-    def _keep(self, metrics: Mapping[str, Any]) -> None:
         self._last_step = self._run.step
         numbers = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
         if numbers:
-            self.metrics.append({"training/global_step": self._run.step, **numbers})
+            self.metrics.append({"training/global_step": self._last_step, **numbers})
+        return metrics
 
     def _loaded(self, role: str, kind: str) -> Any:
         """The role's present weights as a transformers model of the class `kind`, on the CPU."""
@@ -206,7 +184,7 @@ class PythonRun(ABC):
         folder = self.folder / "huggingface" / role
         under_way = self._run is not None
         if under_way:
-            folder = self.folder / _INPUTS / f"{role}.now"
+            folder = self._inputs / f"{role}.now"
             self._run.roles[role].export(folder)
         elif not folder.is_dir():
             raise UserError(f"there is no {role} in '{self.folder}' yet: train first")
@@ -220,7 +198,9 @@ class PythonRun(ABC):
         if isinstance(model, str | Path):
             self._settings[f"{key}.path"] = str(model)
             if tokenizer is not None:
-                self._files[f"{key}.tokenizer_path"] = _given_tokenizer(tokenizer)
+                content = repr((sorted(tokenizer.get_vocab().items()), tokenizer.chat_template)).encode()
+                name = given_bytes("tokenizer", "", content).name
+                self._files[f"{key}.tokenizer_path"] = Given(name, tokenizer.save_pretrained)
         elif model is not None:
             self._files[f"{key}.path"] = given_model(model, tokenizer)
             named = getattr(model.config, "_name_or_path", "")
@@ -230,11 +210,10 @@ class PythonRun(ABC):
                 self._settings[f"{key}.tokenizer_path"] = named
 
     def _give_rows(self, split: str, data: Any) -> None:
-        given = None if data is None else self._given(split, data)
-        if isinstance(given, Given):
-            self._files[f"data.{split}_files"] = given
-        elif given is not None:
-            self._settings[f"data.{split}_files"] = given
+        if data is not None:
+            given = self._given(split, data)
+            where: dict[str, Any] = self._files if isinstance(given, Given) else self._settings
+            where[f"data.{split}_files"] = given
 
     def _given(self, name: str, data: Any) -> list[str] | Given:
         return files_of(data) or given_rows(name, map(self._row, rows_of(data, f"{name}_data")))
@@ -248,11 +227,5 @@ def _options(config: str | Path | None) -> list[str]:
     if config is None:
         return []
     path = Path(config)
-    if path.suffix not in (".yaml", ".yml"):
-        return [f"--config-name={config}"]
-    return [f"--config-path={path.parent}", f"--config-name={path.stem}"]
-
-
-def _given_tokenizer(tokenizer: Any) -> Given:
-    content = repr((sorted(tokenizer.get_vocab().items()), tokenizer.chat_template)).encode()
-    return Given(given_bytes("tokenizer", "", content).name, tokenizer.save_pretrained)
+    own = path.suffix in (".yaml", ".yml")
+    return [f"--config-path={path.parent}", f"--config-name={path.stem}"] if own else [f"--config-name={config}"]

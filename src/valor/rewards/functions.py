@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from types import CodeType
@@ -33,19 +33,15 @@ class RewardFunctions:
 
     def __init__(self, functions: Sequence[Callable[..., Any]], weights: Sequence[float] | None = None) -> None:
         self._functions = list(functions)
-        self._weights = [1.0] * len(functions) if weights is None else [float(weight) for weight in weights]
+        self._weights = [1.0] * len(functions) if weights is None else list(map(float, weights))
         if len(self._weights) != len(functions):
             raise UserError(f"reward_weights has {len(self._weights)} numbers for {len(functions)} reward functions")
         self._names = [getattr(one, "__name__", type(one).__name__) for one in functions]
         if len(set(self._names)) < len(self._names):
             raise UserError(f"reward functions have the same name ({', '.join(self._names)}): name them apart")
         self._columns = [_columns_of(one, name) for one, name in zip(functions, self._names, strict=True)]
+        self.reads_prompts = any(columns is not None for columns in self._columns)  # rows have it in `extra_info` then
         self.cpu_bound = any(getattr(one, "cpu_bound", False) for one in functions)
-
-    @property
-    def reads_prompts(self) -> bool:
-        """Whether rows need their prompt in `extra_info`."""
-        return any(columns is not None for columns in self._columns)
 
     def __call__(self, **given: Any) -> Any:
         """The fields of a sample, or (plural names) lists of them; the score, or a list."""
@@ -54,41 +50,37 @@ class RewardFunctions:
             raise TypeError("reward_kwargs are for functions in files: use functools.partial")
         samples = [tuple(given.values())] if single else list(zip(*given.values(), strict=True))
         found = [self._scores(i, samples) for i in range(len(self._functions))]
-        if any(map(inspect.isawaitable, (x for scores in found for x in _listed(scores)))):
-            return self._later(found, single, len(samples))
-        return self._joined(found, single, len(samples))
+
+        def joined(found: Sequence[Sequence[Any]]) -> Any:
+            for name, scores in zip(self._names, found, strict=True):
+                if len(scores) != len(samples):
+                    raise ValueError(f"{name}() returned {len(scores)} scores for {len(samples)} samples")
+            results = [self._sum(scores) for scores in zip(*found, strict=True)]
+            return results[0] if single else results
+
+        async def awaited() -> Any:
+            whole = [await scores if inspect.isawaitable(scores) else scores for scores in found]
+            return joined([[await one if inspect.isawaitable(one) else one for one in scores] for scores in whole])
+
+        waits = any(inspect.isawaitable(scores) or any(map(inspect.isawaitable, scores)) for scores in found)
+        return awaited() if waits else joined(found)
 
     def _scores(self, i: int, samples: Sequence[tuple[Any, ...]]) -> Any:
         function, columns = self._functions[i], self._columns[i]
         if columns is None:
             return [function(**dict(zip(_FIELDS, sample, strict=True))) for sample in samples]
         infos = [sample[3] or {} for sample in samples]
-        chats = [isinstance(info.get(PROMPT), list) for info in infos]
         given: dict[str, Any] = {
             "prompts": [info.get(PROMPT) for info in infos],
             "completions": [
-                [{"role": "assistant", "content": text}] if chat else text
-                for (_, text, _, _), chat in zip(samples, chats, strict=True)
+                [{"role": "assistant", "content": text}] if isinstance(info.get(PROMPT), list) else text
+                for (_, text, _, _), info in zip(samples, infos, strict=True)
             ],
             "ground_truth": [sample[2] for sample in samples],
         }
         names = dict.fromkeys(name for info in infos for name in info if name != PROMPT)
         given |= {name: [info.get(name) for info in infos] for name in names}
         return function(**{name: value for name, value in given.items() if "**" in columns or name in columns})
-
-    async def _later(self, found: Sequence[Any], single: bool, count: int) -> Any:
-        async def whole(scores: Any) -> list[Any]:
-            scores = await scores if isinstance(scores, Awaitable) else scores
-            return [await score if isinstance(score, Awaitable) else score for score in scores]
-
-        return self._joined([await whole(scores) for scores in found], single, count)
-
-    def _joined(self, found: Sequence[Sequence[Any]], single: bool, count: int) -> Any:
-        for name, scores in zip(self._names, found, strict=True):
-            if len(scores) != count:
-                raise ValueError(f"{name}() returned {len(scores)} scores for {count} samples")
-        results = [self._sum(scores) for scores in zip(*found, strict=True)]
-        return results[0] if single else results
 
     def _sum(self, scores: Sequence[Any]) -> Any:
         """Of one sample."""
@@ -107,21 +99,16 @@ class RewardFunctions:
         return {"score": total, **components}
 
 
-def _listed(scores: Any) -> list[Any]:
-    return [scores] if inspect.isawaitable(scores) else list(scores)
-
-
 def _columns_of(function: Callable[..., Any], name: str) -> tuple[str, ...] | None:
     """The keyword arguments of a function in TRL's form ("**": it takes any), None of one in verl's."""
     if not callable(function):
         raise UserError(f"reward: a function is expected, {FORMS}, got {type(function).__name__}")
     parameters = inspect.signature(function).parameters
     if "completions" in parameters:
-        asked = [one for one in _NOT_HERE if one in parameters and parameters[one].default is inspect.Parameter.empty]
-        if asked:
-            raise UserError(f"reward function {name}() asks for {asked[0]}, which graders are not given: leave it out")
-        takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
-        return (*parameters, *(["**"] if takes_any else []))
+        for one in _NOT_HERE:
+            if one in parameters and parameters[one].default is inspect.Parameter.empty:
+                raise UserError(f"reward function {name}() asks for {one}, which graders are not given: leave it out")
+        return tuple("**" if one.kind is one.VAR_KEYWORD else one.name for one in parameters.values())
     try:
         inspect.signature(function).bind(**dict.fromkeys(_FIELDS))
     except TypeError:
@@ -149,9 +136,8 @@ def unpickled(path: str) -> Callable[..., Any]:
     try:
         return pickle.loads(Path(path).expanduser().read_bytes())
     except Exception as error:
-        raise UserError(
-            f"{path}: cannot be read ({type(error).__name__}: {error}); check the reward function"
-        ) from None
+        text = f"{path}: cannot be read ({type(error).__name__}: {error}); check the reward function"
+        raise UserError(text) from None
 
 
 class _Pickler(cloudpickle.Pickler):

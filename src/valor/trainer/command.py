@@ -6,11 +6,14 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from valor.config import LoadedConfig, Section, load
 from valor.errors import UserError, exit_code
 from valor.tracking.progress_console import show_progress
+
+if TYPE_CHECKING:
+    from valor.trainer.run import Run
 
 Root = TypeVar("Root", bound=Section)
 Start = Callable[[Root, str], int]
@@ -27,27 +30,32 @@ def run_command(words: str, argv: Sequence[str] | None, root: type[Root], start:
     return exit_code(lambda: _run(words, arguments, root, start))
 
 
+def trains(make: Callable[[Any, str], Run]) -> Start[Any]:
+    """The start of the run that `make(config, command)` makes, and makes again where it ends early."""
+
+    def start(config: Section, command: str) -> int:
+        from valor.trainer.run import fit_again
+
+        again = partial(make, config, command)
+        return fit_again(again(), again)
+
+    return start
+
+
 def _run(words: str, arguments: Sequence[str], root: type[Root], start: Start[Root]) -> int:
-    if "--dry-run" in arguments:
-        return _dry_run(arguments, root)
-    loaded = load_checked(arguments, root, aloud=True)
-    from valor.trainer.plan import plan
-
-    tell_notes(loaded)
-    print(plan(loaded.config, loaded.explicit_keys, loaded.presets), flush=True)
-    with show_progress():
-        return start(loaded.config, command_line(words, arguments))
-
-
-def _dry_run(arguments: Sequence[str], root: type[Root]) -> int:
-    """Print the plan. UserError: all that is wrong with the configuration, and all that it lacks on this machine."""
-    lacks: list[str] = []
+    """UserError: all that is wrong with the configuration; of --dry-run also all that it lacks on this machine."""
+    dry_run, lacks = "--dry-run" in arguments, list[str]()
 
     def look(config: Any) -> list[str]:
-        from valor.trainer.dry_run import lacking
+        if dry_run:
+            from valor.trainer.dry_run import lacking
 
-        lacks.extend(lacking(config))
-        return _check(config, aloud=False)
+            lacks.extend(lacking(config))
+        else:
+            print("the configuration is read; loading torch and what the run needs", flush=True)
+        from valor.trainer.checks import check
+
+        return check(config)
 
     try:
         loaded = load(arguments, root, look)
@@ -59,34 +67,19 @@ def _dry_run(arguments: Sequence[str], root: type[Root]) -> int:
     print(plan(loaded.config, loaded.explicit_keys, loaded.presets), flush=True)
     if lacks:
         raise UserError("\n".join(lacks))
-    return 0
-
-
-def load_checked(arguments: Sequence[str], root: type[Root], *, aloud: bool = False) -> LoadedConfig[Root]:
-    """The configuration that was asked for, with which a run can begin; `aloud` says what takes its time. UserError:
-    every mistake, a line each."""
-    return load(arguments, root, partial(_check, aloud=aloud))
-
-
-def command_line(words: str, arguments: Sequence[str]) -> str:
-    """What one would type."""
-    return shlex.join(["valor", *words.split(), *arguments])
+    if dry_run:
+        return 0
+    with show_progress():
+        return start(loaded.config, shlex.join(["valor", *words.split(), *arguments]))
 
 
 def tell_notes(loaded: LoadedConfig[Root]) -> None:
     """Say what was read otherwise than it was written, and (but for a plan, which says it) what has no effect."""
-    for note in loaded.notes:
-        print(f"note: {note}", file=sys.stderr)
+    notes = list(loaded.notes)
     if not loaded.dry_run:
         from valor.trainer.checks import inert_settings
 
-        for key, reason in inert_settings(loaded.config, loaded.explicit_keys).items():
-            print(f"note: {key}: {reason}", file=sys.stderr)
-
-
-def _check(config: Section, *, aloud: bool) -> list[str]:
-    if aloud:
-        print("the configuration is read; loading torch and what the run needs", flush=True)
-    from valor.trainer.checks import check
-
-    return check(config)
+        inert = inert_settings(loaded.config, loaded.explicit_keys)
+        notes += [f"{key}: {reason}" for key, reason in inert.items()]
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
@@ -13,9 +13,9 @@ from huggingface_hub import try_to_load_from_cache
 
 from valor.collector.inputs import check_positions
 from valor.config import CriticRunConfig, DataConfig, PPOConfig, RMConfig, SFTConfig, SupervisedConfig, TrainerConfig
-from valor.controller.placement import resolve_placement, resolve_pool
+from valor.controller.placement import resolve_pool
 from valor.data.demonstrations import chat_of
-from valor.data.files import OPTIONAL_COLUMNS, DataRow, existing_file, parse_row, read_records
+from valor.data.files import OPTIONAL_COLUMNS, existing_file, parse_row, read_records
 from valor.data.preferences import pair_of
 from valor.data.prompts import render, token_ids
 from valor.errors import UserError
@@ -23,7 +23,7 @@ from valor.models.load import check_critic_tokenizer, load_model_config, load_to
 from valor.models.reward import reward_model_kind
 from valor.rewards.manager import make_graders
 from valor.rewards.registry import has_grader, needs_truth, require_graders
-from valor.rollout.registry import GENERATION_ENGINES
+from valor.trainer.main_ppo import placed
 
 _FIRST_ROWS = 20  # of each file
 
@@ -48,7 +48,7 @@ def lacking(config: PPOConfig | SupervisedConfig) -> list[str]:
 
 def _ppo(config: PPOConfig) -> Iterator[Check]:
     policy, data, reward_model = config.actor_rollout_ref, config.data, config.reward.reward_model
-    yield partial(_check_devices, config)
+    yield partial(placed, config)
     at = data.tokenizer or policy.model.tokenizer_path or policy.model.path
     tokenizer = _tokenizer_of(at, policy.model, chat=True)
     if _is_here(policy.model.path):
@@ -85,17 +85,8 @@ def _supervised(config: SupervisedConfig) -> Iterator[Check]:
 
 def _tokenizer_of(path: str, model: Any, *, chat: bool) -> Callable[[], Any] | None:
     """What loads it, once; None where it would be downloaded."""
-
-    @cache
-    def load() -> Any:
-        return load_tokenizer(
-            path,
-            trust_remote_code=model.trust_remote_code,
-            custom_chat_template=model.custom_chat_template,
-            require_chat_template=chat,
-        )
-
-    return load if _is_here(path) else None
+    options = {"trust_remote_code": model.trust_remote_code, "custom_chat_template": model.custom_chat_template}
+    return cache(partial(load_tokenizer, path, require_chat_template=chat, **options)) if _is_here(path) else None
 
 
 def _is_here(path: str) -> bool:
@@ -103,12 +94,6 @@ def _is_here(path: str) -> bool:
     if Path(path).exists() or path.startswith(("/", "~", ".")) or path.count("/") != 1:
         return True
     return isinstance(try_to_load_from_cache(path, "config.json"), str)
-
-
-def _check_devices(config: PPOConfig) -> None:
-    placement = resolve_placement(config)
-    engine = GENERATION_ENGINES[config.actor_rollout_ref.rollout.name]
-    engine.check_start(config, placement.pools[placement.pool_of("rollout")].world_size)
 
 
 def _check_folder(folder: Path) -> None:
@@ -124,7 +109,10 @@ def _check_prompts(path: str, data: DataConfig, tokenizer: Callable[[], Any] | N
     rows = [parse_row(record, where, data.prompt_key, data.reward_fn_key) for where, record in records]
     if graded:
         require_graders(row.data_source for row in rows)
-        _check_truths(rows)
+        for row in rows:
+            if row.style == "rule" and row.lacks_truth and has_grader(row.data_source) and needs_truth(row.data_source):
+                grader = f"the grader of '{row.data_source}' needs"
+                raise UserError(f"{row.where}: there is no reward_model.ground_truth, which {grader}")
     if tokenizer is None or data.filter_overlong_prompts or data.truncation != "error":
         return
     text = render(tokenizer(), rows[0].messages, data.apply_chat_template_kwargs, rows[0].where)
@@ -134,14 +122,6 @@ def _check_prompts(path: str, data: DataConfig, tokenizer: Callable[[], Any] | N
             f"{rows[0].where}: the prompt has {length} tokens, data.max_prompt_length is {data.max_prompt_length}: "
             "raise it, or set data.filter_overlong_prompts=true or data.truncation"
         )
-
-
-def _check_truths(rows: Sequence[DataRow]) -> None:
-    for row in rows:
-        if row.style == "rule" and row.lacks_truth and has_grader(row.data_source) and needs_truth(row.data_source):
-            raise UserError(
-                f"{row.where}: there is no reward_model.ground_truth, which the grader of '{row.data_source}' needs"
-            )
 
 
 def _check_texts(path: str, config: SupervisedConfig) -> None:

@@ -4,33 +4,35 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from valor.config import RMConfig, SFTConfig
-from valor.trainer.command import run_command
+from valor.trainer.command import run_command, trains
+
+if TYPE_CHECKING:
+    from valor.trainer.supervised import SupervisedRun
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code."""
-    return run_command("sft", argv, SFTConfig, _sft)
+    return run_command("sft", argv, SFTConfig, trains(sft_run))
 
 
 def rm_train(argv: Sequence[str] | None = None) -> int:
     """The same for `valor rm train`: a reward model from preference pairs."""
-    return run_command("rm train", argv, RMConfig, _rm_train)
+    return run_command("rm train", argv, RMConfig, trains(rm_run))
 
 
-def _sft(config: SFTConfig, command: str) -> int:
-    from valor.trainer.run import fit_again
+def sft_run(config: SFTConfig, command: str) -> SupervisedRun:
     from valor.trainer.sft import SFTRun
 
-    return fit_again(SFTRun(config, command), lambda: SFTRun(config, command))
+    return SFTRun(config, command)
 
 
-def _rm_train(config: RMConfig, command: str) -> int:
+def rm_run(config: RMConfig, command: str) -> SupervisedRun:
     from valor.trainer.rm import RewardModelRun
-    from valor.trainer.run import fit_again
 
-    return fit_again(RewardModelRun(config, command), lambda: RewardModelRun(config, command))
+    return RewardModelRun(config, command)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ from valor.trainer.checks import inert_settings
 from valor.trainer.old_log_probs import OldLogProbs
 
 Rows = list[tuple[str, str]]
-_JUDGED = CriticScoreConfig | CriticSearchConfig
 
 
 def plan(
@@ -40,7 +39,7 @@ def plan(
     `explicit_keys` are examined for settings without effect. `presets`: keys whose values a named configuration gave.
     """
     assert isinstance(config, PPOConfig | SupervisedConfig), "what commands read"
-    rows = _critic_rows(config) if isinstance(config, _JUDGED) else _training_rows(config)
+    rows = _rows(config)
     settings = flatten(config.model_dump(mode="json"))
     for preset, keys in (presets or {}).items():
         rows.append((f"from {preset}", " ".join(f"{key}={show(settings[key])}" for key in keys)))
@@ -53,7 +52,9 @@ def plan(
     return "\n".join(lines)
 
 
-def _training_rows(config: PPOConfig | SupervisedConfig) -> Rows:
+def _rows(config: PPOConfig | SupervisedConfig) -> Rows:
+    if isinstance(config, CriticScoreConfig | CriticSearchConfig):
+        return _critic_rows(config)
     trainer, unit, files = config.trainer, "prompts", config.data.train_files
     if isinstance(config, SupervisedConfig):
         unit = "pairs" if isinstance(config, RMConfig) else "samples"
@@ -67,13 +68,8 @@ def _training_rows(config: PPOConfig | SupervisedConfig) -> Rows:
     if trainer.total_training_steps is not None:
         length = _count(trainer.total_training_steps, "step")
     run = f"{trainer.project_name}/{trainer.experiment_name} in {trainer.default_local_dir}"
-    return [
-        ("run", run),
-        *rows,
-        ("length", length),
-        ("training data", _and(*files)),
-        ("validation", _validation(config)),
-    ]
+    ends = [("length", length), ("training data", _and(*files)), ("validation", _validation(config))]
+    return [("run", run), *rows, *ends]
 
 
 def _ppo_rows(config: PPOConfig) -> Rows:
@@ -93,10 +89,11 @@ def _ppo_rows(config: PPOConfig) -> Rows:
         each = f"{_count(pool.n_gpus_per_node, 'process')}{nodes}"
         rows.append(("placement", f"pool {name}: {each}: {_and(*pool.roles)}"))
     rows += [*(("batch", text) for text in _batch(config)), ("old log-probs", _old_log_probs(config))]
-    warmup = f"the first {config.trainer.critic_warmup} steps train the critic alone"
     if config.trainer.v1.trainer_mode != "sync":
         rows.append(("ahead", _ahead(config)))
-    return [*rows, ("warm-up", warmup)] if config.trainer.critic_warmup else rows
+    if config.trainer.critic_warmup:
+        rows.append(("warm-up", f"the first {config.trainer.critic_warmup} steps train the critic alone"))
+    return rows
 
 
 def _ahead(config: PPOConfig) -> str:
@@ -107,27 +104,22 @@ def _ahead(config: PPOConfig) -> str:
     if v1.by_batches:
         return f"{v1.trainer_mode}, every batch by weights {limit} steps old"
     strategy = {"drop": "older ones are dropped and drawn again", "wait": "training waits for older ones"}
+    then = strategy[v1.sampler.max_off_policy_strategy]
     begun = _count(v1.num_warmup_batches, "batch")
-    return (
-        f"{v1.trainer_mode}, {begun} ahead, samples at most {limit} versions old: "
-        + strategy[v1.sampler.max_off_policy_strategy]
-    )
+    return f"{v1.trainer_mode}, {begun} ahead, samples at most {limit} versions old: {then}"
 
 
 def _critic_rows(config: CriticPretrainConfig | CriticScoreConfig | CriticSearchConfig) -> Rows:
     if isinstance(config, CriticSearchConfig):
-        search, files = config.search, _and(*config.data.val_files or [])
-        numbers = _and(*map(str, search.samples))
+        search = config.search
+        numbers, simulations = _and(*map(str, search.samples)), _and(*map(str, search.simulations)) or "no"
         return [
             ("critic", _critic(config.critic)),
             ("policy", _model(config.actor_rollout_ref.model)),
-            ("prompts", files),
+            ("prompts", _and(*config.data.val_files or [])),
             ("samples", f"{numbers} answers to each, chosen by vote and by value"),
             ("beam", f"{numbers} at once, the best {search.beam} go on after {search.block} tokens"),
-            (
-                "tree",
-                f"{_and(*map(str, search.simulations)) or 'no'} simulations before each {search.tree_block} tokens",
-            ),
+            ("tree", f"{simulations} simulations before each {search.tree_block} tokens"),
         ]
     asked = config.score if isinstance(config, CriticScoreConfig) else config.pretrain
     policy = config.actor_rollout_ref
@@ -186,10 +178,8 @@ def _critic(critic: CriticConfig) -> str:
 def _reference(config: PPOConfig) -> str:
     if not config.needs_reference:
         return "none (no KL term is on)"
-    terms = _and(
-        config.algorithm.use_kl_in_reward and "KL penalty in the reward",
-        config.actor_rollout_ref.actor.use_kl_loss and "KL loss",
-    )
+    loss, penalty = config.actor_rollout_ref.actor.use_kl_loss, config.algorithm.use_kl_in_reward
+    terms = _and(penalty and "KL penalty in the reward", loss and "KL loss")
     return f"{config.actor_rollout_ref.model.path}: {terms}"
 
 
@@ -201,7 +191,9 @@ def _reward(config: PPOConfig) -> str:
         judge = model.judge
         name = f"judge {judge.model} at {judge.url}" if judge.url else f"reward model {model.model_path}"
         if model.gives == "steps":
-            name += f" at the end of each step ({_steps_become(config.algorithm.adv_estimator)})"
+            estimator = config.algorithm.adv_estimator
+            along = "reward_on_masked" in ADVANTAGES[estimator].options or not ADVANTAGES[estimator].builtin
+            name += f" at the end of each step ({estimator} takes {'each at its token' if along else 'their sum'})"
         rule = "in the rule's place" if model.replaces_rule else f"+ {model.rule_weight:g} x rule ({graded})"
         progress = f"{graded}; advantages + {model.weight:g} x progress under {model.model_path}"
         graded = f"{model.weight:g} x {name} {rule}" if model.scores else progress
@@ -217,13 +209,6 @@ def _reward(config: PPOConfig) -> str:
         algorithm.reward_mask_ratio > 0
         and f"taken from {algorithm.reward_mask_ratio:.0%}, missing_reward {algorithm.missing_reward}",
     )
-
-
-def _steps_become(estimator: str) -> str:
-    """What an estimator makes of rewards along a response."""
-    entry = ADVANTAGES[estimator]
-    along = "reward_on_masked" in entry.options or not entry.builtin
-    return f"{estimator} takes each at its token" if along else f"{estimator} takes their sum"
 
 
 def _processes(trainer: RunConfig, nodes: int) -> str:

@@ -107,16 +107,21 @@ def test_adapters_are_in_the_plan_and_need_a_rank():
         load(argv)
 
 
-def test_a_run_says_its_plan_before_it_does_anything(capsys):
+def test_a_run_says_its_plan_before_it_does_anything(tmp_path, capsys):
     said = []
 
     def start(config, command):
         said.append(capsys.readouterr().out.splitlines())
         return 0
 
-    assert run_command("ppo", ["trainer.total_training_steps=7"], PPOConfig, start) == 0
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        '{"prompt": [{"role": "user", "content": "1+1="}], "data_source": "valor/arithmetic", '
+        '"reward_model": {"style": "rule", "ground_truth": "2"}}'
+    )
+    argv = ["trainer.total_training_steps=7", f"data.train_files={path}"]
+    assert run_command("ppo", argv, PPOConfig, start) == 0
     assert said[0][0] == "the configuration is read; loading torch and what the run needs"
     assert said[0][1].startswith("run ") and row("\n".join(said[0]), "length") == "7 steps"
-    # The default model and data are not here, which a dry run says.
-    assert run_command("ppo", ["trainer.total_training_steps=7", "--dry-run"], PPOConfig, start) == 2
+    assert run_command("ppo", [*argv, "--dry-run"], PPOConfig, start) == 0
     assert capsys.readouterr().out.splitlines() == said[0][1:] and len(said) == 1
