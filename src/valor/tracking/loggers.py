@@ -108,8 +108,9 @@ class TensorboardLogger(Logger):
         for key, value in metrics.items():
             self._writer.add_scalar(key, value, step)
         for key, one in histograms.items():
-            sums = [float(one.centres**power @ one.counts) for power in (0, 1, 2)]  # number, sum, sum of squares
-            self._writer.add_histogram_raw(key, one.low, one.high, *sums, one.edges[1:].tolist(), one.counts, step)
+            number, total, squares = (float(one.centres**power @ one.counts) for power in (0, 1, 2))
+            edges = one.edges[1:].tolist()
+            self._writer.add_histogram_raw(key, one.low, one.high, number, total, squares, edges, one.counts, step)
         self._writer.flush()
 
     def close(self) -> None:
