@@ -15,7 +15,7 @@ from valor.algorithms.registry import Entry
 from valor.config import CriticRunConfig, PPOConfig, Section
 from valor.config import inert_settings as inert_by_rules
 from valor.config.tree import get_at
-from valor.controller.placement import check_placement
+from valor.controller.placement import Placement, check_placement, resolve_placement
 from valor.data.batch import Batch
 from valor.engines.registry import TRAINING_ENGINES
 from valor.errors import UserError
@@ -220,6 +220,14 @@ def _options(
             known = ", ".join(sorted(set(options) - set(taken))) or "none"
             lines.append(f"{key}.{option}: {entry.name} has no such option (it has {known})")
     return lines
+
+
+def placed(config: PPOConfig) -> Placement:
+    """Where the run's roles live. UserError: there is no room, or the generation engine does not start there."""
+    placement = resolve_placement(config)
+    engine = GENERATION_ENGINES[config.actor_rollout_ref.rollout.name]
+    engine.check_start(config, placement.pools[placement.pool_of("rollout")].world_size)
+    return placement
 
 
 def inert_settings(config: Section, explicit_keys: Collection[str]) -> dict[str, str]:

@@ -23,7 +23,7 @@ from valor.models.load import check_critic_tokenizer, load_model_config, load_to
 from valor.models.reward import reward_model_kind
 from valor.rewards.manager import make_graders
 from valor.rewards.registry import has_grader, needs_truth, require_graders
-from valor.trainer.main_ppo import placed
+from valor.trainer.checks import placed
 
 _FIRST_ROWS = 20  # of each file
 

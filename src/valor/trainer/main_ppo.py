@@ -12,7 +12,6 @@ from valor.config import CriticPretrainConfig, PPOConfig
 from valor.trainer.command import run_command, trains
 
 if TYPE_CHECKING:
-    from valor.controller.placement import Placement
     from valor.trainer.ppo import PPORun
     from valor.trainer.pretrain import CriticPretrainRun
 
@@ -27,22 +26,12 @@ def critic_pretrain(argv: Sequence[str] | None = None) -> int:
     return run_command("critic pretrain", argv, CriticPretrainConfig, trains(_critic_pretrain))
 
 
-def placed(config: PPOConfig) -> Placement:
-    """Where the run's roles live. UserError: there is no room, or the generation engine does not start there."""
-    from valor.controller.placement import resolve_placement
-    from valor.rollout.registry import GENERATION_ENGINES
-
-    placement = resolve_placement(config)
-    engine = GENERATION_ENGINES[config.actor_rollout_ref.rollout.name]
-    engine.check_start(config, placement.pools[placement.pool_of("rollout")].world_size)
-    return placement
-
-
 def ppo_run(config: PPOConfig, command: str) -> PPORun:
     """The run, with everything that it reads. UserError: bad input, or no place for it."""
     from valor.collector.inputs import RunInputs
     from valor.models.load import check_critic_tokenizer
     from valor.tracking.progress import phase
+    from valor.trainer.checks import placed
     from valor.trainer.ppo import PPORun
 
     placement = placed(config)
@@ -54,6 +43,7 @@ def ppo_run(config: PPOConfig, command: str) -> PPORun:
 
 def _ppo(config: PPOConfig, command: str) -> int:
     from valor.controller.nodes import node_zero, serve
+    from valor.trainer.checks import placed
     from valor.trainer.run import fit_again
 
     rank = config.trainer.node_rank
