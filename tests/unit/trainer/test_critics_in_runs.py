@@ -1,5 +1,7 @@
 """Gate, mini-critics, branches and imitation between configuration and algorithms: columns, shares, what is refused."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -75,12 +77,15 @@ def test_what_critics_tell_reaches_advantages_and_the_entropy() -> None:
 class Learner:
     """Remembers the samples of each update."""
 
+    apart = False
+
     def __init__(self) -> None:
         self.seen: list[list[int]] = []
 
-    def update(self, mini_batch: Batch) -> dict[str, float]:
+    def start(self, method: str, mini_batch: Batch) -> Callable[[], dict[str, float]]:
+        assert method == "update"
         self.seen.append(mini_batch["prompts"][:, 0].tolist())
-        return {"skipped": 0.0}
+        return lambda: {"skipped": 0.0}
 
 
 def test_each_critic_learns_from_its_own_samples() -> None:
