@@ -77,11 +77,16 @@ def test_what_critics_tell_reaches_advantages_and_the_entropy() -> None:
 class Learner:
     """Remembers the samples of each update."""
 
+    apart = False
+
     def __init__(self) -> None:
         self.seen: list[list[int]] = []
 
+<<<<<<< HEAD
     apart = False
 
+=======
+>>>>>>> less_critic
     def start(self, method: str, mini_batch: Batch) -> Callable[[], dict[str, float]]:
         assert method == "update"
         self.seen.append(mini_batch["prompts"][:, 0].tolist())
