@@ -82,11 +82,6 @@ class Learner:
     def __init__(self) -> None:
         self.seen: list[list[int]] = []
 
-<<<<<<< HEAD
-    apart = False
-
-=======
->>>>>>> less_critic
     def start(self, method: str, mini_batch: Batch) -> Callable[[], dict[str, float]]:
         assert method == "update"
         self.seen.append(mini_batch["prompts"][:, 0].tolist())
