@@ -223,6 +223,7 @@ def cut_off(engine: ServerEngine, first: int) -> list[Output]:
     return outputs
 
 
+@pytest.mark.alone  # a busy machine's client is too late five times
 def test_an_aborted_sequence_goes_on_from_what_it_has(server, engine):
     model = AutoModelForCausalLM.from_pretrained(server.folder).eval()
     sync(engine, model, 1)

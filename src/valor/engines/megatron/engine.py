@@ -223,7 +223,7 @@ class MegatronEngine(EngineCore):
             **distributed,
         )
         try:
-            reduction = {"grad_reduce_in_fp32": True} | distributed | megatron.override_ddp_config
+            reduction: dict[str, Any] = {"grad_reduce_in_fp32": True} | distributed | megatron.override_ddp_config
             ddp_config = DistributedDataParallelConfig(**reduction)
         except TypeError as error:
             raise UserError(f"megatron.override_ddp_config: {error}") from error
