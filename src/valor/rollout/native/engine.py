@@ -211,7 +211,8 @@ class NativeEngine(RolloutEngine):
         """Take what has come, and give back what is to end."""
         waiting.add(intake.poll(wait=wait))
         if intake.aborted:
-            intake.abort(waiting.remove(intake.aborted))
+            for request in waiting.remove(intake.aborted):  # they have not started
+                intake.tell(request, request.begun)
             for slot in reversed(range(len(rows))):
                 if rows[slot].request.request_id in intake.aborted:
                     intake.finish(_remove(rows, slot, cache), "abort")

@@ -105,14 +105,9 @@ class Intake:
     def finish(self, row: Row, reason: FinishReason) -> None:
         """Give a row's output to its receiver."""
         output = Output(row.request.request_id, row.token_ids, row.log_probs, reason, spans_of(row.versions))
-        self._tell(row.request, output)
+        self.tell(row.request, output)
 
-    def abort(self, waiting: Sequence[Request]) -> None:
-        """Give back requests that have not started."""
-        for request in waiting:
-            self._tell(request, request.begun)
-
-    def _tell(self, request: Request, output: Output) -> None:
+    def tell(self, request: Request, output: Output) -> None:
         self.pending = [one for one in self.pending if one is not request]
         self.aborted.discard(request.request_id)
         # Tensors made by the receivers are theirs, and may need gradients later.

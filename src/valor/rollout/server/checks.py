@@ -25,15 +25,14 @@ def check_server(config: RolloutConfig, tokenizer: Any) -> None:
     """UserError for the first thing that a server of `config.server` lacks; `tokenizer` is the policy's."""
     for url in config.server.base_url:
         server = _Server(url.rstrip("/"), config)
-        if config.name == "server":
+        if config.name != "sglang":
             _check_model(server, config)
-            _check_tokens(server, config, tokenizer)
-            if config.server.weight_updates != "none":
-                _check_updates(server, config)
+        if config.name != "server":
+            _check_dialect(server, config, tokenizer)
             continue
-        if config.name == "trtllm":
-            _check_model(server, config)
-        _check_dialect(server, config, tokenizer)
+        _check_tokens(server, config, tokenizer)
+        if config.server.weight_updates != "none":
+            _check_updates(server, config)
 
 
 class _Server:
@@ -90,14 +89,11 @@ def _check_tokens(server: _Server, config: RolloutConfig, tokenizer: Any) -> Non
             f"policy's {len(ids)}): is it the same model?"
         )
     spread, warm_spread = _spread(cold), _spread(warm)
-    likeliest = warm["logprobs"]["top_logprobs"][0].values()
-    if sum(map(math.exp, likeliest)) > 1.001:
-        follows = None  # logits
-    else:
-        follows = warm_spread <= spread * (1 + 1 / _WARM) / 2
+    logits = sum(map(math.exp, warm["logprobs"]["top_logprobs"][0].values())) > 1.001
+    follows = warm_spread <= spread * (1 + 1 / _WARM) / 2
     # At temperature 1 both are the same, unless a truncated distribution is told.
     cut = config.top_k > 0 or config.top_p < 1
-    if follows is None or (config.temperature != 1 and not follows) or (cut and follows):
+    if logits or (config.temperature != 1 and not follows) or (cut and follows):
         mode = "raw_logprobs" if cut else "processed_logprobs"
         raise server.lack(f"reports other log-probs than training needs: start it with --logprobs-mode {mode}")
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
-from vllm.distributed import parallel_state
 
 from valor.rollout.vllm.weights import HeldWeights, weights_kept
 
@@ -60,9 +59,7 @@ class WeightReceiver:
                     "folder that it can read too"
                 )
             if self._valor_held is None:
-                tp = parallel_state.get_tp_group()
-                group = tp.cpu_group if tp.world_size > 1 else None
-                self._valor_held = HeldWeights(self.model_runner.get_model(), self.model_runner.dtype, group)
+                self._valor_held = HeldWeights(self.model_runner.get_model(), self.model_runner.dtype)
             checksum = self._valor_held.write(_tensors(files), version)
         except Exception as error:  # the trainer is told; an exception here would end the server
             return {"error": f"{type(error).__name__}: {error}"}

@@ -115,11 +115,9 @@ class VLLMEngine(RolloutEngine):
         self._max_model_len = settings.max_model_len
         self._can_sleep = settings.enable_sleep_mode
         self._no_compiler = device.type == "cpu" and settings.enforce_eager
-        tp = parallel_state.get_tp_group()
-        self._group = tp.cpu_group if tp.world_size > 1 else None
         worker = self._llm.model_executor.driver_worker.worker  # type: ignore[attr-defined]
         try:
-            self._held = HeldWeights(worker.get_model(), settings.dtype, self._group)
+            self._held = HeldWeights(worker.get_model(), settings.dtype)
         except UserError:
             self.close()
             raise
@@ -130,8 +128,8 @@ class VLLMEngine(RolloutEngine):
         if self.weights_version is None:
             raise ValueError("the engine has no weights: sync_weights comes first")
         self._wake("kv_cache")
-        if self._group is not None and not source.everywhere:
-            source = self._sent_to_all = SentToAll(source, self._group, self._stop_texts)
+        if self._held.group is not None and not source.everywhere:
+            source = self._sent_to_all = SentToAll(source, self._held.group, self._stop_texts)
         # vLLM compiles a piece of its sampler: on a CPU that takes longer than it saves, and needs a C++ compiler.
         with torch._dynamo.config.patch(disable=self._no_compiler or torch._dynamo.config.disable):
             try:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from vllm.distributed import parallel_state
 from vllm.model_executor.layers import utils as vllm_layers
 
 from valor.errors import UserError
@@ -42,12 +43,12 @@ def weights_kept() -> Iterator[None]:
 class HeldWeights:
     """The parameters of `model`, vLLM's own module, or this rank's part of them.
 
-    `dtype` is the engine's: weights are rounded to it before they are counted. `group` are the ranks that share the
-    model by tensor parallelism. `model` must have been loaded inside `weights_kept`. UserError for a model whose
-    layers keep their weights in a layout of their own.
+    `dtype` is the engine's: weights are rounded to it before they are counted. `group`: the ranks that share the
+    model by tensor parallelism, None for one. `model` must have been loaded inside `weights_kept`. UserError for a
+    model whose layers keep their weights in a layout of their own.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         for module in model.modules():
             method = type(getattr(module, "quant_method", None)).__name__
             if method not in (*PLAIN_METHODS, "NoneType") or "MLA" in type(module).__name__:
@@ -57,7 +58,8 @@ class HeldWeights:
                 )
         self._model: Any = model
         self._dtype = dtype
-        self._group = group
+        tp = parallel_state.get_tp_group()
+        self.group: dist.ProcessGroup | None = tp.cpu_group if tp.world_size > 1 else None
         self._packed: list[Any] = [m for m in model.modules() if "cpu_linear" in vars(m)]
 
     @torch.no_grad()
@@ -88,10 +90,10 @@ class HeldWeights:
     def _checksum(self, parameters: list[nn.Parameter]) -> int:
         """Checksum over the group; a parameter that is the same on all ranks is there once."""
         own = torch.stack([checksum(p.to(self._dtype) if p.is_floating_point() else p) for p in parameters]).cpu()
-        if self._group is None:
+        if self.group is None:
             return int(own.sum())
-        ranks = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(ranks, own, group=self._group)
+        ranks = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(ranks, own, group=self.group)
         sums = torch.stack(ranks)
         replicated = (sums == sums[0]).all(dim=0)
         return int(torch.where(replicated, sums[0], sums.sum(dim=0)).sum())
