@@ -1,7 +1,5 @@
 """Command lines by click: a mistake is one line, an option may take several words, help ends with an example."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`valor …`: every command in one table; what a command needs is imported when it is called."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

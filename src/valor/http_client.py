@@ -1,7 +1,5 @@
 """Servers that take JSON: many requests at once, no more than they bear, again when busy."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading

@@ -1,7 +1,5 @@
 """Python files of the user's own: graders, advantage estimators, losses, tools, environments."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

@@ -1,7 +1,5 @@
 """The agents of a run: which loop plays which row, and all episodes of a batch beside one engine."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

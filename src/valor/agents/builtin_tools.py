@@ -1,7 +1,5 @@
 """Tools that come with Valor: a calculator, and Python in the sandbox. By name in a tools file, or as functions."""
 
-from __future__ import annotations
-
 import ast
 import operator
 import time

@@ -5,8 +5,6 @@ the template's text of the longer conversation begins with its text of the short
 rewrites history (Qwen3 drops the thinking of earlier turns), the conversation goes on as a new row.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The loop of text environments: the policy acts and the environment answers, until it says that it is over."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

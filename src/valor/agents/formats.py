@@ -1,7 +1,5 @@
 """How models write tool calls, by name: the text of a turn, read as calls and what is said beside them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Episodes played by programs that own their loop: a function or a command, which calls an OpenAI-compatible server."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

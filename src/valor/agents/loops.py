@@ -1,7 +1,5 @@
 """Loops: who carries an episode from turn to turn."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

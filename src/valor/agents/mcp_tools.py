@@ -1,7 +1,5 @@
 """Tools of MCP servers (https://modelcontextprotocol.io): a command, or an address."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -4,8 +4,6 @@ A record is a JSON object: `key`, `messages`, `prompt_ids`, `turns`, and the oth
 the fields of a Turn, and the `text` and `observation` that its tokens are.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict

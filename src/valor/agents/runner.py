@@ -4,8 +4,6 @@ The engine runs in the calling thread and generates what is asked of it. The epi
 their own: each waits for its turns and for its tools, and holds up nobody else.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence

@@ -1,8 +1,6 @@
 """Search-R1's loop: the policy writes <search>query</search> and is given documents, until it writes an <answer>
 (https://arxiv.org/abs/2503.09516)."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

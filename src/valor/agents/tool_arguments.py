@@ -1,7 +1,5 @@
 """Whether a call has the arguments that its tool's schema asks for."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

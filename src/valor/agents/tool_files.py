@@ -1,7 +1,5 @@
 """Tools by the paths in a configuration: a tools file in verl's form, functions of a file, a class of environments."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The loop of chat models with tools: the policy speaks, its calls are answered, until a turn has none."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

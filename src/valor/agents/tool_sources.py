@@ -1,7 +1,5 @@
 """Tools from plain Python: functions, and the public methods of an environment that every episode has to itself."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence

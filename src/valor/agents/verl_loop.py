@@ -3,8 +3,6 @@
 Shapes of volcengine/verl, verl/experimental/agent_loop/agent_loop.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, groupby

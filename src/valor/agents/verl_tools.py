@@ -3,8 +3,6 @@
 Shapes of volcengine/verl, verl/tools/base_tool.py, function_tool.py and schemas.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import uuid

@@ -1,7 +1,5 @@
 """How good values are, judged against what happened afterwards: pure functions of flat tensors."""
 
-from __future__ import annotations
-
 import math
 
 import torch

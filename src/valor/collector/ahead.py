@@ -1,7 +1,5 @@
 """Samples that are generated without a pause, each prompt on its own, while training goes on or between its steps."""
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait

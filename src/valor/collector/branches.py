@@ -1,7 +1,5 @@
 """Rollouts that branch off responses and are played to the end: Monte-Carlo values of the states in between."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

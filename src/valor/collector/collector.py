@@ -1,7 +1,5 @@
 """The first half of a step: prompts in, graded episodes out, as one batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """DAPO's dynamic sampling: which prompts have samples that differ, and when to stop drawing further ones."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,8 +1,6 @@
 """Episodes of a run as files: `N.jsonl` holds those of step N, `val_N.jsonl` those of the validation after it, and
 `greedy_N.jsonl` those of a greedy baseline."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

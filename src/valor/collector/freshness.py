@@ -1,7 +1,5 @@
 """The one place that asks whether the rollout engine has the actor's present weights."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable
 

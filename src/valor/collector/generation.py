@@ -1,7 +1,5 @@
 """Prompts in, responses out, by the rollout role and the weights that it was given."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor

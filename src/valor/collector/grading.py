@@ -3,8 +3,6 @@
 Graders get a response as soon as it has ended, while others are still being generated.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence

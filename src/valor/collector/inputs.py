@@ -1,7 +1,5 @@
 """Everything a run reads before it starts: tokenizer, prompts, graders. Bad input is found here, nothing is written."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a learned reward model, a process reward model, a judge or a prover says of responses."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Prompt rows as the batch that goes to the rollout role."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -3,8 +3,6 @@
 An age is counted in versions of the weights: the transfers to the generators since the oldest token was sampled.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 

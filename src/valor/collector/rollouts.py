@@ -5,8 +5,6 @@ A batch of rollouts has prompts, responses, their lengths and mask, `scores` [B]
 `episode` where rollouts may have several rows, each with the score of the whole.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager

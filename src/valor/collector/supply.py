@@ -1,7 +1,5 @@
 """Samples of a generation that runs ahead of training: what every kind of it has, and the one by whole batches."""
 
-from __future__ import annotations
-
 import json
 from abc import ABC, abstractmethod
 from collections import deque

@@ -1,7 +1,5 @@
 """Whole runs as commands in processes of their own: one after another, or side by side with a share of the GPUs."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal

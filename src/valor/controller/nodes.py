@@ -1,7 +1,5 @@
 """A run that is started once per node: node 0 is Ray's head, the others lend it their devices until the run ends."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,8 +1,6 @@
 """How many processes, on what device, with how many CPU threads, and whether roles fit on them: decided once, before
 anything is started."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Start worker groups on the controller that was asked for: in this process, or on a Ray cluster."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

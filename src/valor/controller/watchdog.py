@@ -3,8 +3,6 @@
 Run as a script it is the watching process, which needs the standard library alone.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import secrets

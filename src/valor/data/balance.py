@@ -1,7 +1,5 @@
 """Rows over ranks so that every rank has about the same work."""
 
-from __future__ import annotations
-
 import heapq
 from bisect import insort
 from collections.abc import Callable, Hashable, Iterable, Sequence

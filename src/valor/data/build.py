@@ -1,7 +1,5 @@
 """Makes the files of a data set from its records, which are all read and checked before a file is written."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rows of one episode as one sequence, for everything on the driver that counts episodes or follows one in time."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -5,8 +5,6 @@ A row has `prompt` (a list of messages, each with `role` and `content`), `data_s
 (which loop plays its episodes; it is kept in `extra_info`).
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

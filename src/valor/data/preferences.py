@@ -1,7 +1,5 @@
 """Preference pairs: a prompt, a better and a worse response, as texts, and how well a reward model tells them apart."""
 
-from __future__ import annotations
-
 import logging
 from array import array
 from collections.abc import Mapping, Sequence

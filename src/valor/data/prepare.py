@@ -1,7 +1,5 @@
 """`valor data prepare NAME`: a public data set, or your own, as the files that runs read."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping, Sequence

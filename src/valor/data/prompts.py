@@ -1,7 +1,5 @@
 """The prompts of a run: rows rendered through the chat template, tokenised once, and held to a length limit."""
 
-from __future__ import annotations
-
 import logging
 from array import array
 from collections import Counter

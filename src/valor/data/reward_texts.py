@@ -3,8 +3,6 @@
 The same function makes the texts that a reward model is trained on and those that it scores in a run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

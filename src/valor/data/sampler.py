@@ -3,8 +3,6 @@
 All randomness is a function of a key, so that a resumed run draws what the undisturbed one drew.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Where a data set's records come from: the Hugging Face hub, a clone of its repository, or local files."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Iterable, Sequence
 from pathlib import Path

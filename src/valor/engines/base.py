@@ -5,8 +5,6 @@ data-parallel rank: they are given the same rows and answer alike. Every method 
 one whose share of the batch is empty.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path

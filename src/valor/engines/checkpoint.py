@@ -4,8 +4,6 @@ Nothing is pickled. Tensors are stored under `model.<name>` and `optimizer.<para
 writes its own shards, and a reader at any world size takes the slices that it needs.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

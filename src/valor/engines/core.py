@@ -1,7 +1,5 @@
 """What every training engine does alike: micro-batches and losses, the optimizer's step, weights out."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

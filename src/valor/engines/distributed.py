@@ -1,7 +1,5 @@
 """Process groups: one per run, gloo on CPUs and nccl on GPUs, without any network for a group of one."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import torch

@@ -1,7 +1,5 @@
 """Faster layers for training, on request: compiled by torch (`model.compile`), or Liger's (`model.use_liger`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

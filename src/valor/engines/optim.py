@@ -1,7 +1,5 @@
 """Optimizers and learning-rate schedules by the keys of `optim`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any

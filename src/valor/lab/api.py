@@ -1,7 +1,5 @@
 """Training from Python: `valor.train(...)`, `valor.PPO`, `valor.SFT`, `valor.RewardModel`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 

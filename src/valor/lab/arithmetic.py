@@ -7,8 +7,6 @@ of the two pays is for reinforcement learning to find out. The mistake is made a
 part there. Everything is a function of a seed; nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

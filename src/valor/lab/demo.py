@@ -4,8 +4,6 @@ Nothing is downloaded, and nothing here is special: the command lines that are p
 settings of the files in demo_config/.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

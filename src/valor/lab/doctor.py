@@ -1,7 +1,5 @@
 """`valor doctor`: what this machine has, whether a run works on it, and a line to paste into an issue."""
 
-from __future__ import annotations
-
 import io
 import os
 import platform

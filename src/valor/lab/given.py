@@ -1,7 +1,5 @@
 """What a Python call gives as an object becomes a file of the run: rows, models, reward functions."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -7,8 +7,6 @@ between `<information>` tags and copies its number. A policy that imitates him k
 is for reinforcement learning to find out. Everything is a function of a seed; nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """`valor plan`: whether a run fits into memory here or on machines that are elsewhere, how long a step takes, and which
 settings would make it fit."""
 
-from __future__ import annotations
-
 import timeit
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ Nothing is loaded: a model is its config.json, made on torch's meta device. Size
 response as long as it may be. benchmarks/planner.py compares them with what runs have used.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -93,7 +91,6 @@ def shape_of(model: BackboneConfig, *, value_head: bool = False) -> Shape:
     weights = sum(p.numel() for p in hf.parameters())
     blocks = [part for part in hf.modules() if isinstance(part, nn.ModuleList) and len(part) == text.num_hidden_layers]
     layer = max((sum(p.numel() for p in one.parameters()) for part in blocks for one in part), default=weights)
-    inner = text.num_hidden_layers * layer
     trained, heads, size = weights, text.num_attention_heads, getattr(text, "head_dim", None)
     if model.lora_rank:
         named = {"target_modules": model.target_modules, "exclude_modules": model.exclude_modules}
@@ -103,7 +100,7 @@ def shape_of(model: BackboneConfig, *, value_head: bool = False) -> Shape:
     return Shape(
         weights=weights,
         trained=trained,
-        largest_part=max(layer, weights - inner),
+        largest_part=max(layer, weights - text.num_hidden_layers * layer),
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         width=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,

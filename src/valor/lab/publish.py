@@ -1,8 +1,6 @@
 """`valor critic publish`, `valor publish`: a critic or a policy as a plain Hugging Face directory with a model card,
 which carries the critic's scorecard, or what the policy's training has come to; and on the hub."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -4,8 +4,6 @@ The configuration, the folder and the checkpoints are those of the command line:
 file in the run's folder, so the command that `run.command` shows does the same.
 """
 
-from __future__ import annotations
-
 import shlex
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What came of a sweep: results.json, table.md and report.html, from the metrics that its runs have left."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

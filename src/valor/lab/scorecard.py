@@ -1,7 +1,5 @@
 """The scorecard of a critic as numbers: values against what happened afterwards. No model, no file."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Resamples and sign flips are enumerated while possible (scipy's bootstrap always draws), else drawn from a fixed seed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 

@@ -4,8 +4,6 @@ OUT/<arm>/seed_<n>/    the run's own folder; its result.json says what ran there
 OUT/results.json       every number of the comparison; OUT/table.md and OUT/report.html show it
 """
 
-from __future__ import annotations
-
 import shlex
 import shutil
 from pathlib import Path

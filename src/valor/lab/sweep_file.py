@@ -1,7 +1,5 @@
 """What a sweep is: arms, seeds and an entry point, as a YAML file says it or as code builds it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from itertools import product

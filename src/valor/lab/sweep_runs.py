@@ -1,7 +1,5 @@
 """The runs that a sweep consists of: each arm with each seed, its command, its folder, and what it needs."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -8,8 +8,6 @@ comes from a teacher who takes doors at random: he shows where they lead, and no
 the map follow from arguments and a seed; `algorithm.reward_noise` adds noise to outcomes. Nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

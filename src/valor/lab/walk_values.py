@@ -4,8 +4,6 @@ A policy's value depends on the whole response so far, not on the room alone. Th
 and any other response scores 0: V^π of every state is a sum over walks, taken from their ends backwards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product

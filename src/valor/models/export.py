@@ -1,7 +1,5 @@
 """Plain Hugging Face directories: what transformers loads without Valor."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any

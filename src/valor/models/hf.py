@@ -1,7 +1,5 @@
 """Transformers as it is used here: models without dropout, and no output of its own on the console of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Policies, value models and tokenizers from Hugging Face directories or hub names, with errors a user can act on."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 from collections.abc import Iterator

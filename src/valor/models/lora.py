@@ -5,8 +5,6 @@ What trains is the adapters, in float32, and the head of a critic or reward mode
 base, bit for bit: the reference policy needs no weights of its own.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

@@ -2,8 +2,6 @@
 that then makes no mask, registered as `valor_packed`. Without packed rows both are transformers' own `sdpa`.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

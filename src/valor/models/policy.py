@@ -1,7 +1,5 @@
 """The policy: a Hugging Face causal language model seen as log-probabilities of response tokens."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any

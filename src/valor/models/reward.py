@@ -3,8 +3,6 @@
 Shapes: b rows, L tokens of a text, T tokens of a response.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ positions of some of the heads. Every rank of a group computes the whole loss fr
 is that of its own positions: summed over ranks it is the gradient of the loss.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Shapes: N tokens, H hidden size, V vocabulary. The head is multiplied in the dty
 after it is float32, a few rows at a time.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

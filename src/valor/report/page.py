@@ -1,7 +1,5 @@
 """One self-contained page of a run (`report.html`) or of several, made from the files of their folders."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path

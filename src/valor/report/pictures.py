@@ -1,7 +1,5 @@
 """What a report draws: curves (assets/panels.yaml says which, and what to look for in them), spreads, and times."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

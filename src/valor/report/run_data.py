@@ -1,7 +1,5 @@
 """Reads a run folder: metrics by name, configuration, facts about the run, and a selection of sample generations."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The page of a critic's scorecard: does it tell right from wrong, is it calibrated, and where in a response."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

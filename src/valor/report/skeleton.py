@@ -1,7 +1,5 @@
 """What every page shares: one HTML file with style, data, drawing library and script inside; it opens offline."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 from functools import cache

@@ -1,7 +1,5 @@
 """The page of a sweep: arms compared in a table and pictures, how they learn, and in what they differ."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

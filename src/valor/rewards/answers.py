@@ -1,7 +1,5 @@
 """Where a response states its final answer, whatever the task."""
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

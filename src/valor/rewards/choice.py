@@ -1,7 +1,5 @@
 """Multiple choice (MMLU, GPQA, ARC, HellaSwag …): the letter, the letter in brackets, or the text of the option."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any

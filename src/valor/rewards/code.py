@@ -4,8 +4,6 @@ The tests never meet the code: outputs of programs are compared here, results of
 (see valor.sandbox). So a response cannot print, patch or find its way to a verdict.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import json

@@ -1,7 +1,5 @@
 """Countdown and the Game of 24: an expression of the given numbers, each used once, with exactly the target's value."""
 
-from __future__ import annotations
-
 import ast
 import operator
 import re

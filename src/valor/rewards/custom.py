@@ -1,7 +1,5 @@
 """A grader that users bring: a function in a file or a module (`reward.custom_reward_function`)."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """A time limit on Python code that works in every thread, where signals only reach the main one."""
 
-from __future__ import annotations
-
 import _thread
 import ctypes
 import queue

@@ -1,7 +1,5 @@
 """Functions of a Python session as the grader of a run: in verl's form or in TRL's, several of them with weights."""
 
-from __future__ import annotations
-
 import inspect
 import pickle
 from collections.abc import Callable, Mapping, Sequence

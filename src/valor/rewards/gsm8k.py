@@ -1,7 +1,5 @@
 """Problems with one number as answer: GSM8K, where it stands after `####`, and the arithmetic of the demonstration."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -7,8 +7,6 @@ math-verify does not know are rewritten first. Its time limits are signals, whic
 into a silent "wrong"; they are switched off, and `run_within` ends a comparison in any thread with an error.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import re

@@ -1,7 +1,5 @@
 """Numbers in model text: finding them, and their exact value."""
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 

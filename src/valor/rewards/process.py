@@ -1,7 +1,5 @@
 """One grader process, as the process that has started it sees it."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import secrets

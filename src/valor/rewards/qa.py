@@ -1,7 +1,5 @@
 """Short answers to questions (NQ, TriviaQA, HotpotQA, 2Wiki …): exact match, F1, and agreement with people."""
 
-from __future__ import annotations
-
 import re
 import string
 import unicodedata

@@ -1,7 +1,5 @@
 """Numbers in LaTeX with a unit or a percent sign: their exact value, and when two of them mean the same."""
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 from typing import NamedTuple

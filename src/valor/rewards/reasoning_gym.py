@@ -1,7 +1,5 @@
 """Every task of reasoning-gym, each graded by its own `score_answer` (`pip install 'valor-rl[reasoning]'`)."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -1,7 +1,5 @@
 """Which grader scores which `data_source`. A grader is any function with compute_score's four arguments."""
 
-from __future__ import annotations
-
 import fnmatch
 import inspect
 import re

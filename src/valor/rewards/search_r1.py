@@ -3,8 +3,6 @@
 `verl/utils/reward_score/qa_em.py` and `qa_em_format.py` of https://github.com/PeterGriffinJin/Search-R1.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rewards by step: what parts of a response have earned, and the tokens on which that lands."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Walks through rooms: choices whose worth is told at the end alone. The task of `valor demo --task walk`."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from typing import Any

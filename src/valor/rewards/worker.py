@@ -1,7 +1,5 @@
 """Samples, their results, and what makes one of the other inside a grader process: every failure is a result."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import math

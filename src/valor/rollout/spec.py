@@ -1,7 +1,5 @@
 """What a generation engine tells of itself."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

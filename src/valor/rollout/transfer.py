@@ -1,7 +1,5 @@
 """Weights on their way to rollout processes of their own: broadcast in buckets, compared bit for bit at the end."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """The one console that progress bars and log lines share, and how a step, durations and counts are written on it."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys

@@ -4,8 +4,6 @@ The rules are at the end of the file. A rule looks at the last steps, and at the
 speaks where learning is in danger, and is silent about what merely differs from run to run.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

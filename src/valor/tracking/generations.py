@@ -1,7 +1,5 @@
 """Sample generations with what the algorithm thought of each token: `samples/step_N.jsonl`, one JSON object a line."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """Where a step's metrics go: console, metrics.jsonl, TensorBoard, services, plug-ins; one `Tracker` writes to all."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

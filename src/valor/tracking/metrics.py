@@ -1,7 +1,5 @@
 """The numbers of a step: how they add up over micro-batches and ranks, how they are spread, how long phases took."""
 
-from __future__ import annotations
-
 import math
 import operator
 import re

@@ -5,8 +5,6 @@ The driver opens a phase (`with phase("rollout", 512, unit="sample")`), and the 
 report, which the driver polls and passes on with `relay`.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Shows progress on a console: live bars on a terminal, now and then a plain line elsewhere. Rates are rich's."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

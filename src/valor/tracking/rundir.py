@@ -10,8 +10,6 @@ previous/1/ …            what a run has left behind: all records and checkpoin
                          same folder; the checkpoints of later steps, where it went on from an earlier one
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

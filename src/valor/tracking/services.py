@@ -3,8 +3,6 @@
 A run that resumes goes on in the same run of the service, whose id lies in the run folder as `<service>_run_id`.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

@@ -4,8 +4,6 @@ Runs on the driver over the whole batch, so group statistics and whitening see e
 workers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a resumed run has otherwise than the run so far: its settings, and the content of the files that they name."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Iterator, Mapping

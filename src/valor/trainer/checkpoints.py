@@ -6,8 +6,6 @@ waits as `global_step_N.replaced` meanwhile, and one that is deleted is called `
 process killed at any moment leaves whole checkpoints, and names that say what else is there.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What contradicts the algorithms, engines and places that a configuration names: asked before any model is loaded."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from fnmatch import fnmatchcase
 

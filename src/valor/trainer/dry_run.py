@@ -1,7 +1,5 @@
 """What a configuration asks of this machine that is not there: all of it at once, before anything is loaded."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from functools import cache, partial

@@ -1,7 +1,5 @@
 """A role of a checkpoint as a plain Hugging Face directory, without the run that wrote it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a checkpoint consists of: each file's size and SHA-256, written last and checked before anything is read."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """What a run would do, in words and numbers, before anything of it is loaded: the text of --dry-run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 
@@ -147,11 +145,7 @@ def _and(*parts: str | bool) -> str:
 
 
 def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith("s") else "s")
-
-
-def _every(steps: int) -> str:
-    return f"every {steps} steps, after the last" if steps > 0 else "after the last"
+    return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith(("s", "tch")) else "s")
 
 
 def _model(model: BackboneConfig) -> str:
@@ -273,7 +267,8 @@ def _old_log_probs(config: PPOConfig) -> str:
 
 
 def _validation(config: PPOConfig | SupervisedConfig) -> str:
-    every, files = _every(config.trainer.test_freq), _and(*config.data.val_files or [])
+    steps, files = config.trainer.test_freq, _and(*config.data.val_files or [])
+    every = _and(steps > 0 and f"every {steps} steps", "after the last")
     if isinstance(config, CriticPretrainConfig):
         return f"after every epoch: {config.pretrain.holdout:.0%} of the prompts, held out"
     if isinstance(config, RMConfig) and not files and config.data.val_share > 0:

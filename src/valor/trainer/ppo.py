@@ -4,8 +4,6 @@ The trainer holds no model. It sees roles through worker groups (in this process
 columns as it passes through them. `train_step` reads in the order in which things happen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path

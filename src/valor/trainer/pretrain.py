@@ -1,7 +1,5 @@
 """Critic pre-training: values fitted to the outcomes of rollouts whose policy stands still."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from typing import Any

@@ -1,7 +1,5 @@
 """What a run leaves in its folder: metrics, samples, checkpoints, the resolved config and the report."""
 
-from __future__ import annotations
-
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Training of a reward model from preference pairs, on the engine and the loop of supervised training."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

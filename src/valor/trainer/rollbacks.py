@@ -1,7 +1,5 @@
 """Which steps of a run were taken back, because the weights were lost in them, and what that changes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """What every training run does, whatever it trains: start, resume, take steps, log, save, stop, export."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack

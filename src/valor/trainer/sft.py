@@ -1,7 +1,5 @@
 """Supervised fine-tuning: the policy learns the assistant's tokens of given chats, on the engine and batch of PPO."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from valor.config import SFTConfig

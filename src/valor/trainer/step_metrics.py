@@ -1,7 +1,5 @@
 """Metrics of a step's batch, under verl's names, and what they show of the critic."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any

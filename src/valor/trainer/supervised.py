@@ -1,7 +1,5 @@
 """Runs that learn from given texts: one role, a shuffled batch, an optimizer step."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Mini-batches of a step, one optimizer step each, with the global counts that their losses divide by; the critics."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Validation metrics: mean@n, unbiased pass@k and majority vote, per data source."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from math import comb

@@ -1,7 +1,5 @@
 """The policy: log-probs of given responses and the PPO-style update, one optimizer step a call."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any

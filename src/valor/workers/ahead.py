@@ -1,7 +1,5 @@
 """Generation that runs ahead of training: what a generator is told while it generates, and what it answers."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

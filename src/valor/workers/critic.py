@@ -1,7 +1,5 @@
 """The value function: values of given responses and the value-loss update, one optimizer step a call."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -3,8 +3,6 @@
 Workers only declare; `valor.controller` acts. So the same class runs in-process, in a unit test and under Ray.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar

@@ -4,8 +4,6 @@ Roles in one host may use each other (the native rollout engine shares the actor
 given order and each receives the ones built before it.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any

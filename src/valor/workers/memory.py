@@ -1,7 +1,5 @@
 """Peak memory of what a rank does, call by call: device memory on CUDA, resident memory elsewhere."""
 
-from __future__ import annotations
-
 import os
 import resource
 import sys

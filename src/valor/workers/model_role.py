@@ -1,7 +1,5 @@
 """What every role that owns a model shares: its engine, turns on the device, checkpoints and export."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path

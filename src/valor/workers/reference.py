@@ -1,7 +1,5 @@
 """The frozen starting policy: its log-probs are what the KL penalty compares with."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

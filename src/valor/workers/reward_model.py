@@ -1,7 +1,5 @@
 """Learned reward models: one score a text, frozen; and one in training on pairs of texts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Which roles a configuration asks for, and how each is built on its ranks."""
 
-from __future__ import annotations
-
 from valor.config import PPOConfig
 from valor.workers.actor import ActorWorker
 from valor.workers.critic import CriticWorker

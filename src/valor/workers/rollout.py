@@ -1,7 +1,5 @@
 """Responses to prompts, by an engine beside the actor, or by one in a pool of its own that is sent the weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace

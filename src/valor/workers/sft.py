@@ -1,7 +1,5 @@
 """The policy under supervised training: it learns the response tokens that a mask selects."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Traces by torch's profiler, one for each call of a role in the steps that are to be traced."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping

@@ -1,7 +1,5 @@
 """What a text environment is: it opens an episode, answers what the policy says, and judges."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 

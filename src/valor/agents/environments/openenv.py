@@ -1,7 +1,5 @@
 """Environments behind an OpenEnv server, over its WebSocket (huggingface/OpenEnv, core/env_server/http_server.py)."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Puzzles of reasoning-gym with several tries: a wrong answer is told, and the policy may answer again."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Environments of SkyRL-Gym: its own, and those that were registered with `skyrl_gym.register`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Games of TextArena for one player."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """What agents ask: a search server that may be slow, down or wrong, or an index in this process."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Sequence

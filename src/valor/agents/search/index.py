@@ -1,7 +1,5 @@
 """A corpus and an index that finds documents in it: BM25 over words, or vectors of a neural encoder."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

@@ -1,7 +1,5 @@
 """verl's search tool: `search(query_list)`, by its configuration, with its replies."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The data sets that `valor data prepare` knows, one declarative recipe each."""
 
-from __future__ import annotations
-
 from valor.data.recipes import gym, hub
 from valor.data.recipes.recipe import Recipe
 from valor.errors import UserError, did_you_mean

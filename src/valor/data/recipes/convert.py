@@ -3,8 +3,6 @@
 Each function reads the columns of its data set and raises ValueError with what is wrong with the record.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Puzzles that reasoning-gym makes here (`pip install 'valor-rl[reasoning]'`): any of its tasks, and Countdown."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """The data sets on the Hugging Face hub: where each lies, which function reads its records, and how it is asked."""
 
-from __future__ import annotations
-
 from valor.data.recipes import convert
 from valor.data.recipes.recipe import EXPRESSION, QUESTION, Hub, Recipe
 

@@ -1,7 +1,5 @@
 """What a data set is: where its splits are, and how one of its records becomes a question with a ground truth."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """What Valor needs of torch's FSDP2 beyond its public interface, in one place."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

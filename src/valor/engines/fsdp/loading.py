@@ -3,8 +3,6 @@
 No rank but the first ever holds more of the weights than its shards and one part.
 """
 
-from __future__ import annotations
-
 import io
 import logging
 import pickle

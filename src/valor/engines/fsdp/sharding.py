@@ -1,7 +1,5 @@
 """How a model is cut for FSDP2: which modules, in which precision, over which ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise

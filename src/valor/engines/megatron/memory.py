@@ -1,7 +1,5 @@
 """Device memory that its tensors leave for the host and come back to, wherever it is that views of them are held."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -7,8 +7,6 @@ parameter, and the ranks divide the parameters among themselves.
 
 # pyright: reportMissingImports=false
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ megatron-core joins queries, keys and values by group of heads, gate and up proj
 a multiple of the tensor parallel size. Layers lie on stages, experts on ranks of their own.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ activations and sums happen inside products where the CPU library can. Models of
 then give the logits of their own forward pass, which is tried out; all others keep that one.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

@@ -4,8 +4,6 @@ Every prompt is prefilled once, all but its last token; its samples then start a
 that last token. Decoding, sampling and log-probabilities so have one path: a step gives each active row one token.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """What the native engine knows of requests: those that have come, those that wait, and those that it is decoding."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 

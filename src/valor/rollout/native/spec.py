@@ -1,7 +1,5 @@
 """What the native engine tells of itself."""
 
-from __future__ import annotations
-
 import torch
 
 from valor.config.ppo import PPOConfig

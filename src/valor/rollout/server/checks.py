@@ -1,7 +1,5 @@
 """Servers in a configuration, and whether they do what rollouts need: a lack is one line that says what to start."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -3,8 +3,6 @@
 The servers live and die on their own: one that is away is asked again for a while.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

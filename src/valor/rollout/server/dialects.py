@@ -1,7 +1,5 @@
 """What servers are asked and how they answer: vLLM's dialect of OpenAI's protocol, from which others differ."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

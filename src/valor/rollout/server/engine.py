@@ -4,8 +4,6 @@ The servers live and die on their own, so every answer is taken with care: befor
 server holds the weights that it was sent. What servers of different makes do differently is in their dialects.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Iterable, Sequence

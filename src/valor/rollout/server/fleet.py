@@ -1,7 +1,5 @@
 """Several servers as one: which of them is asked for what, which are left out, and when they are asked again."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import Counter, OrderedDict

@@ -1,7 +1,5 @@
 """SGLang servers as child processes: started on the devices of some ranks, watched, and ended with the run."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

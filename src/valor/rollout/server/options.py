@@ -1,7 +1,5 @@
 """Servers in a configuration: what contradicts itself, what a plan says, and the engine."""
 
-from __future__ import annotations
-
 import importlib.util
 
 from valor.config import PPOConfig, RolloutConfig

@@ -5,8 +5,6 @@ place with the checks that the engine in the trainer's own process has (`valor.r
 """
 
 # pyright: reportMissingImports=false
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

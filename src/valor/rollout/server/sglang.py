@@ -3,8 +3,6 @@
 Shapes: docs/servers.md.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Sequence

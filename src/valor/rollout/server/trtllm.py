@@ -3,8 +3,6 @@
 No weights can be sent to it over HTTP. Shapes: docs/servers.md.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import os

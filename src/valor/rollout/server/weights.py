@@ -1,7 +1,5 @@
 """A policy's weights on their way to servers, which read them from files, and what the servers tell of them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

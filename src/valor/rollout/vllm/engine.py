@@ -7,8 +7,6 @@ same to this file.
 """
 
 # pyright: reportMissingImports=false
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The vLLM engine in a configuration: its options, and the mistakes that can be seen without importing vLLM."""
 
-from __future__ import annotations
-
 import importlib.util
 from typing import Any
 

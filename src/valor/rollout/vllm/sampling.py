@@ -6,8 +6,6 @@ requests go to it as greedy ones, and this logits processor leaves it one token 
 """
 
 # pyright: reportMissingImports=false
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Ranks that generate together: what the first of them is asked for reaches the others."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -7,8 +7,6 @@ care of the other two.
 """
 
 # pyright: reportMissingImports=false
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
