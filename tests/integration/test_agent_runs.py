@@ -197,7 +197,7 @@ def test_a_program_that_hangs_is_one_failed_episode(agents, tmp_path):
     assert read_metrics(tmp_path / "run")[1]["episode/failed"] == 0.5
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples" / "step_1.jsonl").read_text().splitlines()]
     errors = [sample["episode"]["error"] for sample in samples if sample["finish_reason"] == "abort"]
-    assert errors and all("the program did not end within 1.5 s" in error for error in errors)
+    assert errors and all("the function gave no answer within 1.5 s" in error for error in errors)
 
 
 def test_tools_and_loops_of_verl(agents, recorded, tmp_path, tiny):

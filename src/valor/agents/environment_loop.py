@@ -13,11 +13,10 @@ from valor.agents.environments.openenv import OpenEnv
 from valor.agents.environments.reasoning_gym import ReasoningGym
 from valor.agents.environments.skyrl_gym import SkyRLGym
 from valor.agents.environments.textarena import TextArena
-from valor.agents.episode import Episode, EpisodeEnd
+from valor.agents.episode import Episode, EpisodeEnd, EpisodeFailed
 from valor.agents.loops import AgentLoop, Generate, LoopContext, Play, Task, register_loop
 from valor.agents.tool_loop import with_opening
-from valor.agents.tool_runner import TimedOut, ToolRaised, ToolRunner
-from valor.agents.tools import exception_text
+from valor.agents.tool_runner import ToolFailed, ToolRunner
 from valor.errors import UserError
 from valor.user_files import load_object
 
@@ -33,10 +32,6 @@ ENVIRONMENTS: dict[str, Callable[..., TextEnvironment]] = {
 """By what stands before the colon; what stands after it is their first argument."""
 
 Call = Callable[..., Awaitable[Any]]
-
-
-class EnvironmentFailed(RuntimeError):
-    """An environment raised, did not answer in time, or answered what cannot be used."""
 
 
 @register_loop("environment_agent")
@@ -68,7 +63,7 @@ class EnvironmentLoop(AgentLoop):
             talk = Conversation(self.chat, list(opening))
             play = self.play(task, generate, talk.token_ids)
             if play.room < 1:
-                raise EnvironmentFailed(
+                raise EpisodeFailed(
                     f"it begins with {len(play.row)} tokens, which leaves no room for a turn: raise "
                     "data.max_prompt_length"
                 )
@@ -77,7 +72,7 @@ class EnvironmentLoop(AgentLoop):
         finally:
             try:
                 await call("close")
-            except EnvironmentFailed as failure:
+            except EpisodeFailed as failure:
                 _log.warning("%s: %s", name, failure)
         return play.end(reason, None if outcome is None else float(outcome), {"environment": name})
 
@@ -121,12 +116,10 @@ class EnvironmentLoop(AgentLoop):
     ) -> Any:
         try:
             return await self._runner.run(function, {}, seconds, lock)
-        except TimedOut:
-            raise EnvironmentFailed(f"{what} did not end within {seconds:g} s") from None
-        except ToolRaised as raised:
-            if isinstance(raised.__cause__, UserError):
-                raise raised.__cause__ from None
-            raise EnvironmentFailed(f"{what} raised {exception_text(raised.__cause__)}") from raised.__cause__
+        except ToolFailed as failure:
+            if isinstance(failure.__cause__, UserError):
+                raise failure.__cause__ from None
+            raise EpisodeFailed(f"{what} {failure}") from failure.__cause__
 
 
 def find_environment(name: str, kwargs: Mapping[str, Any]) -> Callable[[], TextEnvironment]:
@@ -151,5 +144,5 @@ def find_environment(name: str, kwargs: Mapping[str, Any]) -> Callable[[], TextE
 
 def _step(given: Any) -> Step:
     if not isinstance(given, tuple) or not 1 <= len(given) <= len(Step._fields):
-        raise EnvironmentFailed(f"step() returned {type(given).__name__}, and not a Step")
+        raise EpisodeFailed(f"step() returned {type(given).__name__}, and not a Step")
     return Step(*given)

@@ -29,6 +29,10 @@ EpisodeEnd = FinishReason | Literal["turns"]
 """stop: it came to its end; length, turns: cut off by a limit on tokens or turns; abort: it failed."""
 
 
+class EpisodeFailed(RuntimeError):
+    """An episode that its tools, its environment or its program did not play to the end."""
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """What the policy said in one turn.

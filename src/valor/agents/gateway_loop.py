@@ -9,21 +9,17 @@ from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any
 
-from valor.agents.episode import Episode
+from valor.agents.episode import Episode, EpisodeFailed
 from valor.agents.formats import FORMATS
 from valor.agents.gateway import Gateway, Session
 from valor.agents.http_server import is_loopback, listen, require_libraries
 from valor.agents.loops import AgentLoop, Generate, LoopContext, Task, register_loop
-from valor.agents.tool_runner import TimedOut, ToolRaised, ToolRunner
+from valor.agents.tool_runner import ToolFailed, ToolRunner
 from valor.errors import UserError
 from valor.user_files import load_object
 
 _KEY = "actor_rollout_ref.rollout.agent.gateway"
 _MAX_OUTPUT = 2**20  # bytes that are read of a command's output
-
-
-class ProgramFailed(RuntimeError):
-    """A program did not play its episode to the end."""
 
 
 @register_loop("gateway_agent")
@@ -56,28 +52,26 @@ class GatewayLoop(AgentLoop):
         work = self._call(base_url, session.key, row) if self._function else self._execute(base_url, session.key, row)
         try:
             reward = await work
-        except (TimeoutError, TimedOut):
-            raise ProgramFailed(f"the program did not end within {self._config.timeout:g} s") from None
+        except TimeoutError:
+            raise EpisodeFailed(f"the program did not end within {self._config.timeout:g} s") from None
+        except ToolFailed as failure:
+            raise EpisodeFailed(f"the function {failure}") from failure.__cause__
         finally:
             self._gateway.remove(base_url)
             session.close()
         episode = session.end(reward)
         if episode is None:
-            raise ProgramFailed("the program ended without a request")
+            raise EpisodeFailed("the program ended without a request")
         return episode
 
     async def _call(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> float | None:
         assert self._function is not None
         call = partial(self._function, base_url, api_key, row)
-        try:
-            reward = await self._runner.run(call, {}, self._config.timeout)
-            return None if reward is None else float(reward)
-        except ToolRaised as failure:
-            cause = failure.__cause__
-            raise ProgramFailed(f"the function raised {type(cause).__name__}: {cause}") from cause
+        reward = await self._runner.run(call, {}, self._config.timeout)
+        return None if reward is None else float(reward)
 
     async def _execute(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> float | None:
-        """The number in the last line of the command's output, if it is one. ProgramFailed: it ended with an error."""
+        """The number in the last line of the command's output, if it is one. EpisodeFailed: it ended with an error."""
         assert self._config.command is not None
         process = await asyncio.create_subprocess_shell(
             self._config.command,
@@ -95,7 +89,7 @@ class GatewayLoop(AgentLoop):
                 os.killpg(process.pid, signal.SIGKILL)
         if process.returncode:
             said = complaint.decode(errors="replace").strip().rpartition("\n")[2]
-            raise ProgramFailed(f"the command ended with exit code {process.returncode}: {said[:300]}")
+            raise EpisodeFailed(f"the command ended with exit code {process.returncode}: {said[:300]}")
         last = printed[-_MAX_OUTPUT:].decode(errors="replace").strip().rpartition("\n")[2]
         try:
             return float(last)

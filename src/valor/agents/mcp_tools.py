@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
-from valor.agents.formats import Schema
+from valor.agents.tool_runner import exception_text
 from valor.agents.tool_sources import FunctionTool
-from valor.agents.tools import ToolResult, exception_text
+from valor.agents.tools import ToolResult
 from valor.errors import UserError
 from valor.user_files import installed
 
@@ -34,7 +34,11 @@ def mcp_tools(
         tools = server.submit(server.tools()).result(_START_SECONDS)
     except Exception as error:
         raise UserError(f"the MCP server {url or ' '.join(command or ())}: {_reason(error)}") from None
-    return [FunctionTool(partial(server.call, tool.name), _schema(tool)) for tool in tools]
+    schemas = [{"name": t.name, "description": t.description or "", "parameters": t.input_schema} for t in tools]
+    return [
+        FunctionTool(partial(server.call, schema["name"]), {"type": "function", "function": schema})
+        for schema in schemas
+    ]
 
 
 class _Server:
@@ -109,11 +113,6 @@ def _server(command: tuple[str, ...], env: tuple[tuple[str, str], ...], url: str
     from mcp import StdioServerParameters
 
     return _Server(StdioServerParameters(command=command[0], args=list(command[1:]), env=dict(env)))
-
-
-def _schema(tool: Any) -> Schema:
-    described = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-    return {"type": "function", "function": described}
 
 
 def _is_answer(error: Exception) -> bool:

@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from valor.errors import TrainingStopped
 from valor.rewards.deadline import raise_in
@@ -16,12 +16,12 @@ from valor.rewards.deadline import raise_in
 _NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class TimedOut(Exception):
-    """A tool has not ended in time."""
+class ToolFailed(Exception):
+    """A tool gave no answer in time, or raised what is the `__cause__`. The text goes on from the tool's name."""
 
-
-class ToolRaised(Exception):
-    """A tool raised, and this one's `__cause__` is what."""
+    def __init__(self, kind: Literal["timeout", "exception"], text: str) -> None:
+        super().__init__(text)
+        self.kind: Literal["timeout", "exception"] = kind
 
 
 class ToolRunner:
@@ -49,11 +49,16 @@ class ToolRunner:
         """The result of `function(**arguments)`, which may be a coroutine function.
 
         Under a lock, it waits until the one before it has really ended, even if nobody waited for that one any longer;
-        this is part of its time. The wait for a free thread is not. Raises TimedOut, ToolRaised, and TrainingStopped
-        when too many functions hang.
+        this is part of its time. The wait for a free thread is not. Raises ToolFailed, and TrainingStopped when too
+        many functions hang.
         """
-        await _acquire(lock, seconds)
         work = None
+        if lock is not None:
+            try:
+                async with asyncio.timeout(seconds):
+                    await lock.acquire()
+            except TimeoutError:
+                raise _late(seconds) from None
         try:
             if inspect.iscoroutinefunction(function):
                 work = asyncio.ensure_future(_ended(function, arguments))
@@ -69,7 +74,7 @@ class ToolRunner:
             elif lock is not None:
                 lock.release()
         if ended.error is not None:
-            raise ToolRaised from ended.error
+            raise ToolFailed("exception", f"raised {exception_text(ended.error)}") from ended.error
         return ended.value
 
     def _place(self, function: Callable[..., Any]) -> asyncio.Semaphore:
@@ -149,13 +154,8 @@ class _Thread:
             self.over.set_result(ended)
 
 
-async def _acquire(lock: asyncio.Lock | None, seconds: float) -> None:
-    if lock is not None:
-        try:
-            async with asyncio.timeout(seconds):
-                await lock.acquire()
-        except TimeoutError:
-            raise TimedOut from None
+def _late(seconds: float) -> ToolFailed:
+    return ToolFailed("timeout", f"gave no answer within {seconds:g} s")
 
 
 async def _wait(work: asyncio.Future[_Ended], seconds: float, give_up: Callable[[], object]) -> _Ended:
@@ -165,7 +165,7 @@ async def _wait(work: asyncio.Future[_Ended], seconds: float, give_up: Callable[
         if not work.done():
             give_up()
     if not work.done():
-        raise TimedOut
+        raise _late(seconds)
     return work.result()
 
 
@@ -176,3 +176,12 @@ async def _ended(function: Callable[..., Any], arguments: Mapping[str, Any]) -> 
         raise
     except BaseException as error:
         return _Ended(error=error)
+
+
+def exception_text(error: BaseException) -> str:
+    """An exception's type, and what it says."""
+    try:
+        message = str(error)
+    except Exception:  # a user's own exception
+        message = ""
+    return f"{type(error).__name__}: {message}".removesuffix(": ")

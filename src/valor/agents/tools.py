@@ -13,13 +13,17 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+from jsonschema import Draft202012Validator, SchemaError
+from jsonschema.exceptions import best_match
+
+from valor.agents.episode import EpisodeFailed
 from valor.agents.formats import BadCall, Call, Schema
-from valor.agents.tool_arguments import ArgumentCheck
-from valor.agents.tool_runner import TimedOut, ToolRaised, ToolRunner
+from valor.agents.tool_runner import ToolFailed, ToolRunner, exception_text
 from valor.config.agent import MultiTurnConfig
 from valor.errors import TrainingStopped, UserError, did_you_mean
 
 _log = logging.getLogger(__name__)
+_MAX_COMPLAINT = 200  # characters
 
 ToolError = Literal["malformed", "unknown", "arguments", "exception", "timeout", "failed", "excess"]
 Run = Callable[..., Coroutine[Any, Any, Any]]
@@ -40,14 +44,10 @@ class ToolResult:
     metrics: dict[str, Any] = field(default_factory=dict)
 
 
-class ToolboxError(RuntimeError):
-    """Tools of an episode could not be opened, or gave no reward: nothing is known of the episode."""
-
-
 class EpisodeTools:
     """Tools of one origin in one episode. `takes_kwargs`: they read `tools_kwargs` of the row.
 
-    What the tools raise, and TimedOut, passes through all methods; the toolbox makes texts of them.
+    ToolFailed passes through all methods; the toolbox makes texts of it.
     """
 
     takes_kwargs = False
@@ -113,7 +113,7 @@ class Toolbox:
     async def open(self, row: Mapping[str, Any]) -> str | None:
         """Begin the episode of a row; what its environments say at the start.
 
-        Raises UserError when the row names tools that there are not, and ToolboxError when one cannot be opened.
+        Raises UserError when the row names tools that there are not, and EpisodeFailed when one cannot be opened.
         """
         extra_info = row.get("extra_info") or {}
         selection = extra_info.get("tool_selection")
@@ -149,14 +149,14 @@ class Toolbox:
     async def rewards(self) -> float | None:
         """The sum of what the tools give for the whole episode; None when none of them ever does.
 
-        Raises ToolboxError when one cannot say.
+        Raises EpisodeFailed when one cannot say.
         """
         given = [
             await self._whole_episode(part.reward(), "the reward") for part in dict.fromkeys(self._owners.values())
         ]
         rewards = [reward for reward in given if reward is not None]
         if not all(map(math.isfinite, rewards)):
-            raise ToolboxError(f"the tools gave a reward that is no finite number: {rewards}")
+            raise EpisodeFailed(f"the tools gave a reward that is no finite number: {rewards}")
         return sum(rewards) if rewards else None
 
     async def close(self) -> None:
@@ -164,8 +164,8 @@ class Toolbox:
         for part, _ in self._parts:
             try:
                 await part.close()
-            except (TimedOut, ToolRaised) as error:
-                _log.warning("closing %s: it %s", type(part).__name__, self._reason(error))
+            except ToolFailed as failure:
+                _log.warning("closing %s: it %s", type(part).__name__, failure)
 
     def _check_names(self, key: str, names: Iterable[str]) -> None:
         for name in names:
@@ -177,8 +177,8 @@ class Toolbox:
     async def _whole_episode(self, work: Coroutine[Any, Any, Any], what: str) -> Any:
         try:
             return await work
-        except (TimedOut, ToolRaised) as error:
-            raise ToolboxError(f"{what}: it {self._reason(error)}") from error
+        except ToolFailed as failure:
+            raise EpisodeFailed(f"{what}: it {failure}") from failure
 
     async def _result(self, call: Call) -> ToolResult:
         if isinstance(call, BadCall):
@@ -193,18 +193,12 @@ class Toolbox:
             return _error("arguments", f"wrong arguments for {call.name}, {wrong}")
         try:
             return as_result(await owner.call(call.name, call.arguments))
-        except (TimedOut, ToolRaised) as error:
-            kind = "timeout" if isinstance(error, TimedOut) else "exception"
-            return _error(kind, f"{call.name} {self._reason(error)}")
+        except ToolFailed as failure:
+            return _error(failure.kind, f"{call.name} {failure}")
         except TrainingStopped:
             raise
         except Exception as error:
             return _error("failed", f"what {call.name} returned cannot be used, {exception_text(error)}")
-
-    def _reason(self, error: Exception) -> str:
-        if isinstance(error, TimedOut):
-            return f"gave no answer within {self._limits.tool_timeout:g} s"
-        return f"raised {exception_text(error.__cause__)}"
 
     def _shortened(self, text: str) -> str:
         """The text in valid Unicode and at most as long as it may be."""
@@ -250,11 +244,45 @@ def _error(kind: ToolError, text: str) -> ToolResult:
     return ToolResult(f"Error: {text}{'' if text.endswith('?') else '.'}", error=kind)
 
 
-def exception_text(error: BaseException | None) -> str:
-    """An exception's type, and what it says."""
-    try:
-        message = str(error)
-    except Exception:  # a user's own exception
-        message = ""
-    name = type(error).__name__
-    return f"{name}: {message}" if message else name
+class ArgumentCheck:
+    """The parameters of one tool. Raises UserError when they are no JSON schema.
+
+    Arguments without a name in the schema are wrong, unless it has `additionalProperties`.
+    """
+
+    def __init__(self, schema: Schema) -> None:
+        parameters = _with_nulls(schema["function"].get("parameters") or {"type": "object", "properties": {}})
+        try:
+            Draft202012Validator.check_schema(parameters)
+        except SchemaError as error:
+            raise UserError(
+                f"the parameters of tool {schema['function']['name']} are no JSON schema: {error.message} "
+                f"(at {error.json_path})"
+            ) from None
+        self._validator = Draft202012Validator(parameters)
+        self._names = parameters.get("properties", {}) if "additionalProperties" not in parameters else None
+
+    def complaint(self, arguments: Mapping[str, Any]) -> str | None:
+        """What is wrong with the arguments, None when nothing is."""
+        if self._names is not None:
+            for name in arguments:
+                if name not in self._names:
+                    return f"there is no argument {name[:60]!r}{did_you_mean(name[:60], self._names)}"
+        try:
+            error = best_match(self._validator.iter_errors(arguments))
+        except Exception as error:  # too deeply nested, or a reference in the schema that leads nowhere
+            return f"they cannot be checked ({type(error).__name__})"
+        if error is None:
+            return None
+        place = ".".join(map(str, error.absolute_path))
+        return f"{place}: {error.message}"[:_MAX_COMPLAINT] if place else error.message[:_MAX_COMPLAINT]
+
+
+def _with_nulls(schema: Any) -> Any:
+    """A schema that says `"nullable": true`, as transformers writes Optional, in JSON Schema's own words."""
+    if isinstance(schema, list):
+        return [_with_nulls(part) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    plain = {key: _with_nulls(part) for key, part in schema.items() if key != "nullable" or part is not True}
+    return {"anyOf": [plain, {"type": "null"}]} if len(plain) < len(schema) else plain

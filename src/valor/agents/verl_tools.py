@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from valor.agents.formats import Schema
-from valor.agents.tool_runner import TimedOut, ToolRaised
+from valor.agents.tool_runner import ToolFailed
 from valor.agents.tool_sources import FunctionTool, schema_of
 from valor.agents.tools import EpisodeTools, Run, ToolResult, ToolSource, as_text, tool_kwargs
 from valor.errors import UserError
@@ -130,7 +130,7 @@ class _Instances(EpisodeTools):
         for name in self._ids:
             try:
                 await self._method(name, "release")
-            except (TimedOut, ToolRaised) as failure:  # the others are released all the same
+            except ToolFailed as failure:  # the others are released all the same
                 failures.append(failure)
         self._ids = {}
         if failures:

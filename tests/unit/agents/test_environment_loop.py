@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from valor.agents.chat import Chat
-from valor.agents.environment_loop import EnvironmentFailed, EnvironmentLoop
-from valor.agents.episode import Episode
+from valor.agents.environment_loop import EnvironmentLoop
+from valor.agents.episode import Episode, EpisodeFailed
 from valor.agents.loops import Limits, LoopContext, Task
 from valor.config import load
 from valor.errors import UserError
@@ -147,13 +147,13 @@ def test_limits_cut_off_after_the_environment_has_heard_the_turn(world: str) -> 
     ("text", "said"),
     [
         ("raise", r"step\(\) raised ValueError: the world broke"),
-        ("sleep", r"step\(\) did not end within 0.5 s"),
+        ("sleep", r"step\(\) gave no answer within 0.5 s"),
         ("wrong", r"step\(\) returned str"),
     ],
 )
 def test_what_fails_is_the_episodes_error_and_the_environment_is_closed(world: str, text: str, said: str) -> None:
     loop = loop_of(world)
-    with pytest.raises(EnvironmentFailed, match=said):
+    with pytest.raises(EpisodeFailed, match=said):
         play(loop, text)
     assert log_of(loop)[-1] == "close"
 

@@ -44,7 +44,7 @@ def test_an_episode_comes_back_as_it_was():
 
 def test_a_failed_episode_comes_back_with_its_error():
     blank = Turn([], [], (Span(0, 0),), observation_ids=[4])
-    failed = Episode(TASK.key, (blank,), "abort", TASK.prompt_ids, error="ToolboxError: it broke")
+    failed = Episode(TASK.key, (blank,), "abort", TASK.prompt_ids, error="EpisodeFailed: it broke")
     assert_same_rows(episode_rows([recorded_episode(_record(failed))]), episode_rows([failed]))
 
 

@@ -6,10 +6,11 @@ import time
 
 import pytest
 
+from valor.agents.episode import EpisodeFailed
 from valor.agents.formats import BadCall, ToolCall
 from valor.agents.tool_runner import ToolRunner
 from valor.agents.tool_sources import environment_source, function_source
-from valor.agents.tools import ToolboxError, ToolResult, Toolset
+from valor.agents.tools import ToolResult, Toolset
 from valor.config.agent import MultiTurnConfig
 from valor.errors import TrainingStopped, UserError
 
@@ -328,7 +329,7 @@ def test_a_call_waits_for_one_that_was_given_up():
         await toolbox.open({"start": 0})
         first = await call(toolbox, "hang")
         second = await call(toolbox, "up", by=1)
-        with pytest.raises(ToolboxError, match="the reward: it gave no answer within"):
+        with pytest.raises(EpisodeFailed, match="the reward: it gave no answer within"):
             await toolbox.rewards()
         Counter.released.set()
         third = await call(toolbox, "up", by=1)
@@ -339,7 +340,7 @@ def test_a_call_waits_for_one_that_was_given_up():
 
 def test_an_environment_that_cannot_begin_is_an_error_of_the_episode():
     toolbox = box(environment_source(Counter))
-    with pytest.raises(ToolboxError, match=r"opening fail, hang, up: it raised TypeError: .*'start'"):
+    with pytest.raises(EpisodeFailed, match=r"opening fail, hang, up: it raised TypeError: .*'start'"):
         run(toolbox.open({}))
     run(toolbox.close())
 

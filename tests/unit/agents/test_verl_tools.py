@@ -7,9 +7,10 @@ import textwrap
 import pytest
 
 from valor.agents.builtin_tools import calculator, make_python
+from valor.agents.episode import EpisodeFailed
 from valor.agents.formats import ToolCall
 from valor.agents.tool_files import load_sources
-from valor.agents.tools import ToolboxError, Toolset
+from valor.agents.tools import Toolset
 from valor.agents.verl_tools import BaseTool, OpenAIFunctionToolSchema, ToolResponse, base_tool_source
 from valor.config.agent import MultiTurnConfig
 from valor.errors import UserError
@@ -129,10 +130,10 @@ def test_what_cannot_be_created_or_rewarded_is_an_error_of_the_episode():
         await toolbox.open({})
         await toolbox.rewards()
 
-    with pytest.raises(ToolboxError, match="no finite number"):
+    with pytest.raises(EpisodeFailed, match="no finite number"):
         run(episode())
     toolbox = Toolset([base_tool_source([Submit({}, SCHEMA)])]).toolbox()
-    with pytest.raises(ToolboxError, match="opening submit: it raised KeyError: 'ground_truth'"):
+    with pytest.raises(EpisodeFailed, match="opening submit: it raised KeyError: 'ground_truth'"):
         run(toolbox.open({}))
 
 
