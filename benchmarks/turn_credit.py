@@ -77,7 +77,7 @@ class Choices(AgentLoop):
                 return play.end(output.finish_reason, 0.0 if validating else -1.0)
             if number == TURNS - 1:
                 return play.end(output.finish_reason, outcome)
-            play.observe(talk.tell([{"role": "user", "content": str(digits[number])}]).token_ids)
+            play.tell(talk, [{"role": "user", "content": str(digits[number])}])
         raise AssertionError("the last turn ends the episode")
 
 

@@ -7,7 +7,6 @@ rewrites history (Qwen3 drops the thinking of earlier turns), the conversation g
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -58,7 +57,6 @@ class Chat:
         return self._special.sub(mark, text)
 
     def stop_texts(self, *texts: str) -> StopTexts:
-        """Texts at which a turn ends."""
         last = {text[-1] for text in texts}
         may_end = (number for token, number in self.tokenizer.get_vocab().items() if not last.isdisjoint(token))
         return StopTexts(texts, frozenset(may_end), self.decode)
@@ -66,14 +64,6 @@ class Chat:
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included."""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """What follows a turn: `token_ids` after the policy's own, or, `new_row`, a whole prompt in place of all before."""
-
-    token_ids: list[int]
-    new_row: bool
 
 
 class Conversation:
@@ -95,8 +85,11 @@ class Conversation:
         self.token_ids += output.token_ids
         return self._answer
 
-    def tell(self, messages: Sequence[Message]) -> Told:
-        """Add messages of others, whose texts are never read as special tokens; the policy is to speak next."""
+    def tell(self, messages: Sequence[Message]) -> list[int] | None:
+        """Add messages of others, whose texts are never read as special tokens; the policy is to speak next.
+
+        Returns the ids that follow its turn; None: `token_ids` are a new prompt in place of all before.
+        """
         self.messages.append({"role": "assistant", "content": self._answer})
         for message in messages:
             content = message.get("content")
@@ -107,9 +100,9 @@ class Conversation:
         if prefix is not None:
             told = self._chat.ids(self._text[len(prefix) :], self._hidden)
             self.token_ids += told
-            return Told(told, new_row=False)
+            return told
         self.token_ids = self._chat.ids(self._text, self._hidden)
-        return Told(list(self.token_ids), new_row=True)
+        return None
 
     def _as_rendered(self, before: str) -> Iterator[str]:
         """How the text up to the end of the last turn may look: templates trim messages, and what was sampled stays."""

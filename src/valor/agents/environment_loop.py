@@ -93,8 +93,7 @@ class EnvironmentLoop(AgentLoop):
             if len(play.turns) >= self._most_turns:
                 return "turns"
             said = step.messages
-            told = talk.tell([{"role": "user", "content": said}] if isinstance(said, str) else said)
-            if not (play.new_row(told.token_ids) if told.new_row else play.observe(told.token_ids)):
+            if not play.tell(talk, [{"role": "user", "content": said}] if isinstance(said, str) else said):
                 return "length"
 
     def _of_row(self, extra_info: Mapping[str, Any]) -> tuple[str, Callable[[], TextEnvironment]]:

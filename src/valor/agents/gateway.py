@@ -76,13 +76,11 @@ class Session:
         return asyncio.run_coroutine_threadsafe(work(), self.loop)
 
     def close(self) -> None:
-        """Drop what is still being answered."""
         for task in [*self._answering]:
             task.cancel()
 
     @property
     def busy(self) -> bool:
-        """Whether a request is being answered."""
         return bool(self._answering)
 
     def goes_on(self, asked: Mapping[str, Any]) -> bool:
@@ -131,23 +129,15 @@ class Session:
         most = _read_limit(params.get("max_tokens"))
         async with self._turns:
             self._talk, self._known = None, []
-            if self.play is None:
-                self._begin(ids)
+            if self.play is not None and self.goes_on(asked):
+                self._check_room(self.play.observe(ids[len(self.play.row) :]))
             else:
-                row = self.play.row
-                told = ids[len(row) :] if ids[: len(row)] == row and len(ids) > len(row) else None
-                self._check_room(self.play.observe(told) if told is not None else self.play.new_row(ids))
+                self._begin(ids)
             output = await self._turn(most)
-        content = [
-            {"token": f"token_id:{token}", "logprob": log_prob}
-            for token, log_prob in zip(output.token_ids, output.log_probs, strict=True)
-        ]
-        choice = {
-            "index": 0,
-            "token_ids": output.token_ids,
-            "logprobs": {"content": content},
-            "finish_reason": output.finish_reason,
-        }
+        said, reason = output.token_ids, output.finish_reason
+        pairs = zip(said, output.log_probs, strict=True)
+        content = [{"token": f"token_id:{token}", "logprob": log_prob} for token, log_prob in pairs]
+        choice = {"index": 0, "token_ids": said, "logprobs": {"content": content}, "finish_reason": reason}
         return {"request_id": secrets.token_hex(8), "choices": [choice], **self._facts(asked, output)}
 
     def _continue(self, messages: list[Message], tools: Sequence[Any]) -> None:
@@ -155,16 +145,12 @@ class Session:
         goes_on, known = self._knows(messages, tools), len(self._known)
         self._tools = tools
         if goes_on and self.play is not None and self._talk is not None:
-            told = self._talk.tell(messages[known:])
-            told_row = self.play.new_row if told.new_row else self.play.observe
-            self._check_room(told_row(told.token_ids))
+            self._check_room(self.play.tell(self._talk, messages[known:]))
             return
         self._talk = Conversation(self._chat, messages, tools)
         if self.play is None:
             self._opening = messages
-            self._begin(self._talk.token_ids)
-        else:
-            self._check_room(self.play.new_row(self._talk.token_ids))
+        self._begin(self._talk.token_ids)
 
     def _knows(self, messages: Sequence[Message], tools: Sequence[Any]) -> bool:
         """Whether `messages` are those of the last request, our answer, and more."""
@@ -173,8 +159,12 @@ class Session:
         return more and all(_essence(one) == _essence(other) for one, other in zip(messages, known, strict=False))
 
     def _begin(self, prompt_ids: Sequence[int]) -> None:
-        self.play = Play(self._task, self._generate, self._limits, prompt_ids)
-        self._check_room(self.play.room > 0)
+        """A row with this prompt: the episode's first, or one more."""
+        if self.play is None:
+            self.play = Play(self._task, self._generate, self._limits, prompt_ids)
+            self._check_room(self.play.room > 0)
+        else:
+            self._check_room(self.play.new_row(prompt_ids))
 
     def _check_room(self, fits: bool) -> None:
         if not fits:
@@ -238,7 +228,6 @@ class Gateway:
         self._sessions.pop(base_url.split("/")[-2], None)
 
     def close(self) -> None:
-        """End the server."""
         self._server.should_exit = True
 
     def _app(self) -> Any:
@@ -252,11 +241,8 @@ class Gateway:
                     session, asked = await self.find(request)
                     reply = await _answer_of(session, method, asked)
                 except Refused as refusal:
-                    error = {
-                        "message": str(refusal),
-                        "type": "invalid_request_error",
-                        "code": str(refusal).split(":")[0],
-                    }
+                    why = str(refusal)
+                    error = {"message": why, "type": "invalid_request_error", "code": why.split(":")[0]}
                     return JSONResponse({"error": error}, refusal.status)
                 return _streamed(reply) if asked.get("stream") else JSONResponse(reply)
 

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from valor.agents.chat import Chat
+from valor.agents.chat import Chat, Conversation, Message
 from valor.agents.episode import Episode, EpisodeEnd, EpisodeKey, Turn
 from valor.algorithms.registry import Named
 from valor.config import PPOConfig
@@ -87,12 +87,15 @@ class Play:
         self._observed, self._new_prompt = (), tuple(prompt_ids)
         return True
 
+    def tell(self, talk: Conversation, messages: Sequence[Message]) -> bool:
+        """Append messages, or go on in a new row where the chat template rewrites history. False: there is no room."""
+        told = talk.tell(messages)
+        return self.new_row(talk.token_ids) if told is None else self.observe(told)
+
     def reward(self, reward: float) -> None:
-        """Add to the reward of the last turn."""
         self.turns[-1] = replace(self.turns[-1], reward=self.turns[-1].reward + reward)
 
     def end(self, reason: EpisodeEnd, outcome: float | None = None, info: Mapping[str, Any] | None = None) -> Episode:
-        """The episode, ended."""
         return Episode(self.task.key, tuple(self.turns), reason, self.prompt_ids, outcome, info or {})
 
 

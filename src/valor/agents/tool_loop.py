@@ -1,6 +1,7 @@
 """The loop of chat models with tools: the policy speaks, its calls are answered, until a turn has none."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from valor.agents.chat import Conversation, Message
@@ -54,8 +55,7 @@ class ToolLoop(AgentLoop):
             for call, result in zip(asked, results, strict=False):
                 calls.append(call_record(len(play.turns), call, result))
                 play.reward(result.reward)
-            told = talk.tell([_tool_message(*pair) for pair in zip([*asked, None], results, strict=False)])
-            if not (play.new_row(told.token_ids) if told.new_row else play.observe(told.token_ids)):
+            if not play.tell(talk, [_tool_message(*pair) for pair in zip([*asked, None], results, strict=False)]):
                 return "length"
 
 
@@ -69,13 +69,9 @@ def with_opening(messages: Sequence[Message], said: str | None) -> list[Message]
 
 def call_record(turn: int, call: Call, result: ToolResult) -> dict[str, Any]:
     """What is kept of a call, for metrics, for reading and for playing an episode again."""
-    asked: Mapping[str, Any]
-    if isinstance(call, ToolCall):
-        asked = {"name": call.name, "arguments": call.arguments}
-    else:
-        asked = {"name": None, "arguments": call.text}
-    answered = {"text": result.text, "reward": result.reward, "error": result.error, "seconds": result.seconds}
-    return {"turn": turn, **asked, **answered, "metrics": result.metrics}
+    name, arguments = (call.name, call.arguments) if isinstance(call, ToolCall) else (None, call.text)
+    answered = {field.name: getattr(result, field.name) for field in fields(result)}
+    return {"turn": turn, "name": name, "arguments": arguments, **answered}
 
 
 def _tool_message(call: Call | None, result: ToolResult) -> Message:
