@@ -30,8 +30,6 @@ class EpisodeRunner:
     meanwhile tools go on, and what was being generated goes on from its tokens.
 
     Args:
-        tasks: what to play an episode for.
-        play: plays one task's episode.
         most: episodes under way at once.
         max_tokens: longest prompt plus response.
         deterministic: hand requests to the engine only when every episode under way waits for its turn, so that what
@@ -49,8 +47,7 @@ class EpisodeRunner:
         self._asked: list[Request] = []
         self._names = count()  # of requests
         self._in_engine: dict[str, Request] = {}
-        self._discarded: set[str] = set()  # of these, those whose episode was dropped
-        self._interrupted: set[str] = set()  # and those that go on after their abort
+        self._fates: dict[str, str] = {}  # of these: "discarded", or "interrupted", which go on after their abort
         self._under_way: dict[EpisodeKey, int] = {}  # episodes that have not ended, by the number of their play
         self._plays = count(1)  # an episode that was dropped may be played again
         self._over: set[EpisodeKey] = set()  # and those of `run` that have
@@ -95,13 +92,12 @@ class EpisodeRunner:
             engine.serve(self)
         except BaseException:  # what the engine had is lost
             with self._changed:
-                for lost in (self._in_engine, self._discarded, self._interrupted, self._aborts, self._finished):
+                for lost in (self._in_engine, self._fates, self._aborts, self._finished):
                     lost.clear()
             self.drop([*self._under_way])
             raise
 
     def add(self, tasks: Sequence[Task]) -> None:
-        """Further episodes to play."""
         number = next(self._plays)
         with self._changed:
             self._under_way |= {task.key: number for task in tasks}
@@ -113,8 +109,8 @@ class EpisodeRunner:
         with self._changed:
             for key in keys:
                 self._under_way.pop(key, None)
-            names = {name for name, one in self._in_engine.items() if _episode(one) in keys}
-            self._discarded |= names
+            names = [name for name, one in self._in_engine.items() if _episode(one) in keys]
+            self._fates |= dict.fromkeys(names, "discarded")
             self._aborts += map(Abort, names)
             self._asked = [one for one in self._asked if _episode(one) not in keys]
             self._finished = [one for one in self._finished if one.key not in keys]
@@ -124,7 +120,7 @@ class EpisodeRunner:
     def interrupt(self) -> None:
         """Have the engine begin anew with what it is generating: its keys and values are those of old weights."""
         with self._changed:
-            self._interrupted |= self._in_engine.keys() - self._discarded
+            self._fates = dict.fromkeys(self._in_engine, "interrupted") | self._fates
             self._aborts = [Abort(name) for name in self._in_engine]
 
     def pause(self) -> None:
@@ -133,7 +129,6 @@ class EpisodeRunner:
         self._paused = True
 
     def close(self) -> None:
-        """End all episodes."""
         self._cancel()
         if self._thread.is_alive():
             self._thread.join()
@@ -161,14 +156,11 @@ class EpisodeRunner:
 
         def finish(output: Output) -> None:
             with self._changed:
-                name = request.request_id
-                discarded, interrupted = name in self._discarded, name in self._interrupted
-                del self._in_engine[name]
-                self._discarded.discard(name)
-                self._interrupted.discard(name)
-                if discarded:
+                del self._in_engine[request.request_id]
+                fate = self._fates.pop(request.request_id, None)
+                if fate == "discarded":
                     return
-                if interrupted and output.finish_reason == "abort":
+                if fate == "interrupted" and output.finish_reason == "abort":
                     self._asked.append(replace(request, so_far=output, on_finish=finish))
                     return
             with suppress(RuntimeError):  # the episodes have ended by an error, which the next poll raises
@@ -182,7 +174,6 @@ class EpisodeRunner:
     # ---- inside
 
     def _next(self) -> Sequence[Request | Abort] | None:
-        """What `poll` answers now."""
         aborts, self._aborts = self._aborts, []
         if self._closed and not self._under_way:
             return None
@@ -266,5 +257,4 @@ class EpisodeRunner:
 
 
 def _episode(request: Request) -> tuple[int, ...]:
-    """The key of the episode that asks."""
     return request.seed[:3]
