@@ -98,17 +98,19 @@ def episode_rows(episodes: Sequence[Episode]) -> Batch:
     the last token of each turn), `episode` [R] (number of the row's episode here), and objects `outcome`,
     `episode_info`, `episode_error`.
     """
-    rows = [(number, turns) for number, episode in enumerate(episodes) for turns in episode.rows]
+    rows = [
+        (number, [(i, episode.turns[i]) for i in turns])
+        for number, episode in enumerate(episodes)
+        for turns in episode.rows
+    ]
 
     def columns(of_turn: Callable[[Turn, int], Sequence[float]], dtype: torch.dtype) -> Tensor:
-        found = [_per_token(episodes[number].turns, turns, of_turn) for number, turns in rows]
-        return pad_rows(found, dtype)[0]
+        """The turns' numbers, with zeros where the policy was given an observation."""
+        found = (((*repeat(0, len(t.observation_ids)), *of_turn(t, i)) for i, t in turns) for _, turns in rows)
+        return pad_rows([[*chain.from_iterable(parts)] for parts in found], dtype)[0]
 
-    responses = [
-        [*chain.from_iterable((*t.observation_ids, *t.token_ids) for t in (episodes[number].turns[i] for i in turns))]
-        for number, turns in rows
-    ]
-    padded, lengths = pad_rows(responses, torch.long)
+    tokens = (((*turn.observation_ids, *turn.token_ids) for _, turn in turns) for _, turns in rows)
+    padded, lengths = pad_rows([[*chain.from_iterable(parts)] for parts in tokens], torch.long)
     turn_ids = columns(lambda turn, i: [i + 1] * len(turn.token_ids), torch.long)
     log_probs = columns(lambda turn, i: turn.log_probs, torch.float32)
     batch = Batch(
@@ -125,7 +127,7 @@ def episode_rows(episodes: Sequence[Episode]) -> Batch:
     )
     if all(episode.prompt_ids is None for episode in episodes):
         return batch
-    prompts = [episodes[number].turns[turns[0]].prompt_ids or episodes[number].prompt_ids for number, turns in rows]
+    prompts = [turns[0][1].prompt_ids or episodes[number].prompt_ids for number, turns in rows]
     batch["prompts"], batch["prompt_lengths"] = pad_rows([prompt or () for prompt in prompts], torch.long)
     batch["turn_rewards"] = columns(  # a turn that said nothing has none
         lambda turn, i: [*repeat(0.0, len(turn.token_ids) - 1), turn.reward][: len(turn.token_ids)], torch.float32
@@ -137,12 +139,6 @@ def episode_rows(episodes: Sequence[Episode]) -> Batch:
         "episode_error": [episodes[number].error for number, _ in rows],
     }
     return batch
-
-
-def _per_token(turns: Sequence[Turn], which: range, of_turn: Callable[[Turn, int], Sequence[float]]) -> list[float]:
-    """The turns' numbers in a row, with zeros where the policy was given an observation."""
-    pairs = ((turns[i], of_turn(turns[i], i)) for i in which)
-    return [*chain.from_iterable((*repeat(0, len(turn.observation_ids)), *numbers) for turn, numbers in pairs)]
 
 
 def with_text(rows: Batch, decode: Callable[[list[list[int]]], list[str]]) -> Batch:
