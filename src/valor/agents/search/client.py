@@ -81,12 +81,11 @@ def open_retriever(
     `embeddings`: the encoder of that index, None takes BM25; `http`: further arguments of HttpRetriever. UserError:
     neither or both are given, or the one given is no good.
     """
-    if (url is None) == (corpus is None):
-        raise UserError("search needs the address of a server (valor retrieve starts one) or a corpus file: give one")
-    if url is not None:
+    if url is not None and corpus is None:
         return HttpRetriever(url, topk=topk, **http)
-    assert corpus is not None
-    return LocalRetriever(_index_here(corpus, embeddings=embeddings), topk=topk)
+    if corpus is not None and url is None:
+        return LocalRetriever(_index_here(corpus, embeddings=embeddings), topk=topk)
+    raise UserError("search needs the address of a server (valor retrieve starts one) or a corpus file: give one")
 
 
 _index_here = cache(open_index)

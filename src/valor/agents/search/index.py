@@ -36,6 +36,8 @@ class Index(ABC):
     """Documents that can be searched. `search` may be called from any thread."""
 
     name: str
+    least = float("-inf")
+    """A document whose score is not above it has nothing to do with the query."""
 
     def __init__(self, documents: Sequence[str]) -> None:
         self.documents = documents
@@ -47,10 +49,8 @@ class Index(ABC):
             return []
         with self._lock:
             ids, scores = self._best(queries, min(topk, len(self.documents)))
-        rows = zip(ids.tolist(), scores.tolist(), strict=True)
-        return [
-            [Document(self.documents[int(i)], s) for i, s in zip(*row, strict=True) if self._fits(s)] for row in rows
-        ]
+        found = (zip(*row, strict=True) for row in zip(ids.tolist(), scores.tolist(), strict=True))
+        return [[Document(self.documents[int(i)], s) for i, s in row if s > self.least] for row in found]
 
     @abstractmethod
     def build(self) -> None:
@@ -68,15 +68,12 @@ class Index(ABC):
     def _best(self, queries: Sequence[str], k: int) -> tuple[np.ndarray, np.ndarray]:
         """Numbers of documents [Q, k] and their scores [Q, k], falling."""
 
-    def _fits(self, score: float) -> bool:
-        """Whether a document of this score has anything to do with the query."""
-        return True
-
 
 class BM25Index(Index):
     """Words in common, weighted by how rare they are (Lucene's BM25, k1 1.5, b 0.75, English stop words left out)."""
 
     name = "bm25"
+    least = 0.0  # of a document without a word of the query
 
     def build(self) -> None:
         words = self._words(self.documents)
@@ -95,9 +92,6 @@ class BM25Index(Index):
         words = self._words(queries, return_ids=False)  # the numbers of words are those of the documents' vocabulary
         found = self._bm25.retrieve(words, k=k, show_progress=False)
         return found.documents, found.scores
-
-    def _fits(self, score: float) -> bool:
-        return score > 0  # a document without a word of the query
 
     @staticmethod
     def _words(texts: Sequence[str], *, return_ids: bool = True) -> Any:

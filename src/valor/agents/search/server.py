@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -32,18 +32,10 @@ MAX_QUERIES = 8192  # in a request; Search-R1 sends those of a whole batch at on
 MAX_CHARACTERS = 10_000  # of a query
 
 
-class Question(NamedTuple):
-    """What is asked for."""
-
-    queries: list[str]
-    topk: int
-    return_scores: bool
-
-
-def parse_question(asked: Mapping[str, Any], default_topk: int) -> Question:
+def parse_question(asked: Mapping[str, Any], default_topk: int) -> tuple[list[str], int, bool]:
     """Search-R1's {"queries": [text], "topk": number | null, "return_scores": bool}, or SkyRL's "query": text.
 
-    Raises Refused for anything else, and for what is over the limits.
+    Returns the three. Raises Refused for anything else, and for what is over the limits.
     """
     queries: Any = asked["queries"] if "queries" in asked else [asked.get("query")]
     if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
@@ -58,7 +50,7 @@ def parse_question(asked: Mapping[str, Any], default_topk: int) -> Question:
     return_scores = asked.get("return_scores", False)
     if not isinstance(return_scores, bool):
         raise Refused(400, '"return_scores" must be true or false')
-    return Question(queries, topk, return_scores)
+    return queries, topk, return_scores
 
 
 def make_app(index: Index, *, topk: int = 3, api_key: str | None = None) -> Starlette:
@@ -74,12 +66,12 @@ def make_app(index: Index, *, topk: int = 3, api_key: str | None = None) -> Star
     async def retrieve(request: Request) -> JSONResponse:
         try:
             authorise(request, api_key)
-            question = parse_question(await read_object(request), topk)
+            queries, most, with_scores = parse_question(await read_object(request), topk)
         except Refused as refusal:
             return JSONResponse({"error": str(refusal)}, refusal.status)
-        found = await run_in_threadpool(index.search, question.queries, question.topk)
+        found = await run_in_threadpool(index.search, queries, most)
         result = [[{"document": {"contents": d.contents}, "score": d.score} for d in row] for row in found]
-        if not question.return_scores:
+        if not with_scores:
             result = [[one["document"] for one in row] for row in result]
         return JSONResponse({"result": result})
 
