@@ -47,7 +47,6 @@ class Agents:
             self._own = _read_own(rollout.agent.agent_loop_config_path)
 
     def loop_of(self, extra_info: Mapping[str, Any]) -> AgentLoop:
-        """The loop that plays a row's episodes."""
         name = self._name_of(extra_info)
         if name not in self._loops:
             self._loops[name] = self._make(name)

@@ -53,7 +53,6 @@ class _Server:
         threading.Thread(target=self._loop.run_forever, name="mcp", daemon=True).start()
 
     def submit(self, work: Any) -> Any:
-        """A future of a coroutine's result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def tools(self) -> list[Any]:

@@ -93,7 +93,6 @@ class Toolset:
         self.checks = {name_of(schema): ArgumentCheck(schema) for schema in self.schemas}
 
     def toolbox(self) -> Toolbox:
-        """The tools for one more episode."""
         return Toolbox(self)
 
 
@@ -212,7 +211,6 @@ class Toolbox:
 
 
 def name_of(schema: Schema) -> str:
-    """The name of the tool."""
     return schema["function"]["name"]
 
 

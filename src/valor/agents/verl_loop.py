@@ -59,7 +59,6 @@ class AgentLoopBase:
 
 
 def register(name: str) -> Callable[[Loop], Loop]:
-    """Make a class known as `agent_name`."""
 
     def decorate(cls: Loop) -> Loop:
         register_loop(name)(lambda context, **options: VerlLoop(context, cls=cls, options=options))

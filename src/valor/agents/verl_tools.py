@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from valor.agents.formats import Schema
 from valor.agents.tool_runner import ToolFailed
@@ -20,33 +20,28 @@ from valor.errors import UserError
 from valor.user_files import load_file
 
 
-class _Open(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-
-class _Parameters(_Open):
+class _Parameters(BaseModel, extra="allow"):
     type: str = "object"
     properties: dict[str, Any] = Field(default_factory=dict)
     required: list[str] = Field(default_factory=list)
 
 
-class _Function(_Open):
+class _Function(BaseModel, extra="allow"):
     name: str
     description: str = ""
     parameters: _Parameters = Field(default_factory=_Parameters)
 
 
-class OpenAIFunctionToolSchema(_Open):
+class OpenAIFunctionToolSchema(BaseModel, extra="allow"):
     """What the policy is told of a tool."""
 
     type: str = "function"
     function: _Function
 
 
-class ToolResponse(BaseModel):
+class ToolResponse(BaseModel, extra="forbid"):
     """What a tool answers. Images and videos are refused."""
 
-    model_config = ConfigDict(extra="forbid")
     text: str | None = None
 
 
