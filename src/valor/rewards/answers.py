@@ -164,13 +164,7 @@ def last_expression(text: str) -> str | None:
 
 def ends_in_a_loop(text: str) -> bool:
     """Whether the end of the text is one piece, of any length up to 150 characters, repeated four times or more."""
-    tail = text.rstrip()[: -_LOOP_WINDOW - 1 : -1]
-    for period in range(1, len(tail) // _LOOP_TIMES + 1):
-        if tail[0] != tail[period]:
-            continue
-        same = 0
-        while period + same < len(tail) and tail[same] == tail[period + same]:
-            same += 1
-        if period + same >= max(_LOOP_CHARACTERS, _LOOP_TIMES * period):
-            return True
-    return False
+    tail = text.rstrip()[-_LOOP_WINDOW:]
+    sizes = {period: max(_LOOP_CHARACTERS, _LOOP_TIMES * period) for period in range(1, len(tail) // _LOOP_TIMES + 1)}
+    # What repeats a piece is the same when it is shifted by the piece's length.
+    return any(size <= len(tail) and tail[-size:-period] == tail[period - size :] for period, size in sizes.items())

@@ -75,7 +75,6 @@ class RewardExecutor:
 
     @property
     def num_processes(self) -> int:
-        """How many there are by now."""
         return len(self._processes)
 
     @property

@@ -68,7 +68,6 @@ class GraderProcess:
         return self.job is not None and self._begun.value == self._number
 
     def send(self, job: GradingJob) -> None:
-        """Have this graded."""
         self.job, self._number, self._since = job, secrets.randbits(62), time.monotonic()
         with suppress(OSError):  # it has died or does not read; `receive` or the time limit will say so
             self._channel.sendall(pickle.dumps((self._number, job.sample)))
@@ -129,9 +128,7 @@ class _GraderProcess(ForkServerProcess):
     def _Popen(process_obj: Any) -> Any:
         with _one_at_a_time:
             main = sys.modules["__main__"]
-            sys.modules["__main__"] = ModuleType(
-                "__main__"
-            )  # no __spec__, no __file__: nothing for the child to import
+            sys.modules["__main__"] = ModuleType("__main__")  # no __spec__, no __file__: nothing to import
             try:
                 return ForkServerProcess._Popen(process_obj)  # type: ignore[attr-defined]
             finally:

@@ -134,12 +134,8 @@ class Grading:
             kind = "memory" if isinstance(error, MemoryError) else "exception"
             failed = RewardResult(self.error_score, {}, describe_error(error), time.perf_counter() - start, kind)
         # What the grader holds is free by now; what is left would make later samples fail.
-        if (
-            failed.kind == "memory"
-            and self._memory
-            and LIMITS_MEMORY
-            and psutil.Process().memory_info().data > self._memory // 2
-        ):
+        limited = self._memory and LIMITS_MEMORY
+        if failed.kind == "memory" and limited and psutil.Process().memory_info().data > self._memory // 2:
             os._exit(OUT_OF_MEMORY)
         return failed
 

@@ -70,7 +70,6 @@ class _Child:
 
 
 def main() -> None:
-    """Serve until stdin ends."""
     walls.supervise()
     setup = marshal.loads(payload.receive(0) or b"")
     while (message := payload.receive(0)) is not None:
@@ -79,7 +78,6 @@ def main() -> None:
 
 
 def _run(setup: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
-    """One process with an input."""
     stdin = _memory(job["stdin"])
     child = _Child(setup, tuple(job["role"]), stdin)
     os.close(stdin)

@@ -132,14 +132,12 @@ def decode(data: bytes, resolve: Callable[[Any], Any]) -> Any:
 
 
 def write(fd: int, data: bytes) -> None:
-    """Write all of it."""
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
 
 
 def send(fd: int, message: bytes) -> None:
-    """Write a message with its length."""
     write(fd, b"%08x" % len(message) + message)
 
 
