@@ -14,7 +14,7 @@ from runs import assert_same_run
 from forked import VALOR
 from valor.cli import main as valor
 from valor.controller import jobs
-from valor.lab.sweep_file import RESERVED, key_of
+from valor.lab.sweep_plan import RESERVED, key_of
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,7 @@ from jinja2 import Template
 from valor.config.describe import show
 from valor.errors import did_you_mean
 from valor.lab.statistics import bootstrap_interval, detectable_effect, holm, paired_t_p, sign_flip_p
-from valor.lab.sweep_file import HEADLINE
-from valor.lab.sweep_runs import Run, Sweep
+from valor.lab.sweep_plan import HEADLINE, Run, Sweep
 from valor.report.run_data import Series, evenly_spaced, read_metrics, rounded
 from valor.report.sweep_page import comparison, render
 from valor.tracking.console import format_number, format_seconds

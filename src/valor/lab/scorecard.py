@@ -77,14 +77,12 @@ def _at(values: Tensor, returns: Tensor, right: Tensor) -> dict[str, Any]:
     fit = explained_variance(values, returns, torch.ones_like(values))
     sides = {"right": values[right], "wrong": values[~right]}
     return {"auc": _finite(auc(values, right)), "explained_variance": _finite(fit)} | {
-        name: dict(zip(("low", "mean", "high"), _spread(side), strict=True)) if len(side) else None
-        for name, side in sides.items()
+        name: _spread(side.double()) if len(side) else None for name, side in sides.items()
     }
 
 
-def _spread(values: Tensor) -> tuple[float, float, float]:
-    low, high = values.double().quantile(torch.tensor([0.25, 0.75], dtype=torch.float64)).tolist()
-    return low, float(values.double().mean()), high
+def _spread(values: Tensor) -> dict[str, float]:
+    return {"low": float(values.quantile(0.25)), "mean": float(values.mean()), "high": float(values.quantile(0.75))}
 
 
 def _relative_places(mask: Tensor) -> Tensor:

@@ -13,8 +13,7 @@ import click
 from valor.arguments import PATH, command, option
 from valor.config.describe import show
 from valor.errors import UserError
-from valor.lab.sweep_file import read_sweep, texts
-from valor.lab.sweep_runs import Sweep, plan_sweep
+from valor.lab.sweep_plan import Sweep, plan_sweep, read_sweep, texts
 from valor.tracking.console import say
 
 

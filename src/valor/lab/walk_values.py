@@ -14,8 +14,9 @@ from torch import Tensor
 
 from valor.algorithms.value_quality import against_truth
 from valor.config.model import CriticModelConfig, ModelConfig
-from valor.data.batch import Batch, pad_rows
+from valor.data.batch import Batch
 from valor.data.prompts import render, token_ids
+from valor.data.reward_texts import text_rows
 from valor.errors import UserError
 from valor.lab.walk import written
 from valor.models.load import load_policy, load_tokenizer, load_value_model
@@ -72,11 +73,9 @@ def exact_values(walk: Walk, policy: Path | str, temperature: float = 1.0) -> St
         texts += [written(start, taken) for taken in product(range(doors), repeat=length)]
         outcomes += [start.outcome(text) for text in texts[-(doors**length) :]]
     asked = [render(tokenizer, [{"role": "user", "content": str(room)}], where="walk") for room in rooms]
-    prompts, prompt_lengths = pad_rows(token_ids(tokenizer, asked), torch.long)
-    responses, response_lengths = pad_rows(token_ids(tokenizer, texts), torch.long)
-    assert responses.shape[1] == 2 * length, "a token a character"
-    of_rooms = Batch({"prompts": prompts, "prompt_lengths": prompt_lengths}).repeat(doors**length)
-    rows = of_rooms.union(Batch({"responses": responses, "response_lengths": response_lengths}))
+    prompts = [ids for ids in token_ids(tokenizer, asked) for _ in range(doors**length)]
+    rows = text_rows(prompts, token_ids(tokenizer, texts))
+    assert rows["responses"].shape[1] == 2 * length, "a token a character"
     model = load_policy(ModelConfig(path=str(policy)))
     chances = _in_parts(rows, lambda part: model(part, temperature=temperature)["log_probs"]).exp()
 

@@ -4,8 +4,7 @@ import json
 import random
 from pathlib import Path
 
-from valor.lab.sweep_file import SweepConfig
-from valor.lab.sweep_runs import Sweep, plan_sweep
+from valor.lab.sweep_plan import Sweep, SweepConfig, plan_sweep
 
 
 def make_sweep(

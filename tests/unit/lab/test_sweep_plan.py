@@ -7,8 +7,7 @@ import pytest
 
 from valor.cli import main
 from valor.errors import UserError
-from valor.lab.sweep_file import SweepConfig, expand, read_sweep
-from valor.lab.sweep_runs import plan_sweep
+from valor.lab.sweep_plan import SweepConfig, expand, plan_sweep, read_sweep
 
 BASE = {"data": {"train_files": "t.parquet", "train_batch_size": 256}, "trainer.total_training_steps": 2}
 

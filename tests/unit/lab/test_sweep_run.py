@@ -9,8 +9,7 @@ import pytest
 
 from valor.errors import UserError
 from valor.lab.sweep import run_sweep
-from valor.lab.sweep_file import SweepConfig
-from valor.lab.sweep_runs import Sweep, plan_sweep
+from valor.lab.sweep_plan import Sweep, SweepConfig, plan_sweep
 
 pytestmark = pytest.mark.slow
 

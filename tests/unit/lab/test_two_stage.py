@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from valor.lab.sweep_file import read_sweep
-from valor.lab.sweep_runs import Sweep, plan_sweep
+from valor.lab.sweep_plan import Sweep, plan_sweep, read_sweep
 from valor.user_files import load_file
 
 ROOT = Path(__file__).parents[3]
