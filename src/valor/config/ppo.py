@@ -10,8 +10,7 @@ from valor.config.agent import RetrieverConfig
 from valor.config.algorithm import AlgorithmConfig
 from valor.config.base import MAIN_TREE, Section, key, section
 from valor.config.data import DataConfig
-from valor.config.model import ModelConfig
-from valor.config.profiler import GlobalProfilerConfig, ProfilerConfig
+from valor.config.engine import GlobalProfilerConfig, ModelConfig, ProfilerConfig
 from valor.config.reward import RewardConfig
 from valor.config.rollout import RolloutConfig
 from valor.config.trainer import PoolConfig, RayKwargsConfig, TrainerConfig

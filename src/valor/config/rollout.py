@@ -7,7 +7,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 
 from valor.config.agent import AgentConfig, MultiTurnConfig
 from valor.config.base import BARE_ITEM, CountOrOff, DType, PathStr, PositiveShare, Section, inherits, key, section
-from valor.config.profiler import ProfilerConfig
+from valor.config.engine import ProfilerConfig
 
 
 class ValidationSamplingConfig(Section):
