@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 from valor.agents.formats import BadCall, Call, Schema
 from valor.agents.tool_arguments import ArgumentCheck
 from valor.agents.tool_runner import TimedOut, ToolRaised, ToolRunner
-from valor.config.agent import MultiTurnConfig
+from valor.config.rollout import MultiTurnConfig
 from valor.errors import TrainingStopped, UserError, did_you_mean
 
 _log = logging.getLogger(__name__)

@@ -6,8 +6,8 @@ from typing import Any, Literal
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from valor.config.actor import KLKind
-from valor.config.agent import StateMaskingConfig
 from valor.config.base import PathStr, Section, Share, inherits, key, section
+from valor.config.rollout import StateMaskingConfig
 
 
 class KLControlConfig(Section):

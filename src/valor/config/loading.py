@@ -15,7 +15,7 @@ from valor.config.command_line import parse_overrides, read_arguments
 from valor.config.composition import Reading, compose_tree, translate
 from valor.config.describe import describe_errors, show, wrong_keys
 from valor.config.ppo import PPOConfig
-from valor.config.tree import absolute, schema, without
+from valor.config.tree import absolute, flatten, nested, schema
 from valor.errors import UserError
 
 Root = TypeVar("Root", bound=Section)
@@ -55,7 +55,9 @@ def load(
         mistakes += describe_errors(root, error, reading.set_keys)
         wrong = wrong_keys(root, error)
         try:  # with their defaults, to see what else is wrong
-            config = root.model_validate(without(reading.tree, wrong))
+            flat = flatten(reading.tree).items()
+            rest = {key: value for key, value in flat if not any(f"{key}.".startswith(f"{one}.") for one in wrong)}
+            config = root.model_validate(nested(rest))
         except ValidationError:
             raise UserError("\n".join(dict.fromkeys(mistakes))) from error
     found = [*contradictions(config), *(check(config) if check is not None else [])]

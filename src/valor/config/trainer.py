@@ -68,11 +68,9 @@ class ColocateAsyncConfig(Section):
     """Batches of prompts that are begun beyond the one of the step."""
 
 
-class SeparateAsyncConfig(Section):
+class SeparateAsyncConfig(ColocateAsyncConfig):
     """Generation in processes of its own, beside training."""
 
-    num_warmup_batches: PositiveInt = 1
-    """Batches of prompts that are begun beyond the one of the step."""
     parameter_sync_step: PositiveInt | None = None
     """Updates of the actor between two transfers of weights, a multiple of those of a step; null: those of a step."""
     clear_kv_cache_on_weight_sync: bool = True

@@ -69,15 +69,6 @@ def format_seconds(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def format_number(value: float) -> str:
-    """Four significant digits for a reader: `1,240`, `0.5312`, `1.2e-06`; whole numbers stay whole."""
-    if abs(value) >= 1000 or float(value).is_integer():
-        return f"{value:,.0f}"
-    if abs(value) < 1e-3:
-        return f"{value:.1e}"
-    return f"{value:.4g}"
-
-
 def summary_line(step: int, metrics: Mapping[str, float], total_steps: int | None = None) -> str:
     """`step  12/100  reward 0.534  kl 0.0012  ev 0.63  len 214 (3% cut)  18.4 s  1,240 tok/s  val 0.712`."""
     width = len(str(total_steps or ""))
@@ -259,8 +250,8 @@ def format_pace(task: Task) -> str:
     """`12.3 samples/s, 32.0 s left`, or `48.0 s per step` where that reads better; nothing before the second report."""
     rate, left, unit, parts = task.speed, task.time_remaining, task.fields["unit"], []
     if rate and unit:
-        per_second = f"{format_number(round(rate, 1) if rate < 100 else round(rate))} {_plural(unit)}/s"
-        parts.append(per_second if rate >= 0.5 else f"{format_seconds(1 / rate)} per {unit}")
+        per_second = f"{rate:,.0f}" if rate >= 100 else f"{round(rate, 1):g}"
+        parts.append(f"{per_second} {_plural(unit)}/s" if rate >= 0.5 else f"{format_seconds(1 / rate)} per {unit}")
     if left is not None:
         parts.append(f"{format_seconds(left)} left")
     return ", ".join(parts)

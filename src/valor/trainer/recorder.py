@@ -13,8 +13,7 @@ from typing import Any
 from valor.collector.rollouts import rollout_records, write_rollouts
 from valor.config import PPOConfig, SupervisedConfig, dump_yaml
 from valor.config.tree import flatten
-from valor.data.batch import Batch
-from valor.data.episodes import Episodes
+from valor.data.batch import Batch, Episodes
 from valor.report import build_report
 from valor.report.run_data import read_steps
 from valor.tracking.console import say, show_progress

@@ -11,7 +11,7 @@ from valor.agents.formats import ToolCall
 from valor.agents.tool_files import load_sources
 from valor.agents.tools import ToolboxError, Toolset
 from valor.agents.verl_tools import BaseTool, OpenAIFunctionToolSchema, ToolResponse, base_tool_source
-from valor.config.agent import MultiTurnConfig
+from valor.config.rollout import MultiTurnConfig
 from valor.errors import UserError
 
 SCHEMA = OpenAIFunctionToolSchema.model_validate(
