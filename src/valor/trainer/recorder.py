@@ -14,7 +14,7 @@ from valor.collector.rollouts import rollout_records, write_rollouts
 from valor.config import PPOConfig, SupervisedConfig, dump_yaml
 from valor.config.tree import flatten
 from valor.data.batch import Batch, Episodes
-from valor.report import build_report
+from valor.report.page import build_report
 from valor.report.run_data import read_steps
 from valor.tracking.console import say, show_progress
 from valor.tracking.diagnosis import Diagnosis
