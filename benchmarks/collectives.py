@@ -26,8 +26,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from transformers import AutoConfig
 
-from valor.config.engine import FSDPConfig, OptimConfig
-from valor.config.model import ModelConfig
+from valor.config.engine import FSDPConfig, ModelConfig, OptimConfig
 from valor.data.batch import Batch
 from valor.engines import distributed
 from valor.engines.fsdp.engine import FSDPEngine

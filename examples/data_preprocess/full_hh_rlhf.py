@@ -9,8 +9,8 @@ Given again, it is Valor's: `--split rl --split train` writes no test.parquet.
 import argparse
 import sys
 
+from valor.data.build import SPLITS
 from valor.data.prepare import script
-from valor.data.sources import SPLITS
 
 FORMS = {"rm": "pairs", "sft": "sft", "rl": "prompts"}
 

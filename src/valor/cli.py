@@ -89,7 +89,7 @@ def report(run_dir: Path | None, compare: tuple[Path, ...], out: Path) -> int:
     """Build (again) the report of a run, finished or not, or compare several runs."""
     if (run_dir is None) != bool(compare):
         raise UserError("valor report: give one RUN_DIR, or --compare with several; see valor report --help")
-    from valor.report import build_comparison, build_report
+    from valor.report.page import build_comparison, build_report
 
     print(build_comparison(compare, out) if run_dir is None else build_report(run_dir))
     return 0

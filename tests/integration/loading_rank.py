@@ -15,8 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from valor.config.engine import FSDPConfig
-from valor.config.model import CriticModelConfig, ModelConfig
+from valor.config.engine import CriticModelConfig, FSDPConfig, ModelConfig
 from valor.engines.fsdp.engine import FSDPEngine
 from valor.engines.fsdp.loading import built_once
 from valor.errors import UserError

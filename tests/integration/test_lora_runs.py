@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tiny_reward_models import make_backbone
 from valor.config import ActorRolloutRefConfig
-from valor.config.engine import FSDPConfig, OptimConfig
-from valor.config.model import CriticModelConfig, ModelConfig
+from valor.config.engine import CriticModelConfig, FSDPConfig, ModelConfig, OptimConfig
 from valor.data.batch import Batch
 from valor.engines import distributed
 from valor.engines.fsdp.engine import FSDPEngine

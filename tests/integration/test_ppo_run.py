@@ -10,7 +10,7 @@ import pytest
 from runs import assert_same_run, read_metrics
 
 from forked import VALOR
-from valor.report import build_report
+from valor.report.page import build_report
 from valor.trainer import recorder
 from valor.trainer.main_ppo import main
 

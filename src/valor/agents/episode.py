@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from valor.algorithms import place_at_end
-from valor.data.batch import Batch, pad_rows
-from valor.data.episodes import Episodes
+from valor.data.batch import Batch, Episodes, pad_rows
 from valor.rollout.base import FinishReason, Output, Span, token_versions
 from valor.tracking.metrics import summarize
 

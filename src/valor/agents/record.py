@@ -12,8 +12,7 @@ from typing import Any
 
 from valor.agents.chat import Chat
 from valor.agents.episode import Episode, Turn
-from valor.data.batch import Batch
-from valor.data.episodes import Episodes
+from valor.data.batch import Batch, Episodes
 from valor.rollout.base import Span, spans_of
 
 Record = Mapping[str, Any]

@@ -11,7 +11,7 @@ from valor.agents.search.client import SearchFailed, documents_text, open_retrie
 from valor.agents.tool_loop import call_record
 from valor.agents.tool_sources import FunctionTool, function_source
 from valor.agents.tools import Toolbox, ToolResult, Toolset
-from valor.config.agent import MultiTurnConfig
+from valor.config.rollout import MultiTurnConfig
 from valor.rewards.search_r1 import INVALID_ACTION
 
 _ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)

@@ -19,7 +19,7 @@ from jsonschema.exceptions import best_match
 from valor.agents.episode import EpisodeFailed
 from valor.agents.formats import BadCall, Call, Schema
 from valor.agents.tool_runner import ToolFailed, ToolRunner, exception_text
-from valor.config.agent import MultiTurnConfig
+from valor.config.rollout import MultiTurnConfig
 from valor.errors import TrainingStopped, UserError, did_you_mean
 
 _log = logging.getLogger(__name__)

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from valor.collector.collector import Collector
 from valor.collector.prompts import PROMPT_OBJECTS, sampling_params
-from valor.data.batch import Batch, pad_rows
-from valor.data.episodes import Episodes
+from valor.data.batch import Batch, Episodes, pad_rows
 from valor.errors import UserError
 from valor.tracking.progress import phase
 

@@ -20,8 +20,7 @@ from valor.collector.prompts import PROMPT_OBJECTS, prompt_batch, sampling_param
 from valor.collector.supply import BatchesAhead, Supply
 from valor.config import PPOConfig
 from valor.controller.group import Roles
-from valor.data.batch import Batch
-from valor.data.episodes import Episodes
+from valor.data.batch import Batch, Episodes
 from valor.data.prompts import PromptDataset, PromptRow
 from valor.rewards.executor import RewardResult
 from valor.rewards.manager import summarize

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from valor import algorithms
 from valor.config import PPOConfig
-from valor.data.batch import Batch
-from valor.data.episodes import Episodes
+from valor.data.batch import Batch, Episodes
 from valor.errors import TrainingStopped, UserError
 from valor.rewards.executor import RewardResult
 

@@ -18,8 +18,7 @@ from valor.collector.inputs import RunInputs
 from valor.collector.model_grading import ModelGrading
 from valor.config import PPOConfig
 from valor.controller.group import Roles
-from valor.data.batch import Batch
-from valor.data.episodes import Episodes
+from valor.data.batch import Batch, Episodes
 from valor.errors import StepRefused
 from valor.rewards.executor import RewardResult
 from valor.rewards.steps import scaled, token_rewards

@@ -21,8 +21,7 @@ from valor.collector.inputs import RunInputs
 from valor.config import PPOConfig
 from valor.controller.placement import ResourcePool
 from valor.controller.start import start_group
-from valor.data.batch import Batch, pad_rows
-from valor.data.episodes import Episodes
+from valor.data.batch import Batch, Episodes, pad_rows
 from valor.data.files import read_records
 from valor.data.prompts import PromptRow, render, token_ids
 from valor.errors import UserError

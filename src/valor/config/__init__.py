@@ -12,13 +12,11 @@ from valor.config.critic_runs import (
 )
 from valor.config.data import DataConfig
 from valor.config.describe import describe_keys
-from valor.config.engine import FSDPConfig, OptimConfig
-from valor.config.loading import LoadedConfig, dump_yaml, load
-from valor.config.model import BackboneConfig, CriticModelConfig, ModelConfig
+from valor.config.engine import BackboneConfig, CriticModelConfig, FSDPConfig, ModelConfig, OptimConfig
+from valor.config.loading import LoadedConfig, dump_yaml, inert_settings, load
 from valor.config.ppo import ActorRolloutRefConfig, PPOConfig
 from valor.config.reward import RewardConfig, RewardModelConfig
 from valor.config.rollout import RolloutConfig, ValidationSamplingConfig
-from valor.config.rules import inert_settings
 from valor.config.supervised import RMConfig, RMDataConfig, SFTConfig, SFTDataConfig, SupervisedConfig
 from valor.config.trainer import PoolConfig, RunConfig, TrainerConfig
 

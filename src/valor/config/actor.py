@@ -8,16 +8,16 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from valor.config.base import Section, Seed, Share, StepRanges, inherits, key, section, step_range
 from valor.config.engine import (
     CheckpointConfig,
+    CriticModelConfig,
     FastOptimConfig,
     FollowerFSDPConfig,
     FollowerMegatronConfig,
     FSDPConfig,
     MegatronConfig,
     OptimConfig,
+    ProfilerConfig,
     ReferenceMegatronConfig,
 )
-from valor.config.model import CriticModelConfig
-from valor.config.profiler import ProfilerConfig
 
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 

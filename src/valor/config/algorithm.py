@@ -6,8 +6,10 @@ from typing import Any, Literal
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from valor.config.actor import KLKind
-from valor.config.agent import StateMaskingConfig
 from valor.config.base import PathStr, Section, Share, inherits, key, section
+from valor.config.rollout import StateMaskingConfig
+
+_OF_REWARDS = {".reward_source!=critic": "the advantage is V(last) - V"}
 
 
 class KLControlConfig(Section):
@@ -97,17 +99,15 @@ class AlgorithmConfig(Section):
     """Python file that registers advantage estimators or losses of your own."""
     gamma: Share = 1.0
     """Discount per token."""
-    lam: Share = key(1.0, {".reward_source!=critic": "the advantage is V(last) - V"})
+    lam: Share = key(1.0, _OF_REWARDS)
     """GAE's lambda."""
-    lam_actor: Share = inherits(".lam", {".reward_source!=critic": "the advantage is V(last) - V"})
+    lam_actor: Share = inherits(".lam", _OF_REWARDS)
     """Lambda of the advantages."""
-    lam_critic: Share = inherits(".lam", {".reward_source!=critic": "the advantage is V(last) - V"})
+    lam_critic: Share = inherits(".lam", _OF_REWARDS)
     """Lambda of the critic's targets."""
-    adaptive_lam_alpha: PositiveFloat | None = key(None, {".reward_source!=critic": "the advantage is V(last) - V"})
+    adaptive_lam_alpha: PositiveFloat | None = key(None, _OF_REWARDS)
     """Lambda of the advantages by response length: 1 - 1 / (alpha * length); null uses lam_actor."""
-    gae_unit: Literal["token", "turn", "bilevel"] = key(
-        "token", {".reward_source!=critic": "the advantage is V(last) - V"}
-    )
+    gae_unit: Literal["token", "turn", "bilevel"] = key("token", _OF_REWARDS)
     """gae, one step is: a token; a turn, by gamma_turn and lam_turn alone; bilevel: turns, then the tokens in each."""
     gamma_turn: Share = key(1.0, ".gae_unit!=token")
     """turn, bilevel: discount per turn."""

@@ -1,7 +1,9 @@
-"""What is typed: options, and Hydra overrides one by one, so that every mistake is found and not just the first."""
+"""What is typed: options, and Hydra overrides one by one, so that every mistake is found and not just the first; and
+settings of a Python call, which are written as such overrides."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,12 +11,15 @@ import click
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+from pydantic import BaseModel
 
+from valor.config.tree import exists, is_section, plain_keys, schema
 from valor.errors import UserError
 
 SWEEPS = "several runs are a sweep (valor lab sweep FILE.yaml)"
 _OPTIONS = "--config-name (-cn), --config-path (-cp), --dry-run, --help"
 _STRUCTURED = re.compile(r"[\[\]{}(),'\"\\]")
+_BARE = re.compile(r"(?!(?:null|true|false|inf|nan|none)$)/?[a-z][\w./-]*", re.IGNORECASE)  # a text needs no quotes
 # "low_high" of a threshold; as a number, 0.5_5 would be 0.55.
 _TWO_BOUNDS = re.compile(r"[\d.eE+-]+_[\d.eE+-]+")
 
@@ -22,7 +27,6 @@ _TWO_BOUNDS = re.compile(r"[\d.eE+-]+_[\d.eE+-]+")
 def _complete(ctx: click.Context, _: click.Parameter, start: str) -> list[str]:
     """For a shell: the keys that begin so."""
     from valor.config.presets import DEFAULTS
-    from valor.config.tree import plain_keys
 
     words = (ctx.info_name or "").removeprefix("train")
     root = next((tree for tree, name in DEFAULTS.items() if words and name.startswith(words)), next(iter(DEFAULTS)))
@@ -111,3 +115,47 @@ def literal(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ",".join(f"{key}:{literal(item)}" for key, item in value.items()) + "}"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def overrides(root: type[BaseModel], settings: Mapping[str, Any]) -> list[str]:
+    """`key=value` for each setting; what is wrong with a key or a value is for whoever loads them to say.
+
+    A name is a key with `.` or `__` between its parts, or the end of one key alone: `train_batch_size`, `rollout.n`.
+    A dict under the name of a section sets keys of it. UserError: a name that several keys end with.
+    """
+    return [f"{key}={_written(_plain(value, key))}" for key, value in _keys(root, settings)]
+
+
+def _written(value: Any) -> str:
+    return value if isinstance(value, str) and _BARE.fullmatch(value) else literal(value)
+
+
+def _keys(root: type[BaseModel], settings: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        key = section + name if section else _whole(root, name.replace("__", "."))
+        if is_section(root, key) and isinstance(value, Mapping):
+            yield from _keys(root, value, f"{key}.")
+        else:
+            yield key, value
+
+
+def _whole(root: type[BaseModel], name: str) -> str:
+    ends = [key for key in schema(root) if key.endswith(f".{name}")]
+    if exists(root, name) or not ends:
+        return name
+    if len(ends) > 1:
+        raise UserError(f"{name}: which one is meant? {', '.join(ends)}: write more of it, with __ for the dots")
+    return ends[0]
+
+
+def _plain(value: Any, key: str) -> Any:
+    """Numbers, texts, lists and dicts as a command line has them."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item, key) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, key) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise UserError(f"{key}: a setting is a number, a text, a list or a dict, got {type(value).__name__}")

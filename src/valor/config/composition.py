@@ -169,9 +169,7 @@ def _meant(key: str, value: Any, reading: Reading) -> Any:
     for one in SPELLINGS:
         if one.value is not None and one.match(key, value) is not None:
             if key in reading.set_keys:
-                reading.notes.append(
-                    f"{key}={value} is read as {one.value}" + (f" ({one.reason})" if one.reason else "")
-                )
+                reading.notes.append(f"{key}={value} is read as {one.value}{one.why}")
             return one.value
     return value
 
@@ -202,7 +200,7 @@ def _move(root: type[BaseModel], key: str, target: str, value: Any, spelling: Sp
         return
     _set(root, target, value, reading)
     reading.set_keys.add(target)
-    reading.notes.append(f"{key} is read as {target}" + (f" ({spelling.reason})" if spelling.reason else ""))
+    reading.notes.append(f"{key} is read as {target}{spelling.why}")
 
 
 def _set(root: type[BaseModel], target: str, value: Any, reading: Reading) -> None:

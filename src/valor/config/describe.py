@@ -92,8 +92,8 @@ def show(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def nearest(root: type[BaseModel], key: str, limit: int = 3) -> list[str]:
-    """Existing keys that `key` may have meant, best first.
+def nearest(root: type[BaseModel], key: str) -> list[str]:
+    """At most three existing keys that `key` may have meant, best first.
 
     The first of these that gives any: keys that end with what was typed; keys of the same section with an abbreviated
     or similar last name; keys elsewhere with the same or the abbreviated last name; keys that look alike as a whole.
@@ -104,15 +104,15 @@ def nearest(root: type[BaseModel], key: str, limit: int = 3) -> list[str]:
     for name in keys:
         names.setdefault(name.rpartition(".")[2], []).append(name)
     siblings = {name.rpartition(".")[2]: name for name in keys if name.rpartition(".")[0] == parent}
-    similar = [*({initials} & siblings.keys()), *difflib.get_close_matches(last, siblings, n=limit)]
+    similar = [*({initials} & siblings.keys()), *difflib.get_close_matches(last, siblings)]
     found = (
         [name for name in keys if name.endswith(f".{key}")]
         or [siblings[name] for name in similar]
-        or difflib.get_close_matches(key, names.get(last, []), n=limit, cutoff=0.0)
+        or difflib.get_close_matches(key, names.get(last, []), cutoff=0.0)
         or names.get(initials, [])
-        or difflib.get_close_matches(key, keys, n=limit, cutoff=0.75)
+        or difflib.get_close_matches(key, keys, cutoff=0.75)
     )
-    return list(dict.fromkeys(found))[:limit]
+    return list(dict.fromkeys(found))[:3]
 
 
 def unknown_key(root: type[BaseModel], key: str) -> str:

@@ -1,19 +1,80 @@
-"""Sections shared by every role that trains: sharding and precision, optimizer, checkpoint contents."""
+"""Sections that roles share: which network, sharding and precision, optimizer, checkpoint contents, traces."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from valor.config.base import CountOrOff, DType, Section, Share, inherits, key
+from valor.config.base import BARE_ITEM, CountOrOff, DType, PathStr, Section, Share, inherits, key
 
 Part = Literal["model", "optimizer", "extra", "hf_model"]
+Content = Literal["cpu", "cuda", "memory", "shapes", "stack"]
 RESUMABLE = ["model", "optimizer", "extra"]
+DEFAULT_MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
+_NO_ADAPTER = {".lora_rank": "", ".lora_adapter_path=null": "the adapter at lora_adapter_path says which"}
 
 
 def _resumable(parts: list[str]) -> list[str]:
     if not set(RESUMABLE) <= set(parts):
         raise ValueError("list model, optimizer and extra, so that a run resumes exactly")
     return parts
+
+
+class BackboneConfig(Section):
+    """What policy and value models share."""
+
+    path: PathStr = DEFAULT_MODEL
+    """Hugging Face hub id or local directory."""
+    trust_remote_code: bool = False
+    """Run Python code that the model directory brings along."""
+    override_config: dict[str, Any] = key({})
+    """Attributes of the Hugging Face config to replace, such as attn_implementation."""
+    external_lib: str | None = None
+    """Python module(s) to import before loading, separated by commas (they register architectures)."""
+    enable_gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass instead of keeping them."""
+    use_remove_padding: bool = True
+    """Policy and critic read the rows of a micro-batch one behind the other; false pads them to the longest."""
+    share_prefixes: bool = key(True, ".use_remove_padding")
+    """Tokens with which several rows of a micro-batch begin, such as the prompt of a group, are computed once."""
+    compile: bool = key(False, ".use_remove_padding")
+    """Training passes by torch.compile, checked against the plain ones at the start; needs a C++ compiler on CPUs."""
+    use_liger: bool = False
+    """Liger's kernels (`pip install valor-rl[liger]`) for norms, rotary positions and activations; needs a GPU."""
+    lora_rank: NonNegativeInt = 0
+    """Rank of LoRA adapters, which alone are trained (with a critic's head); 0 trains all weights."""
+    lora_alpha: PositiveFloat = key(16, ".lora_rank")
+    """LoRA scale: adapters are multiplied by lora_alpha / lora_rank."""
+    target_modules: str | list[str] = key("all-linear", _NO_ADAPTER)
+    """Layers that get adapters: all-linear (all below the head), names or ends of names, or one regular expression."""
+    exclude_modules: str | list[str] | None = key(None, _NO_ADAPTER)
+    """Layers that get none, named in the same way."""
+    lora_adapter_path: PathStr | None = None
+    """Directory of adapters to go on from: `adapter` in an export, or one of peft's."""
+
+    def contradictions(self, at: str) -> Iterator[str]:
+        if self.lora_adapter_path is not None and not self.lora_rank:
+            yield f"{at}lora_adapter_path={self.lora_adapter_path} needs {at}lora_rank: set it to that adapter's rank"
+
+
+class ModelConfig(BackboneConfig):
+    """The policy, which is also the reference model and, with rollout.name=native, the generator."""
+
+    tokenizer_path: PathStr | None = None
+    """Tokenizer, if it is not beside the model."""
+    custom_chat_template: str | None = None
+    """Jinja text that replaces the tokenizer's chat template."""
+
+
+class CriticModelConfig(
+    BackboneConfig,
+    path=inherits("actor_rollout_ref.model.path"),
+    trust_remote_code=inherits("actor_rollout_ref.model.trust_remote_code"),
+):
+    """The value model: a causal language model with a token-classification head, or a published critic."""
+
+    value_head_init: Literal["zero", "normal"] = "zero"
+    """Fresh value head: all zeros, or small normal weights. A published critic keeps its own."""
 
 
 class FSDPConfig(Section):
@@ -145,3 +206,36 @@ class CheckpointConfig(Section):
 
     save_contents: Annotated[list[Part], AfterValidator(_resumable)] = key(RESUMABLE)
     """Parts to write; hf_model adds a plain Hugging Face directory to every checkpoint."""
+
+
+class ProfilerConfig(Section):
+    """Traces of this role."""
+
+    enable: bool = False
+    """Trace every call of this role in the steps global_profiler.steps."""
+    all_ranks: bool = key(False, ".enable")
+    """Trace all ranks."""
+    ranks: list[NonNegativeInt] = key([], {".enable": "", ".all_ranks=false": ""})
+    """Ranks to trace; [] is rank 0."""
+
+    def traces(self, rank: int) -> bool:
+        """Whether the role is traced on this rank."""
+        return self.enable and (self.all_ranks or rank in (self.ranks or [0]))
+
+
+class GlobalProfilerConfig(Section):
+    """Which steps are traced."""
+
+    tool: Literal["torch"] | None = None
+    """torch writes traces for chrome://tracing and Perfetto; null none."""
+    steps: Annotated[list[PositiveInt] | None, BARE_ITEM] = key(None, ".tool")
+    """Steps to trace."""
+    save_path: PathStr = key("outputs/profile", ".tool")
+    """Folder of the traces: step_N/rankR.ROLE.METHOD.CALL.json.gz."""
+
+    contents: Annotated[list[Content], BARE_ITEM] = key(["cpu", "cuda"], ".tool")
+    """What is recorded: cpu always, cuda where there is one; memory, shapes and stack make traces large."""
+
+    def contradictions(self, at: str) -> Iterator[str]:
+        if self.tool is not None and not self.steps:
+            yield f"{at}tool={self.tool} traces the steps that {at}steps names: set it, such as {at}steps=[2,3]"

@@ -6,14 +6,12 @@ from typing import Any, ClassVar
 from pydantic import PositiveInt, model_validator
 
 from valor.config.actor import ActorConfig, CriticConfig, RefConfig
-from valor.config.agent import RetrieverConfig
 from valor.config.algorithm import AlgorithmConfig
 from valor.config.base import MAIN_TREE, Section, key, section
 from valor.config.data import DataConfig
-from valor.config.model import ModelConfig
-from valor.config.profiler import GlobalProfilerConfig, ProfilerConfig
+from valor.config.engine import GlobalProfilerConfig, ModelConfig, ProfilerConfig
 from valor.config.reward import RewardConfig
-from valor.config.rollout import RolloutConfig
+from valor.config.rollout import RetrieverConfig, RolloutConfig
 from valor.config.trainer import PoolConfig, RayKwargsConfig, TrainerConfig
 from valor.config.tree import fill_inherited, get_at, lookup, set_at
 
@@ -111,17 +109,11 @@ class PPOConfig(Section):
         return self.data.max_prompt_length - self.start_length + self.data.max_response_length
 
     def contradictions(self, at: str) -> Iterator[str]:
-        checks = (
-            self._lengths,
-            self._batches,
-            self._critic,
-            self._losses,
-            self._validation,
-            self._asynchronous,
-            self._reward_steps,
-        )
-        for check in checks:
+        for check in (self._lengths, self._batches, self._critic, self._losses, self._asynchronous, self._reward_steps):
             yield from check()
+        for name in ("val_only", "keep_best"):
+            if getattr(self.trainer, name) and self.data.val_files is None:
+                yield f"trainer.{name}=true needs validation prompts: set data.val_files"
         if self.global_profiler.tool is not None and not self.traced_roles:
             yield "global_profiler.tool traces roles: set actor_rollout_ref.actor.profiler.enable=true, or another's"
         if self.algorithm.branch_values.share and self.plays_episodes:
@@ -197,11 +189,6 @@ class PPOConfig(Section):
             remedy = "use loss_type=ppo_clip, or leave loss_mode at vanilla"
             yield f"algorithm.rollout_correction.{both} are two policy losses: {remedy}"
 
-    def _validation(self) -> Iterator[str]:
-        for name in ("val_only", "keep_best"):
-            if getattr(self.trainer, name) and self.data.val_files is None:
-                yield f"trainer.{name}=true needs validation prompts: set data.val_files"
-
     def _asynchronous(self) -> Iterator[str]:
         v1, sampler = self.trainer.v1, "trainer.v1.sampler"
         mode = f"trainer.v1.trainer_mode={v1.trainer_mode}"
@@ -209,8 +196,7 @@ class PPOConfig(Section):
             yield f"{mode} needs processes for generation: set {ROLLOUT_NODES}=1"
         if v1.trainer_mode == "colocate_async" and self.rollout_apart:
             yield f"{mode} generates in the trainer's processes, and rollout has some of its own: use separate_async"
-        updates = -(-self.data.train_batch_size // self.actor_rollout_ref.actor.ppo_mini_batch_size)
-        updates *= self.actor_rollout_ref.actor.ppo_epochs
+        updates = self._updates
         if (v1.separate_async.parameter_sync_step or updates) % updates:
             yield (
                 f"trainer.v1.separate_async.parameter_sync_step={v1.separate_async.parameter_sync_step}: weights are "
@@ -236,9 +222,14 @@ class PPOConfig(Section):
     @property
     def steps_per_transfer(self) -> int:
         """Steps between two transfers of weights to generators of their own."""
-        updates = -(-self.data.train_batch_size // self.actor_rollout_ref.actor.ppo_mini_batch_size)
         asked = self.trainer.v1.separate_async.parameter_sync_step
-        return 1 if asked is None else max(1, asked // (updates * self.actor_rollout_ref.actor.ppo_epochs))
+        return 1 if asked is None else max(1, asked // self._updates)
+
+    @property
+    def _updates(self) -> int:
+        """Updates of the actor in a step."""
+        actor = self.actor_rollout_ref.actor
+        return -(-self.data.train_batch_size // actor.ppo_mini_batch_size) * actor.ppo_epochs
 
     @property
     def pools(self) -> dict[str, PoolConfig]:

@@ -6,8 +6,7 @@ from pydantic import NonNegativeFloat, PositiveInt, model_validator
 
 from valor.config.base import Section, Share, key, section
 from valor.config.data import FilesConfig, Truncation
-from valor.config.engine import CheckpointConfig, FastOptimConfig, FSDPConfig
-from valor.config.model import ModelConfig
+from valor.config.engine import CheckpointConfig, FastOptimConfig, FSDPConfig, ModelConfig
 from valor.config.trainer import RunConfig
 from valor.config.tree import fill_inherited
 

@@ -97,18 +97,6 @@ def set_at(tree: dict[str, Any], key: str, value: Any) -> None:
         node[last] = value
 
 
-def without(tree: Any, keys: Sequence[str]) -> Any:
-    """A copy of nested dicts without these dotted keys."""
-    if not isinstance(tree, dict):
-        return tree
-    here = {key.partition(".")[0]: [one for one in keys if one.startswith(f"{key.partition('.')[0]}.")] for key in keys}
-    return {
-        name: without(value, [key.partition(".")[2] for key in here.get(name, [])])
-        for name, value in tree.items()
-        if name not in keys
-    }
-
-
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     """Nested dicts as dotted keys; empty dicts stay values."""
     if not isinstance(tree, dict) or not tree:

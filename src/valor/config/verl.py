@@ -29,6 +29,11 @@ class Spelling:
     refused: bool = False
     only: tuple[Any, ...] | None = None
 
+    @property
+    def why(self) -> str:
+        """The reason in brackets, if there is one."""
+        return f" ({self.reason})" if self.reason else ""
+
     def match(self, key: str, value: Any) -> str | None:
         """What `*` stands for in `key` ("" without a star), or None when the rule is about something else."""
         found = re.fullmatch(re.escape(self.pattern).replace(r"\*", "(.*)"), key)

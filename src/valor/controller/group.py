@@ -13,8 +13,7 @@ import torch
 
 from valor.controller.placement import Placement, ResourcePool
 from valor.data.balance import grouped, partition_groups, partition_rows
-from valor.data.batch import Batch
-from valor.data.episodes import Episodes
+from valor.data.batch import Batch, Episodes
 from valor.workers.dispatch import Dispatch, dispatch_of
 from valor.workers.host import HOST, RoleSpec
 from valor.workers.tracing import Tracer

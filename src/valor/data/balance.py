@@ -18,15 +18,11 @@ def partition_rows(work: Sequence[float], parts: int) -> list[list[int]]:
     Largest differencing method (Karmarkar and Karp, 1982), k-way: the two partial splits that are least even are
     merged again and again, the heaviest part of one with the lightest of the other. Deterministic; each list ascends.
     """
-    if parts < 1:
-        raise ValueError(f"parts must be at least 1, got {parts}")
     # A partial split is (-spread, age, its parts that have rows, from heavy to light, as (-sum, rows)); age makes ties
     # deterministic.
-    heap: list[tuple[float, int, _Split]] = []
-    for row, amount in enumerate(work):
-        if amount < 0:
-            raise ValueError(f"work must not be negative, row {row} has {amount}")
-        heap.append((-amount if parts > 1 else 0.0, row, [(-amount, [row])]))
+    heap: list[tuple[float, int, _Split]] = [
+        (-amount if parts > 1 else 0.0, row, [(-amount, [row])]) for row, amount in enumerate(work)
+    ]
     if not heap:
         return [[] for _ in range(parts)]
     heapq.heapify(heap)

@@ -65,17 +65,13 @@ class DemonstrationDataset(Sequence[Demonstration]):
         ids = tokenized(tokenizer, texts, len(texts))
         self._rows: list[Demonstration] = []
         for where, row in pieces:
-            whole = _join([(next(ids), own) for _, own in row], tokenizer.eos_token_id)
-            kept = _cut(whole, data.max_length, data.truncation, where)
-            if kept is not None:
-                self._rows.append(kept)
+            self._rows += _sample([(next(ids), own) for _, own in row], tokenizer.eos_token_id, data, where)
         dropped = len(pieces) - len(self._rows)
         if not self._rows:
             raise UserError(f"data.{split}_files: no sample has an assistant token within data.max_length")
         if dropped:
-            logger.warning(
-                "%s: %d of %d samples have no assistant token left and are dropped", split, dropped, len(pieces)
-            )
+            gone = "have no assistant token left and are dropped"
+            logger.warning("%s: %d of %d samples %s", split, dropped, len(pieces), gone)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -117,27 +113,15 @@ def chat_of(record: Mapping[str, Any], where: str, data: SFTDataConfig) -> tuple
 
 def _with_calls(messages: Any) -> Any:
     """Messages with `tool_calls` as templates want them: arguments that are no JSON text, and content, if empty."""
-    if not isinstance(messages, list):
-        return messages
-    made = []
-    for message in messages:
-        calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    messages = _without_nulls(messages)
+    for message in messages if isinstance(messages, list) else ():
+        calls = message.get("tool_calls") if isinstance(message, dict) else None
         if isinstance(calls, list):
-            message = {
-                **message,
-                "tool_calls": [_call(call) for call in calls],
-                "content": message.get("content") or "",
-            }
-        made.append(message)
-    return made
-
-
-def _call(call: Any) -> Any:
-    call = _without_nulls(call)
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping):
-        return call
-    return {**call, "function": {**function, "arguments": _from_json(function.get("arguments", {}))}}
+            message["content"] = message.get("content") or ""
+            functions = [call.get("function") for call in calls if isinstance(call, dict)]
+            for function in (one for one in functions if isinstance(one, dict)):
+                function["arguments"] = _from_json(function.get("arguments", {}))
+    return messages
 
 
 def _from_json(found: Any) -> Any:
@@ -182,32 +166,28 @@ def _rows(
     return rows
 
 
-def _join(pieces: Sequence[tuple[Sequence[int], bool]], eos_token_id: int | None) -> Demonstration:
-    """One row from tokenised pieces. What a template puts after the end token of a turn was not the assistant's."""
-    tokens, mask = array("i"), array("b")
+def _sample(
+    pieces: Sequence[tuple[list[int], bool]], eos_token_id: int | None, data: SFTDataConfig, where: str
+) -> list[Demonstration]:
+    """One row of tokenised pieces: at most `data.max_length` tokens, ending with one of the assistant; none if no such
+    token is left. What a template puts after the end token of a turn was not the assistant's."""
+    tokens, written = list[int](), list[bool]()
     for ids, own in pieces:
-        end = len(ids)
-        if own and eos_token_id is not None and eos_token_id in ids:
-            end -= list(reversed(ids)).index(eos_token_id)
-        tokens.extend(ids)
-        mask.extend([int(own)] * end + [0] * (len(ids) - end))
-    return Demonstration(tokens, mask, prompt_length=len(pieces[0][0]))
-
-
-def _cut(row: Demonstration, limit: int, truncation: str, where: str) -> Demonstration | None:
-    """At most `limit` tokens, ending with one of the assistant; None if none of them is left."""
-    kept = list(range(len(row.tokens)))
-    if len(kept) > limit:
-        if truncation == "error":
+        rest = ids[::-1].index(eos_token_id) if own and eos_token_id in ids else 0
+        tokens += ids
+        written += [own] * (len(ids) - rest) + [False] * rest
+    kept = list(range(len(tokens)))
+    if len(kept) > data.max_length:
+        if data.truncation == "error":
             raise UserError(
-                f"{where}: the sample has {len(kept)} tokens, data.max_length is {limit}: raise it, or set "
+                f"{where}: the sample has {len(kept)} tokens, data.max_length is {data.max_length}: raise it, or set "
                 "data.truncation=left|right|middle (cut such samples)"
             )
-        kept = truncated(kept, limit, truncation)
-    prompt = max(1, sum(i < row.prompt_length for i in kept))  # the first token has nothing that could predict it
-    while len(kept) > prompt and not row.loss_mask[kept[-1]]:
+        kept = truncated(kept, data.max_length, data.truncation)
+    prompt = max(1, sum(i < len(pieces[0][0]) for i in kept))  # the first token has nothing that could predict it
+    while len(kept) > prompt and not written[kept[-1]]:
         kept.pop()
-    if not any(row.loss_mask[i] for i in kept[prompt:]):
-        return None
-    mask = [0] * prompt + [row.loss_mask[i] for i in kept[prompt:]]
-    return Demonstration(array("i", [row.tokens[i] for i in kept]), array("b", mask), prompt)
+    if not any(written[i] for i in kept[prompt:]):
+        return []
+    mask = [0] * prompt + [int(written[i]) for i in kept[prompt:]]
+    return [Demonstration(array("i", [tokens[i] for i in kept]), array("b", mask), prompt)]

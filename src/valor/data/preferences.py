@@ -37,13 +37,13 @@ class Preference:
 
 
 class PreferenceDataset(Sequence[Preference]):
-    """Pairs in the given order, tokenised when the object is made. `num_cut`: texts that lost their beginning."""
+    """Pairs in the given order, tokenised when the object is made."""
 
     def __init__(self, pairs: Sequence[Preference], texts: RewardTexts, margin: float) -> None:
         self._pairs = list(pairs)
         self._margins = [margin if p.margin is None else p.margin for p in pairs]
         self._ids: list[tuple[array[int], array[int]]] = []
-        self.num_cut = 0
+        num_cut = 0
         for start in range(0, len(pairs), _ROWS_AT_ONCE):
             part = self._pairs[start : start + _ROWS_AT_ONCE]
             prompts, where = [pair.prompt for pair in part], f"{part[0].where} and following"
@@ -51,13 +51,11 @@ class PreferenceDataset(Sequence[Preference]):
             rejected = texts.encode(prompts, [pair.rejected for pair in part], where)
             for better, worse in zip(chosen, rejected, strict=True):
                 self._ids.append((array("i", better.ids), array("i", worse.ids)))
-                self.num_cut += better.is_cut + worse.is_cut
+                num_cut += better.is_cut + worse.is_cut
             report_progress(start + len(part), len(pairs))
-        if self.num_cut:
-            logger.warning(
-                "%d of %d texts are longer than %d tokens and lost their beginning",
-                self.num_cut, 2 * len(pairs), texts.max_length,
-            )  # fmt: skip
+        if num_cut:
+            said = "%d of %d texts are longer than %d tokens and lost their beginning"
+            logger.warning(said, num_cut, 2 * len(pairs), texts.max_length)
 
     def __len__(self) -> int:
         return len(self._pairs)

@@ -11,13 +11,10 @@ from typing import Any
 import click
 
 from valor.arguments import PATH, command, option
-from valor.data.build import Request, prepare
+from valor.data.build import SPLITS, Request, prepare
 from valor.data.files import Messages
-from valor.data.recipes import RECIPES, find_recipe
-from valor.data.recipes.convert import conversation
-from valor.data.recipes.gym import PREFIX
-from valor.data.recipes.recipe import QUESTION, Example, Recipe, Record, number, value
-from valor.data.sources import SPLITS
+from valor.data.recipes.catalogue import PREFIX, RECIPES, find_recipe
+from valor.data.recipes.records import QUESTION, Example, Recipe, Record, conversation, number, value
 from valor.errors import UserError
 
 _COLUMN_FLAGS = ("--prompt-column", "--answer-column", "--extra-columns")
@@ -26,13 +23,7 @@ _ROWS = click.IntRange(min=0)
 
 @command("data prepare", "valor data prepare gsm8k --out data/gsm8k", "data")
 @click.argument("name", required=False)
-@option(
-    "--out",
-    "--local_save_dir",
-    "--local_dir",
-    type=PATH,
-    help="Folder for the files (default ~/data/NAME).",
-)
+@option("--out", "--local_save_dir", "--local_dir", type=PATH, help="Folder for the files (default ~/data/NAME).")
 @option(
     "--local",
     "--local_dataset_path",

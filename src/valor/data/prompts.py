@@ -123,16 +123,10 @@ def rows_of_class(
 
     Messages may also be in `raw_prompt`, where verl's own class has them. UserError: the class or an item is no good.
     """
-    cls = load_object(f"{data.custom_cls.path}:{data.custom_cls.name}", "data.custom_cls.path")
     where = f"{data.custom_cls.path}:{data.custom_cls.name}"
+    cls = load_object(where, "data.custom_cls.path")
     try:
-        items = cls(
-            data_files=list(paths),
-            tokenizer=tokenizer,
-            processor=None,
-            config=data,
-            max_samples=limit,
-        )
+        items = cls(data_files=list(paths), tokenizer=tokenizer, processor=None, config=data, max_samples=limit)
         records = [dict(items[i]) for i in range(len(items))]
     except Exception as error:
         raise UserError(f"{where} fails ({type(error).__name__}: {error})") from error

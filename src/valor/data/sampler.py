@@ -47,8 +47,6 @@ class PromptSampler:
     def __init__(
         self, num_rows: int, batch_size: int, *, seed: int = 0, shuffle: bool = True, drop_last: bool = True
     ) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         if num_rows < (batch_size if drop_last else 1):
             raise UserError(
                 f"the training data has {num_rows} prompts, fewer than one batch of {batch_size}: "

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from valor.config.model import BackboneConfig
+from valor.config.engine import BackboneConfig
 from valor.data.batch import Batch
 from valor.engines.optim import global_norm
 from valor.errors import UserError

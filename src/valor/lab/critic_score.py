@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _start(config: CriticScoreConfig, command: str) -> int:
     from valor.lab.scorecard import scorecard
-    from valor.report.scorecard_page import main_numbers, render
+    from valor.report.lab_pages import main_numbers, scorecard_page
     from valor.tracking.rundir import write_atomically
 
     judged, branches = _measure(config)
@@ -47,7 +47,7 @@ def _start(config: CriticScoreConfig, command: str) -> int:
     }
     numbers, page = (Path(config.score.out, name) for name in SCORECARD_FILES)
     write_atomically(numbers, json.dumps(card, indent=1, allow_nan=False) + "\n")
-    write_atomically(page, render(card))
+    write_atomically(page, scorecard_page(card))
     say(f"{card['responses']} answers to {card['prompts']} prompts, {card['right']:.1%} right")
     for name, value, remark in main_numbers(card):
         say(f"{name}: {value} ({remark})")
@@ -62,8 +62,7 @@ def _measure(config: CriticScoreConfig) -> tuple[Judged, Branches | None]:
     from valor.collector.rollouts import correct, outcomes, rollout_records, same_prompt, write_rollouts
     from valor.controller.placement import resolve_pool
     from valor.controller.start import start_group
-    from valor.data.batch import Batch
-    from valor.data.episodes import Episodes
+    from valor.data.batch import Batch, Episodes
     from valor.lab.scorecard import Judged
     from valor.models.load import check_critic_tokenizer, load_policy_tokenizer
     from valor.tracking.progress import phase

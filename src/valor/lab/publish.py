@@ -17,9 +17,9 @@ from jinja2 import Template
 from valor.arguments import PATH, command, option
 from valor.config.tree import get_at
 from valor.errors import UserError
+from valor.report.lab_pages import main_numbers
 from valor.report.page import tiles_of
 from valor.report.run_data import read_run
-from valor.report.scorecard_page import main_numbers
 from valor.report.skeleton import model_name, short
 from valor.tracking.rundir import METRICS_FILE
 

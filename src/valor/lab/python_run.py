@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from valor.config import PPOConfig, SupervisedConfig, load
-from valor.config.settings import overrides
+from valor.config.command_line import overrides
 from valor.errors import Interrupted, UserError
 from valor.lab.given import Given, Row, files_of, given_bytes, given_model, given_rows, rows_of
 from valor.trainer.command import tell_notes

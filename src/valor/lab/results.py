@@ -12,9 +12,10 @@ from valor.config.describe import show
 from valor.errors import did_you_mean
 from valor.lab.statistics import bootstrap_interval, detectable_effect, holm, paired_t_p, sign_flip_p
 from valor.lab.sweep_plan import HEADLINE, Run, Sweep
-from valor.report.run_data import Series, evenly_spaced, read_metrics, rounded
-from valor.report.sweep_page import comparison, render
-from valor.tracking.console import format_number, format_seconds
+from valor.report.lab_pages import comparison, sweep_page
+from valor.report.run_data import Series, as_series, evenly_spaced, read_steps, rounded
+from valor.report.skeleton import short
+from valor.tracking.console import format_seconds
 from valor.tracking.rundir import METRICS_FILE, write_atomically
 from valor.trainer.validation import headline
 
@@ -42,7 +43,7 @@ def write_results(sweep: Sweep, errors: Mapping[str, str]) -> dict[str, Any]:
     results = compare(sweep, errors)
     write_atomically(sweep.out / "results.json", json.dumps(results, indent=1) + "\n")
     write_atomically(sweep.out / "table.md", table(results))
-    write_atomically(sweep.out / "report.html", render(results))
+    write_atomically(sweep.out / "report.html", sweep_page(results))
     return results
 
 
@@ -88,7 +89,7 @@ def summary(results: Mapping[str, Any], run: Run) -> str:
     if seed in arm["errors"]:
         return arm["errors"][seed]
     one = arm["finished"][seed]
-    return f"{format_number(one['last'])}, {format_seconds(one['seconds'])} of training"
+    return f"{short(one['last'])}, {format_seconds(one['seconds'])} of training"
 
 
 def _measure(run: Run, metric: str) -> dict[str, Any]:
@@ -96,7 +97,7 @@ def _measure(run: Run, metric: str) -> dict[str, Any]:
     path = run.folder / METRICS_FILE
     if not path.is_file():
         return {"error": f"it left no {METRICS_FILE}: trainer.logger must contain 'file'", "series": {}}
-    series, _ = read_metrics(path)
+    series, _ = as_series(read_steps(path))
     seconds = sum(sum(series[key].finite()) for key in _TIMES if key in series)
     if metric == HEADLINE:
         series[HEADLINE] = _headline(series)

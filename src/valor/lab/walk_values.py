@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from valor.algorithms.value_quality import against_truth
-from valor.config.model import CriticModelConfig, ModelConfig
+from valor.config.engine import CriticModelConfig, ModelConfig
 from valor.data.batch import Batch
 from valor.data.prompts import render, token_ids
 from valor.data.reward_texts import text_rows

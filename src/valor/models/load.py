@@ -22,7 +22,7 @@ from transformers import (
 from transformers.dynamic_module_utils import init_hf_modules
 
 from valor.config import PPOConfig
-from valor.config.model import BackboneConfig, CriticModelConfig, ModelConfig
+from valor.config.engine import BackboneConfig, CriticModelConfig, ModelConfig
 from valor.errors import UserError
 from valor.models.hf import disable_dropout_in_config, quiet_transformers
 from valor.models.lora import add_adapters

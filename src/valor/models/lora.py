@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from valor.config.model import BackboneConfig
+from valor.config.engine import BackboneConfig
 from valor.errors import UserError
 from valor.models.value import HEAD_NAMES
 

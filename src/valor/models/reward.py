@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from valor.config.model import BackboneConfig, CriticModelConfig
+from valor.config.engine import BackboneConfig, CriticModelConfig
 from valor.config.reward import RewardModelConfig
 from valor.errors import UserError
 from valor.models.hf import input_device

@@ -82,11 +82,6 @@ def read_steps(path: Path) -> dict[int, dict[str, Any]]:
     return dict(sorted(merged.items()))
 
 
-def read_metrics(path: Path) -> tuple[dict[str, Series], dict[str, list[StepHistogram]]]:
-    """Each metric of metrics.jsonl as a series, and each histogram by step."""
-    return as_series(read_steps(path))
-
-
 def as_series(steps: Mapping[int, Mapping[str, Any]]) -> tuple[dict[str, Series], dict[str, list[StepHistogram]]]:
     """The metrics of each step as a series for each metric, and the histograms."""
     metrics: dict[str, Series] = {}

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from valor.config.model import ModelConfig
+from valor.config.engine import ModelConfig
 from valor.config.ppo import PPOConfig
 from valor.config.rollout import RolloutConfig
 from valor.rollout.base import RolloutEngine

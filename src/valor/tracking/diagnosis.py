@@ -5,7 +5,7 @@ speaks where learning is in danger, and is silent about what merely differs from
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import fmean, median, variance
 from typing import Any
@@ -251,16 +251,5 @@ def clip_fraction(run: Diagnosis) -> Said | None:
     )
 
 
-RULES: Sequence[Callable[[Diagnosis], Said | None]] = (
-    not_finite,
-    out_of_memory,
-    rollout_mismatch,
-    constant_reward,
-    groups_without_signal,
-    flat_reward,
-    critic_does_not_learn,
-    entropy,
-    lengths,
-    policy_runs_away,
-    clip_fraction,
-)
+RULES: list[Callable[[Diagnosis], Said | None]] = [not_finite, out_of_memory, rollout_mismatch, constant_reward]
+RULES += [groups_without_signal, flat_reward, critic_does_not_learn, entropy, lengths, policy_runs_away, clip_fraction]

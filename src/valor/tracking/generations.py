@@ -20,7 +20,7 @@ class Sample:
     """One prompt and one response; per-token lists have one entry per token of `tokens`, None where not measured.
 
     `tokens` joined is the response's text (see `token_strings`). `mask` is 0 on tokens that the policy did not
-    write (tool observations). ValueError if a list has another length.
+    write (tool observations).
 
     Of an episode also `turns` (number of each token's turn from 1; 0 on what the policy was told), and `episode`: its
     `calls`, `turn_rewards`, `outcome`, `error` (why it could not be played), and `rows` (of each row after the first
@@ -42,12 +42,6 @@ class Sample:
     log_probs: Sequence[float | None] | None = None
     reward_info: dict[str, Any] = field(default_factory=dict)
     episode: dict[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("mask", "turns", *_MEASURED):
-            numbers = getattr(self, name)
-            if numbers is not None and len(numbers) != len(self.tokens):
-                raise ValueError(f"{name} has {len(numbers)} entries for {len(self.tokens)} tokens")
 
 
 def write_samples(run_dir: Path, step: int, samples: Iterable[Sample], *, split: Split = "train") -> Path:

@@ -111,7 +111,13 @@ def rewind(run_dir: Path, step: int | None) -> None:
     if step is None:
         names = (METRICS_FILE, SAMPLES_DIR, TENSORBOARD_DIR, ROLLBACKS_FILE)
         later += [run_dir / name for name in names if (run_dir / name).exists()]
-    _set_aside(run_dir, later)
+    if later:
+        earlier = run_dir / "previous"
+        numbers = [int(path.name) for path in earlier.glob("*") if path.name.isdigit()]
+        place = earlier / str(1 + max(numbers, default=0))
+        place.mkdir(parents=True)
+        for path in later:
+            path.rename(place / path.name)
     if step is None:
         return
     metrics = run_dir / METRICS_FILE
@@ -178,16 +184,6 @@ def _acquire(path: Path, say: Callable[[str], None]) -> int:
     os.ftruncate(handle, 0)
     os.write(handle, f"process {os.getpid()} on {socket.gethostname()}".encode())
     return handle
-
-
-def _set_aside(run_dir: Path, found: list[Path]) -> None:
-    if not found:
-        return
-    earlier = run_dir / "previous"
-    place = earlier / str(1 + max((int(path.name) for path in earlier.glob("*") if path.name.isdigit()), default=0))
-    place.mkdir(parents=True)
-    for path in found:
-        path.rename(place / path.name)
 
 
 def _step_of_line(line: bytes) -> int | None:

@@ -15,8 +15,7 @@ from valor.algorithms.turns import Turns
 from valor.collector.inputs import RunInputs
 from valor.collector.rollouts import correct
 from valor.config import AlgorithmConfig, PFPPOConfig, PPOConfig
-from valor.data.batch import Batch
-from valor.data.episodes import Episodes
+from valor.data.batch import Batch, Episodes
 from valor.data.sampler import keyed_generator
 from valor.errors import UserError
 from valor.rewards.worker import Sample

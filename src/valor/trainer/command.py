@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from valor.config import LoadedConfig, Section, load
 from valor.errors import UserError, exit_code
-from valor.tracking.progress_console import show_progress
+from valor.tracking.console import show_progress
 
 if TYPE_CHECKING:
     from valor.trainer.run import Run

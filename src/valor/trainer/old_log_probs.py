@@ -15,8 +15,7 @@ from torch import Tensor
 
 from valor import algorithms
 from valor.config import PPOConfig, RolloutCorrectionConfig
-from valor.data.batch import Batch
-from valor.data.episodes import Episodes
+from valor.data.batch import Batch, Episodes
 
 WEIGHTS = "rollout_is_weights"
 

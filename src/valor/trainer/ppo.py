@@ -20,8 +20,7 @@ from valor.config import PPOConfig
 from valor.controller.group import Pools
 from valor.controller.placement import Placement
 from valor.controller.start import start_pools
-from valor.data.batch import Batch
-from valor.data.episodes import Episodes
+from valor.data.batch import Batch, Episodes
 from valor.data.prompts import PromptDataset
 from valor.tracking.metrics import Timer
 from valor.tracking.progress import phase

@@ -23,8 +23,7 @@ from valor.controller.group import Roles
 from valor.controller.placement import ResourcePool
 from valor.controller.start import start_group
 from valor.data.balance import grouped
-from valor.data.batch import Batch
-from valor.data.episodes import Episodes
+from valor.data.batch import Batch, Episodes
 from valor.data.sampler import PromptSampler, shuffled
 from valor.errors import UserError
 from valor.models.load import check_critic_tokenizer, load_policy_tokenizer

@@ -13,15 +13,13 @@ from typing import Any
 from valor.collector.rollouts import rollout_records, write_rollouts
 from valor.config import PPOConfig, SupervisedConfig, dump_yaml
 from valor.config.tree import flatten
-from valor.data.batch import Batch
-from valor.data.episodes import Episodes
-from valor.report import build_report
+from valor.data.batch import Batch, Episodes
+from valor.report.page import build_report
 from valor.report.run_data import read_steps
-from valor.tracking.console import say
+from valor.tracking.console import say, show_progress
 from valor.tracking.diagnosis import Diagnosis
 from valor.tracking.generations import Sample, Split, token_strings, write_samples
 from valor.tracking.loggers import RunInfo, Tracker
-from valor.tracking.progress_console import show_progress
 from valor.tracking.rundir import METRICS_FILE, write_atomically, write_run_info
 from valor.trainer.changes import digests_of, settings_of
 from valor.trainer.checkpoints import CheckpointStore

@@ -11,8 +11,7 @@ from torch import Tensor
 from valor import algorithms
 from valor.config import PPOConfig
 from valor.controller.group import Roles
-from valor.data.batch import Batch
-from valor.data.episodes import Episodes
+from valor.data.batch import Batch, Episodes
 from valor.data.sampler import shuffled
 from valor.errors import StepRefused
 from valor.models.rows import ROW_FIELDS

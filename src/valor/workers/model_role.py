@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from valor.config.model import BackboneConfig
+from valor.config.engine import BackboneConfig
 from valor.data.batch import Batch
 from valor.engines.base import TrainingEngine
 from valor.engines.checkpoint import MODEL_CONFIG_DIR

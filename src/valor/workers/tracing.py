@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from valor.config.profiler import ProfilerConfig
+from valor.config.engine import ProfilerConfig
 
 
 @dataclass

@@ -17,7 +17,7 @@ from valor.agents.mcp_tools import mcp_tools
 from valor.agents.tool_files import load_sources
 from valor.agents.tool_sources import function_source
 from valor.agents.tools import ToolResult, Toolset, name_of
-from valor.config.agent import MultiTurnConfig
+from valor.config.rollout import MultiTurnConfig
 from valor.errors import UserError
 
 SERVER = Path(__file__).parents[2] / "mcp_server.py"

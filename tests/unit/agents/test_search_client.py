@@ -27,7 +27,7 @@ from valor.agents.search.client import (
 from valor.agents.search.tool import SearchTool
 from valor.agents.tool_files import load_sources
 from valor.agents.tools import ToolResult, Toolset
-from valor.config.agent import MultiTurnConfig
+from valor.config.rollout import MultiTurnConfig
 from valor.errors import UserError
 
 PARIS = {"document": {"contents": '"Paris"\nThe capital\nof France.'}, "score": 2.5}

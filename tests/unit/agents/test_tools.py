@@ -11,7 +11,7 @@ from valor.agents.formats import BadCall, ToolCall
 from valor.agents.tool_runner import ToolRunner
 from valor.agents.tool_sources import environment_source, function_source
 from valor.agents.tools import ToolResult, Toolset
-from valor.config.agent import MultiTurnConfig
+from valor.config.rollout import MultiTurnConfig
 from valor.errors import TrainingStopped, UserError
 
 

@@ -12,7 +12,7 @@ from valor.agents.formats import ToolCall
 from valor.agents.tool_files import load_sources
 from valor.agents.tools import Toolset
 from valor.agents.verl_tools import BaseTool, OpenAIFunctionToolSchema, ToolResponse, base_tool_source
-from valor.config.agent import MultiTurnConfig
+from valor.config.rollout import MultiTurnConfig
 from valor.errors import UserError
 
 SCHEMA = OpenAIFunctionToolSchema.model_validate(

@@ -13,7 +13,7 @@ from valor.config import (
     inert_settings,
     load,
 )
-from valor.config.rules import conditions
+from valor.config.loading import conditions
 from valor.config.tree import absolute, plain_keys, schema
 
 ROOTS = [PPOConfig, CriticPretrainConfig, CriticScoreConfig, SFTConfig, RMConfig]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from valor.config import PPOConfig, SFTConfig, load
-from valor.config.settings import overrides
+from valor.config.command_line import overrides
 from valor.errors import UserError
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from valor.data.files import read_rows
 from valor.data.prepare import main, script
-from valor.data.recipes import RECIPES
+from valor.data.recipes.catalogue import RECIPES
 from valor.errors import UserError
 from valor.rewards import compute_score
 from valor.rewards.registry import has_grader

@@ -13,8 +13,8 @@ import pytest
 
 from valor.data.build import Request, prepare
 from valor.data.files import DataRow, read_rows
-from valor.data.recipes import RECIPES, find_recipe
-from valor.data.recipes.convert import last_boxed
+from valor.data.recipes.catalogue import RECIPES, find_recipe
+from valor.data.recipes.records import last_boxed
 from valor.errors import UserError
 from valor.rewards import compute_score
 
@@ -214,7 +214,7 @@ def test_search_rows_have_search_r1_s_words_and_verl_s_columns(tmp_path: Path) -
     assert lines[1:] == ["train: 1 records without a usable answer were left out"]
     first, second = rows(tmp_path / "train.parquet")
     words = first["prompt"][0]["content"]
-    # Of the script that is named in recipes/hub.py, with this question.
+    # Of the script that is named in recipes/catalogue.py, with this question.
     assert (
         hashlib.sha256(words.encode()).hexdigest() == "7f3b0998f4e30a26289277eb0af565a12c6a788a83e4bbde88d2504eb2496508"
     )

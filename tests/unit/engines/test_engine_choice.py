@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from valor.config import ActorConfig
-from valor.config.model import BackboneConfig
+from valor.config.engine import BackboneConfig
 from valor.engines.registry import TRAINING_ENGINES
 from valor.errors import UserError
 

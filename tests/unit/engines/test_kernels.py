@@ -7,7 +7,7 @@ import torch
 from tiny_engine import CPU, loss_fn, ragged_batch, tiny_policy
 
 from valor.config.actor import ActorConfig
-from valor.config.model import ModelConfig
+from valor.config.engine import ModelConfig
 from valor.engines.fsdp.engine import build_fsdp
 from valor.errors import UserError
 from valor.models.policy import PolicyModel

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB, build_hf
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from valor.config.model import CriticModelConfig, ModelConfig
+from valor.config.engine import CriticModelConfig, ModelConfig
 from valor.errors import UserError
 from valor.models.export import export_hf, published_weights
 from valor.models.load import load_policy, load_value_model

@@ -9,7 +9,7 @@ from tiny_models import build_hf
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from valor.config.model import ModelConfig
+from valor.config.engine import ModelConfig
 from valor.errors import UserError
 from valor.models.load import load_policy, load_tokenizer
 

@@ -5,7 +5,7 @@ import torch
 from tiny_models import build_hf, sequences
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from valor.config.model import CriticModelConfig
+from valor.config.engine import CriticModelConfig
 from valor.errors import UserError
 from valor.models.export import export_hf
 from valor.models.load import load_value_model

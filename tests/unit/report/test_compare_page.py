@@ -9,7 +9,7 @@ from synthetic_run import make_run
 
 from valor.cli import main
 from valor.errors import UserError
-from valor.report import build_comparison
+from valor.report.page import build_comparison
 
 
 @pytest.fixture(scope="module")

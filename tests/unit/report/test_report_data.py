@@ -6,7 +6,7 @@ import pytest
 
 from valor.errors import UserError
 from valor.report.pictures import panel_specs, timing_spec
-from valor.report.run_data import Series, evenly_spaced, read_metrics, read_run, read_samples, thin
+from valor.report.run_data import Series, as_series, evenly_spaced, read_run, read_samples, read_steps, thin
 from valor.tracking.generations import Sample, write_samples
 
 
@@ -24,7 +24,7 @@ def test_lines_of_one_step_are_merged_and_an_unfinished_one_is_left_out(tmp_path
         {"step": 1, "loss": 0.25},
         tail='{"step": 3, "loss": 0.',
     )
-    assert read_metrics(path)[0] == {
+    assert as_series(read_steps(path))[0] == {
         "loss": Series([1, 2], [0.25, None]),
         "val-core/x/acc/mean@1": Series([1, 2], [0.1, 0.3]),
     }
@@ -38,7 +38,7 @@ def test_damage_in_the_middle_is_reported(tmp_path, line, message):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n' + line + '{"step": 3}\n')
     with pytest.raises(UserError, match=message):
-        read_metrics(path)
+        as_series(read_steps(path))
 
 
 def test_a_folder_without_metrics_is_a_user_error(tmp_path):

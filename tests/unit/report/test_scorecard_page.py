@@ -7,7 +7,7 @@ import torch
 from chromium import BROWSER
 
 from valor.lab.scorecard import Branches, Judged, scorecard
-from valor.report.scorecard_page import render
+from valor.report.lab_pages import scorecard_page
 
 HOSTILE = "</script><script>window.hacked = true</script>"
 
@@ -34,10 +34,10 @@ def card(*, branches: bool = True, all_right: bool = False) -> dict:
 
 def test_the_page_has_the_numbers_and_leaves_out_what_there_is_not():
     full, bare = card(), card(branches=False, all_right=True)
-    page = render(full)
+    page = scorecard_page(full)
     assert f"{full['auc']['value']:.3f}" in page and HOSTILE not in page
     assert 'id="plot-turns"' in page and 'id="plot-scatter"' in page
-    page = render(bare)
+    page = scorecard_page(bare)
     assert ">none</b>" in page and 'id="plot-scatter"' not in page
     json.dumps(full, allow_nan=False)
 
@@ -51,7 +51,7 @@ def test_the_page_has_the_numbers_and_leaves_out_what_there_is_not():
 )
 def test_a_browser_draws_it(browse, tmp_path, width, phone, dark, bare):
     file = tmp_path / "scorecard.html"
-    file.write_text(render(card(branches=not bare, all_right=bare)), encoding="utf-8")
+    file.write_text(scorecard_page(card(branches=not bare, all_right=bare)), encoding="utf-8")
     with browse(width=width, height=844, phone=phone, dark=dark) as page:
         page.open(file)
         page.wait_for("document.documentElement.dataset.ready === 'yes'")

@@ -3,7 +3,7 @@
 import pytest
 from chromium import BROWSER
 
-from valor.report.sweep_page import comparison, render
+from valor.report.lab_pages import comparison, sweep_page
 
 HOSTILE = "</script><img src=x onerror=hacked=1>"
 
@@ -58,14 +58,14 @@ def results(arms: int = 14) -> dict:
 
 
 def test_the_page_is_complete_and_closed():
-    page = render(results())
+    page = sweep_page(results())
     assert page.count("</script>") == 3 and "<img" not in page
     assert "default-src 'none'" in page and 'src="http' not in page
     assert "critic.model.path" in page and "stage1/huggingface/critic" in page
     assert len(page) < 3_000_000
     heads, rows = comparison(results())
     assert len(rows) == 14 and all(len(row) == len(heads) for row in rows)
-    assert render(results()) == page
+    assert sweep_page(results()) == page
 
 
 @pytest.mark.slow
@@ -75,7 +75,7 @@ def test_the_page_is_complete_and_closed():
 )
 def test_the_page_opens(browse, tmp_path, width, phone, dark):
     path = tmp_path / "sweep.html"
-    path.write_text(render(results()), encoding="utf-8")
+    path.write_text(sweep_page(results()), encoding="utf-8")
     with browse(width=width, height=844, phone=phone, dark=dark) as page:
         page.open(path)
         page.wait_for("document.documentElement.dataset.ready === 'yes'")

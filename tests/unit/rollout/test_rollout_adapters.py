@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from valor.config.model import ModelConfig
+from valor.config.engine import ModelConfig
 from valor.data.batch import pad_rows
 from valor.models.load import load_policy
 from valor.rollout.base import Request, SamplingParams

@@ -4,7 +4,6 @@ import json
 import math
 
 import numpy as np
-import pytest
 
 from valor.tracking.generations import Sample, token_strings, write_samples
 
@@ -39,11 +38,6 @@ def test_a_second_write_of_a_step_replaces_the_first(tmp_path):
     path = write_samples(tmp_path, 1, [Sample("c", ["d"], 1.0)])
     assert len(path.read_text().splitlines()) == 1
     assert write_samples(tmp_path, 1, [], split="val").name == "val_step_1.jsonl"
-
-
-def test_lists_must_match_the_tokens():
-    with pytest.raises(ValueError, match="values has 1 entries for 2 tokens"):
-        Sample("p", ["a", "b"], 0.0, values=[1.0])
 
 
 def bytes_decoder(pieces: list[bytes]):

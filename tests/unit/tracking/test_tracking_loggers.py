@@ -17,7 +17,7 @@ import torch
 
 from valor.errors import UserError
 from valor.tracking import loggers
-from valor.tracking.console import format_number, format_seconds, summary_line
+from valor.tracking.console import format_seconds, summary_line
 from valor.tracking.loggers import ENTRY_POINTS, Logger, RunInfo, Tracker, find_logger
 from valor.tracking.metrics import Histogram, histogram
 from valor.tracking.rundir import read_run_info, rewind, samples_file, write_run_info
@@ -304,19 +304,3 @@ def test_console_prints_one_line(tmp_path, capsys):
 )
 def test_durations(seconds, text):
     assert format_seconds(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0"),
-        (1240.4, "1,240"),
-        (12, "12"),
-        (0.53125, "0.5312"),
-        (1.23e-6, "1.2e-06"),
-        (-2.5, "-2.5"),
-        (math.nan, "nan"),
-    ],
-)
-def test_numbers(value, text):
-    assert format_number(value) == text

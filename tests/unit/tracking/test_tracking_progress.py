@@ -10,9 +10,8 @@ from rich.console import Console
 from rich.progress import Progress as RichProgress
 
 from valor.tracking import progress
-from valor.tracking.console import get_console
+from valor.tracking.console import PhaseView, format_pace, get_console, show_progress
 from valor.tracking.progress import Latest, Progress, part, phase, relay, report_progress, report_tokens
-from valor.tracking.progress_console import PhaseView, format_pace, show_progress
 
 
 @pytest.fixture
@@ -215,7 +214,7 @@ def test_plain_lines_tell_of_a_phase_when_it_begins_and_every_ten_seconds():
 
 def test_no_control_characters_where_stdout_is_no_terminal(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setattr("valor.tracking.progress_console.PLAIN_EVERY", 0.0)
+    monkeypatch.setattr("valor.tracking.console.PLAIN_EVERY", 0.0)
     get_console.cache_clear()
     with show_progress(), phase("rollout", 2, unit="sample"):
         report_progress(1)

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from valor import algorithms
 from valor.config import AlgorithmConfig, PFPPOConfig, PPOConfig, RolloutCorrectionConfig, load
-from valor.data.batch import Batch, pad_rows
-from valor.data.episodes import Episodes
+from valor.data.batch import Batch, Episodes, pad_rows
 from valor.errors import StepRefused
 from valor.trainer.advantage import RewardShaping, compute_advantages, resample, rows_to_train_on
 from valor.trainer.old_log_probs import corrected

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from valor.config.engine import FSDPConfig, OptimConfig
-from valor.config.model import BackboneConfig
+from valor.config.engine import BackboneConfig, FSDPConfig, OptimConfig
 from valor.data.batch import Batch
 from valor.engines import checkpoint
 from valor.engines.base import Limit, LossFn

@@ -20,8 +20,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from valor.config.engine import MegatronConfig, OptimConfig
-from valor.config.model import BackboneConfig
+from valor.config.engine import BackboneConfig, MegatronConfig, OptimConfig
 from valor.data.batch import Batch
 from valor.engines.base import Limit, LossFn
 from valor.engines.core import EngineCore, collect, deterministic_backward, rows_of

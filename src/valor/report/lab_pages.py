@@ -1,14 +1,18 @@
-"""The page of a sweep: arms compared in a table and pictures, how they learn, and in what they differ."""
+"""The pages of the lab.
+
+Of a sweep: arms compared in a table and pictures, how they learn, and in what they differ. Of a critic's scorecard:
+does it tell right from wrong, is it calibrated, and where in a response.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from valor.report.pictures import Table, curves_table
-from valor.report.skeleton import render_page, short
+from valor.report.skeleton import model_name, render_page, short
 from valor.tracking.console import format_seconds
 
 
-def render(results: Mapping[str, Any]) -> str:
+def sweep_page(results: Mapping[str, Any]) -> str:
     """The page's text, from the content of a sweep's results.json."""
     arms = results["arms"]
     finished = [one for arm in arms for one in arm["finished"].values()]
@@ -68,3 +72,49 @@ def _number(value: float | None, sign: str = "") -> str:
 def _interval(estimate: Mapping[str, Any], sign: str = "") -> str:
     low, high = _number(estimate.get("low"), sign), _number(estimate.get("high"), sign)
     return f"{low} to {high}" if low else ""
+
+
+def scorecard_page(card: Mapping[str, Any]) -> str:
+    """The page's text, from the content of scorecard.json."""
+    name = model_name(str(card["critic"]))
+    sections = {"outcome": "Right or wrong?", "along": "Along the response"}
+    if len(card["turns"]) > 1:
+        sections["turns"] = "By turn"
+    if card["monte_carlo"]:
+        sections["branches"] = "Against branch rollouts"
+    return render_page(
+        "scorecard",
+        card,
+        title=f"{name}, scorecard",
+        eyebrow="Valor · critic scorecard",
+        heading=name,
+        facts=[
+            f"{card['responses']} answers to {card['prompts']} prompts, {card['right']:.1%} right",
+            f"policy {model_name(str(card['policy']))} at temperature {card['temperature']:g}",
+            f"gamma {card['gamma']:g}",
+            f"seed {card['seed']}",
+        ],
+        command=str(card["command"]),
+        tiles=main_numbers(card),
+        sections=sections,
+        card=card,
+    )
+
+
+def main_numbers(card: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """(name, value, remark) of what a reader wants first, as texts."""
+    area = card["auc"]
+    yield "AUC", short(area["value"]), f"95 % {short(area['low'])} to {short(area['high'])}; chance 0.5"
+    yield "Explained variance", short(card["explained_variance"]), "of the returns of all policy tokens"
+    ece = card["calibration"]
+    yield "Calibration error", short(ece["last"]["ece"]), f"at the last token; {short(ece['all']['ece'])} along the way"
+    if found := card.get("distribution"):
+        error = f"of its mean {short(found['abs_error'])}; of P(return <= c) off by {short(found['calibration_error'])}"
+        yield "CRPS of the distribution", short(found["crps"]), error
+    if found := card["monte_carlo"]:
+        order = found["agreement"]
+        ceiling = f"noise of {found['branches']} branches leaves room for {short(found['noise_ceiling'])}"
+        yield "Correlation with branches", short(found["correlation"]), ceiling
+        p = "" if order["p"] is None else f", p {order['p']:.2g}"
+        interval = f"95 % {short(order['low'])} to {short(order['high'])}; chance 0.5{p}"
+        yield "Order of states right", short(order["mean"]), interval
