@@ -47,7 +47,7 @@ def runs(overrides, tmp_path_factory) -> Path:
     root, here = tmp_path_factory.mktemp("megatron_runs"), Path(__file__).parent
     judge = {"enable": "true", "model_path": make_classifier(root / "judge", num_key_value_heads=2), "rule_weight": 1}
     short = [*SHORT, *(f"reward.reward_model.{name}={value}" for name, value in judge.items())]
-    assert main(overrides(root / "fsdp2", *short)) == 0
+    assert main(overrides(root / "fsdp2", *short, "reward.reward_model.fsdp_config.dtype=float32")) == 0
     commands = [overrides(root / name, *short, *MEGATRON, *layout) for name, layout in LAYOUTS.items()]
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(here), str(here.parent), *sys.path])}
     ended = subprocess.run(

@@ -174,7 +174,7 @@ def test_sleep_by_either_signature(kind, servers, tiny, group, monkeypatch):
 @pytest.mark.parametrize("way", ["distributed", "tensor"])
 def test_weights_that_are_not_in_files(way, servers, tiny, group, monkeypatch):
     """Two servers get them in several buckets; what did not arrive as it should is noticed, and then it goes on."""
-    monkeypatch.setattr(weights_module, "buckets", lambda *args: transfer.buckets(*args[:3], 20_000))
+    monkeypatch.setattr(weights_module, "buckets", lambda *args: transfer.buckets(*args[:3], 60_000))
     both = [servers.start("sglang") for _ in range(2)]
     engine = engine_of(*both, weight_updates=way)
     sync(engine, model := changed(tiny["model"], 1), 1)

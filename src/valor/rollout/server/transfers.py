@@ -18,9 +18,8 @@ from urllib.parse import urlsplit
 from uuid import uuid4
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, multiprocessing
-from torch.distributed import distributed_c10d
+from torch.distributed import PrefixStore, TCPStore, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 from torch.multiprocessing.reductions import reduce_tensor
 
 from valor.errors import TrainingStopped
@@ -72,9 +71,8 @@ async def _parts(post: Post) -> int:
     told = await post("server_info")
     if told.get("dp_size", 1) * told.get("pp_size", 1) > 1:
         raise TrainingStopped(
-            "a rollout server has replicas or pipeline stages, and weights are sent to one whole model: start one for "
-            "each replica, split the model by --tp-size alone, or set actor_rollout_ref.rollout.server.weight_updates="
-            "filesystem"
+            "a rollout server has replicas or pipeline stages, and weights are sent to one whole model: split it by "
+            "--tp-size alone, or set actor_rollout_ref.rollout.server.weight_updates=filesystem"
         )
     return told["tp_size"]
 
@@ -87,21 +85,14 @@ async def _group(post: Post, url: str, device: torch.device, seconds: float) -> 
         out.connect((parts.hostname, parts.port or 80))
         address = out.getsockname()[0]
     size, title, backend = await _parts(post) + 1, f"valor-{uuid4().hex}", "nccl" if device.type == "cuda" else "gloo"
-    store = dist.TCPStore(address, 0, size, is_master=True, timeout=MEETING, wait_for_workers=False)
+    store = TCPStore(address, 0, size, is_master=True, timeout=MEETING, wait_for_workers=False)
     where = {"master_address": address, "master_port": store.port, "rank_offset": 1, "world_size": size}
     found: list[Any] = []
 
     def join() -> None:
-        inside, timeout = dist.PrefixStore(title, store), timedelta(seconds=seconds)
-        group, _ = distributed_c10d._new_process_group_helper(
-            size,
-            0,
-            [],
-            backend,
-            inside,
-            group_name=title,
-            timeout=timeout,  # type: ignore[arg-type]
-        )
+        inside, timeout = PrefixStore(title, store), timedelta(seconds=seconds)
+        make: Any = distributed_c10d._new_process_group_helper  # the only one that takes a store
+        group, _ = make(size, 0, [], backend, inside, group_name=title, timeout=timeout)
         distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
         found.append(group)
 
@@ -114,7 +105,7 @@ async def _group(post: Post, url: str, device: torch.device, seconds: float) -> 
         with suppress(Exception):  # a server that is gone has left the group
             await post("destroy_weights_update_group", {"group_name": title}, leave=lambda: True)
         for group in found:
-            dist.destroy_process_group(group)
+            distributed_c10d.destroy_process_group(group)
 
 
 async def _while(answer: Awaitable[Any], work: Callable[[], None]) -> Any:
