@@ -57,8 +57,7 @@ class ServerConfig(Section):
     api_key_env: str = "OPENAI_API_KEY"
     """Environment variable that holds the key, if the server wants one."""
     weight_updates: Literal["filesystem", "distributed", "tensor", "none"] = "filesystem"
-    """Weights after every update: filesystem: read from files (vLLM, SGLang). SGLang alone: distributed: broadcast to
-    its own devices; tensor: memory of this machine, opened there. none: servers keep their own."""
+    """New weights go by filesystem (vLLM, SGLang), by a broadcast (distributed) or memory (tensor; SGLang), or not."""
     weights_dir: PathStr | None = key(None, ".weight_updates=filesystem")
     """Folder of these files, on a path that this machine and the server's share; null: the temporary directory."""
     timeout: PositiveFloat = 600.0

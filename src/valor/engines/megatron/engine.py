@@ -80,16 +80,16 @@ class MegatronEngine(EngineCore):
         super().__init__(module, optim, device, total_steps)
         if has_adapters(module.hf):
             raise UserError("strategy=megatron trains all weights: set model.lora_rank=0, or use strategy=fsdp2")
-        if not getattr(module, "packed", False) and megatron.sizes["tensor"] * megatron.sizes["context"] > 1:
-            raise UserError(
-                "megatron: tensor and context parallel ranks share packed rows out: leave model.use_remove_padding=true"
-            )
         self.data_parallel_rank = mpu.get_data_parallel_rank()
         self.data_parallel_size = mpu.get_data_parallel_world_size()
         self._megatron = megatron
         self._weight_memory, self._optimizer_memory = HostMemory(), HostMemory()
         recompute = optim is not None and any(getattr(m, "gradient_checkpointing", False) for m in module.modules())
         self._config = transformer_config(module.hf, megatron, recompute=recompute)
+        if not getattr(module, "packed", False) and megatron.sizes["tensor"] * megatron.sizes["context"] > 1:
+            raise UserError(
+                "megatron: tensor and context parallel ranks share packed rows out: leave model.use_remove_padding=true"
+            )
         is_policy = isinstance(module, PolicyModel)
         chunks = build_chunks(module.hf, self._config, head=None if is_policy else module.float32_modules()[0])
         self._faces = [Face(chunk, module.hf, shares_tokens=is_policy) for chunk in chunks]

@@ -58,7 +58,9 @@ def _check(config: PPOConfig) -> list[str]:
             way == "distributed" and config.trainer.device != "cpu" and (server.sleep or _starts(rollout))
         ),
         f"{_KEY}.server.weight_updates=tensor hands over memory of this machine, and a server is on another one: set "
-        "distributed, or filesystem": way == "tensor" and not all(map(_is_here, server.base_url)),
+        "distributed, or filesystem": (
+            way == "tensor" and (config.trainer.nnodes > 1 or not all(map(_is_here, server.base_url)))
+        ),
         f"{_KEY}.server.weight_updates=none: a server that is started here holds the model's own weights for ever: "
         f"start it by hand and set {_KEY}.server.base_url": _starts(rollout) and server.weight_updates == "none",
     }
