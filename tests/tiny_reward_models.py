@@ -71,14 +71,20 @@ def save(model: Any, tokenizer: Any, path: Path, seed: int) -> Path:
 
 
 def make_classifier(
-    path: Path, *, num_labels: int = 1, template: str | None = TEMPLATE, pad_token_id: int | None = 0, seed: int = 0
+    path: Path,
+    *,
+    num_labels: int = 1,
+    template: str | None = TEMPLATE,
+    pad_token_id: int | None = 0,
+    num_key_value_heads: int = 1,
+    seed: int = 0,
 ) -> Path:
     """A causal sequence classifier (Llama); `template` None: plain text."""
     tokenizer = character_tokenizer(template=template)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         max_position_embeddings=256,
-        num_key_value_heads=1,
+        num_key_value_heads=num_key_value_heads,
         num_labels=num_labels,
         pad_token_id=pad_token_id,
         **SIZE,

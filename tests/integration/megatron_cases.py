@@ -6,13 +6,16 @@ from typing import Any
 
 @dataclass
 class Case:
-    """A model in a layout on `world` ranks; `critic` in place of a policy. No layout is FSDP2."""
+    """A model in a layout on `world` ranks; `critic`, or a frozen `reward` model, in place of a policy. No layout is
+    FSDP2."""
 
     name: str
     world: int
     layout: dict[str, Any] | None
     model: str = "qwen2"
     critic: bool = False
+    reward: bool = False
+    dtype: str = "float32"
     packed: bool = True
     checkpointing: bool = False
     exact_kl: bool = False  # outputs and losses have the KL to a policy of another seed
@@ -37,6 +40,7 @@ ONE = [
     Case("one-padded", 1, sizes(), packed=False),
     Case("one-recompute", 1, sizes(), checkpointing=True),
     Case("one-critic", 1, sizes(), critic=True),
+    Case("one-reward", 1, sizes(), reward=True),
     Case("one-llama", 1, sizes(), "llama"),
     Case("one-qwen3", 1, sizes(), "qwen3"),
     Case("one-mixtral", 1, sizes(), "mixtral"),
@@ -47,9 +51,11 @@ TWO = [
     Case("tp2-kl", 2, sizes(2), exact_kl=True),
     Case("tp2-plain", 2, sizes(2, sequence_parallel=False)),
     Case("tp2-critic", 2, sizes(2), critic=True),
+    Case("tp2-reward", 2, sizes(2), reward=True),
     Case("tp2-qwen3", 2, sizes(2), "qwen3"),
     Case("pp2", 2, sizes(1, 2)),
     Case("pp2-critic", 2, sizes(1, 2), critic=True),
+    Case("pp2-reward", 2, sizes(1, 2), reward=True),
     Case("pp2-llama", 2, sizes(1, 2), "llama"),
     Case("pp2-virtual", 2, sizes(1, 2, virtual_pipeline_model_parallel_size=2), "deep"),
     Case("dp2", 2, sizes()),
@@ -63,10 +69,12 @@ TWO = [
 FOUR = [
     Case("tp2-pp2", 4, sizes(2, 2)),
     Case("tp2-pp2-critic", 4, sizes(2, 2), critic=True),
+    Case("tp2-pp2-reward", 4, sizes(2, 2), reward=True),
     Case("tp2-dp2", 4, sizes(2)),
     Case("tp2-cp2", 4, sizes(2, 1, 2)),
 ]
 CASES = ONE + TWO + FOUR
+ROUNDED = [Case("one-bf16", 1, sizes(), dtype="bfloat16"), Case("tp2-bf16", 2, sizes(2), dtype="bfloat16")]
 
 
 # A run that changes its engine and layout after every step, in the order of the worlds 1, 2, 4, 1.
@@ -89,7 +97,7 @@ LAST = [
 
 def base_of(case: Case) -> Case:
     """FSDP2 on one process, for the same model."""
-    name = f"fsdp-{case.model}-{case.critic}-{case.packed}-{case.exact_kl}"
+    name = f"fsdp-{case.model}-{case.critic}-{case.reward}-{case.packed}-{case.exact_kl}-{case.dtype}"
     return replace(case, name=name, world=1, layout=None, checkpointing=False)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import (
     LlamaConfig,
     MixtralConfig,
     Qwen2Config,
+    Qwen2ForSequenceClassification,
     Qwen2ForTokenClassification,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -31,6 +33,7 @@ from valor.engines.fsdp.engine import FSDPEngine
 from valor.engines.megatron.engine import MegatronEngine
 from valor.engines.megatron.layout import make_groups
 from valor.models.policy import PolicyModel
+from valor.models.reward import RewardModel
 from valor.models.value import ValueModel
 
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_hidden_layers": 2}
@@ -53,18 +56,26 @@ def build(case: Case, seed: int = 0) -> Any:
         config.num_labels = 1
         hf: Any = Qwen2ForTokenClassification(config)
         torch.nn.init.normal_(hf.score.weight)
+    elif case.reward:
+        config.num_labels = 3
+        hf = Qwen2ForSequenceClassification(config)
+        torch.nn.init.normal_(hf.score.weight)
     else:
         hf = AutoModelForCausalLM.from_config(config)
+    if case.dtype == "bfloat16":
+        hf.bfloat16()  # both engines begin with weights that it can say
+    if case.layout is None:
+        hf.float()
     if case.checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
-    kind = ValueModel if case.critic else PolicyModel
+    kind = ValueModel if case.critic else partial(RewardModel, label=1) if case.reward else PolicyModel
     module = kind(hf, packed=case.packed, shared=case.packed)
-    optim = OptimConfig(lr=1e-2, clip_grad=0.5)
+    optim = None if case.reward else OptimConfig(lr=1e-2, clip_grad=0.5)
     if case.layout is None:
-        return FSDPEngine(module, fsdp=FSDPConfig(dtype="float32"), optim=optim, device=CPU, total_steps=9)
+        return FSDPEngine(module, fsdp=FSDPConfig(dtype=case.dtype), optim=optim, device=CPU, total_steps=9)
     if parallel_state.is_initialized() and not seed:  # an earlier case's
         parallel_state.destroy_model_parallel()
-    megatron = MegatronConfig(dtype="float32", **case.layout)
+    megatron = MegatronConfig(dtype=case.dtype, **case.layout)
     make_groups(megatron, CPU)
     return MegatronEngine(module, megatron=megatron, optim=optim, device=CPU, total_steps=9)
 
@@ -99,15 +110,17 @@ def run_case(case: Case, out: Path) -> None:
     engine = build(case)
     rows = rows_of(engine)
     share = whole_batch().take(rows)
-    evaluated = {} if case.critic else {"temperature": 0.8, "with_entropy": True, "with_sum_pi_squared": True}
+    evaluated = (
+        {} if case.critic or case.reward else {"temperature": 0.8, "with_entropy": True, "with_sum_pi_squared": True}
+    )
     weights = {"start": engine.state_dict()}
     with build(case, seed=1).reference() if case.exact_kl else nullcontext() as reference:
         if reference is not None:
             evaluated["reference"] = reference
         outputs = engine.forward(share, max_tokens=45, **evaluated)
-        steps = [step(engine, case, share, reference) for _ in range(3)]
+        steps = [] if case.reward else [step(engine, case, share, reference) for _ in range(3)]
         weights["end"] = engine.state_dict()
-        if case.layout is None:
+        if case.layout is None and not case.reward:
             steps += [step(engine, case, share, reference) for _ in range(2)]
     rank = dist.get_rank()
     save_file({name: value.contiguous() for name, value in outputs.items()}, out / f"{case.name}.{rank}.outputs")

@@ -1,4 +1,5 @@
-"""`valor ppo` with strategy=megatron, actor and critic, on four and on two processes: the numbers of FSDP2 on one."""
+"""`valor ppo` with strategy=megatron for actor, critic and reward model, on four and on two processes: the numbers of
+FSDP2 on one."""
 
 import json
 import os
@@ -11,6 +12,7 @@ import pytest
 import torch
 from runs import read_metrics, weights
 
+from tiny_reward_models import make_classifier
 from valor.trainer.main_ppo import main
 
 if find_spec("megatron") is None:
@@ -25,6 +27,7 @@ MEGATRON = [
     f"{ACTOR}.dtype=float32",
     "actor_rollout_ref.model.external_lib=megatron_on_cpu",
     "critic.model.external_lib=megatron_on_cpu",
+    "reward.reward_model.strategy=megatron",
 ]
 LAYOUTS = {
     "tp2-pp2": [
@@ -42,8 +45,10 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def runs(overrides, tmp_path_factory) -> Path:
     root, here = tmp_path_factory.mktemp("megatron_runs"), Path(__file__).parent
-    assert main(overrides(root / "fsdp2", *SHORT)) == 0
-    commands = [overrides(root / name, *SHORT, *MEGATRON, *layout) for name, layout in LAYOUTS.items()]
+    judge = {"enable": "true", "model_path": make_classifier(root / "judge", num_key_value_heads=2), "rule_weight": 1}
+    short = [*SHORT, *(f"reward.reward_model.{name}={value}" for name, value in judge.items())]
+    assert main(overrides(root / "fsdp2", *short, "reward.reward_model.fsdp_config.dtype=float32")) == 0
+    commands = [overrides(root / name, *short, *MEGATRON, *layout) for name, layout in LAYOUTS.items()]
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(here), str(here.parent), *sys.path])}
     ended = subprocess.run(
         [sys.executable, "-W", "ignore", here / "megatron_runs.py", json.dumps(commands)],

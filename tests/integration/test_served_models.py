@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,10 @@ from valor.engines.distributed import destroy_process_group, init_process_group
 from valor.errors import TrainingStopped, WorkersReplaced
 from valor.models.export import published_weights
 from valor.models.policy import PolicyModel
+from valor.rollout import transfer
 from valor.rollout.base import Abort, Output, Request, SamplingParams
 from valor.rollout.server import connection as connection_module
+from valor.rollout.server import weights as weights_module
 from valor.rollout.server.engine import ServerEngine
 from valor.trainer.main_ppo import main
 
@@ -51,15 +54,23 @@ def asks(*servers: Served, name: str = "sglang") -> list[str]:
 STEPS = ["trainer.total_training_steps=2"]
 
 
-@pytest.mark.parametrize("sleep", [False, True])
-def test_a_run_with_sglang(sleep, servers, overrides, tmp_path):
+@pytest.mark.parametrize(
+    ("sleep", "way", "path"),
+    [
+        (False, "distributed", "/update_weights_from_distributed"),
+        (True, "tensor", "/update_weights_from_tensor"),
+        (True, "filesystem", "/update_weights_from_disk"),
+    ],
+)
+def test_a_run_with_sglang(sleep, way, path, servers, overrides, tmp_path):
     server = servers.start("sglang")
     more = [f"{ROLLOUT}.server.sleep={str(sleep).lower()}", f"{ROLLOUT}.top_k=40"]
+    more += [f"{ROLLOUT}.server.weight_updates={way}"]
     assert main(overrides(tmp_path, *STEPS, *asks(server), *more)) == 0
     rows = read_metrics(tmp_path)[1:]
     assert len(rows) == 2 and all(row[GAP] < 1e-4 for row in rows)
     asked = server.set()
-    assert asked.count("/update_weights_from_disk") >= 2
+    assert asked.count(path) >= 2
     assert (asked.count("/release_memory_occupation") >= 2) == sleep
     server.kill()
 
@@ -92,7 +103,8 @@ FIRST = Request("first", [5, 6], SamplingParams(max_tokens=6, ignore_eos=True), 
 
 
 def engine_of(*servers: Served, name: str = "sglang", **more: object) -> ServerEngine:
-    section = {"base_url": [one.url for one in servers], "model": "m", "timeout": 30.0, **more}
+    urls = [one.url + ("/v1" if name == "trtllm" else "") for one in servers]
+    section = {"base_url": urls, "model": "m", "timeout": 30.0, **more}
     config = RolloutConfig.model_validate({"name": name, "server": section, "dtype": "float32"})
     return ServerEngine(config, eos_token_ids=[1])
 
@@ -143,6 +155,49 @@ def test_weights_that_change_in_the_middle_and_sequences_that_go_on(servers, tin
     ]
     assert_true(models[5], outputs)
     server.kill()
+
+
+@pytest.mark.parametrize("kind", ["trtllm", "trtllm-body"])
+def test_sleep_by_either_signature(kind, servers, tiny, group, monkeypatch):
+    """That of the whole request, and of older releases, which sign its body alone."""
+    server = servers.start(kind)
+    engine = engine_of(server, name="trtllm", weight_updates="none", sleep=True)
+    for key, refused in ((KEY, False), ("another", True)):
+        monkeypatch.setenv("TRTLLM_RUNTIME_CONTROL_API_KEY", key)
+        with pytest.raises(TrainingStopped, match="status 401") if refused else nullcontext():
+            engine.sleep()
+            assert server.set()[-2:] == ["/release_memory", "/faults"]
+            assert_true(AutoModelForCausalLM.from_pretrained(tiny["model"]).eval(), engine.generate(WORK))
+    server.kill()
+
+
+@pytest.mark.parametrize("way", ["distributed", "tensor"])
+def test_weights_that_are_not_in_files(way, servers, tiny, group, monkeypatch):
+    """Two servers get them in several buckets; what did not arrive as it should is noticed, and then it goes on."""
+    monkeypatch.setattr(weights_module, "buckets", lambda *args: transfer.buckets(*args[:3], 60_000))
+    both = [servers.start("sglang") for _ in range(2)]
+    engine = engine_of(*both, weight_updates=way)
+    sync(engine, model := changed(tiny["model"], 1), 1)
+    assert_true(model, engine.generate(WORK))
+    for faults, words in (
+        ({"stale": True}, "has not taken weights 2: it says that it holds"),
+        ({"torn": 20}, "has not taken weights 2: model.layers.* begins with"),
+        ({"replicas": 2}, "has replicas or pipeline stages"),
+        *([({"refuses": True}, "the group is unknown")] if way == "distributed" else []),
+    ):
+        both[1].set(**faults)
+        with pytest.raises(TrainingStopped, match=words):
+            sync(engine, changed(tiny["model"], 2), 2)
+        assert engine.weights_version is None
+    asked = both[1].set()
+    assert asked.count(f"/update_weights_from_{way}") > 5 and "/update_weights_from_disk" not in asked
+    both[1].set(die="bucket")
+    if way == "tensor":
+        both[1].kill()
+    sync(engine, model := changed(tiny["model"], 3), 3)
+    assert engine._fleet.out == {both[1].url} and engine.weights_version == 3
+    assert_true(model, engine.generate(WORK))
+    both[0].kill()
 
 
 @pytest.mark.parametrize(

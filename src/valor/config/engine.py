@@ -166,7 +166,7 @@ class FollowerMegatronConfig(MegatronConfig, **_AS_THE_ACTOR):
 
 
 class ReferenceMegatronConfig(MegatronLayout, **_AS_THE_ACTOR):
-    """The reference: divided as the actor, with which it shares the processes."""
+    """A frozen model: divided as the actor, with which it shares the processes."""
 
 
 DecayRate = Annotated[float, Field(ge=0, lt=1)]

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from valor.config.base import PathStr, Section, Share, inherits, key, section
-from valor.config.engine import FSDPConfig
+from valor.config.engine import FSDPConfig, ReferenceMegatronConfig
 
 _GRADED = {"uses_graders": "the reward model scores every sample (reward_model.rule_weight=0)"}
 _OWN = {".judge.url=null": "the judge has its own server"}
@@ -101,7 +101,10 @@ class RewardModelConfig(Section):
     """Most texts in a forward micro-batch of one process; null leaves it to the token budget."""
     max_token_len_per_gpu: PositiveInt = key(16384, _OWN)
     """Most tokens (padding included) in a forward micro-batch of one process."""
-    fsdp_config: FSDPConfig = section(FSDPConfig, _OWN)
+    strategy: str = key("fsdp2", _OWN)
+    """Engine: fsdp2 or megatron."""
+    fsdp_config: FSDPConfig = section(FSDPConfig, {**_OWN, ".strategy!=megatron": ""})
+    megatron: ReferenceMegatronConfig = section(ReferenceMegatronConfig, {**_OWN, ".strategy=megatron": ""})
     judge: JudgeConfig = section(JudgeConfig, ".judge.url")
     enable_resource_pool: bool = False
     """Give it devices of its own."""

@@ -59,8 +59,8 @@ class ServerConfig(Section):
     """The model's name on the server."""
     api_key_env: str = "OPENAI_API_KEY"
     """Environment variable that holds the key, if the server wants one."""
-    weight_updates: Literal["filesystem", "none"] = "filesystem"
-    """filesystem: servers of vLLM and SGLang read weights from files after every update; none: they keep their own."""
+    weight_updates: Literal["filesystem", "distributed", "tensor", "none"] = "filesystem"
+    """New weights go by filesystem (vLLM, SGLang), by a broadcast (distributed) or memory (tensor; SGLang), or not."""
     weights_dir: PathStr | None = key(None, ".weight_updates=filesystem")
     """Folder of these files, on a path that this machine and the server's share; null: the temporary directory."""
     timeout: PositiveFloat = 600.0

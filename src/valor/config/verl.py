@@ -90,6 +90,7 @@ _RENAMED = {
     "*optim.lr_warmup_steps_ratio": "*optim.warmup_steps_ratio",
     "*optim.lr_scheduler_type": "*optim.warmup_style *optim.lr_decay_style",
     **{f"{role}.megatron.*": f"{role}.megatron_config.*" for role in (ACTOR, REF, "critic")},
+    f"{REWARD_MODEL}.megatron.*": "reward_model.megatron.*",
     "*checkpoint.save_contents": "*checkpoint.contents",
     "*.model.lora_rank": "*.model.lora.rank",
     "*.model.lora_alpha": "*.model.lora.alpha",
@@ -115,7 +116,7 @@ _MOVED = [
     *_same_names(MODEL, ACTOR, "use_remove_padding"),
     *_same_names(MODEL, f"{ACTOR}.megatron", "use_remove_padding"),
     *_same_names(MODEL, "data", "trust_remote_code"),
-    *_same_names(REWARD_MODEL, "reward_model", "enable enable_resource_pool n_gpus_per_node nnodes"),
+    *_same_names(REWARD_MODEL, "reward_model", "enable enable_resource_pool n_gpus_per_node nnodes strategy"),
     *_same_names(REWARD_MODEL, "reward_model", "max_length micro_batch_size_per_gpu"),
     *_same_names(REWARD_MODEL, "reward_model.model", "trust_remote_code"),
     *_same_names(f"{LOSS}.loss_kwargs", ACTOR, "tau_pos tau_neg"),
@@ -137,7 +138,7 @@ _BEFORE_WIDER_ONES = [
     *_because({"it is the optimizer": "*optim.optimizer"}, only=("AdamW", "adam")),
     *_because({"layers are whole": "*fsdp_config.tensor_parallel_size"}, only=(1,)),
     *_because({"managers are built in": "reward.reward_manager.module.*"}, only=(None, "custom_reward_manager")),
-    *_because({"fsdp and fsdp2 are the engine": "model_engine engine"}, only=("dp", "fsdp", "fsdp2")),
+    *_because({"fsdp and fsdp2 are the engine": "model_engine engine strategy"}, only=("dp", "fsdp", "fsdp2")),
     Spelling(f"{ROLLOUT}.do_sample", SAMPLED, refused=True, only=(False,)),
     *_because({"replicas follow from the processes": REPLICAS}, only=(1,)),
     *_because({"a checkpoint is always read as a whole": "*checkpoint.load_contents"}, only=WHOLE),
@@ -147,7 +148,7 @@ _NO_EFFECT = {
     "there is one trainer and one kind of worker": "trainer.use_legacy_worker_impl trainer.use_v1 "
     "algorithm.filter_groups.max_inflight_gen_batches transfer_queue.* trainer.v1.sampler.sync_refill_failed_groups",
     "the reward model runs in the training processes, with its own engine and tokenizer": "reward_model.rollout.* "
-    f"{REWARD_MODEL}.rollout.* reward_model.use_reward_loop reward_model.launch_reward_fn_async reward_model.strategy "
+    f"{REWARD_MODEL}.rollout.* reward_model.use_reward_loop reward_model.launch_reward_fn_async "
     "reward_model.use_dynamic_bsz reward_model.ulysses_sequence_parallel_size reward_model.model.input_tokenizer "
     "reward_model.model.use_remove_padding reward_model.model.use_fused_kernels reward_model.model.external_lib "
     "reward_model.model.use_shm",
@@ -161,8 +162,9 @@ _NO_EFFECT = {
     "samples per prompt are actor_rollout_ref.rollout.n": f"{ACTOR}.rollout_n critic.rollout_n",
     "the schedule spans the run (trainer.total_training_steps)": "*optim.total_training_steps",
     "Valor reads and writes Hugging Face weights itself": "*.megatron.use_mbridge *.megatron.vanilla_mbridge",
-    "the reference is not trained": _at(
-        f"{REF}.megatron", "grad_offload optimizer_offload use_distributed_optimizer override_ddp_config.*"
+    "the model is not trained": " ".join(
+        _at(f"{role}.megatron", "grad_offload optimizer_offload use_distributed_optimizer override_ddp_config.*")
+        for role in (REF, REWARD_MODEL)
     ),
     "checkpoints can always be read under another layout": "*.megatron.dist_ckpt_optim_fully_reshardable",
     "what an estimator needs is computed": f"{ACTOR}.calculate_sum_pi_squared",
@@ -202,7 +204,8 @@ _NO_EFFECT = {
     "an interrupted run saves by itself": "trainer.esi_redundant_time",
 }
 _REFUSED = {
-    "the engine is set by each role: use actor_rollout_ref.actor.strategy=megatron": "model_engine engine",
+    "the engine is set by each role: use actor_rollout_ref.actor.strategy=megatron; valor sft and valor rm train are "
+    "fsdp2's alone": "model_engine engine strategy megatron.*",
     "weights are read from, and written to, Hugging Face directories": "*.megatron.use_dist_checkpointing "
     "*.megatron.dist_checkpointing_path *.megatron.override_mcore_model_config.*",
     "megatron-core's own FSDP is not used: set strategy=fsdp2": "*.megatron.use_megatron_fsdp",

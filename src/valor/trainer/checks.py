@@ -62,7 +62,13 @@ def _loggers(config: BaseModel) -> list[str]:
 
 def _training_engines(config: PPOConfig) -> list[str]:
     policy, critic = config.actor_rollout_ref, config.critic
-    roles = [(policy.actor, True), (policy.ref, config.needs_reference), (critic, critic.enable)]
+    judge = config.reward.reward_model
+    roles = [
+        (policy.actor, True),
+        (policy.ref, config.needs_reference),
+        (critic, critic.enable),
+        (judge, judge.is_role),
+    ]
     for strategy in {role.strategy for role, is_there in roles if is_there}:
         _ = TRAINING_ENGINES[strategy]
     actor, ref = policy.actor, policy.ref

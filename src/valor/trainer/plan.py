@@ -13,6 +13,7 @@ from valor.config import (
     CriticScoreConfig,
     CriticSearchConfig,
     PPOConfig,
+    RewardModelConfig,
     RMConfig,
     RunConfig,
     Section,
@@ -153,7 +154,7 @@ def _model(model: BackboneConfig) -> str:
     return model.path + (f" with LoRA adapters of rank {model.lora_rank}{start}" if model.lora_rank else "")
 
 
-def _engine(role: UpdateConfig) -> str:
+def _engine(role: UpdateConfig | RewardModelConfig) -> str:
     if role.strategy != "megatron":
         return ""
     sizes = [f"{name} parallel {size}" for name, size in role.megatron.sizes.items() if size > 1]
@@ -198,6 +199,7 @@ def _reward(config: PPOConfig) -> str:
         graded = f"by the environment, {agent.environment or 'which each row names'}; where it leaves it open: {graded}"
     return _and(
         graded,
+        model.is_role and _engine(model),
         algorithm.reward_source == "critic" and "training takes the critic's value in its place",
         algorithm.reward_binarize and f"1 above {algorithm.reward_threshold:g}, else 0",
         algorithm.reward_mask_ratio > 0

@@ -58,6 +58,8 @@ A, M, R = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_r
         ("algorithm.gdpo_reward_keys=[a,b]", "algorithm.adv_kwargs", {"reward_keys": ["a", "b"]}),
         ("algorithm.gdpo_reward_weights=[1,2]", "algorithm.adv_kwargs", {"reward_weights": [1, 2]}),
         ("reward_model.path=rm", "reward.reward_model.model_path", "rm"),
+        ("reward_model.strategy=megatron", "reward.reward_model.strategy", "megatron"),
+        ("reward_model.megatron.param_offload=true", "reward.reward_model.megatron.param_offload", True),
         ("reward_model.model.path=rm", "reward.reward_model.model_path", "rm"),
     ],
 )
@@ -132,6 +134,7 @@ def test_spellings_without_effect_say_why(given):
     ("given", "reason"),
     [
         ("model_engine=megatron", "the engine is set by each role: use actor_rollout_ref.actor.strategy=megatron"),
+        ("strategy=megatron", "valor sft and valor rm train are fsdp2's alone"),
         (f"{A}.megatron.use_megatron_fsdp=true", "megatron-core's own FSDP is not used"),
         (f"{A}.megatron.dist_checkpointing_path=/x", "weights are read from, and written to, Hugging Face"),
         (f"{A}.megatron.dynamic_context_parallel=true", "context parallel ranks are the same for all rows"),

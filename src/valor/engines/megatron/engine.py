@@ -28,7 +28,7 @@ from valor.engines.fsdp.loading import built_once
 from valor.engines.megatron import state
 from valor.engines.megatron.layout import make_groups, mpu
 from valor.engines.megatron.memory import HostMemory
-from valor.engines.megatron.model import Face, build_chunks, transformer_config
+from valor.engines.megatron.model import Face, StageEnd, build_chunks, transformer_config
 from valor.engines.megatron.weights import Weights
 from valor.errors import TrainingStopped, UserError, out_of_memory
 from valor.models.load import import_model_code
@@ -79,18 +79,18 @@ class MegatronEngine(EngineCore):
         super().__init__(module, optim, device, total_steps)
         if has_adapters(module.hf):
             raise UserError("strategy=megatron trains all weights: set model.lora_rank=0, or use strategy=fsdp2")
-        if not getattr(module, "packed", False) and megatron.sizes["tensor"] * megatron.sizes["context"] > 1:
-            raise UserError(
-                "megatron: tensor and context parallel ranks share packed rows out: leave model.use_remove_padding=true"
-            )
         self.data_parallel_rank = mpu.get_data_parallel_rank()
         self.data_parallel_size = mpu.get_data_parallel_world_size()
         self._megatron = megatron
         self._weight_memory, self._optimizer_memory = HostMemory(), HostMemory()
         recompute = optim is not None and any(getattr(m, "gradient_checkpointing", False) for m in module.modules())
         self._config = transformer_config(module.hf, megatron, recompute=recompute)
+        if not getattr(module, "packed", False) and megatron.sizes["tensor"] * megatron.sizes["context"] > 1:
+            raise UserError(
+                "megatron: tensor and context parallel ranks share packed rows out: leave model.use_remove_padding=true"
+            )
         is_policy = isinstance(module, PolicyModel)
-        chunks = build_chunks(module.hf, self._config, head=None if is_policy else module.head)
+        chunks = build_chunks(module.hf, self._config, head=None if is_policy else module.float32_modules()[0])
         self._faces = [Face(chunk, module.hf, shares_tokens=is_policy) for chunk in chunks]
         self._weights = Weights(chunks, module)
         self._weights.take(module, device)
@@ -165,11 +165,11 @@ class MegatronEngine(EngineCore):
 
         def step(waiting: Iterator[list[int]], stage: Any) -> tuple[Any, Any]:
             indices = next(waiting)
-            face = self._model.hf = self._faces[self._stages.index(stage)]
-            rows = rows_of(batch, indices)
-            if not face.chunk.post_process:
-                return self._model.compact(rows).read_by(face).last_hidden_state, None
-            outputs = self._model(rows, **options)
+            self._model.hf = self._faces[self._stages.index(stage)]
+            try:
+                outputs = self._model(rows_of(batch, indices), **options)
+            except StageEnd as end:
+                return end.args[0], None
             nonlocal done
             done += len(indices)
             report_progress(done, len(batch))

@@ -197,6 +197,10 @@ def _build_chunk(hf: Any, config: TransformerConfig, head: nn.Linear | None, sta
     return chunk
 
 
+class StageEnd(Exception):
+    """The model goes on in the next stage, which is sent the states [s, b, H], its only argument."""
+
+
 class Face(nn.Module):
     """A stage as our models see a transformers model: hidden states for packed or padded rows, and the head's weight.
 
@@ -222,7 +226,7 @@ class Face(nn.Module):
     def forward(
         self, input_ids: Tensor, position_ids: Tensor | None = None, segments: Segments | None = None, **_: Any
     ) -> SimpleNamespace:
-        """`last_hidden_state` [b, s, H] of the last stage; of another one what it sends on, [s, b, H]."""
+        """`last_hidden_state` [b, s, H] of the last stage; another one raises StageEnd."""
         chunk = self.chunk
         positions = (
             torch.arange(input_ids.shape[1], device=input_ids.device) if position_ids is None else position_ids[0]
@@ -232,7 +236,7 @@ class Face(nn.Module):
         states = self._embedded(input_ids) if chunk.pre_process else None
         states = chunk.decoder(states, attention_mask=None, rotary_pos_emb=rotary, attention_bias=segments)
         if not chunk.post_process:
-            return SimpleNamespace(last_hidden_state=states)
+            raise StageEnd(states)
         if chunk.config.sequence_parallel:
             states = tensor_parallel.gather_from_sequence_parallel_region(
                 states, tensor_parallel_output_grad=self._shares_tokens

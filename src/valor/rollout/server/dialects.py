@@ -5,6 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from valor.config import RolloutConfig
 from valor.rollout.base import SamplingParams
 from valor.rollout.server.connection import Connection, root
@@ -41,9 +44,12 @@ class Reply(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Weights in files, the checksum of all of them, and of each tensor the first numbers, as float32."""
+    """Weights in files or, as `server.weight_updates` has it, in host memory, to be sent from `device`; the checksum of
+    all of them, and of each tensor the first numbers, as float32."""
 
     folder: str
+    buckets: list[list[tuple[str, Tensor]]]
+    device: torch.device
     checksum: int
     beginnings: dict[str, list[float]]
 
@@ -76,19 +82,19 @@ class Dialect:
             "max_tokens": ask.max_tokens,
             "temperature": params.temperature,
             "top_p": params.top_p,
-            "top_k": params.top_k if params.top_k > 0 else -1,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "seed": ask.seed,
             "stop_token_ids": ask.stop_ids,
             "ignore_eos": True,  # all that ends a sequence is named above
-            **AS_TOKENS,
-            "logprobs": 0,
-            "request_id": ask.name,
-            **({} if params.stop is None else {"stop": params.stop.texts, "include_stop_str_in_output": True}),
-            # Cached keys and values are found only by prompts of the same weights.
-            **({} if ask.weights is None else {"cache_salt": ask.weights}),
+            "include_stop_str_in_output": True,
+            **({} if params.stop is None else {"stop": params.stop.texts}),
+            **self._own_fields(ask),
         }
+
+    def _own_fields(self, ask: Ask) -> dict[str, Any]:
+        """What OpenAI's protocol leaves open."""
+        cut = {"top_k": ask.params.top_k if ask.params.top_k > 0 else -1, "min_p": 0.0, "repetition_penalty": 1.0}
+        # Cached keys and values are found only by prompts of the same weights.
+        salt = {} if ask.weights is None else {"cache_salt": ask.weights}
+        return {**cut, "seed": ask.seed, **AS_TOKENS, "logprobs": 0, "request_id": ask.name, **salt}
 
     def read(self, reply: Any) -> Reply:
         """LookupError, TypeError or ValueError where it is no completion with token ids and log-probs."""

@@ -1,6 +1,8 @@
 """Servers in a configuration: what contradicts itself, what a plan says, and the engine."""
 
 import importlib.util
+import socket
+from urllib.parse import urlsplit
 
 from valor.config import PPOConfig, RolloutConfig
 from valor.errors import UserError
@@ -18,9 +20,14 @@ def _starts(rollout: RolloutConfig) -> bool:
     return rollout.name == "sglang" and not rollout.server.base_url
 
 
+def _is_here(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    return host in ("localhost", "::1", socket.gethostname(), socket.getfqdn()) or host.startswith("127.")
+
+
 def _check(config: PPOConfig) -> list[str]:
     rollout = config.actor_rollout_ref.rollout
-    name, server = rollout.name, rollout.server
+    name, server, way = rollout.name, rollout.server, rollout.server.weight_updates
     alone = any(pool.roles == ["rollout"] and pool.nnodes * pool.n_gpus_per_node > 1 for pool in config.pools.values())
     example = "http://localhost:30000" if name == "sglang" else "http://localhost:8000/v1"
     wrong = {
@@ -44,6 +51,16 @@ def _check(config: PPOConfig) -> list[str]:
         ),
         f"{_KEY}.server.sleep: SGLang drops its weights when it sleeps, and is sent none with weight_updates=none: "
         "drop one of them": name == "sglang" and server.sleep and server.weight_updates == "none",
+        f"{_KEY}.server.weight_updates={way}: only SGLang's servers take weights so: set filesystem": (
+            name == "server" and way in ("distributed", "tensor")
+        ),
+        f"{_KEY}.server.weight_updates=distributed broadcasts to other devices than the trainer's: set tensor": (
+            way == "distributed" and config.trainer.device != "cpu" and (server.sleep or _starts(rollout))
+        ),
+        f"{_KEY}.server.weight_updates=tensor hands over memory of this machine, and a server is on another one: set "
+        "distributed, or filesystem": (
+            way == "tensor" and (config.trainer.nnodes > 1 or not all(map(_is_here, server.base_url)))
+        ),
         f"{_KEY}.server.weight_updates=none: a server that is started here holds the model's own weights for ever: "
         f"start it by hand and set {_KEY}.server.base_url": _starts(rollout) and server.weight_updates == "none",
     }
@@ -71,7 +88,9 @@ def _check_start(config: PPOConfig, world_size: int) -> None:
 
 def _plan(config: PPOConfig) -> str:
     rollout = config.actor_rollout_ref.rollout
-    weights = "which keep their weights" if rollout.keeps_weights else "synced every step through files"
+    way = {"filesystem": "through files", "distributed": "by broadcast", "tensor": "through memory that they open"}
+    synced = way.get(rollout.server.weight_updates)
+    weights = f"synced every step {synced}" if synced else "which keep their weights"
     if _starts(rollout):
         return f"servers started here, on {rollout.tensor_model_parallel_size} device(s) each, {weights}"
     return f"{', '.join(rollout.server.base_url)}, {weights}"

@@ -7,12 +7,14 @@ import logging
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from typing import Any
 
 from valor.errors import TrainingStopped
 from valor.rollout.server.connection import Away, root
 from valor.rollout.server.dialects import Ask, Dialect, Leave, Reply, Written
+from valor.rollout.server.transfers import broadcast, share
 
 MEMORY = ("weights", "kv_cache")
 _OURS = re.compile(r"[0-9a-f]{32}-\d+")
@@ -81,9 +83,7 @@ class SGLang(Dialect):
         await self._post(url, "pause_generation", {"mode": "retract"}, leave=leave)
         try:
             await self.wake(url, ["weights"], leave=leave)
-            asked = {"model_path": files.folder, "load_format": "safetensors", "weight_version": name}
-            asked |= {"flush_cache": True, "abort_all_requests": False}
-            told = await self._post(url, "update_weights_from_disk", asked, leave=leave)
+            told = await self._send(url, files, name, leave)
             await self.wake(url, ["kv_cache"], leave=leave)
             problem = await self._problem(url, files, name, version) if told["success"] else told["message"]
             checked = await self._post(url, "weights_checker", {"action": "checksum"}, leave=leave)
@@ -94,6 +94,16 @@ class SGLang(Dialect):
         await self._post(url, "continue_generation", {}, leave=leave)
         digest = f"{checked['per_engine_checksum']} of {len(checked['ranks'])} parts"
         return [{"before": before, "sampled": {}, "digest": digest, "error": problem}]
+
+    async def _send(self, url: str, weights: Written, name: str, leave: Leave) -> Any:
+        """The server's last answer."""
+        post, way = partial(self._post, url, leave=leave), self._server.weight_updates
+        if way == "filesystem":
+            asked = {"model_path": weights.folder, "load_format": "safetensors", "weight_version": name}
+            return await post("update_weights_from_disk", asked | {"flush_cache": True, "abort_all_requests": False})
+        if way == "tensor":
+            return await share(post, weights.buckets, name, weights.device)
+        return await broadcast(post, url, weights.buckets, name, weights.device, self._server.timeout)
 
     async def held(self, url: str, **how: Any) -> list[str | None]:
         """An update's name, which no server is started with."""
@@ -110,7 +120,7 @@ class SGLang(Dialect):
             if "kv_cache" in tags:
                 self._asleep.discard(url)
 
-    async def _post(self, url: str, path: str, body: dict[str, Any], **how: Any) -> Any:
+    async def _post(self, url: str, path: str, body: dict[str, Any] | None = None, **how: Any) -> Any:
         return await self.connection.ask(f"{root(url)}/{path}", body, **how)
 
     async def _problem(self, url: str, files: Written, name: str, version: int) -> str | None:

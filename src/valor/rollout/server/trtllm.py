@@ -32,23 +32,9 @@ def signed(key: str, whole: bool, method: str, path: str, body: bytes) -> dict[s
 class TensorRTLLM(Dialect):
     """It keeps the weights that it was started with."""
 
-    def body(self, ask: Ask) -> dict[str, Any]:
-        params = ask.params
-        return {
-            "model": self._server.model,
-            "prompt": ask.prompt,
-            "max_tokens": ask.max_tokens,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "top_k": max(params.top_k, 0),
-            "seed": ask.seed % 2**31,
-            "stop_token_ids": ask.stop_ids,
-            "ignore_eos": True,  # all that ends a sequence is named above
-            "include_stop_str_in_output": True,
-            "logprobs": 1,
-            "detokenize": False,  # or there are no token ids
-            **({} if params.stop is None else {"stop": params.stop.texts}),
-        }
+    def _own_fields(self, ask: Ask) -> dict[str, Any]:
+        # Detokenized, there are no token ids.
+        return {"top_k": max(ask.params.top_k, 0), "seed": ask.seed % 2**31, "logprobs": 1, "detokenize": False}
 
     def abort(self, url: str, name: str) -> None:
         return None

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -36,18 +37,24 @@ class Sent(NamedTuple):
 
 @contextmanager
 def written(config: RolloutConfig, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Written]:
-    """The weights in a folder that the servers can read, for the block."""
+    """The weights as they are sent to each server, for the block: in a folder that it can read, or in host memory."""
     with TemporaryDirectory(prefix="valor-weights-", dir=config.server.weights_dir) as folder:
         limit = config.checkpoint_engine.update_weights_bucket_megabytes << 20
         total = torch.zeros((), dtype=torch.int64)  # wraps around, as all sums of bits here
         beginnings: dict[str, list[float]] = {}
+        kept: list[list[tuple[str, Tensor]]] = []
         sent = buckets(weights, getattr(torch, config.dtype), torch.device("cpu"), limit)
         for number, bucket in enumerate(sent):
             tensors = {key: tensor.contiguous() for key, tensor in bucket}
             total += sum(map(checksum, tensors.values()))
             beginnings |= {key: tensor.flatten()[:_BEGINNING].tolist() for key, tensor in tensors.items()}
-            save_file(tensors, Path(folder) / f"{number:06}.safetensors")
-        yield Written(folder, int(total), beginnings)
+            if config.server.weight_updates == "filesystem":
+                save_file(tensors, Path(folder) / f"{number:06}.safetensors")
+            else:
+                kept.append([*tensors.items()])
+        nccl = "nccl" in dist.get_backend_config()  # where this process has a GPU
+        device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+        yield Written(folder, kept, device, int(total), beginnings)
 
 
 def send_weights(dialect: Dialect, urls: list[str], files: Written, version: int, leave: Callable[[str], bool]) -> Sent:
