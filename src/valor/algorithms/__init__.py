@@ -10,14 +10,13 @@ from valor.algorithms import (  # noqa: F401  # they register
     trust_regions,
     vtrace,
 )
-from valor.algorithms.advantages import compute_advantages
+from valor.algorithms.advantages import advantages_with_progress, compute_advantages, progress
+from valor.algorithms.critic_gate import shards, where_critics_tell
 from valor.algorithms.distributional import quantile_targets, quantiles_of, tail_mean
 from valor.algorithms.kl import KLController, full_kl_from_logits, kl_penalty, subtract_divergence
-from valor.algorithms.mini_critics import shards, where_critics_tell
 from valor.algorithms.mismatch import mismatch_sums, off_policy_metrics, ratio_metrics
 from valor.algorithms.policy_gradient import positive_nll
 from valor.algorithms.ppo import LossInputs, policy_loss
-from valor.algorithms.progress import advantages_with_progress, progress
 from valor.algorithms.reductions import (
     LOSS_AGG_MODES,
     aggregate_loss,

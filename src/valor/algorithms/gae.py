@@ -66,7 +66,7 @@ def gae(
         if not gamma_turn == lam_turn == 1.0:
             raise UserError("gae_unit=token has no turns to discount: leave gamma_turn and lam_turn at 1")
         more = (adaptive_lam_alpha, lam_positions, reward_on_masked)
-        advantages, returns, moments = _token_gae(rewards, values, response_mask, gamma, lambdas, end, *more)
+        advantages, returns, moments = token_gae(rewards, values, response_mask, gamma, lambdas, end, *more)
     else:
         if adaptive_lam_alpha is not None or lam_positions:
             raise UserError(f"gae_unit={gae_unit} takes neither adaptive_lam_alpha nor lam_positions: use token")
@@ -82,7 +82,7 @@ def gae(
 End = tuple[Tensor, Tensor | None]  # which rows were cut off [B], and their value after the end [B]
 
 
-def _token_gae(
+def token_gae(
     rewards: Tensor,
     values: Tensor,
     response_mask: Tensor,
@@ -154,7 +154,7 @@ def _turn_gae(
     """
     reward, value = turns.total(rewards), turns.first(values)
     gamma_turn, lam_turn = of_turns
-    advantage, target, _ = _token_gae(reward, value, turns.present, gamma_turn, (lam_turn, lam_turn), end)
+    advantage, target, _ = token_gae(reward, value, turns.present, gamma_turn, (lam_turn, lam_turn), end)
     if unit == "bilevel":
         return _gae_inside_turns(rewards, values, turns, turns.spread(target - reward), gamma, lambdas)
     if not gamma == lambdas[0] == lambdas[1] == 1.0:

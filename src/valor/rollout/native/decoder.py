@@ -59,11 +59,15 @@ class Product:
 
 
 def _weight_and_bias(layer: Any) -> tuple[Tensor, Tensor | None]:
-    """Of a float32 layer with an adapter their sum, which would be rounded in bfloat16."""
+    """Of a layer with an adapter their sum: in float32, as bfloat16 would round it, and where packing copies anyway."""
     linear = getattr(layer, "base_layer", layer)
-    if type(linear) is not nn.Linear or (linear is not layer and linear.weight.dtype is not torch.float32):
+    if type(linear) is not nn.Linear:
         raise TypeError("not a plain linear layer")
-    return (linear.weight if linear is layer else merged_weight(layer)), linear.bias
+    if linear is layer:
+        return linear.weight, linear.bias
+    if linear.weight.dtype is not torch.float32 or not _has_packed_layout(linear.weight):
+        raise TypeError("an adapter that stays beside its layer")
+    return merged_weight(layer), linear.bias
 
 
 def _has_packed_layout(weight: Tensor) -> bool:

@@ -282,7 +282,7 @@ def _remove(rows: list[Row], slot: int, cache: SlotCache) -> Row:
     """Take a row out; the last row takes its slot, and the last prompt that of a prompt which nobody continues."""
     row, last = rows[slot], rows.pop()
     if slot < len(rows):
-        cache.move_row(len(rows), slot, last.own_columns)
+        cache.own.move(len(rows), slot, last.own_columns)
         rows[slot] = last
     if cache.shared and all(other.prompt != row.prompt for other in rows):
         moved = cache.drop_prompt(row.prompt)
