@@ -50,8 +50,8 @@ def vtrace(
     log_ratio = zeroed(old_log_probs - rollout_log_probs, mask).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     end, rewards = None if bootstrap_mask is None else (bootstrap_mask, bootstrap_values), rewards.to(values.dtype)
     if not bool(log_ratio.any()):
-        lambdas, credit = (of_actor, of_critic), {"reward_on_masked": reward_on_masked}
-        advantages, returns, moments = token_gae(rewards, values, mask, gamma, lambdas, end, **credit)
+        settings = (gamma, (of_actor, of_critic), end, None, None, reward_on_masked)
+        advantages, returns, moments = token_gae(rewards, values, mask, *settings)
         return masked_whiten(advantages, mask, scope=whitening, moments=moments, out=advantages), returns
     value = zeroed(values, mask)
     reward = credit_policy_tokens(rewards, mask, reward_on_masked)
