@@ -33,6 +33,7 @@ class TrainingEngine(Protocol):
     @property
     def version(self) -> int:
         """Number of updates that the weights have had."""
+        ...
 
     def forward(
         self, batch: Batch, *, max_tokens: Limit = None, max_rows: Limit = None, **options: Any
@@ -42,6 +43,7 @@ class TrainingEngine(Protocol):
         A micro-batch holds at most `max_tokens` tokens (prompt, response and padding) and `max_rows` rows. `options`
         go to the model's forward (temperature, with_entropy, …).
         """
+        ...
 
     def forward_backward(
         self, batch: Batch, loss_fn: LossFn, *, max_tokens: Limit = None, max_rows: Limit = None, **options: Any
@@ -52,6 +54,7 @@ class TrainingEngine(Protocol):
         loss that is already divided by the global denominators, with metrics to match. Gradients over micro-batches
         and ranks add up, so neither their number nor their sizes matter.
         """
+        ...
 
     def optimizer_step(self, *, advance_schedule: bool = True) -> dict[str, float]:
         """Clip, update, drop the gradients; `grad_norm` (before clipping), `lr`, `skipped` (0 or 1).
@@ -60,46 +63,58 @@ class TrainingEngine(Protocol):
         unless `advance_schedule` is false (several updates that share one rate). Diverged: the update has made the
         weights useless, so that they may be neither saved nor sent anywhere.
         """
+        ...
 
     def named_weights(self, names: WeightNames) -> Iterator[tuple[str, Tensor]]:
         """All weights, whole, one after another, adapters merged, tied tensors once."""
+        ...
 
     @property
     def whole_module(self) -> nn.Module | None:
         """The transformers model to generate with inside `unsharded`; None where a rank holds only parts of layers."""
+        ...
 
     def unsharded(self) -> AbstractContextManager[Any]:
         """All parameters whole, in the computing dtype. Inside, any part of the model may be called, without gradients;
         no other method of the engine, and weights may not be changed."""
+        ...
 
     def reference(self) -> AbstractContextManager[Reference]:
         """This policy as the reference of the exact KL, to be called inside the passes of the engine that trains.
 
         A policy with adapters is a reference without them, inside its own passes.
         """
+        ...
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """The model computes as its base inside."""
+        ...
 
     @property
     def checkpoint_bytes(self) -> int:
         """How large what `save` writes will be, over all ranks."""
+        ...
 
     def save(self, path: Path) -> None:
         """Write weights, optimizer and counters into the directory `path`, and what the model is beside them. Diverged:
         some of these numbers are not finite."""
+        ...
 
     def load(self, path: Path) -> None:
         """Read what `save` wrote, at this or another world size. UserError if it does not fit."""
+        ...
 
     def export(self, path: Path) -> None:
         """Write a plain Hugging Face directory."""
+        ...
 
     def offload(self) -> None:
         """Move to host memory what the configuration keeps there between phases: weights, optimizer state."""
+        ...
 
     def onload(self, *, optimizer: bool = True) -> None:
         """Bring it back to the device; needed before any other method. optimizer: its state too."""
+        ...
 
 
 BuildEngine = Callable[..., TrainingEngine]

@@ -32,11 +32,12 @@ class Product:
     """x Wᵀ + b of one linear layer, or of several that read the same x, one behind the other."""
 
     def __init__(self, *layers: nn.Module) -> None:
-        weights, biases = zip(*map(_weight_and_bias, layers), strict=True)
+        found = [_weight_and_bias(layer) for layer in layers]
+        weights, biases = [weight for weight, _ in found], [bias for _, bias in found]
         if len({bias is None for bias in biases}) > 1:
             raise TypeError("some have a bias and others have none")
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-        self._bias = None if biases[0] is None else torch.cat(biases)
+        self._bias = None if biases[0] is None else torch.cat([bias for bias in biases if bias is not None])
         self._packed = _has_packed_layout(weight)
         self._weight = _packed(weight) if self._packed else weight
 
