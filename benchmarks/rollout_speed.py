@@ -132,7 +132,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lengths", choices=["equal", "uneven", "both"], default="both")
     parser.add_argument("--native-only", action="store_true")
     parser.add_argument("--vllm", action="store_true", help="vLLM as well")
-    parser.add_argument("--no-pack", action="store_true", help="leave the weights in their ordinary layout")
     args = parser.parse_args()
     if args.model != "tiny" and args.data is None:
         parser.error("--model DIR needs --data FILE")
@@ -149,7 +148,7 @@ def main() -> None:
     else:
         model, prompts = pretrained(args.model, args.data, args.prompts, dtype)
     model.eval()
-    engine = NativeEngine(model, eos_token_ids=[], pack_weights=not args.no_pack)
+    engine = NativeEngine(model, eos_token_ids=[])
     engines: dict[str, RolloutEngine] = {"native": engine}
     if args.vllm:
         directory = args.model

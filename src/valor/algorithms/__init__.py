@@ -2,7 +2,6 @@
 
 from valor.algorithms import (  # noqa: F401  # they register
     critic_gate,
-    distributional,
     gae,
     group_relative,
     policy_gradient,
@@ -10,14 +9,12 @@ from valor.algorithms import (  # noqa: F401  # they register
     trust_regions,
     vtrace,
 )
-from valor.algorithms.advantages import compute_advantages
-from valor.algorithms.distributional import quantile_targets, quantiles_of, tail_mean
+from valor.algorithms.advantages import advantages_with_progress, compute_advantages, progress, quantile_targets
+from valor.algorithms.critic_gate import shards, where_critics_tell
 from valor.algorithms.kl import KLController, full_kl_from_logits, kl_penalty, subtract_divergence
-from valor.algorithms.mini_critics import shards, where_critics_tell
 from valor.algorithms.mismatch import mismatch_sums, off_policy_metrics, ratio_metrics
 from valor.algorithms.policy_gradient import positive_nll
 from valor.algorithms.ppo import LossInputs, policy_loss
-from valor.algorithms.progress import advantages_with_progress, progress
 from valor.algorithms.reductions import (
     LOSS_AGG_MODES,
     aggregate_loss,
@@ -53,7 +50,7 @@ from valor.algorithms.reward_shaping import (
 )
 from valor.algorithms.rollout_correction import rollout_correction
 from valor.algorithms.selection import filter_groups, pf_ppo_resample, pf_ppo_weights
-from valor.algorithms.value_losses import bradley_terry_loss, hl_gauss_value, value_loss
+from valor.algorithms.value_losses import bradley_terry_loss, hl_gauss_value, quantiles_of, tail_mean, value_loss
 
 __all__ = ["ADVANTAGES", "LOSS_AGG_MODES", "POLICY_LOSSES", "VALUE_LOSSES", "Capability", "KLController", "LossInputs"]
 __all__ += ["advantages_with_missing_rewards", "advantages_with_progress", "aggregate_loss", "apply_missing_reward"]

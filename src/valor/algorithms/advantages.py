@@ -1,13 +1,14 @@
-"""Advantages by any estimator, by its name."""
+"""Advantages by any estimator, by its name, and progress under another policy's value beside them (PAV)."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from valor.algorithms.groups import GroupIds
+from valor.algorithms.reductions import last_token, masked_whiten
 from valor.algorithms.registry import ADVANTAGES
+from valor.algorithms.turns import Turns
 from valor.errors import UserError
 
 
@@ -53,26 +54,67 @@ def compute_advantages(
     with torch.no_grad():
         if sample_mask is None:
             return entry.call(common, options)
-        return _on_samples(entry.call, common, options, sample_mask)
+        keep = torch.nonzero(sample_mask).squeeze(1)
+        parts = entry.call(*(_of_samples(given, keep, len(sample_mask)) for given in (common, options)))
+        advantages, returns = (torch.zeros_like(rewards).index_copy_(0, keep, part) for part in parts)
+        return advantages, returns
 
 
-def _on_samples(
-    call: Callable[..., tuple[Tensor, Tensor]], common: dict[str, Any], options: dict[str, Any], sample_mask: Tensor
+def _of_samples(value: Any, keep: Tensor, size: int) -> Any:
+    """What of `value` is of the samples `keep`, if it has an entry for each of all `size` of them."""
+    if isinstance(value, dict):
+        return {key: _of_samples(item, keep, size) for key, item in value.items()}
+    if isinstance(value, Tensor):
+        return value[keep.to(value.device)] if value.ndim > 0 and len(value) == size else value
+    if hasattr(value, "__len__") and not isinstance(value, str) and len(value) == size:
+        return [value[row] for row in keep.tolist()]
+    return value
+
+
+def progress(values: Tensor, step_ids: Tensor, response_mask: Tensor) -> Tensor:
+    """A^μ(s, a) = V^μ(s') − V^μ(s) of the step that a token belongs to; all [B, T], 0 where the mask is.
+
+    Setlur et al. 2024, https://arxiv.org/abs/2410.08146: s is the state before the step, s' the one after it, and
+    Q^μ(s, a) = V^μ(s'), since nothing but the step's own tokens leads from one to the other. values: V^μ of the state
+    before each token, of a prover μ; step_ids: number of each policy token's step, from 1, rising. The last step ends
+    with the value at the last policy token, the last one that a critic was trained to give: a step of one token that
+    ends a response has 0.
+    """
+    steps = Turns(step_ids, response_mask)
+    before = steps.first(values)
+    after = torch.cat([before[:, 1:], torch.zeros_like(before[:, :1])], 1)
+    last = (steps.present.sum(1).long() - 1).clamp(min=0).unsqueeze(1)
+    after = after.scatter(1, last, values.gather(1, last_token(response_mask).unsqueeze(1)))
+    return steps.spread(after - before)
+
+
+def advantages_with_progress(
+    name: str, *, progress: Tensor, response_mask: Tensor, whitening: str = "batch", **inputs: Any
 ) -> tuple[Tensor, Tensor]:
-    """Runs an estimator on the samples of sample_mask alone; the others get 0."""
-    keep = torch.nonzero(sample_mask).squeeze(1)
-    size = sample_mask.shape[0]
+    """Advantages plus `progress` [B, T], and the estimator's returns. Whitening, where the estimator has it, is of the
+    sum; one that scales its advantages itself (grpo) has the progress added after that. Other inputs as in
+    `compute_advantages`.
 
-    def select(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == size:
-            return value[keep.to(value.device)]
-        if isinstance(value, dict):
-            return {key: select(item) for key, item in value.items()}
-        if hasattr(value, "__len__") and not isinstance(value, str) and len(value) == size:
-            return [value[row] for row in keep.tolist()]
-        return value
+    Beside the advantage, not in the reward: Σ of the later steps' progress is V^μ(end) − V^μ(s'), so that a reward of
+    it would tell a token that the prover's value has been reached and not that it has risen (docs/critic.md).
+    """
+    whitens = "whitening" in ADVANTAGES[name].options
+    if whitens:
+        inputs["whitening"] = "none"
+    advantages, returns = compute_advantages(name, response_mask=response_mask, **inputs)
+    advantages = advantages + progress
+    return masked_whiten(advantages, response_mask, scope=whitening) if whitens else advantages, returns
 
-    chosen = {key: select(value) for key, value in common.items()}
-    parts = call(chosen, {key: select(value) for key, value in options.items()})
-    advantages, returns = (torch.zeros_like(common["rewards"]).index_copy_(0, keep, part) for part in parts)
-    return advantages, returns
+
+def quantile_targets(name: str, *, quantiles: Tensor, **inputs: Any) -> Tensor:
+    """[B, T, K] returns of the estimator `name` in which each value is the quantile of one level: distributional GAE.
+
+    With gae: target_i,t = θ_i(s_t) + Σ_k (γλ)^k δ_i,t+k, δ_i,t = r_t + γ θ_i(s_t') − θ_i(s_t). A λ-return mixes
+    bootstrapped values; here those of the same level are mixed, so that their distribution keeps its spread. The mean
+    over i is GAE's own return of the mean value, exactly, since both are linear; the spread is exact at λ = 1 (every
+    target is the return) and an approximation below, where the true distribution is the mixture and not the mean of
+    quantile functions. Distributional GAE is the idea of DVPO (https://arxiv.org/abs/2512.03847); this formula is ours,
+    and its regularisers of the tails are not here. inputs: as in `compute_advantages`.
+    """
+    levels = quantiles.unbind(-1)
+    return torch.stack([compute_advantages(name, **{**inputs, "values": one})[1] for one in levels], -1)

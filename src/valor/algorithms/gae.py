@@ -8,7 +8,7 @@ from torch import Tensor
 
 from valor.algorithms.reductions import Moments, last_token, masked_whiten, over_rows, result_like, zeroed
 from valor.algorithms.registry import choose, register_advantage
-from valor.algorithms.scan import Packing, at_next_policy_token, credit_policy_tokens, suffix_scan, sums_to_go
+from valor.algorithms.scan import Packing, credit_policy_tokens, suffix_scan, sums_to_go
 from valor.algorithms.turns import Turns
 from valor.errors import UserError
 
@@ -31,7 +31,6 @@ def gae(
     bootstrap_values: Tensor | None = None,
     whitening: str = "batch",
     reward_on_masked: str = "carry",
-    zero_masked: bool = True,
     gae_unit: str = "token",
     turn_ids: Tensor | None = None,
     gamma_turn: float = 1.0,
@@ -54,7 +53,6 @@ def gae(
     whitening: "batch" (over the mask of what is given) or "none"; returns are never whitened.
     reward_on_masked: a reward on a masked position goes to the last policy token before it ("carry"), or is lost
         ("drop", as in verl).
-    zero_masked: False leaves at masked positions what the recursion carries, whitened, as verl does.
     gae_unit: what one step of the recursion is: "token"; "turn" (`_turn_gae`) or "bilevel" (`_gae_inside_turns`), with
         turn_ids [B, T], the number of each policy token's turn, and gamma_turn, lam_turn between turns.
     Degenerate: a row without policy tokens is all 0; λ = 0 is the TD error, λ = 1 the Monte-Carlo return minus V.
@@ -67,26 +65,24 @@ def gae(
     if choose(gae_unit, GAE_UNITS, "gae_unit") == "token":
         if not gamma_turn == lam_turn == 1.0:
             raise UserError("gae_unit=token has no turns to discount: leave gamma_turn and lam_turn at 1")
-        more = (adaptive_lam_alpha, lam_positions, reward_on_masked, zero_masked)
-        advantages, returns, moments = _token_gae(rewards, values, response_mask, gamma, lambdas, end, *more)
+        more = (adaptive_lam_alpha, lam_positions, reward_on_masked)
+        advantages, returns, moments = token_gae(rewards, values, response_mask, gamma, lambdas, end, *more)
     else:
-        if adaptive_lam_alpha is not None or lam_positions or not zero_masked:
-            raise UserError(
-                f"gae_unit={gae_unit} takes neither adaptive_lam_alpha, lam_positions nor zero_masked=false: use token"
-            )
+        if adaptive_lam_alpha is not None or lam_positions:
+            raise UserError(f"gae_unit={gae_unit} takes neither adaptive_lam_alpha nor lam_positions: use token")
         rewards = credit_policy_tokens(rewards, response_mask, reward_on_masked)
         turns, moments = Turns(turn_ids, response_mask), None
         assert bool(turns.in_order.all()), "turn_ids of policy tokens are to rise along a row, from 1"
         of_turns = (gamma_turn, lam_turn)
         advantages, returns = _turn_gae(gae_unit, rewards, values, turns, of_turns, gamma, lambdas, end)
-    masked_whiten(advantages, response_mask, scope=whitening, zero_masked=zero_masked, moments=moments, out=advantages)
+    masked_whiten(advantages, response_mask, scope=whitening, moments=moments, out=advantages)
     return advantages, returns
 
 
 End = tuple[Tensor, Tensor | None]  # which rows were cut off [B], and their value after the end [B]
 
 
-def _token_gae(
+def token_gae(
     rewards: Tensor,
     values: Tensor,
     response_mask: Tensor,
@@ -96,7 +92,6 @@ def _token_gae(
     adaptive_lam_alpha: float | None = None,
     lam_positions: Sequence[float] | None = None,
     reward_on_masked: str = "carry",
-    zero_masked: bool = True,
 ) -> tuple[Tensor, Tensor, Moments]:
     """Advantages and returns [B, T] of `gae` before whitening, and the moments of the advantages."""
     if adaptive_lam_alpha is not None and adaptive_lam_alpha <= 0:
@@ -113,7 +108,7 @@ def _token_gae(
         rewards = add_end_values(rewards, values, response_mask, *end, gamma)
     one_lambda = adaptive_lam_alpha is None and not lam_positions and lam_actor == lam_critic
     # Where nothing decays, Σ δ is Σ r − V whatever lies between: no token needs to move.
-    telescopes = one_lambda and gamma == lam_actor == 1.0 and end is None and zero_masked
+    telescopes = one_lambda and gamma == lam_actor == 1.0 and end is None
 
     def of_rows(rows: slice) -> Moments:
         mask = response_mask[rows]
@@ -133,13 +128,8 @@ def _token_gae(
         target = advantage if one_lambda else suffix_scan(delta, gamma * lam_critic)
         advantage = packing.unpack(advantage, out=advantages[rows])
         target = advantage if one_lambda else packing.unpack(target, out=returns[rows])
-        moments = Moments.of(advantage, mask)
-        if not zero_masked:
-            target = at_next_policy_token(target, mask)
-            advantages[rows] = at_next_policy_token(advantage, mask)
-            value = values[rows]
         torch.add(target, value, out=returns[rows])
-        return moments
+        return Moments.of(advantage, mask)
 
     return advantages, returns, reduce(Moments.merge, over_rows(of_rows, values), Moments())
 
@@ -164,7 +154,7 @@ def _turn_gae(
     """
     reward, value = turns.total(rewards), turns.first(values)
     gamma_turn, lam_turn = of_turns
-    advantage, target, _ = _token_gae(reward, value, turns.present, gamma_turn, (lam_turn, lam_turn), end)
+    advantage, target, _ = token_gae(reward, value, turns.present, gamma_turn, (lam_turn, lam_turn), end)
     if unit == "bilevel":
         return _gae_inside_turns(rewards, values, turns, turns.spread(target - reward), gamma, lambdas)
     if not gamma == lambdas[0] == lambdas[1] == 1.0:

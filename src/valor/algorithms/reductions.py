@@ -4,7 +4,6 @@ Shapes: B sequences, T response positions. A mask is 0/1 (any dtype). Values whe
 infinities included, in the result and in the gradient; a reduction over nothing is 0.
 """
 
-import math
 import mmap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -146,11 +145,9 @@ class Moments:
 
 
 def masked_moments(x: Tensor, mask: Tensor) -> Moments:
-    """Moments of the masked-in entries of x [..., T]."""
-    x, mask = _as_rows(x), _as_rows(mask)
-    return reduce(
-        Moments.merge, over_rows(lambda rows: Moments.of(zeroed(x[rows], mask[rows]), mask[rows]), x), Moments()
-    )
+    """Moments of the masked-in entries of x [B, T]."""
+    parts = over_rows(lambda rows: Moments.of(zeroed(x[rows], mask[rows]), mask[rows]), x)
+    return reduce(Moments.merge, parts, Moments())
 
 
 @torch.no_grad()
@@ -158,31 +155,27 @@ def masked_whiten(
     x: Tensor,
     mask: Tensor,
     *,
-    zero_masked: bool = True,
     scope: str = "batch",
     moments: Moments | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """(x − mean) / sqrt(var + 1e-8) with the statistics of the masked-in entries of what is given.
+    """(x − mean) / sqrt(var + 1e-8) of x [B, T], with the statistics of its masked-in entries; others become 0.
 
-    scope: "batch" (all of it) or "none" (x unchanged but for `zero_masked`). To whiten by mini-batch, call it on each.
-    zero_masked: masked-out entries become 0; False sends them through the same affine map (verl does).
-    moments: those of x under mask, where they are known. out: contiguous tensor to write to, x itself allowed.
+    scope: "batch" (all of it) or "none" (x where masked in). To whiten by mini-batch, call it on each.
+    moments: those of x under mask, where they are known. out: tensor to write to, x itself allowed.
     A single masked-in entry has no spread: it becomes 0 (verl raises). No gradient.
     """
     out = result_like(x) if out is None else out
     if choose(scope, WHITENING_SCOPES, "whitening scope") == "none":
-        return out.copy_(keep_masked(x, mask) if zero_masked else x)
+        return out.copy_(keep_masked(x, mask))
     moments = masked_moments(x, mask) if moments is None else moments
     scale = (moments.squares / max(moments.count - 1.0, 1.0) + 1e-8) ** -0.5
-    flat, flat_mask, flat_out = (_as_rows(tensor) for tensor in (x, mask, out))
 
     def whiten_rows(rows: slice) -> None:
-        whitened = torch.sub(flat[rows], moments.mean, out=flat_out[rows]).mul_(scale)
-        if zero_masked:
-            zeroed(whitened, flat_mask[rows], out=whitened)
+        whitened = torch.sub(x[rows], moments.mean, out=out[rows]).mul_(scale)
+        zeroed(whitened, mask[rows], out=whitened)
 
-    over_rows(whiten_rows, flat)
+    over_rows(whiten_rows, x)
     return out
 
 
@@ -233,10 +226,6 @@ def loss_denominator(mode: str, num_tokens: Denominator, num_sequences: Denomina
 def token_fraction(hit: Tensor, mask: Tensor, num_tokens: Denominator) -> Tensor:
     """Additive metric: Σ hit over the mask / (global) number of tokens."""
     return aggregate_loss(hit.detach().float(), mask, "token-mean", denominator=num_tokens)
-
-
-def _as_rows(x: Tensor) -> Tensor:
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _positive(count: float | Tensor) -> float | Tensor:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from valor.algorithms.groups import SINGLETON, GroupIds, Groups, sequence_scores, spread_over_tokens
-from valor.algorithms.reductions import masked_whiten, result_like
+from valor.algorithms.reductions import masked_whiten
 from valor.algorithms.registry import choose, register_advantage
 from valor.algorithms.scan import Packing, returns_to_go
 
@@ -54,22 +54,17 @@ def reinforce_plus_plus_baseline(
 
 @register_advantage("remax", needs_greedy_baseline=True)
 def remax(
-    *,
-    rewards: Tensor,
-    response_mask: Tensor,
-    reward_baselines: Tensor,
-    reward_on_masked: str = "carry",
-    zero_masked: bool = True,
+    *, rewards: Tensor, response_mask: Tensor, reward_baselines: Tensor, reward_on_masked: str = "carry"
 ) -> tuple[Tensor, Tensor]:
     """ReMax: A_t = Σ_{t' ≥ t} r_t' - b_i, b_i [B] the reward of the greedy response to the same prompt
     (https://arxiv.org/abs/2310.10505); returns are the sums.
 
-    zero_masked: False leaves the sums at masked positions, in both, as verl does. reward_on_masked as in `gae`.
+    reward_on_masked as in `gae`.
     """
-    returns = returns_to_go(rewards, response_mask, 1.0, reward_on_masked, zero_masked)
+    returns = returns_to_go(rewards, response_mask, 1.0, reward_on_masked)
     baselines = reward_baselines.to(returns.dtype).unsqueeze(-1)
     mask = response_mask.to(returns.dtype)
-    return torch.addcmul(returns, mask, baselines, value=-1.0, out=result_like(returns)), returns
+    return torch.addcmul(returns, mask, baselines, value=-1.0), returns
 
 
 @register_advantage("optimal_token_baseline", min_group_size=2, needs_sum_pi_squared=True)

@@ -115,19 +115,8 @@ def sums_to_go(rewards: Tensor, mask: Tensor, on_masked: str, out: Tensor) -> Te
     return torch.mul(suffix_scan(rewards, 1.0), mask, out=out)
 
 
-def at_next_policy_token(x: Tensor, mask: Tensor) -> Tensor:
-    """x [R, T] whose masked positions show what the next policy token has (0 after the last)."""
-    width = mask.shape[1]
-    position = torch.arange(width, device=mask.device).masked_fill(~mask.bool(), width)
-    upcoming = position.flip(1).cummin(1).values.flip(1)
-    return functional.pad(x, (0, 1)).gather(1, upcoming)
-
-
-def returns_to_go(
-    rewards: Tensor, response_mask: Tensor, gamma: float, reward_on_masked: str = "carry", zero_masked: bool = True
-) -> Tensor:
-    """G_t = r_t + γ G_{t'}, t' the next policy token; [B, T]. Masked positions do not discount and are 0, or, with
-    zero_masked=False, what the next policy token has."""
+def returns_to_go(rewards: Tensor, response_mask: Tensor, gamma: float, reward_on_masked: str = "carry") -> Tensor:
+    """G_t = r_t + γ G_{t'}, t' the next policy token; [B, T]. Masked positions do not discount and are 0."""
     mask = response_mask.to(rewards.dtype)
     returns = result_like(rewards)
 
@@ -138,8 +127,6 @@ def returns_to_go(
             packing = Packing(mask[rows])
             reward = credit_policy_tokens(rewards[rows], mask[rows], reward_on_masked)
             packing.unpack(suffix_scan(packing.pack(reward), gamma), out=returns[rows])
-        if not zero_masked:
-            returns[rows] = at_next_policy_token(returns[rows], mask[rows])
 
     over_rows(of_rows, rewards)
     return returns

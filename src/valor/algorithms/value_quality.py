@@ -104,3 +104,25 @@ def against_truth(values: Tensor, truth: Tensor, weights: Tensor) -> dict[str, f
         "bias": float((share * (values.double() - truth.double())).sum()),
         "rank_correlation": spread(ours, theirs) / both if both > 0 else math.nan,
     }
+
+
+def crps(quantiles: Tensor, outcomes: Tensor) -> Tensor:
+    """[N] E|X − y| − ½ E|X − X'| of K equally likely quantiles [N, K] and outcomes y [N]: the continuous ranked
+    probability score (Gneiting and Raftery 2007). 0 is best; of one point it is the absolute error."""
+    apart = (quantiles.unsqueeze(-1) - quantiles.unsqueeze(-2)).abs().mean((-2, -1))
+    return (quantiles - outcomes.unsqueeze(-1)).abs().mean(-1) - 0.5 * apart
+
+
+def coverage(quantiles: Tensor, outcomes: Tensor, thresholds: Tensor) -> list[dict[str, float]]:
+    """Of each threshold c: the mean predicted probability of an outcome of at most c, and how often it was so.
+
+    quantiles [N, K], outcomes [N]. Both are the same for a distribution that is right, continuous or not.
+    """
+    return [
+        {
+            "at": float(c),
+            "predicted": float((quantiles <= c).double().mean()),
+            "observed": float((outcomes <= c).double().mean()),
+        }
+        for c in thresholds
+    ]

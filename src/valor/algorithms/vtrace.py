@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from valor.algorithms.gae import add_end_values, gae
+from valor.algorithms.gae import add_end_values, token_gae
 from valor.algorithms.ppo import LOG_RATIO_BOUND
 from valor.algorithms.reductions import masked_whiten, zeroed
 from valor.algorithms.registry import register_advantage
@@ -48,23 +48,15 @@ def vtrace(
         raise UserError(f"rho_bar and c_bar of vtrace must be at least 1, got {rho_bar:g} and {c_bar:g}")
     mask = response_mask.to(values.dtype)
     log_ratio = zeroed(old_log_probs - rollout_log_probs, mask).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    end, rewards = None if bootstrap_mask is None else (bootstrap_mask, bootstrap_values), rewards.to(values.dtype)
     if not bool(log_ratio.any()):
-        return gae(
-            rewards=rewards,
-            response_mask=response_mask,
-            values=values,
-            gamma=gamma,
-            lam_actor=of_actor,
-            lam_critic=of_critic,
-            bootstrap_mask=bootstrap_mask,
-            bootstrap_values=bootstrap_values,
-            whitening=whitening,
-            reward_on_masked=reward_on_masked,
-        )
+        settings = (gamma, (of_actor, of_critic), end, None, None, reward_on_masked)
+        advantages, returns, moments = token_gae(rewards, values, mask, *settings)
+        return masked_whiten(advantages, mask, scope=whitening, moments=moments, out=advantages), returns
     value = zeroed(values, mask)
-    reward = credit_policy_tokens(rewards.to(values.dtype), mask, reward_on_masked)
-    if bootstrap_mask is not None:
-        reward = add_end_values(reward, value, mask, bootstrap_mask, bootstrap_values, gamma)
+    reward = credit_policy_tokens(rewards, mask, reward_on_masked)
+    if end is not None:
+        reward = add_end_values(reward, value, mask, *end, gamma)
     packing = Packing(mask)
     ratio, packed_value = packing.pack(log_ratio).exp(), packing.pack(value)
     delta = packing.pack(reward) - packed_value

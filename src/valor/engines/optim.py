@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,13 +13,9 @@ from valor.config.engine import OptimConfig
 
 def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> torch.optim.Optimizer:
     """AdamW (its fused kernel) over all trainable parameters; weight decay acts on every one of them."""
-    meshes: dict[Any, list[nn.Parameter]] = {}  # a fused update is of tensors on one mesh
-    for p in parameters:
-        if p.requires_grad:
-            meshes.setdefault(getattr(p, "device_mesh", None), []).append(p)
-    groups = [{"params": group} for group in meshes.values()]
+    trained = [p for p in parameters if p.requires_grad]
     return torch.optim.AdamW(
-        groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
+        trained, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
     )
 
 

@@ -9,8 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from valor.algorithms.distributional import coverage, crps
-from valor.algorithms.value_quality import auc, calibration, calibration_error, noise_ceiling, pair_agreement, pearson
+from valor.algorithms.value_quality import (
+    auc,
+    calibration,
+    calibration_error,
+    coverage,
+    crps,
+    noise_ceiling,
+    pair_agreement,
+    pearson,
+)
 from valor.lab.statistics import bootstrap_interval, sign_flip_p
 from valor.tracking.metrics import explained_variance
 

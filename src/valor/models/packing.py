@@ -1,5 +1,10 @@
 """Transformers' models made to read packed rows: an attention function that is told where rows begin, and a mask maker
 that then makes no mask, registered as `valor_packed`. Without packed rows both are transformers' own `sdpa`.
+
+Ulysses sequence parallelism (Jacobs et al., 2023): ranks of a group hold parts of the same rows. Outside attention a
+rank computes its own positions; for attention the group exchanges, so that each rank has all positions of some of the
+heads. Every rank of a group computes the whole loss from all ranks' numbers, and its gradient is that of its own
+positions: summed over ranks it is the gradient of the loss.
 """
 
 import logging
@@ -9,13 +14,13 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from valor.models.attention import Segments, attention
-from valor.models.sequence_parallel import heads_to_positions, positions_to_heads
 
 IMPLEMENTATION = "valor_packed"
 _REPLACED = ("sdpa", "flash_attention_2", IMPLEMENTATION)
@@ -64,9 +69,49 @@ def packed_attention(
         return attention(query, key, value, segments, scaling), None
     if key.shape[1] % group.size():
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-    query, key, value = (positions_to_heads(x, group) for x in (query, key, value))
+    query, key, value = (_Exchange.apply(x, group, False) for x in (query, key, value))
     out = attention(query, key, value, segments, scaling)
-    return heads_to_positions(out.transpose(1, 2), group).transpose(1, 2), None
+    return _Exchange.apply(out.transpose(1, 2), group, True).transpose(1, 2), None
+
+
+class _Exchange(torch.autograd.Function):
+    """[1, H / s, N, D], all positions of this rank's heads, to [1, H, N / s, D], all heads of its positions (of s
+    ranks); or back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, to_positions: bool) -> Tensor:
+        ctx.group, ctx.to_positions, ranks = group, to_positions, group.size()
+        _one, heads, length, size = x.shape
+        if to_positions:  # to each rank its positions, from each rank its heads
+            sent = x[0].unflatten(1, (ranks, length // ranks)).transpose(0, 1).contiguous()
+        else:
+            sent = x[0].unflatten(0, (ranks, heads // ranks)).contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        if to_positions:
+            return received.flatten(0, 1)[None]
+        return received.transpose(0, 1).reshape(1, heads // ranks, ranks * length, size)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _Exchange.apply(grads[0], ctx.group, not ctx.to_positions), None, None
+
+
+class PutTogether(torch.autograd.Function):
+    """[total, ...] on all ranks from each one's [n, ...], which begins at `begin`; the gradient is the own part's."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, begin: int, total: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.rows = slice(begin, begin + len(own))
+        whole = own.new_zeros(total, *own.shape[1:])
+        whole[ctx.rows] = own
+        if total:
+            dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return grads[0][ctx.rows], None, None, None
 
 
 def enable_packing(hf: Any) -> bool:
@@ -74,10 +119,11 @@ def enable_packing(hf: Any) -> bool:
 
     Checked on tiny rows: the hidden states must be those of padded rows.
     """
-    models = [module for module in hf.modules() if isinstance(module, PreTrainedModel)]
-    configs = list({id(model.config): model.config for model in models}.values())
+    configs = configs_of(hf)
     before = [str(config._attn_implementation) for config in configs]
-    reason = _obstacle(models, before)
+    reason = obstacle(hf, {"full_attention"})
+    if not all(name in _REPLACED for name in before):
+        reason = f"its attention is {', '.join(sorted(set(before)))}, not sdpa"
     if reason is None:
         _set(configs, [IMPLEMENTATION] * len(configs))
         try:
@@ -90,13 +136,18 @@ def enable_packing(hf: Any) -> bool:
     return reason is None
 
 
-def _obstacle(models: list[PreTrainedModel], implementations: list[str]) -> str | None:
-    if not all(name in _REPLACED for name in implementations):
-        return f"its attention is {', '.join(sorted(set(implementations)))}, not sdpa"
+def configs_of(hf: nn.Module) -> list[Any]:
+    """The configs of the transformers models in `hf`."""
+    return list({id(m.config): m.config for m in hf.modules() if isinstance(m, PreTrainedModel)}.values())
+
+
+def obstacle(hf: nn.Module, known: set[str]) -> str | None:
+    """Why an attention function of ours cannot drive `hf`, whose layers are to be of the `known` types."""
+    models = [module for module in hf.modules() if isinstance(module, PreTrainedModel)]
     if not models or not all(model._supports_attention_backend for model in models):
         return "it does not use the attention interface of transformers"
     kinds = {kind for model in models for kind in getattr(model.config, "layer_types", None) or ()}
-    others = sorted(kinds - {"full_attention"})
+    others = sorted(kinds - known)
     return f"it has layers of type {', '.join(others)}" if others else None
 
 

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from valor.models.attention import Segments
 from valor.models.hf import disable_dropout, input_device
-from valor.models.packing import enable_packing, packing
-from valor.models.sequence_parallel import put_together
+from valor.models.packing import PutTogether, enable_packing, packing
 
 _FEWEST_SHARED = 8  # fewer tokens are not worth the copies of keys and values that attention then makes
 
@@ -79,7 +78,7 @@ class CompactRows:
     def scatter(self, flat: Tensor) -> Tensor:
         """Per-token numbers [N, ...] on the [b, T, ...] grid, zero elsewhere; differentiable."""
         if self.group is not None:
-            flat = put_together(flat, self.begin, self.total, self.group)
+            flat = PutTogether.apply(flat, self.begin, self.total, self.group)
         if self.rank is not None:
             flat = flat[self.rank]
         mask = self.mask.view(*self.mask.shape, *[1] * (flat.dim() - 1))

@@ -123,16 +123,13 @@ class ValueModel(RowReader):
         outputs = self.head(compact.gather(states).float()).float()
         if raw:
             return {"head_outputs": compact.scatter(outputs.squeeze(-1))}
-        out = {"values": compact.scatter(self._read(outputs))}
+        whole = self.levels == ALL_LEVELS
+        read = self.reading.values(outputs) if whole else tail_mean(*self.reading.distribution(outputs), *self.levels)
+        out = {"values": compact.scatter(read)}
         if with_quantiles and self.reading.is_distribution:
             atoms, weights = self.reading.distribution(outputs)
             out["quantiles"] = compact.scatter(atoms if atoms.ndim > 1 else quantiles_of(atoms, weights))
         return out
-
-    def _read(self, outputs: Tensor) -> Tensor:
-        if self.levels == ALL_LEVELS:
-            return self.reading.values(outputs)
-        return tail_mean(*self.reading.distribution(outputs), *self.levels)
 
 
 def head_name(hf: Any) -> str:

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from valor import algorithms
-from valor.algorithms.distributional import coverage, crps, quantile_huber, quantile_levels
+from valor.algorithms.value_losses import quantile_huber, quantile_levels
+from valor.algorithms.value_quality import coverage, crps
 from valor.errors import UserError
 
 

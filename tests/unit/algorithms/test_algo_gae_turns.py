@@ -228,7 +228,7 @@ def test_whitening_counts_tokens() -> None:
         ("turn", {"lam": 0.9}, "no tokens to discount"),
         ("turn", {"lam_critic": 0.9}, "no tokens to discount"),
         ("turn", {"adaptive_lam_alpha": 0.1}, "adaptive_lam_alpha"),
-        ("bilevel", {"zero_masked": False}, "zero_masked"),
+        ("bilevel", {"lam_positions": [0.5, 1.0]}, "lam_positions"),
         ("bilevel", {"lam": 1.5}, "between 0 and 1"),
         ("turn", {"gamma_turn": 1.5}, "between 0 and 1"),
         ("turns", {}, "unknown gae_unit 'turns'; did you mean turn"),

@@ -157,5 +157,5 @@ def test_the_documented_deviations_name_real_places_and_options() -> None:
         assert name.startswith("**") and places
         for place in places.rstrip(")").replace("`", "").split(", "):
             assert place in algorithms.ADVANTAGES or place in algorithms.POLICY_LOSSES or hasattr(algorithms, place)
-            if place in algorithms.ADVANTAGES and option in ("zero_masked", "singleton", "reward_on_masked", "compact"):
+            if place in algorithms.ADVANTAGES and option in ("singleton", "reward_on_masked", "compact"):
                 assert option in algorithms.ADVANTAGES[place].options

@@ -118,7 +118,7 @@ def requests(params: SamplingParams) -> list[Request]:
 
 
 def outputs(hf: torch.nn.Module, params: SamplingParams) -> list[tuple]:
-    found = NativeEngine(hf, eos_token_ids=[2], pack_weights=False).generate(requests(params))
+    found = NativeEngine(hf, eos_token_ids=[2]).generate(requests(params))
     return [(one.token_ids, one.log_probs, one.finish_reason) for one in found]
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from valor.rollout.native.packed_linear import packed_linears
+from valor.rollout.native.decoder import packed_linears
 
 
 class Doubled(nn.Linear):

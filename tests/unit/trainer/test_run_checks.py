@@ -49,7 +49,6 @@ GDPO = ["algorithm.adv_estimator=gdpo", "actor_rollout_ref.rollout.n=2", "algori
         ([*VTRACE, "+algorithm.adv_kwargs.c_bar=high"], "algorithm.adv_kwargs={'c_bar': 'high'}: "),
         (["algorithm.gae_unit=turn", "algorithm.lam=0.95"], "gae_unit=turn has no tokens to discount: set gamma_turn"),
         (["algorithm.gae_unit=bilevel", "algorithm.adaptive_lam_alpha=0.1"], "gae_unit=bilevel takes neither adaptive"),
-        (["algorithm.gae_unit=bilevel", "+algorithm.adv_kwargs.zero_masked=false"], "gae_unit=bilevel takes neither"),
         (["actor_rollout_ref.rollout.dtype=float32"], "actor_rollout_ref.rollout.dtype=float32, but rollout.name=nat"),
         (["actor_rollout_ref.actor.policy_loss.loss_mode=dro"], "policy_loss.loss_mode=dro: dro needs dro_beta > 0"),
         (

@@ -18,9 +18,16 @@ from valor.data.batch import Batch
 from valor.engines import checkpoint
 from valor.engines.base import Limit, LossFn
 from valor.engines.core import EngineCore, collect, deterministic_backward, rows_of
-from valor.engines.fsdp.internals import drop_unreduced_gradients
 from valor.engines.fsdp.loading import built_once
-from valor.engines.fsdp.sharding import gathered, rank_mesh, reshards, sequence_group, shard, transformer_layers
+from valor.engines.fsdp.sharding import (
+    drop_unreduced_gradients,
+    gathered,
+    rank_mesh,
+    reshards,
+    sequence_group,
+    shard,
+    transformer_layers,
+)
 from valor.engines.kernels import use_kernels
 from valor.engines.optim import build_optimizer, global_norm
 from valor.errors import TrainingStopped, out_of_memory

@@ -13,10 +13,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from valor.errors import UserError
+from valor.models.packing import configs_of, obstacle
 from valor.rollout.native.kv_cache import PromptCache, SlotCache
 
 IMPLEMENTATION = "valor_slots"
@@ -38,7 +39,7 @@ def serving(cache: PromptCache | SlotCache) -> Iterator[None]:
 @contextmanager
 def generation_mode(hf: nn.Module) -> Iterator[None]:
     """The model's attention goes through this file, and dropout and checkpointing are off; undone at exit."""
-    configs = list({id(m.config): m.config for m in hf.modules() if isinstance(m, PreTrainedModel)}.values())
+    configs = configs_of(hf)
     previous = [config._attn_implementation for config in configs]
     training = [module for module in hf.modules() if module.training]
     for config in configs:
@@ -56,20 +57,12 @@ def generation_mode(hf: nn.Module) -> Iterator[None]:
 
 def check_supported(hf: nn.Module) -> None:
     """Raise UserError unless `hf` is a decoder whose attention and cache the native engine can drive."""
-    models = [m for m in hf.modules() if isinstance(m, PreTrainedModel)]
-    if not models or not all(m._supports_attention_backend for m in models):
+    reason = obstacle(hf, {"full_attention", "sliding_attention", "chunked_attention"})
+    if reason is not None:
         raise UserError(
-            f"{type(hf).__name__} does not use the attention interface of transformers, which the native rollout "
-            "engine needs; choose another rollout engine (actor_rollout_ref.rollout.name)"
+            f"the native rollout engine cannot drive {type(hf).__name__}: {reason}: choose another rollout engine "
+            "(actor_rollout_ref.rollout.name)"
         )
-    for model in models:
-        kinds = set(getattr(model.config, "layer_types", None) or ())
-        other = kinds - {"full_attention", "sliding_attention", "chunked_attention"}
-        if other:
-            raise UserError(
-                f"{type(hf).__name__} has layers of type {', '.join(sorted(other))}; the native rollout engine keeps "
-                "keys and values only: choose another rollout engine (actor_rollout_ref.rollout.name)"
-            )
 
 
 def slot_mask(
@@ -126,7 +119,7 @@ def slot_attention(
     cache = _serving.get()
     if isinstance(cache, SlotCache):
         return decode_attention(cache, query, key, value, attention_mask, scores), None
-    cache.direct &= key is cache.keys.get(cache.current_layer)
+    cache.direct &= key is cache.states[cache.current_layer][0]
     return prefill_attention(cache, query, key, value, attention_mask, scores), None
 
 

@@ -2,9 +2,16 @@
 
 A decode step of a small model is many tiny operations. Here projections that read the same input are one product,
 activations and sums happen inside products where the CPU library can. Models of `FAMILIES` are driven this way if they
-then give the logits of their own forward pass, which is tried out; all others keep that one.
+then give the logits of their own forward pass, which is tried out; all others keep that one (`packed_linears`).
+
+Few rows are multiplied by every weight, so the time goes into reading weights. oneDNN reads its blocked layout fastest,
+and in float32 it beats the BLAS behind `nn.Linear` about twofold on some processors at any number of rows
+(benchmarks/rollout_speed.py). Packing costs one pass over the weights and a second copy of them.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -12,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.masking_utils import causal_mask_function
 
-from valor.models.lora import has_adapters
+from valor.models.lora import merged_weight
 from valor.rollout.native.attention import ScoreRule, decode_attention, prefill_attention, serving, slot_mask
 from valor.rollout.native.kv_cache import PromptCache, SlotCache
-from valor.rollout.native.packed_linear import TYPICAL_ROWS, has_packed_layout
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma")  # by `model_type`; SmolLM2 is a llama
+_TYPICAL_ROWS = 64  # for which the layout is chosen; other row counts work as well with it
 _ACTIVATIONS = {"silu": ("swish", ""), "gelu_pytorch_tanh": ("gelu", "tanh"), "gelu": ("gelu", "none")}
 
 
@@ -25,14 +32,14 @@ class Product:
     """x Wᵀ + b of one linear layer, or of several that read the same x, one behind the other."""
 
     def __init__(self, *layers: nn.Module) -> None:
-        linear = [layer for layer in layers if type(layer) is nn.Linear]
-        weights, biases = [layer.weight for layer in linear], [layer.bias for layer in linear]
-        if len(linear) < len(layers) or len({bias is None for bias in biases}) > 1:
-            raise TypeError("not plain linear layers")
-        weight = torch.cat(tuple(weights)) if len(weights) > 1 else weights[0]
-        self._bias = None if biases[0] is None else torch.cat(tuple(biases))
-        self._packed = has_packed_layout(weight)
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS) if self._packed else weight
+        found = [_weight_and_bias(layer) for layer in layers]
+        weights, biases = [weight for weight, _ in found], [bias for _, bias in found]
+        if len({bias is None for bias in biases}) > 1:
+            raise TypeError("some have a bias and others have none")
+        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+        self._bias = None if biases[0] is None else torch.cat([bias for bias in biases if bias is not None])
+        self._packed = _has_packed_layout(weight)
+        self._weight = _packed(weight) if self._packed else weight
 
     def __call__(self, x: Tensor, activation: str | None = None) -> Tensor:
         """With an activation (a name of transformers) of the result."""
@@ -50,6 +57,45 @@ class Product:
             return torch.ops.mkldnn._linear_pointwise.binary(x, other, self._weight, self._bias, operation)
         found = F.linear(x, self._weight, self._bias)
         return found.add_(other) if operation == "add" else found.mul_(other)
+
+
+def _weight_and_bias(layer: Any) -> tuple[Tensor, Tensor | None]:
+    """Of a layer with an adapter their sum: in float32, as bfloat16 would round it, and where packing copies anyway."""
+    linear = getattr(layer, "base_layer", layer)
+    if type(linear) is not nn.Linear:
+        raise TypeError("not a plain linear layer")
+    if linear is layer:
+        return linear.weight, linear.bias
+    if linear.weight.dtype is not torch.float32 or not _has_packed_layout(linear.weight):
+        raise TypeError("an adapter that stays beside its layer")
+    return merged_weight(layer), linear.bias
+
+
+def _has_packed_layout(weight: Tensor) -> bool:
+    known = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
+    return known and torch.backends.mkldnn.is_available()
+
+
+def _packed(weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _TYPICAL_ROWS)
+
+
+@contextmanager
+def packed_linears(root: nn.Module) -> Iterator[None]:
+    """Every plain `nn.Linear` under `root` computes with a packed copy of its weight at entry where there is that
+    layout; undone at exit."""
+    linear = [m for m in root.modules() if type(m) is nn.Linear and "forward" not in vars(m)]
+    linear = [m for m in linear if _has_packed_layout(m.weight)]
+    for layer in linear:
+        bias = None if layer.bias is None else layer.bias.detach()
+        options = {"attr": "none", "scalars": [], "algorithm": ""}
+        packed = partial(torch.ops.mkldnn._linear_pointwise, W=_packed(layer.weight), B=bias, **options)
+        layer.forward = packed  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for layer in linear:
+            del layer.forward
 
 
 class Norm:
@@ -87,8 +133,7 @@ class Decoder:
     def __init__(self, hf: Any) -> None:
         base, config = hf.base_model, hf.config.get_text_config()
         masks = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-        other = masks or getattr(config, "sliding_window", None) or has_adapters(hf)
-        if other or config.model_type not in FAMILIES:
+        if masks or getattr(config, "sliding_window", None) or config.model_type not in FAMILIES:
             raise TypeError("not a plain model of the Llama family")
         self._embed, self._rotary = base.embed_tokens, base.rotary_emb
         self._layers = [Layer(layer) for layer in base.layers]

@@ -18,9 +18,8 @@ from valor.models.hf import cache_bytes_per_token, input_device
 from valor.models.policy import PolicyModel
 from valor.rollout.base import Request, RequestSource, RolloutEngine, WeightMode, token_versions
 from valor.rollout.native.attention import check_supported, generation_mode, serving
-from valor.rollout.native.decoder import Decoder, agrees
+from valor.rollout.native.decoder import Decoder, agrees, packed_linears
 from valor.rollout.native.kv_cache import PromptCache, SlotCache, free_bytes
-from valor.rollout.native.packed_linear import packed_linears
 from valor.rollout.native.requests import Group, Intake, Row, Waiting
 from valor.rollout.sampling import BatchSampler, uniform_stream
 from valor.rollout.transfer import checksum
@@ -60,7 +59,6 @@ class NativeEngine(RolloutEngine):
         unsharded: Callable[[], AbstractContextManager[object]] = nullcontext,
         max_num_seqs: int = 256,
         max_batched_tokens: int = 8192,
-        pack_weights: bool = True,
     ) -> None:
         check_supported(hf)
         self._hf = hf
@@ -70,7 +68,6 @@ class NativeEngine(RolloutEngine):
         self._max_batched_tokens = max_batched_tokens
         self._config = hf.config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
         self._max_model_len = getattr(self._config, "max_position_embeddings", None) or 2**31
-        self._pack = packed_linears if pack_weights else nullcontext
         self._layout: ExitStack | None = None  # while it generates
         self._decoder: Decoder | None = None
         self._direct: bool | None = None  # whether it can be driven by a Decoder, once that is known
@@ -115,7 +112,7 @@ class NativeEngine(RolloutEngine):
             except (AttributeError, KeyError, TypeError):
                 self._direct = False
         if self._decoder is None:
-            self._layout.enter_context(self._pack(self._hf))
+            self._layout.enter_context(packed_linears(self._hf))
 
     def _model(self, input_ids: Tensor, position_ids: Tensor, cache: PromptCache | SlotCache) -> Tensor:
         """Logits [B, V] after the last of the tokens [B, q]."""
@@ -285,7 +282,7 @@ def _remove(rows: list[Row], slot: int, cache: SlotCache) -> Row:
     """Take a row out; the last row takes its slot, and the last prompt that of a prompt which nobody continues."""
     row, last = rows[slot], rows.pop()
     if slot < len(rows):
-        cache.move_row(len(rows), slot, last.own_columns)
+        cache.own.move(len(rows), slot, last.own_columns)
         rows[slot] = last
     if cache.shared and all(other.prompt != row.prompt for other in rows):
         moved = cache.drop_prompt(row.prompt)

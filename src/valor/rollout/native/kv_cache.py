@@ -7,6 +7,7 @@ and be moved without touching the others.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 class PromptCache(Cache):
-    """Keeps the keys and values of one prefill: per layer [prompts, kv heads, columns, head size].
+    """Keeps keys and values of one prefill: per layer two of [prompts, kv heads, columns, head size].
 
     `direct` tells whether attention computed with them as they are (not so if the cache holds compressed latents).
     """
@@ -36,14 +37,13 @@ class PromptCache(Cache):
         super().__init__(layers=[])
         self.current_layer = 0
         self.direct = True
-        self.keys: dict[int, Tensor] = {}
-        self.values: dict[int, Tensor] = {}
+        self.states: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         self.current_layer = layer_idx
-        self.keys[layer_idx], self.values[layer_idx] = key_states, value_states
+        self.states[layer_idx] = key_states, value_states
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -57,10 +57,11 @@ class PromptCache(Cache):
 
 
 class Columns:
-    """Growing per-layer buffers [rows, kv heads, columns, head size] of which the caller knows what is in use."""
+    """Growing per-layer buffers of keys and values, each [rows, kv heads, columns, head size], of which the caller
+    knows what is in use."""
 
     def __init__(self) -> None:
-        self.layers: dict[int, Tensor] = {}
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         self.rows = 0
         self.columns = 0
 
@@ -71,24 +72,26 @@ class Columns:
         if columns > self.columns:
             self.columns = max(columns, self.columns + max(MIN_GROWTH, self.columns // 2))
         self.rows = max(rows, self.rows)
-        for layer, old in self.layers.items():
-            self.layers[layer] = self._new(old)
-            self.layers[layer][: old.shape[0], :, : old.shape[2]] = old
+        for layer, kept in self.layers.items():
+            self.layers[layer] = self._new(kept)
+            for new, old in zip(self.layers[layer], kept, strict=True):
+                new[: old.shape[0], :, : old.shape[2]] = old
 
-    def layer(self, layer: int, like: Tensor) -> Tensor:
-        """The buffer of a layer, made with heads, size and dtype of `like` [_, kv heads, _, head size] if need be."""
+    def layer(self, layer: int, like: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """The buffers of a layer, made with heads, size and dtype of `like` [_, kv heads, _, head size] if need be."""
         if layer not in self.layers:
             self.layers[layer] = self._new(like)
         return self.layers[layer]
 
     def move(self, source: int, target: int, columns: int) -> None:
         """Copy the first columns of row `source` over row `target`."""
-        for buffer in self.layers.values():
+        for buffer in chain.from_iterable(self.layers.values()):
             buffer[target, :, :columns] = buffer[source, :, :columns]
 
-    def _new(self, like: Tensor) -> Tensor:
+    def _new(self, like: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         # Zeros, because a column may be read before it is written: its attention weight is 0, but 0 * NaN is NaN.
-        return like.new_zeros(self.rows, like.shape[1], self.columns, like.shape[3])
+        keys, values = (x.new_zeros(self.rows, x.shape[1], self.columns, x.shape[3]) for x in like)
+        return keys, values
 
 
 class SlotCache(Cache):
@@ -106,8 +109,7 @@ class SlotCache(Cache):
     def __init__(self, max_rows: int, shared: bool) -> None:
         super().__init__(layers=[])
         self.shared = shared
-        self.prompt_keys, self.prompt_values = Columns(), Columns()
-        self.keys, self.values = Columns(), Columns()
+        self.prompts, self.own = Columns(), Columns()
         self.max_rows = max_rows
         self.prompt_lengths: list[int] = []
         self.current_layer = 0
@@ -117,47 +119,39 @@ class SlotCache(Cache):
     def reserve_prompts(self, count: int, longest: int) -> None:
         """Make room for `count` more prompts of up to `longest` tokens at once."""
         if self.shared:
-            for store in (self.prompt_keys, self.prompt_values):
-                store.reserve(len(self.prompt_lengths) + count, longest)
+            self.prompts.reserve(len(self.prompt_lengths) + count, longest)
         else:
-            for store in (self.keys, self.values):
-                store.reserve(self.max_rows, longest + MIN_GROWTH)
+            self.own.reserve(self.max_rows, longest + MIN_GROWTH)
 
     def add_prompt(self, prefill: PromptCache, index: int, length: int, rows: slice) -> int:
         """Take the first `length` columns of prompt `index` of a prefill for `rows`, room being there.
 
         Returns the number of the prompt, or -1 when prompts are not shared.
         """
-        number, stores = -1, (self.keys, self.values)
+        number, store = -1, self.own
         if self.shared:
-            number, stores = len(self.prompt_lengths), (self.prompt_keys, self.prompt_values)
+            number, store = len(self.prompt_lengths), self.prompts
             rows = slice(number, number + 1)
             self.prompt_lengths.append(length)
-        for store, filled in zip(stores, (prefill.keys, prefill.values), strict=True):
-            for layer, states in filled.items():
-                store.layer(layer, states)[rows, :, :length] = states[index, :, :length]
+        for layer, states in prefill.states.items():
+            for buffer, filled in zip(store.layer(layer, states), states, strict=True):
+                buffer[rows, :, :length] = filled[index, :, :length]
         return number
 
     def prompt(self) -> tuple[Tensor, Tensor]:
         """Keys and values of the stored prompts in the layer last updated, [P, kv heads, prompt_width, head size]."""
         stored = slice(len(self.prompt_lengths))
-        keys, values = (store.layers[self.current_layer] for store in (self.prompt_keys, self.prompt_values))
-        return keys[stored, :, : self.prompt_width], values[stored, :, : self.prompt_width]
+        keys, values = (x[stored, :, : self.prompt_width] for x in self.prompts.layers[self.current_layer])
+        return keys, values
 
     def drop_prompt(self, number: int) -> int:
         """Forget a prompt; the last one takes its number. Returns the number that the last one had."""
         last = len(self.prompt_lengths) - 1
         if number != last:
-            self.prompt_keys.move(last, number, self.prompt_lengths[last])
-            self.prompt_values.move(last, number, self.prompt_lengths[last])
+            self.prompts.move(last, number, self.prompt_lengths[last])
             self.prompt_lengths[number] = self.prompt_lengths[last]
         self.prompt_lengths.pop()
         return last
-
-    def move_row(self, source: int, target: int, columns: int) -> None:
-        """Copy the first `columns` columns of row `source` over row `target`."""
-        self.keys.move(source, target, columns)
-        self.values.move(source, target, columns)
 
     def arrange(self, prompt_of: Sequence[int], lengths: Sequence[int], device: torch.device) -> None:
         """Row b continues prompt `prompt_of[b]` and has `lengths[b]` columns of its own."""
@@ -193,8 +187,7 @@ class SlotCache(Cache):
         self._lengths = self._lengths + 1
         self._longest += 1
         self.width = self._longest
-        self.keys.reserve(self.max_rows, self.width)
-        self.values.reserve(self.max_rows, self.width)
+        self.own.reserve(self.max_rows, self.width)
         self._index.clear()
 
     def column_positions(self) -> Tensor:
@@ -208,9 +201,8 @@ class SlotCache(Cache):
         """Write each row's new column; returns the rows' own columns so far, [B, kv heads, width, head size]."""
         self.current_layer = layer_idx
         rows = key_states.shape[0]
-        stored = []
-        for store, new in ((self.keys, key_states), (self.values, value_states)):
-            buffer = store.layer(layer_idx, new)
+        stored, fed = [], (key_states, value_states)
+        for buffer, new in zip(self.own.layer(layer_idx, fed), fed, strict=True):
             if self._rows_even:
                 buffer[:rows, :, self.width - 1] = new.squeeze(2)
             else:
@@ -224,7 +216,7 @@ class SlotCache(Cache):
         """Where the new column of each (row, head) lies among all columns of all rows, int64 [B * heads]."""
         if heads not in self._index:
             device = self._write_at.device
-            first = torch.arange(self._write_at.shape[0] * heads, device=device).view(-1, heads) * self.keys.columns
+            first = torch.arange(self._write_at.shape[0] * heads, device=device).view(-1, heads) * self.own.columns
             self._index[heads] = (first + self._write_at[:, None]).view(-1)
         return self._index[heads]
 
