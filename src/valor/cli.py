@@ -155,7 +155,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     if asked := os.environ.get("_VALOR_COMPLETE"):  # what a shell wants to know: docs/installation.md
         return shell_complete(Commands(), {}, "valor", "_VALOR_COMPLETE", asked)
     return exit_code(lambda: run(Commands(), ["--help"] if arguments == ["help"] else arguments, "valor"))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
