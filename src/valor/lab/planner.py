@@ -243,7 +243,7 @@ def _rates(device: str) -> tuple[float, float]:
     side, dtype = (4096, torch.bfloat16) if device == "cuda" else (768, torch.float32)
     given = {"a": torch.randn(side, side, device=device, dtype=dtype), "b": torch.empty(2**24, device=device)}
     timers = (Timer(work, globals=given, num_threads=torch.get_num_threads()) for work in ("a @ a", "b.clone()"))
-    product, copy = (timer.blocked_autorange().median for timer in timers)
+    product, copy = (min(timer.blocked_autorange(min_run_time=0.5).times) for timer in timers)  # when nothing disturbed
     return 0.5 * 2 * side**3 / product, 2 * 4 * 2**24 / copy
 
 
