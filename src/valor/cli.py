@@ -27,7 +27,7 @@ COMMANDS = {
     "publish": ("valor.lab.publish:actor", "CKPT_OR_HF_DIR OUT: a policy as a model with a card, and on the hub"),
     "lab sweep": ("valor.lab.sweep:main", "FILE.yaml: arms x seeds of a command, with intervals and tests"),
     "config keys": ("valor.cli:config_keys", "[PREFIX or WORD …]: keys with type, default and meaning"),
-    "plan": ("valor.lab.plan_command:main", "[--gpus N --memory GIB]: memory and time of a run before it: key=value …"),
+    "plan": ("valor.lab.planner:main", "[--gpus N --memory GIB]: memory and time of a run before it: key=value …"),
     "doctor": ("valor.lab.doctor:main", "what this machine has, and whether a run works on it, in seconds"),
     "algorithms": ("valor.cli:algorithms", "the advantage estimators and losses, and what each needs"),
     "data prepare": ("valor.data.prepare:main", "[NAME]: a public data set, or your own, as files to train on"),
@@ -109,9 +109,17 @@ class Commands(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         name = self.prefix + cmd_name
-        if name in COMMANDS:
-            return _load(name)
-        return Commands(f"{name} ") if any(one.startswith(f"{name} ") for one in COMMANDS) else None
+        if name not in COMMANDS:
+            return Commands(f"{name} ") if any(one.startswith(f"{name} ") for one in COMMANDS) else None
+        target, about = COMMANDS[name]
+        if name not in RUNS:
+            return resolve_name(target)
+        from valor.config.command_line import LINE
+
+        example, page = RUNS[name]
+        text = f"{about}\n\n+ or ++ before a key changes nothing, ~key restores its default; `valor config keys`."
+        made = command(name, f"valor {name} {example}", page, cls=RunCommand, params=LINE.params, help=text)
+        return made(resolve_name(target))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -131,18 +139,6 @@ class Commands(click.Group):
         return super().parse_args(ctx, args or ["--help"])
 
 
-def _load(name: str) -> click.Command:
-    target, about = COMMANDS[name]
-    found = resolve_name(target)
-    if name not in RUNS:
-        return found
-    from valor.config.command_line import LINE
-
-    example, page = RUNS[name]
-    text = f"{about}\n\n+ or ++ before a key changes nothing, ~key restores its default; `valor config keys`."
-    return command(name, f"valor {name} {example}", page, cls=RunCommand, params=LINE.params, help=text)(found)
-
-
 class RunCommand(Command):
     """A command that reads its words itself: the key=value of a run, and Hydra's options."""
 
@@ -159,7 +155,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     if asked := os.environ.get("_VALOR_COMPLETE"):  # what a shell wants to know: docs/installation.md
         return shell_complete(Commands(), {}, "valor", "_VALOR_COMPLETE", asked)
     return exit_code(lambda: run(Commands(), ["--help"] if arguments == ["help"] else arguments, "valor"))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

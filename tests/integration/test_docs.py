@@ -37,6 +37,10 @@ def test_there_are_runnable_blocks():
     assert sum(map(len, PAGES.values())) >= 6
 
 
+def test_the_readme_is_read_in_three_minutes():
+    assert len((ROOT / "README.md").read_text().split()) <= 750
+
+
 @pytest.mark.skipif(importlib.util.find_spec("material") is None, reason="needs pip install 'valor-rl[docs]'")
 def test_the_site_builds_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]

@@ -1,17 +1,193 @@
-"""Training from Python: `valor.train(...)`, `valor.PPO`, `valor.SFT`, `valor.RewardModel`."""
+"""Training from Python: `valor.train(...)`, `valor.PPO`, `valor.SFT`, `valor.RewardModel`.
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+The configuration, the folder and the checkpoints are those of the command line: what is given as an object becomes a
+file in the run's folder, so the command that `run.command` shows does the same.
+"""
 
-from valor.config import PPOConfig, RMConfig, SFTConfig
-from valor.errors import UserError
-from valor.lab.given import demonstration_row, given_bytes, prompt_row
-from valor.lab.python_run import PythonRun
+import shlex
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property, partial
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, ClassVar, Self, cast
+
+from valor.config import PPOConfig, RMConfig, SFTConfig, SupervisedConfig, load
+from valor.config.command_line import overrides
+from valor.errors import Interrupted, UserError
+from valor.lab.given import Given, demonstration_row, given_bytes, given_data, given_model, prompt_row
 from valor.rewards.functions import RewardFunctions, pickled
+from valor.trainer.command import tell_notes
 from valor.trainer.main_ppo import ppo_run
 from valor.trainer.main_sft import rm_run, sft_run
 
+_INPUTS = "inputs"  # in the folder of the run
 Reward = Callable[..., Any] | Sequence[Callable[..., Any]]
+
+
+class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
+    """A training run. `train()` does all of it; a `for` loop over it takes a step at a time; `close()` ends it early.
+
+    model: a path, a hub name or a loaded transformers model (with its `tokenizer`). train_data, val_data: files, a data
+    set, or a list of dicts. config: a yaml file or a named configuration to start from. settings: keys of the command
+    line, with `.` or `__` between their parts, or the end of one key alone; `None` is null.
+
+    `metrics`: of each step so far in this process, with those of the validation before the first.
+    """
+
+    words: ClassVar[str]  # of the command
+    root: ClassVar[type[PPOConfig] | type[SupervisedConfig]]
+    _make: ClassVar[Callable[..., Any]]  # a valor.trainer.run.Run of the configuration and the command
+    model_key: ClassVar[str] = "model"
+    _row: Callable[[dict[str, Any]], dict[str, Any]] = staticmethod(lambda row: row)  # as the files have it
+
+    def __init__(
+        self,
+        model: Any = None,
+        train_data: Any = None,
+        *,
+        val_data: Any = None,
+        tokenizer: Any = None,
+        config: str | Path | None = None,
+        **settings: Any,
+    ) -> None:
+        given = given_model(self.model_key, model, tokenizer, reads_text=True)
+        for split, data in {"train": train_data, "val": val_data}.items():
+            if data is not None:
+                given[f"data.{split}_files"] = given_data(split, data, self._row)
+        given |= settings
+        files = {key: one for key, one in given.items() if isinstance(one, Given)}
+
+        def arguments(inputs: Path) -> list[str]:
+            written = given | {key: str(inputs / one.name) for key, one in files.items()}
+            return [*_options(config), *overrides(self.root, written)]
+
+        # Where the folder is has to be known before anything can be written into it.
+        self.folder = Path(load(arguments(Path(_INPUTS)), self.root).config.trainer.default_local_dir)
+        self._inputs = (self.folder / _INPUTS).absolute()
+        for one in files.values():
+            one.into(self._inputs)
+        from valor.trainer.checks import check  # after the mistakes that are told without torch
+
+        loaded = load(arguments(self._inputs), self.root, check)
+        tell_notes(loaded)
+        self.config: Any = loaded.config
+        self.command = shlex.join(["valor", *self.words.split(), *arguments(self._inputs)])
+        self._explicit_keys = loaded.explicit_keys
+        self.metrics: list[dict[str, Any]] = []
+        self._run: Any = None  # the run that is under way
+        self._steps: Any = None
+        self._ended = False
+
+    def train(self) -> Self:
+        """All steps that are left. KeyboardInterrupt when a signal asked to stop: the run has been saved then."""
+        for _ in self:
+            pass
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        """One step; its metrics."""
+        if self._ended:
+            raise StopIteration
+        self._open()
+        try:
+            metrics = self._next()
+        except StopIteration as end:
+            if end.value:
+                raise Interrupted(end.value - 128) from None
+            self._ended = True
+            raise
+        self._run.stop.at_once = True  # who stands between two steps has nothing to finish
+        return metrics
+
+    def evaluate(self, data: Any = None) -> dict[str, float]:
+        """Metrics of the present weights on `data` (default: the validation data), before, in or after training."""
+        files = self.config.data.val_files if data is None else given_data("evaluation", data, self._row)
+        if not files:
+            raise UserError("there is nothing to evaluate on: give val_data to the run, or data to evaluate")
+        self._open()
+        try:
+            return self._run.evaluate([str(files.into(self._inputs))] if isinstance(files, Given) else files)
+        finally:
+            if self._ended:
+                self.close()
+
+    def plan(self) -> str:
+        """What the run does, in words and numbers."""
+        from valor.trainer.plan import plan
+
+        return plan(self.config, self._explicit_keys)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the model."""
+        from valor.models.load import load_tokenizer
+
+        model = attrgetter(self.model_key)(self.config)
+        return load_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
+
+    def close(self) -> None:
+        """End what runs. What was not saved is lost; the run goes on from its last checkpoint."""
+        if self._steps is not None:
+            self._steps.close()
+        self._run = self._steps = None
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _again(self) -> Any:
+        self._run = self._make(self.config, self.command)
+        return self._run
+
+    def _open(self) -> None:
+        """Start the run, up to its first step, unless it is under way; one that has ended, as it ended."""
+        from valor.trainer.run import steps_again
+
+        if self._steps is None:
+            run = self._again()
+            if self._ended:
+                run.resume_from = run.record.checkpoints.path(self._last_step)
+            self._steps = steps_again(run, self._again)
+            self._next()
+            self._run.stop.at_once = True
+
+    def _next(self) -> dict[str, Any]:
+        """The metrics of what the run yields next, kept."""
+        try:
+            metrics = next(self._steps)
+        except BaseException:
+            self._run = self._steps = None
+            raise
+        self._last_step = self._run.step
+        numbers = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
+        if numbers:
+            self.metrics.append({"training/global_step": self._last_step, **numbers})
+        return metrics
+
+    def _loaded(self, role: str, kind: str) -> Any:
+        """The role's present weights as a transformers model of the class `kind`, on the CPU."""
+        import transformers
+
+        from valor.models.hf import quiet_transformers
+
+        folder, run = self.folder / "huggingface" / role, self._run
+        if run is not None:
+            folder = self._inputs / f"{role}.now"
+            run.roles[role].export(folder)
+        elif not folder.is_dir():
+            raise UserError(f"there is no {role} in '{self.folder}' yet: train first")
+        with quiet_transformers():
+            model = getattr(transformers, kind).from_pretrained(folder)
+        if run is not None:
+            shutil.rmtree(folder)
+        return model.eval()
+
+
+def _options(config: str | Path | None) -> list[str]:
+    path = Path(config or "")
+    own = [f"--config-path={path.parent}", f"--config-name={path.stem}"]
+    return own if path.suffix in (".yaml", ".yml") else [f"--config-name={config}"] if config else []
 
 
 class PPO(PythonRun):
@@ -24,6 +200,7 @@ class PPO(PythonRun):
 
     words, root, _make = "ppo", PPOConfig, staticmethod(ppo_run)
     model_key = "actor_rollout_ref.model"
+    _row = staticmethod(partial(prompt_row, keep_prompt=False))
 
     def __init__(
         self,
@@ -37,17 +214,19 @@ class PPO(PythonRun):
         **arguments: Any,
     ) -> None:
         sections = {"reward": reward, "algorithm": algorithm, "critic": critic}
-        arguments |= {name: one for name, one in sections.items() if isinstance(one, Mapping)}
-        self._functions: RewardFunctions | None = None
-        if reward is not None and not isinstance(reward, Mapping):
-            functions = [*reward] if isinstance(reward, list | tuple) else [cast(Any, reward)]
-            self._functions = RewardFunctions(functions, reward_weights)
+        given: dict[str, Any] = {name: one for name, one in sections.items() if isinstance(one, Mapping)}
+        if reward is not None and "reward" not in given:
+            several = reward if isinstance(reward, list | tuple) else [cast(Any, reward)]
+            functions = RewardFunctions(several, reward_weights)
+            self._row = partial(prompt_row, keep_prompt=functions.reads_prompts)
+            given["reward.custom_reward_function.path"] = given_bytes("reward", ".pkl", pickled(functions))
         elif reward_weights is not None:
             raise UserError("reward_weights are those of reward functions: give reward=[...]")
         if isinstance(algorithm, str):
-            arguments["algorithm.adv_estimator"] = algorithm
-        self._critic = None if isinstance(critic, Mapping) else critic
-        super().__init__(model, train_data, **arguments)
+            given["algorithm.adv_estimator"] = algorithm
+        if "critic" not in given:
+            given |= given_model("critic.model", critic)
+        super().__init__(model, train_data, **given | arguments)
         self._check_travels()
 
     @property
@@ -60,14 +239,6 @@ class PPO(PythonRun):
         """The critic's present weights: a token classifier whose logits are the values of what was read so far."""
         return self._loaded("critic", "AutoModelForTokenClassification")
 
-    def _row(self, row: dict[str, Any]) -> dict[str, Any]:
-        return prompt_row(row, keep_prompt=self._functions is not None and self._functions.reads_prompts)
-
-    def _give_more(self) -> None:
-        self._give_model("critic.model", self._critic)
-        if self._functions is not None:
-            self._files["reward.custom_reward_function.path"] = given_bytes("reward", ".pkl", pickled(self._functions))
-
     def _check_travels(self) -> None:
         """UserError: processes of their own would not have something that was registered in this one."""
         from valor.algorithms import POLICY_LOSSES, VALUE_LOSSES
@@ -78,9 +249,8 @@ class PPO(PythonRun):
             raise UserError("trainer.node_rank is for the command line: from Python join a Ray cluster that runs")
         if config.algorithm.custom_path is not None or resolve_placement(config).controller == "local":
             return
-        names = {config.policy_loss: POLICY_LOSSES, config.critic.value_loss: VALUE_LOSSES}
-        for name, registry in names.items():
-            if not registry[name].builtin:
+        for name, losses in {config.policy_loss: POLICY_LOSSES, config.critic.value_loss: VALUE_LOSSES}.items():
+            if not losses[name].builtin:
                 raise UserError(
                     f"the loss '{name}' was registered in this process, and under Ray others train: put it into a file "
                     "and set algorithm.custom_path, or set trainer.controller=local"
@@ -90,11 +260,8 @@ class PPO(PythonRun):
 class SFT(PythonRun):
     """Supervised fine-tuning: rows with `messages`, or with a `prompt` and a `response` (or `completion`)."""
 
-    words, root, _make = "sft", SFTConfig, staticmethod(sft_run)
+    words, root, _make, _row = "sft", SFTConfig, staticmethod(sft_run), staticmethod(demonstration_row)
     policy = PPO.policy
-
-    def _row(self, row: dict[str, Any]) -> dict[str, Any]:
-        return demonstration_row(row)
 
 
 class RewardModel(PythonRun):

@@ -10,6 +10,7 @@ import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -37,42 +38,33 @@ class Results:
 
 @command("demo", "valor demo --task search", "quickstart")
 @option("--out", type=PATH, default="runs/demo", help="Folder for everything.")
-@option(
-    "--task",
-    "task_name",
-    type=click.Choice(list(TASKS)),
-    default="arithmetic",
-    help="Sums, questions to look up, or walks.",
-)
+@option("--task", type=click.Choice(list(TASKS)), default="arithmetic", help="Sums, questions to look up, walks.")
 @option("--algorithm", type=click.Choice(list(ROLES)), default="ppo")
 @option("--seed", type=int, default=0)
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]…")
-def main(out: Path, task_name: str, algorithm: str, seed: int, overrides: tuple[str, ...]) -> int:
+def main(out: Path, task: str, algorithm: str, seed: int, overrides: tuple[str, ...]) -> int:
     """Train a tiny model from nothing, on this machine: make, warm-start, train, check.
 
     KEY=VALUE: further settings of the RL runs. The exit code is that of the step that failed, else 0.
     """
-    task = TASKS[task_name]
-    began = time.monotonic()
-    say(f"[1/4] a tiny model and its {task.PROBLEMS} in {out}")
-    task.make_model(out / "model", seed)
-    files = task.make_data(out / "data", seed)
+    embedded, began = TASKS[task], time.monotonic()
+    say(f"[1/4] a tiny model and its {embedded.PROBLEMS} in {out}")
+    embedded.make_model(out / "model", seed)
+    files = embedded.make_data(out / "data", seed)
 
-    say(f"[2/4] warm start: supervised training on the answers of a teacher who {task.TEACHER}")
-    code = _run("sft", sft_overrides(out / "model", files, out / "sft", seed))
-    if code:
+    say(f"[2/4] warm start: supervised training on the answers of a teacher who {embedded.TEACHER}")
+    if code := _run("sft", sft_overrides(out / "model", files, out / "sft", seed)):
         return code
 
     say(f"[3/4] {algorithm.upper()} on the same kind of problems, rewarded for right results alone")
     run_dir, start = out / algorithm, out / "sft" / "huggingface" / "actor"
-    code = _run("ppo", [*ppo_overrides(start, files, run_dir, algorithm, seed), *overrides])
-    if code:
+    if code := _run("ppo", [*ppo_overrides(start, files, run_dir, algorithm, seed), *overrides]):
         return code
 
     say("[4/4] what came out, loaded with plain transformers")
     for role in ROLES[algorithm]:
         folder = run_dir / "huggingface" / role
-        say(f"  {role:<8} {folder}  {_loaded(folder, role, task.EXAMPLE)}")
+        say(f"  {role:<8} {folder}  {_loaded(folder, role, embedded.EXAMPLE)}")
     for name in ("report.html", METRICS_FILE):
         if (run_dir / name).exists():
             say(f"  {name.partition('.')[0]:<8} {run_dir / name}")
@@ -100,8 +92,7 @@ def ppo_overrides(
     model: Path, files: arithmetic.DataFiles, run_dir: Path, algorithm: str = "ppo", seed: int = 0
 ) -> list[str]:
     """The RL run as settings of `valor ppo`: the same samples per step and per update for both algorithms."""
-    model_path = f"actor_rollout_ref.model.path={model}"
-    return [*_config(files, algorithm, run_dir, seed), model_path, *files.settings]
+    return [*_config(files, algorithm, run_dir, seed), f"actor_rollout_ref.model.path={model}", *files.settings]
 
 
 def _config(files: arithmetic.DataFiles, name: str, run_dir: Path, seed: int) -> list[str]:
@@ -133,36 +124,24 @@ def _control(files: lookup.DataFiles, run_dir: Path, algorithm: str, seed: int, 
 
 def _run(command: str, overrides: Sequence[str]) -> int:
     """Print the command line and run it in this process."""
-    from valor.trainer import main_ppo, main_sft
-
-    main_of = {"ppo": main_ppo.main, "sft": main_sft.main}[command]
     module = f"valor.trainer.main_{command}"
     say(" \\\n    ".join([f"  python -m {module}", *map(shlex.quote, overrides)]))
-    return main_of(list(overrides))
+    return import_module(module).main(list(overrides))
 
 
 def _loaded(folder: Path, role: str, question: str) -> str:
     """Load the exported model as anybody would, and say in a few words what it does."""
-    import torch
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # the process ends with this report
     tokenizer = AutoTokenizer.from_pretrained(folder)
     chat = [{"role": "user", "content": question}]
-    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
-    with torch.no_grad():
-        if role == "critic":
-            critic = AutoModelForTokenClassification.from_pretrained(folder)
-            return f"(value of {question} is {critic(input_ids=ids).logits[0, -1, 0].item():.2f})"
-        model: Any = AutoModelForCausalLM.from_pretrained(folder)
-        out = model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=16,
-            do_sample=False,
-            stop_strings=["</search>", "</answer>"],
-            tokenizer=tokenizer,
-        )
-    return f"({question} {tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)})"
+    read = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    if role == "critic":
+        critic = AutoModelForTokenClassification.from_pretrained(folder)
+        return f"(value of {question} is {critic(**read).logits[0, -1, 0].item():.2f})"
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    ends = {"stop_strings": ["</search>", "</answer>"], "tokenizer": tokenizer}
+    out = model.generate(**read, max_new_tokens=16, do_sample=False, **ends)
+    return f"({question} {tokenizer.decode(out[0, read['input_ids'].shape[1] :], skip_special_tokens=True)})"

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
 from importlib.metadata import distributions
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
@@ -94,31 +95,31 @@ def _answers(url: str) -> str:
 
 
 def self_test() -> tuple[bool, str]:
-    """Two steps of PPO on a tiny model, whole and with a checkpoint between them: whether all is well, and in words."""
+    """Two steps of PPO on a tiny model, and the second again from its checkpoint: whether all is well, and in words."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         try:
             with redirect_stdout(io.StringIO()):
                 model = arithmetic.make_model(Path(folder) / "model")
-                whole, first = _run(model, Path(folder) / "whole", 2), _run(model, Path(folder) / "parts", 1)
-                resumed = _run(model, Path(folder) / "parts", 2)
+                whole = _run(model, Path(folder) / "whole")
+                first = whole.folder / "global_step_1"
+                resumed = _run(model, Path(folder) / "resumed", resume_mode="resume_path", resume_from_path=first)
                 pairs = zip(whole.policy.parameters(), resumed.policy.parameters(), strict=True)
                 same = all(torch.equal(a, b) for a, b in pairs)
         except (UserError, TrainingStopped, RuntimeError, OSError) as error:
             return False, f"failed: {type(error).__name__}: {error}"
-    gap = max(step["training/rollout_log_probs_diff_max"] for step in (*whole.metrics, *first.metrics))
-    step = whole.metrics[-1]["timing_s/step"]
+    gap = max(step["training/rollout_log_probs_diff_max"] for step in (*whole.metrics, *resumed.metrics))
+    well, step = same and gap <= _AGREE, whole.metrics[-1]["timing_s/step"]
     agree = f"log-probs of generation and training differ by at most {gap:.1e}"
-    trip = "a resumed run is bit for bit the whole one" if same else "a resumed run DIFFERS from the whole one"
-    well = same and gap <= _AGREE
+    trip = f"a resumed run {'is bit for bit' if same else 'DIFFERS from'} the whole one"
     return well, f"{'ok' if well else 'FAILED'} in {time.monotonic() - began:.1f} s: step {step:.2f} s, {agree}, {trip}"
 
 
-def _run(model: Path, folder: Path, steps: int) -> PPO:
+def _run(model: Path, folder: Path, **more: Any) -> PPO:
     return PPO(
         model,
         [{"prompt": f"{a}+{a + 1}="} for a in range(10, 18)],
-        reward=_count_digits,
+        reward=lambda completions: [float(sum(map(str.isdigit, text))) for text in completions],
         train_batch_size=8,
         max_prompt_length=32,
         max_response_length=8,
@@ -126,9 +127,7 @@ def _run(model: Path, folder: Path, steps: int) -> PPO:
         critic={"ppo_mini_batch_size": 4},
         trainer={"device": "cpu", "num_threads": 1, "report": False, "logger": ["file"], "default_local_dir": folder},
         reward__num_workers=1,
-        total_training_steps=steps,
+        total_training_steps=2,
+        save_freq=1,
+        **more,
     ).train()
-
-
-def _count_digits(completions: list[str]) -> list[float]:
-    return [float(sum(c.isdigit() for c in text)) for text in completions]

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ class Given:
     """A file (or folder) of the name that its content decides, and how it is written."""
 
     name: str
-    write: Callable[[Path], None]
+    write: Callable[[Path], Any]
 
     def into(self, folder: Path) -> Path:
         """Its place in `folder`, where it is written unless it is there."""
@@ -38,21 +38,19 @@ def given_bytes(stem: str, suffix: str, content: bytes) -> Given:
     return Given(name, lambda target: write_atomically(target, content))
 
 
-def given_rows(stem: str, rows: Iterable[Row]) -> Given:
-    """A jsonl file. UserError: a value that JSON does not have, or no row."""
-    lines = []
-    for i, row in enumerate(rows):
-        try:
-            lines.append(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
-        except (TypeError, ValueError) as error:
-            raise UserError(f"{stem}_data, row {i}: {error}: leave that column out, or make it text") from None
-    if not lines:
-        raise UserError(f"{stem}_data has no rows")
-    return given_bytes(stem, ".jsonl", "".join(lines).encode())
+def given_model(key: str, model: Any, tokenizer: Any = None, *, reads_text: bool = False) -> dict[str, Any]:
+    """Settings below `key` for a path, a hub name, or a loaded model, which becomes a Hugging Face directory.
 
-
-def given_model(model: Any, tokenizer: Any) -> Given:
-    """A Hugging Face directory of a loaded model, and of its tokenizer, if that is given."""
+    UserError: it is none of them, or has adapters, or `reads_text` and nobody knows its tokenizer.
+    """
+    if model is None:
+        return {}
+    if isinstance(model, str | Path):
+        if tokenizer is None:
+            return {f"{key}.path": model}
+        content = repr((sorted(tokenizer.get_vocab().items()), tokenizer.chat_template)).encode()
+        name = given_bytes("tokenizer", "", content).name
+        return {f"{key}.path": model, f"{key}.tokenizer_path": Given(name, tokenizer.save_pretrained)}
     if not hasattr(model, "save_pretrained") or not hasattr(model, "state_dict"):
         raise UserError(f"a model is a path, a hub name or a transformers model, got {type(model).__name__}")
     if hasattr(model, "peft_config"):
@@ -71,28 +69,33 @@ def given_model(model: Any, tokenizer: Any) -> Given:
             tokenizer.save_pretrained(aside)
         aside.rename(target)
 
-    return Given(f"model-{digest.hexdigest()[:12]}", write)
+    settings: dict[str, Any] = {f"{key}.path": Given(f"model-{digest.hexdigest()[:12]}", write)}
+    if tokenizer is None and reads_text:
+        settings[f"{key}.tokenizer_path"] = getattr(model.config, "_name_or_path", "")
+        if not settings[f"{key}.tokenizer_path"]:
+            raise UserError("a loaded model comes with its tokenizer: give tokenizer=")
+    return settings
 
 
-def files_of(data: Any) -> list[str] | None:
-    """The files that `data` names; None: it holds rows."""
-    if isinstance(data, str | Path):
-        return [str(data)]
-    if isinstance(data, Sequence) and data and all(isinstance(one, str | Path) for one in data):
-        return [str(one) for one in data]
-    return None
-
-
-def rows_of(data: Any, name: str) -> list[Row]:
-    """The rows of a Hugging Face data set, or of a list of dicts. UserError: it is neither."""
+def given_data(name: str, data: Any, made: Callable[[Row], Row]) -> list[str] | Given:
+    """The files that `data` names, or a jsonl file of its rows (a Hugging Face data set, a list of dicts) as `made`
+    makes them. UserError: it is neither, has no rows, or values that JSON does not have."""
     if isinstance(data, Mapping):
-        raise UserError(f"{name} has several splits ({', '.join(map(str, data))}): give one of them")
-    if not isinstance(data, Iterable):
-        raise UserError(f"{name}: rows are files, a data set or a list of dicts, got {type(data).__name__}")
-    rows = list(data)
-    if wrong := [i for i, row in enumerate(rows) if not isinstance(row, Mapping)]:
-        raise UserError(f"{name}, row {wrong[0]}: a row is a dict, got {type(rows[wrong[0]]).__name__}")
-    return [dict(row) for row in rows]
+        raise UserError(f"{name}_data has several splits ({', '.join(map(str, data))}): give one of them")
+    several = list(data) if isinstance(data, Iterable) and not isinstance(data, str) else [data]
+    if not several:
+        raise UserError(f"{name}_data has no rows")
+    if all(isinstance(one, str | Path) for one in several):
+        return list(map(str, several))
+    lines = []
+    for i, row in enumerate(several):
+        if not isinstance(row, Mapping):
+            raise UserError(f"{name}_data is files, a data set or a list of dicts: item {i} is {type(row).__name__}")
+        try:
+            lines.append(json.dumps(made(dict(row)), ensure_ascii=False, default=_plain) + "\n")
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{name}_data, row {i}: {error}: leave that column out, or make it text") from None
+    return given_bytes(name, ".jsonl", "".join(lines).encode())
 
 
 def prompt_row(row: Row, *, keep_prompt: bool) -> Row:
@@ -118,11 +121,9 @@ def prompt_row(row: Row, *, keep_prompt: bool) -> Row:
 def demonstration_row(row: Row) -> Row:
     """A row of supervised training; `completion` (text, or the messages that end a chat) is what TRL calls it."""
     completion = row.get("completion")
-    if completion is None:
-        return row
     if isinstance(completion, str):
-        return {**row, "response": completion}
-    return {**row, "messages": [*row["prompt"], *completion]}
+        return row | {"response": completion}
+    return row if completion is None else row | {"messages": [*row["prompt"], *completion]}
 
 
 def _plain(value: Any) -> Any:

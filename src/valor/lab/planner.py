@@ -1,22 +1,31 @@
-"""Memory by role and phase, and the time of a step, from the shapes of models alone.
+"""`valor plan`: memory by role and phase, and the time of a step, from the shapes of models alone.
 
 Nothing is loaded: a model is its config.json, made on torch's meta device. Sizes are upper bounds: every prompt and
 response as long as it may be. benchmarks/planner.py compares them with what runs have used.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import click
+import psutil
 import torch
 from torch import nn
+from torch.utils.benchmark import Timer
 
-from valor.config import BackboneConfig, FSDPConfig, PPOConfig
+from valor.arguments import command, option
+from valor.config import BackboneConfig, FSDPConfig, PPOConfig, load
 from valor.config.actor import UpdateConfig
+from valor.controller.placement import available_cores
+from valor.errors import UserError
 from valor.models.hf import cache_bytes_per_token, quiet_transformers
 from valor.models.load import load_model_config
+from valor.trainer.checks import check
 
 GIB = 2.0**30
+_SPARE = 0.92  # of a device's memory: the allocator's fragments and what other libraries hold
 _BYTES = {"float32": 4, "bfloat16": 2}
 _PROCESS = {"cpu": 0.75 * GIB, "cuda": 0.8 * GIB}  # of Python and its libraries, or of a CUDA context: measured
 _PRODUCT = {"cpu": 2**27, "cuda": 2**29}  # elements of the head's product (valor.models.token_log_probs)
@@ -25,18 +34,13 @@ _TRAIN, _FORWARD = 8, 2  # floating-point operations for a weight and a token; t
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model's config says: numbers of weights, and sizes of a layer."""
+    """What a model's config says of its size: numbers of weights."""
 
+    text: Any  # transformers' config of the language model
     weights: int
     trained: int
     largest_part: int  # weights that are gathered at once: a layer, or embeddings and head
-    layers: int
-    hidden: int
-    width: int  # of the feed-forward part
-    heads: int
-    queries: int  # numbers of all heads
-    vocabulary: int
-    cache: int  # bytes of a token's keys and values, at 1 byte a number
+    outputs: int  # numbers that the head gives for a token
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,10 @@ class Estimate:
         """The phase that needs most."""
         return max(self.phases, key=self.peak)
 
+    def fits(self, machine: Machine) -> bool:
+        """Whether the worst phase has room."""
+        return self.peak(self.worst) <= _SPARE * machine.memory
+
 
 def shape_of(model: BackboneConfig, *, value_head: bool = False) -> Shape:
     """UserError: no such model, or transformers does not know its kind."""
@@ -91,23 +99,18 @@ def shape_of(model: BackboneConfig, *, value_head: bool = False) -> Shape:
     weights = sum(p.numel() for p in hf.parameters())
     blocks = [part for part in hf.modules() if isinstance(part, nn.ModuleList) and len(part) == text.num_hidden_layers]
     layer = max((sum(p.numel() for p in one.parameters()) for part in blocks for one in part), default=weights)
-    trained, heads, size = weights, text.num_attention_heads, getattr(text, "head_dim", None)
+    trained = weights
     if model.lora_rank:
         named = {"target_modules": model.target_modules, "exclude_modules": model.exclude_modules}
         with torch.device("meta"):
             inject_adapter_in_model(LoraConfig(r=model.lora_rank, task_type="SEQ_CLS", **named), hf)  # type: ignore[arg-type]
         trained = sum(p.numel() for name, p in hf.named_parameters() if "lora_" in name)
     return Shape(
+        text=text,
         weights=weights,
         trained=trained,
         largest_part=max(layer, weights - text.num_hidden_layers * layer),
-        layers=text.num_hidden_layers,
-        hidden=text.hidden_size,
-        width=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-        heads=heads,
-        queries=heads * size if size else text.hidden_size,
-        vocabulary=1 if value_head else text.vocab_size,
-        cache=cache_bytes_per_token(text, 1),
+        outputs=1 if value_head else text.vocab_size,
     )
 
 
@@ -151,7 +154,7 @@ def _held(shape: Shape, fsdp: FSDPConfig, machine: Machine, trains: bool) -> flo
 
 
 def _shards(fsdp: FSDPConfig, machine: Machine) -> int:
-    return machine.processes if fsdp.fsdp_size < 1 else min(fsdp.fsdp_size, machine.processes)
+    return min(fsdp.fsdp_size if fsdp.fsdp_size > 0 else machine.processes, machine.processes)
 
 
 @dataclass(frozen=True)
@@ -186,7 +189,7 @@ class _Use:
 
     def _activations(self, size: int, trains: bool) -> float:
         """Of the largest micro-batch, whose numbers have `size` bytes."""
-        shape, data, n = self.shape, self.config.data, self.config.actor_rollout_ref.rollout.n
+        text, data, n = self.shape.text, self.config.data, self.config.actor_rollout_ref.rollout.n
         row = data.max_prompt_length + data.max_response_length
         # A prompt that several rows of a micro-batch share counts once.
         shared = self.model.use_remove_padding and self.model.share_prefixes and n > 1
@@ -195,16 +198,18 @@ class _Use:
         by_rows = math.inf if self.role.max_rows is None else row * self.role.max_rows
         tokens = max(min(mine, self.role.ppo_max_token_len_per_gpu, by_rows), row)
         # A layer's own: what its norms, projections, rotations and products leave for the backward pass.
-        layer = size * (6 * shape.hidden + 3 * shape.queries + 4 * shape.width)
-        layer += 8 * shape.hidden if size == 2 else 0  # norms compute in float32
+        hidden, heads = text.hidden_size, text.num_attention_heads
+        queries = heads * head if (head := getattr(text, "head_dim", None)) else hidden
+        layer = size * (6 * hidden + 3 * queries + 4 * (getattr(text, "intermediate_size", None) or 4 * hidden))
+        layer += 8 * hidden if size == 2 else 0  # norms compute in float32
         if self.machine.device == "cpu" and row <= 1024 and self.model.use_remove_padding:
-            layer += row * shape.heads * (8 + size)  # scores in float32, their softmax, and that in half precision
-        product = min(tokens * shape.vocabulary, _PRODUCT[self.machine.device]) * size
+            layer += row * heads * (8 + size)  # scores in float32, their softmax, and that in half precision
+        product = min(tokens * self.shape.outputs, _PRODUCT[self.machine.device]) * size
         if not trains:
             return tokens * layer + product
         if self.model.enable_gradient_checkpointing:
-            return tokens * (shape.layers * shape.hidden * size + layer * 1.5) + 2 * product
-        return tokens * layer * (shape.layers + 0.5) + 2 * product
+            return tokens * (text.num_hidden_layers * hidden * size + layer * 1.5) + 2 * product
+        return tokens * layer * (text.num_hidden_layers + 0.5) + 2 * product
 
 
 def _generation(config: PPOConfig, shape: Shape, machine: Machine, samples: int) -> Phase:
@@ -214,7 +219,7 @@ def _generation(config: PPOConfig, shape: Shape, machine: Machine, samples: int)
     size, mine = _BYTES[fsdp.dtype], math.ceil(samples / machine.processes)
     rows = min(mine, rollout.max_num_seqs or mine)
     longest = data.max_prompt_length + data.max_response_length
-    weights, cache = shape.weights * size, rows * longest * shape.cache * size
+    weights, cache = shape.weights * size, rows * longest * cache_bytes_per_token(shape.text, size)
     read = data.max_response_length * math.ceil(mine / rows) * (weights + cache / 2) / machine.bandwidth
     compute = _FORWARD * shape.weights * mine * longest / machine.flops
     parts = {"keys and values": float(cache)}
@@ -223,3 +228,104 @@ def _generation(config: PPOConfig, shape: Shape, machine: Machine, samples: int)
     if rollout.name == "vllm":
         parts = {"vLLM (rollout.gpu_memory_utilization)": rollout.gpu_memory_utilization * machine.memory}
     return Phase("rollout.generate", parts, max(read, compute))
+
+
+def this_machine(processes: int) -> Machine:
+    """This one, whose rates are measured in a moment."""
+    if torch.cuda.is_available():
+        return Machine("cuda", processes, torch.cuda.get_device_properties(0).total_memory, *_rates("cuda"))
+    memory = float(psutil.virtual_memory().total)
+    return Machine("cpu", processes, *(whole / processes for whole in (memory, *_rates("cpu"))))
+
+
+def _rates(device: str) -> tuple[float, float]:
+    """Operations and bytes a second: of a product of two matrices, of which training reaches half, and of a copy."""
+    side, dtype = (4096, torch.bfloat16) if device == "cuda" else (768, torch.float32)
+    given = {"a": torch.randn(side, side, device=device, dtype=dtype), "b": torch.empty(2**24, device=device)}
+    timers = (Timer(work, globals=given, num_threads=torch.get_num_threads()) for work in ("a @ a", "b.clone()"))
+    product, copy = (min(timer.blocked_autorange(min_run_time=0.5).times) for timer in timers)  # when nothing disturbed
+    return 0.5 * 2 * side**3 / product, 2 * 4 * 2**24 / copy
+
+
+def remedy(arguments: Sequence[str], machine: Machine) -> str | None:
+    """Settings with which a run fits, as few as possible; None: none of those that there are does."""
+
+    def would_fit(*more: str) -> bool:
+        return estimate(load([*arguments, *more], PPOConfig, check).config, machine).fits(machine)
+
+    given: list[str] = []
+    for override in _remedies(load(arguments).config, machine):
+        try:
+            enough = would_fit(*given, override)
+        except UserError:  # it does not go together with what was asked for
+            continue
+        given.append(override)
+        if enough:
+            return override if would_fit(override) else " ".join(given)
+    return None
+
+
+def _remedies(config: PPOConfig, machine: Machine) -> Iterator[str]:
+    policy, longest = config.actor_rollout_ref, config.data.max_prompt_length + config.data.max_response_length
+    roles = {"actor_rollout_ref.actor": policy.actor} | ({"critic": config.critic} if config.critic.enable else {})
+    for name in roles:
+        yield f"{name.removesuffix('.actor')}.model.enable_gradient_checkpointing=true"
+    for name, role in roles.items():
+        yield f"{name}.ppo_max_token_len_per_gpu={max(longest, role.ppo_max_token_len_per_gpu // 4)}"
+    if policy.rollout.name == "native":
+        yield f"actor_rollout_ref.rollout.max_num_seqs={max(1, policy.rollout.max_num_seqs // 4)}"
+    if machine.device == "cuda":
+        for what in ("optimizer_offload", "param_offload", "offload_policy"):
+            yield from (f"{name}.fsdp_config.{what}=true" for name in roles)
+    yield "actor_rollout_ref.model.lora_rank=32"
+
+
+def table(found: Estimate, machine: Machine) -> str:
+    """What a plan says, a line each."""
+    total = sum(found.resident.values())
+    kept = ", ".join(f"{role} {size / GIB:.2f}" for role, size in found.resident.items())
+    lines = [f"{'all the time':<26}{total / GIB:8.2f} GiB   {kept}"]
+    for phase in found.phases:
+        parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in phase.parts.items())
+        lines.append(f"{phase.name:<26}{found.peak(phase) / GIB:8.2f} GiB   + {parts}; {phase.seconds:.1f} s")
+    seconds = sum(phase.seconds for phase in found.phases)
+    rate, each = found.tokens / seconds, f"{machine.bandwidth / 1e9:.0f} GB/s of each of {machine.processes}"
+    lines.append(f"a step: {found.tokens:,} tokens at most, about {seconds:.1f} s, {rate:,.0f} tokens/s")
+    return "\n".join([*lines, f"at {machine.flops / 1e12:.2f} TFLOP/s and {each}"])
+
+
+@command("plan", "valor plan --gpus 8 --memory 80 actor_rollout_ref.model.path=MODEL", "memory", passes_options=True)
+@click.argument("settings", nargs=-1, type=click.UNPROCESSED, metavar="[KEY=VALUE]…")
+@option("--gpus", type=int, help="GPUs of a node that is not here; else this machine.")
+@option("--nodes", type=int, default=1, help="Nodes of these.")
+@option("--memory", type=float, help="GiB of each GPU (else 80), or of each process here.")
+@option("--tflops", type=float, default=300.0, help="What a GPU reaches in training.")
+@option("--bandwidth", type=float, default=2000.0, help="GB/s that it reaches.")
+def main(
+    settings: tuple[str, ...], gpus: int | None, nodes: int, memory: float | None, tflops: float, bandwidth: float
+) -> int:
+    """Memory by role and phase and the time of a step of valor ppo, before anything is loaded.
+
+    The exit code is 1 where the run does not fit.
+    """
+    config = load(settings, PPOConfig, check).config
+    if config.pools:
+        pools = ", ".join(config.pools)
+        raise UserError(f"valor plan is for roles that share their processes: leave out the pool {pools}")
+    if gpus:
+        machine = Machine("cuda", gpus * nodes, (memory or 80.0) * GIB, tflops * 1e12, bandwidth * 1e9)
+    else:
+        machine = this_machine((config.trainer.n_gpus_per_node or 1) * config.trainer.nnodes)
+        if memory:
+            machine = replace(machine, memory=memory * GIB)
+    found = estimate(config, machine)
+    what = "GPU" if machine.device == "cuda" else f"process of {max(1, available_cores() // machine.processes)} cores"
+    print(f"memory of each of {machine.processes} x {what} ({machine.memory / GIB:.1f} GiB)")
+    print(table(found, machine))
+    if found.fits(machine):
+        print("it fits")
+        return 0
+    advice = remedy(settings, machine)
+    fewer = "a smaller model, or more GPUs (trainer.n_gpus_per_node, trainer.nnodes)"
+    print(f"it does not fit in {found.worst.name}: " + (f"set {advice}" if advice else f"it needs {fewer}"))
+    return 1

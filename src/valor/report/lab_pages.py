@@ -4,8 +4,10 @@ Of a sweep: arms compared in a table and pictures, how they learn, and in what t
 does it tell right from wrong, is it calibrated, and where in a response.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from valor.report.pictures import Table, curves_table
 from valor.report.skeleton import model_name, render_page, short
@@ -98,7 +100,37 @@ def scorecard_page(card: Mapping[str, Any]) -> str:
         tiles=main_numbers(card),
         sections=sections,
         card=card,
+        numbers=_numbers(card),
     )
+
+
+def _numbers(card: Mapping[str, Any]) -> dict[str, tuple[Sequence[str], list[list[str]]]]:
+    """What the pictures show, as heads and rows of tables."""
+    verdicts, places = card["verdicts"], card["positions"]
+    sides, knows = ("right", "wrong"), ("AUC", "explained variance")
+    edges = np.linspace(verdicts["low"], verdicts["high"], len(verdicts["right"]) + 1)
+    bars = zip(edges, edges[1:], verdicts["right"], verdicts["wrong"], strict=False)
+    bins = [(name, one) for name in ("last", "all") for one in card["calibration"][name]["bins"]]
+
+    def band(one: Mapping[str, float] | None) -> str:
+        return f"{short(one['mean'])} ({short(one['low'])} to {short(one['high'])})" if one else "none"
+
+    def known(one: Mapping[str, Any]) -> list[str]:
+        return [short(one["auc"]), short(one["explained_variance"])]
+
+    return {
+        "verdicts": (("value", *sides), [[f"{short(a)} to {short(b)}", *map(str, n)] for a, b, *n in bars if any(n)]),
+        "calibration": (
+            ("tokens", "value", "mean return", "states"),
+            [[name, short(one["value"]), short(one["outcome"]), str(one["count"])] for name, one in bins],
+        ),
+        "separation": (
+            ("written", *sides),
+            [[f"{one['at']:.0%}", *(band(one[side]) for side in sides)] for one in places],
+        ),
+        "along": (("written", *knows), [[f"{one['at']:.0%}", *known(one)] for one in places]),
+        "turns": (("turn", *knows), [[str(one["turn"]), *known(one)] for one in card["turns"]]),
+    }
 
 
 def main_numbers(card: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

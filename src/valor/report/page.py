@@ -1,5 +1,6 @@
 """One self-contained page of a run (`report.html`) or of several, made from the files of their folders."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -51,11 +52,13 @@ def build_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
     """
     if len({one.resolve() for one in run_dirs}) < 2:
         raise UserError("--compare needs the folders of two runs or more")
-    runs: dict[str, RunData] = {}
-    for folder in run_dirs:
-        run = read_run(folder)
-        name = _heading(run)
-        runs[name if name not in runs else f"{name} ({folder})"] = run
+    found = [read_run(folder) for folder in run_dirs]
+    names = [_heading(run) for run in found]
+    if len(set(names)) < len(names):  # their folders tell them apart
+        folders = [folder.resolve() for folder in run_dirs]
+        top = os.path.commonpath([folder.parent for folder in folders])
+        names = [os.path.relpath(folder, top) for folder in folders]
+    runs = dict(zip(names, found, strict=True))
     metrics = {f"{key} · {name}": one for name, run in runs.items() for key, one in run.metrics.items()}
     return _write(
         path,

@@ -39,6 +39,12 @@ def test_every_run_is_in_every_picture_that_it_has_numbers_for(runs, tmp_path):
     assert "<grpo>" not in page and "&lt;grpo&gt;" in page
 
 
+def test_runs_of_one_name_are_called_by_their_folders(tmp_path):
+    same = [make_run(tmp_path / "tries" / name, steps=2) for name in ("first", "second")]
+    page = build_comparison(same, tmp_path / "both.html").read_text(encoding="utf-8")
+    assert "<h1>first and second</h1>" in page
+
+
 def test_one_run_cannot_be_compared(runs, tmp_path, capsys):
     with pytest.raises(UserError, match="two runs or more"):
         build_comparison([runs[0], runs[0]], tmp_path / "one.html")
