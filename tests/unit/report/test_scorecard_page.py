@@ -70,7 +70,7 @@ def test_a_browser_draws_it(browse, tmp_path, width, phone, dark, bare):
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium: apt-get install chromium")
 def test_without_scripts_there_are_tables(browse, tmp_path):
     file = tmp_path / "scorecard.html"
-    file.write_text(render(card()), encoding="utf-8")
+    file.write_text(scorecard_page(card()), encoding="utf-8")
     with browse(scripts=False) as page:
         page.open(file)
         shown = [bool(page.shown(f"#panel-{name} table")) for name in ("verdicts", "calibration", "turns")]
