@@ -152,6 +152,7 @@ class PPORun(Run):
                 self.aside.measure(batch_metrics, whole)
                 self.aside.measure(critic_diagnostics, whole, self.config)
                 batch = episodes.split(whole)
+                self.aside.measure(self.record.samples, self.step, batch)
             trained, found = rows_to_train_on(batch, algorithm, self.config.trainer.seed, self.step)
             metrics |= found
             self.updates.check(trained)
@@ -163,7 +164,6 @@ class PPORun(Run):
                 metrics |= update.result()
             with timer("metrics"):
                 metrics |= self.aside.metrics()
-        self.record.samples(self.step, batch)
         metrics |= throughput_metrics(batch, timer, self.placement.world_size) | self.roles.peak_memory()
         if "wait" in timer.seconds:
             metrics["trainer/idle_ratio"] = timer.seconds["wait"] / timer.seconds["step"]
