@@ -17,8 +17,7 @@ from valor.data.balance import grouped, partition_groups, partition_rows
 from valor.data.batch import Batch
 from valor.data.episodes import Episodes
 from valor.workers.dispatch import Dispatch, dispatch_of
-from valor.workers.host import HOST, RoleSpec
-from valor.workers.tracing import Tracer
+from valor.workers.host import HOST, RoleSpec, Tracer
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Sink = Callable[[Any], None]

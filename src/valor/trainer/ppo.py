@@ -46,8 +46,8 @@ from valor.trainer.step_metrics import (
 )
 from valor.trainer.updates import Critics, Updates
 from valor.trainer.validation import headline, validation_metrics
+from valor.workers.host import Tracer
 from valor.workers.roles import critic_names, role_specs
-from valor.workers.tracing import Tracer
 
 _COLLECTOR_DIR = "collector"  # in a checkpoint
 
