@@ -133,11 +133,11 @@ def answer_for_ranks(pipe: Any, folder: Path, tokens: int) -> None:
                     shape, dtype = tuple(result[name].shape), result[name].dtype
                     result[name] = StoredColumn.of(Kept(kept[-1], shape, dtype))  # type: ignore[arg-type]
             found.append(store.put(result))
-        if method == "update":
-            found = found[:1] * len(found)  # a short answer: the driver does not listen while it asks the next thing
-            if with_sink:
+            if with_sink and len(batch):
                 keys = map(tuple, batch["episode_key"].tolist())
                 told += [pickle.dumps(episode(key, lengths_of(key[2], tokens)), protocol=5) for key in keys]
+        if method == "update":
+            found = found[:1] * len(found)  # a short answer: the driver does not listen while it asks the next thing
         pipe.send((found, told))
 
 
