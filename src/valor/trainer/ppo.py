@@ -152,7 +152,8 @@ class PPORun(Run):
                 self.aside.measure(batch_metrics, whole)
                 self.aside.measure(critic_diagnostics, whole, self.config)
                 batch = episodes.split(whole)
-                self.aside.measure(self.record.samples, self.step, batch)
+                if self.aside.beside:
+                    self.aside.measure(self.record.samples, self.step, batch)
             trained, found = rows_to_train_on(batch, algorithm, self.config.trainer.seed, self.step)
             metrics |= found
             self.updates.check(trained)
@@ -164,6 +165,8 @@ class PPORun(Run):
                 metrics |= update.result()
             with timer("metrics"):
                 metrics |= self.aside.metrics()
+        if not self.aside.beside:  # in this process it would only make the step longer
+            self.record.samples(self.step, batch)
         metrics |= throughput_metrics(batch, timer, self.placement.world_size) | self.roles.peak_memory()
         if "wait" in timer.seconds:
             metrics["trainer/idle_ratio"] = timer.seconds["wait"] / timer.seconds["step"]

@@ -25,11 +25,11 @@ class Aside(ThreadPoolExecutor):
     def __init__(self, beside: bool) -> None:
         # The number of threads decides the order of sums, and is a thread's own.
         super().__init__(1, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),))
-        self._beside, self._found = beside, list[Future[dict[str, Any] | None]]()
+        self.beside, self._found = beside, list[Future[dict[str, Any] | None]]()
 
     def measure(self, function: Callable[..., dict[str, Any] | None], *args: Any) -> None:
         self._found.append(self.submit(function, *args))
-        if not self._beside:
+        if not self.beside:
             self._found[-1].result()
 
     def metrics(self) -> dict[str, Any]:
