@@ -73,21 +73,21 @@ class Store:
         self._folder = folder
         self._names = (f"{os.getpid()}_{number}" for number in itertools.count())
 
-    def put(self, value: Any) -> tuple[str, bytes, list[int]]:
+    def put(self, value: Any) -> tuple[str, bytes, list[Any]]:
         buffers: list[pickle.PickleBuffer] = []
         head = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
         name, views = next(self._names), [buffer.raw() for buffer in buffers]
         if sum(view.nbytes for view in views) < INLINE_BYTES:
-            return "", pickle.dumps(value, protocol=5), []
+            return "", head, [bytes(view) for view in views]
         with (self._folder / name).open("wb") as file:
             for view in views:
                 file.write(view)
         return name, head, [view.nbytes for view in views]
 
-    def get(self, reference: tuple[str, bytes, list[int]]) -> Any:
+    def get(self, reference: tuple[str, bytes, list[Any]]) -> Any:
         name, head, sizes = reference
         if not name:
-            return pickle.loads(head)
+            return pickle.loads(head, buffers=sizes)
         path, ends = self._folder / name, list(itertools.accumulate(sizes))
         views = [memoryview(b"")] * len(ends)
         if ends and ends[-1]:
@@ -133,11 +133,11 @@ def answer_for_ranks(pipe: Any, folder: Path, tokens: int) -> None:
                     shape, dtype = tuple(result[name].shape), result[name].dtype
                     result[name] = StoredColumn.of(Kept(kept[-1], shape, dtype))  # type: ignore[arg-type]
             found.append(store.put(result))
-        if method == "update":
-            found = found[:1] * len(found)  # a short answer: the driver does not listen while it asks the next thing
-            if with_sink:
+            if with_sink and len(batch):
                 keys = map(tuple, batch["episode_key"].tolist())
                 told += [pickle.dumps(episode(key, lengths_of(key[2], tokens)), protocol=5) for key in keys]
+        if method == "update":
+            found = found[:1] * len(found)  # a short answer: the driver does not listen while it asks the next thing
         pipe.send((found, told))
 
 
@@ -211,9 +211,11 @@ class SleepingGroup(WorkerGroup):
         begins = max(time.perf_counter(), self._free_at)
         self._free_at = begins + lasts
         self.hidden += time.thread_time() - cpu if busy else 0.0
+        started = time.thread_time()
 
         def finish() -> list[Any]:
             asked = time.perf_counter()
+            self.hidden += time.thread_time() - started if asked < begins + lasts else 0.0
             found, told = self._pipe.recv()
             cpu = time.thread_time()
             if not lasts:  # the one process makes all columns, which counts for nothing

@@ -84,7 +84,7 @@ def hosts(kept_hosts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def forks() -> Iterator[Forks]:
     """Processes that have imported what training runs need."""
-    server = Forks("valor.trainer.main_ppo", "valor.trainer.ppo", "valor.trainer.sft", "valor.trainer.rm")
+    server = Forks("valor.trainer.main_ppo", "valor.trainer.ppo", "valor.trainer.rm")
     yield server
     server.close()
 

@@ -14,10 +14,9 @@ from safetensors.torch import load_file, save_file
 from valor.engines import checkpoint as engine_checkpoint
 from valor.engines import distributed
 from valor.errors import Diverged, UserError
-from valor.trainer.checkpoints import CheckpointStore, open_checkpoint
+from valor.trainer.checkpoints import MANIFEST_FILE, CheckpointStore, open_checkpoint, write_manifest
 from valor.trainer.export import export_checkpoint
 from valor.trainer.main_ppo import main
-from valor.trainer.manifest import MANIFEST_FILE, write_manifest
 
 pytestmark = pytest.mark.slow
 
@@ -120,7 +119,7 @@ def test_another_step_in_the_state(run_dir):
 
 def test_a_later_format(run_dir, monkeypatch):
     with monkeypatch.context() as later:
-        later.setattr("valor.trainer.manifest._FORMAT", 99)
+        later.setattr("valor.trainer.checkpoints._FORMAT", 99)
         write_manifest(run_dir / "global_step_3", step=3, kind="PPO")
     assert_named(run_dir, "format 99")
 

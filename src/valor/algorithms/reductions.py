@@ -71,7 +71,7 @@ def masked_var(x: Tensor, mask: Tensor, *, unbiased: bool = True) -> Tensor:
 
 def last_token(response_mask: Tensor) -> Tensor:
     """[B] int64 position of the last policy token; 0 in a row without any."""
-    position = torch.arange(response_mask.shape[1], device=response_mask.device)
+    position = torch.arange(response_mask.shape[1], device=response_mask.device, dtype=torch.int32)
     last = torch.empty(len(response_mask), dtype=torch.long, device=response_mask.device)
     over_rows(lambda rows: last[rows].copy_((position * response_mask[rows].bool()).amax(1)), response_mask)
     return last

@@ -23,9 +23,9 @@ MISSING_REWARD: tuple[str, ...] = ("zero", "bootstrap", "exclude", "critic")
 
 def place_at_end(scores: Tensor, response_mask: Tensor) -> Tensor:
     """[B, T] rewards that hold scores [B] at the last policy token of each row (nowhere in a row without any)."""
-    placed = torch.zeros_like(response_mask, dtype=torch.float32)
-    placed.scatter_(1, last_token(response_mask).unsqueeze(1), scores.float().unsqueeze(1))
-    return keep_masked(placed, response_mask)
+    last = last_token(response_mask).unsqueeze(1)
+    kept = keep_masked(scores.float().unsqueeze(1), response_mask.gather(1, last))
+    return torch.zeros_like(response_mask, dtype=torch.float32).scatter_(1, last, kept)
 
 
 def value_at_end(values: Tensor, response_mask: Tensor) -> Tensor:

@@ -11,9 +11,8 @@ from typing import Any
 
 from valor.agents.episode import Episode, EpisodeKey, episode_rows
 from valor.agents.loops import tasks_of
-from valor.collector.generation import Generation
+from valor.collector.generation import Generation, sampling_params
 from valor.collector.grading import Grading
-from valor.collector.prompts import sampling_params
 from valor.collector.queue import Group, SampleQueue
 from valor.collector.supply import Drawn, Supply
 from valor.controller.group import Pools

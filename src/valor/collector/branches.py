@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from valor.collector.collector import Collector
-from valor.collector.prompts import PROMPT_OBJECTS, sampling_params
+from valor.collector.generation import PROMPT_OBJECTS, sampling_params
 from valor.data.batch import Batch, Episodes, pad_rows
 from valor.errors import UserError
 from valor.tracking.progress import phase

@@ -12,20 +12,21 @@ from torch import Tensor
 from valor import algorithms
 from valor.agents.episode import episode_metrics, last_rows, place_rewards
 from valor.collector.ahead import SamplesAhead
-from valor.collector.dynamic_sampling import check_limit, informative_rows
-from valor.collector.generation import Generation
+from valor.collector.generation import PROMPT_OBJECTS, Generation, prompt_batch, sampling_params
 from valor.collector.grading import Grading
 from valor.collector.inputs import RunInputs
-from valor.collector.prompts import PROMPT_OBJECTS, prompt_batch, sampling_params
 from valor.collector.supply import BatchesAhead, Supply
 from valor.config import PPOConfig
 from valor.controller.group import Roles
 from valor.data.batch import Batch, Episodes
 from valor.data.prompts import PromptDataset, PromptRow
+from valor.errors import TrainingStopped, UserError
 from valor.rewards.executor import RewardResult
 from valor.rewards.manager import summarize
 from valor.tracking.metrics import Timer
 from valor.tracking.progress import phase
+
+_SCORE_NAMES = (None, "score", "seq_reward", "seq_final_reward")  # verl's ways to say "the score"
 
 
 class Collector:
@@ -69,7 +70,7 @@ class Collector:
         rounds = found = 0
         while found < wanted:
             if rounds:
-                self._say(check_limit(step, rounds, found, self.config))
+                self._say(_check_limit(step, rounds, found, self.config))
             if self.supply is not None:
                 batch, graded = self._graded(self.supply.take(wanted - found, step, timer), timer)
             else:
@@ -78,7 +79,7 @@ class Collector:
             rounds += 1
             results += graded
             sources += last_rows(batch).objects["data_source"]
-            kept.append(informative_rows(batch, graded, self._outcomes(graded), self.config) if filtering else batch)
+            kept.append(_informative_rows(batch, graded, self._outcomes(graded), self.config) if filtering else batch)
             found = sum(len(Episodes(one).rows) for one in kept) // self.rollout.n
         metrics: dict[str, Any]
         metrics, line = summarize(sources, results)
@@ -190,3 +191,44 @@ def _add_reward_info(batch: Batch, results: Sequence[RewardResult]) -> None:
     """`reward_info`: what the grader of a row's episode said beside the score."""
     pairs = zip(results, Episodes(batch).rows, strict=True)
     batch.objects["reward_info"] = [result.components for result, rows in pairs for _ in rows]
+
+
+def _informative_rows(batch: Batch, results: Sequence[RewardResult], scores: Tensor, config: PPOConfig) -> Batch:
+    """The rows of prompts whose episodes differ in `algorithm.filter_groups.metric`. `scores` [E]: of training."""
+    metric, rows = _metric(results, scores, config), Episodes(batch).rows
+    prompts = [batch.objects["uid"][one[0]] for one in rows]
+    kept = algorithms.filter_groups(metric, prompts).nonzero().squeeze(1).tolist()
+    return batch.take([row for number in kept for row in rows[number]])
+
+
+def _metric(results: Sequence[RewardResult], scores: Tensor, config: PPOConfig) -> Tensor:
+    name = config.algorithm.filter_groups.metric
+    if name in _SCORE_NAMES:
+        return scores
+    values: list[float] = []
+    for result in results:
+        if name in result.components:
+            values.append(float(result.components[name]))
+        elif name == "acc":
+            values.append(float(result.correct))
+        elif result.error is not None:  # a grader that failed names no components
+            values.append(config.reward.error_score)
+        else:
+            known = ", ".join(sorted(result.components)) or "none"
+            raise UserError(
+                f"algorithm.filter_groups.metric={name}: the grader reports no such component (it has {known}): "
+                "take one of these, acc, or null for the score"
+            )
+    return torch.tensor(values)
+
+
+def _check_limit(step: int, rounds: int, found: int, config: PPOConfig) -> str:
+    """Before a further round: how far the step is. TrainingStopped at `algorithm.filter_groups.max_num_gen_batches`."""
+    wanted, limit = config.data.train_batch_size, config.algorithm.filter_groups.max_num_gen_batches
+    line = f"step {step}: {found} of {wanted} prompts have samples that differ after {rounds} generation batches"
+    if limit and rounds >= limit:
+        raise TrainingStopped(
+            f"{line}: are the prompts too easy or too hard? Raise algorithm.filter_groups.max_num_gen_batches="
+            f"{limit}, data.gen_batch_size or actor_rollout_ref.rollout.n, or give other data"
+        )
+    return line

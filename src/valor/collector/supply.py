@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from valor.collector.generation import Generation
+from valor.collector.generation import Generation, prompt_batch, sampling_params
 from valor.collector.grading import Grading
-from valor.collector.prompts import prompt_batch, sampling_params
 from valor.controller.group import Pools
 from valor.data.batch import Batch
 from valor.errors import WorkersReplaced

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from operator import is_
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
@@ -15,8 +16,7 @@ from valor.controller.placement import Placement, ResourcePool
 from valor.data.balance import grouped, partition_groups, partition_rows
 from valor.data.batch import Batch, Episodes
 from valor.workers.dispatch import Dispatch, dispatch_of
-from valor.workers.host import HOST, RoleSpec
-from valor.workers.tracing import Tracer
+from valor.workers.host import HOST, RoleSpec, Tracer
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Sink = Callable[[Any], None]
@@ -36,6 +36,7 @@ class WorkerGroup(ABC):
         self.specs = specs
         self.num_replacements = 0  # of processes that died
         self._layouts: list[dict[str, int]] | None = None
+        self._split: tuple[Sequence[Any], list[list[int]]] = (), []  # what was split last, and how
 
     def __getitem__(self, role: str) -> RoleHandle:
         return RoleHandle(self, role, self.specs[role].cls)
@@ -65,6 +66,14 @@ class WorkerGroup(ABC):
         if self._layouts is None:
             self._layouts = self.run(HOST, "layout", [((), {})] * self.pool.world_size)
         return [layout[role] for layout in self._layouts]
+
+    def split_rows(self, batch: Batch, num_parts: int, keep_together: str | None) -> list[list[int]]:
+        """`split_rows`, asked once about rows that pass after pass reads."""
+        names = ("prompts", "prompt_lengths", "response_lengths", "episode")
+        asked = [*map(batch.tensors.raw.get, names), batch.objects.get(keep_together or ""), num_parts]
+        if len(self._split[0]) != len(asked) or not all(map(is_, asked, self._split[0])):
+            self._split = asked, split_rows(batch, num_parts, keep_together)
+        return self._split[1]
 
     def peak_memory(self) -> dict[str, float]:
         """GiB that the fullest rank held in each kind of call since the last time, as metrics."""
@@ -201,7 +210,7 @@ class RoleHandle:
         if self._group.pool.world_size == 1:
             return [((batch, *args), kwargs)], [list(range(len(batch)))], [0]
         ranks = self._group.data_parallel_ranks(self._role)
-        parts = split_rows(batch, max(ranks) + 1, marked.keep_together)
+        parts = self._group.split_rows(batch, max(ranks) + 1, marked.keep_together)
         shares = batch.split(parts)
         return [((shares[rank], *args), kwargs) for rank in ranks], parts, ranks
 

@@ -36,8 +36,9 @@ class Batch:
         self.tensors = Columns(tensors.raw if isinstance(tensors, Columns) else tensors or {})
         self.objects: dict[str, list[Any]] = {k: list(v) for k, v in (objects or {}).items()}
         self.meta: dict[str, Any] = dict(meta or {})
-        sizes = {k: len(v) for k, v in (*self.tensors.raw.items(), *self.objects.items())}
-        if len(set(sizes.values())) > 1:
+        columns = {**self.tensors.raw, **self.objects}
+        if len({len(column) for column in columns.values()}) > 1:
+            sizes = {name: len(column) for name, column in columns.items()}
             raise ValueError(f"columns of one batch must have one length, got {sizes}")
 
     def __len__(self) -> int:

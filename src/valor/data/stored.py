@@ -126,7 +126,7 @@ class Columns(dict[str, Any]):
 
     @property
     def raw(self) -> dict[str, Column]:
-        return {name: super(Columns, self).__getitem__(name) for name in self}
+        return dict(super().items())
 
 
 def _tensor(column: Any) -> Any:

@@ -109,7 +109,7 @@ def _searcher(config: CriticSearchConfig, inputs: RunInputs) -> Searcher:
     """The policy's engine and the critic, in this process."""
     import torch
 
-    from valor.collector.prompts import sampling_params
+    from valor.collector.generation import sampling_params
     from valor.lab.search import Searcher
     from valor.models.load import check_critic_tokenizer, load_policy, load_value_model
     from valor.rollout.native.engine import NativeEngine

@@ -34,7 +34,7 @@ from valor.agents.loops import Limits, LoopContext, Task
 from valor.agents.record import episode_records
 from valor.agents.runner import EpisodeRunner
 from valor.arguments import PATH, command, option
-from valor.collector.prompts import sampling_params
+from valor.collector.generation import sampling_params
 from valor.config import PPOConfig, load
 from valor.data.batch import Batch
 from valor.errors import UserError

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from valor.config.describe import show, type_text
 from valor.config.tree import flatten, follows, get_at, plain_keys, schema
-from valor.trainer.manifest import file_sha256
+from valor.trainer.checkpoints import file_sha256
 
 # Settings that change what a run writes, where it works and how fast, not what it computes (but for the rounding that
 # other processes and micro-batches bring). `_LENGTH` is one of them where no learning rate depends on it.

@@ -22,7 +22,7 @@ from valor.models.policy import PolicyModel
 from valor.models.reward import RewardModel
 from valor.models.value import ValueModel
 from valor.tracking.rundir import disk_errors
-from valor.trainer.manifest import verify
+from valor.trainer.checkpoints import verify
 
 TOKENIZER_DIR = "tokenizer"
 

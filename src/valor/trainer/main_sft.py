@@ -24,7 +24,7 @@ def rm_train(argv: Sequence[str] | None = None) -> int:
 
 
 def sft_run(config: SFTConfig, command: str) -> SupervisedRun:
-    from valor.trainer.sft import SFTRun
+    from valor.trainer.supervised import SFTRun
 
     return SFTRun(config, command)
 

@@ -45,8 +45,8 @@ from valor.trainer.step_metrics import (
 )
 from valor.trainer.updates import Critics, Updates
 from valor.trainer.validation import headline, validation_metrics
+from valor.workers.host import Tracer
 from valor.workers.roles import critic_names, role_specs
-from valor.workers.tracing import Tracer
 
 _COLLECTOR_DIR = "collector"  # in a checkpoint
 
@@ -151,6 +151,8 @@ class PPORun(Run):
                 self.aside.measure(batch_metrics, whole)
                 self.aside.measure(critic_diagnostics, whole, self.config)
                 batch = episodes.split(whole)
+                if self.aside.beside:
+                    self.aside.measure(self.record.samples, self.step, batch)
             trained, found = rows_to_train_on(batch, algorithm, self.config.trainer.seed, self.step)
             metrics |= found
             self.updates.check(trained)
@@ -162,7 +164,8 @@ class PPORun(Run):
                 metrics |= update.result()
             with timer("metrics"):
                 metrics |= self.aside.metrics()
-        self.record.samples(self.step, batch)
+        if not self.aside.beside:  # in this process it would only make the step longer
+            self.record.samples(self.step, batch)
         metrics |= throughput_metrics(batch, timer, self.placement.world_size) | self.roles.peak_memory()
         if "wait" in timer.seconds:
             metrics["trainer/idle_ratio"] = timer.seconds["wait"] / timer.seconds["step"]

@@ -25,16 +25,16 @@ class Aside(ThreadPoolExecutor):
     def __init__(self, beside: bool) -> None:
         # The number of threads decides the order of sums, and is a thread's own.
         super().__init__(1, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),))
-        self._beside, self._found = beside, list[Future[dict[str, Any]]]()
+        self.beside, self._found = beside, list[Future[dict[str, Any] | None]]()
 
-    def measure(self, function: Callable[..., dict[str, Any]], *args: Any) -> None:
+    def measure(self, function: Callable[..., dict[str, Any] | None], *args: Any) -> None:
         self._found.append(self.submit(function, *args))
-        if not self._beside:
+        if not self.beside:
             self._found[-1].result()
 
     def metrics(self) -> dict[str, Any]:
         """All of them, once they are there."""
-        return {key: value for found in self._found for key, value in found.result().items()}
+        return {key: value for found in self._found for key, value in (found.result() or {}).items()}
 
 
 def old_log_prob_metrics(batch: Batch) -> dict[str, float]:

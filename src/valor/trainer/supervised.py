@@ -1,22 +1,25 @@
-"""Runs that learn from given texts: one role, a shuffled batch, an optimizer step."""
+"""Runs that learn from given texts: one role, a shuffled batch, an optimizer step; and fine-tuning."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar, Protocol
 
-from valor.config import SupervisedConfig, TrainerConfig
+from valor.config import SFTConfig, SupervisedConfig, TrainerConfig
 from valor.controller.group import Roles
 from valor.controller.placement import resolve_pool
 from valor.controller.start import start_group
 from valor.data.batch import Batch
+from valor.data.demonstrations import DemonstrationDataset
 from valor.data.sampler import PromptSampler
+from valor.models.load import load_tokenizer
 from valor.tracking.console import summary_line
 from valor.tracking.metrics import Timer
 from valor.tracking.progress import part, phase
 from valor.trainer.recorder import RunRecorder
 from valor.trainer.run import Run
 from valor.workers.host import RoleSpec
+from valor.workers.sft import SFTWorker
 
 _CONSOLE_LINES = 20  # of a whole run: its steps are short
 
@@ -103,3 +106,36 @@ class SupervisedRun(Run):
         shown = self.due(max(1, self.total_steps // _CONSOLE_LINES)) or any(k.startswith("val/") for k in metrics)
         if "console" in self.config.trainer.logger and (shown or self.finished):
             self.record.say(summary_line(self.step, metrics, self.total_steps))
+
+
+class SFTRun(SupervisedRun):
+    """The policy learns demonstrations."""
+
+    role = "actor"  # the policy's name in checkpoints and exports, as in a PPO run
+    title = "supervised training"
+    unit = "tokens"
+    config: SFTConfig
+
+    def __init__(self, config: SFTConfig, command: str) -> None:
+        model, data, seed = config.model, config.data, config.trainer.seed
+        tokenizer = load_tokenizer(
+            model.tokenizer_path or model.path,
+            trust_remote_code=model.trust_remote_code,
+            custom_chat_template=model.custom_chat_template,
+            require_chat_template=True,
+        )
+        train = DemonstrationDataset(data, tokenizer, "train", seed)
+        val = DemonstrationDataset(data, tokenizer, "val", seed) if data.val_files else None
+        super().__init__(config, command, tokenizer, train, val)
+
+    def evaluate(self, files: Sequence[str]) -> dict[str, float]:
+        """`loss` and `token_accuracy` of the present weights on the demonstrations in these files."""
+        data = self.config.data.model_copy(update={"val_files": list(files), "val_max_samples": -1})
+        return self.measure(DemonstrationDataset(data, self.tokenizer, "val", self.config.trainer.seed))
+
+    def role_spec(self) -> RoleSpec:
+        return RoleSpec(SFTWorker, {"config": self.role_config, "total_steps": self.total_steps})
+
+    def measure(self, samples: Samples) -> dict[str, float]:
+        """`loss` and `token_accuracy`."""
+        return self.roles[self.role].evaluate(samples.batch(range(len(samples))))

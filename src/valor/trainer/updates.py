@@ -1,6 +1,5 @@
 """Mini-batches of a step, one optimizer step each, with the global counts that their losses divide by; the critics."""
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -51,16 +50,16 @@ class Updates:
         Raises TrainingStopped after `trainer.max_skipped_updates` updates in a row with non-finite gradients.
         """
         parts: list[dict[str, float]] = []
-        mini_batches = list(self.mini_batches(role, batch, step, member))
+        count = len(self._rows_of_updates(role, batch, step, member))
         worker = self.roles[role if member == 0 else f"{role}_{member + 1}"]
         asks_actor = role == "actor" and (self.old.correct_mini_batches or self._ratio_of_sequences)
         ahead = int(worker.apart and not asks_actor)
         started: deque[tuple[dict[str, float], Callable[[], dict[str, float]]]] = deque()
-        waiting = iter(mini_batches)
-        with phase(f"train {role}", len(mini_batches), unit="mini-batch"):
-            for done in range(len(mini_batches)):
-                with part(done, len(mini_batches)):
-                    # The next one is handed out while the ranks are at work on this one.
+        waiting = self.mini_batches(role, batch, step, member)
+        with phase(f"train {role}", count, unit="mini-batch"):
+            for done in range(count):
+                with part(done, count):
+                    # The next one is made and handed out while the ranks are at work on this one.
                     for mini_batch in islice(waiting, 1 + ahead - len(started)):
                         found: dict[str, float] = {}
                         if role == "actor" and self.old.correct_mini_batches:
@@ -76,26 +75,28 @@ class Updates:
 
     def mini_batches(self, role: str, batch: Batch, step: int, member: int = 0) -> Iterator[Batch]:
         """Rows of each optimizer step, in order, with the columns that the role reads; an episode's rows together."""
+        tokens = batch["response_mask"].sum(-1)
+        chosen = self._rows_of_updates(role, batch, step, member)
+        for number, index in enumerate(chosen, 1):
+            rows = batch.select(self._columns(role, batch, first=number == 1)).take(index)
+            if role == "actor" and self._whiten:
+                rows["advantages"] = algorithms.masked_whiten(rows["advantages"], rows["response_mask"])
+            rows.meta |= {"update": number, "last_of_step": number == len(chosen), "global_step": step}
+            yield counted(rows, tokens[index])
+
+    def _rows_of_updates(self, role: str, batch: Batch, step: int, member: int) -> list[Tensor]:
         settings = self.config.critic if role == "critic" else self.config.actor_rollout_ref.actor
         parts = self.config.critic.ensemble_size if role == "critic" and self.config.critic.ensemble_shards else 1
         samples_per_step = max(settings.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n // parts, 1)
-        samples, tokens = Episodes(batch).rows, batch["response_mask"].sum(-1)
-        count = settings.ppo_epochs * math.ceil(len(samples) / samples_per_step)
-        number = 0
+        samples, found = Episodes(batch).rows, list[Tensor]()
         for epoch in range(settings.ppo_epochs):
             order = list(range(len(samples)))
             if settings.shuffle:
                 order = shuffled(len(samples), settings.data_loader_seed + member, step, epoch).tolist()
             for start in range(0, len(samples), samples_per_step):
-                columns = self._columns(role, batch, first=number == 0)
                 chosen = order[start : start + samples_per_step]
-                index = torch.tensor([row for sample in chosen for row in samples[sample]])
-                rows = batch.select(columns).take(index)
-                if role == "actor" and self._whiten:
-                    rows["advantages"] = algorithms.masked_whiten(rows["advantages"], rows["response_mask"])
-                number += 1
-                rows.meta |= {"update": number, "last_of_step": number == count, "global_step": step}
-                yield counted(rows, tokens[index])
+                found.append(torch.tensor([row for sample in chosen for row in samples[sample]]))
+        return found
 
     def _columns(self, role: str, batch: Batch, *, first: bool) -> list[str]:
         shared = [*ROW_FIELDS, "response_mask", *(["episode"] if "episode" in batch else [])]

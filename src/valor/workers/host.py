@@ -4,17 +4,23 @@ Roles in one host may use each other (the native rollout engine shares the actor
 given order and each receives the ones built before it.
 """
 
-from contextlib import ExitStack
+import threading
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
+from valor.config.engine import ProfilerConfig
 from valor.engines import distributed
 from valor.workers.memory import PeakMemory, use_deterministic_algorithms, use_expandable_segments
-from valor.workers.tracing import Tracer
 
 HOST = "host"  # the name under which the process itself is called
+_TRACING = threading.Lock()  # torch has one profiler in a process
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,45 @@ class WorkerContext:
         for role in list(self.resident):
             if role is not besides:
                 role.leave_device()
+
+
+@dataclass
+class Tracer:
+    """Writes torch's traces of a step's calls to `folder`, with `contents` (cpu, cuda, memory, shapes, stack) in them.
+
+    `roles`: the settings of those that are traced.
+    """
+
+    folder: Path
+    contents: Collection[str]
+    roles: Mapping[str, ProfilerConfig]
+    _calls: Counter[str] = field(default_factory=Counter)
+
+    @contextmanager
+    def __call__(self, role: str, method: str, rank: int) -> Iterator[None]:
+        """Trace the block, if its role is traced on this rank; members of an ensemble are as the critic.
+
+        A call beside one that is being traced is not.
+        """
+        settings = self.roles.get("critic" if role.startswith("critic_") else role)
+        if settings is None or not settings.traces(rank) or not _TRACING.acquire(blocking=False):
+            yield
+            return
+        try:
+            cuda = [ProfilerActivity.CUDA] if "cuda" in self.contents and torch.cuda.is_available() else []
+            with profile(
+                activities=[ProfilerActivity.CPU, *cuda],
+                record_shapes="shapes" in self.contents,
+                profile_memory="memory" in self.contents,
+                with_stack="stack" in self.contents,
+            ) as recorded:
+                yield
+        finally:
+            _TRACING.release()
+        call = f"{role}.{method}"
+        self._calls[call] += 1
+        self.folder.mkdir(parents=True, exist_ok=True)
+        recorded.export_chrome_trace(str(self.folder / f"rank{rank}.{call}.{self._calls[call]}.json.gz"))
 
 
 class WorkerHost:

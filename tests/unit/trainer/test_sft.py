@@ -16,7 +16,7 @@ from valor.data.demonstrations import DemonstrationDataset
 from valor.errors import UserError
 from valor.lab import arithmetic
 from valor.trainer.main_sft import main
-from valor.trainer.sft import SFTRun
+from valor.trainer.supervised import SFTRun
 from valor.workers.sft import token_loss
 
 pytestmark = pytest.mark.slow
@@ -186,14 +186,13 @@ def test_loss_divides_by_the_tokens_of_the_whole_batch():
 def trainer(model_dir, chats, tmp_path):
     """A trainer whose group is up, as `fit` would have it before the first step."""
     from valor.controller.start import start_group
-    from valor.trainer.sft import ROLE
     from valor.workers.host import RoleSpec
     from valor.workers.sft import SFTWorker
 
     config = load(overrides(model_dir, chats, tmp_path / "run", f"data.val_files={chats}"), SFTConfig).config
     trainer = SFTRun(config, "valor sft")
     spec = RoleSpec(SFTWorker, {"config": config, "total_steps": 4})
-    trainer.roles = start_group(trainer.pool, {ROLE: spec}, controller="local")
+    trainer.roles = start_group(trainer.pool, {"actor": spec}, controller="local")
     yield trainer
     trainer.roles.close()
 

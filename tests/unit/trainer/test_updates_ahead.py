@@ -17,6 +17,7 @@ class Worker:
 
     def __init__(self, apart: bool, skipped: float = 0.0) -> None:
         self.apart, self.skipped, self.seen = apart, skipped, list[str]()
+        self.made: list[str] = []
 
     def start(self, method: str, batch: Batch):
         number = batch.meta["update"]
@@ -29,6 +30,15 @@ class Worker:
         return results
 
 
+class NotedUpdates(Updates):
+    """Also notes when a mini-batch is made."""
+
+    def mini_batches(self, *args, **kwargs):
+        for rows in super().mini_batches(*args, **kwargs):
+            self.roles["actor"].made.append(f"{len(self.roles['actor'].seen)}")
+            yield rows
+
+
 def run(worker: Worker, *overrides: str) -> dict[str, float]:
     lengths, shape = torch.full((ROWS,), 3), (ROWS, 3)
     names = ("response_mask", "advantages", "old_log_probs", "rollout_log_probs")
@@ -37,7 +47,7 @@ def run(worker: Worker, *overrides: str) -> dict[str, float]:
     batch = Batch(columns | {name: torch.ones(shape) for name in names})
     argv = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=2", *overrides]
     say = [].append
-    updates = Updates(load(argv).config, {"actor": worker}, SkippedUpdates(2, say), say)  # type: ignore[arg-type]
+    updates = NotedUpdates(load(argv).config, {"actor": worker}, SkippedUpdates(2, say), say)  # type: ignore[arg-type]
     return updates.run("actor", batch, step=1)
 
 
@@ -46,6 +56,7 @@ def test_ranks_that_work_apart_have_the_next_mini_batch_before_they_are_done():
     assert run(worker)["actor/loss"] == 2.5
     order = "start 1, start 2, wait 1, start 3, wait 2, start 4, wait 3, wait 4"
     assert worker.seen == order.split(", ")
+    assert worker.made == ["0", "1", "3", "5"]  # and each is made while the ranks are at work on the one before
 
 
 def test_in_this_process_one_is_done_before_the_next():
