@@ -25,6 +25,7 @@ ENSEMBLE = {"critic.ensemble_size": 2, "critic.model.value_head_init": "normal"}
 BINS = {"num_bins": 51, "value_min": -0.5, "value_max": 1.5}  # noisy outcomes leave [0, 1]
 KINDS: dict[str, dict[str, Any]] = {
     "mse": {"critic.value_loss": "mse"},
+    "mse, random head": {"critic.value_loss": "mse", "critic.model.value_head_init": "normal"},
     "huber": {"critic.value_loss": "huber", "critic.value_loss_kwargs": {"huber_delta": 0.1}},
     "bce": {"critic.value_loss": "bce"},
     "hl_gauss": {"critic.value_loss": "hl_gauss", "critic.value_loss_kwargs": BINS},
