@@ -134,6 +134,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--parallel", type=int, default=1)
     parser.add_argument("--only", nargs="+", default=list(PARTS), help="of parts")
+    parser.add_argument("--without", nargs="+", default=[], help="arms that are left out")
     parser.add_argument("--page", type=Path, help="a page whose table of this question is replaced by this one")
     args = parser.parse_args()
     for length in args.lengths:
@@ -170,6 +171,7 @@ def of_length(args: argparse.Namespace, length: int) -> dict[str, str]:
         if name == "progress":
             other = walks.better(folder / "other_policy", plain, files.walk)
             prover = str(walks.pretrained(folder / "other_critic", plain, files.walk, other))
+        arms = {arm: own for arm, own in arms.items() if arm not in args.without}
         filled = json.loads(json.dumps(arms).replace('"OWN"', json.dumps(own)).replace('"OTHER"', json.dumps(prover)))
         runs = args.out / f"runs_{length}_{noise:g}_{args.steps}"  # arms of one name are the same runs
         folders = walks.run_arms(runs, settings, filled, args.seeds, args.parallel, files.walk)

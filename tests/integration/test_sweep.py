@@ -84,7 +84,8 @@ def test_the_example_of_progress_under_another_policy_runs(overrides, tmp_path, 
     file, out = tmp_path / "progress.yaml", tmp_path / "out"
     file.write_text(yaml.safe_dump(tree | {"seeds": [0]}, sort_keys=False))
     small = [one for one in overrides(tmp_path) if key_of(one) not in RESERVED]
-    assert valor([*command(file, out), *small, "trainer.total_training_steps=2", "trainer.test_freq=2"]) == 0
+    steps = ["trainer.total_training_steps=2", "trainer.test_freq=2"]
+    assert valor([*command(file, out), *small, "critic.ppo_mini_batch_size=4", *steps]) == 0
     for name in tree["arms"]:
         assert len(read_metrics(out / name / "seed_0")) == 2
     for name, prover in (("own", "start"), ("other", "ppo")):
