@@ -180,18 +180,23 @@ def of_length(args: argparse.Namespace, length: int) -> dict[str, str]:
 
 
 def table(folders: Mapping[str, Path], walk: Walk, seeds: int) -> str:
-    """A line an arm; the first is what the others are compared with."""
+    """A line an arm; the first is what the others are compared with, and those with a critic also with PPO."""
     best, chance = (sum(walk.to_go(u)[-1]) / len(walk.leads) / walk.length for u in (False, True))
     control, shares = next(iter(folders)), dict[str, list[float]]()
-    heads = [f"{walk.length} doors", "share of the way", f"against {control}", "detectable", "tokens a run", "seconds"]
+    others = [control] if control == "ppo" or "ppo" not in folders else [control, "ppo"]
+    heads = [f"{walk.length} doors", "share of the way"]
+    heads += [head for other in others for head in (f"against {other}", "detectable")] + ["tokens a run", "seconds"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name, folder in folders.items():
         runs = [folder / f"seed_{seed}" for seed in range(seeds)]
         last = [walks.scores(run)[max(walks.scores(run))]["score"] for run in runs]
         shares[name] = [(score - chance) / (best - chance) for score in last]
-        gap, effect = ("", "") if name == control else walks.compared(shares[name], shares[control])
+        cells = [name, walks.shown(shares[name])]
+        for other in others:
+            told = name != other and other in shares
+            cells += walks.compared(shares[name], shares[other]) if told else ("", "")
         spent, took = (sum(of(run) for run in runs) / seeds for of in (walks.tokens, walks.seconds))
-        lines.append(f"| {name} | {walks.shown(shares[name])} | {gap} | {effect} | {spent:,.0f} | {took:.0f} |")
+        lines.append(f"| {' | '.join(cells)} | {spent:,.0f} | {took:.0f} |")
     return "\n".join(lines)
 
 

@@ -47,13 +47,15 @@ def main() -> None:
     parser.add_argument("--noise", type=float, default=0.1, help="standard deviation added to outcomes")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--parallel", type=int, default=1)
+    parser.add_argument("--without", nargs="+", default=[], help="kinds that are left out")
     parser.add_argument("--page", type=Path, help="a page whose tables are replaced by these")
     args = parser.parse_args()
     files, policy = walks.warm_start(args.out, args.length)
     settings = walks.base(files, policy, args.length, args.steps, args.noise)
     settings |= {"trainer.save_freq": EVERY, "trainer.max_ckpt_to_keep": None}
     runs = args.out / f"kinds_{args.length}_{args.noise:g}_{args.steps}"
-    folders = walks.run_arms(runs, settings, KINDS, args.seeds, args.parallel, files.walk)
+    kinds = {kind: own for kind, own in KINDS.items() if kind not in args.without}
+    folders = walks.run_arms(runs, settings, kinds, args.seeds, args.parallel, files.walk)
     found = {
         kind: [walks.scores(folder / f"seed_{seed}") for seed in range(args.seeds)] for kind, folder in folders.items()
     }
