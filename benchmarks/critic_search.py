@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """`valor critic search` on a real 135M instruct model: PPO with a critic on small sums, then search with both.
 
-    python benchmarks/critic_search.py --model SMOLLM2_DIR --out DIR --steps 30 --held-out 48 [key=value ...]
+    python benchmarks/critic_search.py --model SMOLLM2_DIR --out DIR --steps 16 --held-out 40 [key=value ...]
 
-The questions are sums and differences of two numbers below 20; some are held out. The policy stays imperfect after so
+The questions are sums and differences of two digits (`--below 20`: of two such numbers); some are held out. The policy stays imperfect after so
 few steps, which leaves the critic something to choose. Models are computed in bfloat16, `--dtype float32` where a
 processor is slow at that. Further `key=value` go to the training run. What comes out is DIR/search/search.md.
 """
@@ -19,8 +19,8 @@ import pyarrow.parquet as pq
 from valor.cli import main as valor
 
 
-def write_questions(folder: Path, held_out: int) -> tuple[Path, Path]:
-    """All 800 questions, the last of them for the search."""
+def write_questions(folder: Path, below: int, held_out: int) -> tuple[Path, Path]:
+    """All questions, the last of them for the search."""
     rows = [
         {
             "data_source": "valor/arithmetic",
@@ -29,7 +29,7 @@ def write_questions(folder: Path, held_out: int) -> tuple[Path, Path]:
             "reward_model": {"style": "rule", "ground_truth": str(a + b if sign == "+" else a - b)},
             "extra_info": {"index": 0},
         }
-        for sign, a, b in product("+-", range(20), range(20))
+        for sign, a, b in product("+-", range(below), range(below))
     ]
     random.Random(0).shuffle(rows)
     folder.mkdir(parents=True, exist_ok=True)
@@ -45,11 +45,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--prompts", type=int, default=32, help="of a step, two samples each")
-    parser.add_argument("--held-out", type=int, default=200)
+    parser.add_argument("--below", type=int, default=10)
+    parser.add_argument("--held-out", type=int, default=40)
     parser.add_argument("--samples", default="1,4,16,64")
     parser.add_argument("--dtype", default="bfloat16")
     args, overrides = parser.parse_known_args()
-    train, val = write_questions(args.out / "data", args.held_out)
+    train, val = write_questions(args.out / "data", args.below, args.held_out)
     common = ["data.max_prompt_length=64", "data.max_response_length=12", "trainer.device=cpu"]
     run = args.out / "run"
     code = valor(
