@@ -11,7 +11,6 @@ how often it visits them (`lab/walk_values.py`). No sampling is left in the numb
 from __future__ import annotations
 
 import argparse
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,21 +19,22 @@ import torch
 
 import walks
 from page import write_block
-from valor.trainer.export import export_checkpoint
 
 EVERY = 10
 ENSEMBLE = {"critic.ensemble_size": 2, "critic.model.value_head_init": "normal"}
 BINS = {"num_bins": 51, "value_min": -0.5, "value_max": 1.5}  # noisy outcomes leave [0, 1]
 KINDS: dict[str, dict[str, Any]] = {
     "mse": {"critic.value_loss": "mse"},
+    "mse, random head": {"critic.value_loss": "mse", "critic.model.value_head_init": "normal"},
     "huber": {"critic.value_loss": "huber", "critic.value_loss_kwargs": {"huber_delta": 0.1}},
     "bce": {"critic.value_loss": "bce"},
     "hl_gauss": {"critic.value_loss": "hl_gauss", "critic.value_loss_kwargs": BINS},
+    "quantile": {"critic.value_loss": "quantile"},
     "ensemble, mean": ENSEMBLE,
     "ensemble, min": {**ENSEMBLE, "critic.ensemble_reduce": "min"},
     "mini-critics": {**ENSEMBLE, "critic.ensemble_shards": True},
     "λ_critic 0.9": {"algorithm.lam_critic": 0.9},
-    "branches": {"algorithm.branch_values": {"share": 0.25, "branches": 4}},
+    "branches": {"algorithm.branch_values": {"share": 0.125, "branches": 2}},
 }
 MEASURES = ("explained_variance", "bias", "rank_correlation")
 
@@ -43,38 +43,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--length", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--noise", type=float, default=0.1, help="standard deviation added to outcomes")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--parallel", type=int, default=1)
+    parser.add_argument("--without", nargs="+", default=[], help="kinds that are left out")
     parser.add_argument("--page", type=Path, help="a page whose tables are replaced by these")
     args = parser.parse_args()
     files, policy = walks.warm_start(args.out, args.length)
     settings = walks.base(files, policy, args.length, args.steps, args.noise)
     settings |= {"trainer.save_freq": EVERY, "trainer.max_ckpt_to_keep": None}
-    named = {name.replace(" ", "").replace(",", "-").replace("λ", "lam"): own for name, own in KINDS.items()}
-    runs = args.out / f"kinds_{args.length}_{args.noise:g}"
-    walks.run_arms(runs, settings, named, args.seeds, args.parallel)
-    found = {kind: [judged(files.walk, runs / kind / f"seed_{seed}") for seed in range(args.seeds)] for kind in named}
+    runs = args.out / f"kinds_{args.length}_{args.noise:g}_{args.steps}"
+    kinds = {kind: own for kind, own in KINDS.items() if kind not in args.without}
+    folders = walks.run_arms(runs, settings, kinds, args.seeds, args.parallel, files.walk)
+    found = {
+        kind: [walks.scores(folder / f"seed_{seed}") for seed in range(args.seeds)] for kind, folder in folders.items()
+    }
     text = tables(found, files.walk)
     print(text)
     if args.page:
         write_block(args.page, "tables", text)
-
-
-def judged(where: Any, run: Path) -> dict[int, dict[str, float]]:
-    """By step: the three measures, and the policy's exact score."""
-    found = {}
-    for checkpoint in sorted(run.glob("global_step_*"), key=lambda path: int(path.name.rpartition("_")[2])):
-        roles = sorted(path.name for path in checkpoint.iterdir() if path.name.startswith(("actor", "critic")))
-        with tempfile.TemporaryDirectory() as folder:
-            for role in roles:
-                export_checkpoint(checkpoint, Path(folder) / role, role)
-            states = walks.states(where, Path(folder) / "actor")
-            reduce = (lambda v: v.amin(0)) if "min" in run.parent.name.split("-") else (lambda v: v.mean(0))
-            numbers = states.judge([Path(folder) / role for role in roles if role != "actor"], reduce)
-        found[int(checkpoint.name.rpartition("_")[2])] = {**numbers, "score": states.score}
-    return found
 
 
 def tables(found: Mapping[str, list[dict[int, dict[str, float]]]], where: Any) -> str:

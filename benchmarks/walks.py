@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import re
+import shutil
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from valor.cli import main as valor
 from valor.lab import demo, walk
 from valor.lab.statistics import bootstrap_interval, detectable_effect
-from valor.lab.sweep import main as sweep
+from valor.lab.sweep_file import SweepConfig, texts
+from valor.lab.sweep_runs import plan_sweep
 from valor.lab.walk import DataFiles
-from valor.lab.walk_values import States, exact_values
+from valor.lab.walk_values import exact_values
 from valor.rewards.walk import Walk
-from valor.trainer.main_ppo import critic_pretrain
+from valor.trainer.export import export_checkpoint
 from valor.trainer.main_sft import main as sft
 
+CONFIGS = Path(demo.__file__).with_name("demo_config")
 SAMPLES, GROUP = 256, 8  # a step, and of a prompt: for every arm
 
 
@@ -30,11 +38,23 @@ def warm_start(out: Path, length: int, seed: int = 0) -> tuple[DataFiles, Path]:
     files = walk.make_data(folder / "data", seed, length=length)
     trained = folder / "sft" / "huggingface" / "actor"
     if not trained.is_dir():
-        walk.make_model(folder / "model", seed)
+        smaller(walk.make_model(folder / "model", seed), seed)
         settings = demo.sft_overrides(folder / "model", files, folder / "sft", seed)
-        if sft([*settings, f"data.max_length={2 * length + 8}"]):
-            raise SystemExit("the warm start failed")
+        in_fork(_sft, [*settings, f"data.max_length={2 * length + 8}"])
     return files, trained
+
+
+def _sft(settings: list[str]) -> None:
+    raise SystemExit(sft(settings))
+
+
+def smaller(model: Path, seed: int) -> None:
+    """The demo's model with two layers of 64 in place of three of 128, which learns these walks as well: studies are
+    hundreds of runs."""
+    config = AutoConfig.from_pretrained(model, hidden_size=64, intermediate_size=192, num_hidden_layers=2)
+    config.layer_types = config.layer_types[:2]
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(config).save_pretrained(model)
 
 
 def base(files: DataFiles, policy: Path, length: int, steps: int, noise: float) -> dict[str, Any]:
@@ -46,8 +66,9 @@ def base(files: DataFiles, policy: Path, length: int, steps: int, noise: float) 
         "data.train_batch_size": SAMPLES // GROUP,
         "actor_rollout_ref.model.path": str(policy),
         "actor_rollout_ref.rollout.n": GROUP,
-        "actor_rollout_ref.actor.ppo_mini_batch_size": 8,
-        "actor_rollout_ref.actor.optim.lr": 2e-4,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 16,
+        "actor_rollout_ref.actor.optim.lr": 1e-3,
+        "critic.optim.lr": 2e-3,
         "algorithm.reward_noise": noise,
         "critic.ppo_mini_batch_size": 4,
         "trainer.critic_warmup": 10,
@@ -58,53 +79,106 @@ def base(files: DataFiles, policy: Path, length: int, steps: int, noise: float) 
     }
 
 
-def pretrained(out: Path, files: DataFiles, policy: Path, length: int) -> Path:
-    """A critic fitted to outcomes of the warm start's samples, noise and all left out."""
-    run = out / f"length_{length}" / "pretrain"
-    exported = run / "huggingface" / "critic"
-    if not exported.is_dir():
-        settings = [f"data.train_files={files.train}", "data.train_max_samples=1024", "data.train_batch_size=256"]
-        settings += ["data.max_prompt_length=8", f"data.max_response_length={2 * length}", "reward.num_workers=1"]
-        settings += [f"actor_rollout_ref.model.path={policy}", "actor_rollout_ref.rollout.n=4", "critic.optim.lr=1e-3"]
-        settings += ["actor_rollout_ref.actor.fsdp_config.dtype=float32", "critic.ppo_mini_batch_size=16"]
-        settings += [
-            "critic.model.enable_gradient_checkpointing=false",
-            "trainer.device=cpu",
-        ]
-        settings += ["trainer.num_threads=1", "trainer.total_epochs=8", f"trainer.default_local_dir={run}"]
-        if critic_pretrain(settings):
-            raise SystemExit("the critic's pre-training failed")
-    return exported
+def better(out: Path, settings: Mapping[str, Any], where: Walk) -> Path:
+    """The policy after GRPO: another one than the warm start, for a critic of its own."""
+    return trained(out, {**settings, "algorithm.adv_estimator": "grpo", "trainer.critic_warmup": 0}, where) / "actor"
+
+
+def pretrained(out: Path, settings: Mapping[str, Any], where: Walk, policy: Path) -> Path:
+    """A critic fitted to this policy's outcomes, noise left out; 80 steps of samples, the policy standing still.
+
+    Not by `valor critic pretrain`, which keeps prompts for itself to choose an epoch: here are eight prompts in all.
+    """
+    own = {"actor_rollout_ref.model.path": str(policy), "algorithm.reward_noise": 0.0, "trainer.critic_warmup": 80}
+    return trained(out, {**settings, **own, "trainer.total_training_steps": 80}, where) / "critic"
+
+
+def trained(run: Path, settings: Mapping[str, Any], where: Walk) -> Path:
+    """The models that a run leaves."""
+    if not scores(run):
+        words = [*texts(settings), f"trainer.default_local_dir={run}"]
+        in_fork(_run, ["ppo", "--config-path", str(CONFIGS), "--config-name", "walk_ppo", *words], run, where, True)
+    return run / "huggingface"
+
+
+def in_fork(function: Callable[..., Any], *arguments: Any) -> None:
+    """A run leaves threads and processes behind, which the next one could not use: each has a fork of its own."""
+    process = multiprocessing.get_context("fork").Process(target=function, args=arguments)
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise SystemExit("a run failed")
 
 
 def run_arms(
-    out: Path, settings: Mapping[str, Any], arms: Mapping[str, Mapping[str, Any]], seeds: int, parallel: int
-) -> float:
-    """All arms with all seeds by `valor lab sweep`; runs that are there already are not repeated. Seconds it took."""
-    began = time.monotonic()
-    tree = {
-        "name": out.name,
-        "config_path": str(Path(demo.__file__).with_name("demo_config")),
-        "config_name": "walk_ppo",
-        "base": dict(settings),
-        "arms": {name: dict(own) for name, own in arms.items()},
-        "seeds": list(range(seeds)),
-        "metric": "critic/score/mean",
-        "parallel": parallel,
-        "out": str(out),
-    }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    file = out.with_name(f"{out.name}.yaml")
-    file.write_text(yaml.safe_dump(tree))
-    if sweep([str(file)]):
-        raise SystemExit(f"runs of {file} failed")
-    return time.monotonic() - began
+    out: Path,
+    settings: Mapping[str, Any],
+    arms: Mapping[str, Mapping[str, Any]],
+    seeds: int,
+    parallel: int,
+    where: Walk,
+) -> dict[str, Path]:
+    """All arms with all seeds, each in a fork of this process, so that nothing is imported twice; runs that have a
+    score already are not repeated. A run leaves metrics.jsonl and score.json: of every checkpoint (without `save_freq`
+    the last step alone) the policy's exact score, and its critics against the truth. Models are deleted. Returns the
+    folders of the arms."""
+    folders = {name: re.sub(r"[^\w.]+", "-", name.replace("λ", "lam")) for name in arms}
+    config = SweepConfig(
+        name=out.name,
+        config_path=str(CONFIGS),
+        config_name="walk_ppo",
+        base=dict(settings),
+        arms={folders[name]: dict(own) for name, own in arms.items()},
+        seeds=list(range(seeds)),
+        metric="critic/score/mean",
+        out=str(out),
+    )
+    todo = [run for run in plan_sweep(config).runs if not scores(run.folder)]
+    fork, running = multiprocessing.get_context("fork"), dict[int, Any]()
+    for number, run in enumerate(todo, 1):
+        print(f"{time.strftime('%H:%M:%S')} {number}/{len(todo)} {run.folder}", flush=True)
+        process = fork.Process(target=_run, args=(list(run.command[3:]), run.folder, where))
+        process.start()
+        running[process.sentinel] = process
+        while len(running) >= (parallel if number < len(todo) else 1):
+            for sentinel in multiprocessing.connection.wait(list(running)):
+                ended = running.pop(sentinel)
+                ended.join()
+                if ended.exitcode:
+                    raise SystemExit(f"a run in {out} failed: its console.log says why")
+    return {name: out / folder for name, folder in folders.items()}
 
 
-def states(where: Walk, policy: Path) -> States:
-    """The values of a saved policy, without the progress lines of its loading."""
-    with contextlib.redirect_stderr(io.StringIO()):
-        return exact_values(where, policy)
+def _run(words: list[str], folder: Path, where: Walk, keep: bool = False) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    with open(folder / "console.log", "w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    if code := valor(words):
+        raise SystemExit(code)
+    checkpoints = sorted(folder.glob("global_step_*"), key=lambda path: int(path.name.rpartition("_")[2]))
+    found = {int(path.name.rpartition("_")[2]): _judged(where, path) for path in checkpoints}
+    (folder / "score.json").write_text(json.dumps(found))
+    for path in (*checkpoints, *([] if keep else [folder / "huggingface"])):
+        shutil.rmtree(path)
+
+
+def _judged(where: Walk, checkpoint: Path) -> dict[str, float]:
+    roles = sorted(path.name for path in checkpoint.iterdir() if path.name.startswith(("actor", "critic")))
+    with tempfile.TemporaryDirectory() as folder:
+        for role in roles:
+            export_checkpoint(checkpoint, Path(folder) / role, role)
+        states = exact_values(where, Path(folder) / "actor")
+        critics = [Path(folder) / role for role in roles if role != "actor"]
+        reduce = (lambda v: v.amin(0)) if "min" in checkpoint.parents[1].name.split("-") else (lambda v: v.mean(0))
+        return {"score": states.score, **(states.judge(critics, reduce) if critics else {})}
+
+
+def scores(run: Path) -> dict[int, dict[str, float]]:
+    """By step: what was measured of a run's checkpoints; {} before it has ended."""
+    file = run / "score.json"
+    return {int(step): found for step, found in json.loads(file.read_text()).items()} if file.is_file() else {}
 
 
 def tokens(run: Path) -> int:

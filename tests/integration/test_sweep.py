@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from runs import assert_same_run
+from runs import assert_same_run, read_metrics
 
 from forked import VALOR
 from valor.cli import main as valor
@@ -73,3 +73,21 @@ def test_a_killed_sweep_finishes_repeats_nothing_and_gives_the_same_table(forks,
     assert without_times(cut) == without_times(whole)
     for arm in arms:
         assert_same_run(cut / arm / "seed_0", whole / arm / "seed_0")
+
+
+@pytest.mark.usefixtures("runs_fork")
+def test_the_example_of_progress_under_another_policy_runs(overrides, tmp_path, monkeypatch):
+    """All four arms, those whose prover another has trained after it; fewer steps, and the tests' model and data."""
+    root = Path(__file__).parents[2]
+    monkeypatch.chdir(root)
+    tree = yaml.safe_load((root / "examples" / "lab" / "progress.yaml").read_text())
+    file, out = tmp_path / "progress.yaml", tmp_path / "out"
+    file.write_text(yaml.safe_dump(tree | {"seeds": [0]}, sort_keys=False))
+    small = [one for one in overrides(tmp_path) if key_of(one) not in RESERVED]
+    steps = ["trainer.total_training_steps=2", "trainer.test_freq=2"]
+    assert valor([*command(file, out), *small, "critic.ppo_mini_batch_size=4", *steps]) == 0
+    for name in tree["arms"]:
+        assert read_metrics(out / name / "seed_0")[-1]["step"] == 2
+    for name, prover in (("own", "start"), ("other", "ppo")):
+        said = (out / name / "seed_0" / "console.log").read_text()
+        assert f"1 x progress under {out}/{prover}/seed_0/huggingface/critic" in said

@@ -2,8 +2,11 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from valor.config import AlgorithmConfig, CriticConfig, PPOConfig, load
 from valor.data.batch import Batch
@@ -40,6 +43,32 @@ def test_branch_values_are_baseline_and_target_where_they_are() -> None:
     assert advantages.tolist() == [[0.25, 0.25], [0.0, -0.5], [0.0, 0.5], [0.0, -0.5]]
     assert returns.tolist() == [[1.0, 0.75], [0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
     assert (batch["values"] == 0.5).all()  # the clip of the value loss is around what the critic said
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(0, 10_000), st.floats(0, 1), st.floats(0, 1), st.floats(0, 1))
+def test_branch_values_agree_with_numpy(seed, share, lam, lam_critic) -> None:
+    """GAE backwards over rows of one to five tokens; V is the branches' where there are any, the critic's elsewhere."""
+    draw = np.random.default_rng(seed)
+    mask = np.arange(5) < draw.integers(1, 6, (4, 1))
+    branched = mask & (draw.random((4, 5)) < share)
+    rewards, critic, mean = (draw.normal(size=(4, 5)) * mask for _ in range(3))
+    value = np.where(branched, mean, critic)
+
+    def backwards(decay: float) -> np.ndarray:
+        found, after, later = np.zeros((4, 5)), np.zeros(4), np.zeros(4)
+        for t in reversed(range(5)):
+            later = np.where(mask[:, t], rewards[:, t] + after - value[:, t] + decay * later, 0)
+            found[:, t], after = later, value[:, t]
+        return found
+
+    tensors = {"token_level_rewards": rewards, "values": critic, "branch_values": mean * branched}
+    tensors |= {"branch_mask": branched.astype(float), "response_mask": mask.astype(float)}
+    batch = four_rows(**{name: torch.tensor(column) for name, column in tensors.items()})
+    config = AlgorithmConfig(adv_whitening="none", lam=lam, lam_critic=lam_critic)
+    advantages, returns = compute_advantages(batch, config)
+    np.testing.assert_allclose(advantages, backwards(lam), atol=1e-6)
+    np.testing.assert_allclose(returns, np.where(branched, mean, (backwards(lam_critic) + value) * mask), atol=1e-6)
 
 
 def test_the_gate_reports_to_the_metrics_also_where_rewards_are_missing() -> None:
