@@ -20,8 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from valor.cli import main as valor
 from valor.lab import demo, walk
 from valor.lab.statistics import bootstrap_interval, detectable_effect
-from valor.lab.sweep_file import SweepConfig, texts
-from valor.lab.sweep_runs import plan_sweep
+from valor.lab.sweep_plan import SweepConfig, plan_sweep, texts
 from valor.lab.walk import DataFiles
 from valor.lab.walk_values import exact_values
 from valor.rewards.walk import Walk

@@ -134,7 +134,10 @@ def test_spellings_without_effect_say_why(given):
     ("given", "reason"),
     [
         ("model_engine=megatron", "the engine is set by each role: use actor_rollout_ref.actor.strategy=megatron"),
-        ("strategy=megatron", "the engine is set by each role: use actor_rollout_ref.actor.strategy=megatron; valor sft and valor rm"),
+        (
+            "strategy=megatron",
+            "the engine is set by each role: use actor_rollout_ref.actor.strategy=megatron; valor sft and valor rm",
+        ),
         (f"{A}.megatron.use_megatron_fsdp=true", "megatron-core's own FSDP is not used"),
         (f"{A}.megatron.dist_checkpointing_path=/x", "weights are read from, and written to, Hugging Face"),
         (f"{A}.megatron.dynamic_context_parallel=true", "context parallel ranks are the same for all rows"),
