@@ -156,27 +156,19 @@ def main() -> None:
     kinds = {line[0]: list(zip(steps, map(number, line[1:]), strict=True)) for line in truth[1:]}
     curves("truth", "How much of the true value does a critic explain?", kinds, "PPO step")
 
-    both = {name: tables("critic_study.md", name)[0] for name in ("methods 4", "methods 8")}
-    shares = {lines[0][0]: [(line[0], number(line[1])) for line in lines[1:]] for lines in both.values()}
+    both = [tables("critic_study.md", f"methods {length}")[0] for length in (8, 4)]
+    shares = {lines[0][0]: [(line[0], number(line[1])) for line in lines[1:]] for lines in both}
     intervals("methods", "With a critic and without, at equal samples", shares, "share of the way to the best walks")
 
-    for length in (4, 8):
-        lines = tables("critic_study.md", f"missing {length}")[0][1:]
-        found = {line[0]: number(line[1]) for line in lines}
-        flat = [(name, found[name][0]) for name in ("all rewards", "grpo")]
-        missing: dict[str, list[tuple[float, Number]]] = {}
-        for name, value in found.items():
-            policy, _, ratio = name.partition(" ")
-            if policy in ("zero", "bootstrap", "critic", "exclude"):
-                missing.setdefault(policy, []).append((float(ratio), value))
-        title = f"Rewards taken away, {length} doors: share of the way to the best walks"
-        curves(f"missing_{length}", title, missing, "share of rewards taken away", flat=flat)
+    lines = tables("critic_study.md", "missing 8")[0][1:]
+    missing = {"8 doors": [(line[0], number(line[1])) for line in lines]}
+    intervals("missing", "Rewards taken away, a frozen critic beside", missing, "share of the way to the best walks")
 
     parts = {}
     for name in ("gate", "distributions", "mini_critics", "progress", "vapo", "steps"):
-        lines = tables("critic_study.md", f"{name} 8")[0]
+        lines = tables("critic_study.md", f"{name} 4")[0]
         parts[lines[0][2]] = [(line[0], number(line[2])) for line in lines[2:]]
-    intervals("parts", "What each part changes, 8 doors", parts, "change of the share of the way")
+    intervals("parts", "What each part changes, 4 doors", parts, "change of the share of the way")
 
     search = tables("critic_search.md", "table")[0][1:]
     methods: dict[str, list[tuple[float, Number]]] = {}
