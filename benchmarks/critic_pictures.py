@@ -134,7 +134,7 @@ def curves(
         for (x1, (a, *_)), (x2, (b, *_)) in pairwise(line):
             picture.line(x_of(x1), y_of(a), x_of(x2), y_of(b), colour, 1.8)
         for x, (mean, start, end) in line:
-            picture.line(x_of(x), y_of(start), x_of(x), y_of(end), colour)
+            picture.line(x_of(x), y_of(start), x_of(x), y_of(end), colour, 0.5)
             picture.dot(x_of(x), y_of(mean), colour)
         labels.append((y_of(line[-1][1][0]), label, colour))
     for label, value in flat:
@@ -156,35 +156,21 @@ def main() -> None:
     kinds = {line[0]: list(zip(steps, map(number, line[1:]), strict=True)) for line in truth[1:]}
     curves("truth", "How much of the true value does a critic explain?", kinds, "PPO step")
 
-    both = {name: tables("critic_study.md", name)[0] for name in ("methods 4", "methods 8")}
-    shares = {lines[0][0]: [(line[0], number(line[1])) for line in lines[1:]] for lines in both.values()}
-    intervals("methods", "With a critic and without, at equal samples", shares, "share of the way to the best walks")
+    lines = tables("critic_study.md", "methods 8")[0][1:]
+    methods = {"8 doors": [(line[0], number(line[1])) for line in lines]}
+    intervals("methods", "With a critic and without, at equal tokens", methods, "share of the way to the best walks")
 
-    for length in (4, 8):
-        lines = tables("critic_study.md", f"missing {length}")[0][1:]
-        found = {line[0]: number(line[1]) for line in lines}
-        flat = [(name, found[name][0]) for name in ("all rewards", "grpo")]
-        missing: dict[str, list[tuple[float, Number]]] = {}
-        for name, value in found.items():
-            policy, _, ratio = name.partition(" ")
-            if policy in ("zero", "bootstrap", "critic", "exclude"):
-                missing.setdefault(policy, []).append((float(ratio), value))
-        title = f"Rewards taken away, {length} doors: share of the way to the best walks"
-        curves(f"missing_{length}", title, missing, "share of rewards taken away", flat=flat)
-
-    parts = {}
-    for name in ("gate", "distributions", "mini_critics", "progress", "vapo", "steps"):
-        lines = tables("critic_study.md", f"{name} 8")[0]
-        parts[lines[0][2]] = [(line[0], number(line[2])) for line in lines[2:]]
-    intervals("parts", "What each part changes, 8 doors", parts, "change of the share of the way")
+    lines = tables("critic_study.md", "missing 8")[0][1:]
+    missing = {"8 doors": [(line[0], number(line[1])) for line in lines]}
+    intervals("missing", "Rewards taken away, a frozen critic beside", missing, "share of the way to the best walks")
 
     search = tables("critic_search.md", "table")[0][1:]
-    methods: dict[str, list[tuple[float, Number]]] = {}
+    found: dict[str, list[tuple[float, Number]]] = {}
     for method, n, accuracy, interval, *_ in search:
         low, _, high = interval.partition(" to ")
         if not method.startswith("tree"):
-            methods.setdefault(method, []).append((float(n), (float(accuracy), float(low), float(high))))
-    curves("search", "Choosing among N answers: accuracy", methods, "N answers", log)
+            found.setdefault(method, []).append((float(n), (float(accuracy), float(low), float(high))))
+    curves("search", "Choosing among N answers: accuracy", found, "N answers", log)
 
 
 if __name__ == "__main__":

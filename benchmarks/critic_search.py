@@ -3,8 +3,8 @@
 
     python benchmarks/critic_search.py --model SMOLLM2_DIR --out DIR --steps 16 --held-out 40 [key=value ...]
 
-The questions are sums and differences of two digits (`--below 20`: of two such numbers); some are held out. The
-policy stays imperfect after so few steps, which leaves the critic something to choose. Models are computed in bfloat16,
+The questions are sums and differences of two digits (`--below 20`: of two such numbers); some are held out. The policy
+stays imperfect after so few steps, which leaves the critic something to choose. Models are computed in bfloat16,
 `--dtype float32` where a processor is slow at that. Further `key=value` go to the training run. What comes out is
 DIR/search/search.md.
 """

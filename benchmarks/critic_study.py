@@ -39,6 +39,7 @@ METHODS: Arms = {
     "ppo": {},
     "ppo, λ 0.9": {"algorithm.lam_actor": 0.9},
     "ppo, random head": {"critic.model.value_head_init": "normal"},
+    "ppo, bce": {"critic.value_loss": "bce"},
     "ppo, pre-trained critic": {**WITHOUT, "critic.model.path": "OWN"},
     "evpo": {"algorithm.adv_estimator": "evpo"},
     "evpo, smooth": {"algorithm.adv_estimator": "evpo", "algorithm.adv_kwargs": {"gate": "smooth"}},
