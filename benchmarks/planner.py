@@ -78,13 +78,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)  # as each process of the runs
-    machine = this_machine(1)
     lines = [
         "# Planner: memory and time foreseen and used",
         "",
         f"`python benchmarks/planner.py` on a CPU: {PROMPTS} prompts x {SAMPLES} samples, {PROMPT} + {RESPONSE} tokens,"
         f" model `{Path(args.model).name}`. GiB of resident memory of the fullest process at its peak; seconds of"
-        f" the second step, foreseen at {machine.flops / 1e9:.0f} GFLOP/s and {machine.bandwidth / 1e9:.1f} GB/s.",
+        " the second step.",
         "",
         "| configuration | call | GiB used | foreseen | difference | seconds used | foreseen | difference |",
         "|---|---|---|---|---|---|---|---|",
@@ -96,6 +95,7 @@ def main() -> None:
         config = load(overrides, PPOConfig).config
         with tempfile.TemporaryDirectory() as folder:
             used, took = measured(overrides, Path(folder))
+        machine = this_machine(1, config.actor_rollout_ref.actor.fsdp_config.dtype)
         found = estimate(config, replace(machine, processes=config.trainer.n_gpus_per_node or 1))
         foreseen = {phase.name: found.peak(phase) / GIB for phase in found.phases}
         for call in foreseen:

@@ -29,7 +29,7 @@ _SPARE = 0.92  # of a device's memory: the allocator's fragments and what other 
 _BYTES = {"float32": 4, "bfloat16": 2}
 _PROCESS = {"cpu": 0.75 * GIB, "cuda": 0.8 * GIB}  # of Python and its libraries, or of a CUDA context: measured
 _PRODUCT = {"cpu": 2**27, "cuda": 2**29}  # elements of the head's product (valor.models.token_log_probs)
-_TRAIN, _FORWARD = 8, 2  # floating-point operations for a weight and a token; training computes activations twice
+_FORWARD = 2  # floating-point operations for a weight and a token
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Shape:
 
     text: Any  # transformers' config of the language model
     weights: int
+    products: int  # weights that tokens are multiplied with: without a table of embeddings that is only read
     trained: int
     largest_part: int  # weights that are gathered at once: a layer, or embeddings and head
     outputs: int  # numbers that the head gives for a token
@@ -99,6 +100,8 @@ def shape_of(model: BackboneConfig, *, value_head: bool = False) -> Shape:
     weights = sum(p.numel() for p in hf.parameters())
     blocks = [part for part in hf.modules() if isinstance(part, nn.ModuleList) and len(part) == text.num_hidden_layers]
     layer = max((sum(p.numel() for p in one.parameters()) for part in blocks for one in part), default=weights)
+    tied = getattr(text, "tie_word_embeddings", False) and not value_head
+    products = weights if tied else weights - hf.get_input_embeddings().weight.numel()
     trained = weights
     if model.lora_rank:
         named = {"target_modules": model.target_modules, "exclude_modules": model.exclude_modules}
@@ -108,6 +111,7 @@ def shape_of(model: BackboneConfig, *, value_head: bool = False) -> Shape:
     return Shape(
         text=text,
         weights=weights,
+        products=products,
         trained=trained,
         largest_part=max(layer, weights - text.num_hidden_layers * layer),
         outputs=1 if value_head else text.vocab_size,
@@ -184,17 +188,27 @@ class _Use:
             whole = shape.trained if not reshards and shards > 1 else 0
             parts["gradients"] = shape.trained * 4 / shards + whole * 4
         parts["activations"] = self._activations(size, trains)
-        operations = (_TRAIN if trains else _FORWARD) * shape.weights * tokens
-        return Phase(name, parts, operations / machine.flops)
+        passes = 1  # a backward pass counts twice, and weights that are not trained have no gradients
+        if trains:
+            passes = 3 + self.model.enable_gradient_checkpointing - (shape.trained < shape.weights)
+        share = self._group_tokens / (self._row_tokens * self.config.actor_rollout_ref.rollout.n)
+        return Phase(name, parts, passes * _FORWARD * shape.products * tokens * share / machine.flops)
+
+    @property
+    def _row_tokens(self) -> int:
+        return self.config.data.max_prompt_length + self.config.data.max_response_length
+
+    @property
+    def _group_tokens(self) -> int:
+        """Of all samples of a prompt. A prompt that several rows of a micro-batch share counts once."""
+        data, n = self.config.data, self.config.actor_rollout_ref.rollout.n
+        shared = self.model.use_remove_padding and self.model.share_prefixes and n > 1
+        return data.max_prompt_length * (1 if shared else n) + data.max_response_length * n
 
     def _activations(self, size: int, trains: bool) -> float:
         """Of the largest micro-batch, whose numbers have `size` bytes."""
-        text, data, n = self.shape.text, self.config.data, self.config.actor_rollout_ref.rollout.n
-        row = data.max_prompt_length + data.max_response_length
-        # A prompt that several rows of a micro-batch share counts once.
-        shared = self.model.use_remove_padding and self.model.share_prefixes and n > 1
-        group = data.max_prompt_length * (1 if shared else n) + data.max_response_length * n
-        mine = math.ceil(self.role.ppo_mini_batch_size / self.machine.processes) * group
+        text, row = self.shape.text, self._row_tokens
+        mine = math.ceil(self.role.ppo_mini_batch_size / self.machine.processes) * self._group_tokens
         by_rows = math.inf if self.role.max_rows is None else row * self.role.max_rows
         tokens = max(min(mine, self.role.ppo_max_token_len_per_gpu, by_rows), row)
         # A layer's own: what its norms, projections, rotations and products leave for the backward pass.
@@ -221,7 +235,7 @@ def _generation(config: PPOConfig, shape: Shape, machine: Machine, samples: int)
     longest = data.max_prompt_length + data.max_response_length
     weights, cache = shape.weights * size, rows * longest * cache_bytes_per_token(shape.text, size)
     read = data.max_response_length * math.ceil(mine / rows) * (weights + cache / 2) / machine.bandwidth
-    compute = _FORWARD * shape.weights * mine * longest / machine.flops
+    compute = _FORWARD * shape.products * mine * longest / machine.flops
     parts = {"keys and values": float(cache)}
     if machine.device == "cuda" or fsdp.reshard_after_forward:
         parts["gathered weights"] = float(weights)
@@ -230,21 +244,27 @@ def _generation(config: PPOConfig, shape: Shape, machine: Machine, samples: int)
     return Phase("rollout.generate", parts, max(read, compute))
 
 
-def this_machine(processes: int) -> Machine:
-    """This one, whose rates are measured in a moment."""
+def this_machine(processes: int, dtype: str = "float32") -> Machine:
+    """This one, whose rates in products of `dtype` are measured in a moment."""
     if torch.cuda.is_available():
-        return Machine("cuda", processes, torch.cuda.get_device_properties(0).total_memory, *_rates("cuda"))
+        return Machine("cuda", processes, torch.cuda.get_device_properties(0).total_memory, *_rates("cuda", dtype))
     memory = float(psutil.virtual_memory().total)
-    return Machine("cpu", processes, *(whole / processes for whole in (memory, *_rates("cpu"))))
+    return Machine("cpu", processes, *(whole / processes for whole in (memory, *_rates("cpu", dtype))))
 
 
-def _rates(device: str) -> tuple[float, float]:
-    """Operations and bytes a second: of a product of two matrices, of which training reaches half, and of a copy."""
-    side, dtype = (4096, torch.bfloat16) if device == "cuda" else (768, torch.float32)
-    given = {"a": torch.randn(side, side, device=device, dtype=dtype), "b": torch.empty(2**24, device=device)}
+def _rates(device: str, dtype: str) -> tuple[float, float]:
+    """Operations and bytes a second: of a product of two matrices, and of a copy.
+
+    Training reaches about half of such a product, and nearly all of one in float32 on a CPU.
+    """
+    side, reached = 4096 if device == "cuda" else 768, 1.0 if (device, dtype) == ("cpu", "float32") else 0.5
+    given = {
+        "a": torch.randn(side, side, device=device).to(getattr(torch, dtype)),
+        "b": torch.empty(2**24, device=device),
+    }
     timers = (Timer(work, globals=given, num_threads=torch.get_num_threads()) for work in ("a @ a", "b.clone()"))
     product, copy = (min(timer.blocked_autorange(min_run_time=0.5).times) for timer in timers)  # when nothing disturbed
-    return 0.5 * 2 * side**3 / product, 2 * 4 * 2**24 / copy
+    return reached * 2 * side**3 / product, 2 * 4 * 2**24 / copy
 
 
 def remedy(arguments: Sequence[str], machine: Machine) -> str | None:
@@ -315,7 +335,8 @@ def main(
     if gpus:
         machine = Machine("cuda", gpus * nodes, (memory or 80.0) * GIB, tflops * 1e12, bandwidth * 1e9)
     else:
-        machine = this_machine((config.trainer.n_gpus_per_node or 1) * config.trainer.nnodes)
+        processes = (config.trainer.n_gpus_per_node or 1) * config.trainer.nnodes
+        machine = this_machine(processes, config.actor_rollout_ref.actor.fsdp_config.dtype)
         if memory:
             machine = replace(machine, memory=memory * GIB)
     found = estimate(config, machine)
