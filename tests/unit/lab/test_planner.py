@@ -66,7 +66,7 @@ def test_a_large_model_by_hand(seven):
     update = next(phase for phase in found.phases if phase.name == "actor.update")
     assert update.parts["gradients"] == weights * 4 / 8
     assert found.tokens == 64 * 4 * 1024
-    # The table of embeddings is only read, and each prompt of 512 tokens is computed once for its four responses of 512.
+    # The table of embeddings is only read; a prompt of 512 tokens is computed once for its four responses of 512.
     products, tokens = weights - 152_064 * 3_584, 64 * (512 + 4 * 512)
     assert update.seconds == pytest.approx(8 * products * tokens / 8 / 3e14)
     roles = ("actor_rollout_ref.actor", "critic")
