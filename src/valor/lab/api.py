@@ -222,7 +222,7 @@ class PPO(PythonRun):
             given["reward.custom_reward_function.path"] = given_bytes("reward", ".pkl", pickled(functions))
         elif reward_weights is not None:
             raise UserError("reward_weights are those of reward functions: give reward=[...]")
-        if isinstance(algorithm, str):
+        if algorithm is not None and "algorithm" not in given:
             given["algorithm.adv_estimator"] = algorithm
         if "critic" not in given:
             given |= given_model("critic.model", critic)

@@ -29,6 +29,7 @@ _SPARE = 0.92  # of a device's memory: the allocator's fragments and what other 
 _BYTES = {"float32": 4, "bfloat16": 2}
 _PROCESS = {"cpu": 0.75 * GIB, "cuda": 0.8 * GIB}  # of Python and its libraries, or of a CUDA context: measured
 _PRODUCT = {"cpu": 2**27, "cuda": 2**29}  # elements of the head's product (valor.models.token_log_probs)
+_POSITIVE = click.FloatRange(0, min_open=True)
 _FORWARD = 2  # floating-point operations for a weight and a token
 
 
@@ -105,8 +106,11 @@ def shape_of(model: BackboneConfig, *, value_head: bool = False) -> Shape:
     trained = weights
     if model.lora_rank:
         named = {"target_modules": model.target_modules, "exclude_modules": model.exclude_modules}
-        with torch.device("meta"):
-            inject_adapter_in_model(LoraConfig(r=model.lora_rank, task_type="SEQ_CLS", **named), hf)  # type: ignore[arg-type]
+        try:
+            with torch.device("meta"):
+                inject_adapter_in_model(LoraConfig(r=model.lora_rank, task_type="SEQ_CLS", **named), hf)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise UserError(f"model.target_modules={model.target_modules}: {error}") from None
         trained = sum(p.numel() for name, p in hf.named_parameters() if "lora_" in name)
     return Shape(
         text=text,
@@ -237,6 +241,8 @@ def _generation(config: PPOConfig, shape: Shape, machine: Machine, samples: int)
     read = data.max_response_length * math.ceil(mine / rows) * (weights + cache / 2) / machine.bandwidth
     compute = _FORWARD * shape.products * mine * longest / machine.flops
     parts = {"keys and values": float(cache)}
+    if machine.device == "cpu" and rollout.name == "native":  # in the layout that is fastest, adapters added up
+        parts["weights, packed"] = float(shape.products * size)
     if machine.device == "cuda" or fsdp.reshard_after_forward:
         parts["gathered weights"] = float(weights)
     if rollout.name == "vllm":
@@ -316,13 +322,18 @@ def table(found: Estimate, machine: Machine) -> str:
 
 @command("plan", "valor plan --gpus 8 --memory 80 actor_rollout_ref.model.path=MODEL", "memory", passes_options=True)
 @click.argument("settings", nargs=-1, type=click.UNPROCESSED, metavar="[KEY=VALUE]…")
-@option("--gpus", type=int, help="GPUs of a node that is not here; else this machine.")
-@option("--nodes", type=int, default=1, help="Nodes of these.")
-@option("--memory", type=float, help="GiB of each GPU (else 80), or of each process here.")
-@option("--tflops", type=float, default=300.0, help="What a GPU reaches in training.")
-@option("--bandwidth", type=float, default=2000.0, help="GB/s that it reaches.")
+@option("--gpus", type=click.IntRange(1), help="GPUs of a node that is not here; else this machine.")
+@option("--nodes", type=click.IntRange(1), help="Nodes of these (else 1).")
+@option("--memory", type=_POSITIVE, help="GiB of each GPU (else 80), or of each process here.")
+@option("--tflops", type=_POSITIVE, help="What a GPU reaches in training (else 300).")
+@option("--bandwidth", type=_POSITIVE, help="GB/s that it reaches (else 2000).")
 def main(
-    settings: tuple[str, ...], gpus: int | None, nodes: int, memory: float | None, tflops: float, bandwidth: float
+    settings: tuple[str, ...],
+    gpus: int | None,
+    nodes: int | None,
+    memory: float | None,
+    tflops: float | None,
+    bandwidth: float | None,
 ) -> int:
     """Memory by role and phase and the time of a step of valor ppo, before anything is loaded.
 
@@ -332,8 +343,13 @@ def main(
     if config.pools:
         pools = ", ".join(config.pools)
         raise UserError(f"valor plan is for roles that share their processes: leave out the pool {pools}")
+    if config.actor_rollout_ref.actor.strategy == "megatron":
+        raise UserError("valor plan is for FSDP: leave out actor_rollout_ref.actor.strategy=megatron")
     if gpus:
-        machine = Machine("cuda", gpus * nodes, (memory or 80.0) * GIB, tflops * 1e12, bandwidth * 1e9)
+        rates = (tflops or 300.0) * 1e12, (bandwidth or 2000.0) * 1e9
+        machine = Machine("cuda", gpus * (nodes or 1), (memory or 80.0) * GIB, *rates)
+    elif nodes or tflops or bandwidth:
+        raise UserError("--nodes, --tflops and --bandwidth are of GPUs that are not here: give --gpus too")
     else:
         processes = (config.trainer.n_gpus_per_node or 1) * config.trainer.nnodes
         machine = this_machine(processes, config.actor_rollout_ref.actor.fsdp_config.dtype)

@@ -11,7 +11,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from valor.config import CriticPretrainConfig, PPOConfig, RMConfig, SFTConfig, load
@@ -20,7 +19,7 @@ from valor.config.command_line import literal
 from valor.config.describe import describe_errors, show
 from valor.config.tree import flatten, follows
 from valor.errors import UserError
-from valor.tracking.rundir import write_atomically
+from valor.tracking.rundir import read_yaml, write_atomically
 from valor.trainer.checks import check
 
 HEADLINE = "validation score"
@@ -101,13 +100,7 @@ def read_sweep(path: Path, **given: Any) -> SweepConfig:
     """
     if not path.is_file():
         raise UserError(f"{path}: there is no such file; docs/lab.md shows how to write one")
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        raise UserError(
-            f"{path}{f', line {mark.line + 1}' if mark else ''}: not valid yaml ({getattr(error, 'problem', error)})"
-        ) from None
+    tree = read_yaml(path)
     if not isinstance(tree, dict):
         raise UserError(f"{path}: must hold keys such as arms, seeds, base")
     tree = {"name": path.stem} | tree | {key: value for key, value in given.items() if value is not None}

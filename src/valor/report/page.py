@@ -213,13 +213,17 @@ def _journey(label: str, series: Series | None, *, best: bool = False) -> Iterat
 
 
 def _panels(runs: Mapping[str, RunData]) -> list[dict[str, Any]]:
-    """Each panel that a run has, with its first line from every run."""
+    """Each panel that a run has, with one line from every run that has it: the first of the first such run."""
     panels: dict[str, dict[str, Any]] = {}
     for place, (name, run) in enumerate(runs.items(), start=1):
         for panel in pictures.panel_specs(run.metrics):
-            first = panel["lines"][0]
-            line = first | {"label": name, "key": f"{first['key']} · {name}", "color": place, "style": "solid"}
-            panels.setdefault(panel["id"], panel | {"lines": []})["lines"].append(line)
+            labels = [line["label"] for line in panel["lines"]]
+            title = f"{panel['title']}: {labels[0]}" if len(labels) > 1 else panel["title"]
+            shown = panels.setdefault(panel["id"], panel | {"title": title, "of": labels[0], "lines": []})
+            if shown["of"] in labels:
+                line = panel["lines"][labels.index(shown["of"])]
+                line |= {"label": name, "key": f"{line['key']} · {name}", "color": place, "style": "solid"}
+                shown["lines"].append(line)
     return [*panels.values()]
 
 

@@ -30,10 +30,15 @@ class RewardFunctions:
     """
 
     def __init__(self, functions: Sequence[Callable[..., Any]], weights: Sequence[float] | None = None) -> None:
-        self._functions = list(functions)
-        self._weights = [1.0] * len(functions) if weights is None else list(map(float, weights))
-        if len(self._weights) != len(functions):
-            raise UserError(f"reward_weights has {len(self._weights)} numbers for {len(functions)} reward functions")
+        self._functions, count = list(functions), len(functions)
+        try:
+            self._weights = [1.0] * count if weights is None else list(map(float, weights))
+        except (TypeError, ValueError):
+            raise UserError(f"reward_weights={weights}: give a list with one number for each function") from None
+        if not functions:
+            raise UserError("reward is an empty list: put functions into it, or leave it out")
+        if len(self._weights) != count:
+            raise UserError(f"reward_weights has {len(self._weights)} numbers for {count} reward functions")
         self._names = [getattr(one, "__name__", type(one).__name__) for one in functions]
         if len(set(self._names)) < len(self._names):
             raise UserError(f"reward functions have the same name ({', '.join(self._names)}): name them apart")
@@ -101,7 +106,10 @@ def _columns_of(function: Callable[..., Any], name: str) -> tuple[str, ...] | No
     """The keyword arguments of a function in TRL's form ("**": it takes any), None of one in verl's."""
     if not callable(function):
         raise UserError(f"reward: a function is expected, {FORMS}, got {type(function).__name__}")
-    parameters = inspect.signature(function).parameters
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # some that are written in C
+        raise UserError(f"reward function {name}() does not say what it takes: write one that takes {FORMS}") from None
     if "completions" in parameters:
         for one in _NOT_HERE:
             if one in parameters and parameters[one].default is inspect.Parameter.empty:

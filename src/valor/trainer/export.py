@@ -21,7 +21,7 @@ from valor.models.lora import ADAPTER_DIR, CONFIG_FILE, inject, read_adapter_con
 from valor.models.policy import PolicyModel
 from valor.models.reward import RewardModel
 from valor.models.value import ValueModel
-from valor.tracking.rundir import disk_errors
+from valor.tracking.rundir import disk_errors, require_new
 from valor.trainer.checkpoints import verify
 
 TOKENIZER_DIR = "tokenizer"
@@ -35,10 +35,9 @@ def export_checkpoint(checkpoint: Path, out: Path, role: str) -> None:
     """
     folder = checkpoint / role
     verify(checkpoint, only=f"{role}/")
-    if not folder.is_dir():
+    if role not in _roles(checkpoint):
         raise UserError(f"'{checkpoint}' holds no {role}: it has {', '.join(sorted(_roles(checkpoint)))}")
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"'{out}' is not empty: give a new folder")
+    require_new(out)
     config = AutoConfig.from_pretrained(folder / MODEL_CONFIG_DIR)
     if role.startswith("critic"):  # or a member of an ensemble: critic_2, …
         model = ValueModel(_empty(AutoModelForTokenClassification, folder, config))

@@ -90,7 +90,7 @@
     const z = shares.map((row) => row.map(Math.sqrt));
     Plotly.react(`plot-${id}`, [{
       type: "heatmap", x: steps, y: rows, z, customdata: shares, zmin: 0, showscale: false,
-      colorscale: [[0, "rgba(0,0,0,0)"], [1, color("c1")]],
+      colorscale: [[0, `${color("c1")}00`], [1, color("c1")]],
       hovertemplate: "step %{x}, around %{y:.3~g}: %{customdata:.1%}<extra></extra>",
     }], layout, options);
   };

@@ -44,7 +44,7 @@ const drawCalibration = () => {
 };
 
 const drawSeparation = () => {
-  const layout = titled(base(), "share of the response that is written", "value");
+  const layout = titled(base(), "share of the response written", "value");
   layout.xaxis.tickformat = ".0%";
   layout.hovermode = "x unified";
   const entries = [];
@@ -103,7 +103,7 @@ const draw = () => {
   drawVerdicts();
   drawCalibration();
   drawSeparation();
-  drawKnowledge("along-auc", data.positions, data.positions.map((one) => one.at), "share of the response that is written", ".0%");
+  drawKnowledge("along-auc", data.positions, data.positions.map((one) => one.at), "share of the response written", ".0%");
   if (data.turns.length > 1) drawKnowledge("turns", data.turns, data.turns.map((one) => one.turn), "turn", "");
   if (data.monte_carlo) drawBranches(data.monte_carlo);
 };
