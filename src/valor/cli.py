@@ -155,9 +155,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if asked := os.environ.get("_VALOR_COMPLETE"):  # what a shell wants to know: docs/installation.md
         return shell_complete(Commands(), {}, "valor", "_VALOR_COMPLETE", asked)
-
-    def commands() -> int:
-        with disk_errors(Path.cwd()):
-            return run(Commands(), ["--help"] if arguments == ["help"] else arguments, "valor")
-
-    return exit_code(commands)
+    asked_for = ["--help"] if arguments == ["help"] else arguments
+    return exit_code(lambda: disk_errors(Path())(run)(Commands(), asked_for, "valor"))

@@ -45,6 +45,8 @@ def given_model(key: str, model: Any, tokenizer: Any = None, *, reads_text: bool
     """
     if model is None:
         return {}
+    if isinstance(tokenizer, str | Path):
+        return given_model(key, model) | {f"{key}.tokenizer_path": tokenizer}
     if isinstance(model, str | Path):
         if tokenizer is None:
             return {f"{key}.path": model}

@@ -30,6 +30,7 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 _PROCESS = {"cpu": 0.75 * GIB, "cuda": 0.8 * GIB}  # of Python and its libraries, or of a CUDA context: measured
 _PRODUCT = {"cpu": 2**27, "cuda": 2**29}  # elements of the head's product (valor.models.token_log_probs)
 _POSITIVE = click.FloatRange(0, min_open=True)
+_UNITS = {"memory": GIB, "flops": 1e12, "bandwidth": 1e9}
 _FORWARD = 2  # floating-point operations for a weight and a token
 
 
@@ -323,40 +324,29 @@ def table(found: Estimate, machine: Machine) -> str:
 @command("plan", "valor plan --gpus 8 --memory 80 actor_rollout_ref.model.path=MODEL", "memory", passes_options=True)
 @click.argument("settings", nargs=-1, type=click.UNPROCESSED, metavar="[KEY=VALUE]…")
 @option("--gpus", type=click.IntRange(1), help="GPUs of a node that is not here; else this machine.")
-@option("--nodes", type=click.IntRange(1), help="Nodes of these (else 1).")
+@option("--nodes", type=click.IntRange(1), help="Nodes of these (else trainer.nnodes).")
 @option("--memory", type=_POSITIVE, help="GiB of each GPU (else 80), or of each process here.")
-@option("--tflops", type=_POSITIVE, help="What a GPU reaches in training (else 300).")
-@option("--bandwidth", type=_POSITIVE, help="GB/s that it reaches (else 2000).")
-def main(
-    settings: tuple[str, ...],
-    gpus: int | None,
-    nodes: int | None,
-    memory: float | None,
-    tflops: float | None,
-    bandwidth: float | None,
-) -> int:
+@option("--tflops", "flops", type=_POSITIVE, help="What a GPU reaches in training (else 300; what is measured here).")
+@option("--bandwidth", type=_POSITIVE, help="GB/s that it reaches (else 2000; what is measured here).")
+def main(settings: tuple[str, ...], gpus: int | None, nodes: int | None, **given: float | None) -> int:
     """Memory by role and phase and the time of a step of valor ppo, before anything is loaded.
 
     The exit code is 1 where the run does not fit.
     """
     config = load(settings, PPOConfig, check).config
-    if config.pools:
-        pools = ", ".join(config.pools)
-        raise UserError(f"valor plan is for roles that share their processes: leave out the pool {pools}")
-    if config.actor_rollout_ref.actor.strategy == "megatron":
-        raise UserError("valor plan is for FSDP: leave out actor_rollout_ref.actor.strategy=megatron")
+    trainer, actor = config.trainer, config.actor_rollout_ref.actor
+    if config.pools or actor.strategy == "megatron":
+        what = f"the pool {', '.join(config.pools)}" if config.pools else "strategy=megatron"
+        raise UserError(f"valor plan is for FSDP roles that share their processes: leave out {what}")
     if gpus:
-        rates = (tflops or 300.0) * 1e12, (bandwidth or 2000.0) * 1e9
-        machine = Machine("cuda", gpus * (nodes or 1), (memory or 80.0) * GIB, *rates)
-    elif nodes or tflops or bandwidth:
-        raise UserError("--nodes, --tflops and --bandwidth are of GPUs that are not here: give --gpus too")
+        machine = Machine("cuda", gpus, 80 * GIB, 3e14, 2e12)
     else:
-        processes = (config.trainer.n_gpus_per_node or 1) * config.trainer.nnodes
-        machine = this_machine(processes, config.actor_rollout_ref.actor.fsdp_config.dtype)
-        if memory:
-            machine = replace(machine, memory=memory * GIB)
+        machine = this_machine(trainer.n_gpus_per_node or 1, actor.fsdp_config.dtype)
+    asked = {name: value * _UNITS[name] for name, value in given.items() if value}
+    count = nodes or trainer.nnodes
+    machine = replace(machine, processes=machine.processes * count, **asked)
     found = estimate(config, machine)
-    what = "GPU" if machine.device == "cuda" else f"process of {max(1, available_cores() // machine.processes)} cores"
+    what = "GPU" if machine.device == "cuda" else f"process of {max(1, available_cores() * count // machine.processes)} cores"
     print(f"memory of each of {machine.processes} x {what} ({machine.memory / GIB:.1f} GiB)")
     print(table(found, machine))
     if found.fits(machine):

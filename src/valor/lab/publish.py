@@ -20,7 +20,7 @@ from valor.report.lab_pages import main_numbers
 from valor.report.page import tiles_of
 from valor.report.run_data import read_run
 from valor.report.skeleton import model_name, short
-from valor.tracking.rundir import METRICS_FILE, read_yaml, require_new
+from valor.tracking.rundir import METRICS_FILE, read_yaml
 
 SCORECARD_FILES = ("scorecard.json", "scorecard.html")
 CARD_FILE = "README.md"
@@ -70,7 +70,8 @@ def publish(model: Path, out: Path, scorecard: Path | None = None, role: str = "
     What the card says of the training comes from the run's folder in which `model` lies, if it lies in one. UserError:
     `model` is none, `out` is not empty, or the scorecard is another critic's; nothing is left behind then.
     """
-    require_new(out)
+    if out.is_file() or (out.exists() and any(out.iterdir())):
+        raise UserError(f"'{out}' is not empty: give a new folder")
     card = _read_scorecard(scorecard) if scorecard else None
     checkpoint = (model / "trainer.json").is_file()
     if checkpoint:

@@ -39,13 +39,8 @@ ENTRIES = {
     "critic pretrain": Entry(CriticPretrainConfig, "critic/holdout/auc"),
 }
 # Keys that the sweep itself sets: they name a run, and let it go on after an interruption.
-RESERVED = (
-    "trainer.seed",
-    "trainer.experiment_name",
-    "trainer.default_local_dir",
-    "trainer.resume_mode",
-    "trainer.resume_from_path",
-)
+_ITS_OWN = "seed experiment_name default_local_dir resume_mode resume_from_path"
+RESERVED = tuple(f"trainer.{name}" for name in _ITS_OWN.split())
 RESULT_FILE = "result.json"
 _REFERENCE = re.compile(r"<run:([^<>]*)>")
 # A run is the same run in another place and under another name.

@@ -217,13 +217,13 @@ def _panels(runs: Mapping[str, RunData]) -> list[dict[str, Any]]:
     panels: dict[str, dict[str, Any]] = {}
     for place, (name, run) in enumerate(runs.items(), start=1):
         for panel in pictures.panel_specs(run.metrics):
-            labels = [line["label"] for line in panel["lines"]]
-            title = f"{panel['title']}: {labels[0]}" if len(labels) > 1 else panel["title"]
-            shown = panels.setdefault(panel["id"], panel | {"title": title, "of": labels[0], "lines": []})
-            if shown["of"] in labels:
-                line = panel["lines"][labels.index(shown["of"])]
-                line |= {"label": name, "key": f"{line['key']} · {name}", "color": place, "style": "solid"}
-                shown["lines"].append(line)
+            lines = {line["label"]: line for line in panel["lines"]}
+            title, first = panel["title"], next(iter(lines))
+            named = {"title": f"{title}: {first}" if len(lines) > 1 else title, "of": first, "lines": []}
+            shown = panels.setdefault(panel["id"], panel | named)
+            if line := lines.get(shown["of"]):
+                its_own = {"label": name, "key": f"{line['key']} · {name}", "color": place, "style": "solid"}
+                shown["lines"].append(line | its_own)
     return [*panels.values()]
 
 

@@ -65,8 +65,6 @@ def read_run(run_dir: Path) -> RunData:
         raise UserError(f"{path} is empty: there is nothing to report before the first step has finished")
     config_file = run_dir / "config.yaml"
     config = read_yaml(config_file) if config_file.is_file() else {}
-    if not isinstance(config, dict | None):
-        raise UserError(f"{config_file} holds no keys: move it away, or write the run's own again")
     diagnosis = Diagnosis(flatten(config or {}))
     for step, record in steps.items():
         diagnosis.add(step, record)

@@ -70,12 +70,6 @@ def locked(run_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
                 run_dir.rmdir()
 
 
-def require_new(folder: Path) -> None:
-    """UserError: `folder` is there, and is not an empty folder."""
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"'{folder}' is not empty: give a new folder")
-
-
 def read_yaml(path: Path) -> Any:
     """What a YAML file holds. UserError: it is not valid, and where."""
     try:

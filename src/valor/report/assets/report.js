@@ -56,8 +56,7 @@
     const [first, last] = [Math.min(...steps), Math.max(...steps)];
     if (last - first <= 6) layout.xaxis.dtick = 1; // no step 1.2
     if (last === first) layout.xaxis.range = [first - 0.6, last + 0.6];
-    layout.shapes = panel.levels.map((at) => (
-      { type: "line", xref: "paper", x0: 0, x1: 1, y0: at, y1: at, layer: "below", line: { color: color("soft"), width: 1, dash: "2px,3px" } }));
+    layout.shapes = panel.levels.map((at) => ({ ...guide(0, at, 1, at), xref: "paper" }));
     Plotly.react(`plot-${panel.id}`, panel.lines.flatMap((line) => tracesOf(panel, line)), layout, options);
     legend(byId(`panel-${panel.id}`).querySelector(".legend"), panel.lines.map((line) => (
       { label: line.label, value: line.last, stroke: color(`c${((line.color - 1) % 12) + 1}`), shape: line.style })));
