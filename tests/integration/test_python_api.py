@@ -118,7 +118,7 @@ def test_supervised_runs_and_reward_models(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        ({"train_data": {"train": SUMS}}, "train_data is a dict (train): give one of its splits, or a list of rows"),
+        ({"train_data": {"train": SUMS}}, "train_data is a dict (train): give one split, or a list of rows"),
         ({"train_data": [{"question": "1+1"}]}, "a row has no 'prompt' (it has question): rename"),
         ({"train_data": [{"prompt": "1+1", "image": object()}]}, "train_data, row 0: object is no JSON"),
         ({"train_data": []}, "train_data has no rows"),

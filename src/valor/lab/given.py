@@ -83,7 +83,7 @@ def given_data(name: str, data: Any, made: Callable[[Row], Row]) -> list[str] | 
     """The files that `data` names, or a jsonl file of its rows (a Hugging Face data set, a list of dicts) as `made`
     makes them. UserError: it is neither, has no rows, or values that JSON does not have."""
     if isinstance(data, Mapping):
-        raise UserError(f"{name}_data is a dict ({', '.join(map(str, data))}): give one of its splits, or a list of rows")
+        raise UserError(f"{name}_data is a dict ({', '.join(map(str, data))}): give one split, or a list of rows")
     several = list(data) if isinstance(data, Iterable) and not isinstance(data, str) else [data]
     if not several:
         raise UserError(f"{name}_data has no rows")

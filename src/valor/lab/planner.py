@@ -346,7 +346,8 @@ def main(settings: tuple[str, ...], gpus: int | None, nodes: int | None, **given
     count = nodes or trainer.nnodes
     machine = replace(machine, processes=machine.processes * count, **asked)
     found = estimate(config, machine)
-    what = "GPU" if machine.device == "cuda" else f"process of {max(1, available_cores() * count // machine.processes)} cores"
+    cores = max(1, available_cores() * count // machine.processes)
+    what = "GPU" if machine.device == "cuda" else f"process of {cores} cores"
     print(f"memory of each of {machine.processes} x {what} ({machine.memory / GIB:.1f} GiB)")
     print(table(found, machine))
     if found.fits(machine):

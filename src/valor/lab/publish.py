@@ -153,8 +153,7 @@ def _check_class(folder: Path, role: str) -> None:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         architecture = (config.get("architectures") or ["?"])[0]
     except (OSError, ValueError, AttributeError):
-        there = "neither a checkpoint (global_step_N) nor a model directory with a config.json"
-        raise UserError(f"'{folder}' is {there}") from None
+        raise UserError(f"'{folder}' is neither a checkpoint (global_step_N) nor a model with a config.json") from None
     if not architecture.endswith(_CLASSES[role]):
         raise UserError(f"'{folder}' is no {role} but a {architecture}: give the huggingface/{role} folder of a run")
 

@@ -44,10 +44,8 @@ RESERVED = tuple(f"trainer.{name}" for name in _ITS_OWN.split())
 RESULT_FILE = "result.json"
 _REFERENCE = re.compile(r"<run:([^<>]*)>")
 # A run is the same run in another place and under another name.
-_NAMES = (
-    *(f"trainer.{name}" for name in ("default_local_dir", "experiment_name", "project_name")),
-    "actor_rollout_ref.rollout.server.log_dir",
-)
+_NAMES = [f"trainer.{name}" for name in ("default_local_dir", "experiment_name", "project_name")]
+_NAMES.append("actor_rollout_ref.rollout.server.log_dir")
 Overrides = dict[str, Any] | list[str]
 _NAME = re.compile(r"[\w.=+-]+")
 

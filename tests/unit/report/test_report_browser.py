@@ -87,7 +87,8 @@ return [...document.querySelectorAll('.panel')].flatMap((card) => {
   const box = card.getBoundingClientRect();
   const drawn = [...card.querySelectorAll('.plot, .legend, .scroll, .main-svg text, .main-svg path')];
   const wide = drawn.map((one) => [one.getBoundingClientRect(), one.textContent]).filter(([one]) => one.width);
-  return wide.filter(([one]) => one.left < box.left + 0.5 || one.right > box.right - 0.5).map(([one, text]) => [card.id, text]);
+  return wide.filter(([one]) => one.left < box.left + 0.5 || one.right > box.right - 0.5)
+    .map(([, text]) => [card.id, text]);
 });
 """
 SEEN_OUTSIDE = """

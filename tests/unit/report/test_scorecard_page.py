@@ -61,8 +61,8 @@ def test_a_browser_draws_it(browse, tmp_path, width, phone, dark, bare):
             ".map(one => one.id)"
         )
         assert empty == []
-        card = "document.querySelector('.panel').getBoundingClientRect().right"
-        inside = f"[...document.querySelectorAll('.xtitle')].every(one => one.getBoundingClientRect().right < {card})"
+        right = "document.querySelector('.panel').getBoundingClientRect().right"
+        inside = f"[...document.querySelectorAll('.xtitle')].every(one => one.getBoundingClientRect().right < {right})"
         assert page.run(f"return {inside}") or width > 720
         assert page.run("return document.documentElement.scrollWidth") <= width
         assert page.run("return performance.getEntriesByType('resource').length") == 0
