@@ -163,7 +163,10 @@ def _held(shape: Shape, fsdp: FSDPConfig, machine: Machine, trains: bool) -> flo
 
 
 def _shards(fsdp: FSDPConfig, machine: Machine) -> int:
-    return min(fsdp.fsdp_size if fsdp.fsdp_size > 0 else machine.processes, machine.processes)
+    shards = min(fsdp.fsdp_size if fsdp.fsdp_size > 0 else machine.processes, machine.processes)
+    if machine.processes % shards:
+        raise UserError(f"fsdp_config.fsdp_size={shards} does not divide the {machine.processes} processes")
+    return shards
 
 
 @dataclass(frozen=True)

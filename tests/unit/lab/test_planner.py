@@ -134,6 +134,12 @@ def test_mistakes_are_one_line(capsys, seven):
         ("--gpus", "8", "--memory", "-3", at): "'--memory': -3.0 is not in the range x>0",
         ("--gpus", "8", "--tflops", "0", at): "'--tflops': 0.0 is not in the range x>0",
         ("--gpus", "8", at, "actor_rollout_ref.actor.strategy=megatron"): "leave out strategy=megatron",
+        (
+            "--gpus",
+            "8",
+            at,
+            "critic.fsdp_config.fsdp_size=3",
+        ): "fsdp_config.fsdp_size=3 does not divide the 8 processes",
         ("--gpus", "8", at, *lora): "model.target_modules=['nope']: Target modules",
     }.items():
         assert cli.main(["plan", *arguments]) == 2

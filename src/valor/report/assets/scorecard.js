@@ -4,8 +4,8 @@ const ORANGE = () => color("c2");
 const panel = (id) => byId(`panel-${id}`)?.querySelector(".legend");
 const titled = (layout, x, y) => {
   Object.assign(layout, { hovermode: "closest", margin: { l: 52, r: 8, t: 10, b: 40 } });
-  layout.xaxis = { ...axis(), title: { text: x, standoff: 6 } };
-  layout.yaxis = { ...axis(), title: { text: y, standoff: 6 } };
+  layout.xaxis = { ...axis(), title: { text: x, standoff: 6, font: { size: 11.5 } } };
+  layout.yaxis = { ...axis(), title: { text: y, standoff: 6, font: { size: 11.5 } } };
   return layout;
 };
 const line = (x, y, name, stroke, more) => (
