@@ -13,6 +13,7 @@ from valor.agents.episode import Episode, episode_rows
 from valor.collector.ahead import SamplesAhead
 from valor.collector.generation import Generation
 from valor.collector.grading import Grading
+from valor.collector.supply import BatchesAhead
 from valor.config import PPOConfig, load
 from valor.controller.group import Pools, WorkerGroup
 from valor.controller.placement import Placement, ResourcePool
@@ -204,6 +205,20 @@ def test_one_that_has_died_before_a_step_without_a_transfer():
         run.take()
         run.take()
         run.assert_each_prompt_once()
+
+
+def test_a_batch_is_drawn_again_once():
+    prescribed = "trainer.v1.deterministic=true", "trainer.v1.sampler.max_off_policy_threshold=1"
+    with closing(Run(BatchesAhead, 3, *prescribed)) as run:
+        run.generator.held = 2
+        run.take()
+        run.generator.die()
+        run.wait_for_a_new_generator()
+        run.generator.held = 100
+        run.take()
+        run.take()
+        run.assert_each_prompt_once()
+        assert run.generator.called["generate"] == 4
 
 
 def test_one_in_the_trainers_processes_whose_server_is_started_anew():
