@@ -80,6 +80,8 @@ class NativeEngine(RolloutEngine):
         Where memory runs out, what has not ended starts again, with half as many rows at a time from then on;
         TrainingStopped where that is one.
         """
+        if self.weights_version is None:
+            raise ValueError("the engine has no weights: sync_weights comes first")
         intake = Intake(source, self._max_model_len)
         if intake.pending:
             with self._unsharded(), generation_mode(self._hf), torch.inference_mode(), self._laid_out():
@@ -95,10 +97,12 @@ class NativeEngine(RolloutEngine):
     @contextmanager
     def _laid_out(self) -> Iterator[None]:
         """Weights in the layout that is fastest, for the block; `sync_weights` in it lays out the new ones."""
-        with ExitStack() as self._layout:
-            self._lay_out()
-            yield
-        self._layout = self._decoder = None
+        try:
+            with ExitStack() as self._layout:
+                self._lay_out()
+                yield
+        finally:
+            self._layout = self._decoder = None
 
     def _lay_out(self) -> None:
         assert self._layout is not None
