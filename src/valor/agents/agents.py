@@ -86,6 +86,8 @@ class Agents:
         that is not finite."""
         try:
             episode = await self.loop_of(task.row["extra_info"]).run(task, runner.generate)
+            if not episode.turns:
+                raise ValueError("it has no turn")
             rewards = [*(turn.reward for turn in episode.turns), episode.outcome or 0.0]
             if not all(map(math.isfinite, rewards)):
                 raise ValueError(f"its rewards are {rewards}")

@@ -333,6 +333,19 @@ def test_a_reward_that_is_not_finite_is_the_episodes_error_and_not_in_the_batch(
     assert batch.objects["outcome"] == [1.0, None, None, None, None]
 
 
+def test_an_episode_without_a_turn_is_an_error_and_not_the_end_of_the_batch():
+    class Silent(AgentLoop):
+        def __init__(self):
+            pass
+
+        async def run(self, task, generate):
+            return Episode(task.key, (), "stop", task.prompt_ids)
+
+    episodes = run(ThreadedEngine(), agents_with(Silent())._play, 2)
+    assert [episode.error for episode in episodes] == ["ValueError: it has no turn"] * 2
+    assert episode_rows(episodes)["response_mask"].sum() == 0
+
+
 def test_what_an_episode_raises_is_its_own_error():
     errors = {
         1: RuntimeError("bad tool"),
