@@ -1,6 +1,7 @@
 """The server engine and its checks against a server that misbehaves as told."""
 
 import socket
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from valor.rollout.base import Output, Request, SamplingParams
 from valor.rollout.server import connection as server_module
 from valor.rollout.server.checks import check_server
 from valor.rollout.server.engine import ServerEngine
+from valor.rollout.server.fleet import Fleet
 
 pytestmark = pytest.mark.slow
 
@@ -91,6 +93,20 @@ def test_turns_of_an_episode_share_a_server(servers):
     asked = [{tuple(body["prompt"][1:]) for body in fake.asked} for fake in servers]
     of_episode = [{(i,), (i + 1, 9, 1), (i + 1, 9, 2)} for i in range(4)]
     assert asked == [of_episode[0] | of_episode[2], of_episode[1] | of_episode[3]]
+
+
+def test_prompts_are_not_kept():
+    """Of 100,000 of them it is remembered which server has them."""
+    fleet = Fleet(RolloutConfig(name="server", server={"base_url": ["http://a/v1", "http://b/v1"], "model": "m"}), [])
+    tracemalloc.start()
+    try:
+        for number in range(50):
+            home = fleet.choose(Request("first", [number] * 50_000, seed=(5, number)))
+            assert fleet.choose(Request("second", [number] * 50_000, seed=(6, number))) == home
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 1_000_000
 
 
 def test_weights_travel_in_files_that_do_not_stay(servers, tmp_path):
