@@ -46,11 +46,10 @@ class EpisodeRunner:
         self._names = count()  # of requests
         self._in_engine: dict[str, Request] = {}
         self._fates: dict[str, str] = {}  # of these: "discarded", or "interrupted", which go on after their abort
-        self._under_way: dict[EpisodeKey, int] = {}  # episodes that have not ended, by the number of their play
-        self._plays = count(1)  # an episode that was dropped may be played again
-        self._finished: list[Episode] = []  # that have, and nobody was told yet
+        self._under_way: dict[EpisodeKey, int] = {}  # the attempt at each episode that has not ended
+        self._finished: list[tuple[Episode, int]] = []  # those that have, and nobody was told yet
         self._stopped: BaseException | None = None
-        self._sink: Sink
+        self._sink: Callable[[Episode, int], None]
         self._listen: Callable[[], None]
         self._paused = False
         self._aborts: list[Abort] = []
@@ -63,7 +62,7 @@ class EpisodeRunner:
         """The episodes in the order of the tasks. `sink` gets each when it has ended, in the calling thread."""
         found: dict[EpisodeKey, Episode] = {}
 
-        def tell(episode: Episode) -> None:
+        def tell(episode: Episode, attempt: int) -> None:
             found[episode.key] = episode
             if sink is not None:
                 sink(episode)
@@ -82,9 +81,10 @@ class EpisodeRunner:
             self.close()
         return [found[task.key] for task in tasks]
 
-    def serve(self, engine: RolloutEngine, sink: Sink, listen: Callable[[], None]) -> None:
-        """Play what `add` brings, until `pause`. `sink` gets episodes when they have ended; an error drops all of them.
+    def serve(self, engine: RolloutEngine, sink: Callable[[Episode, int], None], listen: Callable[[], None]) -> None:
+        """Play what `add` brings, until `pause`. An error drops all of it.
 
+        `sink` gets each episode when it has ended, with the number of the attempt at it.
         `listen` is called again and again, and may call `add`, `drop`, `pause` or change the engine's weights. All is
         called in the calling thread.
         """
@@ -100,12 +100,12 @@ class EpisodeRunner:
             self.drop([*self._under_way])
             raise
 
-    def add(self, tasks: Sequence[Task]) -> None:
-        number = next(self._plays)
+    def add(self, tasks: Sequence[Task], attempt: int = 0) -> None:
+        """Begin episodes. One that was dropped may be begun anew, as another attempt."""
         with self._changed:
-            self._under_way |= {task.key: number for task in tasks}
+            self._under_way |= {task.key: attempt for task in tasks}
         with suppress(RuntimeError):  # an episode has failed the run, which the next poll tells
-            self._loop.call_soon_threadsafe(self._begin, tasks, number)
+            self._loop.call_soon_threadsafe(self._begin, tasks, attempt)
 
     def drop(self, keys: Collection[EpisodeKey]) -> None:
         """End these episodes; nobody is told of them."""
@@ -116,7 +116,7 @@ class EpisodeRunner:
             self._fates |= dict.fromkeys(names, "discarded")
             self._aborts += map(Abort, names)
             self._asked = [one for one in self._asked if _episode(one) not in keys]
-            self._finished = [one for one in self._finished if one.key not in keys]
+            self._finished = [one for one in self._finished if one[0].key not in keys]
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._cancel_episodes, keys)
 
@@ -139,8 +139,8 @@ class EpisodeRunner:
         while True:
             with self._changed:
                 finished, self._finished = self._finished, []
-            for episode in finished:
-                self._sink(episode)
+            for one in finished:
+                self._sink(*one)
             self._listen()
             with self._changed:
                 if self._stopped is not None:
@@ -215,15 +215,15 @@ class EpisodeRunner:
         async with asyncio.TaskGroup() as self._group:
             await asyncio.Event().wait()  # until `close`
 
-    def _begin(self, tasks: Sequence[Task], number: int) -> None:
-        self._playing |= {task.key: self._group.create_task(self._play_one(task, number)) for task in tasks}
+    def _begin(self, tasks: Sequence[Task], attempt: int) -> None:
+        self._playing |= {task.key: self._group.create_task(self._play_one(task, attempt)) for task in tasks}
 
-    async def _play_one(self, task: Task, number: int) -> None:
+    async def _play_one(self, task: Task, attempt: int) -> None:
         async with self._places:
             episode = await self._play(task, self)
             with self._changed:
-                if self._under_way.get(task.key) == number:  # else it was dropped a moment ago, and perhaps begun anew
-                    self._finished.append(episode)
+                if self._under_way.get(task.key) == attempt:  # else it was dropped a moment ago, and perhaps begun anew
+                    self._finished.append((episode, attempt))
                     del self._under_way[task.key], self._playing[task.key]
                 self._changed.notify()
 

@@ -181,10 +181,10 @@ def test_episodes_that_outlive_an_error_of_the_engine_can_begin_anew_and_pause(f
             runner.pause()
 
     with pytest.raises(TrainingStopped, match="anew"):
-        runner.serve(ThreadedEngine(answer), told.append, listen)
+        runner.serve(ThreadedEngine(answer), lambda episode, attempt: told.append(episode), listen)
     begun.clear()
     told.clear()
-    runner.serve(ThreadedEngine(), told.append, listen)
+    runner.serve(ThreadedEngine(), lambda episode, attempt: told.append(episode), listen)
     assert sorted(one.key for one in told) == [(7, 1, i) for i in range(8)]
     assert all([turn.token_ids for turn in one.turns] == [[one.key[2]], [1], [2]] for one in told)
     runner.close()
@@ -208,14 +208,14 @@ def test_an_episode_that_ends_while_it_is_dropped_is_not_taken_for_the_one_that_
             runner.add(tasks(1))
             assert at_work.wait(20)
             runner.drop([task.key for task in tasks(1)])
-            runner.add(tasks(1))
+            runner.add(tasks(1), attempt=1)
             go_on.set()
         if told:
             runner.pause()
 
-    runner.serve(ThreadedEngine(), told.append, listen)
+    runner.serve(ThreadedEngine(), lambda *ended: told.append(ended), listen)
     runner.close()
-    assert [episode.info for episode in told] == [{"play": 2}]
+    assert [(episode.info, attempt) for episode, attempt in told] == [({"play": 2}, 1)]
 
 
 @pytest.mark.timeout(20)
@@ -240,7 +240,7 @@ def test_an_episode_that_does_not_heed_its_end_ends_nobody_else():
         if told:
             runner.pause()
 
-    runner.serve(ThreadedEngine(), told.append, listen)
+    runner.serve(ThreadedEngine(), lambda episode, attempt: told.append(episode), listen)
     runner.close()
     assert [one.key for one in told] == [(7, 1, 1)]
 
@@ -263,7 +263,7 @@ def test_episodes_that_are_begun_before_their_thread_works_are_played(monkeypatc
         if len(told) == 2:
             runner.pause()
 
-    runner.serve(ThreadedEngine(), told.append, listen)
+    runner.serve(ThreadedEngine(), lambda episode, attempt: told.append(episode), listen)
     runner.close()
     assert sorted(one.key for one in told) == [(7, 1, 0), (7, 1, 1)]
 
