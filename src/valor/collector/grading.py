@@ -106,24 +106,19 @@ class Grading:
     def validation(self, batch: Batch) -> list[RewardResult]:
         """The verdicts on the responses, in row order. Where an environment judges, what it gave for the turns counts
         too; the rewards of tools do not."""
-        outcomes = batch.objects.get("outcome") or [None] * len(batch)
-        judged, unplayed = [outcome is not None for outcome in outcomes], self._unplayed(batch)
-        by_model = self.config.reward_model.scores
-        sources = batch.objects["data_source"]
-        by_rule = [
-            not by_model or judged[i] or i in unplayed or self.inputs.has_grader(source)
-            for i, source in enumerate(sources)
-        ]
-        results: dict[int, RewardResult] = {}
-        for graded, score in ((True, self._by_rule), (False, self.model.grades)):
-            rows = [i for i, found in enumerate(by_rule) if found is graded]
-            if rows:
-                results |= zip(rows, score(batch.take(rows)), strict=True)
-                if not graded:  # a model's steps are all that it says
-                    results |= {i: results[i]._replace(score=results[i].total) for i in rows}
-        if any(judged):
+        outcomes = enumerate(batch.objects.get("outcome", ()))
+        judged = {i for i, outcome in outcomes if outcome is not None}
+        known, scores = judged | self._unplayed(batch).keys(), self.config.reward_model.scores
+        sources = enumerate(batch.objects["data_source"])
+        alone = [i for i, source in sources if scores and i not in known and not self.inputs.has_grader(source)]
+        rest = sorted({*range(len(batch))} - {*alone})
+        results = dict(zip(rest, self._by_rule(batch.take(rest)), strict=True))
+        if alone:
+            by_model = zip(alone, self.model.grades(batch.take(alone)), strict=True)
+            results |= {i: r._replace(score=r.total) for i, r in by_model}  # its steps are all that it says
+        if judged:
             of_turns = turn_rewards(batch).tolist()
-            results |= {i: r._replace(score=r.score + of_turns[i]) for i, r in results.items() if judged[i]}
+            results |= {i: results[i]._replace(score=results[i].score + of_turns[i]) for i in judged}
         return [results[i] for i in range(len(batch))]
 
     def _with_steps(self, batch: Batch, results: list[RewardResult]) -> list[RewardResult]:

@@ -47,7 +47,7 @@ class Supply(ABC):
 
     @abstractmethod
     def take(self, wanted: int, step: int, timer: Timer) -> Batch:
-        """Samples of up to `wanted` prompts for step `step`, not graded yet; of as many unless a draw has fewer."""
+        """Samples of `wanted` prompts for step `step`, or of fewer where a draw has fewer; not graded yet."""
 
     @abstractmethod
     def standing(self) -> Any:

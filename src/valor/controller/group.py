@@ -29,7 +29,7 @@ T = TypeVar("T")
 class WorkerGroup(ABC):
     """Processes of one resource pool, each hosting every role in `specs`. Index by role name to call a role."""
 
-    apart: ClassVar[bool] = False  # whether the ranks are other processes than this one
+    apart: ClassVar[bool] = False  # whether the ranks are processes of their own, which work beside this one
 
     def __init__(self, pool: ResourcePool, specs: dict[str, RoleSpec]) -> None:
         self.pool = pool
@@ -159,11 +159,6 @@ class RoleHandle:
         if marked.mode == "all":
             return partial(self._call_all, method)
         return partial(self._call_dp, method, marked)
-
-    @property
-    def apart(self) -> bool:
-        """Whether the ranks work while this process does something else."""
-        return self.group.apart
 
     def start(self, method: str, batch: Batch) -> Callable[[], Any]:
         """A `dp` method whose result is no batch, in two parts (`WorkerGroup.start`)."""

@@ -165,17 +165,9 @@ def _check_sequence_parallel(config: PPOConfig) -> list[str]:
     return lines
 
 
-def _present_roles(config: PPOConfig) -> set[str]:
-    present = {
-        "critic": config.critic.enable,
-        "ref": config.needs_reference,
-        "reward_model": config.reward.reward_model.is_role,
-    }
-    return {"actor", "rollout", *(role for role, is_there in present.items() if is_there)}
-
-
 def _check_pools(config: PPOConfig) -> list[str]:
-    lines, homes = [], {}
+    lines, homes, reward_model = [], {}, config.reward.reward_model.is_role
+    absent = {"critic": not config.critic.enable, "ref": not config.needs_reference, "reward_model": not reward_model}
     for name in config.resource_pools.keys() & config.asked_pools.keys():
         lines.append(
             f"resource_pools.{name}: that is the name of the pool that {name}'s own keys ask for: take another"
@@ -184,7 +176,7 @@ def _check_pools(config: PPOConfig) -> list[str]:
         for role in pool.roles:
             if role in homes:
                 lines.append(f"resource_pools: {role} is in {homes[role]} and in {name}: leave it in one of them")
-            if role not in _present_roles(config):
+            if absent.get(role):
                 lines.append(f"resource_pools.{name}.roles names {role}, which this run does not have: remove it")
             if role == "ref" and "full" in config.kl_kinds:
                 lines.append(
