@@ -184,6 +184,12 @@ def _check_pools(config: PPOConfig) -> list[str]:
                     f"resource_pools.{name}.roles, or take an estimator such as k3"
                 )
             homes[role] = name
+        v1, others = config.trainer.v1, " and ".join(role for role in pool.roles if role != "rollout")
+        if "rollout" in pool.roles and others and v1.trainer_mode == "separate_async" and not v1.by_batches:
+            lines.append(
+                f"resource_pools.{name}: the generators of separate_async stop for nobody, and {others} would wait for "
+                "ever: leave rollout alone in its pool"
+            )
     if config.trainer.node_rank is not None and config.ray_kwargs.ray_init.address is not None:
         lines.append("trainer.node_rank starts Ray itself and ray_kwargs.ray_init.address joins a cluster: drop one")
     if config.pools and config.trainer.controller == "local" and not _in_threads(config):
