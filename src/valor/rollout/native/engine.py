@@ -126,7 +126,8 @@ class NativeEngine(RolloutEngine):
 
     def _attempt(self, intake: Intake) -> None:
         """Generate all requests, or less of them where memory does not suffice."""
-        slots = min(self._max_num_seqs, self._affordable(intake.source), intake.most)
+        most = len(intake.pending) if intake.ended else intake.source.max_requests
+        slots = min(self._max_num_seqs, self._affordable(intake.source), most)
         try:
             self._run(intake, slots)
             return
@@ -227,7 +228,7 @@ class NativeEngine(RolloutEngine):
         done = [len(row.token_ids) for row in rows]
         uniforms = np.stack([row.uniforms[n : n + steps] for row, n in zip(rows, done, strict=True)], axis=1)
         uniforms = torch.from_numpy(uniforms).to(device)
-        stops = _stop_table([row.tested_ids for row in rows], device)
+        stops = _stop_table(rows, device)
         fed = torch.tensor([row.last_token for row in rows], device=device)
         chosen, scored, ended = [], [], torch.zeros((), dtype=torch.bool, device=device)
         per_test = STEPS_PER_TEST["cpu" if device.type == "cpu" else "cuda"]
@@ -274,10 +275,11 @@ class NativeCopy(NativeEngine):
             self._lay_out()
 
 
-def _stop_table(stop_ids: Sequence[frozenset[int]], device: torch.device) -> Tensor:
-    """The stop tokens of each row, int64 [B, most]; -1, which no token is, fills up."""
-    most = max(len(ids) for ids in stop_ids)
-    return torch.tensor([sorted(ids) + [-1] * (most - len(ids)) for ids in stop_ids], dtype=torch.long, device=device)
+def _stop_table(rows: Sequence[Row], device: torch.device) -> Tensor:
+    """The tokens with which each row may end, int64 [B, most]; -1, which no token is, fills up."""
+    ends = [row.stop_ids.union(stop.candidates if (stop := row.request.params.stop) else ()) for row in rows]
+    most = max(map(len, ends))
+    return torch.tensor([sorted(ids) + [-1] * (most - len(ids)) for ids in ends], dtype=torch.long, device=device)
 
 
 def _remove(rows: list[Row], slot: int, cache: SlotCache) -> Row:
