@@ -1,6 +1,8 @@
 """The server engine and its checks against a server that misbehaves as told."""
 
 import socket
+import threading
+import time
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +16,7 @@ from valor.engines.distributed import destroy_process_group, init_process_group
 from valor.errors import TrainingStopped, UserError
 from valor.rollout.base import Output, Request, SamplingParams
 from valor.rollout.server import connection as server_module
+from valor.rollout.server import fleet as fleet_module
 from valor.rollout.server.checks import check_server
 from valor.rollout.server.engine import ServerEngine
 from valor.rollout.server.fleet import Fleet
@@ -93,6 +96,20 @@ def test_turns_of_an_episode_share_a_server(servers):
     asked = [{tuple(body["prompt"][1:]) for body in fake.asked} for fake in servers]
     of_episode = [{(i,), (i + 1, 9, 1), (i + 1, 9, 2)} for i in range(4)]
     assert asked == [of_episode[0] | of_episode[2], of_episode[1] | of_episode[3]]
+
+
+def test_one_that_breaks_off_and_hangs_holds_nobody_up(servers, monkeypatch):
+    """Its requests go to the other one, and nobody waits for it to say which weights it has."""
+    monkeypatch.setattr(fleet_module, "_LOOK_SECONDS", 1e9)
+    engine, go_on = started(servers), threading.Event()
+    servers[0].breaks_off = 1000
+    servers[0].valor_describe = lambda: go_on.wait(20) or {}
+    began = time.monotonic()
+    try:
+        assert len(engine.generate(requests(12))) == 12
+        assert time.monotonic() - began < 3.0
+    finally:
+        go_on.set()
 
 
 def test_prompts_are_not_kept():
