@@ -61,9 +61,9 @@ def play_all(engine: NativeEngine, tools: Toolset | None, args: argparse.Namespa
             await playing.turn()
         return playing.end("stop")
 
-    runner = EpisodeRunner(tasks, play, most=args.in_flight, max_tokens=limits.model, deterministic=args.deterministic)
+    runner = EpisodeRunner(play, most=args.in_flight, max_tokens=limits.model, deterministic=args.deterministic)
     start = time.perf_counter()
-    episodes = runner.run(engine)
+    episodes = runner.run(engine, tasks)
     assert all(len(episode.turns) == args.turns for episode in episodes)
     return time.perf_counter() - start
 

@@ -199,6 +199,30 @@ def test_a_rollout_that_dies_inside_a_transfer_is_noticed(at, number, undisturbe
 
 
 @pytest.mark.usefixtures("cluster")
+@pytest.mark.timeout(150)
+def test_no_rank_of_the_actor_is_left_behind_when_a_rollout_dies_inside_a_transfer(ppo, tmp_path, monkeypatch, counts):
+    """All ranks gather each tensor; the first one alone sends them, in many buckets, and hears that nobody listens."""
+    counts("SIGKILL inside a transfer of weights")
+    start = RayGroup._start
+
+    def in_small_buckets(host) -> None:
+        from valor.rollout import transfer
+
+        buckets = transfer.buckets
+        transfer.buckets = lambda weights, dtype, device, limit: buckets(weights, dtype, device, 4096)
+
+    def started(group: RayGroup) -> None:
+        start(group)
+        ray.get([actor.__ray_call__.remote(in_small_buckets) for actor in group._actors])
+
+    monkeypatch.setattr(RayGroup, "_start", started)
+    seconds = die_inside(monkeypatch, "rollout", "receive_weights", "_broadcast", 9)
+    ranks = "trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.n_gpus_per_node=1"
+    assert main(ppo(tmp_path / "run", PARITY, REFERENCE, *APART, *ranks)) == 0
+    assert max(seconds) < NOTICED
+
+
+@pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize(("at", "number"), [("__init__", 1), ("_broadcast", 2)])
 def test_an_actor_that_dies_inside_a_transfer_is_noticed(at, number, ppo, tmp_path, monkeypatch, capsys, counts):
     counts("SIGKILL inside a transfer of weights")

@@ -71,12 +71,10 @@ class Agents:
 
     def play(self, engine: RolloutEngine, tasks: Sequence[Task], sink: Sink | None = None) -> Batch:
         """The rows of an episode for each task, in their order; `sink` gets each episode when it has ended."""
-        return episode_rows(self.runner(tasks).run(engine, sink))
+        return episode_rows(self.runner().run(engine, tasks, sink))
 
-    def runner(self, tasks: Sequence[Task]) -> EpisodeRunner:
-        """Plays the tasks, and those that are added later."""
+    def runner(self) -> EpisodeRunner:
         return EpisodeRunner(
-            tasks,
             self._play,
             most=self._options.max_concurrent_episodes,
             max_tokens=self._context.limits.model,
@@ -88,6 +86,8 @@ class Agents:
         that is not finite."""
         try:
             episode = await self.loop_of(task.row["extra_info"]).run(task, runner.generate)
+            if not episode.turns:
+                raise ValueError("it has no turn")
             rewards = [*(turn.reward for turn in episode.turns), episode.outcome or 0.0]
             if not all(map(math.isfinite, rewards)):
                 raise ValueError(f"its rewards are {rewards}")

@@ -37,10 +37,8 @@ class SearchLoop(AgentLoop):
         self._invalid = self.chat.ids(INVALID_ACTION)
         self._most = max(config.data.max_obs_length - len(self._before) - len(self._after), 1)
         where = config.retriever
-        if where.url is None:
-            self._retriever = open_retriever(corpus=where.corpus_path, topk=where.topk)
-        else:
-            self._retriever = open_retriever(where.url, topk=where.topk, timeout=where.timeout)
+        corpus = where.corpus_path if where.url is None else None
+        self._retriever = open_retriever(where.url, corpus, topk=where.topk, timeout=where.timeout)
         # The retriever has a time limit of its own, for each of its attempts.
         limits = MultiTurnConfig().model_copy(
             update={"tool_timeout": 10 * where.timeout, "max_tool_response_length": None}

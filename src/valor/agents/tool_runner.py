@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 from valor.errors import TrainingStopped
 from valor.rewards.deadline import raise_in
@@ -25,19 +26,19 @@ class ToolFailed(Exception):
 
 
 class ToolRunner:
-    """Runs the tools of one process, for one event loop at a time.
+    """Runs the tools of one process.
 
-    A blocking function gets a thread of its own, at most `max_threads` at once; no more than there are cores of
-    functions that mostly compute, and say so by an attribute `cpu_bound`, as graders do. After the time limit nobody
-    waits for a function any longer: it is interrupted, which ends Python code but no single call into C, its place is
-    free again, and it counts as hanging for as long as its thread lives. More than `max_hanging` of them end the run.
+    A blocking function gets a thread of its own, at most `max_threads` at once on behalf of an event loop; no more than
+    there are cores of functions that mostly compute, and say so by an attribute `cpu_bound`, as graders do. After the
+    time limit nobody waits for a function any longer: it is interrupted, which ends Python code but no single call into
+    C, its place is free again, and it counts as hanging for as long as its thread lives. More than `max_hanging` of
+    them end the run.
     """
 
     def __init__(self, max_threads: int = 256, max_hanging: int = 256) -> None:
         self.max_threads, self.max_hanging = max_threads, max_hanging
         self._hanging: set[_Thread] = set()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._threads = self._cores = asyncio.Semaphore()
+        self._places = WeakKeyDictionary[asyncio.AbstractEventLoop, dict[bool, asyncio.Semaphore]]()
 
     async def run(
         self,
@@ -78,17 +79,15 @@ class ToolRunner:
         return ended.value
 
     def _place(self, function: Callable[..., Any]) -> asyncio.Semaphore:
-        loop = asyncio.get_running_loop()
-        if loop is not self._loop:
-            self._loop = loop
-            self._threads, self._cores = asyncio.Semaphore(self.max_threads), asyncio.Semaphore(_NUM_CORES)
         if len(self._hanging) > self.max_hanging:
             name = next(iter(self._hanging)).name
             raise TrainingStopped(
                 f"{len(self._hanging)} calls of tools hang, one of them of {name}(), and each holds a thread: give a "
                 "time limit to what it waits for, or raise rollout.multi_turn.tool_timeout"
             )
-        return self._cores if getattr(function, "cpu_bound", False) else self._threads
+        computes = getattr(function, "cpu_bound", False)
+        places = self._places.setdefault(asyncio.get_running_loop(), {})
+        return places.setdefault(computes, asyncio.Semaphore(_NUM_CORES if computes else self.max_threads))
 
     def _abandon(self, thread: _Thread) -> None:
         self._hanging.add(thread)

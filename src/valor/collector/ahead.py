@@ -62,6 +62,7 @@ class SamplesAhead(Supply):
         self._taken: list[tuple[int, _Group]] = []  # with the step
         self._messages: defaultdict[int, list[Any]] = defaultdict(list)  # for each generator
         self._running: Future[None] | None = None
+        self._replacements = 0  # of generators, when they were last told of all that is in flight
         self._until: tuple[int, int] | None = None  # in the trainer's processes: what ends a round of generation
         self._usage: list[Usage] = []
         self._last_transfer: int | None = None
@@ -182,42 +183,44 @@ class SamplesAhead(Supply):
                 whole = self.draw()
                 self._drawn.extend(Drawn(whole.draw, i, [row]) for i, row in enumerate(whole.rows))
             self._send(self._group(self._drawn.popleft()))
+        self._check_alive()
         if self._beside and (self._running is None or self._running.done()) and self.queue.num_in_flight:
-            self._check_alive()
             self._run()
 
     def _send(self, group: _Group) -> None:
         """Begin a prompt, where the fewest are."""
         tasks = tasks_of(group.prompts, sampling_params(self.config))
         with self._changed:
-            loads = [0] * len(self._ranks)
+            loads = [0] * (max(self._shares) + 1)
             for other in self.queue.groups:
                 if not other.finished and other is not group:
                     loads[other.share] += 1
             group.share, group.played, group.rows = loads.index(min(loads)), {}, None
             self.queue.begin(group, max(0, self._version))
             self._by_key |= dict.fromkeys(group.keys, group)
-            self._tell(self._ranks[group.share], Begin(tasks, group.attempt))
+            self._tell(group.share, Begin(tasks, group.attempt))
 
     def _begin_again(self, groups: Sequence[_Group]) -> None:
         """Drop what has come of these prompts, and have them answered anew."""
         for group in groups:
             if not group.finished:
-                self._tell(self._ranks[group.share], Drop(frozenset(group.keys)))
+                self._tell(group.share, Drop(frozenset(group.keys)))
             group.attempt += 1
             self._send(group)
 
     @cached_property
-    def _ranks(self) -> list[int]:
-        """Of the processes that generate together, the first, which has the requests."""
-        shares = self.generation.roles.data_parallel_ranks("rollout")
-        return [shares.index(share) for share in range(max(shares) + 1)]
+    def _shares(self) -> list[int]:
+        """Which share of the requests each process works on; the first one of a share is told of them."""
+        return self.generation.roles["rollout"].group.data_parallel_ranks("rollout")
 
     # ---- generation
 
     def _run(self) -> None:
         roles = self.generation.roles
         assert isinstance(roles, Pools), "generation has a pool of its own"
+        if self._replacements != roles["rollout"].group.num_replacements:  # since it paused
+            self._begin_again_after("generators that stood have died")
+            self._publish()
         self._running = roles.submit("rollout", self._generate)
 
     def _generate(self) -> None:
@@ -263,9 +266,13 @@ class SamplesAhead(Supply):
         return self.generation.weights.number(min(spans)) if spans else self._version
 
     def _wait_for(self, wanted: int, next_version: int) -> list[_Group]:
-        if not self._beside and not self.queue.has(wanted, next_version):
+        while not self._beside and not self.queue.has(wanted, next_version):
             self._until = (wanted, next_version)
-            self._generate()
+            try:
+                self._generate()
+            except WorkersReplaced as replaced:
+                self._begin_again_after(replaced)
+                self._publish()
         while True:
             with self._changed:
                 report_progress(min(wanted, self.queue.num_finished), wanted)
@@ -297,19 +304,21 @@ class SamplesAhead(Supply):
             self._running = None
             raise StepRefused(str(death)) from death
 
-    def _begin_again_after(self, replaced: WorkersReplaced) -> None:
-        self.generation.say(f"{replaced}; {self.queue.num_in_flight} prompts in flight begin anew")
+    def _begin_again_after(self, death: object) -> None:
+        self.generation.say(f"{death}; {self.queue.num_in_flight} prompts in flight begin anew")
+        self._replacements = self.generation.roles["rollout"].group.num_replacements
         with self._changed:
             self._messages.clear()
         for group in [one for one in self.queue.groups if not one.finished]:
             group.attempt += 1
             self._send(group)
 
-    def _tell(self, rank: int, message: Any) -> None:
+    def _tell(self, share: int, message: Any) -> None:
         with self._changed:
-            self._messages[rank].append(message)
+            self._messages[self._shares.index(share)].append(message)
 
     def _tell_all(self, message: Any) -> None:
         """Also the processes that follow others, which care for new weights alone."""
-        for rank in range(len(self.generation.roles.data_parallel_ranks("rollout"))):
-            self._tell(rank, message)
+        with self._changed:
+            for rank in range(len(self._shares)):
+                self._messages[rank].append(message)

@@ -34,10 +34,10 @@ class WeightPublisher:
         self._note(version)
         if not rollout.needs_weights(version):
             return
-        if not isinstance(roles, Pools) or roles.placement.pool_of("rollout") == roles.placement.pool_of("actor"):
+        if not isinstance(roles, Pools) or rollout.group is actor.group:
             rollout.update_weights()
             return
-        address, receivers = self._channel(roles)
+        address, receivers = self._channel()
         sent = roles.submit("actor", actor.send_weights, receivers)
         received = roles.submit("rollout", rollout.receive_weights, address, version)
         errors = received.exception(), sent.exception()
@@ -53,7 +53,7 @@ class WeightPublisher:
         version = actor.version()
         if self.versions and self.versions[-1] == version:
             return
-        address, receivers = self._channel(roles)
+        address, receivers = self._channel()
         tell(address, version)
         roles.submit("actor", actor.send_weights, receivers).result()
         self._note(version)
@@ -76,10 +76,10 @@ class WeightPublisher:
         if not self.versions or self.versions[-1] != version:
             self.versions.append(version)
 
-    def _channel(self, roles: Pools) -> tuple[tuple[str, int], int]:
+    def _channel(self) -> tuple[tuple[str, int], int]:
         """Where sender and receivers meet, and how many receivers there are."""
-        replacements = roles.num_replacements("rollout")
-        if self._address is None or self._replacements != replacements:  # new processes know no old channel
-            self._address, self._replacements = roles["actor"].open_channel(), replacements
+        group = self._roles["rollout"].group
+        if self._address is None or self._replacements != group.num_replacements:  # new ones know no old channel
+            self._address, self._replacements = self._roles["actor"].open_channel(), group.num_replacements
         assert self._address is not None
-        return self._address, roles.placement.pools[roles.placement.pool_of("rollout")].world_size
+        return self._address, group.pool.world_size

@@ -95,7 +95,8 @@ class Grading:
             batch["progress"] = self.model.progress(batch)
         if model.scores:
             pairs = zip(self.model.grades(ends), results or [None] * len(ends), strict=True)
-            results = [self._joined(by_model, by_rule) for by_model, by_rule in pairs]
+            unplayed = self._unplayed(ends)
+            results = [unplayed.get(i) or self._joined(*pair) for i, pair in enumerate(pairs)]
         results = self._with_steps(batch, results)
         if "is_finite" in batch:
             self._leave_out_broken(batch, results)
@@ -105,21 +106,19 @@ class Grading:
     def validation(self, batch: Batch) -> list[RewardResult]:
         """The verdicts on the responses, in row order. Where an environment judges, what it gave for the turns counts
         too; the rewards of tools do not."""
-        outcomes = batch.objects.get("outcome") or [None] * len(batch)
-        judged = [outcome is not None for outcome in outcomes]
-        by_model = self.config.reward_model.scores
-        sources = batch.objects["data_source"]
-        by_rule = [not by_model or judged[i] or self.inputs.has_grader(source) for i, source in enumerate(sources)]
-        results: dict[int, RewardResult] = {}
-        for graded, score in ((True, self._by_rule), (False, self.model.grades)):
-            rows = [i for i, found in enumerate(by_rule) if found is graded]
-            if rows:
-                results |= zip(rows, score(batch.take(rows)), strict=True)
-                if not graded:  # a model's steps are all that it says
-                    results |= {i: results[i]._replace(score=results[i].total) for i in rows}
-        if any(judged):
+        outcomes = enumerate(batch.objects.get("outcome", ()))
+        judged = {i for i, outcome in outcomes if outcome is not None}
+        known, scores = judged | self._unplayed(batch).keys(), self.config.reward_model.scores
+        sources = enumerate(batch.objects["data_source"])
+        alone = [i for i, source in sources if scores and i not in known and not self.inputs.has_grader(source)]
+        rest = sorted({*range(len(batch))} - {*alone})
+        results = dict(zip(rest, self._by_rule(batch.take(rest)), strict=True))
+        if alone:
+            by_model = zip(alone, self.model.grades(batch.take(alone)), strict=True)
+            results |= {i: r._replace(score=r.total) for i, r in by_model}  # its steps are all that it says
+        if judged:
             of_turns = turn_rewards(batch).tolist()
-            results |= {i: r._replace(score=r.score + of_turns[i]) for i, r in results.items() if judged[i]}
+            results |= {i: results[i]._replace(score=results[i].score + of_turns[i]) for i in judged}
         return [results[i] for i in range(len(batch))]
 
     def _with_steps(self, batch: Batch, results: list[RewardResult]) -> list[RewardResult]:
@@ -172,33 +171,26 @@ class Grading:
                 f"{self.config.max_error_ratio:g} allows; most often ({count} x): {error}"
             )
 
+    def _unplayed(self, batch: Batch) -> dict[int, RewardResult]:
+        """By row, why its episode could not be played: there is nothing to be judged then."""
+        errors = enumerate(batch.objects.get("episode_error", ()))
+        return {i: RewardResult(self.config.error_score, {}, error) for i, error in errors if error is not None}
+
     def _by_rule(self, batch: Batch) -> list[RewardResult]:
-        """The graders' verdicts; what they were given while it was generated is not graded again."""
-        if "outcome" in batch:
-            judged = [self._by_environment(batch, i) for i in range(len(batch))]
-            rest = [i for i, result in enumerate(judged) if result is None]
-            graded = iter(self._by_grader(batch.take(rest)) if rest else ())
-            return [next(graded) if result is None else result for result in judged]
-        return self._by_grader(batch)
-
-    def _by_environment(self, batch: Batch, i: int) -> RewardResult | None:
-        """What the environment of row i's episode said, or why it could not be played; None: graders judge."""
-        if (error := batch.objects["episode_error"][i]) is not None:
-            return RewardResult(self.config.error_score, {}, error)
-        outcome = batch.objects["outcome"][i]
-        return None if outcome is None else RewardResult(outcome, {})
-
-    def _by_grader(self, batch: Batch) -> list[RewardResult]:
-        samples = [Sample(*row) for row in zip(*(batch.objects[name] for name in _SAMPLE_COLUMNS), strict=True)]
-        keys = [tuple(key) for key in batch["episode_key"].tolist()] if "episode_key" in batch else []
+        """What environments say, and graders of the rest; what these were given early is not graded again."""
+        outcomes = enumerate(batch.objects.get("outcome", ()))
+        found = {i: RewardResult(outcome, {}) for i, outcome in outcomes if outcome is not None} | self._unplayed(batch)
+        rows = enumerate(zip(*(batch.objects[name] for name in _SAMPLE_COLUMNS), strict=True))
+        samples = {i: Sample(*row) for i, row in rows if i not in found}
         futures: dict[int, Future[RewardResult]] = {}
-        for i, key in enumerate(keys):
-            text, future = self._early.pop(key, (None, None))
-            if future is not None and text == samples[i].solution_str:
+        for i, key in enumerate(batch["episode_key"].tolist() if "episode_key" in batch else ()):
+            text, future = self._early.pop(tuple(key), (None, None))
+            if future is not None and i in samples and text == samples[i].solution_str:
                 futures[i] = future
-        rest = [i for i in range(len(batch)) if i not in futures]
-        futures |= zip(rest, self.inputs.rewards.submit_all([samples[i] for i in rest]), strict=True)
-        return gather([futures[i] for i in range(len(batch))])
+        if rest := [i for i in samples if i not in futures]:
+            futures |= zip(rest, self.inputs.rewards.submit_all([samples[i] for i in rest]), strict=True)
+        found |= zip(samples, gather([futures[i] for i in samples]), strict=True)
+        return [found[i] for i in range(len(batch))]
 
     def _joined(self, model: RewardResult, rule: RewardResult | None) -> RewardResult:
         """A failed part counts as `error_score`, as it does alone."""

@@ -106,6 +106,8 @@ class RunInputs:
 
     def close(self) -> None:
         self.rewards.close()
+        if self.judge is not None:
+            self.judge.close()
 
 
 def _to_grade(rows: PromptDataset, agents: Agents | None) -> Iterable[str]:

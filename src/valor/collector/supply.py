@@ -47,7 +47,7 @@ class Supply(ABC):
 
     @abstractmethod
     def take(self, wanted: int, step: int, timer: Timer) -> Batch:
-        """Samples of up to `wanted` prompts for step `step`, not graded yet; of as many unless a draw has fewer."""
+        """Samples of `wanted` prompts for step `step`, or of fewer where a draw has fewer; not graded yet."""
 
     @abstractmethod
     def standing(self) -> Any:
@@ -198,7 +198,7 @@ class BatchesAhead(Supply):
         except WorkersReplaced as replaced:
             self.generation.say(f"{replaced}; what it was generating is drawn by the newest weights")
             self._publish()
-            for other in [one, *self._queue]:
+            for other in dict.fromkeys([one, *self._queue]):
                 if not other.rows.done() or other.rows.exception() is not None:
                     other.rows = self._submit(other.prompts)
             return self._result(one)

@@ -144,8 +144,8 @@ class RetrieverConfig(Section):
 
     url: str | None = key("http://127.0.0.1:8000/retrieve", "do_search")
     """Address of a retrieval server (valor retrieve); null: searched in the rollout's process, in corpus_path."""
-    corpus_path: PathStr | None = key(None, "do_search")
-    """url=null: jsonl or parquet file of documents."""
+    corpus_path: PathStr | None = key(None, {"do_search": "", ".url=null": "the server at retriever.url is asked"})
+    """Jsonl or parquet file of documents."""
     topk: PositiveInt = key(3, "do_search")
     """Documents for a query."""
     timeout: PositiveFloat = key(30.0, "do_search")

@@ -29,7 +29,7 @@ T = TypeVar("T")
 class WorkerGroup(ABC):
     """Processes of one resource pool, each hosting every role in `specs`. Index by role name to call a role."""
 
-    apart: ClassVar[bool] = False  # whether the ranks are other processes than this one
+    apart: ClassVar[bool] = False  # whether the ranks are processes of their own, which work beside this one
 
     def __init__(self, pool: ResourcePool, specs: dict[str, RoleSpec]) -> None:
         self.pool = pool
@@ -113,10 +113,6 @@ class Pools:
         done.set_result(function(*args, **kwargs))
         return done
 
-    def num_replacements(self, role: str) -> int:
-        """How often the processes of that role have been replaced."""
-        return self._groups[self.placement.pool_of(role)].num_replacements
-
     @property
     def roles(self) -> list[str]:
         """Every role's name."""
@@ -138,15 +134,8 @@ class Pools:
             group.run(HOST, "trace", [((None,), {})] * group.pool.world_size)
 
     def _free(self) -> list[WorkerGroup]:
-        return [group for name, group in self._groups.items() if self._is_free(name)]
-
-    def _is_free(self, pool: str) -> bool:
-        last = self._last.get(pool)
-        return last is None or (last.done() and last.exception() is None)
-
-    def data_parallel_ranks(self, role: str) -> list[int]:
-        """`WorkerGroup.data_parallel_ranks` of the role's pool."""
-        return self._groups[self.placement.pool_of(role)].data_parallel_ranks(role)
+        busy = [pool for pool, last in self._last.items() if not last.done() or last.exception() is not None]
+        return [group for pool, group in self._groups.items() if pool not in busy]
 
     def close(self) -> None:
         """End all processes; the first pool, which may have started Ray, goes last."""
@@ -159,11 +148,11 @@ class Pools:
 class RoleHandle:
     """A role as the trainer calls it: methods take and return whole batches, whoever computes them.
 
-    A `sink` argument receives what the method reports while it runs (`WorkerGroup.run`).
+    A `sink` argument receives what the method reports while it runs (`WorkerGroup.run`). `group`: the role's processes.
     """
 
     def __init__(self, group: WorkerGroup, role: str, cls: type) -> None:
-        self._group, self._role, self._cls = group, role, cls
+        self.group, self._role, self._cls = group, role, cls
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         marked = dispatch_of(self._cls, method)
@@ -171,27 +160,22 @@ class RoleHandle:
             return partial(self._call_all, method)
         return partial(self._call_dp, method, marked)
 
-    @property
-    def apart(self) -> bool:
-        """Whether the ranks work while this process does something else."""
-        return self._group.apart
-
     def start(self, method: str, batch: Batch) -> Callable[[], Any]:
         """A `dp` method whose result is no batch, in two parts (`WorkerGroup.start`)."""
-        results = self._group.start(self._role, method, self._shares(batch, dispatch_of(self._cls, method))[0])
+        results = self.group.start(self._role, method, self._shares(batch, dispatch_of(self._cls, method))[0])
         return lambda: results()[0]
 
     def _call_all(
         self, method: str, *args: Any, sink: Sink | None = None, feed: Feed | None = None, **kwargs: Any
     ) -> Any:
-        calls = [(args, kwargs)] * self._group.pool.world_size
-        return self._group.run(self._role, method, calls, sink, feed)[0]
+        calls = [(args, kwargs)] * self.group.pool.world_size
+        return self.group.run(self._role, method, calls, sink, feed)[0]
 
     def _call_dp(
         self, method: str, marked: Dispatch, batch: Batch, *args: Any, sink: Sink | None = None, **kwargs: Any
     ) -> Any:
         calls, parts, ranks = self._shares(batch, marked, *args, **kwargs)
-        results = self._group.run(self._role, method, calls, sink)
+        results = self.group.run(self._role, method, calls, sink)
         if len(calls) == 1 or not isinstance(results[0], Batch):
             return results[0]
         found = [results[ranks.index(rank)] for rank in range(len(parts))]
@@ -207,10 +191,10 @@ class RoleHandle:
         """Each rank's call with its rows of the batch; the rows of each share, and the share of each rank."""
         if marked.reads:
             batch = batch.select([name for name in (*marked.reads, "episode") if name in batch])
-        if self._group.pool.world_size == 1:
+        if self.group.pool.world_size == 1:
             return [((batch, *args), kwargs)], [list(range(len(batch)))], [0]
-        ranks = self._group.data_parallel_ranks(self._role)
-        parts = self._group.split_rows(batch, max(ranks) + 1, marked.keep_together)
+        ranks = self.group.data_parallel_ranks(self._role)
+        parts = self.group.split_rows(batch, max(ranks) + 1, marked.keep_together)
         shares = batch.split(parts)
         return [((shares[rank], *args), kwargs) for rank in ranks], parts, ranks
 

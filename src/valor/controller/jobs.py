@@ -50,11 +50,18 @@ def run_jobs(
     def run(job: Job) -> int:
         slot = slots.get()
         try:
-            return _run_command(job, slot, processes.append)
+            return _run_command(job, slot, began)
         finally:
             slots.put(slot)
 
+    def began(process: subprocess.Popen[bytes]) -> None:
+        processes.append(process)
+        if stopped:  # while it waited for its folder
+            process.terminate()
+
     def stop(signum: int | None = None) -> None:
+        nonlocal stopped
+        stopped = True
         if signum != signal.SIGINT:  # that one a terminal has sent to the commands as well
             for process in processes:
                 if process.poll() is None:
@@ -64,7 +71,6 @@ def run_jobs(
         told_again.push(lambda kind, *_: stop() if kind else None)
         while running or (waiting and not stopped):
             if not stopped and (signum := stopping()):
-                stopped = True
                 stop(signum)
             unfinished = {job.name for job in [*waiting, *running.values()]}
             for job in [] if stopped else list(waiting):

@@ -165,17 +165,9 @@ def _check_sequence_parallel(config: PPOConfig) -> list[str]:
     return lines
 
 
-def _present_roles(config: PPOConfig) -> set[str]:
-    present = {
-        "critic": config.critic.enable,
-        "ref": config.needs_reference,
-        "reward_model": config.reward.reward_model.is_role,
-    }
-    return {"actor", "rollout", *(role for role, is_there in present.items() if is_there)}
-
-
 def _check_pools(config: PPOConfig) -> list[str]:
-    lines, homes = [], {}
+    lines, homes, reward_model = [], {}, config.reward.reward_model.is_role
+    absent = {"critic": not config.critic.enable, "ref": not config.needs_reference, "reward_model": not reward_model}
     for name in config.resource_pools.keys() & config.asked_pools.keys():
         lines.append(
             f"resource_pools.{name}: that is the name of the pool that {name}'s own keys ask for: take another"
@@ -184,7 +176,7 @@ def _check_pools(config: PPOConfig) -> list[str]:
         for role in pool.roles:
             if role in homes:
                 lines.append(f"resource_pools: {role} is in {homes[role]} and in {name}: leave it in one of them")
-            if role not in _present_roles(config):
+            if absent.get(role):
                 lines.append(f"resource_pools.{name}.roles names {role}, which this run does not have: remove it")
             if role == "ref" and "full" in config.kl_kinds:
                 lines.append(
@@ -192,6 +184,12 @@ def _check_pools(config: PPOConfig) -> list[str]:
                     f"resource_pools.{name}.roles, or take an estimator such as k3"
                 )
             homes[role] = name
+        v1, others = config.trainer.v1, " and ".join(role for role in pool.roles if role != "rollout")
+        if "rollout" in pool.roles and others and v1.trainer_mode == "separate_async" and not v1.by_batches:
+            lines.append(
+                f"resource_pools.{name}: the generators of separate_async stop for nobody, and {others} would wait for "
+                "ever: leave rollout alone in its pool"
+            )
     if config.trainer.node_rank is not None and config.ray_kwargs.ray_init.address is not None:
         lines.append("trainer.node_rank starts Ray itself and ray_kwargs.ray_init.address joins a cluster: drop one")
     if config.pools and config.trainer.controller == "local" and not _in_threads(config):

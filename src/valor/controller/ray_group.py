@@ -188,7 +188,7 @@ class RayGroup(WorkerGroup):
             if not all(spec.replaceable for spec in self.specs.values()):
                 raise
             self._replace(death)
-            if role in self.specs and getattr(self.specs[role].cls, method).valor_sent_weights:
+            if role in self.specs and dispatch_of(self.specs[role].cls, method).sent_weights:
                 raise WorkersReplaced(f"{death.what}: new ones have taken their place") from None
             return self.run(role, method, calls, sink, feed)
 

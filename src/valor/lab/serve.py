@@ -181,9 +181,9 @@ def _serve(config: PPOConfig, play: Any) -> None:
             runner.max_requests = rollout.agent.max_concurrent_episodes  # the sessions ask, and not the one task
             return play(context, task, runner)
 
-        runner = EpisodeRunner([Task((), (), sampling_params(config), {})], begin, most=1, max_tokens=longest)
+        runner = EpisodeRunner(begin, most=1, max_tokens=longest)
         with host.context.roles["actor"].on_device():
-            runner.run(host.context.roles["rollout"].engine)
+            runner.run(host.context.roles["rollout"].engine, [Task((), (), sampling_params(config), {})])
     finally:
         host.close()
 

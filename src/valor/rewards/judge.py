@@ -46,6 +46,10 @@ class Judge:
         """One result a question, in order; never raises for what the server does."""
         return gather([self._server.submit(self._judge(question)) for question in questions])
 
+    def close(self) -> None:
+        """End the thread that asks."""
+        self._server.close()
+
     async def _judge(self, question: Question) -> RewardResult:
         began, config = time.perf_counter(), self.config
         body = {**config.request, "model": config.model, "messages": [{"role": "user", "content": self.ask(question)}]}

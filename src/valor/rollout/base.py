@@ -200,8 +200,8 @@ class RequestSource(Protocol):
     max_tokens: int
     """Longest prompt plus response of any of them."""
     everywhere: bool
-    """Whether all processes that generate together have the same source; else the first of them alone has one, and the
-    others' are polled only to give their engines the weights that the first is giving to its own at that moment."""
+    """Of processes that generate together: whether each has a source with all the requests, or the first one alone. The
+    others are then polled when the first one's engine gets new weights, so that theirs get them too."""
 
     def poll(self, *, wait: bool) -> Sequence[Request | Abort] | None:
         """The requests that have come since the last call, and which of the earlier ones are to end; None: no more

@@ -1,7 +1,9 @@
 """Weights on their way to rollout processes of their own: broadcast in buckets, compared bit for bit at the end."""
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -41,7 +43,11 @@ class WeightChannel:
         self._device = device
 
     def send(self, weights: NamedTensors, *, dtype: torch.dtype, bucket_bytes: int) -> int:
-        """Send all of `weights`, floating-point ones as `dtype`; returns the checksum of what was sent."""
+        """Send all of `weights`, floating-point ones as `dtype`; returns the checksum of what was sent.
+
+        Where that fails, `weights` are taken to their end all the same: other processes may have a part in making them.
+        """
+        weights = iter(weights)
         total = torch.zeros((), dtype=torch.int64, device=self._device)  # wraps around, as all sums of bits here
         try:
             for bucket in buckets(weights, dtype, self._device, bucket_bytes):
@@ -50,8 +56,10 @@ class WeightChannel:
                 self._send_header({"dtype": str(flat.dtype).removeprefix("torch."), "shapes": shapes})
                 self._broadcast(flat)
                 total += checksum(flat)
-        except BaseException as error:  # the receivers are waiting
-            self._send_header({"failed": f"{type(error).__name__}: {error}"})
+        except BaseException as error:
+            with suppress(RuntimeError):  # the receivers are waiting, unless they are gone
+                self._send_header({"failed": f"{type(error).__name__}: {error}"})
+            deque(weights, maxlen=0)
             raise
         self._send_header({"checksum": int(total)})
         return int(total)

@@ -53,7 +53,7 @@ class Updates:
         count = len(self._rows_of_updates(role, batch, step, member))
         worker = self.roles[role if member == 0 else f"{role}_{member + 1}"]
         asks_actor = role == "actor" and (self.old.correct_mini_batches or self._ratio_of_sequences)
-        ahead = int(worker.apart and not asks_actor)
+        ahead = int(worker.group.apart and not asks_actor)
         started: deque[tuple[dict[str, float], Callable[[], dict[str, float]]]] = deque()
         waiting = self.mini_batches(role, batch, step, member)
         with phase(f"train {role}", count, unit="mini-batch"):

@@ -65,15 +65,11 @@ class AheadPlayer:
 
     def __init__(self, runner: EpisodeRunner, take_weights: Callable[[Any, int], None]) -> None:
         self.runner, self._take_weights = runner, take_weights
-        self._attempts: dict[EpisodeKey, int] = {}
         self._since = self._left = time.monotonic()
         self._idle = 0.0
 
     def serve(self, engine: RolloutEngine, sink: Callable[[Any], None], feed: Callable[[], Sequence[Any]]) -> None:
         """Play what `feed` brings, until it brings a `Pause`; `sink` gets `Played` and `Usage`."""
-
-        def tell(episode: Episode) -> None:
-            sink(Played(episode, self._attempts.pop(episode.key)))
 
         def listen() -> None:
             for message in feed():
@@ -83,19 +79,16 @@ class AheadPlayer:
 
         self._idle -= time.monotonic() - self._left  # nothing was generated since then
         try:
-            self.runner.serve(engine, tell, listen)
+            self.runner.serve(engine, lambda *ended: sink(Played(*ended)), listen)
         finally:
             self._left = time.monotonic()
 
     def _obey(self, message: Any) -> None:
         match message:
             case Begin(tasks, attempt):
-                self._attempts |= {task.key: attempt for task in tasks}
-                self.runner.add(tasks)
+                self.runner.add(tasks, attempt)
             case Drop(keys):
                 self.runner.drop(keys)
-                for key in keys:
-                    self._attempts.pop(key, None)
             case TakeWeights(address, version):
                 self._take_weights(address, version)
             case Pause():

@@ -19,6 +19,8 @@ class Dispatch:
     keep_together: str | None
     reads: tuple[str, ...]
     stays: tuple[str, ...]
+    light: bool
+    sent_weights: bool
 
 
 def dispatch(
@@ -47,9 +49,8 @@ def dispatch(
     """
 
     def mark(function: _Function) -> _Function:
-        function.valor_dispatch = Dispatch(mode, keep_together, tuple(reads), tuple(stays))  # type: ignore[attr-defined]
-        function.valor_light = light  # type: ignore[attr-defined]
-        function.valor_sent_weights = sent_weights  # type: ignore[attr-defined]
+        marker = Dispatch(mode, keep_together, tuple(reads), tuple(stays), light, sent_weights)
+        function.valor_dispatch = marker  # type: ignore[attr-defined]
         return function
 
     return mark

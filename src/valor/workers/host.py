@@ -139,7 +139,7 @@ class WorkerHost:
             torch.cuda.set_device(self.context.device)  # which is a thread's own setting
         function = getattr(self.context.roles[role], method)
         with ExitStack() as measured:
-            if not function.valor_light:
+            if not function.valor_dispatch.light:
                 measured.enter_context(self._memory(f"{role}.{method}"))
                 if self._tracer is not None:
                     measured.enter_context(self._tracer(role, method, self._rank))

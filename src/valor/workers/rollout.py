@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from valor.agents.agents import Agents
 from valor.agents.episode import TOKEN_COLUMNS, Episode, episode_rows, with_text
 from valor.agents.loops import tasks_of
-from valor.agents.runner import EpisodeRunner
+from valor.agents.runner import EpisodeRunner, Sink
 from valor.config import ModelConfig, PPOConfig
 from valor.data.batch import Batch
 from valor.errors import UserError
@@ -26,8 +26,6 @@ from valor.workers.ahead import AheadPlayer, FollowedSource, answer
 from valor.workers.dispatch import dispatch
 from valor.workers.host import WorkerContext
 from valor.workers.model_role import ModelRole
-
-Sink = Callable[[Episode], None]
 
 
 class RolloutWorker:
@@ -148,9 +146,9 @@ class RolloutWorker:
             if self._ahead is None:
                 if self._agents is None:
                     most, longest = self._config.max_num_seqs, self._config.max_model_len
-                    runner = EpisodeRunner([], answer, most=most, max_tokens=longest)
+                    runner = EpisodeRunner(answer, most=most, max_tokens=longest)
                 else:
-                    runner = self._agents.runner([])
+                    runner = self._agents.runner()
                 self._ahead = AheadPlayer(runner, self.receive_weights)
             self._ahead.serve(self.engine, sink, feed)
 

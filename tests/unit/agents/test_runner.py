@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 
 import pytest
 from threaded_engine import ThreadedEngine, echo
@@ -35,7 +36,7 @@ async def three_turns(task, runner, pause=0.0):
 
 
 def run(engine, play, count, sink=None, most=64, **options):
-    return EpisodeRunner(tasks(count), play, most=most, max_tokens=100, **options).run(engine, sink)
+    return EpisodeRunner(play, most=most, max_tokens=100, **options).run(engine, tasks(count), sink)
 
 
 def no_threads_left(before):
@@ -166,7 +167,7 @@ def test_an_error_of_the_engine_ends_all_episodes_and_closes_their_tools():
 def test_episodes_that_outlive_an_error_of_the_engine_can_begin_anew_and_pause(fails):
     """More of them than there are places, so that none may be kept by one of before."""
     before, told, begun = set(threading.enumerate()), [], []
-    runner = EpisodeRunner([], three_turns, most=3, max_tokens=100)
+    runner = EpisodeRunner(three_turns, most=3, max_tokens=100)
 
     def answer(request):
         if request.seed == fails:
@@ -180,10 +181,10 @@ def test_episodes_that_outlive_an_error_of_the_engine_can_begin_anew_and_pause(f
             runner.pause()
 
     with pytest.raises(TrainingStopped, match="anew"):
-        runner.serve(ThreadedEngine(answer), told.append, listen)
+        runner.serve(ThreadedEngine(answer), lambda episode, attempt: told.append(episode), listen)
     begun.clear()
     told.clear()
-    runner.serve(ThreadedEngine(), told.append, listen)
+    runner.serve(ThreadedEngine(), lambda episode, attempt: told.append(episode), listen)
     assert sorted(one.key for one in told) == [(7, 1, i) for i in range(8)]
     assert all([turn.token_ids for turn in one.turns] == [[one.key[2]], [1], [2]] for one in told)
     runner.close()
@@ -200,21 +201,71 @@ def test_an_episode_that_ends_while_it_is_dropped_is_not_taken_for_the_one_that_
             assert go_on.wait(20)  # its thread hears of nothing before it has ended
         return Episode(task.key, (), "stop", info={"play": number})
 
-    runner = EpisodeRunner([], play, most=1, max_tokens=100)
+    runner = EpisodeRunner(play, most=1, max_tokens=100)
 
     def listen():
         if not at_work.is_set():
             runner.add(tasks(1))
             assert at_work.wait(20)
             runner.drop([task.key for task in tasks(1)])
-            runner.add(tasks(1))
+            runner.add(tasks(1), attempt=1)
             go_on.set()
         if told:
             runner.pause()
 
-    runner.serve(ThreadedEngine(), told.append, listen)
+    runner.serve(ThreadedEngine(), lambda *ended: told.append(ended), listen)
     runner.close()
-    assert [episode.info for episode in told] == [{"play": 2}]
+    assert [(episode.info, attempt) for episode, attempt in told] == [({"play": 2}, 1)]
+
+
+@pytest.mark.timeout(20)
+def test_an_episode_that_does_not_heed_its_end_ends_nobody_else():
+    """A program may catch what ends it, and go on to its own end."""
+    told, begun = [], []
+
+    async def play(task, runner):
+        if task.key[2] == 0:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+            return Episode(task.key, (), "stop")
+        return await three_turns(task, runner, pause=0.05)
+
+    runner = EpisodeRunner(play, most=3, max_tokens=100)
+
+    def listen():
+        if not begun:
+            begun.append(runner.add(tasks(2)))
+        elif len(begun) == 1:
+            begun.append(runner.drop([(7, 1, 0)]))
+        if told:
+            runner.pause()
+
+    runner.serve(ThreadedEngine(), lambda episode, attempt: told.append(episode), listen)
+    runner.close()
+    assert [one.key for one in told] == [(7, 1, 1)]
+
+
+@pytest.mark.timeout(20)
+def test_episodes_that_are_begun_before_their_thread_works_are_played(monkeypatch):
+    """It comes to work a moment after it was started, as on a machine with much else to do."""
+    told, begun, work = [], [], threading.Thread.run
+
+    def late(thread):
+        time.sleep(0.2)
+        work(thread)
+
+    monkeypatch.setattr(threading.Thread, "run", late)
+    runner = EpisodeRunner(three_turns, most=3, max_tokens=100)
+
+    def listen():
+        if not begun:
+            begun.append(runner.add(tasks(2)))
+        if len(told) == 2:
+            runner.pause()
+
+    runner.serve(ThreadedEngine(), lambda episode, attempt: told.append(episode), listen)
+    runner.close()
+    assert sorted(one.key for one in told) == [(7, 1, 0), (7, 1, 1)]
 
 
 def test_an_error_of_the_sink_ends_the_run():
@@ -280,6 +331,19 @@ def test_a_reward_that_is_not_finite_is_the_episodes_error_and_not_in_the_batch(
     batch = episode_rows(episodes)
     assert batch["turn_rewards"].sum(1).tolist() == [0.5, 0.0, 0.0, 0.0, 0.5]
     assert batch.objects["outcome"] == [1.0, None, None, None, None]
+
+
+def test_an_episode_without_a_turn_is_an_error_and_not_the_end_of_the_batch():
+    class Silent(AgentLoop):
+        def __init__(self):
+            pass
+
+        async def run(self, task, generate):
+            return Episode(task.key, (), "stop", task.prompt_ids)
+
+    episodes = run(ThreadedEngine(), agents_with(Silent())._play, 2)
+    assert [episode.error for episode in episodes] == ["ValueError: it has no turn"] * 2
+    assert episode_rows(episodes)["response_mask"].sum() == 0
 
 
 def test_what_an_episode_raises_is_its_own_error():

@@ -265,7 +265,15 @@ def test_a_tools_file_as_verl_has_it_and_rows_as_they_are_prepared(
     assert wrong.error == "arguments"
 
 
-@pytest.mark.parametrize("config", [{}, {"url": "http://h/retrieve", "corpus": "c"}, {"url": "http://h/r", "top_k": 3}])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"url": "http://h/retrieve", "corpus": "c"},
+        {"url": "http://h/retrieve", "embeddings": "e5"},
+        {"url": "http://h/r", "top_k": 3},
+    ],
+)
 def test_a_tool_s_wrong_configuration_is_one_line(config: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"give one|no key 'top_k'; it takes url"):
         SearchTool(config)

@@ -77,6 +77,28 @@ def box(*sources, **limits):
     ).toolbox()
 
 
+def test_event_loops_have_places_of_their_own():
+    """Episodes of training wait for their tools while others, on a loop of theirs, are validated."""
+    runner, begun, go_on, training = ToolRunner(max_threads=1), [], threading.Event(), asyncio.new_event_loop()
+    threading.Thread(target=training.run_forever, daemon=True).start()
+
+    def work(name):
+        begun.append(name)
+        go_on.wait(10)
+
+    first = asyncio.run_coroutine_threadsafe(runner.run(work, {"name": "first"}, 10), training)
+    while not begun:
+        time.sleep(0.01)
+    asyncio.run(runner.run(lambda: None, {}, 10))
+    second = asyncio.run_coroutine_threadsafe(runner.run(work, {"name": "second"}, 10), training)
+    time.sleep(0.2)
+    assert begun == ["first"]
+    go_on.set()
+    first.result(10), second.result(10)
+    training.call_soon_threadsafe(training.stop)
+    assert begun == ["first", "second"]
+
+
 async def call(toolbox, name, **arguments):
     return await toolbox.call(ToolCall(name, arguments))
 

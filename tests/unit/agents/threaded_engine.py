@@ -44,9 +44,10 @@ class ThreadedEngine(RolloutEngine):
         running = 0
         try:
             while (new := source.poll(wait=not running)) is not None or running:
-                if new:
-                    self.batches.append([request.seed for request in new])
-                for request in new or ():
+                requests = [one for one in new or () if isinstance(one, Request)]  # what is aborted ends by itself
+                if requests:
+                    self.batches.append([request.seed for request in requests])
+                for request in requests:
                     waiting.put(request)
                     running += 1
                 if running:

@@ -95,6 +95,19 @@ def test_a_source_without_a_grader_waits_for_the_batch():
     assert graders.asked == []
 
 
+def test_an_episode_that_could_not_be_played_is_an_error_whoever_would_have_judged_it():
+    """Else runs whose tools all fail would go on by a reward model's opinion of nothing."""
+    reward = {"reward_model": {"enable": True, "model_path": "x"}, "max_error_ratio": 0.5, "error_score": -1.0}
+    grading = Grading(PPOConfig.model_validate({"reward": reward}), inputs_with(Graders()), {})
+    grading.model = SimpleNamespace(grades=lambda batch: [RewardResult(0.7, {"rm_score": 0.7})] * len(batch))
+    batch = batch_of([3, 1], ["unknown", "unknown"])
+    batch.objects |= {"outcome": [None, None], "episode_error": [None, "EpisodeFailed: the tool is gone"]}
+    for judge in (grading.training, grading.validation):
+        results = judge(batch)
+        assert [r.error for r in results] == [None, "EpisodeFailed: the tool is gone"]
+        assert [r.score for r in results] == [0.7, -1.0]
+
+
 def test_graders_that_want_the_whole_batch_get_no_single_episodes():
     graders = Graders()
     graders.one_by_one = False

@@ -57,6 +57,7 @@ def test_a_rule_is_not_about_the_key_that_it_asks():
     ("key", "argv", "reason"),
     [
         ("algorithm.lam=0.9", ["algorithm.reward_source=critic"], "the advantage is V(last) - V"),
+        ("retriever.corpus_path=c", ["do_search=true"], "the server at retriever.url is asked"),
         ("critic.freeze_steps=1-3", ["critic.freeze=true", "critic.model.path=c"], "with critic.freeze=true"),
         ("actor_rollout_ref.rollout.free_cache_engine=false", ["trainer.device=cpu"], "with trainer.device=cpu"),
         ("reward.num_workers=2", RM, "the reward model scores every sample (reward_model.rule_weight=0)"),

@@ -1,8 +1,10 @@
 """Commands as jobs: their order, what they wait for, their errors, and one process at a time in a folder."""
 
+import fcntl
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -74,6 +76,19 @@ def test_a_request_to_stop_reaches_the_running_job(tmp_path):
     jobs = [job(tmp_path, "a", handler), job(tmp_path, "b")]
     ended = [(one.name, error) for one, error in run_jobs(jobs, stopping=stopping)]
     assert ended == [("a", "exit code 1: stopped")]
+
+
+@pytest.mark.timeout(30)
+def test_a_job_that_waited_for_its_folder_when_it_was_to_stop_does_not_run(tmp_path):
+    (tmp_path / "a").mkdir()
+    begun: list[Job] = []
+    with open(tmp_path / "a" / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        threading.Timer(1.0, fcntl.flock, (lock, fcntl.LOCK_UN)).start()
+        stopping = lambda: signal.SIGINT if begun else None  # noqa: E731
+        waits = job(tmp_path, "a", "import time; time.sleep(60)")
+        ended = [error for _, error in run_jobs([waits], started=begun.append, stopping=stopping)]
+    assert ended == ["killed by signal 15: nothing was written"]
 
 
 def test_side_by_side(tmp_path, monkeypatch):

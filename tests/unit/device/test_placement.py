@@ -15,6 +15,7 @@ from valor.controller.placement import Placement, ResourcePool, resolve_placemen
 from valor.controller.ray_group import own_gpu
 from valor.engines.fsdp import engine as fsdp
 from valor.errors import UserError
+from valor.workers.dispatch import dispatch
 from valor.workers.host import WorkerHost
 
 TWO_POOLS = [
@@ -68,9 +69,8 @@ def test_each_thread_that_runs_a_call_uses_the_devices_of_its_rank(monkeypatch):
     worker.context.device = torch.device("cuda", 3)
 
     class Role:
+        @dispatch("all", light=True)
         def work(self) -> None: ...
-
-        work.valor_light = True  # type: ignore[attr-defined]
 
     worker.context.roles["role"] = Role()
     thread = threading.Thread(target=worker.call, args=("role", "work"), name="another")

@@ -143,6 +143,17 @@ def test_a_server_that_goes_away_is_a_failure_not_a_crash(server):
     assert result.score == -1.0 and result.error is not None and "Connect" in result.error
 
 
+def test_one_that_is_closed_leaves_no_thread(server):
+    before, end = set(threading.enumerate()), time.monotonic() + 5
+    judge = make(server)
+    judge.score(questions())
+    assert set(threading.enumerate()) - before
+    judge.close()
+    while set(threading.enumerate()) - before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not set(threading.enumerate()) - before
+
+
 def test_a_template_and_an_expression_of_ones_own(server):
     server.answer = lambda asked: (200, f"<verdict>{0.25 if asked == 'Rate: answer 0' else 9}</verdict>")
     judge = make(

@@ -6,6 +6,7 @@ from rollout_models import ARCHITECTURES, random_model
 from transformers import PreTrainedModel
 
 from valor.rollout.base import Output, Request, SamplingParams
+from valor.rollout.native import engine as native_engine
 from valor.rollout.native.engine import NativeEngine
 
 # Longer and shorter than the windows (8) and than the length from which prompts are shared.
@@ -69,11 +70,12 @@ def test_greedy_equals_generate(name: str) -> None:
         assert output.token_ids == expected[0, ids.shape[1] :].tolist()
 
 
-def test_what_else_is_in_the_batch_does_not_matter(qwen: PreTrainedModel) -> None:
+def test_what_else_is_in_the_batch_does_not_matter(qwen: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     work = requests(3)
     together = engine(qwen).generate(work)
     alone = [engine(qwen).generate([request])[0] for request in work]
-    shuffled = engine(qwen, max_num_seqs=4, max_batched_tokens=50).generate(work[::-1])[::-1]
+    monkeypatch.setattr(native_engine, "MAX_TOKENS", 50)
+    shuffled = engine(qwen, max_num_seqs=4).generate(work[::-1])[::-1]
     for one, two, three in zip(together, alone, shuffled, strict=True):
         assert one.token_ids == two.token_ids == three.token_ids
         assert one.log_probs == pytest.approx(two.log_probs, abs=1e-5)

@@ -54,6 +54,28 @@ def copies() -> tuple[NativeCopy, PreTrainedModel, PreTrainedModel]:
     return engine, old, new
 
 
+def test_an_error_in_the_middle_leaves_nothing_of_the_layout_behind() -> None:
+    """Weights that come later would be packed at once, and the model compute with that copy outside of generation."""
+    model = random_model("gpt-neox")
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    engine = NativeCopy(PolicyModel(model), eos_token_ids=[], max_num_seqs=8)
+    engine.sync_weights(weights.items(), version=1)
+
+    def fails() -> list[Request]:
+        raise RuntimeError("its server is gone")
+
+    with pytest.raises(RuntimeError, match="its server"):
+        served(engine, requests(), fails)
+    engine.sync_weights(weights.items(), version=2)
+    assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
+
+
+def test_a_copy_that_was_sent_no_weights_does_not_generate_with_those_of_the_files() -> None:
+    engine = NativeCopy(PolicyModel(random_model("qwen2")), eos_token_ids=[], max_num_seqs=8)
+    with pytest.raises(ValueError, match="no weights"):
+        engine.generate(requests())
+
+
 def test_weights_that_change_between_two_tokens_are_used_from_there_on() -> None:
     engine, old, new = copies()
     late = Request("late", [7, 8, 9], SamplingParams(max_tokens=20), (9,))

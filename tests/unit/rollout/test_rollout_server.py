@@ -1,6 +1,9 @@
 """The server engine and its checks against a server that misbehaves as told."""
 
 import socket
+import threading
+import time
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,8 +16,10 @@ from valor.engines.distributed import destroy_process_group, init_process_group
 from valor.errors import TrainingStopped, UserError
 from valor.rollout.base import Output, Request, SamplingParams
 from valor.rollout.server import connection as server_module
+from valor.rollout.server import fleet as fleet_module
 from valor.rollout.server.checks import check_server
 from valor.rollout.server.engine import ServerEngine
+from valor.rollout.server.fleet import Fleet
 
 pytestmark = pytest.mark.slow
 
@@ -91,6 +96,34 @@ def test_turns_of_an_episode_share_a_server(servers):
     asked = [{tuple(body["prompt"][1:]) for body in fake.asked} for fake in servers]
     of_episode = [{(i,), (i + 1, 9, 1), (i + 1, 9, 2)} for i in range(4)]
     assert asked == [of_episode[0] | of_episode[2], of_episode[1] | of_episode[3]]
+
+
+def test_one_that_breaks_off_and_hangs_holds_nobody_up(servers, monkeypatch):
+    """Its requests go to the other one, and nobody waits for it to say which weights it has."""
+    monkeypatch.setattr(fleet_module, "_LOOK_SECONDS", 1e9)
+    engine, go_on = started(servers), threading.Event()
+    servers[0].breaks_off = 1000
+    servers[0].valor_describe = lambda: go_on.wait(20) or {}
+    began = time.monotonic()
+    try:
+        assert len(engine.generate(requests(12))) == 12
+        assert time.monotonic() - began < 3.0
+    finally:
+        go_on.set()
+
+
+def test_prompts_are_not_kept():
+    """Of 100,000 of them it is remembered which server has them."""
+    fleet = Fleet(RolloutConfig(name="server", server={"base_url": ["http://a/v1", "http://b/v1"], "model": "m"}), [])
+    tracemalloc.start()
+    try:
+        for number in range(50):
+            home = fleet.choose(Request("first", [number] * 50_000, seed=(5, number)))
+            assert fleet.choose(Request("second", [number] * 50_000, seed=(6, number))) == home
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 1_000_000
 
 
 def test_weights_travel_in_files_that_do_not_stay(servers, tmp_path):

@@ -84,6 +84,27 @@ def test_a_sender_that_fails_frees_the_receivers():
     assert isinstance(receiver, RuntimeError) and "the actor could not send its weights: OSError: lost" in str(receiver)
 
 
+def test_a_sender_that_fails_takes_all_weights():
+    """The ranks gather each tensor together: one that leaves would keep the others there."""
+    gathered = []
+
+    def weights():
+        for name in "abcde":
+            gathered.append(name)
+            yield name, torch.zeros(2000)
+
+    class Broken(WeightChannel):
+        def __init__(self):
+            self._device = CPU
+
+        def _broadcast(self, tensor):
+            raise RuntimeError("the receiver is gone")
+
+    with pytest.raises(RuntimeError, match="the receiver is gone"):
+        Broken().send(weights(), dtype=torch.float32, bucket_bytes=4096)
+    assert gathered == [*"abcde"]
+
+
 def test_buckets_hold_one_dtype_and_no_more_than_allowed():
     tensors = [(str(i), torch.zeros(n)) for i, n in enumerate([10, 20, 5, 100, 1])]
     found = list(buckets([*tensors, ("ids", torch.arange(3))], torch.float32, CPU, 120))

@@ -1,5 +1,7 @@
 """Mini-batches under way: how many a role has at once, and that the order of their results stays."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -16,7 +18,7 @@ class Worker:
     """Notes when an update is started and when it is waited for."""
 
     def __init__(self, apart: bool, skipped: float = 0.0) -> None:
-        self.apart, self.skipped, self.seen = apart, skipped, list[str]()
+        self.group, self.skipped, self.seen = SimpleNamespace(apart=apart), skipped, list[str]()
         self.made: list[str] = []
 
     def start(self, method: str, batch: Batch):

@@ -78,14 +78,17 @@ def open_retriever(
 ) -> HttpRetriever | LocalRetriever:
     """The server at `url`, or an index of the file `corpus`, made once in a process.
 
-    `embeddings`: the encoder of that index, None takes BM25; `http`: further arguments of HttpRetriever. UserError:
-    neither or both are given, or the one given is no good.
+    `embeddings`: the encoder of that index, None takes BM25; `http`: further arguments of HttpRetriever, which an index
+    does without. UserError: neither or both are given, or the one given is no good.
     """
-    if url is not None and corpus is None:
+    if url is not None and corpus is None and embeddings is None:
         return HttpRetriever(url, topk=topk, **http)
     if corpus is not None and url is None:
         return LocalRetriever(_index_here(corpus, embeddings=embeddings), topk=topk)
-    raise UserError("search needs the address of a server (valor retrieve starts one) or a corpus file: give one")
+    raise UserError(
+        "search needs the address of a server (valor retrieve starts one) or a corpus file, and embeddings go with the "
+        "corpus: give one"
+    )
 
 
 _index_here = cache(open_index)

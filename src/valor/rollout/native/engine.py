@@ -26,8 +26,8 @@ from valor.rollout.transfer import checksum
 from valor.tracking.progress import report_tokens
 
 # A prefill of this many tokens keeps a processor busy; beyond it, at most this share of a batch may be padding.
-ENOUGH_TOKENS = 512
-MAX_PADDING = 0.125
+ENOUGH_TOKENS, MAX_PADDING = 512, 0.125
+MAX_TOKENS = 8192  # of a prefill, which memory has to hold
 # Steps between two visits of the rows' records.
 MAX_SEGMENT = 128
 # Where further requests may come meanwhile.
@@ -44,8 +44,8 @@ class NativeEngine(RolloutEngine):
     """Generates with a Hugging Face causal LM that someone else trains; see `valor.rollout.base.RolloutEngine`.
 
     `unsharded` is entered around all model calls of one `generate` (FSDP2: parameters gathered and kept).
-    `max_num_seqs` bounds the rows decoded together, and so does a GPU's free memory; `max_batched_tokens` bounds the
-    padded tokens of one prefill call. A row that reaches the model's `max_position_embeddings` ends with "length".
+    `max_num_seqs` bounds the rows decoded together, and so does a GPU's free memory. A row that reaches the model's
+    `max_position_embeddings` ends with "length".
     """
 
     weight_mode: WeightMode = "shared"
@@ -58,14 +58,12 @@ class NativeEngine(RolloutEngine):
         eos_token_ids: Sequence[int],
         unsharded: Callable[[], AbstractContextManager[object]] = nullcontext,
         max_num_seqs: int = 256,
-        max_batched_tokens: int = 8192,
     ) -> None:
         check_supported(hf)
         self._hf = hf
         self._eos = frozenset(eos_token_ids)
         self._unsharded = unsharded
         self._max_num_seqs = max_num_seqs
-        self._max_batched_tokens = max_batched_tokens
         self._config = hf.config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
         self._max_model_len = getattr(self._config, "max_position_embeddings", None) or 2**31
         self._layout: ExitStack | None = None  # while it generates
@@ -80,6 +78,8 @@ class NativeEngine(RolloutEngine):
         Where memory runs out, what has not ended starts again, with half as many rows at a time from then on;
         TrainingStopped where that is one.
         """
+        if self.weights_version is None:
+            raise ValueError("the engine has no weights: sync_weights comes first")
         intake = Intake(source, self._max_model_len)
         if intake.pending:
             with self._unsharded(), generation_mode(self._hf), torch.inference_mode(), self._laid_out():
@@ -95,10 +95,12 @@ class NativeEngine(RolloutEngine):
     @contextmanager
     def _laid_out(self) -> Iterator[None]:
         """Weights in the layout that is fastest, for the block; `sync_weights` in it lays out the new ones."""
-        with ExitStack() as self._layout:
-            self._lay_out()
-            yield
-        self._layout = self._decoder = None
+        try:
+            with ExitStack() as self._layout:
+                self._lay_out()
+                yield
+        finally:
+            self._layout = self._decoder = None
 
     def _lay_out(self) -> None:
         assert self._layout is not None
@@ -124,7 +126,8 @@ class NativeEngine(RolloutEngine):
 
     def _attempt(self, intake: Intake) -> None:
         """Generate all requests, or less of them where memory does not suffice."""
-        slots = min(self._max_num_seqs, self._affordable(intake.source), intake.most)
+        most = len(intake.pending) if intake.ended else intake.source.max_requests
+        slots = min(self._max_num_seqs, self._affordable(intake.source), most)
         try:
             self._run(intake, slots)
             return
@@ -169,7 +172,7 @@ class NativeEngine(RolloutEngine):
         """Run the prompts of `groups` (sorted by length) in padded batches, and add their samples to `rows`."""
         device = input_device(self._hf)
         left = len(groups)
-        for batch in _padded_batches(groups, self._max_batched_tokens):
+        for batch in _padded_batches(groups):
             width = max(len(group.prompt_ids) for group in batch) - 1
             prefill = PromptCache()
             if width:
@@ -226,7 +229,7 @@ class NativeEngine(RolloutEngine):
         done = [len(row.token_ids) for row in rows]
         uniforms = np.stack([row.uniforms[n : n + steps] for row, n in zip(rows, done, strict=True)], axis=1)
         uniforms = torch.from_numpy(uniforms).to(device)
-        stops = _stop_table([row.tested_ids for row in rows], device)
+        stops = _stop_table(rows, device)
         fed = torch.tensor([row.last_token for row in rows], device=device)
         chosen, scored, ended = [], [], torch.zeros((), dtype=torch.bool, device=device)
         per_test = STEPS_PER_TEST["cpu" if device.type == "cpu" else "cuda"]
@@ -273,10 +276,11 @@ class NativeCopy(NativeEngine):
             self._lay_out()
 
 
-def _stop_table(stop_ids: Sequence[frozenset[int]], device: torch.device) -> Tensor:
-    """The stop tokens of each row, int64 [B, most]; -1, which no token is, fills up."""
-    most = max(len(ids) for ids in stop_ids)
-    return torch.tensor([sorted(ids) + [-1] * (most - len(ids)) for ids in stop_ids], dtype=torch.long, device=device)
+def _stop_table(rows: Sequence[Row], device: torch.device) -> Tensor:
+    """The tokens with which each row may end, int64 [B, most]; -1, which no token is, fills up."""
+    ends = [row.stop_ids.union(stop.candidates if (stop := row.request.params.stop) else ()) for row in rows]
+    most = max(map(len, ends))
+    return torch.tensor([sorted(ids) + [-1] * (most - len(ids)) for ids in ends], dtype=torch.long, device=device)
 
 
 def _remove(rows: list[Row], slot: int, cache: SlotCache) -> Row:
@@ -293,8 +297,8 @@ def _remove(rows: list[Row], slot: int, cache: SlotCache) -> Row:
     return row
 
 
-def _padded_batches(groups: list[Group], max_tokens: int) -> Iterable[list[Group]]:
-    """Consecutive groups, longest prompt first, whose padded prompts hold at most `max_tokens` tokens (or one group).
+def _padded_batches(groups: list[Group]) -> Iterable[list[Group]]:
+    """Consecutive groups, longest prompt first, whose padded prompts hold at most MAX_TOKENS tokens (or one group).
 
     A batch that is large enough to keep the processor busy is closed rather than padded much.
     """
@@ -303,7 +307,7 @@ def _padded_batches(groups: list[Group], max_tokens: int) -> Iterable[list[Group
         width = len(batch[0].prompt_ids) if batch else 0
         padding = sum(width - len(g.prompt_ids) for g in [*batch, group])
         wasteful = width * len(batch) >= ENOUGH_TOKENS and padding > MAX_PADDING * width * (len(batch) + 1)
-        if batch and (width * (len(batch) + 1) > max_tokens or wasteful):
+        if batch and (width * (len(batch) + 1) > MAX_TOKENS or wasteful):
             yield batch
             batch = []
         batch.append(group)

@@ -39,12 +39,6 @@ class Row:
             return len(self.token_ids) - len(self.request.begun.token_ids)
         return len(self.request.prompt_ids) + len(self.token_ids) - 1
 
-    @property
-    def tested_ids(self) -> frozenset[int]:
-        """The tokens with which the row may end."""
-        stop = self.request.params.stop
-        return self.stop_ids if stop is None else self.stop_ids | stop.candidates
-
     def add(self, token_ids: Sequence[int], log_probs: Sequence[float], version: int) -> None:
         """Take tokens sampled by the weights of `version`, up to the one that ends the row."""
         for token, log_prob in zip(token_ids, log_probs, strict=True):
@@ -78,11 +72,6 @@ class Intake:
         self.ended = False
         self.aborted = set[str]()  # of the pending ones, by name
         self.poll(wait=True)
-
-    @property
-    def most(self) -> int:
-        """Requests that may be under way at once."""
-        return len(self.pending) if self.ended else self.source.max_requests
 
     def poll(self, *, wait: bool) -> Sequence[Request]:
         """What has come since the last call; `wait`: at least one, unless no more will come."""

@@ -229,7 +229,8 @@ class ServerEngine(RolloutEngine):
         # One that was aborted before it was asked for, or whose server cannot abort, has nothing.
         replies = [Reply([], [], "abort") if asked.reply.cancelled() else asked.reply.result() for asked in ended]
         doubtful = self.weight_mode == "copied" and not self._dialect.tells_weights  # by which weights answers are
-        true = {url: self._fleet.holds(url) for url in {asked.url for asked in ended} if url and doubtful}
+        urls = {asked.url for asked, reply in zip(ended, replies, strict=True) if asked.url and reply.reason != "lost"}
+        true = {url: self._fleet.holds(url) for url in urls if doubtful}
         for asked, reply in zip(ended, replies, strict=True):
             cut = reply.reason == "lost" or (reply.reason == "abort" and not asked.ending)
             if cut or not true.get(asked.url, True) or not self._by_ours(asked, reply):

@@ -52,7 +52,7 @@ class Fleet:
 
     def choose(self, request: Request) -> str:
         """The server for a request, which then has one more."""
-        prompt = ("prompt", *request.prompt_ids)
+        prompt = ("prompt", hash(tuple(request.prompt_ids)))  # itself it would fill the memory of long runs
         episode, later = ("episode", *request.seed[:3]), len(request.seed) > 3
         home = (self._homes.get(episode) if later else None) or self._homes.get(prompt)
         least = min(self.present, key=lambda url: (self.load[url], self._asked[url]))
