@@ -91,3 +91,10 @@ def test_a_model_generates_with_them_what_it_does_without(monkeypatch: pytest.Mo
     for one, other, alike in zip(compiled, plain, same, strict=True):
         if alike:
             np.testing.assert_allclose(one.log_probs, other.log_probs, atol=0.3)
+
+
+def test_prompts_of_one_token_have_no_columns() -> None:
+    params = SamplingParams(max_tokens=5)
+    work = [Request(str(i), [5], params, (0, i)) for i in range(3)]
+    outputs = NativeEngine(random_model("llama").bfloat16(), eos_token_ids=[]).generate(work)
+    assert [len(one.token_ids) for one in outputs] == [5, 5, 5]

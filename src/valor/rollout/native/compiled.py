@@ -151,21 +151,13 @@ def rotate(qkv: Any, begin: Any, cos: Any, sin: Any, at: Any, half: Any, by: flo
 
 @compiled
 def score(
-    heads: Any,
-    query: Any,
-    at: Any,
-    size: Any,
-    keys: Any,
-    begin: Any,
-    count: Any,
-    sums: Any,
-    scores: Any,
-    to: Any,
-    width: Any,
-    ahead: Any,
-) -> int:
+    asked: Any, keys: Any, begin: Any, count: Any, ahead: Any, sums: Any, scores: Any, to: Any, width: Any
+) -> Any:
     """Scores of query heads [D] with the `count` keys from `begin` on, which lie in blocks [D, BLOCK], to scores
-    [heads, width] from `to` on; -inf fills up to a multiple of eight. Returns where the next are to go."""
+    [heads, width] from `to` on; -inf fills up to a multiple of eight. Returns where the next are to go.
+
+    asked: how many heads, their array, where in it they begin, D."""
+    heads, query, at, size = asked
     filled = count + -count % AT_ONCE
     for column in range(0, count, BLOCK):
         sums[:] = 0.0
@@ -200,15 +192,12 @@ def extend_and_score(
     columns are in use; prompt_keys like keys, of which row b sees starts[b] columns of prompts[b].
     """
     heads, kv_heads, size, width = shape
-    group = heads // kv_heads
+    group, next_row, next_prompt = heads // kv_heads, columns[0] * size, columns[1] * size
     turned, sums = np.empty(group * size, np.float32), np.empty(3 * BLOCK, np.float32)
     for row in range(len(lengths)):
         start, own, fed = starts[row], lengths[row], row * (heads + 2 * kv_heads) * size
         for head in range(kv_heads):
-            begin, prompt = (
-                (row * kv_heads + head) * columns[0] * size,
-                (prompts[row] * kv_heads + head) * columns[1] * size,
-            )
+            begin, prompt = (row * kv_heads + head) * next_row, (prompts[row] * kv_heads + head) * next_prompt
             rotate(qkv, fed + (heads + head) * size, cos, sin, row * size, size // 2, np.float32(1.0), turned, 0)
             key, value = np.uintp(begin + own // BLOCK * size * BLOCK + own % BLOCK), np.uintp(begin + own * size)
             given = np.uintp(fed + (heads + kv_heads + head) * size)
@@ -222,23 +211,9 @@ def extend_and_score(
             while number < group:
                 many = 3 if group - number >= 3 else 1
                 to = (row * heads + head * group + number) * width
-                end = score(
-                    many,
-                    turned,
-                    number * size,
-                    size,
-                    prompt_keys,
-                    prompt,
-                    start,
-                    sums,
-                    scores,
-                    to,
-                    width,
-                    columns[1] * size,
-                )
-                end = score(
-                    many, turned, number * size, size, keys, begin, own + 1, sums, scores, end, width, columns[0] * size
-                )
+                asked = (many, turned, number * size, size)
+                end = score(asked, prompt_keys, prompt, start, next_prompt, sums, scores, to, width)
+                end = score(asked, keys, begin, own + 1, next_row, sums, scores, end, width)
                 for k in range(many):
                     scores[end + k * width : to + (k + 1) * width] = -np.inf
                 number += many
@@ -258,36 +233,20 @@ def sum_values(
 ) -> None:
     """out [B, heads, D]: the values of prompt and own columns by weights [B, heads, W]; as in `extend_and_score`."""
     heads, kv_heads, size, width = shape
-    group = heads // kv_heads
+    group, next_row, next_prompt = heads // kv_heads, columns[0] * size, columns[1] * size
     sums = np.empty(3 * size, np.float32)
     for row in range(len(lengths)):
         start, own = starts[row] + -starts[row] % AT_ONCE, lengths[row] + 1
         own += -own % AT_ONCE
         for head in range(kv_heads):
-            begin, prompt = (
-                (row * kv_heads + head) * columns[0] * size,
-                (prompts[row] * kv_heads + head) * columns[1] * size,
-            )
+            begin, prompt = (row * kv_heads + head) * next_row, (prompts[row] * kv_heads + head) * next_prompt
             number = 0
             while number < group:
                 many, first = 3 if group - number >= 3 else 1, row * heads + head * group + number
                 sums[:] = 0.0
-                add_rows(
-                    many,
-                    weights,
-                    first * width,
-                    width,
-                    prompt_values,
-                    prompt,
-                    size,
-                    start,
-                    size,
-                    sums,
-                    columns[1] * size,
-                )
-                add_rows(
-                    many, weights, first * width + start, width, values, begin, size, own, size, sums, columns[0] * size
-                )
+                at = first * width
+                add_rows(many, weights, at, width, prompt_values, prompt, size, start, size, sums, next_prompt)
+                add_rows(many, weights, at + start, width, values, begin, size, own, size, sums, next_row)
                 to = np.uintp(first * size)
                 for d in range(np.uintp(many * size)):
                     out[to + d] = rounded(sums[d])
@@ -297,7 +256,7 @@ def sum_values(
 class CompiledStep:
     """Attention of one decode step of all layers; cos, sin [B, 1, D] of the new tokens."""
 
-    def __init__(self, cache: SlotCache, cos: Tensor, sin: Tensor, heads: Any, scaling: float) -> None:
+    def __init__(self, cache: SlotCache, cos: Tensor, sin: Tensor, heads: int, scaling: float) -> None:
         self._cache = cache
         self._rotary = (*(x.float().numpy().reshape(-1) for x in (cos, sin)), scaling)
         rows = tuple(x.numpy() for x in (cache.write_at, cache.prompt_of, cache.starts))
@@ -306,11 +265,12 @@ class CompiledStep:
         width = (starts + -starts % AT_ONCE + lengths + 1).max()
         self._scores = torch.empty(len(cos), heads, int(width + -width % AT_ONCE))
 
-    def __call__(self, layer: Any, qkv: Tensor) -> Tensor:
+    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
         """[B, heads * D] from qkv [B, heads + 2 kv heads, D], which is contiguous."""
-        keys, values, prompt_keys, prompt_values = self._cache.arrays(layer)
         rows, heads, width = self._scores.shape
-        shape = (heads, (qkv.shape[1] - heads) // 2, qkv.shape[2], width)
+        kv_heads = (qkv.shape[1] - heads) // 2
+        keys, values, prompt_keys, prompt_values = self._cache.arrays(layer, qkv[:, :kv_heads, None])
+        shape = (heads, kv_heads, qkv.shape[2], width)
         given = (as_array(qkv), *self._rotary, keys, values, prompt_keys)
         extend_and_score(shape, *given, *self._seen, self._scores.numpy().reshape(-1))
         weights = torch.softmax(self._scores, dim=-1)

@@ -246,10 +246,10 @@ class SlotCache(Cache):
             self._index[heads] = (first + self.write_at[:, None]).view(-1)
         return self._index[heads]
 
-    def arrays(self, layer: int) -> tuple[np.ndarray, ...]:
-        """Keys and values of the rows, then of the prompts, which stand among the rows where they are not shared."""
-        prompts = self.prompts.layers.get(layer) if self.shared else None
-        own = self.own.layer(layer, prompts) if prompts else self.own.layers[layer]
+    def arrays(self, layer: int, like: Tensor) -> tuple[np.ndarray, ...]:
+        """Keys and values of the rows, then of the prompts, which stand among the rows where they are not shared; made
+        for heads and size of `like` [_, kv heads, _, head size] if need be."""
+        own, prompts = self.own.layer(layer, (like, like)), self.prompts.layers.get(layer)
         tensors = (*own, *(prompts or own))
         kept, arrays = self._arrays.get(layer, ((), ()))
         if len(kept) != len(tensors) or any(a is not b for a, b in zip(kept, tensors, strict=True)):
