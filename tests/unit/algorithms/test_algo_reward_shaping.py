@@ -71,6 +71,17 @@ def test_missing_reward_bootstrap_puts_the_last_value_in_its_place() -> None:
     torch.testing.assert_close(decayed[0], torch.tensor([0.3, 0.2, 0.0]))  # 0.2 + 0.5 · (0.2 + 0.5 · 0)
 
 
+def test_a_cut_off_row_without_reward_has_one_value_at_its_end() -> None:
+    """Rows 0 and 1 were cut off. Row 0 has lost its reward: V(last) = 0.6 stands for all that it would have earned, and
+    the value after the end, 5, is not added to it. Row 1 has its reward of 0.5, and goes on with its end's 2."""
+    cut_off, ends = torch.tensor([True, True, False]), torch.tensor([5.0, 2.0, 7.0])
+    advantages, returns, _ = with_missing("bootstrap", bootstrap_mask=cut_off, bootstrap_values=ends)
+    torch.testing.assert_close(returns, torch.tensor([[0.6, 0.6, 0.6], [2.5, 0.0, 2.5], [0.7, 0.7, 0.0]]))
+    torch.testing.assert_close(advantages[0], torch.tensor([0.4, 0.2, 0.0]))
+    _, zero, _ = with_missing("zero", bootstrap_mask=cut_off, bootstrap_values=ends)
+    torch.testing.assert_close(zero[0], torch.tensor([5.0, 5.0, 5.0]))
+
+
 def test_missing_reward_critic_does_not_decay() -> None:
     advantages, returns, _ = with_missing("critic", lam=0.5)
     torch.testing.assert_close(advantages[0], torch.tensor([0.4, 0.2, 0.0]))
