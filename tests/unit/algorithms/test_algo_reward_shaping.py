@@ -102,6 +102,15 @@ def test_missing_reward_exclude_leaves_the_rows_out_of_loss_and_whitening() -> N
     torch.testing.assert_close(grouped[:, 0], torch.tensor([0.0, -0.4, 0.4]))  # of 0.5 and 0.9 alone
 
 
+def test_an_option_of_as_many_numbers_as_there_are_samples_is_not_cut() -> None:
+    """λ of 1, 0 and 1 along the response, and three samples, one of which is left out: A = 0.2 + A', 0.2, 0.4."""
+    advantages, _, _ = algorithms.advantages_with_missing_rewards(
+        "gae", rewards=REWARDS, response_mask=MASK, values=VALUES, missing=torch.tensor([False, True, False]),
+        missing_reward="exclude", whitening="none", lam_positions=[1.0, 0.0, 1.0],
+    )  # fmt: skip
+    torch.testing.assert_close(advantages[0], torch.tensor([0.4, 0.2, 0.4]))
+
+
 def test_whitening_comes_after_the_policy_and_before_the_flip() -> None:
     advantages, _, _ = with_missing("zero", whitening="batch")
     plain, _, _ = with_missing("zero")
