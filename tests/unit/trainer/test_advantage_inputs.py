@@ -5,13 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from valor.config import AlgorithmConfig, PFPPOConfig, PPOConfig, RolloutCorrectionConfig, load
+from valor.config import ActorConfig, AlgorithmConfig, PFPPOConfig, PPOConfig, RolloutCorrectionConfig, load
 from valor.data.batch import Batch
 from valor.errors import UserError
 from valor.trainer.advantage import component_scores, compute_advantages, resample
 from valor.trainer.old_log_probs import OldLogProbs, corrected
 from valor.trainer.run import SkippedUpdates
 from valor.trainer.updates import Updates, counted
+from valor.workers.actor import ActorWorker
 
 
 def two_rows(**columns) -> Batch:
@@ -188,6 +189,18 @@ def test_mini_batches_count_the_mask_that_is_left_and_keep_the_weights():
     assert [b.meta["update"] for b in (first, second)] == [1, 2]
     assert [b.meta["last_of_step"] for b in (first, second)] == [False, True]
     assert "rollout_is_weights" in first and "old_log_probs" in first and "rollout_log_probs" not in first
+
+
+def test_the_entropy_that_is_logged_is_that_of_a_token_whatever_the_loss_sums():
+    """Five tokens of two responses: 0.5 nats each in the metric; the bonus is half of their sum, as the mode says."""
+    worker = ActorWorker.__new__(ActorWorker)
+    worker.config = ActorConfig(loss_agg_mode="seq-mean-token-sum", entropy_coeff=0.1)
+    worker.loss_mode, worker._generator = "vanilla", None
+    mask, meta = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]), {"num_tokens": 5.0, "num_sequences": 2.0}
+    rows = Batch({"response_mask": mask, "advantages": torch.zeros(2, 3), "old_log_probs": -mask}, {}, meta)
+    loss, metrics = worker._loss({"log_probs": -mask, "entropy": torch.full((2, 3), 0.5)}, rows)
+    assert float(metrics["entropy"]) == pytest.approx(0.5)
+    assert float(loss) == pytest.approx(-0.1 * 2.5 / 2)
 
 
 def test_whitening_by_mini_batch_is_for_estimators_that_whiten():
