@@ -61,15 +61,20 @@ def load_tokenizer(
     return tokenizer
 
 
-def load_policy_tokenizer(config: PPOConfig) -> Any:
-    """The tokenizer of the policy, with a chat template. UserError: there is none."""
-    model = config.actor_rollout_ref.model
+def load_model_tokenizer(model: ModelConfig, *, at: str | None = None, chat: bool = False) -> Any:
+    """The tokenizer at `at`, else the model's own, with the chat template that `model` gives it. UserError: there is
+    none, or `chat` and it has no template."""
     return load_tokenizer(
-        config.data.tokenizer or model.tokenizer_path or model.path,
+        at or model.tokenizer_path or model.path,
         trust_remote_code=model.trust_remote_code,
         custom_chat_template=model.custom_chat_template,
-        require_chat_template=True,
+        require_chat_template=chat,
     )
+
+
+def load_policy_tokenizer(config: PPOConfig) -> Any:
+    """The tokenizer of the policy, with a chat template. UserError: there is none."""
+    return load_model_tokenizer(config.actor_rollout_ref.model, at=config.data.tokenizer, chat=True)
 
 
 def check_critic_tokenizer(config: PPOConfig, tokenizer: Any) -> None:
