@@ -36,7 +36,8 @@ def export_checkpoint(checkpoint: Path, out: Path, role: str) -> None:
     folder = checkpoint / role
     verify(checkpoint, only=f"{role}/")
     if not folder.is_dir():
-        raise UserError(f"'{checkpoint}' holds no {role}: it has {', '.join(sorted(_roles(checkpoint)))}")
+        there = sorted(one.name for one in checkpoint.iterdir() if (one / MODEL_CONFIG_DIR).is_dir())
+        raise UserError(f"'{checkpoint}' holds no {role}: it has {', '.join(there)}")
     if out.exists() and any(out.iterdir()):
         raise UserError(f"'{out}' is not empty: give a new folder")
     config = AutoConfig.from_pretrained(folder / MODEL_CONFIG_DIR)
@@ -65,7 +66,3 @@ def _empty(auto: Any, folder: Path, config: Any) -> Any:
         raise UserError(f"'{folder}' holds adapters of '{base}', which cannot be loaded any more: {error}") from error
     inject(hf, adapter)
     return hf
-
-
-def _roles(checkpoint: Path) -> list[str]:
-    return [p.name for p in checkpoint.iterdir() if (p / MODEL_CONFIG_DIR).is_dir()]
