@@ -43,8 +43,6 @@ class EngineCore:
     def version(self) -> int:
         return self.counters.updates
 
-    # ---- rows
-
     def _micro_batches(
         self, verb: str, batch: Batch, max_tokens: Limit, max_rows: Limit, *, share: int = 1
     ) -> MicroBatches:
@@ -72,8 +70,6 @@ class EngineCore:
             return {}
         wide = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in values.values()]
         return dict(zip(values, torch.stack(wide).tolist(), strict=True))
-
-    # ---- the optimizer's step
 
     def optimizer_step(self, *, advance_schedule: bool = True) -> dict[str, float]:
         assert self.optimizer is not None and self.optim is not None, "a frozen engine has no optimizer"
@@ -113,8 +109,6 @@ class EngineCore:
     def _weight_norm(self) -> float:
         """The norm of all weights that are trained; 0 where none are."""
         raise NotImplementedError
-
-    # ---- weights
 
     def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer of the state dict, whole, one at a time, on the engine's device."""

@@ -107,8 +107,6 @@ class FSDPEngine(EngineCore):
             self._reshard()
         self.offload()
 
-    # ---- forward and backward
-
     @torch.no_grad()
     def forward(
         self, batch: Batch, *, max_tokens: Limit = None, max_rows: Limit = None, **options: Any
@@ -162,8 +160,6 @@ class FSDPEngine(EngineCore):
         grads = [cast(DTensor, p.grad) for p in self.module.parameters() if p.grad is not None]
         return global_norm(grads), [grad.to_local() for grad in grads]
 
-    # ---- weights
-
     @contextmanager
     def unsharded(self) -> Iterator[Any]:
         """The module with all parameters gathered; nothing inside frees or gathers them again."""
@@ -207,8 +203,6 @@ class FSDPEngine(EngineCore):
 
     def onload(self, *, optimizer: bool = True) -> None:
         self._move(self.device, optimizer)
-
-    # ---- inside
 
     @torch.no_grad()
     def _weight_norm(self) -> float:

@@ -108,8 +108,6 @@ class MegatronEngine(EngineCore):
         self._first_norm = self._weight_norm()
         self.offload()
 
-    # ---- forward and backward
-
     @torch.no_grad()
     def forward(
         self, batch: Batch, *, max_tokens: Limit = None, max_rows: Limit = None, **options: Any
@@ -204,8 +202,6 @@ class MegatronEngine(EngineCore):
         dist.broadcast_object_list(box, mpu.get_pipeline_model_parallel_last_rank(), group, self.device)
         return box[0]
 
-    # ---- the optimizer's step
-
     def _make_trainable(self, optim: OptimConfig) -> None:
         megatron, config = self._megatron, self._config
         distributed: dict[str, Any] = {"use_distributed_optimizer": megatron.use_distributed_optimizer}
@@ -253,8 +249,6 @@ class MegatronEngine(EngineCore):
 
     def _weight_norm(self) -> float:
         return self._weights.norm() if self.optim is not None else 0.0
-
-    # ---- weights
 
     def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         return self._weights.whole(self.device)
