@@ -138,8 +138,7 @@ def gdpo(
     for key, scores in component_scores.items():
         total += weights[key] * grpo_scores(scores, groups, norm_adv_by_std_in_grpo, singleton)
     advantage = spread_over_tokens(total, response_mask)
-    compared = response_mask
-    if singleton == "zero" and bool(groups.singleton.any()):
-        compared = response_mask.masked_fill(groups.singleton.unsqueeze(1), 0.0)
+    left_out = groups.singleton.unsqueeze(1) & (singleton == "zero")
+    compared = response_mask.masked_fill(left_out, 0.0)
     masked_whiten(advantage, compared, scope=whitening, out=advantage)
     return advantage, advantage

@@ -30,7 +30,6 @@ class EngineCore:
     """
 
     data_parallel_rank: int
-    data_parallel_size: int
 
     def __init__(self, module: Any, optim: OptimConfig | None, device: torch.device, total_steps: int) -> None:
         self.module, self.optim, self.device, self.total_steps = module, optim, device, total_steps

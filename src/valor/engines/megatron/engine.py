@@ -80,7 +80,6 @@ class MegatronEngine(EngineCore):
         if has_adapters(module.hf):
             raise UserError("strategy=megatron trains all weights: set model.lora_rank=0, or use strategy=fsdp2")
         self.data_parallel_rank = mpu.get_data_parallel_rank()
-        self.data_parallel_size = mpu.get_data_parallel_world_size()
         self._megatron = megatron
         self._weight_memory, self._optimizer_memory = HostMemory(), HostMemory()
         recompute = optim is not None and any(getattr(m, "gradient_checkpointing", False) for m in module.modules())
