@@ -22,7 +22,7 @@ from valor.controller.placement import Placement
 from valor.controller.start import start_pools
 from valor.data.batch import Batch, Episodes
 from valor.data.prompts import PromptDataset
-from valor.models.load import check_critic_tokenizer
+from valor.models.load import check_critic
 from valor.tracking.metrics import Timer
 from valor.tracking.progress import phase
 from valor.trainer.advantage import (
@@ -72,7 +72,7 @@ class PPORun(Run):
         self.placement = placement or placed(config)
         with phase("tokenizer, data and graders"):
             self.inputs = inputs = RunInputs(config)
-        check_critic_tokenizer(config, inputs.tokenizer)
+        check_critic(config, inputs.tokenizer)
         check_components(config, inputs)
         super().__init__(config, inputs.tokenizer, PPORecorder(config, inputs.tokenizer, command))
         self.sampler, self.total_steps = inputs.sampler, inputs.total_steps

@@ -26,7 +26,7 @@ from valor.data.balance import grouped
 from valor.data.batch import Batch, Episodes
 from valor.data.sampler import PromptSampler, shuffled
 from valor.errors import UserError
-from valor.models.load import check_critic_tokenizer, load_policy_tokenizer
+from valor.models.load import check_critic, load_policy_tokenizer
 from valor.tracking.metrics import Timer, explained_variance, summarize
 from valor.tracking.progress import phase
 from valor.trainer.recorder import PPORecorder
@@ -54,7 +54,7 @@ class CriticPretrainRun(Run):
         self.pool, self.controller = resolve_pool(config.trainer, config.ray_kwargs.ray_init.address)
         self.inputs = None if config.pretrain.rollouts else RunInputs(config)
         tokenizer = self.inputs.tokenizer if self.inputs else load_policy_tokenizer(config)
-        check_critic_tokenizer(config, tokenizer)
+        check_critic(config, tokenizer)
         super().__init__(config, tokenizer, PPORecorder(config, tokenizer, command))
 
     def start(self, stack: ExitStack, *, resuming: bool) -> Roles:
