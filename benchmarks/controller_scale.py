@@ -115,8 +115,8 @@ class Kept(Part):
 def answer_for_ranks(pipe: Any, folder: Path, tokens: int) -> None:
     """The other process: the results of all ranks, one after the other."""
     store, kept = Store(folder), list[str]()
-    while (asked := pipe.recv()) is not None:
-        (role, method, stays, with_sink), calls = asked
+    while True:
+        (role, method, stays, with_sink), calls = pipe.recv()
         found, told = [], []
         if method == "generate":  # those of the step before
             for path in kept:
@@ -231,7 +231,7 @@ class SleepingGroup(WorkerGroup):
         return finish
 
     def close(self) -> None:
-        self._pipe.send(None)
+        self._process.kill()  # after an error it may be at work for nobody
         self._process.join()
         self._folder.cleanup()
 

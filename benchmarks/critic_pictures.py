@@ -14,7 +14,8 @@ from pathlib import Path
 
 RESULTS = Path(__file__).with_name("results")
 IMAGES = Path(__file__).parents[1] / "docs" / "images" / "critics"
-COLOURS = ("#1f5fa8", "#c2571a", "#2e8540", "#8a3ffc", "#b01657", "#7a6000", "#008080", "#555555", "#d08b00", "#4b0082")
+COLOURS = ("#1f5fa8", "#c2571a", "#2e8540", "#8a3ffc", "#b01657", "#7a6000")
+COLOURS += ("#008080", "#555555", "#d08b00", "#4b0082", "#e7298a")
 Number = tuple[float, float, float]  # mean and interval
 WIDTH, TOP, BOTTOM = 680, 34, 40
 

@@ -10,8 +10,9 @@ timed. Both sides take one update a batch, no KL term, a reward that costs nothi
 Each round runs TRL and then Valor as a process of its own; the first step of each is left out (warm-up). Prints a JSON
 line for every process and at the end the ratio of the medians, TRL / Valor: above 1, Valor is faster.
 
-`--compare off:shared off:attention off:decoder compile` runs Valor in these forms as well, in every round: without a
-group's prompt computed once, without attention by products, without the decoder over the weights, with model.compile.
+`--compare off:shared off:attention off:decoder compile ppo` runs Valor in these forms as well, in every round: without
+a group's prompt computed once, without attention by products, without the decoder over the weights, with model.compile,
+and as PPO with a critic of the same size.
 """
 
 import argparse
@@ -23,10 +24,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-FORMS = ["off:shared", "off:attention", "off:decoder", "compile"]
+FORMS = ["off:shared", "off:attention", "off:decoder", "compile", "ppo"]
 
 
-def switch(form: str) -> list[str]:
+def switch(form: str, args: argparse.Namespace) -> list[str]:
     """Settings of a form of Valor; what has no key is switched off in this process."""
     if form == "off:attention":
         from valor.models import attention
@@ -37,13 +38,26 @@ def switch(form: str) -> list[str]:
 
         engine.agrees = lambda *_: False
     key = "actor_rollout_ref.model"
-    return {"off:shared": [f"{key}.share_prefixes=false"], "compile": [f"{key}.compile=true"]}.get(form, [])
+    critic = {
+        "critic.model.path": args.model,
+        "critic.model.enable_gradient_checkpointing": "false",
+        "critic.fsdp_config.dtype": args.dtype,
+        "critic.ppo_mini_batch_size": args.prompts,
+        "critic.ppo_max_token_len_per_gpu": args.micro_tokens,
+        "algorithm.adv_estimator": "gae",
+    }
+    settings = {
+        "off:shared": {f"{key}.share_prefixes": "false"},
+        "compile": {f"{key}.compile": "true"},
+        "ppo": critic,
+    }
+    return [f"{name}={value}" for name, value in settings.get(form, {}).items()]
 
 
 def run_valor(args: argparse.Namespace) -> dict:
     from valor.trainer.main_ppo import main
 
-    settings = switch(args.form)
+    settings = switch(args.form, args)
     reward = Path(__file__).with_name("length_reward.py")
     with tempfile.TemporaryDirectory() as tmp:
         code = main(

@@ -13,6 +13,7 @@ from click.shell_completion import shell_complete
 from valor import __version__
 from valor.arguments import PAGES, PATH, Command, command, option, run
 from valor.errors import UserError, did_you_mean, exit_code
+from valor.tracking.rundir import disk_errors
 
 # "module:function" and a line of help. The function is a click command, or in RUNS.
 COMMANDS = {
@@ -154,4 +155,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if asked := os.environ.get("_VALOR_COMPLETE"):  # what a shell wants to know: docs/installation.md
         return shell_complete(Commands(), {}, "valor", "_VALOR_COMPLETE", asked)
-    return exit_code(lambda: run(Commands(), ["--help"] if arguments == ["help"] else arguments, "valor"))
+    asked_for = ["--help"] if arguments == ["help"] else arguments
+    return exit_code(lambda: disk_errors(Path())(run)(Commands(), asked_for, "valor"))

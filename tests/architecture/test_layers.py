@@ -48,6 +48,7 @@ ONLY_IN = {
     "wandb": {"tracking"},
     "plotly": {"report"},
     "vllm": {"rollout"},
+    "numba": {"rollout"},
 }
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 80

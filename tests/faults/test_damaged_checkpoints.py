@@ -176,6 +176,8 @@ def test_an_export_of_a_damaged_one(run_dir):
     with pytest.raises(UserError, match="other content"):
         export_checkpoint(run_dir / "global_step_3", run_dir / "out", "actor")
     export_checkpoint(run_dir / "global_step_3", run_dir / "out", "critic")
+    with pytest.raises(UserError, match=r"holds no \.\.: it has actor, critic"):
+        export_checkpoint(run_dir / "global_step_3", run_dir / "beside", "..")
 
 
 # ---- killed at any moment

@@ -31,10 +31,10 @@ def test_a_critic_and_a_reference_apart_change_nothing_and_are_updated_at_the_sa
         began = {role: row[f"timing_began_s/update_{role}"] for role in ("critic", "actor")}
         ended = {role: began[role] + row[f"timing_s/update_{role}"] for role in began}
         assert max(began.values()) < min(ended.values())
-        # The critic's pool computes reference log-probs while the actor's computes old ones, and nobody waits for both.
-        log_probs = [(row[f"timing_began_s/{name}"], row[f"timing_s/{name}"]) for name in ("old_log_prob", "ref")]
-        assert max(at for at, _ in log_probs) < min(at + seconds for at, seconds in log_probs)
-        for names in (("old_log_prob", "ref"), ("update_critic", "update_actor")):
+        # The critic's pool computes values while the actor's computes old log-probs, and nobody waits for both.
+        passes = [(row[f"timing_began_s/{name}"], row[f"timing_s/{name}"]) for name in ("old_log_prob", "values")]
+        assert max(at for at, _ in passes) < min(at + seconds for at, seconds in passes)
+        for names in (("old_log_prob", "values"), ("update_critic", "update_actor")):
             assert sum(row.get(f"timing_hidden_s/{name}", 0.0) for name in names) > 0
 
 

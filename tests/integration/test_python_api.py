@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import valor
 from valor import algorithms, cli
 from valor.errors import UserError
+from valor.lab.given import demonstration_row, given_model
 
 pytestmark = pytest.mark.slow
 
@@ -125,21 +126,33 @@ def test_supervised_runs_and_reward_models(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        ({"train_data": {"train": SUMS}}, "train_data has several splits (train): give one of them"),
+        ({"train_data": {"train": SUMS}}, "train_data is a dict (train): give one split, or a list of rows"),
         ({"train_data": [{"question": "1+1"}]}, "a row has no 'prompt' (it has question): rename"),
         ({"train_data": [{"prompt": "1+1", "image": object()}]}, "train_data, row 0: object is no JSON"),
         ({"train_data": []}, "train_data has no rows"),
         ({"train_data": SUMS, "reward": lambda text: 0}, "must take (data_source, solution_str"),
         ({"train_data": SUMS, "reward_weights": [1]}, "reward_weights are those of reward functions"),
         ({"train_data": SUMS, "model": 42}, "a model is a path, a hub name or a transformers model, got int"),
+        ({"train_data": SUMS, "algorithm": 5}, "unknown advantage estimator '5'; known: gae"),
+        ({"train_data": SUMS, "default_local_dir": "/dev/null/run"}, "'/dev/null/run"),
         ({"train_data": SUMS, "algorithm": "gea"}, "unknown advantage estimator 'gea'; did you mean gae?"),
     ],
 )
 def test_mistakes_are_one_line_and_nothing_is_written(given, line, tmp_path):
     with pytest.raises(UserError, match=re.escape(line)) as error:
-        valor.PPO(**{"model": "nowhere", **given}, default_local_dir=tmp_path / "run")
+        valor.PPO(**{"model": "nowhere", "default_local_dir": tmp_path / "run", **given})
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists() or not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_rows_and_tokenizers_as_others_write_them():
+    said = [{"role": "assistant", "content": "2"}]
+    chat = [{"role": "user", "content": "1+1="}, *said]
+    assert demonstration_row({"prompt": "1+1=", "completion": said})["messages"] == chat
+    assert demonstration_row({"prompt": chat[:1], "completion": said})["messages"] == chat
+    with pytest.raises(UserError, match="a row has no 'prompt'"):
+        demonstration_row({"completion": said})
+    assert given_model("model", "policy", "tokens") == {"model.path": "policy", "model.tokenizer_path": "tokens"}
 
 
 def test_a_grader_of_files_still_goes_by_data_source(tiny, tmp_path):

@@ -135,7 +135,7 @@ def check(model, turns) -> float:
         (["--dry-run"], "no --dry-run"),
         (["trainer.n_gpus_per_node=2", "trainer.device=cpu"], "trainer.controller=local runs one process"),
         (["--port", "99999"], "cannot listen"),
-        (["--port", "0", "--record", "/dev/null"], "--record /dev/null: File exists"),
+        (["--port", "0", "--record", "/dev/null"], "'/dev/null': File exists"),
         (["--port", "0", "actor_rollout_ref.rollout.multi_turn.format=hermess", *SETTINGS], "did you mean hermes?"),
     ],
 )

@@ -71,7 +71,7 @@ def compose_tree(root: type[BaseModel], line: SimpleNamespace, reading: Reading)
             for preset in (one for one in used if one in PRESETS):
                 of_preset = PRESETS[preset][1].items()
                 reading.presets[preset] = [key for key, value in of_preset if written.get(key) == value]
-    except (UserError, YAMLError, OmegaConfBaseException, HydraException) as error:
+    except (UserError, YAMLError, UnicodeDecodeError, OmegaConfBaseException, HydraException) as error:
         raise UserError("\n".join([*reading.mistakes, _one_line(error, line, name, root)])) from error
 
 
@@ -87,7 +87,7 @@ def _one_line(error: Exception, line: SimpleNamespace, name: str, root: type[Bas
     file = f"{line.config_path or '.'}/{name}.yaml"
     if isinstance(error, UserError):
         return str(error)
-    if isinstance(error, YAMLError):
+    if isinstance(error, YAMLError | UnicodeDecodeError):
         mark = getattr(error, "problem_mark", None)
         place = f", line {mark.line + 1}" if mark else ""
         return f"{file}{place}: not valid yaml ({getattr(error, 'problem', None) or error})"

@@ -19,6 +19,7 @@ from valor.config.command_line import overrides
 from valor.errors import Interrupted, UserError
 from valor.lab.given import Given, demonstration_row, given_bytes, given_data, given_model, prompt_row
 from valor.rewards.functions import RewardFunctions, pickled
+from valor.tracking.rundir import disk_errors
 from valor.trainer.command import tell_notes
 
 _INPUTS = "inputs"  # in the folder of the run
@@ -65,8 +66,9 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
         # Where the folder is has to be known before anything can be written into it.
         self.folder = Path(load(arguments(Path(_INPUTS)), self.root).config.trainer.default_local_dir)
         self._inputs = (self.folder / _INPUTS).absolute()
-        for one in files.values():
-            one.into(self._inputs)
+        with disk_errors(self.folder):
+            for one in files.values():
+                one.into(self._inputs)
         from valor.trainer.checks import check  # after the mistakes that are told without torch
 
         loaded = load(arguments(self._inputs), self.root, check)
@@ -221,7 +223,7 @@ class PPO(PythonRun):
             given["reward.custom_reward_function.path"] = given_bytes("reward", ".pkl", pickled(functions))
         elif reward_weights is not None:
             raise UserError("reward_weights are those of reward functions: give reward=[...]")
-        if isinstance(algorithm, str):
+        if algorithm is not None and "algorithm" not in given:
             given["algorithm.adv_estimator"] = algorithm
         if "critic" not in given:
             given |= given_model("critic.model", critic)

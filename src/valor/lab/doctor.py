@@ -78,18 +78,18 @@ def _machine() -> Rows:
 def _reach(servers: Iterable[str]) -> Rows:
     yield "hub", "not asked: HF_HUB_OFFLINE=1" if os.environ.get("HF_HUB_OFFLINE") == "1" else _answers(ENDPOINT)
     if ray := os.environ.get("RAY_ADDRESS"):
-        yield "ray", ray if ":" not in ray else _answers(ray if "://" in ray else f"ray://{ray}")
+        yield "ray", ray if ":" not in ray else _answers(ray)
     for url in servers:
         yield "server", _answers(url)
 
 
 def _answers(url: str) -> str:
-    parts = urlsplit(url)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    began = time.monotonic()
+    whole, began = url if "://" in url else f"http://{url}", time.monotonic()
     try:
-        socket.create_connection((parts.hostname or "", port), timeout=_PATIENCE).close()
-    except OSError as error:
+        parts = urlsplit(whole)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        socket.create_connection((parts.hostname or whole, port), timeout=_PATIENCE).close()
+    except (OSError, ValueError) as error:  # ValueError: it is no address
         return f"{url} is out of reach ({error})"
     return f"{url} answers in {(time.monotonic() - began) * 1000:.0f} ms"
 

@@ -45,6 +45,8 @@ def given_model(key: str, model: Any, tokenizer: Any = None, *, reads_text: bool
     """
     if model is None:
         return {}
+    if isinstance(tokenizer, str | Path):
+        return given_model(key, model) | {f"{key}.tokenizer_path": tokenizer}
     if isinstance(model, str | Path):
         if tokenizer is None:
             return {f"{key}.path": model}
@@ -81,7 +83,7 @@ def given_data(name: str, data: Any, made: Callable[[Row], Row]) -> list[str] | 
     """The files that `data` names, or a jsonl file of its rows (a Hugging Face data set, a list of dicts) as `made`
     makes them. UserError: it is neither, has no rows, or values that JSON does not have."""
     if isinstance(data, Mapping):
-        raise UserError(f"{name}_data has several splits ({', '.join(map(str, data))}): give one of them")
+        raise UserError(f"{name}_data is a dict ({', '.join(map(str, data))}): give one split, or a list of rows")
     several = list(data) if isinstance(data, Iterable) and not isinstance(data, str) else [data]
     if not several:
         raise UserError(f"{name}_data has no rows")
@@ -104,17 +106,15 @@ def prompt_row(row: Row, *, keep_prompt: bool) -> Row:
     Text is what a user says. The columns go into `extra_info`; `ground_truth`, `answer` or `solution` is also the
     ground truth. A row without a `data_source` has "own". `keep_prompt`: as it was given, in `extra_info` too.
     """
-    if "prompt" not in row:
-        raise UserError(f"a row has no 'prompt' (it has {', '.join(map(str, row))}): rename the column that is it")
-    prompt, source = row["prompt"], row.get("data_source")
+    messages, source = _messages(row), row.get("data_source")
     truth = next((row[name] for name in _TRUTHS if row.get(name) is not None), None)
     info = {**{name: value for name, value in row.items() if name not in _ROW_COLUMNS}, **(row.get("extra_info") or {})}
     return {
-        "prompt": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
+        "prompt": messages,
         "data_source": "own" if source is None else source,
         "reward_model": row.get("reward_model") or {"style": "rule", "ground_truth": truth},
         "agent_name": row.get("agent_name"),
-        "extra_info": {**info, PROMPT: prompt} if keep_prompt else info,
+        "extra_info": {**info, PROMPT: row["prompt"]} if keep_prompt else info,
     }
 
 
@@ -123,7 +123,15 @@ def demonstration_row(row: Row) -> Row:
     completion = row.get("completion")
     if isinstance(completion, str):
         return row | {"response": completion}
-    return row if completion is None else row | {"messages": [*row["prompt"], *completion]}
+    return row if completion is None else row | {"messages": [*_messages(row), *completion]}
+
+
+def _messages(row: Row) -> Any:
+    """The row's prompt; text as what a user says."""
+    if "prompt" not in row:
+        raise UserError(f"a row has no 'prompt' (it has {', '.join(map(str, row))}): rename the column that is it")
+    prompt = row["prompt"]
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def _plain(value: Any) -> Any:

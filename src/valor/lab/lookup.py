@@ -74,13 +74,7 @@ def make_tokenizer() -> Any:
 
 
 def make_data(
-    out_dir: Path | str,
-    seed: int = 0,
-    *,
-    num_train: int = 4000,
-    num_val: int = 256,
-    num_demonstrations: int = 16_000,
-    num_sft_val: int = 256,
+    out_dir: Path | str, seed: int = 0, *, num_train: int = 4000, num_val: int = 256, num_demonstrations: int = 16_000
 ) -> DataFiles:
     """Write questions (verl's columns), the teacher's demonstrations (`messages`) and the corpora (`title`, `text`).
 
@@ -94,9 +88,7 @@ def make_data(
     for path, some in ((files.train, train), (files.val, val)):
         asked = ((question(name), {"target": [str(number)]}, {}) for name, number in some)
         arithmetic.write_prompts(path, DATA_SOURCE, "fact", asked)
-    arithmetic.write_demonstrations(
-        files, num_demonstrations, num_sft_val, lambda: demonstration(rng, *rng.choice(train))
-    )
+    arithmetic.write_demonstrations(files, num_demonstrations, 256, lambda: demonstration(rng, *rng.choice(train)))
     for path, documents in ((files.corpus, facts), (files.corpus_without, train)):
         lines = [json.dumps({"title": name, "text": str(number)}) for name, number in sorted(documents)]
         path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

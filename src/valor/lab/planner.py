@@ -29,6 +29,8 @@ _SPARE = 0.92  # of a device's memory: the allocator's fragments and what other 
 _BYTES = {"float32": 4, "bfloat16": 2}
 _PROCESS = {"cpu": 0.75 * GIB, "cuda": 0.8 * GIB}  # of Python and its libraries, or of a CUDA context: measured
 _PRODUCT = {"cpu": 2**27, "cuda": 2**29}  # elements of the head's product (valor.models.token_log_probs)
+_POSITIVE = click.FloatRange(0, min_open=True)
+_UNITS = {"memory": GIB, "flops": 1e12, "bandwidth": 1e9}
 _FORWARD = 2  # floating-point operations for a weight and a token
 
 
@@ -105,8 +107,11 @@ def shape_of(model: BackboneConfig, *, value_head: bool = False) -> Shape:
     trained = weights
     if model.lora_rank:
         named = {"target_modules": model.target_modules, "exclude_modules": model.exclude_modules}
-        with torch.device("meta"):
-            inject_adapter_in_model(LoraConfig(r=model.lora_rank, task_type="SEQ_CLS", **named), hf)  # type: ignore[arg-type]
+        try:
+            with torch.device("meta"):
+                inject_adapter_in_model(LoraConfig(r=model.lora_rank, task_type="SEQ_CLS", **named), hf)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise UserError(f"model.target_modules={model.target_modules}: {error}") from None
         trained = sum(p.numel() for name, p in hf.named_parameters() if "lora_" in name)
     return Shape(
         text=text,
@@ -158,7 +163,10 @@ def _held(shape: Shape, fsdp: FSDPConfig, machine: Machine, trains: bool) -> flo
 
 
 def _shards(fsdp: FSDPConfig, machine: Machine) -> int:
-    return min(fsdp.fsdp_size if fsdp.fsdp_size > 0 else machine.processes, machine.processes)
+    shards = min(fsdp.fsdp_size if fsdp.fsdp_size > 0 else machine.processes, machine.processes)
+    if machine.processes % shards:
+        raise UserError(f"fsdp_config.fsdp_size={shards} does not divide the {machine.processes} processes")
+    return shards
 
 
 @dataclass(frozen=True)
@@ -237,6 +245,8 @@ def _generation(config: PPOConfig, shape: Shape, machine: Machine, samples: int)
     read = data.max_response_length * math.ceil(mine / rows) * (weights + cache / 2) / machine.bandwidth
     compute = _FORWARD * shape.products * mine * longest / machine.flops
     parts = {"keys and values": float(cache)}
+    if machine.device == "cpu" and rollout.name == "native":  # in the layout that is fastest, adapters added up
+        parts["weights, packed"] = float(shape.products * size)
     if machine.device == "cuda" or fsdp.reshard_after_forward:
         parts["gathered weights"] = float(weights)
     if rollout.name == "vllm":
@@ -316,31 +326,31 @@ def table(found: Estimate, machine: Machine) -> str:
 
 @command("plan", "valor plan --gpus 8 --memory 80 actor_rollout_ref.model.path=MODEL", "memory", passes_options=True)
 @click.argument("settings", nargs=-1, type=click.UNPROCESSED, metavar="[KEY=VALUE]…")
-@option("--gpus", type=int, help="GPUs of a node that is not here; else this machine.")
-@option("--nodes", type=int, default=1, help="Nodes of these.")
-@option("--memory", type=float, help="GiB of each GPU (else 80), or of each process here.")
-@option("--tflops", type=float, default=300.0, help="What a GPU reaches in training.")
-@option("--bandwidth", type=float, default=2000.0, help="GB/s that it reaches.")
-def main(
-    settings: tuple[str, ...], gpus: int | None, nodes: int, memory: float | None, tflops: float, bandwidth: float
-) -> int:
+@option("--gpus", type=click.IntRange(1), help="GPUs of a node that is not here; else this machine.")
+@option("--nodes", type=click.IntRange(1), help="Nodes of these (else trainer.nnodes).")
+@option("--memory", type=_POSITIVE, help="GiB of each GPU (else 80), or of each process here.")
+@option("--tflops", "flops", type=_POSITIVE, help="What a GPU reaches in training (else 300; what is measured here).")
+@option("--bandwidth", type=_POSITIVE, help="GB/s that it reaches (else 2000; what is measured here).")
+def main(settings: tuple[str, ...], gpus: int | None, nodes: int | None, **given: float | None) -> int:
     """Memory by role and phase and the time of a step of valor ppo, before anything is loaded.
 
     The exit code is 1 where the run does not fit.
     """
     config = load(settings, PPOConfig, check).config
-    if config.pools:
-        pools = ", ".join(config.pools)
-        raise UserError(f"valor plan is for roles that share their processes: leave out the pool {pools}")
+    trainer, actor = config.trainer, config.actor_rollout_ref.actor
+    if config.pools or actor.strategy == "megatron":
+        what = f"the pool {', '.join(config.pools)}" if config.pools else "strategy=megatron"
+        raise UserError(f"valor plan is for FSDP roles that share their processes: leave out {what}")
     if gpus:
-        machine = Machine("cuda", gpus * nodes, (memory or 80.0) * GIB, tflops * 1e12, bandwidth * 1e9)
+        machine = Machine("cuda", gpus, 80 * GIB, 3e14, 2e12)
     else:
-        processes = (config.trainer.n_gpus_per_node or 1) * config.trainer.nnodes
-        machine = this_machine(processes, config.actor_rollout_ref.actor.fsdp_config.dtype)
-        if memory:
-            machine = replace(machine, memory=memory * GIB)
+        machine = this_machine(trainer.n_gpus_per_node or 1, actor.fsdp_config.dtype)
+    asked = {name: value * _UNITS[name] for name, value in given.items() if value}
+    count = nodes or trainer.nnodes
+    machine = replace(machine, processes=machine.processes * count, **asked)
     found = estimate(config, machine)
-    what = "GPU" if machine.device == "cuda" else f"process of {max(1, available_cores() // machine.processes)} cores"
+    cores = max(1, available_cores() * count // machine.processes)
+    what = "GPU" if machine.device == "cuda" else f"process of {cores} cores"
     print(f"memory of each of {machine.processes} x {what} ({machine.memory / GIB:.1f} GiB)")
     print(table(found, machine))
     if found.fits(machine):

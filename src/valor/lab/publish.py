@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import yaml
 from jinja2 import Template
 
 from valor.arguments import PATH, command, option
@@ -21,7 +20,7 @@ from valor.report.lab_pages import main_numbers
 from valor.report.page import tiles_of
 from valor.report.run_data import read_run
 from valor.report.skeleton import model_name, short
-from valor.tracking.rundir import METRICS_FILE
+from valor.tracking.rundir import METRICS_FILE, read_yaml
 
 SCORECARD_FILES = ("scorecard.json", "scorecard.html")
 CARD_FILE = "README.md"
@@ -71,7 +70,7 @@ def publish(model: Path, out: Path, scorecard: Path | None = None, role: str = "
     What the card says of the training comes from the run's folder in which `model` lies, if it lies in one. UserError:
     `model` is none, `out` is not empty, or the scorecard is another critic's; nothing is left behind then.
     """
-    if out.exists() and any(out.iterdir()):
+    if out.is_file() or (out.exists() and any(out.iterdir())):
         raise UserError(f"'{out}' is not empty: give a new folder")
     card = _read_scorecard(scorecard) if scorecard else None
     checkpoint = (model / "trainer.json").is_file()
@@ -150,17 +149,18 @@ def _read_scorecard(folder: Path) -> dict[str, Any]:
 
 
 def _check_class(folder: Path, role: str) -> None:
-    path = folder / "config.json"
-    if not path.is_file():
-        raise UserError(f"'{folder}' is neither a checkpoint (global_step_N) nor a model directory with a config.json")
-    architecture = (json.loads(path.read_text(encoding="utf-8")).get("architectures") or ["?"])[0]
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        architecture = (config.get("architectures") or ["?"])[0]
+    except (OSError, ValueError, AttributeError):
+        raise UserError(f"'{folder}' is neither a checkpoint (global_step_N) nor a model with a config.json") from None
     if not architecture.endswith(_CLASSES[role]):
         raise UserError(f"'{folder}' is no {role} but a {architecture}: give the huggingface/{role} folder of a run")
 
 
 def _training(run: Path, role: str) -> Iterator[tuple[str, str]]:
     """How the run trained it, from its config.yaml; of an actor also what came of it, from its metrics."""
-    config: dict[str, Any] = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    config: dict[str, Any] = read_yaml(run / "config.yaml")
     of, of_rl = partial(get_at, config), "actor_rollout_ref" in config
     paths = {"base model": "actor_rollout_ref.model.path" if of_rl else "model.path"}
     if role == "critic":

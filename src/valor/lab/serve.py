@@ -128,11 +128,8 @@ def main(
     require_libraries()
     config = _config(model, list(settings))
     listening = listen(host, port)
-    try:
-        if record is not None:
-            record.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--record {record}: {error.strerror}: name a folder that can be written") from None
+    if record is not None:
+        record.mkdir(parents=True, exist_ok=True)
     ended: Future[None] = Future()
     before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
     for number in before:

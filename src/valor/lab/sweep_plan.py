@@ -11,7 +11,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from valor.config import CriticPretrainConfig, PPOConfig, RMConfig, SFTConfig, load
@@ -20,7 +19,7 @@ from valor.config.command_line import literal
 from valor.config.describe import describe_errors, show
 from valor.config.tree import flatten, follows
 from valor.errors import UserError
-from valor.tracking.rundir import write_atomically
+from valor.tracking.rundir import read_yaml, write_atomically
 from valor.trainer.checks import check
 
 HEADLINE = "validation score"
@@ -40,20 +39,13 @@ ENTRIES = {
     "critic pretrain": Entry(CriticPretrainConfig, "critic/holdout/auc"),
 }
 # Keys that the sweep itself sets: they name a run, and let it go on after an interruption.
-RESERVED = (
-    "trainer.seed",
-    "trainer.experiment_name",
-    "trainer.default_local_dir",
-    "trainer.resume_mode",
-    "trainer.resume_from_path",
-)
+_ITS_OWN = "seed experiment_name default_local_dir resume_mode resume_from_path"
+RESERVED = tuple(f"trainer.{name}" for name in _ITS_OWN.split())
 RESULT_FILE = "result.json"
 _REFERENCE = re.compile(r"<run:([^<>]*)>")
 # A run is the same run in another place and under another name.
-_NAMES = (
-    *(f"trainer.{name}" for name in ("default_local_dir", "experiment_name", "project_name")),
-    "actor_rollout_ref.rollout.server.log_dir",
-)
+_NAMES = [f"trainer.{name}" for name in ("default_local_dir", "experiment_name", "project_name")]
+_NAMES.append("actor_rollout_ref.rollout.server.log_dir")
 Overrides = dict[str, Any] | list[str]
 _NAME = re.compile(r"[\w.=+-]+")
 
@@ -101,13 +93,7 @@ def read_sweep(path: Path, **given: Any) -> SweepConfig:
     """
     if not path.is_file():
         raise UserError(f"{path}: there is no such file; docs/lab.md shows how to write one")
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        raise UserError(
-            f"{path}{f', line {mark.line + 1}' if mark else ''}: not valid yaml ({getattr(error, 'problem', error)})"
-        ) from None
+    tree = read_yaml(path)
     if not isinstance(tree, dict):
         raise UserError(f"{path}: must hold keys such as arms, seeds, base")
     tree = {"name": path.stem} | tree | {key: value for key, value in given.items() if value is not None}

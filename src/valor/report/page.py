@@ -213,13 +213,17 @@ def _journey(label: str, series: Series | None, *, best: bool = False) -> Iterat
 
 
 def _panels(runs: Mapping[str, RunData]) -> list[dict[str, Any]]:
-    """Each panel that a run has, with its first line from every run."""
+    """Each panel that a run has, with one line from every run that has it: the first of the first such run."""
     panels: dict[str, dict[str, Any]] = {}
     for place, (name, run) in enumerate(runs.items(), start=1):
         for panel in pictures.panel_specs(run.metrics):
-            first = panel["lines"][0]
-            line = first | {"label": name, "key": f"{first['key']} · {name}", "color": place, "style": "solid"}
-            panels.setdefault(panel["id"], panel | {"lines": []})["lines"].append(line)
+            lines = {line["label"]: line for line in panel["lines"]}
+            title, first = panel["title"], next(iter(lines))
+            named = {"title": f"{title}: {first}" if len(lines) > 1 else title, "of": first, "lines": []}
+            shown = panels.setdefault(panel["id"], panel | named)
+            if line := lines.get(shown["of"]):
+                its_own = {"label": name, "key": f"{line['key']} · {name}", "color": place, "style": "solid"}
+                shown["lines"].append(line | its_own)
     return [*panels.values()]
 
 

@@ -36,7 +36,7 @@ def panel_specs(metrics: Mapping[str, Series]) -> list[dict[str, Any]]:
             look = {"style": line.get("style", "solid"), "color": line.get("color", place)}
             last = _as_text(metrics[key].finite()[-1], panel.get("unit", ""))
             lines.append({"label": line["label"], "key": key, "last": last, **look})
-        if lines:
+        if lines and panel.get("needs", lines[0]["key"]) in metrics:
             specs.append(_PLAIN | panel | {"lines": lines})
     return specs
 

@@ -8,13 +8,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
 from valor.config.tree import flatten
 from valor.errors import UserError
 from valor.tracking.diagnosis import Diagnosis, Finding
 from valor.tracking.metrics import Histogram
-from valor.tracking.rundir import METRICS_FILE, SAMPLES_DIR, read_run_info, step_of_samples
+from valor.tracking.rundir import METRICS_FILE, SAMPLES_DIR, read_run_info, read_yaml, step_of_samples
 
 MAX_POINTS = 1200  # per curve: more than a screen is wide
 MAX_SAMPLE_STEPS = 8  # per split, the first and the last among them
@@ -66,7 +64,7 @@ def read_run(run_dir: Path) -> RunData:
     if not metrics:
         raise UserError(f"{path} is empty: there is nothing to report before the first step has finished")
     config_file = run_dir / "config.yaml"
-    config = yaml.safe_load(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
+    config = read_yaml(config_file) if config_file.is_file() else {}
     diagnosis = Diagnosis(flatten(config or {}))
     for step, record in steps.items():
         diagnosis.add(step, record)
@@ -106,7 +104,10 @@ def read_samples(run_dir: Path) -> list[dict[str, Any]]:
         own = [(i, path) for i, path in files if i is not None and path.name.startswith("val_") == (split == "val")]
         for step, path in evenly_spaced(sorted(own), MAX_SAMPLE_STEPS):
             records = _read_lines(path)
-            shown = [_shorten(record) for record in records[:MAX_SAMPLES_PER_STEP]]
+            try:
+                shown = [_shorten(record) for record in records[:MAX_SAMPLES_PER_STEP]]
+            except (KeyError, TypeError):
+                raise UserError(f"{path} holds no samples of a run: move it away and try again") from None
             groups.append({"step": step, "split": split, "records": shown, "available": len(records)})
     return groups
 
@@ -133,7 +134,7 @@ def thin(series: Series, limit: int = MAX_POINTS) -> Series:
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     """The JSON objects of a file; an unfinished last line is left out, any other damage is a UserError."""
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_bytes().split(b"\n")
     records = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():

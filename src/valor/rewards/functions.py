@@ -31,9 +31,13 @@ class RewardFunctions:
 
     def __init__(self, functions: Sequence[Callable[..., Any]], weights: Sequence[float] | None = None) -> None:
         self._functions = list(functions)
-        self._weights = [1.0] * len(functions) if weights is None else list(map(float, weights))
-        if len(self._weights) != len(functions):
-            raise UserError(f"reward_weights has {len(self._weights)} numbers for {len(functions)} reward functions")
+        if not functions:
+            raise UserError("reward is an empty list: put functions into it, or leave it out")
+        try:
+            given = [1.0] * len(functions) if weights is None else weights
+            self._weights = [float(weight) for weight, _ in zip(given, functions, strict=True)]
+        except (TypeError, ValueError):
+            raise UserError(f"reward_weights={weights}: give a list, with a number for each function") from None
         self._names = [getattr(one, "__name__", type(one).__name__) for one in functions]
         if len(set(self._names)) < len(self._names):
             raise UserError(f"reward functions have the same name ({', '.join(self._names)}): name them apart")
@@ -78,7 +82,10 @@ class RewardFunctions:
         }
         names = dict.fromkeys(name for info in infos for name in info if name != PROMPT)
         given |= {name: [info.get(name) for info in infos] for name in names}
-        return function(**{name: value for name, value in given.items() if "**" in columns or name in columns})
+        found = function(**{name: value for name, value in given.items() if "**" in columns or name in columns})
+        if not (inspect.isawaitable(found) or hasattr(found, "__len__")):
+            raise TypeError(f"{self._names[i]}() returned {found!r}, not a list with a score for each completion")
+        return found
 
     def _sum(self, scores: Sequence[Any]) -> Any:
         """Of one sample."""
@@ -99,9 +106,10 @@ class RewardFunctions:
 
 def _columns_of(function: Callable[..., Any], name: str) -> tuple[str, ...] | None:
     """The keyword arguments of a function in TRL's form ("**": it takes any), None of one in verl's."""
-    if not callable(function):
-        raise UserError(f"reward: a function is expected, {FORMS}, got {type(function).__name__}")
-    parameters = inspect.signature(function).parameters
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # no function, or one in C that does not say what it takes
+        raise UserError(f"reward: a function is expected, {FORMS}, got {type(function).__name__}") from None
     if "completions" in parameters:
         for one in _NOT_HERE:
             if one in parameters and parameters[one].default is inspect.Parameter.empty:

@@ -21,6 +21,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from valor.errors import TrainingStopped, UserError
 
 METRICS_FILE = "metrics.jsonl"
@@ -34,9 +36,9 @@ _CHECKPOINT_NAME = re.compile(r"global_step_(\d+)")
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how libraries written in Rust say it
 _REMEDIES = {
     "make room there and start the same command again: it goes on from the last checkpoint": "ENOSPC EDQUOT EFBIG",
-    "make it writable, or choose another folder (trainer.default_local_dir)": "EROFS EACCES EPERM",
-    "move it away, or choose another folder (trainer.default_local_dir)": "ENOTDIR EISDIR EEXIST ENOTEMPTY",
-    "correct the path, or choose another folder (trainer.default_local_dir)": "ENOENT ENAMETOOLONG ELOOP",
+    "make it writable, or choose another folder (of a run: trainer.default_local_dir)": "EROFS EACCES EPERM",
+    "move it away, or choose another folder (of a run: trainer.default_local_dir)": "ENOTDIR EISDIR EEXIST ENOTEMPTY",
+    "correct the path, or choose another folder (of a run: trainer.default_local_dir)": "ENOENT ENAMETOOLONG ELOOP",
     "look at the disk, and start the same command again": "EIO ESTALE",
 }
 _REMEDY_OF = {getattr(errno, name): remedy for remedy, names in _REMEDIES.items() for name in names.split()}
@@ -66,6 +68,16 @@ def locked(run_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
         if new:
             with suppress(OSError):  # it has something in it
                 run_dir.rmdir()
+
+
+def read_yaml(path: Path) -> Any:
+    """What a YAML file holds. UserError: it is not valid, and where."""
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f", line {mark.line + 1}" if mark else ""
+        raise UserError(f"{path}{place}: not valid yaml ({getattr(error, 'problem', None) or error})") from None
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from valor.data.batch import Batch, Episodes
 from valor.data.sampler import keyed_generator
 from valor.errors import UserError
 from valor.rewards.worker import Sample
+from valor.trainer.old_log_probs import OldLogProbs
 
 # What an estimator may name beyond the common inputs, where the run has it.
 _OFFERED_COLUMNS = ("old_log_probs", "rollout_log_probs", "sum_pi_squared", "rollout_is_weights", "turn_ids")
@@ -191,6 +192,13 @@ def from_critic(config: AlgorithmConfig) -> bool:
     """Whether V(last) - V is the advantage: the critic's value is the reward, and the estimator would compare it with
     the critic's values again. Estimators that do without a critic take the value as they take any score."""
     return config.reward_source == "critic" and algorithms.ADVANTAGES[config.adv_estimator].capability.needs_critic
+
+
+def reads_log_probs(config: PPOConfig) -> bool:
+    """Whether rewards or advantages need the passes over old and reference policy, or the mask that they correct."""
+    entry = algorithms.ADVANTAGES[config.algorithm.adv_estimator]
+    reads = {"old_log_probs", "sum_pi_squared", "rollout_is_weights"} & {*entry.options}
+    return config.algorithm.use_kl_in_reward or OldLogProbs.of(config).correct_batch or bool(reads)
 
 
 def rows_to_train_on(batch: Batch, config: AlgorithmConfig, *key: int) -> tuple[Batch, dict[str, float]]:

@@ -57,7 +57,7 @@ def _run(words: str, arguments: Sequence[str], root: type[Root], start: Start[Ro
     try:
         loaded = load(arguments, root, look)
     except UserError as error:
-        raise UserError("\n".join([str(error), *lacks])) from None
+        raise UserError("\n".join(dict.fromkeys([*str(error).splitlines(), *lacks]))) from None
     from valor.trainer.plan import plan
 
     tell_notes(loaded)

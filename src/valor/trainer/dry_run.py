@@ -13,7 +13,7 @@ from valor.collector.inputs import check_positions
 from valor.config import CriticRunConfig, DataConfig, PPOConfig, RMConfig, SFTConfig, SupervisedConfig, TrainerConfig
 from valor.controller.placement import resolve_pool
 from valor.data.demonstrations import chat_of
-from valor.data.files import OPTIONAL_COLUMNS, existing_file, parse_row, read_records
+from valor.data.files import OPTIONAL_COLUMNS, existing_file, parse_row, read_records, read_rows
 from valor.data.preferences import pair_of
 from valor.data.prompts import render, token_ids
 from valor.errors import UserError
@@ -64,6 +64,8 @@ def _ppo(config: PPOConfig) -> Iterator[Check]:
     if isinstance(config, CriticRunConfig):
         return
     graded = config.reward.custom_reward_function.path is None and not config.plays_episodes
+    if not data.train_files:
+        yield partial(read_rows, [])
     for path in data.train_files:
         yield partial(_check_prompts, path, data, tokenizer, graded and not reward_model.replaces_rule)
     for path in data.val_files or []:

@@ -21,7 +21,6 @@ from valor.models.lora import ADAPTER_DIR, CONFIG_FILE, inject, read_adapter_con
 from valor.models.policy import PolicyModel
 from valor.models.reward import RewardModel
 from valor.models.value import ValueModel
-from valor.tracking.rundir import disk_errors
 from valor.trainer.checkpoints import verify
 
 TOKENIZER_DIR = "tokenizer"
@@ -35,10 +34,9 @@ def export_checkpoint(checkpoint: Path, out: Path, role: str) -> None:
     """
     folder = checkpoint / role
     verify(checkpoint, only=f"{role}/")
-    if not folder.is_dir():
-        there = sorted(one.name for one in checkpoint.iterdir() if (one / MODEL_CONFIG_DIR).is_dir())
-        raise UserError(f"'{checkpoint}' holds no {role}: it has {', '.join(there)}")
-    if out.exists() and any(out.iterdir()):
+    if role not in _roles(checkpoint):
+        raise UserError(f"'{checkpoint}' holds no {role}: it has {', '.join(sorted(_roles(checkpoint)))}")
+    if out.is_file() or (out.exists() and any(out.iterdir())):
         raise UserError(f"'{out}' is not empty: give a new folder")
     config = AutoConfig.from_pretrained(folder / MODEL_CONFIG_DIR)
     if role.startswith("critic"):  # or a member of an ensemble: critic_2, …
@@ -48,8 +46,7 @@ def export_checkpoint(checkpoint: Path, out: Path, role: str) -> None:
     else:
         model = PolicyModel(_empty(AutoModelForCausalLM, folder, config))
     engine_checkpoint.load(folder, model, None)
-    with disk_errors(out):
-        export_hf(model, out, tokenizer=AutoTokenizer.from_pretrained(checkpoint / TOKENIZER_DIR))
+    export_hf(model, out, tokenizer=AutoTokenizer.from_pretrained(checkpoint / TOKENIZER_DIR))
 
 
 def _empty(auto: Any, folder: Path, config: Any) -> Any:
@@ -66,3 +63,7 @@ def _empty(auto: Any, folder: Path, config: Any) -> Any:
         raise UserError(f"'{folder}' holds adapters of '{base}', which cannot be loaded any more: {error}") from error
     inject(hf, adapter)
     return hf
+
+
+def _roles(checkpoint: Path) -> list[str]:
+    return [p.name for p in checkpoint.iterdir() if (p / MODEL_CONFIG_DIR).is_dir()]

@@ -5,6 +5,7 @@ columns as it passes through them. `train_step` reads in the order in which thin
 """
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from valor.trainer.advantage import (
     check_components,
     compute_advantages,
     leave_out_by_critics,
+    reads_log_probs,
     right_answers,
     rows_to_train_on,
 )
@@ -138,30 +140,24 @@ class PPORun(Run):
             if algorithm.branch_values.share:
                 with timer("gen_branches"):
                     metrics |= add_branch_values(self.collector, batch, self.step)
-            # Roles in pools of their own work at the same time; in one pool, one after the other.
-            passes = [
+            # Roles in pools of their own work at the same time; in one pool, one after the other. Advantages that
+            # read no log-probs do not wait for them.
+            passes = [self.roles.submit("critic", self.compute_values, batch, timer)]
+            early = None
+            if self.aside.beside and not reads_log_probs(self.config):
+                early = self.aside.submit(self.with_advantages, batch, passes[:])
+            passes += [
                 self.roles.submit("actor", self.compute_old_log_probs, batch, timer),
                 self.roles.submit("ref", self.compute_ref_log_probs, batch, timer),
-                self.roles.submit("critic", self.compute_values, batch, timer),
             ]
             for done in passes:
                 columns, found = done.result()
                 batch, metrics = batch.union(columns), metrics | found
             with timer("adv"):
-                episodes = Episodes(batch)
-                whole = episodes.joined()
-                metrics |= self.shaping.shape_rewards(whole, self.step)
-                whole["advantages"], whole["returns"] = compute_advantages(
-                    whole, algorithm, self.config.reward.error_score, metrics
-                )
-                metrics |= leave_out_by_critics(whole, algorithm)
-                if self.config.actor_rollout_ref.actor.positive_nll_coef:
-                    whole["positive"] = right_answers(whole)
-                self.aside.measure(batch_metrics, whole)
-                self.aside.measure(critic_diagnostics, whole, self.config)
-                batch = episodes.split(whole)
-                if self.aside.beside:
-                    self.aside.measure(self.record.samples, self.step, batch)
+                shaped, found = early.result() if early else self.with_advantages(batch)
+            batch, metrics = batch.union(shaped), metrics | found
+            if self.aside.beside:
+                self.aside.measure(self.record.samples, self.step, batch)
             trained, found = rows_to_train_on(batch, algorithm, self.config.trainer.seed, self.step)
             metrics |= found
             self.updates.check(trained)
@@ -179,6 +175,26 @@ class PPORun(Run):
         if "wait" in timer.seconds:
             metrics["trainer/idle_ratio"] = timer.seconds["wait"] / timer.seconds["step"]
         return metrics | {"training/global_step": self.step, "training/epoch": self.sampler.epoch}
+
+    def with_advantages(
+        self, batch: Batch, passes: Sequence[Future[tuple[Batch, dict[str, float]]]] = ()
+    ) -> tuple[Batch, dict[str, Any]]:
+        """The batch with the columns of `passes`, once they are there, rewards, advantages and returns [B, T]."""
+        algorithm, metrics = self.config.algorithm, dict[str, Any]()
+        for done in passes:
+            batch = batch.union(done.result()[0])
+        episodes = Episodes(batch)
+        whole = episodes.joined()
+        metrics |= self.shaping.shape_rewards(whole, self.step)
+        whole["advantages"], whole["returns"] = compute_advantages(
+            whole, algorithm, self.config.reward.error_score, metrics
+        )
+        metrics |= leave_out_by_critics(whole, algorithm)
+        if self.config.actor_rollout_ref.actor.positive_nll_coef:
+            whole["positive"] = right_answers(whole)
+        self.aside.measure(batch_metrics, whole)
+        self.aside.measure(critic_diagnostics, whole, self.config)
+        return episodes.split(whole), metrics
 
     def compute_old_log_probs(self, batch: Batch, timer: Timer) -> tuple[Batch, dict[str, float]]:
         """`old_log_probs` [B, T]: the actor's before the update, with the correction for their distance from the

@@ -40,6 +40,18 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, words, capsys):
     assert all(word in error for word in words), error
 
 
+@pytest.mark.parametrize("command", [["publish"], ["critic", "publish"]])
+def test_a_file_is_no_folder_to_publish_into_and_a_folder_no_model(command, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "config.json").write_text("[]")
+    for arguments, told in {
+        (str(tmp_path), str(tmp_path / "file")): f"'{tmp_path / 'file'}' is not empty: give a new folder\n",
+        (str(tmp_path), str(tmp_path / "out")): f"'{tmp_path}' is neither a checkpoint (global_step_N) nor a model ",
+    }.items():
+        assert main([*command, *arguments]) == 2
+        assert capsys.readouterr().err.startswith(told)
+
+
 def test_config_keys_prints_type_default_and_meaning(capsys):
     assert main(["config", "keys", "algorithm.gamma"]) == 0
     out = capsys.readouterr().out

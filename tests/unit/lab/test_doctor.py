@@ -17,6 +17,22 @@ def test_what_the_machine_has_is_said_in_a_line(capsys, monkeypatch):
     assert said[-1].startswith("for an issue: valor ") and said[-1].count(" | ") == 4
 
 
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("http://localhost:99999", "Port out of range"),
+        ("http://[::1", "Invalid IPv6 URL"),
+        (f"http://{'a' * 70}.example", "label"),
+        ("127.0.0.1:9", "refused"),
+        ("http://", "not known"),
+    ],
+)
+def test_what_is_no_address_is_out_of_reach(url, reason):
+    """Also one without http://, which is asked at its own host and port."""
+    said = doctor._answers(url)
+    assert said.startswith(f"{url} is out of reach (") and reason in said
+
+
 @pytest.mark.slow
 def test_a_run_works_here(capsys):
     works, said = doctor.self_test()

@@ -17,7 +17,7 @@ from valor.lab import demo, lookup
 from valor.rewards import compute_score
 from valor.rollout.base import Output, RequestSource, RolloutEngine, SamplingParams, Span
 
-SIZES = {"num_train": 300, "num_val": 64, "num_demonstrations": 2000, "num_sft_val": 20}
+SIZES = {"num_train": 300, "num_val": 64, "num_demonstrations": 2000}
 
 
 @pytest.fixture(scope="module")

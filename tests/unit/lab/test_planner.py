@@ -103,8 +103,45 @@ def test_the_command_says_what_fits_and_which_key_would_help(seven, capsys):
     assert "a smaller model, or more GPUs" in capsys.readouterr().out
 
 
-def test_mistakes_are_one_line(capsys):
+def test_generation_on_a_cpu_has_a_second_copy_of_what_it_multiplies_with(seven):
+    """In the layout of its processor; the table of embeddings, which is only read, stays as it is."""
+    given = config(seven, "actor_rollout_ref.actor.fsdp_config.dtype=float32")
+    here, there = (estimate(given, one).phases[0] for one in (Machine("cpu", 2, 64 * GIB, 1e11, 1e10), cuda(2, 80)))
+    assert here.parts["weights, packed"] == 4 * (7_615_616_512 - 152_064 * 3_584)
+    assert "weights, packed" not in there.parts
+
+
+def test_nodes_and_rates(seven, capsys):
+    def said(*arguments):
+        assert cli.main(["plan", *arguments, f"actor_rollout_ref.model.path={seven}"]) in (0, 1)
+        return capsys.readouterr().out
+
+    assert said("--gpus", "8", "--nodes", "2").startswith("memory of each of 16 x GPU (80.0 GiB)")
+    assert said("--gpus", "8", "trainer.nnodes=3").startswith("memory of each of 24 x GPU (80.0 GiB)")
+    assert "at 0.25 TFLOP/s and 7 GB/s" in said("--tflops", "0.25", "--bandwidth", "7")
+
+
+def test_mistakes_are_one_line(capsys, seven):
     assert cli.main(["plan", "--gpus", "8", "actor_rollout_ref.model.path=/nowhere"]) == 2
     assert capsys.readouterr().err == "there is no model directory '/nowhere'\n"
     assert cli.main(["plan", "--gpus", "8", "actor_rollout_ref.rollout.nnodes=1"]) == 2
     assert "leave out the pool rollout" in capsys.readouterr().err
+    at = f"actor_rollout_ref.model.path={seven}"
+    lora = ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[nope]"]
+    for arguments, told in {
+        ("--gpus", "0", at): "'--gpus': 0 is not in the range x>=1",
+        ("--gpus", "8", "--nodes", "0", at): "'--nodes': 0 is not in the range",
+        ("--gpus", "8", "--memory", "-3", at): "'--memory': -3.0 is not in the range x>0",
+        ("--gpus", "8", "--tflops", "0", at): "'--tflops': 0.0 is not in the range x>0",
+        ("--gpus", "8", at, "actor_rollout_ref.actor.strategy=megatron"): "leave out strategy=megatron",
+        (
+            "--gpus",
+            "8",
+            at,
+            "critic.fsdp_config.fsdp_size=3",
+        ): "fsdp_config.fsdp_size=3 does not divide the 8 processes",
+        ("--gpus", "8", at, *lora): "model.target_modules=['nope']: Target modules",
+    }.items():
+        assert cli.main(["plan", *arguments]) == 2
+        error = capsys.readouterr().err
+        assert told in error and error.count("\n") == 1, error

@@ -114,6 +114,9 @@ def test_a_file_with_a_mistake_is_one_line_and_exit_code_2(tmp_path, capsys, tex
 
 
 def test_no_such_file(tmp_path, capsys):
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe")
+    assert main(["lab", "sweep", str(tmp_path / "binary.yaml")]) == 2
+    assert "binary.yaml: not valid yaml ('utf-8' codec" in capsys.readouterr().err
     assert main(["lab", "sweep", str(tmp_path / "nothing.yaml")]) == 2
     assert "there is no such file" in capsys.readouterr().err
 

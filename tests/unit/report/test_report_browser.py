@@ -81,6 +81,43 @@ def test_report_opens(report, browse, width, phone, dark):
         assert page.console() == []
 
 
+# Of each card: what is drawn beyond its inner edges, as it is laid out; and what can be seen there.
+OUTSIDE = """
+return [...document.querySelectorAll('.panel')].flatMap((card) => {
+  const box = card.getBoundingClientRect();
+  const drawn = [...card.querySelectorAll('.plot, .legend, .scroll, .main-svg text, .main-svg path')];
+  const wide = drawn.map((one) => [one.getBoundingClientRect(), one.textContent]).filter(([one]) => one.width);
+  return wide.filter(([one]) => one.left < box.left + 0.5 || one.right > box.right - 0.5)
+    .map(([, text]) => [card.id, text]);
+});
+"""
+SEEN_OUTSIDE = """
+return [...document.querySelectorAll('.panel .plot')].flatMap((plot) => {
+  plot.scrollIntoView({ block: 'center', behavior: 'instant' });
+  const box = plot.getBoundingClientRect();
+  const seen = document.elementFromPoint(box.right + 3, box.top + box.height / 2);
+  return seen?.closest('.js-plotly-plot') ? [plot.id] : [];
+});
+"""
+
+
+@pytest.mark.parametrize("width", [320, 420])
+def test_charts_stay_in_their_cards(report, browse, width):
+    """Also in the moment after the screen has become narrower, before Plotly draws anew."""
+    with browse(width=width, height=844, phone=True) as page:
+        page.open(report)
+        page.wait_for("document.documentElement.dataset.ready === 'yes'")
+        assert page.run(OUTSIDE) == []
+        narrower = {"width": width - 12, "height": 844, "deviceScaleFactor": 2, "mobile": True}
+        page.devtools("Emulation.setDeviceMetricsOverride", **narrower)
+        assert page.run(SEEN_OUTSIDE) == []
+        page.wait_for("[...document.querySelectorAll('.plot')].every(p => p._fullLayout.width <= p.clientWidth + 1)")
+        assert page.run(OUTSIDE) == [] and page.run("return document.documentElement.scrollWidth") <= width - 12
+        scale = page.run("return document.querySelector('.heatmaplayer').closest('.plot')._fullData[0].colorscale")
+        assert scale[0][1].replace(" ", "").startswith("#") and scale[0][1][:7] == scale[1][1][:7]  # no grey between
+        assert page.console() == []
+
+
 def test_an_episode_is_a_conversation(report, browse):
     with browse() as page:
         page.open(report)

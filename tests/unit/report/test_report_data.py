@@ -41,6 +41,23 @@ def test_damage_in_the_middle_is_reported(tmp_path, line, message):
         as_series(read_steps(path))
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("config.yaml", b"a: [1,\n", r"config\.yaml, line 2: not valid yaml"),
+        ("samples/step_1.jsonl", b'{"step": 1}\n', r"step_1\.jsonl holds no samples of a run"),
+        ("samples/step_1.jsonl", b'{"step": 1, "prompt": 3, "tokens": []}\n', "holds no samples of a run"),
+        ("metrics.jsonl", b'{"step": 1, "loss": 1}\n\xff\xfe\n', "line 2 is not JSON"),
+    ],
+)
+def test_other_files_in_the_place_of_a_run_s_are_told_in_a_line(tmp_path, name, text, message):
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1}\n')
+    (tmp_path / name).write_bytes(text)
+    with pytest.raises(UserError, match=message):
+        read_run(tmp_path)
+
+
 def test_a_folder_without_metrics_is_a_user_error(tmp_path):
     with pytest.raises(UserError, match=r"holds no metrics\.jsonl.*trainer\.logger"):
         read_run(tmp_path)
@@ -106,6 +123,12 @@ def test_a_line_takes_the_first_key_that_the_run_has():
     assert panel["lines"] == [
         {"label": "entropy", "key": "actor/entropy_loss", "last": "0.500", "style": "solid", "color": 1}
     ]
+
+
+def test_returns_without_a_critic_are_no_picture_of_one():
+    returns, values = {"critic/returns/mean": Series([1], [0.5])}, {"critic/values/mean": Series([1], [0.4])}
+    assert panel_specs(returns) == []
+    assert [spec["id"] for spec in panel_specs(returns | values)] == ["values-returns"]
 
 
 def test_equal_curves_are_drawn_once():

@@ -46,8 +46,8 @@ def test_the_page_has_the_numbers_and_leaves_out_what_there_is_not():
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium: apt-get install chromium")
 @pytest.mark.parametrize(
     ("width", "phone", "dark", "bare"),
-    [(1280, False, False, False), (390, True, True, False), (1280, False, False, True)],
-    ids=["desktop, light", "phone, dark", "all right, no branches"],
+    [(1280, False, False, False), (390, True, True, False), (320, True, False, False), (1280, False, False, True)],
+    ids=["desktop, light", "phone, dark", "narrow phone", "all right, no branches"],
 )
 def test_a_browser_draws_it(browse, tmp_path, width, phone, dark, bare):
     file = tmp_path / "scorecard.html"
@@ -61,6 +61,9 @@ def test_a_browser_draws_it(browse, tmp_path, width, phone, dark, bare):
             ".map(one => one.id)"
         )
         assert empty == []
+        right = "document.querySelector('.panel').getBoundingClientRect().right"
+        inside = f"[...document.querySelectorAll('.xtitle')].every(one => one.getBoundingClientRect().right < {right})"
+        assert page.run(f"return {inside}") or width > 720
         assert page.run("return document.documentElement.scrollWidth") <= width
         assert page.run("return performance.getEntriesByType('resource').length") == 0
         assert page.run("return window.hacked === undefined") and page.console() == []

@@ -83,7 +83,11 @@ def test_what_cannot_travel_is_one_line():
     [
         ([lambda text: 0.0], None, "<lambda>(text) must take (data_source, solution_str, ground_truth, extra_info) or"),
         ([by_length, by_length], None, "have the same name"),
-        ([by_length], [1.0, 2.0], "reward_weights has 2 numbers for 1 reward functions"),
+        ([by_length], [1.0, 2.0], "reward_weights=[1.0, 2.0]: give a list, with a number for each function"),
+        ([by_length], ["a"], "reward_weights=['a']: give a list"),
+        ([by_length], 2, "reward_weights=2: give a list"),
+        ([], None, "reward is an empty list"),
+        ([max], None, "a function is expected, (data_source, solution_str, ground_truth, extra_info) or"),
         (["gsm8k"], None, "a function is expected"),
         ([lambda completions, completion_ids: []], None, "asks for completion_ids"),
     ],
@@ -91,6 +95,15 @@ def test_what_cannot_travel_is_one_line():
 def test_mistakes_are_told_before_the_run(functions, weights, line):
     with pytest.raises(UserError, match=re.escape(line)):
         RewardFunctions(functions, weights)
+
+
+def test_one_score_for_a_list_of_completions_is_told_apart():
+    with pytest.raises(TypeError, match=r"single\(\) returned 1\.0, not a list with a score for each completion"):
+
+        def single(completions):
+            return 1.0
+
+        RewardFunctions([single])(data_source="own", solution_str="a", ground_truth=None, extra_info={})
 
 
 def test_the_same_code_in_two_sessions_is_the_same_file():

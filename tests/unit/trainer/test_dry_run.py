@@ -61,6 +61,7 @@ def test_six_mistakes_of_six_stages_come_together(model, tmp_path, capsys):
         ("trainer.default_local_dir=/dev/null/run", "nothing can be written to '/dev/null'"),
         ("actor_rollout_ref.rollout.name=vllm", None),
         ("data.max_prompt_length=4", "the prompt has 6 tokens, data.max_prompt_length is 4"),
+        ("data.train_files=[]", "no data file given: set data.train_files"),
     ],
 )
 def test_the_plan_is_shown_and_what_this_machine_lacks(override, told, model, tmp_path, capsys, monkeypatch):
@@ -74,6 +75,12 @@ def test_the_plan_is_shown_and_what_this_machine_lacks(override, told, model, tm
     lines = [line for line in lines if not line.startswith("note: ")]
     assert code == 2 and "training data" in out
     assert len(lines) == 1 and told.replace("= {}", "has 1024") in lines[0], lines
+
+
+def test_what_several_checks_find_is_said_once(model, capsys):
+    given = [f"actor_rollout_ref.model.path={model}", "actor_rollout_ref.rollout.name=nope", "data.train_files=[]"]
+    code, _, lines = run(capsys, "ppo", *given)
+    assert code == 2 and sum("unknown actor_rollout_ref.rollout.name 'nope'" in line for line in lines) == 1, lines
 
 
 def test_a_run_that_lacks_nothing(model, tmp_path, capsys):

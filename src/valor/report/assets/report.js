@@ -56,8 +56,7 @@
     const [first, last] = [Math.min(...steps), Math.max(...steps)];
     if (last - first <= 6) layout.xaxis.dtick = 1; // no step 1.2
     if (last === first) layout.xaxis.range = [first - 0.6, last + 0.6];
-    layout.shapes = panel.levels.map((at) => (
-      { type: "line", xref: "paper", x0: 0, x1: 1, y0: at, y1: at, layer: "below", line: { color: color("soft"), width: 1, dash: "2px,3px" } }));
+    layout.shapes = panel.levels.map((at) => ({ ...guide(0, at, 1, at), xref: "paper" }));
     Plotly.react(`plot-${panel.id}`, panel.lines.flatMap((line) => tracesOf(panel, line)), layout, options);
     legend(byId(`panel-${panel.id}`).querySelector(".legend"), panel.lines.map((line) => (
       { label: line.label, value: line.last, stroke: color(`c${((line.color - 1) % 12) + 1}`), shape: line.style })));
@@ -90,7 +89,7 @@
     const z = shares.map((row) => row.map(Math.sqrt));
     Plotly.react(`plot-${id}`, [{
       type: "heatmap", x: steps, y: rows, z, customdata: shares, zmin: 0, showscale: false,
-      colorscale: [[0, "rgba(0,0,0,0)"], [1, color("c1")]],
+      colorscale: [[0, `${color("c1")}00`], [1, color("c1")]],
       hovertemplate: "step %{x}, around %{y:.3~g}: %{customdata:.1%}<extra></extra>",
     }], layout, options);
   };

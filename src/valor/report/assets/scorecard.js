@@ -2,12 +2,10 @@
 const BLUE = () => color("c1");
 const ORANGE = () => color("c2");
 const panel = (id) => byId(`panel-${id}`)?.querySelector(".legend");
-const guide = (x0, y0, x1, y1) => (
-  { type: "line", x0, y0, x1, y1, layer: "below", line: { color: color("soft"), width: 1, dash: "2px,3px" } });
 const titled = (layout, x, y) => {
   Object.assign(layout, { hovermode: "closest", margin: { l: 52, r: 8, t: 10, b: 40 } });
-  layout.xaxis = { ...axis(), title: { text: x, standoff: 6 } };
-  layout.yaxis = { ...axis(), title: { text: y, standoff: 6 } };
+  layout.xaxis = { ...axis(), title: { text: x, standoff: 6, font: { size: 11.5 } } };
+  layout.yaxis = { ...axis(), title: { text: y, standoff: 6, font: { size: 11.5 } } };
   return layout;
 };
 const line = (x, y, name, stroke, more) => (
@@ -44,7 +42,7 @@ const drawCalibration = () => {
 };
 
 const drawSeparation = () => {
-  const layout = titled(base(), "share of the response that is written", "value");
+  const layout = titled(base(), "share of the response written", "value");
   layout.xaxis.tickformat = ".0%";
   layout.hovermode = "x unified";
   const entries = [];
@@ -55,7 +53,7 @@ const drawSeparation = () => {
     const of = (name) => points.map((one) => one[side][name]);
     entries.push({ label: side, value: `${short(of("mean").at(-1))} at the end`, stroke, shape: "" });
     return [
-      { x: [...x, ...x.toReversed()], y: [...of("high"), ...of("low").toReversed()], fill: "toself", fillcolor: faint(stroke), line: { width: 0 }, mode: "lines", hoverinfo: "skip" },
+      band(x, of("high"), of("low"), stroke),
       line(x, of("mean"), side, stroke, { hovertemplate: "%{y:.3~g}" }),
     ];
   });
@@ -103,7 +101,7 @@ const draw = () => {
   drawVerdicts();
   drawCalibration();
   drawSeparation();
-  drawKnowledge("along-auc", data.positions, data.positions.map((one) => one.at), "share of the response that is written", ".0%");
+  drawKnowledge("along-auc", data.positions, data.positions.map((one) => one.at), "share of the response written", ".0%");
   if (data.turns.length > 1) drawKnowledge("turns", data.turns, data.turns.map((one) => one.turn), "turn", "");
   if (data.monte_carlo) drawBranches(data.monte_carlo);
 };

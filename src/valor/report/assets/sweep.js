@@ -12,9 +12,7 @@ const drawRows = (id, rows, level) => {
   Object.assign(layout, { hovermode: "closest", margin: { l: 8, r: 12, t: 6, b: 26 } });
   layout.yaxis = { ...axis(), type: "category", categoryarray: names.toReversed(), categoryorder: "array", nticks: undefined, dtick: 1, range: [-0.6, names.length - 0.4] };
   layout.xaxis = axis();
-  if (level !== null) {
-    layout.shapes = [{ type: "line", yref: "paper", y0: 0, y1: 1, x0: level, x1: level, layer: "below", line: { color: color("soft"), width: 1, dash: "2px,3px" } }];
-  }
+  if (level !== null) layout.shapes = [{ ...guide(level, 0, level, 1), yref: "paper" }];
   const seeds = rows.flatMap(({ name, seeds }) => seeds.map((value) => ({ name, value })));
   const reach = (end) => rows.map(({ estimate }) => (estimate.low === null ? 0 : Math.abs(estimate[end] - estimate.mean)));
   Plotly.react(`plot-${id}`, [
@@ -47,16 +45,12 @@ const drawCurve = (panel, place) => {
     const curve = panel.arms[arm.name];
     if (!curve || !shown.has(arm.name)) return [];
     const bounded = curve.steps.filter((_, at) => curve.low[at] !== null && curve.high[at] !== null).length === curve.steps.length;
-    const band = {
-      x: [...curve.steps, ...curve.steps.toReversed()], y: [...curve.high, ...curve.low.toReversed()],
-      fill: "toself", fillcolor: faint(stroke(i)), line: { width: 0 }, mode: "lines", hoverinfo: "skip",
-    };
     const line = {
       x: curve.steps, y: curve.mean, name: arm.name, hovertemplate: "%{y:.4~g}",
       mode: curve.steps.length < 12 ? "lines+markers" : "lines",
       line: { color: stroke(i), width: 2, dash: dash(i) }, marker: { size: 5, color: stroke(i) },
     };
-    return bounded ? [band, line] : [line];
+    return bounded ? [band(curve.steps, curve.high, curve.low, stroke(i)), line] : [line];
   });
   Plotly.react(`plot-curve-${place}`, traces, layout, options);
 };

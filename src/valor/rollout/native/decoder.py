@@ -9,7 +9,7 @@ and in float32 it beats the BLAS behind `nn.Linear` about twofold on some proces
 (benchmarks/rollout_speed.py). Packing costs one pass over the weights and a second copy of them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from transformers.masking_utils import causal_mask_function
 
 from valor.models.lora import merged_weight
 from valor.rollout.native.attention import ScoreRule, decode_attention, prefill_attention, serving, slot_mask
-from valor.rollout.native.kv_cache import PromptCache, SlotCache
+from valor.rollout.native.kv_cache import AT_ONCE, PromptCache, SlotCache
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma")  # by `model_type`; SmolLM2 is a llama
 _TYPICAL_ROWS = 64  # for which the layout is chosen; other row counts work as well with it
@@ -141,8 +141,15 @@ class Decoder:
         self._heads = config.num_attention_heads
         self._kv_heads = getattr(config, "num_key_value_heads", None) or self._heads
         attention = base.layers[0].self_attn
-        self._size = attention.head_dim
+        self._size, self._parts = attention.head_dim, [self._heads, self._kv_heads, self._kv_heads]
         self._rule = ScoreRule(attention.scaling, None, None)
+        weight = base.embed_tokens.weight
+        on_cpu = weight.device.type == "cpu" and weight.dtype is torch.bfloat16
+        self.compiled = on_cpu and self._size % AT_ONCE == 0  # attention of decode steps, over blocked keys
+        if self.compiled:
+            from valor.rollout.native.compiled import CompiledStep  # numba takes half a second to load
+
+            self._compiled_step = CompiledStep
         self._activation = getattr(config, "hidden_act", None) or config.hidden_activation
         _ACTIVATIONS[self._activation]
 
@@ -150,45 +157,65 @@ class Decoder:
         """Logits [B, V] after the last of the tokens [B, q], whose keys and values go to `cache`."""
         batch, count = input_ids.shape
         hidden = self._embed(input_ids)
-        cos, sin = (x.unsqueeze(2) for x in self._rotary(hidden, position_ids=position_ids))
-        half = self._size // 2
-        with serving(cache):
-            width = cache.get_mask_sizes(count, 0)[0]
-            options = {"mask_function": causal_mask_function, "device": hidden.device}
-            mask = slot_mask(q_length=count, kv_length=width, **options)
+        cos, sin = self._rotary(hidden, position_ids=position_ids)
+        attend: Callable[[int, Tensor], Tensor]
+        if isinstance(cache, SlotCache) and self.compiled:
+            attend = self._compiled_step(cache, cos, sin, self._heads, self._rule.scaling)
+        else:
+            attend = self._step_of_tensors(cache, cos.unsqueeze(2), sin.unsqueeze(2), batch, count)
         x = hidden.flatten(0, 1)
-        turned = self._heads + self._kv_heads
         for number, layer in enumerate(self._layers):
-            qkv = layer.qkv(layer.before(x)).view(batch, count, turned + self._kv_heads, self._size)
-            qk, value = qkv[:, :, :turned], qkv[:, :, turned:]
+            qkv = layer.qkv(layer.before(x)).view(len(x), -1, self._size)
             if layer.head_norms is not None:
-                parts = qk.split([self._heads, self._kv_heads], dim=2)
-                qk = torch.cat([norm(part) for norm, part in zip(layer.head_norms, parts, strict=True)], dim=2)
-            rotated = qk * cos
-            rotated[..., :half].addcmul_(qk[..., half:], sin[..., :half], value=-1)
-            rotated[..., half:].addcmul_(qk[..., :half], sin[..., half:])
-            query, key = rotated.transpose(1, 2).split([self._heads, self._kv_heads], dim=1)
-            key, value = cache.update(key, value.transpose(1, 2), number)
-            if isinstance(cache, PromptCache):
-                found = prefill_attention(cache, query, key, value, mask, self._rule)
-            else:
-                found = decode_attention(cache, query, key, value, mask, self._rule)
-            x = layer.out.joined(found.reshape(len(x), -1), x, "add")
+                parts = zip((*layer.head_norms, None), qkv.split(self._parts, dim=1), strict=True)
+                qkv = torch.cat([norm(part) if norm else part for norm, part in parts], dim=1)
+            found = attend(number, qkv)
+            x = layer.out.joined(found, x, "add")
             inner = layer.between(x)
             inner = layer.up.joined(inner, layer.gate(inner, self._activation), "mul")
             x = layer.down.joined(inner, x, "add")
         last = x if count == 1 else x.view(batch, count, -1)[:, -1]
         return self._head(self._norm(last))
 
+    def _step_of_tensors(
+        self, cache: PromptCache | SlotCache, cos: Tensor, sin: Tensor, batch: int, count: int
+    ) -> Callable[[int, Tensor], Tensor]:
+        """Attention by tensor operations: [B q, heads * D] from qkv [B q, heads + 2 kv heads, D]."""
+        half = self._size // 2
+        with serving(cache):
+            width = cache.get_mask_sizes(count, 0)[0]
+            options: dict[str, Any] = {"mask_function": causal_mask_function, "device": cos.device}
+            mask = slot_mask(q_length=count, kv_length=width, **options)
+
+        def attend(layer: int, qkv: Tensor) -> Tensor:
+            qkv = qkv.unflatten(0, (batch, count))
+            qk, value = qkv.split([self._heads + self._kv_heads, self._kv_heads], dim=2)
+            rotated = qk * cos
+            rotated[..., :half].addcmul_(qk[..., half:], sin[..., :half], value=-1)
+            rotated[..., half:].addcmul_(qk[..., :half], sin[..., half:])
+            query, key = rotated.transpose(1, 2).split([self._heads, self._kv_heads], dim=1)
+            key, value = cache.update(key, value.transpose(1, 2), layer)
+            found = prefill_attention if isinstance(cache, PromptCache) else decode_attention
+            return found(cache, query, key, value, mask, self._rule).reshape(len(qkv) * count, -1)  # type: ignore
+
+        return attend
+
 
 def agrees(decoder: Decoder, hf: Any) -> bool:
-    """Whether both give the same logits for two short prompts; inside `generation_mode`."""
+    """Whether a prefill and a decode step give the logits of the model itself for two short prompts; inside
+    `generation_mode`."""
     weight = hf.get_input_embeddings().weight
     ids = (torch.arange(12, device=weight.device).view(2, 6) * 7919 + 13) % len(weight)
     places = torch.arange(6, device=ids.device)[None]
-    first, second = PromptCache(), PromptCache()
-    with serving(first):
-        expected = hf(input_ids=ids, position_ids=places, past_key_values=first, use_cache=True).logits[:, -1].float()
-    found = decoder(ids, places, second).float()
+    whole, prompts = PromptCache(), PromptCache()
+    with serving(whole):
+        expected = hf(input_ids=ids, position_ids=places, past_key_values=whole, use_cache=True).logits[:, -1].float()
+    decoder(ids[:, :-1], places[:, :-1], prompts)
+    rows = SlotCache(2, shared=False, blocked=decoder.compiled)
+    rows.reserve_prompts(2, 5)
+    numbers = [rows.add_prompt(prompts, row, 5, slice(row, row + 1)) for row in range(2)]
+    rows.arrange(numbers, [5, 5], ids.device)
+    rows.advance()
+    found = decoder(ids[:, -1:], rows.positions[:, None], rows).float()
     tolerance = 1e-5 if weight.dtype is torch.float32 else 0.1  # what goes wrong goes wrong by much more
     return bool((found - expected).norm() <= tolerance * expected.norm())

@@ -155,7 +155,8 @@ class NativeEngine(RolloutEngine):
         waiting.add(intake.pending)
         while waiting:
             # Turns of episodes have prompts of their own; samples of one prompt come together, and nothing after them.
-            cache = SlotCache(slots, shared=intake.ended and waiting.worth_sharing())
+            compiled = self._decoder is not None and self._decoder.compiled
+            cache = SlotCache(slots, shared=intake.ended and waiting.worth_sharing(), blocked=compiled)
             rows: list[Row] = []
             while rows or waiting:
                 groups = waiting.admit(len(rows))

@@ -9,7 +9,9 @@ and be moved without touching the others.
 from collections.abc import Sequence
 from itertools import chain
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache
 
@@ -17,6 +19,8 @@ from transformers import Cache
 NOWHERE = 2**40
 # Columns are added in chunks, at least half as many again as there are, so that copies stay rare.
 MIN_GROWTH = 128
+# What compiled loops take at once: keys of a block, and rows of a sum.
+BLOCK, AT_ONCE = 64, 8
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -25,6 +29,11 @@ def free_bytes(device: torch.device) -> int | None:
         return None
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
+
+
+def as_array(x: Tensor) -> np.ndarray:
+    """The memory of a bfloat16 tensor, flat: NumPy does not have bfloat16, which comes as uint16."""
+    return x.view(torch.uint16).numpy().reshape(-1)
 
 
 class PromptCache(Cache):
@@ -58,9 +67,11 @@ class PromptCache(Cache):
 
 class Columns:
     """Growing per-layer buffers of keys and values, each [rows, kv heads, columns, head size], of which the caller
-    knows what is in use."""
+    knows what is in use. `blocked`: keys are [rows, kv heads, columns / BLOCK, head size, BLOCK], in which a query's
+    products with neighbouring keys read neighbouring numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocked: bool) -> None:
+        self.blocked = blocked
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         self.rows = 0
         self.columns = 0
@@ -70,7 +81,8 @@ class Columns:
         if rows <= self.rows and columns <= self.columns:
             return
         if columns > self.columns:
-            self.columns = max(columns, self.columns + max(MIN_GROWTH, self.columns // 2))
+            columns = max(columns, self.columns + max(MIN_GROWTH, self.columns // 2))
+            self.columns = columns + -columns % BLOCK
         self.rows = max(rows, self.rows)
         for layer, kept in self.layers.items():
             self.layers[layer] = self._new(kept)
@@ -83,15 +95,27 @@ class Columns:
             self.layers[layer] = self._new(like)
         return self.layers[layer]
 
+    def fill(self, layer: int, rows: slice, states: tuple[Tensor, Tensor]) -> None:
+        """Keys and values [kv heads, length, head size] as the first columns of `rows`."""
+        keys, values = self.layer(layer, (states[0][None], states[1][None]))
+        length = states[0].shape[1]
+        values[rows, :, :length] = states[1]
+        if self.blocked:
+            blocks = F.pad(states[0], (0, 0, 0, -length % BLOCK)).unflatten(1, (-1, BLOCK)).mT
+            keys[rows, :, : blocks.shape[1]] = blocks
+        else:
+            keys[rows, :, :length] = states[0]
+
     def move(self, source: int, target: int, columns: int) -> None:
         """Copy the first columns of row `source` over row `target`."""
         for buffer in chain.from_iterable(self.layers.values()):
-            buffer[target, :, :columns] = buffer[source, :, :columns]
+            used = columns if buffer.dim() == 4 else -(-columns // BLOCK)
+            buffer[target, :, :used] = buffer[source, :, :used]
 
     def _new(self, like: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         # Zeros, because a column may be read before it is written: its attention weight is 0, but 0 * NaN is NaN.
         keys, values = (x.new_zeros(self.rows, x.shape[1], self.columns, x.shape[3]) for x in like)
-        return keys, values
+        return keys.unflatten(2, (-1, BLOCK)).mT.contiguous() if self.blocked else keys, values
 
 
 class SlotCache(Cache):
@@ -102,19 +126,21 @@ class SlotCache(Cache):
     it instead: less work per step for short prompts and single samples, and the way for keys that are not `direct`.
 
     State: `prompt_lengths` and `prompt_width` (longest) of the stored prompts [P]; `members` [P, n] the rows that
-    continue each prompt, padded with any row; `place` [B] where row b stands in `members`, flattened; `positions` [B]
-    of the tokens now fed; `width` columns of the rows in use, the new token's included.
+    continue each prompt, padded with any row; `place` [B] where row b stands in `members`, flattened; `prompt_of` [B]
+    the prompt of each row and `starts` [B] its length, 0 where it is part of the row; `positions` [B] of the tokens now
+    fed and `write_at` [B] their columns; `width` columns of the rows in use, the new token's included.
     """
 
-    def __init__(self, max_rows: int, shared: bool) -> None:
+    def __init__(self, max_rows: int, shared: bool, blocked: bool = False) -> None:
         super().__init__(layers=[])
         self.shared = shared
-        self.prompts, self.own = Columns(), Columns()
+        self.prompts, self.own = Columns(blocked), Columns(blocked)
         self.max_rows = max_rows
         self.prompt_lengths: list[int] = []
         self.current_layer = 0
         self.width = 0
         self._index: dict[int, Tensor] = {}
+        self._arrays: dict[int, tuple[tuple[Tensor, ...], tuple[np.ndarray, ...]]] = {}
 
     def reserve_prompts(self, count: int, longest: int) -> None:
         """Make room for `count` more prompts of up to `longest` tokens at once."""
@@ -133,9 +159,8 @@ class SlotCache(Cache):
             number, store = len(self.prompt_lengths), self.prompts
             rows = slice(number, number + 1)
             self.prompt_lengths.append(length)
-        for layer, states in prefill.states.items():
-            for buffer, filled in zip(store.layer(layer, states), states, strict=True):
-                buffer[rows, :, :length] = filled[index, :, :length]
+        for layer, (keys, values) in prefill.states.items():
+            store.fill(layer, rows, (keys[index, :, :length], values[index, :, :length]))
         return number
 
     def prompt(self) -> tuple[Tensor, Tensor]:
@@ -156,14 +181,15 @@ class SlotCache(Cache):
     def arrange(self, prompt_of: Sequence[int], lengths: Sequence[int], device: torch.device) -> None:
         """Row b continues prompt `prompt_of[b]` and has `lengths[b]` columns of its own."""
         starts = [self.prompt_lengths[prompt] for prompt in prompt_of] if self.shared else [0] * len(prompt_of)
-        self._starts = torch.tensor(starts, device=device)
+        self.starts = torch.tensor(starts, device=device)
+        self.prompt_of = torch.tensor(prompt_of, device=device)
         self._lengths = torch.tensor(lengths, device=device)
         self._longest = max(lengths)
         self._rows_even = min(lengths) == max(lengths)
         self.even = self._rows_even and min(starts) == max(starts)
         self.prompt_width = max(starts)
         columns = torch.arange(self.prompt_width, device=device)
-        self._prompt_positions = torch.where(columns < self._starts[:, None], columns, NOWHERE)
+        self._prompt_positions = torch.where(columns < self.starts[:, None], columns, NOWHERE)
         if self.shared:
             self._arrange_members(prompt_of, device)
 
@@ -182,8 +208,8 @@ class SlotCache(Cache):
 
     def advance(self) -> None:
         """Begin a step: every row gets one more column."""
-        self.positions = self._starts + self._lengths
-        self._write_at = self._lengths
+        self.positions = self.starts + self._lengths
+        self.write_at = self._lengths
         self._lengths = self._lengths + 1
         self._longest += 1
         self.width = self._longest
@@ -192,7 +218,7 @@ class SlotCache(Cache):
 
     def column_positions(self) -> Tensor:
         """Position of each column, prompts' first, as row b sees it: int64 [B, prompt_width + width]."""
-        own = self._starts[:, None] + torch.arange(self.width, device=self._starts.device)
+        own = self.starts[:, None] + torch.arange(self.width, device=self.starts.device)
         return torch.cat([self._prompt_positions, own], dim=1)
 
     def update(
@@ -215,10 +241,21 @@ class SlotCache(Cache):
     def _columns(self, heads: int) -> Tensor:
         """Where the new column of each (row, head) lies among all columns of all rows, int64 [B * heads]."""
         if heads not in self._index:
-            device = self._write_at.device
-            first = torch.arange(self._write_at.shape[0] * heads, device=device).view(-1, heads) * self.own.columns
-            self._index[heads] = (first + self._write_at[:, None]).view(-1)
+            device = self.write_at.device
+            first = torch.arange(self.write_at.shape[0] * heads, device=device).view(-1, heads) * self.own.columns
+            self._index[heads] = (first + self.write_at[:, None]).view(-1)
         return self._index[heads]
+
+    def arrays(self, layer: int) -> tuple[np.ndarray, ...]:
+        """Keys and values of the rows, then of the prompts, which stand among the rows where they are not shared."""
+        prompts = self.prompts.layers.get(layer) if self.shared else None
+        own = self.own.layer(layer, prompts) if prompts else self.own.layers[layer]
+        tensors = (*own, *(prompts or own))
+        kept, arrays = self._arrays.get(layer, ((), ()))
+        if len(kept) != len(tensors) or any(a is not b for a, b in zip(kept, tensors, strict=True)):
+            arrays = tuple(as_array(x) for x in tensors)
+            self._arrays[layer] = tensors, arrays
+        return arrays
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.prompt_width + self.width - 1

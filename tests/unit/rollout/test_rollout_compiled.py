@@ -1,0 +1,93 @@
+"""The compiled loops of a decode step against NumPy in float64, and a model that generates with them."""
+
+import numpy as np
+import pytest
+import torch
+from rollout_models import random_model
+
+from valor.rollout.base import Output, Request, SamplingParams
+from valor.rollout.native import decoder
+from valor.rollout.native.compiled import CompiledStep
+from valor.rollout.native.engine import NativeEngine
+from valor.rollout.native.kv_cache import SlotCache
+
+CPU = torch.device("cpu")
+PROMPTS, OWN = [3, 64, 70], [0, 5, 63, 64, 65, 130]  # columns around the size of a block
+KV_HEADS = 2
+
+
+def filled(shared: bool, size: int) -> SlotCache:
+    """Six rows of bfloat16 noise that continue three prompts, or none."""
+    cache, rows = SlotCache(len(OWN), shared, blocked=True), slice(0, len(OWN))
+    one = torch.zeros(1, KV_HEADS, 1, size, dtype=torch.bfloat16)
+    for store, number in ((cache.prompts, len(PROMPTS)), (cache.own, len(OWN))):
+        store.reserve(number, 140)
+        for buffer in store.layer(0, (one, one)):
+            buffer.normal_()
+    cache.prompt_lengths = [*PROMPTS]
+    cache.arrange([0, 1, 2, 2, 1, 0] if shared else [-1] * len(OWN[rows]), OWN, CPU)
+    cache.advance()
+    return cache
+
+
+def columns(store, row: int, count: int) -> list[np.ndarray]:
+    """Keys and values [kv heads, count, D] of a row, in float64."""
+    keys, values = store.layers[0]
+    keys = keys[row].mT.flatten(1, 2)
+    return [x[:, :count].double().numpy() for x in (keys, values[row])]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(("group", "size"), [(1, 8), (2, 64), (3, 64), (7, 16)])
+def test_against_numpy(shared: bool, group: int, size: int) -> None:
+    torch.manual_seed(0)
+    cache, rows, heads = filled(shared, size), len(OWN), group * KV_HEADS
+    qkv = torch.randn(rows, heads + 2 * KV_HEADS, size).bfloat16()
+    angle = torch.rand(rows, 1, size // 2).repeat(1, 1, 2) * 6
+    cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
+    before = [columns(cache.own, row, own) for row, own in enumerate(OWN)]
+    out = CompiledStep(cache, cos, sin, heads, 0.3)(0, qkv).view(rows, heads, size).double().numpy()
+    fed, c, s = (x.double().numpy() for x in (qkv, cos, sin))
+    turned = fed * c + np.concatenate([-fed[..., size // 2 :], fed[..., : size // 2]], -1) * s
+    for row, own in enumerate(OWN):
+        keys, values = columns(cache.own, row, own + 1)
+        np.testing.assert_array_equal(keys[:, :own], before[row][0])
+        np.testing.assert_array_equal(values[:, :own], before[row][1])
+        np.testing.assert_allclose(keys[:, own], turned[row, heads:-KV_HEADS], rtol=2**-8)
+        np.testing.assert_array_equal(values[:, own], fed[row, -KV_HEADS:])
+        if shared:
+            prompt = int(cache.prompt_of[row])
+            given = columns(cache.prompts, prompt, PROMPTS[prompt])
+            keys, values = (np.concatenate(pair, axis=1) for pair in zip(given, (keys, values), strict=True))
+        for head in range(heads):
+            scores = 0.3 * keys[head // group] @ turned[row, head]
+            weights = np.exp(scores - scores.max())
+            expected = weights / weights.sum() @ values[head // group]
+            np.testing.assert_allclose(out[row, head], expected, rtol=2**-8, atol=1e-4)
+
+
+def generated(model: torch.nn.Module) -> list[Output]:
+    """Greedy answers of unequal lengths, up to more than a block, with fewer slots than rows."""
+    lengths = (1, 30, 2, 90, 40, 64, 5, 70)
+    params = [SamplingParams(max_tokens=length, temperature=0.0) for length in lengths]
+    work = [Request(str(i), [3 + i % 3, 7, 11] * (1 + i % 4), one, (0, i)) for i, one in enumerate(params)]
+    return NativeEngine(model, eos_token_ids=[], max_num_seqs=4).generate(work)
+
+
+def test_a_model_generates_with_them_what_it_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, used = random_model("llama").bfloat16(), list[int]()
+    with torch.no_grad():  # so sure of its choices that no rounding changes one
+        model.lm_head.weight.mul_(20)
+    real = CompiledStep.__call__
+    monkeypatch.setattr(CompiledStep, "__call__", lambda *given: used.append(1) or real(*given))
+    compiled = generated(model)
+    assert used
+    monkeypatch.setattr(decoder, "AT_ONCE", 7)  # of which no head size is a multiple
+    used.clear()
+    plain = generated(model)
+    assert not used
+    same = [one.token_ids == other.token_ids for one, other in zip(compiled, plain, strict=True)]
+    assert sum(same) >= 7
+    for one, other, alike in zip(compiled, plain, same, strict=True):
+        if alike:
+            np.testing.assert_allclose(one.log_probs, other.log_probs, atol=0.3)
