@@ -38,7 +38,6 @@ import numpy as np
 import torch
 
 from valor.agents.episode import Episode
-from valor.collector.inputs import RunInputs
 from valor.config import PPOConfig, load
 from valor.controller import start
 from valor.controller.group import Call, Feed, Sink, WorkerGroup
@@ -278,7 +277,7 @@ def measure(args: argparse.Namespace, ranks: int, out: Path) -> dict[str, float]
     memory, found = Memory(), {}
     try:
         with ExitStack() as stack:
-            run = PPORun(config, RunInputs(config), Placement("ray", {MAIN: pool}, {}), "controller_scale")
+            run = PPORun(config, "controller_scale", Placement("ray", {MAIN: pool}, {}))
             run.roles = run.start(stack, resuming=False)
             stack.enter_context(run.record.opened(0, args.steps))
             stack.enter_context(memory.watched())

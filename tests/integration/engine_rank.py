@@ -124,7 +124,7 @@ def run_case(case: Case, out: Path) -> None:
     rank, batch = dist.get_rank(), whole_batch()
     lengths = (batch["prompt_lengths"] + batch["response_lengths"]).tolist()
     engine = build(case)
-    rows = partition_rows(lengths, engine.data_parallel_size)[engine.data_parallel_rank]
+    rows = partition_rows(lengths, dist.get_world_size() // case.shared)[engine.data_parallel_rank]
     share = batch.take(rows)
     limits = {"max_tokens": 45}
     evaluated = {} if case.role == "critic" else {"temperature": 0.8, "with_entropy": True}

@@ -102,7 +102,10 @@ def rows_of(engine: Any) -> list[int]:
     """This rank's share of the batch."""
     batch = whole_batch()
     lengths = (batch["prompt_lengths"] + batch["response_lengths"]).tolist()
-    return partition_rows(lengths, engine.data_parallel_size)[engine.data_parallel_rank]
+    parts = (
+        parallel_state.get_data_parallel_world_size() if isinstance(engine, MegatronEngine) else dist.get_world_size()
+    )
+    return partition_rows(lengths, parts)[engine.data_parallel_rank]
 
 
 def run_case(case: Case, out: Path) -> None:

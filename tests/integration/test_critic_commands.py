@@ -226,6 +226,17 @@ def test_a_warm_start_begins_with_what_the_critic_knows(overrides, pretrained, t
     assert first["critic/values/max"] > 0.05 and first["critic/values/min"] < first["critic/values/max"]
 
 
+def test_an_ensemble_of_one_published_critic_is_refused(overrides, pretrained, tmp_path, capsys):
+    """All members would have its head, and learn the same from the same mini-batches."""
+    ensemble = ["critic.ensemble_size=2", "critic.model.value_head_init=normal", "trainer.total_training_steps=2"]
+    critic = f"critic.model.path={pretrained / 'huggingface' / 'critic'}"
+    assert main_ppo.main(overrides(tmp_path / "run", critic, *ensemble)) == 2
+    assert "the critics would all be the same" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert main_ppo.main(overrides(tmp_path / "run", critic, *ensemble, "critic.ensemble_shards=true")) == 0
+    assert read_metrics(tmp_path / "run")[-1]["critic/ensemble_std"] > 0
+
+
 def test_a_critic_with_another_tokenizer_is_refused_before_weights_are_read(overrides, tiny, tmp_path, capsys):
     tokenizer = AutoTokenizer.from_pretrained(tiny["model"])
     other = tmp_path / "other"

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 class PlainEngine:
     """A whole module on one device, all rows in one pass, AdamW: no shards, no micro-batches."""
 
-    data_parallel_rank, data_parallel_size = 0, 1
+    data_parallel_rank = 0
 
     def __init__(self, section, model, load, *, device, total_steps=0, trainable=True):
         self.device, self.module, self.version = device, load(dtype=torch.float32), 0

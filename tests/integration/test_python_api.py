@@ -69,6 +69,14 @@ def test_steps_from_python_are_those_of_the_command_line(tiny, tmp_path):
     assert_same_run(tmp_path / "python", tmp_path / "typed")
 
 
+def test_the_tokenizer_is_that_of_the_run(tiny, tmp_path):
+    """With the chat template that the run renders prompts by, not the one that lies beside the model."""
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    made = settings(tmp_path / "run", actor_rollout_ref__model__custom_chat_template=template)
+    run = valor.PPO(tiny["model"], SUMS, reward=lambda completions: [0.0], **made)
+    assert run.tokenizer.apply_chat_template([{"role": "user", "content": "1+1="}], tokenize=False) == "1+1="
+
+
 def test_a_run_that_was_left_goes_on(tiny, tmp_path):
     def start(steps, folder="run"):
         made = settings(tmp_path / folder, total_training_steps=steps)

@@ -55,20 +55,19 @@ def compute_advantages(
         if sample_mask is None:
             return entry.call(common, options)
         keep = torch.nonzero(sample_mask).squeeze(1)
+        if group_ids is not None and not isinstance(group_ids, Tensor):
+            common["group_ids"] = [group_ids[row] for row in keep.tolist()]
         parts = entry.call(*(_of_samples(given, keep, len(sample_mask)) for given in (common, options)))
         advantages, returns = (torch.zeros_like(rewards).index_copy_(0, keep, part) for part in parts)
         return advantages, returns
 
 
 def _of_samples(value: Any, keep: Tensor, size: int) -> Any:
-    """What of `value` is of the samples `keep`, if it has an entry for each of all `size` of them."""
+    """What of tensors with a row for each of all `size` samples is of the samples `keep`; other values as they are."""
     if isinstance(value, dict):
         return {key: _of_samples(item, keep, size) for key, item in value.items()}
-    if isinstance(value, Tensor):
-        return value[keep.to(value.device)] if value.ndim > 0 and len(value) == size else value
-    if hasattr(value, "__len__") and not isinstance(value, str) and len(value) == size:
-        return [value[row] for row in keep.tolist()]
-    return value
+    of_samples = isinstance(value, Tensor) and value.ndim > 0 and len(value) == size
+    return value[keep.to(value.device)] if of_samples else value
 
 
 def progress(values: Tensor, step_ids: Tensor, response_mask: Tensor) -> Tensor:

@@ -57,14 +57,8 @@ def evpo(
     mask, end = response_mask.to(values.dtype), {"bootstrap_mask": bootstrap_mask, "bootstrap_values": bootstrap_values}
     common = {"rewards": rewards, "response_mask": mask, "values": values, "gamma": gamma, "whitening": "none", **end}
     _, outcome = gae(**common)
-    advantages, returns = gae(
-        **common,
-        lam=lam,
-        lam_actor=lam_actor,
-        lam_critic=lam_critic,
-        adaptive_lam_alpha=adaptive_lam_alpha,
-        lam_positions=lam_positions,
-    )
+    lambdas = {"lam": lam, "lam_actor": lam_actor, "lam_critic": lam_critic, "lam_positions": lam_positions}
+    advantages, returns = gae(**common, **lambdas, adaptive_lam_alpha=adaptive_lam_alpha)
     weight, explained = critic_weight(values, outcome, mask, gate)
     of_row, present = masked_mean(outcome.double(), mask, 1), mask.any(1).double()
     if choose(baseline, BASELINES, "baseline") == "group":

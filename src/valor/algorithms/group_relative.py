@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from valor.algorithms.groups import GroupIds, Groups, sequence_scores, settle_singletons, spread_over_tokens
+from valor.algorithms.groups import GroupIds, Groups, scored_groups, settle_singletons, spread_over_tokens
 from valor.algorithms.reductions import masked_whiten
 from valor.algorithms.registry import register_advantage
 from valor.errors import UserError
@@ -37,8 +37,7 @@ def grpo(
     DrGRPO (https://arxiv.org/abs/2503.20783): norm_adv_by_std_in_grpo=False, with loss_agg_mode
     seq-mean-token-sum-norm, a fixed loss_scale_factor and no KL loss.
     """
-    groups = Groups(group_ids, rewards.shape[0], rewards.device)
-    scores = sequence_scores(rewards, response_mask)
+    groups, scores = scored_groups(rewards, response_mask, group_ids)
     advantage = spread_over_tokens(grpo_scores(scores, groups, norm_adv_by_std_in_grpo, singleton), response_mask)
     return advantage, advantage
 
@@ -52,8 +51,7 @@ def grpo_passk(
     It is what the group's best score would lose without that sample (https://arxiv.org/abs/2503.19595). A tie for the
     best gives 0; a group of one gives 0 (verl raises).
     """
-    groups = Groups(group_ids, rewards.shape[0], rewards.device)
-    scores = sequence_scores(rewards, response_mask)
+    groups, scores = scored_groups(rewards, response_mask, group_ids)
     place = torch.arange(scores.shape[0], device=scores.device)
     best = scores == groups.extreme(scores, "amax")
     first_best = place == groups.extreme(place.masked_fill(~best, scores.shape[0]), "amin")
@@ -70,8 +68,7 @@ def rloo(
     *, rewards: Tensor, response_mask: Tensor, group_ids: GroupIds | None, singleton: str = "zero"
 ) -> tuple[Tensor, Tensor]:
     """RLOO: A_i = s_i − mean of the other samples = n/(n−1) · (s_i − mean) (https://arxiv.org/abs/2402.14740)."""
-    groups = Groups(group_ids, rewards.shape[0], rewards.device)
-    scores = sequence_scores(rewards, response_mask)
+    groups, scores = scored_groups(rewards, response_mask, group_ids)
     centred = (scores.double() - groups.mean(scores)) * groups.sizes / (groups.sizes - 1).clamp(min=1)
     advantage = spread_over_tokens(settle_singletons(centred, scores, groups, singleton), response_mask)
     return advantage, advantage
@@ -86,8 +83,7 @@ def opo(
 
     A group without any policy token has baseline 0 (and no token to show it at).
     """
-    groups = Groups(group_ids, rewards.shape[0], rewards.device)
-    scores = sequence_scores(rewards, response_mask)
+    groups, scores = scored_groups(rewards, response_mask, group_ids)
     lengths = response_mask.sum(-1).double()
     centred = scores.double() - groups.mean(scores)
     # The baseline relative to the mean: exactly 0 for scores that agree.
@@ -105,8 +101,7 @@ def gpg(
 
     α makes up for samples that carry no signal; it is B itself where every score is 0 (and every A is 0).
     """
-    groups = Groups(group_ids, rewards.shape[0], rewards.device)
-    scores = sequence_scores(rewards, response_mask)
+    groups, scores = scored_groups(rewards, response_mask, group_ids)
     alpha = scores.shape[0] / scores.count_nonzero().clamp(min=1)
     centred = settle_singletons(scores.double() - groups.mean(scores), scores, groups, singleton)
     advantage = spread_over_tokens(alpha * centred / f_norm, response_mask)
@@ -143,8 +138,7 @@ def gdpo(
     for key, scores in component_scores.items():
         total += weights[key] * grpo_scores(scores, groups, norm_adv_by_std_in_grpo, singleton)
     advantage = spread_over_tokens(total, response_mask)
-    compared = response_mask
-    if singleton == "zero" and bool(groups.singleton.any()):
-        compared = response_mask.masked_fill(groups.singleton.unsqueeze(1), 0.0)
+    left_out = groups.singleton.unsqueeze(1) & (singleton == "zero")
+    compared = response_mask.masked_fill(left_out, 0.0)
     masked_whiten(advantage, compared, scope=whitening, out=advantage)
     return advantage, advantage

@@ -74,6 +74,11 @@ def sequence_scores(rewards: Tensor, response_mask: Tensor) -> Tensor:
     return scores
 
 
+def scored_groups(rewards: Tensor, response_mask: Tensor, group_ids: GroupIds | None) -> tuple[Groups, Tensor]:
+    """The groups of the rows, and each row's score [B]."""
+    return Groups(group_ids, len(rewards), rewards.device), sequence_scores(rewards, response_mask)
+
+
 def spread_over_tokens(advantage: Tensor, response_mask: Tensor) -> Tensor:
     """[B] to [B, T]: the sample's advantage at each policy token, 0 elsewhere."""
     return advantage.float().unsqueeze(-1) * response_mask

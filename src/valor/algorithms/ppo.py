@@ -133,6 +133,13 @@ def clip_bounds(clip_ratio_low: float, clip_ratio_high: float) -> tuple[float, f
     return 1.0 - clip_ratio_low, 1.0 + clip_ratio_high
 
 
+def clipped(inputs: LossInputs, ratio: Tensor, clip_ratio_low: float, clip_ratio_high: float) -> tuple[Tensor, Tensor]:
+    """max(−Aρ, −A·clip(ρ, 1−low, 1+high)) [B, T], and where the clip binds."""
+    unclipped = -inputs.advantages * ratio
+    bounded = -inputs.advantages * ratio.clamp(*clip_bounds(clip_ratio_low, clip_ratio_high))
+    return torch.maximum(unclipped, bounded), bounded > unclipped
+
+
 @register_policy_loss("vanilla", paper="https://arxiv.org/abs/1707.06347")
 @register_policy_loss("ppo", paper="https://arxiv.org/abs/1707.06347")
 def ppo(
@@ -146,18 +153,15 @@ def ppo(
     """
     if clip_ratio_c is not None and clip_ratio_c <= 1.0:
         raise UserError(f"clip_ratio_c must be greater than 1, got {clip_ratio_c}; null switches dual clip off")
-    low, high = clip_bounds(clip_ratio_low, clip_ratio_high)
     advantages, log_ratio = inputs.advantages, inputs.log_ratio()
-    ratio = log_ratio.exp()
-    unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(low, high)
-    loss = torch.maximum(unclipped, clipped)
+    loss, binds = clipped(inputs, log_ratio.exp(), clip_ratio_low, clip_ratio_high)
     lower_hit = torch.zeros_like(loss)
     if clip_ratio_c is not None:
         ceiling = -advantages * clip_ratio_c
         lower_hit = (loss > ceiling) & (advantages < 0)
         loss = torch.where(advantages < 0, torch.minimum(loss, ceiling), loss)
     metrics = {
-        "pg_clipfrac": inputs.fraction(clipped > unclipped),
+        "pg_clipfrac": inputs.fraction(binds),
         "ppo_kl": inputs.fraction(-log_ratio),
         "pg_clipfrac_lower": inputs.fraction(lower_hit),
     }

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from valor.algorithms.groups import SINGLETON, GroupIds, Groups, sequence_scores, spread_over_tokens
+from valor.algorithms.groups import SINGLETON, GroupIds, Groups, scored_groups, spread_over_tokens
 from valor.algorithms.reductions import masked_whiten
 from valor.algorithms.registry import choose, register_advantage
 from valor.algorithms.scan import Packing, returns_to_go
@@ -41,8 +41,7 @@ def reinforce_plus_plus_baseline(
     singleton: a group of one has no baseline of its own but its score is one of the batch: it takes part in the
     whitening; then its own row is 0 ("zero") or what the whitening made of it ("raw", as verl). Other rows are alike.
     """
-    groups = Groups(group_ids, rewards.shape[0], rewards.device)
-    scores = sequence_scores(rewards, response_mask)
+    groups, scores = scored_groups(rewards, response_mask, group_ids)
     choose(singleton, SINGLETON, "singleton")
     centred = scores.double() - groups.mean(scores).masked_fill(groups.singleton, 0.0)
     advantage = spread_over_tokens(centred, response_mask)

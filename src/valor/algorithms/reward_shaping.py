@@ -124,8 +124,9 @@ def advantages_with_missing_rewards(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Advantages, returns and the loss mask [B, T] when some trajectories have lost their reward.
 
-    zero: their reward is 0. bootstrap: V(last) is their reward, through the estimator. critic: their advantages are
-    V(last) − V_t whatever λ. exclude: they take no part in any statistic and their loss mask is 0.
+    zero: their reward is 0. bootstrap: V(last) is their reward, through the estimator, and the value of their end, if
+    they were cut off (`bootstrap_mask`). critic: their advantages are V(last) − V_t whatever λ. exclude: they take no
+    part in any statistic and their loss mask is 0.
     flip: advantages × −1 in these rows, after whitening: with "zero" they end in δ = −V, which pushes high-value
     trajectories down, and the flip turns the push around. Other inputs as in `compute_advantages`.
     """
@@ -135,6 +136,8 @@ def advantages_with_missing_rewards(
     whitens = "whitening" in ADVANTAGES[name].options
     if whitens:
         inputs["whitening"] = "none"
+    if missing_reward == "bootstrap" and inputs.get("bootstrap_mask") is not None:
+        inputs["bootstrap_mask"] = inputs["bootstrap_mask"].bool() & ~missing.bool()
     advantages, returns = compute_advantages(
         name, rewards=rewards, response_mask=response_mask, values=values, sample_mask=~excluded, **inputs
     )

@@ -5,6 +5,7 @@ bypass use: the policy being trained. Nothing here carries a gradient. Truncated
 https://fengyao.notion.site/off-policy-rl; IcePop: https://arxiv.org/abs/2510.18855.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -81,10 +82,7 @@ def importance_weights(
     else:
         exponent = log_ratio if level == "token" else masked_sum(log_ratio, response_mask, -1).unsqueeze(1)
     raw = keep_masked(exponent.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp().expand_as(log_ratio), response_mask)
-    if low is None:
-        weights = raw.clamp(max=high)
-    else:
-        weights = raw.masked_fill((raw < low) | (raw > high), 0.0)
+    weights = raw.clamp(max=high) if low is None else raw.masked_fill((raw < low) | (raw > high), 0.0)
     norm = 1.0
     if batch_normalize:
         if level == "token":
@@ -141,8 +139,7 @@ def _rejection_bounds(name: str, limit: str) -> tuple[float, float]:
     if name.endswith("k1"):
         if low is None:
             raise UserError(f"{name} needs two bounds on the ratio, as in rollout_rs_threshold=0.5_2.0; got {limit}")
-        ends = torch.tensor([low, high], dtype=torch.float64).log()
-        return ends[0].item(), ends[1].item()
+        return math.log(low), math.log(high)
     if low is not None:
         raise UserError(f"{name} takes one upper bound, got {limit}")
     return -torch.inf, high

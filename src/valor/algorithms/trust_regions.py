@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from valor.algorithms.ppo import LossInputs, Metrics, clip_bounds
+from valor.algorithms.ppo import LossInputs, Metrics, clip_bounds, clipped
 from valor.algorithms.reductions import masked_mean
 from valor.algorithms.registry import register_policy_loss
 from valor.algorithms.turns import Turns
@@ -46,13 +46,10 @@ def turn_ppo(
 
 def _clipped_together(inputs: LossInputs, log_ratio_of_all: Tensor, low: float, high: float) -> tuple[Tensor, Metrics]:
     """PPO's clip on a ratio that tokens share ([B, T] or [B, 1]), with each token's gradient through its own log π."""
-    low, high = clip_bounds(low, high)
-    log_ratio = inputs.log_ratio(bound=None)
     ratio = (inputs.log_probs - inputs.log_probs.detach() + log_ratio_of_all).clamp(max=10.0).exp()
-    unclipped = -inputs.advantages * ratio
-    clipped = -inputs.advantages * ratio.clamp(low, high)
-    metrics = {"pg_clipfrac": inputs.fraction(clipped > unclipped), "ppo_kl": inputs.fraction(-log_ratio)}
-    return inputs.aggregate(torch.maximum(unclipped, clipped)), metrics
+    loss, binds = clipped(inputs, ratio, low, high)
+    metrics = {"pg_clipfrac": inputs.fraction(binds), "ppo_kl": inputs.fraction(-inputs.log_ratio(bound=None))}
+    return inputs.aggregate(loss), metrics
 
 
 @register_policy_loss("geo_mean", aggregation="seq-mean-token-mean", one_row=True)
@@ -140,12 +137,9 @@ def clip_cov(
 
     Metrics: pg_clipfrac, pg_clipfrac_cov (tokens held back), ppo_kl.
     """
-    low, high = clip_bounds(clip_ratio_low, clip_ratio_high)
-    log_ratio, advantages = inputs.log_ratio(bound=None), inputs.advantages
-    ratio = log_ratio.exp()
-    unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(low, high)
-    covariance = _covariance(inputs)
-    eligible = (covariance > clip_cov_lb) & (covariance < clip_cov_ub) & (clipped <= unclipped)
+    log_ratio, covariance = inputs.log_ratio(bound=None), _covariance(inputs)
+    loss, binds = clipped(inputs, log_ratio.exp(), clip_ratio_low, clip_ratio_high)
+    eligible = (covariance > clip_cov_lb) & (covariance < clip_cov_ub) & ~binds
     candidates = (eligible & (inputs.response_mask != 0)).flatten().nonzero().squeeze(1)
     number = max(int(clip_cov_ratio * int((inputs.response_mask != 0).sum())), 1)
     order = torch.randperm(len(candidates), generator=generator, device=generator.device if generator else "cpu")
@@ -153,11 +147,11 @@ def clip_cov(
     held_back[candidates[order[:number].to(candidates.device)]] = True
     held_back = held_back.view_as(log_ratio)
     metrics = {
-        "pg_clipfrac": inputs.fraction(clipped > unclipped),
+        "pg_clipfrac": inputs.fraction(binds),
         "pg_clipfrac_cov": inputs.fraction(held_back),
         "ppo_kl": inputs.fraction(-log_ratio),
     }
-    return inputs.aggregate(torch.maximum(unclipped, clipped).masked_fill(held_back, 0.0)), metrics
+    return inputs.aggregate(loss.masked_fill(held_back, 0.0)), metrics
 
 
 @register_policy_loss("kl_cov")

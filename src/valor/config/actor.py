@@ -55,7 +55,7 @@ class UpdateConfig(Section):
     ppo_epochs: PositiveInt = 1
     """Passes over each training batch."""
     shuffle: bool = False
-    """Draw mini-batches in random order."""
+    """Put samples into mini-batches in random order."""
     data_loader_seed: Seed = inherits("trainer.seed")
     """Seed of that order."""
     loss_agg_mode: LossAggMode = "token-mean"

@@ -114,9 +114,9 @@ class AlgorithmConfig(Section):
     lam_turn: Share = key(1.0, ".gae_unit!=token")
     """turn, bilevel: lambda between turns."""
     adv_whitening: Literal["batch", "mini_batch", "none"] = "batch"
-    """Over which tokens gae, reinforce_plus_plus, reinforce_plus_plus_baseline and gdpo normalise advantages."""
+    """Over which tokens gae, vtrace, evpo, gdpo and reinforce_plus_plus (also _baseline) normalise advantages."""
     truncation_bootstrap: bool = False
-    """gae, a response cut at a limit of length or turns: true continues with the value after it, false with 0."""
+    """gae, vtrace, evpo: a response cut at a limit of length or turns goes on with the value after it, not 0."""
     norm_adv_by_std_in_grpo: bool = True
     """GRPO: divide by the group's standard deviation (false is Dr. GRPO)."""
     singleton: Literal["zero", "raw"] = "zero"

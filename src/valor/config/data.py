@@ -58,7 +58,7 @@ class DataConfig(FilesConfig):
     val_batch_size: PositiveInt | None = None
     """Prompts per validation batch; null takes all at once."""
     seed: Seed = inherits("trainer.seed")
-    """Seed of that order."""
+    """Seed of the order of rows, and of those that *_max_samples draw."""
     validation_shuffle: bool = False
     """Draw validation prompts in random order."""
     filter_overlong_prompts: bool = False

@@ -52,7 +52,7 @@ class RunConfig(Section):
     max_restarts: NonNegativeInt = 0
     """Start again from the last checkpoint so many times when a process that holds weights has died (under Ray)."""
     max_rollbacks: NonNegativeInt = 0
-    """Go back to the last checkpoint so many times when weights are lost; the batch of that step is left out."""
+    """Times to go back to the last checkpoint when weights are lost, without that step's batch (unless drawn ahead)."""
     rollback_lr_factor: PositiveShare = key(0.5, ".max_rollbacks")
     """By what each rollback multiplies all learning rates."""
 

@@ -138,10 +138,10 @@ class Batch:
         self.__dict__ = state | {"tensors": Columns(columns)}
 
 
-def pad_rows(rows: Sequence[Sequence[float]], dtype: torch.dtype, width: int | None = None) -> tuple[Tensor, Tensor]:
+def pad_rows(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Lists of different lengths as one right-padded [B, W] tensor and their lengths [B]."""
     lengths = torch.tensor([len(r) for r in rows], dtype=torch.long)
-    out = torch.zeros(len(rows), max(*lengths.tolist(), width or 0, 0), dtype=dtype)
+    out = torch.zeros(len(rows), max(map(len, rows), default=0), dtype=dtype)
     for i, row in enumerate(rows):
         out[i, : len(row)] = torch.as_tensor(row, dtype=dtype)
     return out, lengths

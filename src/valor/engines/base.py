@@ -28,7 +28,6 @@ class TrainingEngine(Protocol):
 
     device: torch.device
     data_parallel_rank: int
-    data_parallel_size: int
 
     @property
     def version(self) -> int:

@@ -30,7 +30,6 @@ class EngineCore:
     """
 
     data_parallel_rank: int
-    data_parallel_size: int
 
     def __init__(self, module: Any, optim: OptimConfig | None, device: torch.device, total_steps: int) -> None:
         self.module, self.optim, self.device, self.total_steps = module, optim, device, total_steps
@@ -42,8 +41,6 @@ class EngineCore:
     @property
     def version(self) -> int:
         return self.counters.updates
-
-    # ---- rows
 
     def _micro_batches(
         self, verb: str, batch: Batch, max_tokens: Limit, max_rows: Limit, *, share: int = 1
@@ -72,8 +69,6 @@ class EngineCore:
             return {}
         wide = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in values.values()]
         return dict(zip(values, torch.stack(wide).tolist(), strict=True))
-
-    # ---- the optimizer's step
 
     def optimizer_step(self, *, advance_schedule: bool = True) -> dict[str, float]:
         assert self.optimizer is not None and self.optim is not None, "a frozen engine has no optimizer"
@@ -113,8 +108,6 @@ class EngineCore:
     def _weight_norm(self) -> float:
         """The norm of all weights that are trained; 0 where none are."""
         raise NotImplementedError
-
-    # ---- weights
 
     def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer of the state dict, whole, one at a time, on the engine's device."""

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from operator import attrgetter
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, ClassVar, Self, cast
 
 from valor.config import PPOConfig, RMConfig, SFTConfig, SupervisedConfig, load
@@ -20,8 +21,6 @@ from valor.lab.given import Given, demonstration_row, given_bytes, given_data, g
 from valor.rewards.functions import RewardFunctions, pickled
 from valor.tracking.rundir import disk_errors
 from valor.trainer.command import tell_notes
-from valor.trainer.main_ppo import ppo_run
-from valor.trainer.main_sft import rm_run, sft_run
 
 _INPUTS = "inputs"  # in the folder of the run
 Reward = Callable[..., Any] | Sequence[Callable[..., Any]]
@@ -39,7 +38,7 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
 
     words: ClassVar[str]  # of the command
     root: ClassVar[type[PPOConfig] | type[SupervisedConfig]]
-    _make: ClassVar[Callable[..., Any]]  # a valor.trainer.run.Run of the configuration and the command
+    makes: ClassVar[str]  # a valor.trainer.run.Run of the configuration and the command, as `module:Class`
     model_key: ClassVar[str] = "model"
     _row: Callable[[dict[str, Any]], dict[str, Any]] = staticmethod(lambda row: row)  # as the files have it
 
@@ -123,11 +122,11 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer of the model."""
-        from valor.models.load import load_tokenizer
+        """The tokenizer of the run, with its chat template."""
+        from valor.models.load import load_model_tokenizer
 
-        model = attrgetter(self.model_key)(self.config)
-        return load_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
+        model, at = attrgetter(self.model_key)(self.config), getattr(self.config.data, "tokenizer", None)
+        return load_model_tokenizer(model, at=at)
 
     def close(self) -> None:
         """End what runs. What was not saved is lost; the run goes on from its last checkpoint."""
@@ -139,7 +138,7 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
         self.close()
 
     def _again(self) -> Any:
-        self._run = self._make(self.config, self.command)
+        self._run = resolve_name(self.makes)(self.config, self.command)
         return self._run
 
     def _open(self) -> None:
@@ -200,7 +199,7 @@ class PPO(PythonRun):
     algorithm: the name of an advantage estimator. critic: where the critic starts, as `model`; default: there too.
     """
 
-    words, root, _make = "ppo", PPOConfig, staticmethod(ppo_run)
+    words, root, makes = "ppo", PPOConfig, "valor.trainer.ppo:PPORun"
     model_key = "actor_rollout_ref.model"
     _row = staticmethod(partial(prompt_row, keep_prompt=False))
 
@@ -262,14 +261,14 @@ class PPO(PythonRun):
 class SFT(PythonRun):
     """Supervised fine-tuning: rows with `messages`, or with a `prompt` and a `response` (or `completion`)."""
 
-    words, root, _make, _row = "sft", SFTConfig, staticmethod(sft_run), staticmethod(demonstration_row)
+    words, root, makes, _row = "sft", SFTConfig, "valor.trainer.supervised:SFTRun", staticmethod(demonstration_row)
     policy = PPO.policy
 
 
 class RewardModel(PythonRun):
     """A reward model from preference pairs: rows with `prompt`, `chosen` and `rejected`."""
 
-    words, root, _make = "rm train", RMConfig, staticmethod(rm_run)
+    words, root, makes = "rm train", RMConfig, "valor.trainer.rm:RewardModelRun"
 
     @property
     def reward_model(self) -> Any:

@@ -64,12 +64,12 @@ def _measure(config: CriticScoreConfig) -> tuple[Judged, Branches | None]:
     from valor.controller.start import start_group
     from valor.data.batch import Batch, Episodes
     from valor.lab.scorecard import Judged
-    from valor.models.load import check_critic_tokenizer, load_policy_tokenizer
+    from valor.models.load import check_critic, load_policy_tokenizer
     from valor.tracking.progress import phase
     from valor.workers.roles import role_specs
 
     tokenizer = load_policy_tokenizer(config)
-    check_critic_tokenizer(config, tokenizer)
+    check_critic(config, tokenizer)
     pool, controller = resolve_pool(config.trainer, config.ray_kwargs.ray_init.address)
     rollouts, branches = _rollouts(config, pool, controller)
     frozen = config.model_copy(update={"critic": config.critic.model_copy(update={"freeze": True})})

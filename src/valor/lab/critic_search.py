@@ -111,11 +111,11 @@ def _searcher(config: CriticSearchConfig, inputs: RunInputs) -> Searcher:
 
     from valor.collector.generation import sampling_params
     from valor.lab.search import Searcher
-    from valor.models.load import check_critic_tokenizer, load_policy, load_value_model
+    from valor.models.load import check_critic, load_policy, load_value_model
     from valor.rollout.native.engine import NativeEngine
     from valor.workers.rollout import end_token_ids
 
-    check_critic_tokenizer(config, inputs.tokenizer)
+    check_critic(config, inputs.tokenizer)
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     device = "cuda" if torch.cuda.is_available() and config.trainer.device != "cpu" else "cpu"
     torch.set_num_threads(config.trainer.num_threads or torch.get_num_threads())

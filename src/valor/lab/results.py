@@ -97,10 +97,11 @@ def _measure(run: Run, metric: str) -> dict[str, Any]:
     path = run.folder / METRICS_FILE
     if not path.is_file():
         return {"error": f"it left no {METRICS_FILE}: trainer.logger must contain 'file'", "series": {}}
-    series, _ = as_series(read_steps(path))
+    steps = read_steps(path)
+    series, _ = as_series(steps)
     seconds = sum(sum(series[key].finite()) for key in _TIMES if key in series)
     if metric == HEADLINE:
-        series[HEADLINE] = _headline(series)
+        series[HEADLINE] = _headline(steps)
     one = series.get(metric)
     if one is None or not one.finite():
         hint = did_you_mean(metric, series.keys() - {HEADLINE}, cutoff=0.4) or ": set data.val_files"
@@ -108,15 +109,10 @@ def _measure(run: Run, metric: str) -> dict[str, Any]:
     return {"first": one.finite()[0], "last": one.finite()[-1], "seconds": seconds, "series": series}
 
 
-def _headline(series: Mapping[str, Series]) -> Series:
+def _headline(steps: Mapping[int, Mapping[str, Any]]) -> Series:
     """The validation score by step: the mean of all val-core mean@n."""
-    records: dict[int, dict[str, float]] = {}
-    for key, one in series.items():
-        for step, value in zip(one.steps, one.values, strict=True):
-            if value is not None and key.startswith("val-core/"):
-                records.setdefault(step, {})[key] = value
-    scores = {step: headline(record) for step, record in sorted(records.items())}
-    return Series(list(scores), list(scores.values()))
+    known = ({key: value for key, value in one.items() if value is not None} for one in steps.values())
+    return Series(list(steps), [headline(one) for one in known])
 
 
 def _arm(sweep: Sweep, name: str, measured: Mapping[str, Any], errors: Mapping[str, str]) -> dict[str, Any]:

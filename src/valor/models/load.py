@@ -61,26 +61,42 @@ def load_tokenizer(
     return tokenizer
 
 
-def load_policy_tokenizer(config: PPOConfig) -> Any:
-    """The tokenizer of the policy, with a chat template. UserError: there is none."""
-    model = config.actor_rollout_ref.model
+def load_model_tokenizer(model: ModelConfig, *, at: str | None = None, chat: bool = False) -> Any:
+    """The tokenizer at `at`, else the model's own, with the chat template that `model` gives it. UserError: there is
+    none, or `chat` and it has no template."""
     return load_tokenizer(
-        config.data.tokenizer or model.tokenizer_path or model.path,
+        at or model.tokenizer_path or model.path,
         trust_remote_code=model.trust_remote_code,
         custom_chat_template=model.custom_chat_template,
-        require_chat_template=True,
+        require_chat_template=chat,
     )
 
 
-def check_critic_tokenizer(config: PPOConfig, tokenizer: Any) -> None:
-    """UserError: some token of the policy's `tokenizer` is another one, or none, to the model at critic.model.path.
+def load_policy_tokenizer(config: PPOConfig) -> Any:
+    """The tokenizer of the policy, with a chat template. UserError: there is none."""
+    return load_model_tokenizer(config.actor_rollout_ref.model, at=config.data.tokenizer, chat=True)
+
+
+def check_critic(config: PPOConfig, tokenizer: Any) -> None:
+    """UserError: some token of the policy's `tokenizer` is another one, or none, to the model at critic.model.path; or
+    all critics of an ensemble would be that model, head and all.
 
     The critic never sees text, so nothing but the vocabulary matters: other merges or another template are fine.
     """
-    model = config.critic.model
-    if not config.critic.enable or model.path == config.actor_rollout_ref.model.path:
+    critic, model = config.critic, config.critic.model
+    if not critic.enable:
         return
-    size = int(load_model_config(model).get_text_config().vocab_size)
+    found = load_model_config(model)
+    new_adapters = model.lora_rank > 0 and model.lora_adapter_path is None
+    apart = critic.ensemble_shards or critic.shuffle or new_adapters
+    if critic.ensemble_size > 1 and not apart and _has_head(_where_head_is(model, found)[1]):
+        raise UserError(
+            f"critic.ensemble_size={critic.ensemble_size}: the critics would all be the same, as '{model.path}' has a "
+            "head: set critic.ensemble_shards=true"
+        )
+    if model.path == config.actor_rollout_ref.model.path:
+        return
+    size = int(found.get_text_config().vocab_size)
     if size < len(tokenizer):
         raise UserError(
             f"the critic '{model.path}' knows {size} tokens and the policy's tokenizer has {len(tokenizer)}: set "
@@ -179,8 +195,7 @@ def load_encoder(path: str) -> Any:
 
 def _agreed_head(path: str, config: Any, wanted: ValueHead | None) -> ValueHead:
     """The head to load. A checkpoint with a head that says nothing of itself may have any head of one output."""
-    has_head = (config.architectures or ["?"])[0].endswith(("ForTokenClassification", "ForSequenceClassification"))
-    found = ValueHead.of(config)
+    has_head, found = _has_head(config), ValueHead.of(config)
     by_label = wanted is not None and wanted.output == "label"
     if has_head and found is None and not by_label and (config.num_labels != 1 or (wanted and wanted.size != 1)):
         needed = f"outputs for {wanted}" if wanted is not None and wanted.size != 1 else "exactly 1"
@@ -191,6 +206,10 @@ def _agreed_head(path: str, config: Any, wanted: ValueHead | None) -> ValueHead:
             "critic.value_loss and critic.value_loss_kwargs to those it was trained with"
         )
     return wanted or (found if has_head else None) or ValueHead()
+
+
+def _has_head(config: Any) -> bool:
+    return (config.architectures or ["?"])[0].endswith(("ForTokenClassification", "ForSequenceClassification"))
 
 
 def _where_head_is(model: CriticModelConfig, config: Any) -> tuple[str, Any]:

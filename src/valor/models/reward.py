@@ -109,19 +109,6 @@ class PreferenceModel(RewardModel):
         return {"chosen": chosen.clone(), "rejected": rejected.clone()}  # FSDP's hooks do not follow views
 
 
-class CriticReward(ValueModel):
-    """A published critic as a reward model; `rows` are its own kind, prompt and response, of at least one token."""
-
-    def forward(self, rows: Mapping[str, Tensor], *, raw: bool = False) -> dict[str, Tensor]:
-        """Float32 `scores` [b]: the value of the state in which the last response token was chosen.
-
-        That is the last value which the critic was trained to give, the one `algorithm.reward_source=critic` takes.
-        """
-        values = super().forward(rows, raw=raw)["values"]
-        last = rows["response_lengths"][:, None].to(values.device) - 1
-        return {"scores": values.gather(1, last).squeeze(1)}
-
-
 @dataclass(frozen=True)
 class RewardModelKind:
     """What a reward model's config.json says. `max_length`: the most positions it was made for, if it says so.
@@ -167,14 +154,11 @@ def reward_model_kind(model: RewardModelConfig) -> RewardModelKind:
 def load_reward_model(
     model: RewardModelConfig, *, separator_id: int | None = None, dtype: torch.dtype = torch.float32
 ) -> RewardModel | ValueModel:
-    """The reward model at `model.model_path`, dropout off. UserError as in reward_model_kind, or damaged files.
-
-    What does not give an outcome has values at its tokens.
-    """
+    """The reward model at `model.model_path`, dropout off; a token classifier has values in place of a score. UserError
+    as in reward_model_kind, or damaged files."""
     base, kind = backbone(model), reward_model_kind(model)
     if kind.reads_tokens:
-        hf = load_value_model(CriticModelConfig(**base.model_dump()), head=kind.head, dtype=dtype).hf
-        return (CriticReward if model.gives == "outcome" else ValueModel)(hf, packed=True, shared=True)
+        return load_value_model(CriticModelConfig(**base.model_dump()), head=kind.head, dtype=dtype)
     hf = load_sequence_classifier(base, dtype=dtype)
     return RewardModel(hf, label=model.label, separator_id=separator_id, packed=True, shared=True)
 

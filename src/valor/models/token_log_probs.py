@@ -155,13 +155,11 @@ class _TokenLogProbs(torch.autograd.Function):
         return log_probs, entropy, full_kl
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, entropy, full_kl = ctx.saved_tensors
         temperature, logit_map, product_rows, block_rows = ctx.options
         reference: HeadProduct | None = ctx.reference
-        grad_log_probs, grad_entropy, grad_full_kl = grads
-        if grad_log_probs is None:
-            grad_log_probs = torch.zeros_like(targets, dtype=torch.float32)
+        grad_log_probs, grad_entropy, grad_full_kl = grads  # zeros where nothing was read of one
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         kept, ctx.kept = ctx.kept, None  # overwritten below; a second backward pass recomputes it
 
@@ -179,9 +177,9 @@ class _TokenLogProbs(torch.autograd.Function):
                 block = delta[at : at + block_rows]
                 inner = slice(start + at, start + at + len(block))
                 pulls = []
-                if grad_entropy is not None and len(grad_entropy):
+                if len(grad_entropy):
                     pulls.append((None, entropy[inner], -grad_entropy[inner]))
-                if other is not None and grad_full_kl is not None:
+                if other is not None:
                     pulls.append((other[at : at + block_rows], -full_kl[inner], grad_full_kl[inner]))
                 block.copy_(
                     _logit_gradient(block, targets[inner], grad_log_probs[inner], pulls, temperature, logit_map)

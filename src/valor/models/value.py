@@ -102,8 +102,13 @@ class ValueModel(RowReader):
 
     @property
     def head(self) -> nn.Linear:
-        """The map from a hidden state to the labels; it runs in float32 whatever the backbone runs in."""
-        return getattr(self.hf, head_name(self.hf))
+        """The map from a hidden state to the labels; it runs in float32 whatever the backbone runs in. ValueError: the
+        class is laid out in another way."""
+        for name in HEAD_NAMES:
+            head = getattr(self.hf, name, None)
+            if isinstance(head, nn.Linear) and head.out_features == self.hf.config.num_labels:
+                return head
+        raise ValueError(f"{type(self.hf).__name__} has no linear head named {' or '.join(HEAD_NAMES)}")
 
     def float32_modules(self) -> list[nn.Module]:
         """The parts that a mixed-precision engine must leave in float32."""
@@ -130,12 +135,3 @@ class ValueModel(RowReader):
             atoms, weights = self.reading.distribution(outputs)
             out["quantiles"] = compact.scatter(atoms if atoms.ndim > 1 else quantiles_of(atoms, weights))
         return out
-
-
-def head_name(hf: Any) -> str:
-    """The attribute that holds the classification head; ValueError if the class is laid out in another way."""
-    for name in HEAD_NAMES:
-        head = getattr(hf, name, None)
-        if isinstance(head, nn.Linear) and head.out_features == hf.config.num_labels:
-            return name
-    raise ValueError(f"{type(hf).__name__} has no linear head named {' or '.join(HEAD_NAMES)}")

@@ -228,7 +228,9 @@ def lengths(run: Diagnosis) -> Said | None:
 
 
 def policy_runs_away(run: Diagnosis) -> Said | None:
-    far, step = run.last("actor/kl_loss", "actor/reward_kl_penalty"), run.last("actor/ppo_kl")
+    is_mean = run.settings.get(f"{_ACTOR}.loss_agg_mode", "token-mean").endswith("token-mean")
+    far = run.last(*["actor/kl_loss"] * is_mean, "actor/reward_kl_penalty")  # of other modes it is no KL of a token
+    step = run.last("actor/ppo_kl")
     if far is not None and far > 1:
         coefficients = f"{run.key(f'{_ACTOR}.kl_loss_coef')} or {run.key('algorithm.kl_ctrl.kl_coef')}"
         seen = f"the policy has run away from the reference: KL {far:.3g} nats a token"

@@ -141,19 +141,18 @@ def compute_advantages(
         **{k: v for k, v in offered.items() if k in entry.options},
         **options,
     }
-    if common.get("gae_unit") == "turn":
+    if common.get("gae_unit") == "turn" and not from_critic(config):
         batch["value_mask"] = Turns(common.get("turn_ids"), common["response_mask"]).starts.float()
     if "quantiles" in batch:
         inputs = {**common, **({"whitening": "none"} if "whitening" in entry.options else {})}
         batch["quantile_returns"] = algorithms.quantile_targets(name, quantiles=tensors["quantiles"], **inputs)
     if from_critic(config):
         return algorithms.critic_advantages(common["values"], common["response_mask"], whitening=offered["whitening"])
-    if "progress" in batch:
-        return algorithms.advantages_with_progress(
-            name, progress=tensors["progress"], **{**common, "whitening": offered["whitening"]}
-        )
-    if "reward_missing" not in batch:
-        advantages, returns = algorithms.compute_advantages(name, **common)
+    if "progress" in batch or "reward_missing" not in batch:
+        if "progress" in batch:
+            common |= {"progress": tensors["progress"], "whitening": offered["whitening"]}
+        compute = algorithms.advantages_with_progress if "progress" in batch else algorithms.compute_advantages
+        advantages, returns = compute(name, **common)
         return advantages, returns if branched is None else tensors["branch_values"].where(branched > 0, returns)
     advantages, returns, _ = algorithms.advantages_with_missing_rewards(
         name,

@@ -199,6 +199,7 @@ def _own_quantiles(config: PPOConfig) -> list[str]:
         "algorithm.reward_mask_ratio": algorithm.reward_mask_ratio > 0,
         "algorithm.reward_source=critic": algorithm.reward_source == "critic",
         "algorithm.truncation_bootstrap": algorithm.truncation_bootstrap,
+        "algorithm.branch_values": algorithm.branch_values.share > 0,
         "an episode of several turns": config.plays_episodes,
     }
     why = "critic.value_loss=quantile with algorithm.lam_critic below 1 bootstraps each quantile, for which"

@@ -1,19 +1,15 @@
 """What every training command does with its command line, from the arguments to the exit code."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from pkgutil import resolve_name
+from typing import Any, TypeVar
 
 from valor.config import LoadedConfig, Section, load
 from valor.errors import UserError, exit_code
 from valor.tracking.console import show_progress
-
-if TYPE_CHECKING:
-    from valor.trainer.run import Run
 
 Root = TypeVar("Root", bound=Section)
 Start = Callable[[Root, str], int]
@@ -30,13 +26,14 @@ def run_command(words: str, argv: Sequence[str] | None, root: type[Root], start:
     return exit_code(lambda: _run(words, arguments, root, start))
 
 
-def trains(make: Callable[[Any, str], Run]) -> Start[Any]:
-    """The start of the run that `make(config, command)` makes, and makes again where it ends early."""
+def trains(name: str) -> Start[Any]:
+    """The start of the run that `name`, a class as `module:Class`, makes of a configuration and a command, and makes
+    again where it ends early."""
 
     def start(config: Section, command: str) -> int:
         from valor.trainer.run import fit_again
 
-        again = partial(make, config, command)
+        again = partial(resolve_name(name), config, command)
         return fit_again(again(), again)
 
     return start

@@ -17,7 +17,7 @@ from valor.data.files import OPTIONAL_COLUMNS, existing_file, parse_row, read_re
 from valor.data.preferences import pair_of
 from valor.data.prompts import render, token_ids
 from valor.errors import UserError
-from valor.models.load import check_critic_tokenizer, load_model_config, load_tokenizer
+from valor.models.load import check_critic, load_model_config, load_model_tokenizer
 from valor.models.reward import reward_model_kind
 from valor.rewards.manager import make_graders
 from valor.rewards.registry import has_grader, needs_truth, require_graders
@@ -56,7 +56,7 @@ def _ppo(config: PPOConfig) -> Iterator[Check]:
     if config.critic.enable and _is_here(config.critic.model.path):
         yield partial(load_model_config, config.critic.model)
         if tokenizer is not None:
-            yield lambda: check_critic_tokenizer(config, tokenizer())
+            yield lambda: check_critic(config, tokenizer())
     if reward_model.is_role and reward_model.model_path is not None and _is_here(reward_model.model_path):
         yield partial(reward_model_kind, reward_model)
     if not reward_model.replaces_rule:
@@ -73,7 +73,7 @@ def _ppo(config: PPOConfig) -> Iterator[Check]:
 
 
 def _supervised(config: SupervisedConfig) -> Iterator[Check]:
-    yield partial(resolve_pool, TrainerConfig(**config.trainer.model_dump(include={"device", "n_gpus_per_node"})))
+    yield partial(resolve_pool, TrainerConfig(**config.trainer.model_dump()))
     if _is_here(config.model.path):
         yield partial(load_model_config, config.model)
     at = config.model.tokenizer_path or config.model.path
@@ -85,8 +85,7 @@ def _supervised(config: SupervisedConfig) -> Iterator[Check]:
 
 def _tokenizer_of(path: str, model: Any, *, chat: bool) -> Callable[[], Any] | None:
     """What loads it, once; None where it would be downloaded."""
-    options = {"trust_remote_code": model.trust_remote_code, "custom_chat_template": model.custom_chat_template}
-    return cache(partial(load_tokenizer, path, require_chat_template=chat, **options)) if _is_here(path) else None
+    return cache(partial(load_model_tokenizer, model, at=path, chat=chat)) if _is_here(path) else None
 
 
 def _is_here(path: str) -> bool:

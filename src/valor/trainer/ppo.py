@@ -23,6 +23,7 @@ from valor.controller.placement import Placement
 from valor.controller.start import start_pools
 from valor.data.batch import Batch, Episodes
 from valor.data.prompts import PromptDataset
+from valor.models.load import check_critic
 from valor.tracking.metrics import Timer
 from valor.tracking.progress import phase
 from valor.trainer.advantage import (
@@ -35,6 +36,7 @@ from valor.trainer.advantage import (
     rows_to_train_on,
 )
 from valor.trainer.checkpoints import Checkpoint
+from valor.trainer.checks import placed
 from valor.trainer.old_log_probs import OldLogProbs, corrected, off_policy
 from valor.trainer.recorder import PPORecorder
 from valor.trainer.run import Run
@@ -54,7 +56,11 @@ _COLLECTOR_DIR = "collector"  # in a checkpoint
 
 
 class PPORun(Run):
-    """PPO with a critic, and every critic-free relative of it. `inputs` are already checked: bad ones stop earlier."""
+    """PPO with a critic, and every critic-free relative of it.
+
+    Bad input, or no place for the run, raises UserError when the object is made; nothing has been written then.
+    `placement`: the run's, where it is known.
+    """
 
     config: PPOConfig
     record: PPORecorder
@@ -64,10 +70,13 @@ class PPORun(Run):
     critics: Critics
     aside: Aside  # of the present step
 
-    def __init__(self, config: PPOConfig, inputs: RunInputs, placement: Placement, command: str) -> None:
+    def __init__(self, config: PPOConfig, command: str, placement: Placement | None = None) -> None:
+        self.placement = placement or placed(config)
+        with phase("tokenizer, data and graders"):
+            self.inputs = inputs = RunInputs(config)
+        check_critic(config, inputs.tokenizer)
         check_components(config, inputs)
         super().__init__(config, inputs.tokenizer, PPORecorder(config, inputs.tokenizer, command))
-        self.inputs, self.placement = inputs, placement
         self.sampler, self.total_steps = inputs.sampler, inputs.total_steps
         self.shaping = RewardShaping(config.algorithm, config.trainer.seed)
         self.old = OldLogProbs.of(config)

@@ -20,13 +20,13 @@ from valor.collector.rollouts import (
 )
 from valor.config import CriticPretrainConfig
 from valor.controller.group import Roles
-from valor.controller.placement import ResourcePool
+from valor.controller.placement import resolve_pool
 from valor.controller.start import start_group
 from valor.data.balance import grouped
 from valor.data.batch import Batch, Episodes
 from valor.data.sampler import PromptSampler, shuffled
 from valor.errors import UserError
-from valor.models.load import check_critic_tokenizer, load_policy_tokenizer
+from valor.models.load import check_critic, load_policy_tokenizer
 from valor.tracking.metrics import Timer, explained_variance, summarize
 from valor.tracking.progress import phase
 from valor.trainer.recorder import PPORecorder
@@ -50,12 +50,12 @@ class CriticPretrainRun(Run):
     record: PPORecorder
     critics: Critics
 
-    def __init__(self, config: CriticPretrainConfig, pool: ResourcePool, controller: str, command: str) -> None:
+    def __init__(self, config: CriticPretrainConfig, command: str) -> None:
+        self.pool, self.controller = resolve_pool(config.trainer, config.ray_kwargs.ray_init.address)
         self.inputs = None if config.pretrain.rollouts else RunInputs(config)
         tokenizer = self.inputs.tokenizer if self.inputs else load_policy_tokenizer(config)
-        check_critic_tokenizer(config, tokenizer)
+        check_critic(config, tokenizer)
         super().__init__(config, tokenizer, PPORecorder(config, tokenizer, command))
-        self.pool, self.controller = pool, controller
 
     def start(self, stack: ExitStack, *, resuming: bool) -> Roles:
         """The rollouts, by processes that have ended when the critic's start."""

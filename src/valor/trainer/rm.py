@@ -14,7 +14,7 @@ from valor.data.preferences import (
     read_preferences,
 )
 from valor.data.reward_texts import RewardTexts, longest_text
-from valor.models.load import load_model_config, load_tokenizer
+from valor.models.load import load_model_config, load_model_tokenizer
 from valor.tracking.rundir import write_atomically
 from valor.trainer.supervised import Samples, SupervisedRun
 from valor.workers.host import RoleSpec
@@ -34,13 +34,8 @@ class RewardModelRun(SupervisedRun):
     val: PreferenceDataset | None
 
     def __init__(self, config: RMConfig, command: str) -> None:
-        model = config.model
-        tokenizer = load_tokenizer(
-            model.tokenizer_path or model.path,
-            trust_remote_code=model.trust_remote_code,
-            custom_chat_template=model.custom_chat_template,
-        )
-        positions = getattr(load_model_config(model).get_text_config(), "max_position_embeddings", None)
+        tokenizer = load_model_tokenizer(config.model)
+        positions = getattr(load_model_config(config.model).get_text_config(), "max_position_embeddings", None)
         longest = min(config.data.max_length, longest_text(tokenizer, positions) or config.data.max_length)
         self.texts = RewardTexts(tokenizer, longest)
         self.found: dict[str, Any] | None = None  # of the present weights

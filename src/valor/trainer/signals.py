@@ -1,9 +1,9 @@
 """SIGINT, SIGTERM and SIGHUP ask the run to stop after the present step; a second one stops it at once."""
 
-from __future__ import annotations
-
 import signal
-from types import FrameType, TracebackType
+from contextlib import suppress
+from types import FrameType
+from typing import Any, Self
 
 from valor.errors import Interrupted
 
@@ -21,20 +21,18 @@ class StopRequest:
     def __init__(self, *, at_once: bool = False) -> None:
         self.at_once = at_once
         self.signum: int | None = None
-        self._previous: dict[int, object] = {}
+        self._previous: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> StopRequest:
-        try:
+    def __enter__(self) -> Self:
+        with suppress(ValueError):  # not in the main thread
             for s in self._SIGNALS:
                 if signal.getsignal(s) is not signal.SIG_IGN:
                     self._previous[s] = signal.signal(s, self._on_signal)
-        except ValueError:  # not in the main thread
-            pass
         return self
 
-    def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         for s, handler in self._previous.items():
-            signal.signal(s, handler)  # type: ignore[arg-type]
+            signal.signal(s, handler)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if self.at_once or self.signum is not None:

@@ -12,7 +12,7 @@ from valor.controller.start import start_group
 from valor.data.batch import Batch
 from valor.data.demonstrations import DemonstrationDataset
 from valor.data.sampler import PromptSampler
-from valor.models.load import load_tokenizer
+from valor.models.load import load_model_tokenizer
 from valor.tracking.console import summary_line
 from valor.tracking.metrics import Timer
 from valor.tracking.progress import part, phase
@@ -50,11 +50,7 @@ class SupervisedRun(Run):
         loggers = [name for name in config.trainer.logger if name != "console"]
         super().__init__(config, tokenizer, RunRecorder(config, command, loggers))
         trainer, data = config.trainer, config.data
-        self.pool, self.controller = resolve_pool(
-            TrainerConfig(
-                **trainer.model_dump(include={"device", "n_gpus_per_node", "num_threads", "full_determinism"})
-            )
-        )
+        self.pool, self.controller = resolve_pool(TrainerConfig(**trainer.model_dump()))
         self.train, self.val = train, val
         self.sampler = PromptSampler(len(train), data.train_batch_size, seed=trainer.seed, shuffle=data.shuffle)
         self.total_steps = trainer.total_training_steps or self.sampler.steps_per_epoch * trainer.total_epochs
@@ -117,13 +113,7 @@ class SFTRun(SupervisedRun):
     config: SFTConfig
 
     def __init__(self, config: SFTConfig, command: str) -> None:
-        model, data, seed = config.model, config.data, config.trainer.seed
-        tokenizer = load_tokenizer(
-            model.tokenizer_path or model.path,
-            trust_remote_code=model.trust_remote_code,
-            custom_chat_template=model.custom_chat_template,
-            require_chat_template=True,
-        )
+        data, seed, tokenizer = config.data, config.trainer.seed, load_model_tokenizer(config.model, chat=True)
         train = DemonstrationDataset(data, tokenizer, "train", seed)
         val = DemonstrationDataset(data, tokenizer, "val", seed) if data.val_files else None
         super().__init__(config, command, tokenizer, train, val)

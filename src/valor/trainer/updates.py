@@ -51,7 +51,8 @@ class Updates:
         """
         parts: list[dict[str, float]] = []
         count = len(self._rows_of_updates(role, batch, step, member))
-        worker = self.roles[role if member == 0 else f"{role}_{member + 1}"]
+        name = role if member == 0 else f"{role}_{member + 1}"
+        worker = self.roles[name]
         asks_actor = role == "actor" and (self.old.correct_mini_batches or self._ratio_of_sequences)
         ahead = int(worker.group.apart and not asks_actor)
         started: deque[tuple[dict[str, float], Callable[[], dict[str, float]]]] = deque()
@@ -69,7 +70,7 @@ class Updates:
                         started.append((found, worker.start("update", mini_batch)))
                     metrics, results = started.popleft()
                     metrics |= results()
-                self.skips.count(role, bool(metrics["skipped"]), step)
+                self.skips.count(name, bool(metrics["skipped"]), step)
                 parts.append(metrics)
         return {k if "/" in k else f"{role}/{k}": v for k, v in mean_over_updates(parts).items()}
 

@@ -53,7 +53,7 @@ def validation_metrics(
         while k <= n:
             out[f"{head}/pass@{k}"] = _mean([pass_at_k(len(g), c, k) for g, c in zip(groups, right, strict=True)])
             k *= 2
-        if any(a is not None for a in answers):
+        if any(answers[i] is not None for g in groups for i in g):
             votes = [majority_score([answers[i] for i in g], [scores[i] for i in g]) for g in groups]
             out[f"{head}/maj@{n}"] = _mean(votes)
     return out

@@ -139,12 +139,11 @@ class ActorWorker(ModelRole):
         loss = pg_loss
         denominator = algorithms.loss_denominator(config.loss_agg_mode, **counts)
         aggregate = (mask, config.loss_agg_mode, config.loss_scale_factor, denominator, sequence_lengths)
-        if "entropy" in outputs:
-            entropy = algorithms.aggregate_loss(outputs["entropy"], *aggregate)
-            metrics["entropy"] = entropy.detach()
+        if (entropy := outputs.get("entropy")) is not None:
+            metrics["entropy"] = algorithms.aggregate_loss(entropy.detach(), mask, denominator=counts["num_tokens"])
             if "entropy_mask" in rows:  # the others' bonus is left out, not spread over those that have one
-                entropy = algorithms.aggregate_loss(outputs["entropy"] * rows["entropy_mask"], *aggregate)
-            loss = loss - config.entropy_coeff * entropy
+                entropy = entropy * rows["entropy_mask"]
+            loss = loss - config.entropy_coeff * algorithms.aggregate_loss(entropy, *aggregate)
         if "positive" in rows:
             counted = rows.meta["num_positive_tokens"]
             nll = algorithms.positive_nll(log_probs, mask, rows["positive"], counted)

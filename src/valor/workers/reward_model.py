@@ -29,14 +29,17 @@ class RewardModelWorker(ModelRole):
 
     @dispatch("dp")
     def score(self, rows: Batch) -> Batch:
-        """`scores` [B] of texts in the rows that data.reward_texts makes of them.
+        """`scores` [B] of texts in the rows that data.reward_texts makes of them; of a critic the value of the state in
+        which the last response token was chosen, the last that it was trained to give.
 
         By tokens: `values` [B, T + 1], of the state before each response token and of the one after the last.
         """
-        rows, name = rows.select(ROW_FIELDS), "values" if self._by_token else "scores"
+        rows = rows.select(ROW_FIELDS)
         with self.on_device() as engine:
             outputs = engine.forward(longer_rows(rows) if self._by_token else rows, **self._limits)
-        return Batch({name: outputs[name]})
+        if not self._by_token and "values" in outputs:
+            outputs = {"scores": outputs["values"].gather(1, rows["response_lengths"][:, None] - 1).squeeze(1)}
+        return Batch(outputs)
 
 
 class PreferenceWorker(ModelRole):

@@ -71,6 +71,17 @@ def test_missing_reward_bootstrap_puts_the_last_value_in_its_place() -> None:
     torch.testing.assert_close(decayed[0], torch.tensor([0.3, 0.2, 0.0]))  # 0.2 + 0.5 · (0.2 + 0.5 · 0)
 
 
+def test_a_cut_off_row_without_reward_has_one_value_at_its_end() -> None:
+    """Rows 0 and 1 were cut off. Row 0 has lost its reward: V(last) = 0.6 stands for all that it would have earned, and
+    the value after the end, 5, is not added to it. Row 1 has its reward of 0.5, and goes on with its end's 2."""
+    cut_off, ends = torch.tensor([True, True, False]), torch.tensor([5.0, 2.0, 7.0])
+    advantages, returns, _ = with_missing("bootstrap", bootstrap_mask=cut_off, bootstrap_values=ends)
+    torch.testing.assert_close(returns, torch.tensor([[0.6, 0.6, 0.6], [2.5, 0.0, 2.5], [0.7, 0.7, 0.0]]))
+    torch.testing.assert_close(advantages[0], torch.tensor([0.4, 0.2, 0.0]))
+    _, zero, _ = with_missing("zero", bootstrap_mask=cut_off, bootstrap_values=ends)
+    torch.testing.assert_close(zero[0], torch.tensor([5.0, 5.0, 5.0]))
+
+
 def test_missing_reward_critic_does_not_decay() -> None:
     advantages, returns, _ = with_missing("critic", lam=0.5)
     torch.testing.assert_close(advantages[0], torch.tensor([0.4, 0.2, 0.0]))
@@ -89,6 +100,15 @@ def test_missing_reward_exclude_leaves_the_rows_out_of_loss_and_whitening() -> N
         missing_reward="exclude", group_ids=[0, 0, 0],
     )  # fmt: skip
     torch.testing.assert_close(grouped[:, 0], torch.tensor([0.0, -0.4, 0.4]))  # of 0.5 and 0.9 alone
+
+
+def test_an_option_of_as_many_numbers_as_there_are_samples_is_not_cut() -> None:
+    """λ of 1, 0 and 1 along the response, and three samples, one of which is left out: A = 0.2 + A', 0.2, 0.4."""
+    advantages, _, _ = algorithms.advantages_with_missing_rewards(
+        "gae", rewards=REWARDS, response_mask=MASK, values=VALUES, missing=torch.tensor([False, True, False]),
+        missing_reward="exclude", whitening="none", lam_positions=[1.0, 0.0, 1.0],
+    )  # fmt: skip
+    torch.testing.assert_close(advantages[0], torch.tensor([0.4, 0.2, 0.4]))
 
 
 def test_whitening_comes_after_the_policy_and_before_the_flip() -> None:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from valor.data.batch import Batch, pad_rows
 
 
-def make(lengths: list[int], width: int | None = None) -> Batch:
+def make(lengths: list[int]) -> Batch:
     rows = [list(range(10 * i, 10 * i + n)) for i, n in enumerate(lengths)]
-    responses, response_lengths = pad_rows(rows, torch.long, width)
+    responses, response_lengths = pad_rows(rows, torch.long)
     return Batch(
         {"responses": responses, "response_lengths": response_lengths, "score": torch.arange(len(lengths)).float()},
         {"uid": [f"u{i}" for i in range(len(lengths))]},

@@ -114,7 +114,7 @@ def test_a_critic_gives_the_value_before_the_last_token(tmp_path, init):
     export_hf(critic, tmp_path / "critic")
     model = load_reward_model(config_of(tmp_path / "critic"))
     rows = text_rows([[2, 9, 8], [2, 7]], [[20, 21, 22, 3], [30]])
-    found = model(rows.tensors)["scores"]
+    found = model(rows.tensors)["values"].gather(1, rows["response_lengths"][:, None] - 1).squeeze(1)
     hf = AutoModelForTokenClassification.from_pretrained(tmp_path / "critic")
     with torch.no_grad():
         whole = [hf(input_ids=torch.tensor([ids])).logits[0, :, 0] for ids in ([2, 9, 8, 20, 21, 22, 3], [2, 7, 30])]

@@ -65,6 +65,15 @@ def test_every_rule_has_a_run_that_it_speaks_of():
     assert {rule.__name__ for rule in RULES} == {rule for rule, _, _ in FAULTS.values()} | {"out_of_memory"}
 
 
+@pytest.mark.parametrize(("mode", "speaks"), [("token-mean", True), ("seq-mean-token-sum", False)])
+def test_a_kl_term_that_is_a_sum_over_tokens_is_no_distance_of_a_token(mode, speaks):
+    """3 nats a token are far; 3 nats a response of 48 tokens are not."""
+    found = Diagnosis({"actor_rollout_ref.actor.loss_agg_mode": mode})
+    for step, metrics in enumerate(steps_of("grpo"), start=1):
+        found.add(step, metrics | {"actor/kl_loss": 3.0})
+    assert ("policy_runs_away" in found.findings) is speaks
+
+
 def test_an_update_that_had_to_be_repeated_names_the_key_of_its_size():
     steps = steps_of("grpo")
     steps[7] |= {"actor/oom_retries": 2.0, "actor/token_budget_min": 512.0}  # as microbatch.py reports it

@@ -5,13 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from valor.config import AlgorithmConfig, PFPPOConfig, PPOConfig, RolloutCorrectionConfig, load
+from valor.config import ActorConfig, AlgorithmConfig, PFPPOConfig, PPOConfig, RolloutCorrectionConfig, load
 from valor.data.batch import Batch
 from valor.errors import UserError
 from valor.trainer.advantage import component_scores, compute_advantages, resample
 from valor.trainer.old_log_probs import OldLogProbs, corrected
 from valor.trainer.run import SkippedUpdates
 from valor.trainer.updates import Updates, counted
+from valor.workers.actor import ActorWorker
 
 
 def two_rows(**columns) -> Batch:
@@ -44,6 +45,23 @@ def test_both_lambdas_reach_gae():
     advantages, returns = compute_advantages(two_rows(), config)
     assert torch.allclose(advantages[0], torch.tensor([0.1, 0.2, 0.6]))  # one step: V' - V, and 1 - V at the end
     assert torch.allclose(returns[0], torch.ones(3))
+
+
+@pytest.mark.parametrize("more", [{}, {"progress": torch.full((2, 3), 0.25)}])
+def test_values_from_branches_are_the_critics_targets_also_beside_progress(more):
+    """V = 0.3 at the second token, by branches: A = R - 0.3 there, and the critic learns 0.3."""
+    branches = {"branch_mask": torch.tensor([[0, 1, 0], [0, 0, 0]]), "branch_values": torch.full((2, 3), 0.3)}
+    advantages, returns = compute_advantages(two_rows(**branches, **more), AlgorithmConfig(adv_whitening="none"))
+    assert torch.allclose(advantages[0], torch.tensor([0.9, 0.7, 0.6]) + (0.25 if more else 0.0))
+    assert torch.allclose(returns[0], torch.tensor([1.0, 0.3, 1.0]))
+
+
+def test_a_critic_whose_value_is_the_reward_learns_at_all_tokens_whatever_the_unit_of_gae():
+    settings = {"reward_source": "critic", "adv_whitening": "none"}
+    batch = two_rows()
+    expected = compute_advantages(batch, AlgorithmConfig(**settings))
+    found = compute_advantages(batch, AlgorithmConfig(**settings, gae_unit="turn"))
+    assert all(map(torch.equal, found, expected)) and "value_mask" not in batch
 
 
 def test_length_adaptive_lambda_reaches_gae():
@@ -188,6 +206,18 @@ def test_mini_batches_count_the_mask_that_is_left_and_keep_the_weights():
     assert [b.meta["update"] for b in (first, second)] == [1, 2]
     assert [b.meta["last_of_step"] for b in (first, second)] == [False, True]
     assert "rollout_is_weights" in first and "old_log_probs" in first and "rollout_log_probs" not in first
+
+
+def test_the_entropy_that_is_logged_is_that_of_a_token_whatever_the_loss_sums():
+    """Five tokens of two responses: 0.5 nats each in the metric; the bonus is half of their sum, as the mode says."""
+    worker = ActorWorker.__new__(ActorWorker)
+    worker.config = ActorConfig(loss_agg_mode="seq-mean-token-sum", entropy_coeff=0.1)
+    worker.loss_mode, worker._generator = "vanilla", None
+    mask, meta = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]), {"num_tokens": 5.0, "num_sequences": 2.0}
+    rows = Batch({"response_mask": mask, "advantages": torch.zeros(2, 3), "old_log_probs": -mask}, {}, meta)
+    loss, metrics = worker._loss({"log_probs": -mask, "entropy": torch.full((2, 3), 0.5)}, rows)
+    assert float(metrics["entropy"]) == pytest.approx(0.5)
+    assert float(loss) == pytest.approx(-0.1 * 2.5 / 2)
 
 
 def test_whitening_by_mini_batch_is_for_estimators_that_whiten():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from valor.config import AlgorithmConfig, CriticConfig, PPOConfig, load
 from valor.data.batch import Batch
-from valor.errors import UserError
+from valor.errors import Diverged, UserError
 from valor.trainer.advantage import compute_advantages, leave_out_by_critics, right_answers
 from valor.trainer.checks import check
 from valor.trainer.plan import plan
@@ -104,36 +104,50 @@ def test_what_critics_tell_reaches_advantages_and_the_entropy() -> None:
 
 
 class Learner:
-    """Remembers the samples of each update."""
+    """Remembers the samples of each update, whose gradients are finite unless it is `broken`."""
 
     apart = False
 
-    def __init__(self) -> None:
+    def __init__(self, broken: bool = False) -> None:
         self.seen: list[list[int]] = []
+        self.broken = broken
 
     def start(self, method: str, mini_batch: Batch) -> Callable[[], dict[str, float]]:
         assert method == "update"
         self.seen.append(mini_batch["prompts"][:, 0].tolist())
-        return lambda: {"skipped": 0.0}
+        return lambda: {"skipped": float(self.broken)}
 
 
-def test_each_critic_learns_from_its_own_samples() -> None:
-    """Two prompts of two samples: one of each for either critic, in as many updates as the whole would have taken."""
-    settings = ["critic.ppo_mini_batch_size=1", "actor_rollout_ref.rollout.n=2", "data.train_batch_size=2"]
+def two_critics_learn(roles: dict[str, Learner], skips: SkippedUpdates, *settings: str) -> None:
+    """A step's updates of both, from two prompts of two samples."""
+    settings = ("actor_rollout_ref.rollout.n=2", "data.train_batch_size=2", *settings)
     config = load([*ENSEMBLE, *settings, "actor_rollout_ref.actor.ppo_mini_batch_size=1"], PPOConfig).config
-    number = torch.arange(4)[:, None]
     batch = four_rows(
-        prompts=number,
+        prompts=torch.arange(4)[:, None],
         prompt_lengths=torch.ones(4).long(),
         responses=torch.zeros(4, 2).long(),
         response_lengths=torch.full((4,), 2),
         returns=torch.zeros(4, 2),
         **{"values/critic": torch.zeros(4, 2), "values/critic_2": torch.zeros(4, 2)},
     )
+    Critics(config, roles, Updates(config, roles, skips, print)).update(batch, step=1)  # type: ignore[arg-type]
+
+
+def test_each_critic_learns_from_its_own_samples() -> None:
+    """One of either prompt for each critic, in as many updates as the whole would have taken."""
     roles = {"critic": Learner(), "critic_2": Learner()}
-    updates = Updates(config, roles, SkippedUpdates(1, print), print)
-    Critics(config, roles, updates).update(batch, step=1)
+    two_critics_learn(roles, SkippedUpdates(1, print), "critic.ppo_mini_batch_size=1")
     assert roles["critic"].seen == [[0], [3]] and roles["critic_2"].seen == [[1], [2]]
+
+
+def test_a_critic_that_never_learns_ends_the_run_though_another_one_learns() -> None:
+    """One update a step: the first critic's are good, the second's are skipped, three steps in a row."""
+    skips = SkippedUpdates(3, print)
+    roles = {"critic": Learner(), "critic_2": Learner(broken=True)}
+    for _ in range(2):
+        two_critics_learn(roles, skips, "critic.ppo_mini_batch_size=2")
+    with pytest.raises(Diverged, match=r"3 updates in a row had non-finite gradients \(critic_2\)"):
+        two_critics_learn(roles, skips, "critic.ppo_mini_batch_size=2")
 
 
 def test_steps_without_a_clip() -> None:
@@ -151,6 +165,10 @@ def test_steps_without_a_clip() -> None:
         ),
         (["algorithm.branch_values.share=0.5", "trainer.v1.trainer_mode=colocate_async"], "set trainer_mode=sync"),
         (["algorithm.branch_values.share=0.5", "do_search=true"], "branches go off answers of one turn"),
+        (
+            ["algorithm.branch_values.share=0.5", "critic.value_loss=quantile", "algorithm.lam_critic=0.9"],
+            "algorithm.branch_values has no rule: set algorithm.lam_critic=1",
+        ),
         (["critic.ensemble_size=4", "critic.ensemble_shards=true"], "actor_rollout_ref.rollout.n to that or more"),
         (["critic.ensemble_size=2", "critic.freeze=true", "critic.model.path=/x"], "critics would all be the same"),
         ([*ENSEMBLE, "algorithm.agreement_mask=0.2", "algorithm.adv_whitening=mini_batch"], "after whitening"),

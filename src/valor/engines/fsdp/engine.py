@@ -94,7 +94,6 @@ class FSDPEngine(EngineCore):
         if sequence_parallel > 1:
             cast(Any, module).sharing = Sharing(positions=sequence_group(module, sequence_parallel))
         self.data_parallel_rank = dist.get_rank() // sequence_parallel
-        self.data_parallel_size = dist.get_world_size() // sequence_parallel
         super().__init__(module, optim, device, total_steps)
         self._parts = shard(module, fsdp, device, mesh)
         self._host_resident = device.type == "cpu" or fsdp.offload_policy  # nothing to move between phases
@@ -106,8 +105,6 @@ class FSDPEngine(EngineCore):
                 self._outputs(Batch(), [], {})  # so that variable-length attention is probed outside of a checkpoint
             self._reshard()
         self.offload()
-
-    # ---- forward and backward
 
     @torch.no_grad()
     def forward(
@@ -140,7 +137,9 @@ class FSDPEngine(EngineCore):
         metrics: list[dict[str, float]] = []
         while todo:
             self._sync_gradients(last=todo.last)
-            found = self._attempt(partial(self._loss_of, batch, todo.present, loss_fn, options))
+            found = self._attempt(
+                lambda: self._loss(self._outputs(batch, todo.present, options), batch, todo.present, loss_fn)
+            )
             if found is None:
                 todo.repeat()
                 continue
@@ -161,8 +160,6 @@ class FSDPEngine(EngineCore):
     def _gradients(self) -> tuple[float, list[Tensor]]:
         grads = [cast(DTensor, p.grad) for p in self.module.parameters() if p.grad is not None]
         return global_norm(grads), [grad.to_local() for grad in grads]
-
-    # ---- weights
 
     @contextmanager
     def unsharded(self) -> Iterator[Any]:
@@ -207,8 +204,6 @@ class FSDPEngine(EngineCore):
 
     def onload(self, *, optimizer: bool = True) -> None:
         self._move(self.device, optimizer)
-
-    # ---- inside
 
     @torch.no_grad()
     def _weight_norm(self) -> float:
@@ -274,11 +269,6 @@ class FSDPEngine(EngineCore):
 
     def _outputs(self, batch: Batch, indices: list[int], options: dict[str, Any]) -> Any:
         return self.module(rows_of(batch, indices), **options)
-
-    def _loss_of(
-        self, batch: Batch, indices: list[int], loss_fn: LossFn, options: dict[str, Any]
-    ) -> tuple[Tensor, Mapping[str, Any]]:
-        return self._loss(self._outputs(batch, indices, options), batch, indices, loss_fn)
 
     def _sync_gradients(self, *, last: bool) -> None:
         """One rank adds up gradients until the last micro-batch, and so do several that have the memory; else they

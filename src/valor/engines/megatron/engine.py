@@ -80,7 +80,6 @@ class MegatronEngine(EngineCore):
         if has_adapters(module.hf):
             raise UserError("strategy=megatron trains all weights: set model.lora_rank=0, or use strategy=fsdp2")
         self.data_parallel_rank = mpu.get_data_parallel_rank()
-        self.data_parallel_size = mpu.get_data_parallel_world_size()
         self._megatron = megatron
         self._weight_memory, self._optimizer_memory = HostMemory(), HostMemory()
         recompute = optim is not None and any(getattr(m, "gradient_checkpointing", False) for m in module.modules())
@@ -107,8 +106,6 @@ class MegatronEngine(EngineCore):
             self._make_trainable(optim)
         self._first_norm = self._weight_norm()
         self.offload()
-
-    # ---- forward and backward
 
     @torch.no_grad()
     def forward(
@@ -204,8 +201,6 @@ class MegatronEngine(EngineCore):
         dist.broadcast_object_list(box, mpu.get_pipeline_model_parallel_last_rank(), group, self.device)
         return box[0]
 
-    # ---- the optimizer's step
-
     def _make_trainable(self, optim: OptimConfig) -> None:
         megatron, config = self._megatron, self._config
         distributed: dict[str, Any] = {"use_distributed_optimizer": megatron.use_distributed_optimizer}
@@ -253,8 +248,6 @@ class MegatronEngine(EngineCore):
 
     def _weight_norm(self) -> float:
         return self._weights.norm() if self.optim is not None else 0.0
-
-    # ---- weights
 
     def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         return self._weights.whole(self.device)
