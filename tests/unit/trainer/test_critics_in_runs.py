@@ -1,6 +1,7 @@
 """Gate, mini-critics, branches and imitation between configuration and algorithms: columns, shares, what is refused."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -106,7 +107,7 @@ def test_what_critics_tell_reaches_advantages_and_the_entropy() -> None:
 class Learner:
     """Remembers the samples of each update, whose gradients are finite unless it is `broken`."""
 
-    apart = False
+    group = SimpleNamespace(apart=False)
 
     def __init__(self, broken: bool = False) -> None:
         self.seen: list[list[int]] = []
