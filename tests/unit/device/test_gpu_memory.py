@@ -42,7 +42,7 @@ def test_the_cache_of_a_36_layer_model_by_hand():
 def test_rows_that_decode_together_are_bounded_by_free_memory(hf, monkeypatch):
     rows = []
     slots = native.SlotCache
-    monkeypatch.setattr(native, "SlotCache", lambda count, shared: rows.append(count) or slots(count, shared))
+    monkeypatch.setattr(native, "SlotCache", lambda count, **how: rows.append(count) or slots(count, **how))
     expected = native.NativeEngine(hf, eos_token_ids=[2]).generate(requests())
     row = cache_bytes_per_token(CONFIG, 4) * 23
     monkeypatch.setattr(native, "free_bytes", lambda device: 5 * row / native.CACHE_SHARE + 1)
