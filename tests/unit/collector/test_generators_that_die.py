@@ -157,11 +157,17 @@ class Run:
         self.trained += [tuple(key[1:]) for key in batch["episode_key"].tolist()]
         self.actor.updates += 1
 
-    def wait_for_a_new_generator(self):
+    def take_around_a_death(self):
+        """A step, the generator's death and replacement, another step."""
+        self.generator.held = 2
+        self.take()
+        self.generator.die()
         end = time.monotonic() + 10
         while not self.generator.num_replacements and time.monotonic() < end:
             time.sleep(0.01)
         time.sleep(0.1)
+        self.generator.held = 100
+        self.take()
 
     def close(self):
         self.supply.close()
@@ -194,12 +200,7 @@ def test_one_that_dies_in_a_validation(last):
 def test_one_that_has_died_before_a_step_without_a_transfer():
     """One generation goes on in its place: nothing would end a second one, for which the next pause would wait."""
     with closing(Run(SamplesAhead, 4, "trainer.v1.separate_async.parameter_sync_step=2")) as run:
-        run.generator.held = 2
-        run.take()
-        run.generator.die()
-        run.wait_for_a_new_generator()
-        run.generator.held = 100
-        run.take()
+        run.take_around_a_death()
         with run.supply.standing():
             pass
         run.take()
@@ -210,12 +211,7 @@ def test_one_that_has_died_before_a_step_without_a_transfer():
 def test_a_batch_is_drawn_again_once():
     prescribed = "trainer.v1.deterministic=true", "trainer.v1.sampler.max_off_policy_threshold=1"
     with closing(Run(BatchesAhead, 3, *prescribed)) as run:
-        run.generator.held = 2
-        run.take()
-        run.generator.die()
-        run.wait_for_a_new_generator()
-        run.generator.held = 100
-        run.take()
+        run.take_around_a_death()
         run.take()
         run.assert_each_prompt_once()
         assert run.generator.called["generate"] == 4
