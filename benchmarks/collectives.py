@@ -5,6 +5,10 @@
 
 Each rank has --rows rows of its own, whatever the number of ranks; their losses are those of a policy. The second of
 two updates is measured. Seconds of collectives are those that rank 0 spends in them, waiting for the others included.
+
+Weak scaling is told twice: against one process that has the machine for itself, and against as many processes as there
+are ranks, each a run of its own at the same time. The second is what the machine itself lets be had: cores share its
+memory and its power.
 """
 
 from __future__ import annotations
@@ -12,9 +16,11 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import socket
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial, wraps
 from pathlib import Path
 from queue import SimpleQueue
@@ -120,8 +126,15 @@ def run(world: int, args: argparse.Namespace) -> tuple[float, int, Said]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.start_processes(measure, (world, port, args, out), nprocs=world, start_method="spawn")  # type: ignore[attr-defined]
+    start: Any = mp.start_processes  # type: ignore[attr-defined]
+    start(measure, (world, port, args, out), nprocs=world, start_method="spawn")
     return out.get()
+
+
+def side_by_side(world: int, args: argparse.Namespace) -> float:
+    """Seconds of an update in each of so many runs of one rank, which know nothing of each other."""
+    with ThreadPoolExecutor(world) as runs:
+        return statistics.mean(found[0] for found in runs.map(lambda _: run(1, args), range(world)))
 
 
 def main() -> None:
@@ -135,15 +148,17 @@ def main() -> None:
     parser.add_argument("--reshard", action="store_true", help="fsdp_config.reshard_after_forward=true, as on GPUs")
     args = parser.parse_args()
     first = 0.0
-    print("| ranks | micro-batches | seconds of an update | weak scaling | collective | dtype | calls | MB | seconds |")
-    print("|---:|---:|---:|---:|---|---|---:|---:|---:|")
+    print("| ranks | micro-batches | seconds of an update | of runs side by side | weak scaling |", end="")
+    print(" against side by side | collective | dtype | calls | MB | seconds |")
+    print("|---:|---:|---:|---:|---:|---:|---|---|---:|---:|---:|")
     for world in args.ranks:
         seconds, passes, said = run(world, args)
         first = first or seconds
-        head = f"| {world} | {passes} | {seconds:.2f} | {first / seconds:.2f} |"
+        apart = side_by_side(world, args) if world > 1 else seconds
+        head = f"| {world} | {passes} | {seconds:.2f} | {apart:.2f} | {first / seconds:.2f} | {apart / seconds:.2f} |"
         for (kind, dtype), (calls, size, spent) in sorted(said.items()) or [(("", ""), (0, 0, 0.0))]:
             print(f"{head} {kind} | {dtype} | {calls:.0f} | {size / 1e6:,.1f} | {spent:.2f} |", flush=True)
-            head = "| | | | |"
+            head = "| | | | | | |"
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ writes its own shards, and a reader at any world size takes the slices that it n
 
 import json
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -75,7 +76,7 @@ def write(
             leftover.unlink()
     dist.barrier()
     with _own_errors():
-        dcp_save(tensors, storage_writer=_ShardWriter(str(path)))
+        dcp_save(tensors, storage_writer=_ShardWriter(str(path)), no_dist=_alone())
     if dist.get_rank() == 0:
         state = {
             "format": FORMAT,
@@ -133,7 +134,7 @@ def read_into(
     """Fill this rank's `tensors` from `path` (collective). UserError: `stored` are not those of all ranks' `shapes`."""
     _check_fit(path, shapes, stored)
     with _own_errors():
-        dcp_load(tensors, storage_reader=HuggingFaceStorageReader(str(path)))
+        dcp_load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=_alone())
 
 
 def not_saved(ruined: str) -> Diverged:
@@ -160,6 +161,13 @@ def _own_errors() -> Iterator[None]:
         yield
     except CheckpointException as error:
         raise next(iter(error.failures.values()))[0] from None
+
+
+def _alone() -> bool:
+    """Whether DCP has nobody to talk to. It would through gloo, whose threads then keep OpenMP threads of their own for
+    the rest of the run: with more of them than cores every later operation waits for threads that sleep."""
+    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+    return dist.get_world_size() == 1
 
 
 class _ShardWriter(HuggingFaceStorageWriter):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from valor.algorithms import full_kl_from_logits
+from valor.models.linear import product, weight_gradient
 
 # Elements of one head product (kept for the backward pass when it is the only one), and of one float32 softmax block
 # (small enough on a CPU to stay in its cache). In elements, per device type.
@@ -43,7 +44,7 @@ class HeadProduct(NamedTuple):
 
     def rows(self, rows: slice) -> Tensor:
         hidden, weight, bias = self.hidden[rows], self.weight, self.bias
-        return torch.mm(hidden, weight.t()) if bias is None else torch.addmm(bias, hidden, weight.t())
+        return product(hidden, weight, bias)
 
 
 class TokenNumbers(NamedTuple):
@@ -185,9 +186,9 @@ class _TokenLogProbs(torch.autograd.Function):
                     _logit_gradient(block, targets[inner], grad_log_probs[inner], pulls, temperature, logit_map)
                 )
             if grad_hidden is not None:
-                torch.mm(delta, weight, out=grad_hidden[rows])
+                grad_hidden[rows] = product(delta, weight.t())
             if need_weight:
-                grad_weight = _accumulate(grad_weight, delta.t() @ h, last=rows.stop >= len(hidden))
+                grad_weight = _accumulate(grad_weight, weight_gradient(delta, h), last=rows.stop >= len(hidden))
             if need_bias:
                 grad_bias = _accumulate(grad_bias, delta.float().sum(0), last=True)
         if need_weight:  # zeros without any token: ranks of a group must agree about which gradients there are

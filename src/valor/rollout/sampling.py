@@ -75,10 +75,13 @@ def search_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     """The token t of each row whose interval of the cumulative weights holds uniform * total; int64 [B].
 
     `weights` float32 [B, V], not negative, need not sum to one; `uniforms` float64 [B] in [0, 1). A token of weight
-    zero is never chosen. Sums in float64 over blocks of columns, then inside one block: float64 over the whole
-    vocabulary is never made.
+    zero is never chosen. Sums in float64, of a large vocabulary over blocks of columns and then inside one block:
+    float64 over all of it is never made.
     """
     rows, vocab = weights.shape
+    if vocab <= 2 * BLOCK:
+        cdf = weights.cumsum(dim=-1, dtype=torch.float64)
+        return first_above(cdf, uniforms * cdf[:, -1])
     if vocab % BLOCK:
         weights = torch.nn.functional.pad(weights, (0, BLOCK - vocab % BLOCK))
     blocks = weights.view(rows, -1, BLOCK)

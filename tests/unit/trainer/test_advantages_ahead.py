@@ -1,7 +1,7 @@
 """Advantages that read no log-probs are computed while the passes that give those still run."""
 
 from concurrent.futures import Future
-from threading import Event
+from threading import Event, get_ident
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +13,7 @@ from valor.trainer import ppo
 from valor.trainer.advantage import RewardShaping, reads_log_probs
 from valor.trainer.old_log_probs import OldLogProbs
 from valor.trainer.ppo import PPORun
+from valor.trainer.step_metrics import Aside
 
 ROWS, TOKENS = 4, 3
 CORRECTION = "algorithm.rollout_correction"
@@ -110,3 +111,13 @@ def test_rewards_with_a_kl_term_wait_for_the_log_probs(step):
 )
 def test_who_reads_log_probs(overrides, reads):
     assert reads_log_probs(load(overrides).config) == reads
+
+
+def test_what_is_beside_nothing_is_measured_in_the_thread_that_asks() -> None:
+    """Another thread that calls torch would keep OpenMP threads of its own, beside which updates are slower."""
+    asked: list[int] = []
+    with Aside(beside=False) as aside:
+        aside.measure(lambda: asked.append(get_ident()))
+        assert asked == [get_ident()], "somebody else did it, or later"
+        aside.measure(lambda: {"a": 1})
+        assert aside.metrics() == {"a": 1}

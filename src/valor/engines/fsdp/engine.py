@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -31,7 +32,7 @@ from valor.engines.fsdp.sharding import (
 from valor.engines.kernels import use_kernels
 from valor.engines.optim import build_optimizer, global_norm
 from valor.errors import TrainingStopped, out_of_memory
-from valor.models import attention
+from valor.models import attention, linear
 from valor.models.load import import_model_code
 from valor.models.lora import adapters_off, has_adapters
 from valor.models.policy import Reference
@@ -67,6 +68,9 @@ def build_fsdp(
     )
     if model.compile or model.use_liger:
         use_kernels(engine, layers, model, fsdp.dtype)
+    elif device.type == "cpu" and fsdp.dtype == "float32" and linear.onednn_is_faster():
+        linear.use_onednn(module)
+        cast(Any, module).sharing = replace(cast(Any, module).sharing, multiple=linear.ROWS)
     return engine
 
 

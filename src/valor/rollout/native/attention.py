@@ -177,9 +177,10 @@ def decode_attention(
     batch, heads, _one, size = query.shape
     query = query.reshape(batch, key.shape[1], -1, size)
     split = cache.prompt_width
-    products = query.new_empty(*query.shape[:3], split + key.shape[2], dtype=torch.float32)
-    products[..., split:] = _products(key, query)
+    products = _products(key, query).float()
     if split:
+        own, products = products, query.new_empty(*query.shape[:3], split + key.shape[2], dtype=torch.float32)
+        products[..., split:] = own
         assert key is cache.current_keys, "prompts are shared only where attention sees the cache's own keys"
         prompt_keys, prompt_values = cache.prompt()
         products[..., :split] = _to_rows(cache, _products(prompt_keys, _to_groups(cache, query)))

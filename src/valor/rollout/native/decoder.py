@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.masking_utils import causal_mask_function
 
+from valor.models.linear import has_own_forward
 from valor.models.lora import merged_weight
 from valor.rollout.native.attention import ScoreRule, decode_attention, prefill_attention, serving, slot_mask
 from valor.rollout.native.kv_cache import AT_ONCE, PromptCache, SlotCache
@@ -84,8 +85,9 @@ def _packed(weight: Tensor) -> Tensor:
 def packed_linears(root: nn.Module) -> Iterator[None]:
     """Every plain `nn.Linear` under `root` computes with a packed copy of its weight at entry where there is that
     layout; undone at exit."""
-    linear = [m for m in root.modules() if type(m) is nn.Linear and "forward" not in vars(m)]
+    linear = [m for m in root.modules() if type(m) is nn.Linear and not has_own_forward(m)]
     linear = [m for m in linear if _has_packed_layout(m.weight)]
+    before = [vars(m).get("forward") for m in linear]
     for layer in linear:
         bias = None if layer.bias is None else layer.bias.detach()
         options = {"attr": "none", "scalars": [], "algorithm": ""}
@@ -94,8 +96,11 @@ def packed_linears(root: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for layer in linear:
-            del layer.forward
+        for layer, forward in zip(linear, before, strict=True):
+            if forward is None:
+                del layer.forward
+            else:
+                layer.forward = forward
 
 
 class Norm:

@@ -1,0 +1,74 @@
+import pytest
+import torch
+from torch import nn
+
+from valor.models import linear
+from valor.rollout.native.decoder import packed_linears
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
+
+
+@pytest.fixture(autouse=True)
+def faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "onednn_is_faster", lambda: True)
+
+
+def copies(bias: bool = True) -> tuple[nn.Linear, nn.Linear]:
+    torch.manual_seed(0)
+    plain, other = nn.Linear(48, 40, bias=bias), nn.Linear(48, 40, bias=bias)
+    other.load_state_dict(plain.state_dict())
+    linear.use_onednn(other)
+    return plain, other
+
+
+def close(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    assert a is not None and b is not None and a.shape == b.shape and a.dtype is b.dtype
+    return bool((a - b).norm() <= 1e-6 * b.norm())
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(3, 48), (1, 100, 48), (2, 600, 48)])  # few rows have another weight gradient
+def test_values_and_gradients_are_those_of_torch(shape: tuple[int, ...], bias: bool) -> None:
+    plain, other = copies(bias)
+    x = torch.randn(shape)
+    inputs, grad = [x.clone().requires_grad_(), x.clone().requires_grad_()], torch.randn(*shape[:-1], 40)
+    outputs = [layer(one) for layer, one in zip((plain, other), inputs, strict=True)]
+    assert type(outputs[1].grad_fn).__name__ == "_LinearBackward", "it took another path"
+    assert close(outputs[1], outputs[0])
+    for output in outputs:
+        output.backward(grad)
+    assert close(inputs[1].grad, inputs[0].grad)
+    for ours, theirs in zip(other.parameters(), plain.parameters(), strict=True):
+        assert close(ours.grad, theirs.grad)
+
+
+def test_frozen_weights_get_no_gradient() -> None:
+    _, other = copies()
+    other.requires_grad_(False)
+    x = torch.randn(700, 48, requires_grad=True)
+    other(x).sum().backward()
+    assert other.weight.grad is None and x.grad is not None
+
+
+def test_other_numbers_than_float32_go_the_old_way() -> None:
+    plain, other = copies()
+    x = torch.randn(5, 48).bfloat16()
+    assert torch.equal(other.bfloat16()(x), plain.bfloat16()(x))
+    with torch.autocast("cpu"):
+        assert other.float()(torch.randn(5, 48)).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("rows", [700, 5])
+def test_products_of_any_number_of_rows(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_LARGE", 1000)
+    x, grad, weight = torch.randn(rows, 48), torch.randn(rows, 40), torch.randn(40, 48)
+    assert close(linear.product(x, weight), x @ weight.t())
+    assert close(linear.weight_gradient(grad, x), grad.t() @ x)
+
+
+def test_generation_packs_such_layers_and_gives_them_back() -> None:
+    _, layer = copies()
+    forward = vars(layer)["forward"]
+    with torch.inference_mode(), packed_linears(layer):
+        assert vars(layer)["forward"] is not forward
+    assert vars(layer)["forward"] is forward
