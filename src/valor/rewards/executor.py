@@ -59,6 +59,7 @@ class RewardExecutor:
         self.code_seconds = _CODE_SHARE * timeout
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._come: list[GradingJob] = []  # for the thread to take
         self._closed = False
         # The thread starts, feeds and ends the processes: what is below here, and all private methods from `_take` on,
         # are its own.
@@ -141,7 +142,9 @@ class RewardExecutor:
                 raise RuntimeError("this RewardExecutor is closed")
             if self._thread is None:
                 self._start()
-            self._loop.call_soon_threadsafe(self._take, waiting)
+            if not self._come:  # else it is asked already
+                self._loop.call_soon_threadsafe(self._take)
+            self._come += waiting
         return [job.future for job in jobs]
 
     def _start(self) -> None:
@@ -160,7 +163,9 @@ class RewardExecutor:
     def _error(self, reason: str, kind: str = "exception", seconds: float = 0.0) -> RewardResult:
         return RewardResult(self.error_score, {}, reason, seconds, kind)
 
-    def _take(self, jobs: Sequence[GradingJob]) -> None:
+    def _take(self) -> None:
+        with self._lock:
+            jobs, self._come = self._come, []
         for job in jobs:
             self._pending[job.computes].append(job)
         self._dispatch()

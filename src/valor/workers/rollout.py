@@ -10,7 +10,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from transformers import GenerationConfig
 
 from valor.agents.agents import Agents
-from valor.agents.episode import TOKEN_COLUMNS, Episode, episode_rows, with_text
+from valor.agents.episode import TOKEN_COLUMNS, Episode, EpisodeKey, episode_rows, with_text
 from valor.agents.loops import tasks_of
 from valor.agents.runner import EpisodeRunner, Sink
 from valor.config import ModelConfig, PPOConfig
@@ -108,11 +108,12 @@ class RolloutWorker:
         follows = self._context.rank % self.engine.parallel_size > 0
         if follows:
             sink = None  # the first of the processes that generate together tells
-        tasks = tasks_of(prompts, params)
+        tasks, texts = tasks_of(prompts, params), dict[EpisodeKey, str]()
 
         def told(episode: Episode) -> None:
             assert sink is not None
-            sink(replace(episode, turns=(), prompt_ids=None, info={}, text=self._decoded([episode.response_ids])[0]))
+            texts[episode.key] = text = self._decoded([episode.response_ids])[0]
+            sink(replace(episode, turns=(), prompt_ids=None, info={}, text=text))
 
         with self._generating():
             if self._agents is not None and follows:  # and that one plays
@@ -127,7 +128,10 @@ class RolloutWorker:
             ]
             outputs = self.engine.generate(requests)
         episodes = [Episode.of_one_turn(task.key, one) for task, one in zip(tasks, outputs, strict=True)]
-        return with_text(episode_rows(episodes), self._decoded)
+        rows = episode_rows(episodes)
+        if len(texts) == len(tasks):
+            rows.objects["response_text"] = [texts[task.key] for task in tasks]
+        return with_text(rows, self._decoded)
 
     def _decoded(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
         return self._tokenizer.batch_decode(token_ids, skip_special_tokens=True)

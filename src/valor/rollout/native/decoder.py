@@ -22,7 +22,7 @@ from transformers.masking_utils import causal_mask_function
 from valor.models.linear import has_own_forward
 from valor.models.lora import merged_weight
 from valor.rollout.native.attention import ScoreRule, decode_attention, prefill_attention, serving, slot_mask
-from valor.rollout.native.kv_cache import AT_ONCE, PromptCache, SlotCache
+from valor.rollout.native.kv_cache import AT_ONCE, MIN_GROWTH, PromptCache, SlotCache
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma")  # by `model_type`; SmolLM2 is a llama
 _TYPICAL_ROWS = 64  # for which the layout is chosen; other row counts work as well with it
@@ -141,6 +141,7 @@ class Decoder:
         if masks or getattr(config, "sliding_window", None) or config.model_type not in FAMILIES:
             raise TypeError("not a plain model of the Llama family")
         self._embed, self._rotary = base.embed_tokens, base.rotary_emb
+        self._by_position: tuple[Tensor, Tensor] | None = None
         self._layers = [Layer(layer) for layer in base.layers]
         self._norm, self._head = Norm(base.norm), Product(hf.get_output_embeddings())
         self._heads = config.num_attention_heads
@@ -162,7 +163,7 @@ class Decoder:
         """Logits [B, V] after the last of the tokens [B, q], whose keys and values go to `cache`."""
         batch, count = input_ids.shape
         hidden = self._embed(input_ids)
-        cos, sin = self._rotary(hidden, position_ids=position_ids)
+        cos, sin = self._angles(hidden, position_ids, cache)
         attend: Callable[[int, Tensor], Tensor]
         if isinstance(cache, SlotCache) and self.compiled:
             attend = self._compiled_step(cache, cos, sin, self._heads, self._rule.scaling)
@@ -181,6 +182,20 @@ class Decoder:
             x = layer.down.joined(inner, x, "add")
         last = x if count == 1 else x.view(batch, count, -1)[:, -1]
         return self._head(self._norm(last))
+
+    def _angles(self, hidden: Tensor, position_ids: Tensor, cache: PromptCache | SlotCache) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [B, q, D] of the tokens' angles; of decode steps from a table, where a position has the
+        same angles whatever else is read."""
+        longest = cache.get_mask_sizes(1, 0)[0]
+        if isinstance(cache, PromptCache) or any(kind in self._rotary.rope_type for kind in ("dynamic", "longrope")):
+            return self._rotary(hidden, position_ids=position_ids)
+        if self._by_position is None or len(self._by_position[0]) < longest:
+            every = torch.arange(2 * longest + MIN_GROWTH, device=hidden.device)[None]
+            cos, sin = self._rotary(hidden, position_ids=every)
+            self._by_position = cos[0], sin[0]
+        flat = position_ids.flatten()
+        cos, sin = (table.index_select(0, flat).view(*position_ids.shape, -1) for table in self._by_position)
+        return cos, sin
 
     def _step_of_tensors(
         self, cache: PromptCache | SlotCache, cos: Tensor, sin: Tensor, batch: int, count: int

@@ -27,6 +27,7 @@ class Row:
     token_ids: list[int]
     log_probs: list[float]
     versions: list[int]  # of the weights that sampled each token
+    stopped: bool = False  # whether the last token ends the row
 
     @property
     def last_token(self) -> int:
@@ -41,18 +42,16 @@ class Row:
 
     def add(self, token_ids: Sequence[int], log_probs: Sequence[float], version: int) -> None:
         """Take tokens sampled by the weights of `version`, up to the one that ends the row."""
-        for token, log_prob in zip(token_ids, log_probs, strict=True):
-            self.token_ids.append(token)
-            self.log_probs.append(log_prob)
-            self.versions.append(version)
-            if self.stopped:
-                return
-
-    @property
-    def stopped(self) -> bool:
-        """Whether the last token ends the row."""
-        stop = self.request.params.stop
-        return self.token_ids[-1] in self.stop_ids or (stop is not None and stop.complete(self.token_ids))
+        stop, had = self.request.params.stop, len(self.token_ids)
+        self.token_ids += token_ids
+        for count, token in enumerate(token_ids, had + 1):
+            if token in self.stop_ids or (stop is not None and stop.complete(self.token_ids[:count])):
+                self.stopped = True
+                del self.token_ids[count:]
+                break
+        taken = len(self.token_ids) - had
+        self.log_probs += log_probs[:taken]
+        self.versions += [version] * taken
 
     def finish_reason(self) -> FinishReason | None:
         if self.stopped:
