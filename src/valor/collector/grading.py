@@ -57,7 +57,7 @@ class Grading:
             if self.inputs.has_grader(source):
                 text = self._decode(episode.response_ids) if episode.text is None else episode.text
                 sample = Sample(source, text, columns["ground_truth"][i], columns["extra_info"][i])
-                self._early[episode.key] = text, self.inputs.rewards.submit_all([sample])[0]
+                self._early[episode.key] = text, self.inputs.rewards.submit(sample)
 
         return grade
 
@@ -187,8 +187,8 @@ class Grading:
             text, future = self._early.pop(tuple(key), (None, None))
             if future is not None and i in samples and text == samples[i].solution_str:
                 futures[i] = future
-        if rest := [i for i in samples if i not in futures]:
-            futures |= zip(rest, self.inputs.rewards.submit_all([samples[i] for i in rest]), strict=True)
+        rest = [i for i in samples if i not in futures]
+        futures |= zip(rest, self.inputs.rewards.submit_all([samples[i] for i in rest]), strict=True)
         found |= zip(samples, gather([futures[i] for i in samples]), strict=True)
         return [found[i] for i in range(len(batch))]
 

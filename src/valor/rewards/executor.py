@@ -25,6 +25,7 @@ from valor.rewards.worker import OUT_OF_MEMORY, RewardResult, Sample, WorkerSetu
 _NUM_WORKERS, _MOST_WORKERS = 8, 64  # at first, and when graders wait or hang
 _NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 _POLL_SECONDS = 0.1
+_TOGETHER_SECONDS = 0.2  # for which a single sample waits for others: each start disturbs who generates beside it
 _IDLE_POLLS = 2  # in a row, at which most processes waited, and so did samples: more processes are started
 _MAX_VAIN = 3  # processes in a row that die before they have graded anything: waiting samples are given up
 _START_SECONDS = 120.0  # a custom function may import a heavy library before the first sample
@@ -114,6 +115,10 @@ class RewardExecutor:
         self._submit([list(samples)])[0].add_done_callback(hand_out)
         return parts
 
+    def submit(self, sample: Sample) -> Future[RewardResult]:
+        """Grade a sample that others follow: with those that come within a moment, or at the next `submit_all`."""
+        return self._submit([sample], _TOGETHER_SECONDS)[0]
+
     def close(self) -> None:
         """End the processes. Samples that were not graded by then get an error."""
         with self._lock:
@@ -126,7 +131,7 @@ class RewardExecutor:
             self._loop.close()
             atexit.unregister(self.close)
 
-    def _submit(self, samples: Sequence[Sample | list[Sample]]) -> list[Future[Any]]:
+    def _submit(self, samples: Sequence[Sample | list[Sample]], delay: float = 0.0) -> list[Future[Any]]:
         jobs: list[GradingJob] = []
         for sample in samples:
             try:
@@ -140,11 +145,14 @@ class RewardExecutor:
         with self._lock:
             if self._closed:
                 raise RuntimeError("this RewardExecutor is closed")
-            if self._thread is None:
+            if self._thread is None and waiting:
                 self._start()
-            if not self._come:  # else it is asked already
-                self._loop.call_soon_threadsafe(self._take)
+            first = not self._come
             self._come += waiting
+            if self._come and not delay:
+                self._loop.call_soon_threadsafe(self._take)
+            elif self._come and first:
+                self._loop.call_soon_threadsafe(self._loop.call_later, delay, self._take)
         return [job.future for job in jobs]
 
     def _start(self) -> None:
@@ -260,5 +268,7 @@ class RewardExecutor:
             if process.job:
                 self._pending[process.job.computes].appendleft(process.job)
         self._processes.clear()
+        for job in self._come:
+            self._pending[job.computes].append(job)
         self._give_up("graders were shut down before this sample's turn")
         self._loop.stop()

@@ -21,6 +21,9 @@ class Graders:
     def __init__(self):
         self.asked = []
 
+    def submit(self, sample):
+        return self.submit_all([sample])[0]
+
     def submit_all(self, samples):
         self.asked += [sample.solution_str for sample in samples]
         futures = []

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from valor.rewards import executor as executor_module
 from valor.rewards.custom import CustomFunction
 from valor.rewards.executor import RewardExecutor, RewardResult, Sample
 from valor.rewards.manager import summarize
@@ -381,3 +382,19 @@ def is_running(pid: int) -> bool:
     except OSError:
         return False
     return state != "Z"
+
+
+def test_single_samples_begin_together(reward_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = Sample("a", "good", "good")
+    with RewardExecutor(num_workers=2, custom=CustomFunction(str(reward_file))) as pool:
+        monkeypatch.setattr(executor_module, "_TOGETHER_SECONDS", 600.0)
+        early = [pool.submit(good) for _ in range(3)]
+        assert [r.score for r in pool.score([good])] == [1.0]
+        assert [f.result(30).score for f in early] == [1.0] * 3, "they waited although others began"
+        alone = pool.submit(good)
+        assert pool.submit_all([]) == [] and alone.result(30).score == 1.0, "nobody asked for it"
+        monkeypatch.setattr(executor_module, "_TOGETHER_SECONDS", 0.01)
+        assert pool.submit(good).result(30).score == 1.0, "it waits for others that never come"
+        monkeypatch.setattr(executor_module, "_TOGETHER_SECONDS", 600.0)
+        last = pool.submit(good)
+    assert "shut down" in (last.result(0).error or ""), "the pool is closed, and it still waits"
