@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-ROWS = 64  # numbers of rows are best multiples of it: oneDNN makes code for each new shape, in a millisecond
+ROWS = 64  # layers use oneDNN for multiples of so many rows: it makes code for each new shape, in a millisecond
 _FEWEST_ROWS = 512  # with fewer, the copies that oneDNN's weight gradient needs cost more than it saves
 _LARGE = 2**29  # multiplications from which code for a new shape pays at once
 
@@ -26,14 +26,14 @@ def onednn_is_faster() -> bool:
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [N, K] · weight [O, K]ᵀ + bias [O], without gradient, of any N."""
-    if x.numel() * len(weight) >= _LARGE and _by_onednn(x, weight):
+    if _by_onednn(x, weight) and x.numel() * len(weight) >= _LARGE:
         return _product(x, weight, bias)
     return nn.functional.linear(x, weight, bias)
 
 
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """gradᵀ · x [O, K] of grad [N, O] and x [N, K], of any N."""
-    if grad.numel() * x.shape[1] >= _LARGE and _by_onednn(grad, x):
+    if _by_onednn(grad, x) and grad.numel() * x.shape[1] >= _LARGE:
         return _gradients(grad, x, with_bias=False)[0]
     return grad.t() @ x
 
@@ -52,9 +52,10 @@ def has_own_forward(layer: nn.Module) -> bool:
 
 
 def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
-    if not _by_onednn(x, layer.weight):
-        return nn.functional.linear(x, layer.weight, layer.bias)
-    return _Linear.apply(x, layer.weight, layer.bias)
+    rows = x.numel() // layer.in_features
+    if _by_onednn(x, layer.weight) and (rows % ROWS == 0 or rows * layer.weight.numel() >= _LARGE):
+        return _Linear.apply(x, layer.weight, layer.bias)
+    return nn.functional.linear(x, layer.weight, layer.bias)
 
 
 def _by_onednn(x: Tensor, weight: Tensor) -> bool:

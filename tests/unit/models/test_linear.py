@@ -27,7 +27,7 @@ def close(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(3, 48), (1, 100, 48), (2, 600, 48)])  # few rows have another weight gradient
+@pytest.mark.parametrize("shape", [(64, 48), (1, 128, 48), (2, 640, 48)])  # few rows have another weight gradient
 def test_values_and_gradients_are_those_of_torch(shape: tuple[int, ...], bias: bool) -> None:
     plain, other = copies(bias)
     x = torch.randn(shape)
@@ -45,17 +45,24 @@ def test_values_and_gradients_are_those_of_torch(shape: tuple[int, ...], bias: b
 def test_frozen_weights_get_no_gradient() -> None:
     _, other = copies()
     other.requires_grad_(False)
-    x = torch.randn(700, 48, requires_grad=True)
+    x = torch.randn(640, 48, requires_grad=True)
     other(x).sum().backward()
     assert other.weight.grad is None and x.grad is not None
 
 
 def test_other_numbers_than_float32_go_the_old_way() -> None:
     plain, other = copies()
-    x = torch.randn(5, 48).bfloat16()
-    assert torch.equal(other.bfloat16()(x), plain.bfloat16()(x))
+    x = torch.randn(64, 48)
+    assert torch.equal(other.bfloat16()(x.bfloat16()), plain.bfloat16()(x.bfloat16()))
     with torch.autocast("cpu"):
-        assert other.float()(torch.randn(5, 48)).dtype is torch.bfloat16
+        assert other.float()(x).dtype is torch.bfloat16
+
+
+def test_any_number_of_rows_goes_the_old_way_unless_it_is_much_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, other = copies()
+    assert type(other(torch.randn(65, 48)).grad_fn).__name__ == "AddmmBackward0"
+    monkeypatch.setattr(linear, "_LARGE", 1000)
+    assert type(other(torch.randn(65, 48)).grad_fn).__name__ == "_LinearBackward"
 
 
 @pytest.mark.parametrize("rows", [700, 5])
