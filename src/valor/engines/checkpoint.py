@@ -167,7 +167,7 @@ def _alone() -> bool:
     """Whether DCP has nobody to talk to. It would through gloo, whose threads then keep OpenMP threads of their own for
     the rest of the run: with more of them than cores every later operation waits for threads that sleep."""
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-    return dist.get_world_size() == 1
+    return not dist.is_initialized() or dist.get_world_size() == 1
 
 
 class _ShardWriter(HuggingFaceStorageWriter):

@@ -11,6 +11,7 @@ from valor.config.engine import BackboneConfig
 from valor.data.batch import Batch
 from valor.engines.optim import global_norm
 from valor.errors import UserError
+from valor.models.linear import use_torch
 from valor.models.packing import IMPLEMENTATION, packed_attention, packed_rows
 from valor.models.rows import ROW_FIELDS
 
@@ -58,6 +59,7 @@ def _compile(layers: list[nn.Module], device: torch.device) -> None:
     """Whole layers on GPUs. On CPUs their norms and feed-forward parts: attention is as fast either way."""
     AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(packed_attention))
     for layer in layers:
+        use_torch(layer)
         inner = (part for name, part in layer.named_children() if "attn" not in name)
         for part in [layer] if device.type == "cuda" else inner:
             part.forward = _compiled(part.forward)

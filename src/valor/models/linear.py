@@ -45,6 +45,13 @@ def use_onednn(root: nn.Module) -> None:
             layer.forward = partial(_forward, layer)  # type: ignore[method-assign]
 
 
+def use_torch(root: nn.Module) -> None:
+    """Undo `use_onednn`."""
+    for layer in root.modules():
+        if "forward" in vars(layer) and not has_own_forward(layer):
+            del layer.forward
+
+
 def has_own_forward(layer: nn.Module) -> bool:
     """Whether somebody else has replaced its forward."""
     forward = vars(layer).get("forward")

@@ -73,6 +73,12 @@ def test_products_of_any_number_of_rows(rows: int, monkeypatch: pytest.MonkeyPat
     assert close(linear.weight_gradient(grad, x), grad.t() @ x)
 
 
+def test_torch_comes_back() -> None:
+    _, layer = copies()
+    linear.use_torch(nn.Sequential(layer))
+    assert "forward" not in vars(layer)
+
+
 def test_generation_packs_such_layers_and_gives_them_back() -> None:
     _, layer = copies()
     forward = vars(layer)["forward"]

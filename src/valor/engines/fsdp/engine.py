@@ -36,7 +36,7 @@ from valor.models import attention, linear
 from valor.models.load import import_model_code
 from valor.models.lora import adapters_off, has_adapters
 from valor.models.policy import Reference
-from valor.models.rows import Sharing
+from valor.models.rows import RowReader, Sharing
 from valor.tracking.metrics import reduce_metrics
 from valor.tracking.progress import report_progress
 
@@ -68,9 +68,6 @@ def build_fsdp(
     )
     if model.compile or model.use_liger:
         use_kernels(engine, layers, model, fsdp.dtype)
-    elif device.type == "cpu" and fsdp.dtype == "float32" and linear.onednn_is_faster():
-        linear.use_onednn(module)
-        cast(Any, module).sharing = replace(cast(Any, module).sharing, multiple=linear.ROWS)
     return engine
 
 
@@ -97,6 +94,10 @@ class FSDPEngine(EngineCore):
         self._fsdp, self._sequence_parallel = fsdp, sequence_parallel
         if sequence_parallel > 1:
             cast(Any, module).sharing = Sharing(positions=sequence_group(module, sequence_parallel))
+        if device.type == "cpu" and fsdp.dtype == "float32" and linear.onednn_is_faster():
+            linear.use_onednn(module)
+            if isinstance(module, RowReader):
+                module.sharing = replace(module.sharing, multiple=linear.ROWS)
         self.data_parallel_rank = dist.get_rank() // sequence_parallel
         super().__init__(module, optim, device, total_steps)
         self._parts = shard(module, fsdp, device, mesh)
