@@ -74,7 +74,9 @@ def test_requests_say_everything_and_samples_of_a_prompt_share_a_server(servers)
         assert output.log_probs == pytest.approx([LOGITS[t] / 0.5 - norm for t in output.token_ids])
     assert sum(fake.most_at_once for fake in servers) >= 3
     assert all(1 <= fake.most_at_once <= 3 for fake in servers)
-    assert [sorted({body["prompt"][1] for body in fake.asked}) for fake in servers] == [[0, 2, 4], [1, 3, 5]]
+    first, second = ({body["prompt"][1] for body in fake.asked} for fake in servers)
+    assert first | second == set(range(6)) and not first & second, "samples of a prompt went to both"
+    assert min(len(first), len(second)) >= 2  # who answers faster gets more
     body = servers[0].asked[0]
     expected = {"top_p": 1.0, "top_k": 4, "stop_token_ids": [2], "ignore_eos": True, "max_tokens": 3, "min_p": 0.0}
     assert body.items() >= {**expected, "temperature": 0.5, "repetition_penalty": 1.0, "model": "m"}.items()
