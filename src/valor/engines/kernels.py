@@ -31,7 +31,7 @@ def use_kernels(engine: Any, layers: list[nn.Module], model: BackboneConfig, dty
     if model.use_liger:
         _use_liger(hf, engine.device)
     if model.compile:
-        _compile(layers, engine.device)
+        _compile(layers, engine.device, dtype)
     try:
         found = _trial(engine)
     except RuntimeError as error:
@@ -55,11 +55,12 @@ def _trial(engine: Any) -> list[Tensor]:
     return found
 
 
-def _compile(layers: list[nn.Module], device: torch.device) -> None:
+def _compile(layers: list[nn.Module], device: torch.device, dtype: str) -> None:
     """Whole layers on GPUs. On CPUs their norms and feed-forward parts: attention is as fast either way."""
     AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(packed_attention))
     for layer in layers:
-        use_torch(layer)
+        if dtype == "float32":
+            use_torch(layer)  # what is oneDNN's own cannot be traced
         inner = (part for name, part in layer.named_children() if "attn" not in name)
         for part in [layer] if device.type == "cuda" else inner:
             part.forward = _compiled(part.forward)

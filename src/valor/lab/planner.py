@@ -21,6 +21,7 @@ from valor.config.actor import UpdateConfig
 from valor.controller.placement import available_cores
 from valor.errors import UserError
 from valor.models.hf import cache_bytes_per_token, quiet_transformers
+from valor.models.linear import bfloat16_is_slow
 from valor.models.load import load_model_config
 from valor.trainer.checks import check
 
@@ -246,7 +247,7 @@ def _generation(config: PPOConfig, shape: Shape, machine: Machine, samples: int)
     compute = _FORWARD * shape.products * mine * longest / machine.flops
     parts = {"keys and values": float(cache)}
     if machine.device == "cpu" and rollout.name == "native":  # in the layout that is fastest, adapters added up
-        parts["weights, packed"] = float(shape.products * size)
+        parts["weights, packed"] = float(shape.products * _BYTES[_computed_in(fsdp.dtype, machine.device)])
     if machine.device == "cuda" or fsdp.reshard_after_forward:
         parts["gathered weights"] = float(weights)
     if rollout.name == "vllm":
@@ -267,6 +268,7 @@ def _rates(device: str, dtype: str) -> tuple[float, float]:
 
     Training reaches about half of such a product, and nearly all of one in float32 on a CPU.
     """
+    dtype = _computed_in(dtype, device)
     side, reached = 4096 if device == "cuda" else 768, 1.0 if (device, dtype) == ("cpu", "float32") else 0.5
     given = {
         "a": torch.randn(side, side, device=device).to(getattr(torch, dtype)),
@@ -275,6 +277,11 @@ def _rates(device: str, dtype: str) -> tuple[float, float]:
     timers = (Timer(work, globals=given, num_threads=torch.get_num_threads()) for work in ("a @ a", "b.clone()"))
     product, copy = (min(timer.blocked_autorange(min_run_time=0.5).times) for timer in timers)  # when nothing disturbed
     return reached * 2 * side**3 / product, 2 * 4 * 2**24 / copy
+
+
+def _computed_in(dtype: str, device: str) -> str:
+    """What products of such numbers are computed in there."""
+    return "float32" if device == "cpu" and dtype == "bfloat16" and bfloat16_is_slow() else dtype
 
 
 def remedy(arguments: Sequence[str], machine: Machine) -> str | None:

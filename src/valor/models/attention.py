@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from valor.models.linear import computing_dtype
+
 _SHORT = 2**20  # queries times keys of a row up to which a CPU is faster with `_Products`, which keep all weights
 _BLOCK = 2**13  # queries times keys at once, which a CPU's cache can hold
 _PADDING = 2**14  # queries times keys that cost a CPU less than one more call
@@ -162,11 +164,11 @@ class _Products(torch.autograd.Function):
         for start, end in _blocks(n, m):
             queries = grouped[:, :, :, start:end].reshape(len(keys), -1, q.shape[-1])
             seen = m - n + end
-            scores = torch.bmm(queries, keys[:, :seen].transpose(1, 2)).float().mul_(scale)
+            scores = _bmm(queries, keys[:, :seen].transpose(1, 2)).float().mul_(scale)
             future = torch.ones(end - start, seen, dtype=torch.bool).triu_(seen - (end - start) + 1)
             scores.unflatten(1, (-1, end - start)).masked_fill_(future, -torch.inf)
             weights = torch.softmax(scores, -1).to(q.dtype)
-            part = torch.bmm(weights, values[:, :seen])
+            part = _bmm(weights, values[:, :seen]).to(q.dtype)
             out[:, :, :, start:end] = part.view(*grouped.shape[:3], end - start, -1)
             kept += [queries, weights, part]
         ctx.save_for_backward(keys, values, *kept)
@@ -186,12 +188,18 @@ class _Products(torch.autograd.Function):
             seen = m - n + end
             # d score = weight * (d weight - sum of weight * d weight), and that sum is the product of grad and output
             inner = torch.linalg.vecdot(grad.float(), part.float())[..., None]
-            scores = torch.bmm(grad, values[:, :seen].transpose(1, 2)).float().sub_(inner).mul_(weights).mul_(ctx.scale)
+            scores = _bmm(grad, values[:, :seen].transpose(1, 2)).float().sub_(inner).mul_(weights).mul_(ctx.scale)
             scores = scores.to(grad.dtype)
-            d_query[:, :, :, start:end] = torch.bmm(scores, keys[:, :seen]).view(b, kv_heads, -1, end - start, size)
-            d_key[:, :seen] += torch.bmm(scores.transpose(1, 2), queries)
-            d_value[:, :seen] += torch.bmm(weights.transpose(1, 2), grad)
+            d_query[:, :, :, start:end] = _bmm(scores, keys[:, :seen]).view(b, kv_heads, -1, end - start, size)
+            d_key[:, :seen] += _bmm(scores.transpose(1, 2), queries)
+            d_value[:, :seen] += _bmm(weights.transpose(1, 2), grad)
         return (*(x.view(shape) for x, shape in zip((d_query, d_key, d_value), ctx.shapes, strict=True)), None)
+
+
+def _bmm(a: Tensor, b: Tensor) -> Tensor:
+    """The batched product, float32 where that is faster than the numbers' own dtype."""
+    dtype = computing_dtype(a)
+    return torch.bmm(a.to(dtype), b.to(dtype))
 
 
 def _blocks(n: int, m: int) -> Iterator[tuple[int, int]]:

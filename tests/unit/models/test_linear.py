@@ -11,13 +11,14 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 @pytest.fixture(autouse=True)
 def faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(linear, "bfloat16_is_slow", lambda: True)
 
 
 def copies(bias: bool = True) -> tuple[nn.Linear, nn.Linear]:
     torch.manual_seed(0)
     plain, other = nn.Linear(48, 40, bias=bias), nn.Linear(48, 40, bias=bias)
     other.load_state_dict(plain.state_dict())
-    linear.use_onednn(other)
+    linear.speed_up(other)
     return plain, other
 
 
@@ -50,12 +51,38 @@ def test_frozen_weights_get_no_gradient() -> None:
     assert other.weight.grad is None and x.grad is not None
 
 
-def test_other_numbers_than_float32_go_the_old_way() -> None:
+def test_other_numbers_go_the_old_way() -> None:
     plain, other = copies()
     x = torch.randn(64, 48)
-    assert torch.equal(other.bfloat16()(x.bfloat16()), plain.bfloat16()(x.bfloat16()))
+    assert torch.equal(other.double()(x.double()), plain.double()(x.double()))
     with torch.autocast("cpu"):
         assert other.float()(x).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(64, 48), (3, 5, 48)])
+def test_bfloat16_is_float32_rounded_once(shape: tuple[int, ...], bias: bool) -> None:
+    """Values and gradients are those of float32 layers on the same numbers, rounded: to the bit, in one thread."""
+    plain, other = (layer.bfloat16() for layer in copies(bias))
+    plain.float()
+    x, grad = torch.randn(shape).bfloat16(), torch.randn(*shape[:-1], 40).bfloat16()
+    inputs = [x.float().requires_grad_(), x.clone().requires_grad_()]
+    outputs = [layer(one) for layer, one in zip((plain, other), inputs, strict=True)]
+    assert type(outputs[1].grad_fn).__name__ == "_LinearBackward", "it took another path"
+    assert torch.equal(outputs[1], outputs[0].bfloat16())
+    outputs[0].backward(grad.float())
+    outputs[1].backward(grad)
+    assert inputs[0].grad is not None and inputs[1].grad is not None
+    assert torch.equal(inputs[1].grad, inputs[0].grad.bfloat16())
+    assert other.weight.grad is not None and plain.weight.grad is not None
+    assert torch.equal(other.weight.grad, plain.weight.grad.bfloat16())
+    if other.bias is not None and other.bias.grad is not None and plain.bias.grad is not None:
+        torch.testing.assert_close(other.bias.grad, plain.bias.grad.bfloat16(), rtol=2**-8, atol=2**-6)
+
+
+def test_a_few_rows_of_bfloat16_go_the_old_way() -> None:
+    _, other = copies()
+    assert type(other.bfloat16()(torch.randn(7, 48).bfloat16()).grad_fn).__name__ == "AddmmBackward0"
 
 
 def test_any_number_of_rows_goes_the_old_way_unless_it_is_much_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,6 +98,10 @@ def test_products_of_any_number_of_rows(rows: int, monkeypatch: pytest.MonkeyPat
     x, grad, weight = torch.randn(rows, 48), torch.randn(rows, 40), torch.randn(40, 48)
     assert close(linear.product(x, weight), x @ weight.t())
     assert close(linear.weight_gradient(grad, x), grad.t() @ x)
+    x, grad, weight = x.bfloat16(), grad.bfloat16(), weight.bfloat16()
+    torch.testing.assert_close(linear.product(x, weight).float(), x.float() @ weight.float().t(), rtol=0.02, atol=0.1)
+    found = linear.weight_gradient(grad, x).float()
+    torch.testing.assert_close(found, grad.float().t() @ x.float(), rtol=0.02, atol=0.1)
 
 
 def test_torch_comes_back() -> None:
@@ -79,9 +110,12 @@ def test_torch_comes_back() -> None:
     assert "forward" not in vars(layer)
 
 
-def test_generation_packs_such_layers_and_gives_them_back() -> None:
-    _, layer = copies()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_generation_packs_such_layers_and_gives_them_back(dtype: torch.dtype) -> None:
+    plain, layer = (layer.to(dtype) for layer in copies())
     forward = vars(layer)["forward"]
     with torch.inference_mode(), packed_linears(layer):
         assert vars(layer)["forward"] is not forward
+        x = torch.randn(5, 48).to(dtype)
+        torch.testing.assert_close(layer(x), plain(x), rtol=0.02, atol=0.02)
     assert vars(layer)["forward"] is forward

@@ -94,9 +94,9 @@ class FSDPEngine(EngineCore):
         self._fsdp, self._sequence_parallel = fsdp, sequence_parallel
         if sequence_parallel > 1:
             cast(Any, module).sharing = Sharing(positions=sequence_group(module, sequence_parallel))
-        if device.type == "cpu" and fsdp.dtype == "float32" and linear.onednn_is_faster():
-            linear.use_onednn(module)
-            if isinstance(module, RowReader):
+        if device.type == "cpu" and linear.torch_is_slow(getattr(torch, fsdp.dtype)):
+            linear.speed_up(module)
+            if fsdp.dtype == "float32" and isinstance(module, RowReader):
                 module.sharing = replace(module.sharing, multiple=linear.ROWS)
         self.data_parallel_rank = dist.get_rank() // sequence_parallel
         super().__init__(module, optim, device, total_steps)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.masking_utils import causal_mask_function
 
-from valor.models.linear import has_own_forward
+from valor.models.linear import computing_dtype, has_own_forward
 from valor.models.lora import merged_weight
 from valor.rollout.native.attention import ScoreRule, decode_attention, prefill_attention, serving, slot_mask
 from valor.rollout.native.kv_cache import AT_ONCE, MIN_GROWTH, PromptCache, SlotCache
@@ -38,7 +38,9 @@ class Product:
         if len({bias is None for bias in biases}) > 1:
             raise TypeError("some have a bias and others have none")
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-        self._bias = None if biases[0] is None else torch.cat([bias for bias in biases if bias is not None])
+        weight = weight.to(computing_dtype(weight))
+        found_biases = [bias.to(weight.dtype) for bias in biases if bias is not None]
+        self._bias = torch.cat(found_biases) if found_biases else None
         self._packed = _has_packed_layout(weight)
         self._weight = _packed(weight) if self._packed else weight
 
@@ -89,10 +91,9 @@ def packed_linears(root: nn.Module) -> Iterator[None]:
     linear = [m for m in linear if _has_packed_layout(m.weight)]
     before = [vars(m).get("forward") for m in linear]
     for layer in linear:
-        bias = None if layer.bias is None else layer.bias.detach()
-        options = {"attr": "none", "scalars": [], "algorithm": ""}
-        packed = partial(torch.ops.mkldnn._linear_pointwise, W=_packed(layer.weight), B=bias, **options)
-        layer.forward = packed  # type: ignore[method-assign]
+        dtype = computing_dtype(layer.weight)
+        weight, bias = layer.weight.detach().to(dtype), None if layer.bias is None else layer.bias.detach().to(dtype)
+        layer.forward = partial(_by_packed, _packed(weight), bias, dtype)  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -103,6 +104,10 @@ def packed_linears(root: nn.Module) -> Iterator[None]:
                 layer.forward = forward
 
 
+def _by_packed(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, x: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x.to(dtype), weight, bias, "none", [], "").to(x.dtype)
+
+
 class Norm:
     """Root mean square norm over the last dimension."""
 
@@ -110,7 +115,7 @@ class Norm:
         weight, self._eps = layer.weight, getattr(layer, "variance_epsilon", None) or layer.eps
         # Gemma's multiplies by 1 + weight. What it does to ones tells.
         plain = torch.allclose(layer(torch.ones_like(weight)).float(), weight.float(), atol=1e-2)
-        self._weight = weight if plain else 1 + weight
+        self._weight = (weight if plain else 1 + weight).to(computing_dtype(weight))
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self._weight.shape, self._weight, self._eps)
@@ -130,7 +135,8 @@ class Layer:
 
 
 class Decoder:
-    """The forward pass of `hf` in generation, with a copy of its weights as they are now.
+    """The forward pass of `hf` in generation, with a copy of its weights as they are now. Where products of its dtype
+    are slow all but attention is float32.
 
     TypeError, KeyError or AttributeError: it is not of the family, or not in its plain form.
     """
@@ -150,6 +156,7 @@ class Decoder:
         self._size, self._parts = attention.head_dim, [self._heads, self._kv_heads, self._kv_heads]
         self._rule = ScoreRule(attention.scaling, None, None)
         weight = base.embed_tokens.weight
+        self._dtype = computing_dtype(weight)
         on_cpu = weight.device.type == "cpu" and weight.dtype is torch.bfloat16
         self.compiled = on_cpu and self._size % AT_ONCE == 0  # attention of decode steps, over blocked keys
         if self.compiled:
@@ -169,13 +176,13 @@ class Decoder:
             attend = self._compiled_step(cache, cos, sin, self._heads, self._rule.scaling)
         else:
             attend = self._step_of_tensors(cache, cos.unsqueeze(2), sin.unsqueeze(2), batch, count)
-        x = hidden.flatten(0, 1)
+        x = hidden.flatten(0, 1).to(self._dtype)
         for number, layer in enumerate(self._layers):
             qkv = layer.qkv(layer.before(x)).view(len(x), -1, self._size)
             if layer.head_norms is not None:
                 parts = zip((*layer.head_norms, None), qkv.split(self._parts, dim=1), strict=True)
                 qkv = torch.cat([norm(part) if norm else part for norm, part in parts], dim=1)
-            found = attend(number, qkv)
+            found = attend(number, qkv.to(hidden.dtype)).to(x.dtype)
             x = layer.out.joined(found, x, "add")
             inner = layer.between(x)
             inner = layer.up.joined(inner, layer.gate(inner, self._activation), "mul")
