@@ -25,6 +25,7 @@ from valor.errors import TrainingStopped, UserError
 from valor.lab import arithmetic
 from valor.lab.api import PPO
 from valor.lab.planner import GIB
+from valor.models.linear import bfloat16_is_slow
 from valor.sandbox.box import SandboxError
 from valor.sandbox.levels import strongest_level
 
@@ -61,7 +62,10 @@ def _machine() -> Rows:
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     each = ", ".join(f"{gpu.name} {gpu.total_memory / GIB:.0f} GiB" for gpu in gpus)
     cores = f"{available_cores()} of {os.cpu_count()} cores, {torch.get_num_threads()} threads of torch"
-    yield "devices", f"{each or 'no GPU'}; {cores}"
+    busy = psutil.cpu_percent(0.5) / 100 * psutil.cpu_count()
+    yield "devices", f"{each or 'no GPU'}; {cores}, {busy:.1f} cores busy with other work"
+    if not gpus and bfloat16_is_slow():
+        yield "bfloat16", "no instructions for it here: products of such numbers are computed in float32"
     memory = psutil.virtual_memory()
     shared = f", /dev/shm {shutil.disk_usage('/dev/shm').total / GIB:.1f} GiB" if Path("/dev/shm").exists() else ""
     yield "memory", f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free{shared}"

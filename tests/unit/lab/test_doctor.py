@@ -8,10 +8,12 @@ from valor.lab import doctor
 
 def test_what_the_machine_has_is_said_in_a_line(capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(doctor, "bfloat16_is_slow", lambda: True)
     assert cli.main(["doctor", "--no-test", "--server", "http://127.0.0.1:9/v1"]) == 0
     said = capsys.readouterr().out.splitlines()
     rows = {line.split()[0]: line for line in said[:-1] if line}
-    assert "cores" in rows["devices"] and "GiB free" in rows["memory"] and "GiB free in" in rows["disk"]
+    assert "cores busy" in rows["devices"] and "in float32" in rows["bfloat16"]
+    assert "GiB free" in rows["memory"] and "GiB free in" in rows["disk"]
     assert rows["server"].startswith("server       http://127.0.0.1:9/v1 is out of reach (")
     assert rows["hub"].endswith("not asked: HF_HUB_OFFLINE=1")
     assert said[-1].startswith("for an issue: valor ") and said[-1].count(" | ") == 4
