@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from valor.rollout.native.decoder import packed_linears
+from valor.rollout.native.decoder import Product, packed_linears
 
 
 class Doubled(nn.Linear):
@@ -15,6 +15,8 @@ class Doubled(nn.Linear):
 @pytest.mark.parametrize("bias", [True, False])
 @torch.inference_mode()
 def test_packed_layers_compute_the_same(dtype: torch.dtype, tolerance: float, bias: bool) -> None:
+    if dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("this processor has no packed layout in bfloat16")
     torch.manual_seed(0)
     layer = nn.Linear(48, 40, bias=bias).to(dtype)
     weight = layer.weight.clone()
@@ -30,6 +32,16 @@ def test_packed_layers_compute_the_same(dtype: torch.dtype, tolerance: float, bi
             layer.weight.copy_(weight)
         assert packed.shape == plain.shape and packed.dtype == dtype
         assert torch.allclose(packed, plain, atol=tolerance, rtol=tolerance)
+
+
+def test_a_processor_without_the_layout_in_bfloat16_multiplies_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    layer = nn.Linear(48, 40, dtype=torch.bfloat16)
+    inputs = torch.randn(3, 48, dtype=torch.bfloat16)
+    with packed_linears(layer):
+        assert "forward" not in layer.__dict__
+    with torch.inference_mode():
+        torch.testing.assert_close(Product(layer)(inputs), layer(inputs))
 
 
 def test_layers_are_restored_after_an_error() -> None:

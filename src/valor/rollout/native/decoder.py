@@ -73,8 +73,11 @@ def _weight_and_bias(layer: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def _has_packed_layout(weight: Tensor) -> bool:
-    known = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
-    return known and torch.backends.mkldnn.is_available()
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    # In bfloat16 a processor needs AVX-512 or AVX-NE-CONVERT for it.
+    in_bfloat16 = weight.dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return weight.dtype is torch.float32 or in_bfloat16
 
 
 def _packed(weight: Tensor) -> Tensor:
