@@ -70,8 +70,8 @@ class WorkerGroup(ABC):
     def split_rows(self, batch: Batch, num_parts: int, keep_together: str | None) -> list[list[int]]:
         """`split_rows`, asked once about rows that pass after pass reads."""
         names = ("prompts", "prompt_lengths", "response_lengths", "episode")
-        asked = [*map(batch.tensors.raw.get, names), batch.objects.get(keep_together or ""), num_parts]
-        if len(self._split[0]) != len(asked) or not all(map(is_, asked, self._split[0])):
+        asked = [*map(batch.tensors.raw.get, names), batch.objects.get(keep_together or "")]
+        if len(self._split[1]) != num_parts or not all(map(is_, asked, self._split[0])):
             self._split = asked, split_rows(batch, num_parts, keep_together)
         return self._split[1]
 

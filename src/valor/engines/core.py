@@ -18,7 +18,7 @@ from valor.engines.microbatch import MicroBatches, RowOrder, TokenBudget
 from valor.engines.optim import lr_factor
 from valor.errors import Diverged
 from valor.models.export import export_hf, plain_weights, published_weights
-from valor.models.rows import ROW_FIELDS, in_families, model_inputs
+from valor.models.rows import ROW_FIELDS
 
 _EXPLODED = 100.0  # times the norm of the weights as they were loaded
 
@@ -51,7 +51,7 @@ class EngineCore:
         packed = getattr(self.module, "packed", False)
         order = None
         if lengths and getattr(self.module, "shared", False):
-            order = RowOrder(*in_families(*model_inputs(batch.tensors)))
+            order = RowOrder(*self.module.in_families(batch.tensors))
         budget = self._budgets[verb]
         return MicroBatches(lengths, budget, order, max_tokens=max_tokens, max_rows=max_rows, packed=packed)
 

@@ -12,7 +12,7 @@ from valor.data.batch import Batch
 from valor.engines.optim import global_norm
 from valor.errors import UserError
 from valor.models.linear import use_torch
-from valor.models.packing import IMPLEMENTATION, packed_attention, packed_rows
+from valor.models.packing import IMPLEMENTATION, packed_attention
 from valor.models.rows import ROW_FIELDS
 
 
@@ -67,11 +67,12 @@ def _compile(layers: list[nn.Module], device: torch.device, dtype: str) -> None:
 
 
 def _compiled(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """`plain`, compiled where packed rows are read: decoding has other shapes at every step."""
+    """`plain`, compiled but for decoding, which has other shapes at every step and is done in inference mode. (Whether
+    packed rows are read is not known any more when a backward pass computes a layer again.)"""
     compiled = torch.compile(plain, dynamic=True)
 
     def forward(*args: Any, **options: Any) -> Any:
-        return (compiled if packed_rows.get() else plain)(*args, **options)
+        return (plain if torch.is_inference_mode_enabled() else compiled)(*args, **options)
 
     return forward
 

@@ -18,7 +18,7 @@ from valor.models.token_log_probs import (
 )
 
 # The same rows' next-token distributions by another policy, before they are computed; see `PolicyModel.forward`.
-Reference = Callable[[Mapping[str, Tensor]], HeadProduct | Tensor]
+Reference = Callable[[CompactRows], HeadProduct | Tensor]
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class PolicyModel(RowReader):
 
     def forward(
         self,
-        rows: Mapping[str, Tensor],
+        rows: Mapping[str, Tensor] | CompactRows,
         *,
         temperature: float = 1.0,
         with_entropy: bool = False,
@@ -51,13 +51,14 @@ class PolicyModel(RowReader):
 
         `rows` has prompts [b, P], prompt_lengths [b], responses [b, T], response_lengths [b], right-padded, best on the
         CPU. Positions beyond a response's length are 0. as_reference: instead, what another policy's `reference`
-        returns.
+        returns, of rows as that policy reads them: its ranks may divide them in another way.
         """
-        compact = self.compact(rows)
+        compact = rows if isinstance(rows, CompactRows) else self.compact(rows)
         if as_reference:
+            assert self.packed or compact.segments is None, "a reference that packs rows where its policy does"
             return self._logits(compact)
         with torch.no_grad():
-            other: Any = None if reference is None else reference(rows)
+            other: Any = None if reference is None else reference(compact)
         logits = self._logits(compact)
         targets = compact.targets
         options: dict[str, Any] = {"with_entropy": with_entropy, "temperature": temperature}

@@ -16,7 +16,7 @@ from valor.config.reward import RewardModelConfig
 from valor.errors import UserError
 from valor.models.hf import input_device
 from valor.models.load import load_model_config, load_sequence_classifier, load_value_model
-from valor.models.rows import ROW_FIELDS, RowReader
+from valor.models.rows import ROW_FIELDS, RowReader, in_families, shared_beginnings
 from valor.models.value import HEAD_NAMES, ValueHead, ValueModel
 
 
@@ -101,12 +101,23 @@ class PreferenceModel(RewardModel):
 
     def forward(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Float32 scores `chosen` [b] and `rejected` [b]."""
-        texts = (rows["prompts"], rows["responses"])
-        width = max(text.shape[1] for text in texts)
-        ids = torch.stack([nn.functional.pad(text, (0, width - text.shape[1])) for text in texts], 1).flatten(0, 1)
-        lengths = torch.stack([rows["prompt_lengths"], rows["response_lengths"]], 1).flatten()
+        ids, lengths = _texts(rows)
         chosen, rejected = self.score(ids, lengths).view(-1, 2).unbind(1)  # side by side: both begin with the prompt
         return {"chosen": chosen.clone(), "rejected": rejected.clone()}  # FSDP's hooks do not follow views
+
+    def in_families(self, rows: Mapping[str, Tensor]) -> tuple[list[int], list[int]]:
+        """Of pairs: the text before a preferred one is the other one of the pair before."""
+        order, _ = in_families(rows["prompts"], rows["prompt_lengths"])
+        shared = shared_beginnings(*_texts({name: rows[name][order] for name in ROW_FIELDS}))
+        return order, shared.view(-1, 2).sum(1).tolist()
+
+
+def _texts(rows: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The texts of pairs, [2 b, L], the preferred one before the other, and their lengths [2 b]."""
+    texts = (rows["prompts"], rows["responses"])
+    width = max(text.shape[1] for text in texts)
+    ids = torch.stack([nn.functional.pad(text, (0, width - text.shape[1])) for text in texts], 1).flatten(0, 1)
+    return ids, torch.stack([rows["prompt_lengths"], rows["response_lengths"]], 1).flatten()
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,10 @@ class RowReader(nn.Module):
         layout = {"packed": self.packed, "shared": self.shared, "sharing": self.sharing}
         return compact_rows(rows, **layout).to(input_device(self.hf))
 
+    def in_families(self, rows: Mapping[str, Tensor]) -> tuple[list[int], list[int]]:
+        """An order of `rows` in which they share most, and how many tokens each shares with those before it."""
+        return in_families(*model_inputs(rows))
+
 
 def compact_rows(
     rows: Mapping[str, Tensor], *, packed: bool = False, shared: bool = False, sharing: Sharing = ALONE

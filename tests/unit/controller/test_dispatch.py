@@ -98,7 +98,8 @@ def test_split_is_balanced_by_tokens():
     assert work == [10, 10]
 
 
-def test_rows_are_split_once_for_calls_that_read_the_same(monkeypatch):
+@pytest.mark.parametrize("world_size", [2, 300])
+def test_rows_are_split_once_for_calls_that_read_the_same(monkeypatch, world_size):
     asked = []
 
     def noted(*given):
@@ -106,7 +107,7 @@ def test_rows_are_split_once_for_calls_that_read_the_same(monkeypatch):
         return split_rows(*given)
 
     monkeypatch.setattr("valor.controller.group.split_rows", noted)
-    batch, doubler = batch_of([3, 1, 4, 1, 5, 9]), Threads(2)["doubler"]
+    batch, doubler = batch_of([3, 1, 4, 1, 5, 9]), Threads(world_size)["doubler"]
     later = batch.union(Batch({"values": torch.ones(6)}))  # what a pass has added
     assert doubler.double(batch)["y"].tolist() == doubler.double(later)["y"].tolist() == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
     assert len(asked) == 1

@@ -18,10 +18,13 @@ BATCH = ragged_batch()
 
 
 def build(**options):
-    packed = options.pop("packed", True)
+    packed, recomputed = options.pop("packed", True), options.pop("recomputed", False)
 
     def load(dtype):
-        return PolicyModel(tiny_policy(num_hidden_layers=1).hf.to(dtype), packed=packed)
+        hf = tiny_policy(num_hidden_layers=1).hf.to(dtype)
+        if recomputed:
+            hf.activation_checkpointing_enable({"use_reentrant": False})
+        return PolicyModel(hf, packed=packed)
 
     return build_fsdp(ActorConfig(fsdp_config={"dtype": "float32"}), ModelConfig(**options), load, device=CPU)
 
@@ -32,8 +35,9 @@ def gradients(engine) -> dict:
 
 
 @pytest.mark.slow
-def test_compiled_layers_give_the_plain_numbers():
-    plain, compiled = build(), build(compile=True)
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_compiled_layers_give_the_plain_numbers(recomputed):
+    plain, compiled = build(), build(compile=True, recomputed=recomputed)
     assert compiled.optimizer.param_groups[0]["lr"] == plain.optimizer.param_groups[0]["lr"]
     torch.testing.assert_close(
         compiled.forward(BATCH)["log_probs"], plain.forward(BATCH)["log_probs"], rtol=1e-5, atol=1e-5

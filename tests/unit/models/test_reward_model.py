@@ -10,6 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from tiny_reward_models import make_backbone, make_bert, make_classifier, make_deberta
 from valor.config import CriticModelConfig, RewardModelConfig
 from valor.data.reward_texts import RewardTexts, text_rows
+from valor.engines.microbatch import RowOrder, plan_micro_batches
 from valor.errors import UserError
 from valor.models.export import export_hf
 from valor.models.load import load_sequence_classifier, load_value_model
@@ -103,6 +104,28 @@ def test_two_texts_a_row_score_as_they_do_alone(tmp_path):
     out = two(text_rows(first, second).tensors)
     assert torch.allclose(out["chosen"], one(text_rows(first).tensors)["scores"], atol=1e-6)
     assert torch.allclose(out["rejected"], one(text_rows(second).tensors)["scores"], atol=1e-6)
+
+
+def test_a_budget_counts_the_tokens_of_pairs_as_they_are_read(tmp_path, monkeypatch):
+    hf = AutoModelForSequenceClassification.from_pretrained(make_classifier(tmp_path / "m"))
+    hf.config.pad_token_id = 0
+    model = PreferenceModel(hf, packed=True, shared=True)
+    questions = [[2, *range(20, 30)], [2, *range(30, 40)]]
+    best = [[*question, *range(40, 70)] for question in questions]  # one that many others lose to
+    pairs = text_rows([best[i % 2] for i in range(8)], [[*questions[i % 2], *range(50 + i, 75 + i)] for i in range(8)])
+    lengths = (pairs["prompt_lengths"] + pairs["response_lengths"]).tolist()
+    order = RowOrder(*model.in_families(pairs.tensors))
+    read = []
+    real = model.compact
+    monkeypatch.setattr(model, "compact", lambda rows: read.append(real(rows)) or read[-1])
+    plan = plan_micro_batches(lengths, order, max_tokens=160, packed=True)
+    for group in plan:
+        model(pairs.take(group).tensors)
+    sizes = [rows.input_ids.shape[1] for rows in read]
+    assert len(sizes) < 8 and max(sizes) <= 160
+    shared = dict(zip(order.rows, order.shared, strict=True))
+    counted = [sum(lengths[i] for i in group) - sum(shared[i] for i in group[1:]) for group in plan]
+    assert [count - size for count, size in zip(counted, sizes, strict=True)] == [11] * len(plan)  # of the first pair
 
 
 @pytest.mark.parametrize("init", ["value", "logit"])

@@ -1,5 +1,7 @@
 """Tokens that several rows begin with, computed once: the numbers and gradients of rows that are computed whole."""
 
+from functools import partial
+
 import pytest
 import torch
 from transformers import (
@@ -16,7 +18,7 @@ from transformers import (
 from tiny_sizes import SIZES
 from valor.engines.microbatch import RowOrder, plan_micro_batches
 from valor.models.policy import PolicyModel
-from valor.models.rows import compact_rows, in_families, model_inputs
+from valor.models.rows import Sharing, compact_rows, in_families, model_inputs
 from valor.models.value import ValueModel
 
 FAMILIES = [
@@ -108,6 +110,18 @@ def test_a_value_model_gives_the_same_numbers():
         found[shared] = numbers(ValueModel(hf, packed=True, shared=shared))
     assert found[True]["values"].abs().sum() > 0
     assert_same(found[True], found[False])
+
+
+@pytest.mark.parametrize("filled_up", [0, 1], ids=["policy", "reference"])
+def test_the_exact_kl_to_a_reference_whose_ranks_divide_rows_in_another_way(filled_up):
+    models = [policy(FAMILIES[0], shared=True) for _ in range(2)]
+    with torch.no_grad():
+        models[1].hf.lm_head.weight.mul_(3)
+        expected = models[0](ROWS, reference=partial(models[1], as_reference=True))["full_kl"]
+        models[filled_up].sharing = Sharing(multiple=64)
+        found = models[0](ROWS, reference=partial(models[1], as_reference=True))["full_kl"]
+    assert expected.abs().max() > 0.01
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_token_that_rows_share_is_there_once():

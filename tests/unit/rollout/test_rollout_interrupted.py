@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from interruptions import aborted, assert_log_probs, resumed, served, teacher_forced
 from valor.models.policy import PolicyModel
-from valor.rollout.base import Abort, Request, SamplingParams, Span
+from valor.rollout.base import Abort, Output, Request, SamplingParams, Span
 from valor.rollout.native.engine import NativeCopy, NativeEngine
 
 TOKENS = 90
@@ -107,3 +107,26 @@ def test_a_sequence_that_goes_on_with_other_weights_has_their_log_probs() -> Non
         assert output.spans == (Span(n, 1), Span(TOKENS - n, 2)) and output.token_ids[:n] == had.token_ids
         expected = torch.cat([teacher_forced(old, request, output)[:n], teacher_forced(new, request, output)[n:]])
         assert_log_probs(output, expected, 1e-5)
+
+
+class TakenBack:
+    """When all is done it brings a request and its end at once, then another request."""
+
+    max_requests, max_tokens, everywhere = 8, 100, False
+
+    def __init__(self, first: Request, second: Request, third: Request) -> None:
+        self._brings = [[first], [], [], [second], [Abort(second.request_id)], [], [third], []]
+
+    def poll(self, *, wait: bool) -> Sequence[Request | Abort] | None:
+        return self._brings.pop(0) if self._brings else None
+
+
+def test_requests_that_are_taken_back_at_once_do_not_end_the_generation(qwen: PreTrainedModel) -> None:
+    outputs: dict[str, Output] = {}
+    params = SamplingParams(max_tokens=3)
+    asked = [
+        Request(name, [5, 9], params, on_finish=lambda output: outputs.update({output.request_id: output}))
+        for name in "abc"
+    ]
+    NativeEngine(qwen, eos_token_ids=[]).serve(TakenBack(*asked))
+    assert {name: one.finish_reason for name, one in outputs.items()} == {"a": "length", "b": "abort", "c": "length"}

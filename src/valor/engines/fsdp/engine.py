@@ -36,7 +36,7 @@ from valor.models import attention, linear
 from valor.models.load import import_model_code
 from valor.models.lora import adapters_off, has_adapters
 from valor.models.policy import Reference
-from valor.models.rows import RowReader, Sharing
+from valor.models.rows import CompactRows, RowReader, Sharing
 from valor.tracking.metrics import reduce_metrics
 from valor.tracking.progress import report_progress
 
@@ -295,7 +295,7 @@ def _backward(loss: Tensor) -> bool:
     return True
 
 
-def _without_adapters(module: Any, rows: Mapping[str, Tensor]) -> Any:
+def _without_adapters(module: Any, rows: CompactRows) -> Any:
     """What a policy answers as its own reference, inside a pass of its own: the hooks around it have run already."""
     with adapters_off(module.hf):
         return module.forward(rows, as_reference=True)

@@ -166,7 +166,8 @@ class NativeEngine(RolloutEngine):
                 if groups:
                     self._prefill(groups, cache, rows)
                 self._decode_until_change(cache, rows, waiting, intake)
-            self._poll(cache, rows, waiting, intake, wait=True)
+            while not (waiting or intake.ended):  # what has come may have been taken back at once
+                self._poll(cache, rows, waiting, intake, wait=True)
 
     def _prefill(self, groups: list[Group], cache: SlotCache, rows: list[Row]) -> None:
         """Run the prompts of `groups` (sorted by length) in padded batches, and add their samples to `rows`."""
