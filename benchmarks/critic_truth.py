@@ -5,7 +5,7 @@
 
 Each kind trains its own policy by PPO on walks of eight doors. Checkpoints of critic and policy are judged every ten
 steps: explained variance, bias and rank correlation of V against V^π of that very policy, over all states, weighted by
-how often it visits them (`lab/walk_values.py`). No sampling is left in the numbers but that of the training itself.
+how often it visits them (`walk_values.py`). No sampling is left in the numbers but that of the training itself.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ ROLES = "actor_rollout_ref.actor", "critic", "reward.reward_model"
 
 
 def train(args: argparse.Namespace, overrides: list[str]) -> None:
-    """The reward model; what it prints at the end is also in accuracy.json and README.md beside it."""
+    """The reward model; what it prints is also in its metrics."""
     code = train_reward_model(
         [
             f"model.path={args.model}",

@@ -30,7 +30,7 @@ from scipy import stats
 from valor.agents.chat import Conversation
 from valor.agents.episode import Episode
 from valor.agents.loops import AgentLoop, Generate, LoopContext, Task
-from valor.data.files import write_parquet, write_rows
+from valor.data.files import write_parquet
 from valor.lab import arithmetic
 from valor.lab.sweep import main as sweep
 from valor.trainer.main_sft import main as sft
@@ -117,7 +117,7 @@ def warm_start(out: Path) -> Path:
         for digit in range(10)
         for _ in range(PROMPTS // 10)
     ]
-    write_rows(out / "prompts.parquet", rows)
+    write_parquet({out / "prompts.parquet": rows})
     chats = [{"messages": demonstration(rng)} for _ in range(4000)]
     write_parquet({out / "sft.parquet": chats})
     settings = ["data.max_length=40", "data.train_batch_size=64", "optim.lr=4e-3", "optim.betas=[0.9,0.95]"]

@@ -22,10 +22,10 @@ from valor.lab import demo, walk
 from valor.lab.statistics import bootstrap_interval, detectable_effect
 from valor.lab.sweep_plan import SweepConfig, plan_sweep, texts
 from valor.lab.walk import DataFiles
-from valor.lab.walk_values import exact_values
 from valor.rewards.walk import Walk
 from valor.trainer.export import export_checkpoint
 from valor.trainer.main_sft import main as sft
+from walk_values import exact_values
 
 CONFIGS = Path(demo.__file__).with_name("demo_config")
 SAMPLES, GROUP = 256, 8  # a step, and of a prompt: for every arm

@@ -21,7 +21,7 @@ from valor.data.prompts import render, token_ids
 from valor.errors import UserError, exit_code
 from valor.rewards.custom import CustomFunction
 from valor.rewards.executor import RewardExecutor
-from valor.rewards.registry import has_grader
+from valor.rewards.registry import find_grader
 from valor.rewards.worker import Sample
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ def _check(argv: Sequence[str] | None) -> int:
     custom = CustomFunction(args.custom, args.custom_name) if args.custom else None
     report = check_rows(
         args.file,
-        (lambda _: True) if custom else has_grader,
+        (lambda _: True) if custom else find_grader,
         tokenizer,
         max_prompt_length=args.max_prompt_length or 512,
         test_path=args.test,
@@ -231,7 +231,7 @@ def _grade(report: Report, executor: RewardExecutor) -> None:
     rows = [
         row
         for row in report.rows
-        if row.style == "rule" and not row.lacks_truth and (executor.custom or has_grader(row.data_source))
+        if row.style == "rule" and not row.lacks_truth and (executor.custom or find_grader(row.data_source))
     ]
     results = executor.score([Sample(row.data_source, WRONG, row.ground_truth, row.extra_info) for row in rows])
     graded = list(zip(rows, results, strict=True))

@@ -56,7 +56,7 @@ def load_object(name: str, key: str) -> Any:
     place, _, member = name.rpartition(":") if ":" in name else name.rpartition(".")
     if not place or not member:
         raise UserError(f"{key}: '{name}' must be file.py:Name or package.module.Name")
-    if place.endswith(".py"):
+    if place.endswith(".py") or "/" in place:
         module = load_file(place, key)
     else:
         try:
@@ -65,5 +65,6 @@ def load_object(name: str, key: str) -> Any:
             raise UserError(f"{key}: '{place}' cannot be imported ({type(error).__name__}: {error})") from error
     if not hasattr(module, member):
         known = [one for one in vars(module) if not one.startswith("_")]
-        raise UserError(f"{key}: {place} has no '{member}'{did_you_mean(member, known)}")
+        there = did_you_mean(member, known) or f" (it has {', '.join(known[:10]) or 'none'})"
+        raise UserError(f"{key}: {place} has no '{member}'{there}")
     return getattr(module, member)

@@ -7,7 +7,7 @@ import pytest
 from runs import read_metrics
 
 from openenv_server import serving
-from valor.data.files import write_rows
+from valor.data.files import write_parquet
 from valor.trainer.main_ppo import main
 
 pytestmark = pytest.mark.slow
@@ -44,7 +44,7 @@ def data(tmp_path_factory) -> Path:
         }
         for i in range(16)
     ]
-    write_rows(path, rows)
+    write_parquet({path: rows})
     return path
 
 

@@ -77,35 +77,6 @@ def noise_ceiling(estimates: Tensor) -> float:
     return math.sqrt(max(0.0, 1.0 - noise / total))
 
 
-def against_truth(values: Tensor, truth: Tensor, weights: Tensor) -> dict[str, float]:
-    """V against known true values under the distribution `weights` over states: `explained_variance`
-    1 − Var(truth − V) / Var(truth), `bias` E[V − truth], `rank_correlation` (Spearman 1904). NaN where a side is flat.
-
-    values, truth, weights [N]; weights are at least 0 and need not add up to 1. Equal numbers share their mean rank.
-    """
-    share = weights.double() / weights.double().sum()
-
-    def centred(x: Tensor) -> Tensor:
-        return x.double() - (share * x.double()).sum()
-
-    def rank(x: Tensor) -> Tensor:
-        _, place = x.unique(return_inverse=True)
-        mass = torch.zeros(int(place.max()) + 1, dtype=torch.float64).index_add_(0, place, share)
-        return centred((mass.cumsum(0) - mass / 2)[place])
-
-    def spread(x: Tensor, y: Tensor) -> float:
-        return float((share * x * y).sum())
-
-    error, target, ours, theirs = centred(truth - values), centred(truth), rank(values), rank(truth)
-    both = math.sqrt(spread(ours, ours) * spread(theirs, theirs))
-    varies = spread(target, target) > 0
-    return {
-        "explained_variance": 1.0 - spread(error, error) / spread(target, target) if varies else math.nan,
-        "bias": float((share * (values.double() - truth.double())).sum()),
-        "rank_correlation": spread(ours, theirs) / both if both > 0 else math.nan,
-    }
-
-
 def crps(quantiles: Tensor, outcomes: Tensor) -> Tensor:
     """[N] E|X − y| − ½ E|X − X'| of K equally likely quantiles [N, K] and outcomes y [N]: the continuous ranked
     probability score (Gneiting and Raftery 2007). 0 is best; of one point it is the absolute error."""

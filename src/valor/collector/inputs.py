@@ -16,7 +16,7 @@ from valor.models.reward import reward_model_kind
 from valor.rewards.executor import RewardExecutor
 from valor.rewards.judge import Judge
 from valor.rewards.manager import make_graders
-from valor.rewards.registry import has_grader, needs_truth
+from valor.rewards.registry import find_grader, needs_truth
 
 
 class RunInputs:
@@ -102,7 +102,7 @@ class RunInputs:
 
     def has_grader(self, data_source: str) -> bool:
         """Whether responses to prompts of this source can be graded by rule."""
-        return self.rewards.grades_everything or has_grader(data_source)
+        return self.rewards.grades_everything or find_grader(data_source) is not None
 
     def close(self) -> None:
         self.rewards.close()

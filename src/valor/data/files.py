@@ -156,18 +156,6 @@ def same_text(messages: Messages) -> str:
     return " ".join(unicodedata.normalize("NFC", text).casefold().split())
 
 
-def write_rows(path: str | Path, records: Iterable[Mapping[str, Any]]) -> int:
-    """Write records as parquet, aside first and then renamed, so that a half-written file is never read; their number.
-
-    Every record must parse as a row. Raises UserError when one does not, or when there are none.
-    """
-    rows = [dict(r) for r in records]
-    for i, row in enumerate(rows):
-        parse_row(row, f"record {i}")
-    write_parquet({Path(path): rows})
-    return len(rows)
-
-
 def write_parquet(files: Mapping[Path, Sequence[Mapping[str, Any]]]) -> None:
     """Write records of any columns as parquet files; none appears under its name before all are written.
 

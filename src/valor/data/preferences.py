@@ -97,52 +97,41 @@ def read_preferences(paths: Sequence[str], data: RMDataConfig) -> list[Preferenc
     return [pair_of(record, where, data) for path in paths for where, record in read_records(path, required)]
 
 
-def preference_accuracy(
+def preference_metrics(
     chosen: Sequence[float],
     rejected: Sequence[float],
     sources: Sequence[str],
     chosen_lengths: Sequence[int],
     rejected_lengths: Sequence[int],
-) -> dict[str, Any]:
+) -> dict[str, float]:
     """What the scores [B] of the better and the worse response of each pair say; lengths in characters.
 
-    A pair counts 1 where the better one scores higher, 1/2 where both score the same. `length` compares with taking the
-    longer response: `longer_is_better` is that rule's accuracy; accuracy where the better one is the shorter and where
-    it is the longer; the correlation of score with length over all responses, and of the difference in score with the
-    difference in length within pairs (None without variance).
+    A pair counts 1 where the better one scores higher, 1/2 where both score the same. `length/…` compares with taking
+    the longer response: `longer_is_better` is that rule's accuracy; accuracy where the better one is the shorter and
+    where it is the longer; the correlation of score with length over all responses, and of the difference in score with
+    the difference in length within pairs. What cannot be measured (no such pair, no variance) is left out.
     """
     better, worse = np.asarray(chosen, dtype=np.float64), np.asarray(rejected, dtype=np.float64)
     right = (better > worse) + 0.5 * (better == worse)
     first, second = np.asarray(chosen_lengths), np.asarray(rejected_lengths)
     names = np.asarray(sources)
-    lengths = {
-        "longer_is_better": _mean((first > second) + 0.5 * (first == second)),
-        "chosen_shorter": _group(right, first < second),
-        "chosen_longer": _group(right, first > second),
-        "score_correlation": _correlation(np.r_[better, worse], np.r_[first, second]),
-        "difference_correlation": _correlation(better - worse, first - second),
+    means = {
+        "accuracy": right,
+        "margin": better - worse,
+        **{f"accuracy/{name}": right[names == name] for name in sorted(set(sources))},
+        "length/longer_is_better": (first > second) + 0.5 * (first == second),
+        "length/accuracy_chosen_shorter": right[first < second],
+        "length/accuracy_chosen_longer": right[first > second],
     }
-    return {
-        **_group(right, np.ones(len(right), dtype=bool)),
-        "mean_margin": _mean(better - worse),
-        "by_source": {str(name): _group(right, names == name) for name in sorted(set(sources))},
-        "length": lengths,
+    correlations = {
+        "length/score_correlation": (np.r_[better, worse], np.r_[first, second]),
+        "length/difference_correlation": (better - worse, first - second),
     }
-
-
-def as_metrics(found: dict[str, Any]) -> dict[str, float]:
-    """The findings as metrics; what could not be measured is left out."""
-    length = found["length"]
-    named = {
-        "accuracy": found["accuracy"],
-        "margin": found["mean_margin"],
-        **{f"accuracy/{name}": group["accuracy"] for name, group in found["by_source"].items()},
-        "length/accuracy_chosen_shorter": length["chosen_shorter"]["accuracy"],
-        "length/accuracy_chosen_longer": length["chosen_longer"]["accuracy"],
-        "length/score_correlation": length["score_correlation"],
-        "length/difference_correlation": length["difference_correlation"],
+    return {name: float(found.mean()) for name, found in means.items() if len(found)} | {
+        name: float(np.corrcoef(a, b)[0, 1])
+        for name, (a, b) in correlations.items()
+        if len(a) > 1 and a.std() > 0 and b.std() > 0
     }
-    return {name: value for name, value in named.items() if value is not None}
 
 
 def pair_of(record: Mapping[str, Any], where: str, data: RMDataConfig) -> Preference:
@@ -195,15 +184,3 @@ def _hold_out(pairs: list[Preference], share: float, seed: int) -> tuple[list[Pr
             f"{'training' if not kept else 'validation'}: set data.val_files, or data.val_share to another value"
         )
     return kept, [pair for pair in pairs if str(pair.prompt) in held]
-
-
-def _group(right: np.ndarray, members: np.ndarray) -> dict[str, Any]:
-    return {"pairs": int(members.sum()), "accuracy": _mean(right[members])}
-
-
-def _mean(values: np.ndarray) -> float | None:
-    return float(values.mean()) if len(values) else None
-
-
-def _correlation(a: np.ndarray, b: np.ndarray) -> float | None:
-    return float(np.corrcoef(a, b)[0, 1]) if len(a) > 1 and a.std() > 0 and b.std() > 0 else None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from valor.data.files import write_parquet, write_rows
+from valor.data.files import write_parquet
 
 DATA_SOURCE = "valor/arithmetic"
 PROBLEMS, TEACHER, EXAMPLE = "arithmetic problems", "often forgets the carry", "58+77="
@@ -138,7 +138,7 @@ def write_prompts(path: Path, source: str, ability: str, asked: Iterable[tuple[s
         }
         for i, (text, truth, facts) in enumerate(asked)
     ]
-    write_rows(path, rows)
+    write_parquet({path: rows})
 
 
 def write_demonstrations(files: DataFiles, number: int, number_val: int, one: Callable[[], list[dict]]) -> None:

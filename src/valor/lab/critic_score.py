@@ -1,38 +1,47 @@
 """`valor critic score`: is this critic any good? Its values on held-out rollouts against what came of them."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
+from torch.nn.functional import pad
+
+from valor.collector.branches import BRANCH_STREAM, branch_returns
+from valor.collector.inputs import RunInputs
+from valor.collector.rollouts import (
+    SCORE_STREAM,
+    correct,
+    draw_rollouts,
+    outcomes,
+    policy_group,
+    read_rollouts,
+    rollout_records,
+    same_prompt,
+    write_rollouts,
+)
 from valor.config import CriticScoreConfig, held_out
+from valor.controller.placement import ResourcePool, resolve_pool
+from valor.controller.start import start_group
+from valor.data.batch import Batch, Episodes
+from valor.data.sampler import subset
 from valor.lab.publish import SCORECARD_FILES, fingerprint
+from valor.lab.scorecard import Branches, Judged, scorecard
+from valor.models.load import check_critic, load_policy_tokenizer
+from valor.report.lab_pages import main_numbers, scorecard_page
+from valor.report.run_data import evenly_spaced
 from valor.tracking.console import say
-from valor.trainer.command import run_command
-
-if TYPE_CHECKING:
-    from valor.controller.placement import ResourcePool
-    from valor.data.batch import Batch
-    from valor.lab.scorecard import Branches, Judged
+from valor.tracking.progress import phase
+from valor.tracking.rundir import write_atomically
+from valor.workers.roles import role_specs
 
 ROLLOUTS_FILE = "rollouts.jsonl"
 _CHOICE_STREAM = 4  # last word of a random key
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """`valor critic score`: key=value as in `valor ppo`, and the keys of `score`."""
-    return run_command("critic score", argv, CriticScoreConfig, _start)
-
-
-def _start(config: CriticScoreConfig, command: str) -> int:
-    from valor.lab.scorecard import scorecard
-    from valor.report.lab_pages import main_numbers, scorecard_page
-    from valor.tracking.rundir import write_atomically
-
+def start(config: CriticScoreConfig, command: str) -> int:
+    """Measure, and write the numbers and the page to `score.out`."""
     judged, branches = _measure(config)
     card = {
         "critic": config.critic.model.path,
@@ -57,17 +66,6 @@ def _start(config: CriticScoreConfig, command: str) -> int:
 
 def _measure(config: CriticScoreConfig) -> tuple[Judged, Branches | None]:
     """Rollouts, branches if asked for, and the critic's values of the rollouts: policy and critic take turns."""
-    from torch.nn.functional import pad
-
-    from valor.collector.rollouts import correct, outcomes, rollout_records, same_prompt, write_rollouts
-    from valor.controller.placement import resolve_pool
-    from valor.controller.start import start_group
-    from valor.data.batch import Batch, Episodes
-    from valor.lab.scorecard import Judged
-    from valor.models.load import check_critic, load_policy_tokenizer
-    from valor.tracking.progress import phase
-    from valor.workers.roles import role_specs
-
     tokenizer = load_policy_tokenizer(config)
     check_critic(config, tokenizer)
     pool, controller = resolve_pool(config.trainer, config.ray_kwargs.ray_init.address)
@@ -94,16 +92,6 @@ def _measure(config: CriticScoreConfig) -> tuple[Judged, Branches | None]:
 
 
 def _rollouts(config: CriticScoreConfig, pool: ResourcePool, controller: str) -> tuple[Batch, Branches | None]:
-    import torch
-
-    from valor.collector.branches import BRANCH_STREAM, branch_returns
-    from valor.collector.inputs import RunInputs
-    from valor.collector.rollouts import SCORE_STREAM, draw_rollouts, policy_group, read_rollouts
-    from valor.data.sampler import subset
-    from valor.lab.scorecard import Branches
-    from valor.models.load import load_policy_tokenizer
-    from valor.report.run_data import evenly_spaced
-
     score, data = config.score, config.data
     if score.rollouts:
         return read_rollouts(score.rollouts, load_policy_tokenizer(config)), None

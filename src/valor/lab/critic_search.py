@@ -1,37 +1,32 @@
 """`valor critic search`: how much better a saved policy answers when a saved critic chooses, for how many tokens."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from valor.collector.generation import sampling_params
+from valor.collector.inputs import RunInputs
 from valor.config import CriticSearchConfig, held_out
+from valor.lab.search import Path, Searcher, Spent, choose
 from valor.lab.statistics import bootstrap_interval
+from valor.models.load import check_critic, load_policy, load_value_model
+from valor.rewards.worker import Sample
+from valor.rollout.native.engine import NativeEngine
 from valor.tracking.console import say
 from valor.tracking.rundir import write_atomically
-from valor.trainer.command import run_command
+from valor.workers.rollout import end_token_ids
 
-if TYPE_CHECKING:
-    from valor.collector.inputs import RunInputs
-    from valor.lab.search import Path, Searcher, Spent
-
-    Graded = tuple[Sequence[Path], list[str | None], list[bool]]
-
+Graded = tuple[Sequence[Path], list[str | None], list[bool]]
 RESULT_FILES = ("search.json", "search.md")
 _CHOICES = {"best": "best-of-N", "majority": "majority vote", "weighted": "weighted majority"}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """`valor critic search`: key=value as in `valor ppo`, and the keys of `search`."""
-    return run_command("critic search", argv, CriticSearchConfig, _start)
-
-
-def _start(config: CriticSearchConfig, command: str) -> int:
-    from valor.collector.inputs import RunInputs
-
+def start(config: CriticSearchConfig, command: str) -> int:
+    """Measure, and write the numbers and the table to `search.out`."""
     with closing(RunInputs(held_out(config))) as inputs:
         rows = list(_measure(config, inputs))
     facts = {
@@ -68,7 +63,6 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def _measure(config: CriticSearchConfig, inputs: RunInputs) -> Iterator[dict[str, Any]]:
     """A result for each method and N."""
-    from valor.lab.search import Spent, choose
 
     def right(graded: Sequence[Graded], how: str) -> list[bool]:
         return [verdicts[choose(paths, answers, how)] for paths, answers, verdicts in graded]
@@ -107,14 +101,6 @@ def _result(method: str, n: int, right: Sequence[bool], spent: Spent) -> dict[st
 
 def _searcher(config: CriticSearchConfig, inputs: RunInputs) -> Searcher:
     """The policy's engine and the critic, in this process."""
-    import torch
-
-    from valor.collector.generation import sampling_params
-    from valor.lab.search import Searcher
-    from valor.models.load import check_critic, load_policy, load_value_model
-    from valor.rollout.native.engine import NativeEngine
-    from valor.workers.rollout import end_token_ids
-
     check_critic(config, inputs.tokenizer)
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     device = "cuda" if torch.cuda.is_available() and config.trainer.device != "cpu" else "cpu"
@@ -130,8 +116,6 @@ def _searcher(config: CriticSearchConfig, inputs: RunInputs) -> Searcher:
 
 def _graded(inputs: RunInputs, found: Sequence[Sequence[Path]]) -> list[Graded]:
     """Each prompt's responses with their answers as the graders read them (`pred`), and which are right."""
-    from valor.rewards.worker import Sample
-
     samples = [
         Sample(row.data_source, text, row.ground_truth, row.extra_info)
         for row, paths in zip(inputs.train, found, strict=True)

@@ -5,7 +5,6 @@ OUT/results.json       every number of the comparison; OUT/table.md and OUT/repo
 """
 
 import shlex
-import shutil
 from pathlib import Path
 
 import click
@@ -17,17 +16,16 @@ from valor.lab.sweep_plan import Sweep, plan_sweep, read_sweep, texts
 from valor.tracking.console import say
 
 
-def run_sweep(sweep: Sweep, *, rerun: bool = False) -> int:
+def run_sweep(sweep: Sweep) -> int:
     """Run what has not finished, then compare. Exit code 0; 1: a run failed; 128 + n: signal n asked to stop.
 
-    A run that was interrupted goes on from its own checkpoints. UserError: a folder holds a run of other settings
-    (with `rerun` it is deleted and repeated).
+    A run that was interrupted goes on from its own checkpoints. UserError: a folder holds a run of other settings.
     """
     from valor.controller.jobs import Job, run_jobs
     from valor.lab.results import summary, table, write_results
     from valor.trainer.signals import StopRequest
 
-    _check_unchanged(sweep, rerun)
+    _check_unchanged(sweep)
     todo = {run.name: run for run in sweep.runs if not run.finished}
     total, errors = len(sweep.runs), dict[str, str]()
     if len(todo) < total:
@@ -63,11 +61,8 @@ def run_sweep(sweep: Sweep, *, rerun: bool = False) -> int:
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]…")
 @option("--out", help="Folder, in place of the file's.")
 @option("--parallel", type=int, help="Runs at a time, in place of the file's.")
-@option("--rerun", is_flag=True, help="Delete and repeat runs whose settings have changed.")
 @option("--dry-run", is_flag=True, help="Check everything, list the runs, and stop.")
-def main(
-    file: Path, overrides: tuple[str, ...], out: str | None, parallel: int | None, rerun: bool, dry_run: bool
-) -> int:
+def main(file: Path, overrides: tuple[str, ...], out: str | None, parallel: int | None, dry_run: bool) -> int:
     """Run arms x seeds of a command, and compare them.
 
     FILE: YAML with name, entry, base, arms, grid, seeds, control, metric, out.
@@ -78,21 +73,19 @@ def main(
     if dry_run:
         say("\n".join(shlex.join(run.command) for run in sweep.runs))
         return 0
-    return run_sweep(sweep, rerun=rerun)
+    return run_sweep(sweep)
 
 
-def _check_unchanged(sweep: Sweep, rerun: bool) -> None:
-    """UserError, a line an arm: a run in the folder was made with other settings. With `rerun` it is deleted."""
+def _check_unchanged(sweep: Sweep) -> None:
+    """UserError, a line an arm: a run in the folder was made with other settings."""
     lines: dict[str, str] = {}
     for run in sweep.runs:
         before = run.record().get("settings", run.settings)
         changed = [key for key in {**before, **run.settings} if before.get(key) != run.settings.get(key)]
-        if changed and rerun:
-            shutil.rmtree(run.folder)
-        elif changed:
+        if changed:
             what = ", ".join(f"{key}: {show(before.get(key))} -> {show(run.settings.get(key))}" for key in changed[:3])
             what += f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-            advice = "give another out, or add --rerun to delete and repeat such runs"
+            advice = "give another out, or delete what is to be repeated"
             lines.setdefault(run.arm, f"{run.folder} was run with other settings ({what}): {advice}")
     if lines:
         raise UserError("\n".join(lines.values()))

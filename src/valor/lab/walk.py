@@ -3,9 +3,9 @@
 The prompt is a room, `3`; the response a walk, `a5b2…`: a door, the room behind it, the next door (`rewards/walk.py`).
 Which door gains what is told to nobody: the score is the mean gain of the whole walk, at its end. Doors that gain much
 may lead to rooms that do not. All walks from a room are the task's whole decision process, so the best walk is known by
-dynamic programming, and the value of a policy at every state by enumeration (`lab/walk_values.py`). The warm start
-comes from a teacher who takes doors at random: he shows where they lead, and not which pays. Horizon, branching and
-the map follow from arguments and a seed; `algorithm.reward_noise` adds noise to outcomes. Nothing is downloaded.
+dynamic programming, and the value of a policy at every state by enumeration (`benchmarks/walk_values.py`). The warm
+start comes from a teacher who takes doors at random: he shows where they lead, and not which pays. Horizon, branching
+and the map follow from arguments and a seed; `algorithm.reward_noise` adds noise to outcomes. Nothing is downloaded.
 """
 
 import json

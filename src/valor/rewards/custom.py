@@ -1,6 +1,5 @@
 """A grader that users bring: a function in a file or a module (`reward.custom_reward_function`)."""
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -8,7 +7,7 @@ from typing import Any
 
 from valor.errors import UserError
 from valor.rewards.functions import unpickled
-from valor.user_files import load_file
+from valor.user_files import load_object
 
 _MODULE = "pkg://"  # begins the path of a module
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -38,7 +37,10 @@ class CustomFunction:
 
         Raises UserError for a missing file, module or function, one that fails on import, and wrong arguments.
         """
-        function = self._found()
+        if self.path.endswith(".pkl"):
+            function = unpickled(self.path)
+        else:
+            function = load_object(f"{self.path.removeprefix(_MODULE)}:{self.name}", "reward.custom_reward_function")
         given = dict.fromkeys(self.arguments) | dict(self.kwargs)
         try:
             inspect.signature(function).bind(**given)
@@ -50,23 +52,3 @@ class CustomFunction:
         except ValueError:  # a builtin or extension function without a signature: the first call will tell
             pass
         return function
-
-    def _found(self) -> Callable[..., Any]:
-        if self.path.endswith(".pkl"):
-            return unpickled(self.path)
-        if self.path.startswith(_MODULE):
-            name = self.path.removeprefix(_MODULE)
-            try:
-                module = importlib.import_module(name)
-            except Exception as error:
-                raise UserError(f"module '{name}' cannot be imported ({type(error).__name__}: {error})") from error
-        else:
-            module = load_file(self.path, "reward.custom_reward_function.path")
-        found = getattr(module, self.name, None)
-        if not callable(found):
-            known = [k for k, v in vars(module).items() if inspect.isfunction(v) and not k.startswith("_")]
-            raise UserError(
-                f"{self.path} has no function '{self.name}' (it has {', '.join(known) or 'none'}): "
-                "set reward.custom_reward_function.name"
-            )
-        return found

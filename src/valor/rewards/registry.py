@@ -49,11 +49,6 @@ BUILT_IN: dict[str, Grader] = {
 }
 
 
-def has_grader(data_source: str) -> bool:
-    """Whether samples of this source can be scored without a custom function."""
-    return find_grader(data_source) is not None
-
-
 def require_graders(data_sources: Iterable[str]) -> None:
     """Raise a UserError that names every source without a grader; to be called before a run begins."""
     missing = [source for source in dict.fromkeys(data_sources) if find_grader(source) is None]

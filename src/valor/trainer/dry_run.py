@@ -20,7 +20,7 @@ from valor.errors import UserError
 from valor.models.load import check_critic, load_model_config, load_model_tokenizer
 from valor.models.reward import reward_model_kind
 from valor.rewards.manager import make_graders
-from valor.rewards.registry import has_grader, needs_truth, require_graders
+from valor.rewards.registry import needs_truth, require_graders
 from valor.trainer.checks import placed
 
 _FIRST_ROWS = 20  # of each file
@@ -109,7 +109,7 @@ def _check_prompts(path: str, data: DataConfig, tokenizer: Callable[[], Any] | N
     if graded:
         require_graders(row.data_source for row in rows)
         for row in rows:
-            if row.style == "rule" and row.lacks_truth and has_grader(row.data_source) and needs_truth(row.data_source):
+            if row.style == "rule" and row.lacks_truth and needs_truth(row.data_source):
                 grader = f"the grader of '{row.data_source}' needs"
                 raise UserError(f"{row.where}: there is no reward_model.ground_truth, which {grader}")
     if tokenizer is None or data.filter_overlong_prompts or data.truncation != "error":

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from valor.data.files import write_rows
+from valor.data.files import write_parquet
 from valor.user_files import load_file
 
 CHECK = load_file(str(Path(__file__).parents[3] / "examples" / "data_preprocess" / "check.py"), "path")
@@ -33,7 +33,7 @@ def check(path: Path, *records: dict[str, Any], **options: Any) -> Any:
 
 
 def test_good_data(tmp_path: Path, tokenizer: Any) -> None:
-    write_rows(tmp_path / "a.parquet", [record("x" * n) for n in range(1, 101)])
+    write_parquet({tmp_path / "a.parquet": [record("x" * n) for n in range(1, 101)]})
     report = check_rows(tmp_path / "a.parquet", is_arithmetic, tokenizer, max_prompt_length=117)
     assert (report.exit_code, report.problems, report.notes) == (0, [], [])
     text = str(report)

@@ -11,9 +11,8 @@ from valor.algorithms import bradley_terry_loss
 from valor.config import RMConfig
 from valor.data.preferences import (
     PreferenceDataset,
-    as_metrics,
     load_preferences,
-    preference_accuracy,
+    preference_metrics,
     read_preferences,
 )
 from valor.data.reward_texts import RewardTexts
@@ -126,28 +125,24 @@ def test_a_batch_is_two_texts_a_row(tmp_path):
 
 
 def test_accuracy_counts_by_hand():
-    found = preference_accuracy(
+    found = preference_metrics(
         chosen=[1.0, 2.0, 0.0, 3.0],
         rejected=[0.0, 2.0, 1.0, 1.0],
         sources=["a", "a", "b", "b"],
         chosen_lengths=[5, 1, 2, 8],
         rejected_lengths=[3, 4, 2, 6],
     )
-    assert (found["pairs"], found["accuracy"], found["mean_margin"]) == (4, 0.625, 0.5)
-    assert found["by_source"] == {"a": {"pairs": 2, "accuracy": 0.75}, "b": {"pairs": 2, "accuracy": 0.5}}
-    length = found["length"]
-    assert length["longer_is_better"] == 0.625
-    assert length["chosen_longer"] == {"pairs": 2, "accuracy": 1.0}
-    assert length["chosen_shorter"] == {"pairs": 1, "accuracy": 0.5}
+    assert (found["accuracy"], found["margin"]) == (0.625, 0.5)
+    assert (found["accuracy/a"], found["accuracy/b"]) == (0.75, 0.5)
+    assert found["length/longer_is_better"] == 0.625
+    assert found["length/accuracy_chosen_longer"] == 1.0 and found["length/accuracy_chosen_shorter"] == 0.5
     # of (1, 0, -1, 2) and (2, -3, 0, 2)
-    assert length["difference_correlation"] == pytest.approx(5.5 / (5 * 16.75) ** 0.5)
-    assert as_metrics(found)["accuracy/b"] == 0.5
+    assert found["length/difference_correlation"] == pytest.approx(5.5 / (5 * 16.75) ** 0.5)
 
 
 def test_what_cannot_be_measured_is_no_metric():
-    found = preference_accuracy([1.0], [0.0], ["a"], [3], [3])
-    assert found["length"]["score_correlation"] is None and found["length"]["chosen_longer"]["accuracy"] is None
-    assert "length/score_correlation" not in as_metrics(found)
+    found = preference_metrics([1.0], [0.0], ["a"], [3], [3])
+    assert found == {"accuracy": 1.0, "margin": 1.0, "accuracy/a": 1.0, "length/longer_is_better": 0.5}
 
 
 def test_the_loss_is_minus_the_log_likelihood_that_the_better_one_wins():

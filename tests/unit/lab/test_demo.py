@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from valor.config import PPOConfig, SFTConfig, load
-from valor.lab import arithmetic, critic_score, demo, lookup, walk
+from valor.lab import arithmetic, critic_runs, demo, lookup, walk
 
 PARTS = [Path(f"{name}.parquet") for name in ("train", "val", "sft_train", "sft_val")]
 FILES = {
@@ -107,5 +107,5 @@ def area(demo_dir: Path, critic: str) -> float:
         "reward.num_workers=1",
     ]
     out = demo_dir / "score" / critic
-    assert critic_score.main([*settings, f"score.out={out}"]) == 0
+    assert critic_runs.score([*settings, f"score.out={out}"]) == 0
     return json.loads((out / "scorecard.json").read_text())["auc"]["value"]

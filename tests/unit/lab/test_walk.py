@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, replace
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -11,12 +12,13 @@ import torch
 from scipy import stats
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
-from valor.algorithms.value_quality import against_truth
 from valor.errors import UserError
 from valor.lab import walk
-from valor.lab.walk_values import exact_values
 from valor.rewards.registry import compute_score
 from valor.rewards.walk import Walk
+from valor.user_files import load_file
+
+walk_values = load_file(str(Path(__file__).parents[3] / "benchmarks" / "walk_values.py"), "path")
 
 # From room 0 door a stays cheap and leads to the rich room 1, door b pays at once and leads to the poor room 2.
 BY_HAND = Walk(leads=[[1, 2], [1, 0], [2, 0]], gains=[[0.0, 0.5], [1.0, 0.0], [0.0, 0.25]], length=3)
@@ -105,7 +107,7 @@ def test_values_agree_with_a_recursion_over_single_prefixes(saved):
     """One prefix at a time through plain transformers, each chance and each value by itself."""
     made = walk.make_walk(2, length=2, rooms=3)
     policy, critic = saved
-    states = exact_values(made, policy, temperature=0.5)
+    states = walk_values.exact_values(made, policy, temperature=0.5)
     tokenizer, model = AutoTokenizer.from_pretrained(policy), AutoModelForCausalLM.from_pretrained(policy)
     reader = AutoModelForTokenClassification.from_pretrained(critic)
     found = {}
@@ -133,25 +135,27 @@ def test_values_agree_with_a_recursion_over_single_prefixes(saved):
     ours = torch.stack([states.value, states.best, states.chance], 1).numpy()
     np.testing.assert_allclose(ours, theirs[:, :3], rtol=1e-4)
     judged = states.judge([critic])
-    expected = against_truth(*(torch.tensor(theirs[:, i]) for i in (3, 0, 2)))
+    expected = walk_values.against_truth(*(torch.tensor(theirs[:, i]) for i in (3, 0, 2)))
     assert judged == pytest.approx(expected, rel=1e-3)
     assert states.judge([critic, critic], lambda v: v.amin(0)) == pytest.approx(judged)
 
 
 def test_too_many_walks_are_refused(saved):
     with pytest.raises(UserError, match="131072"):
-        exact_values(walk.make_walk(0, length=18), saved[0])
+        walk_values.exact_values(walk.make_walk(0, length=18), saved[0])
 
 
 def test_agreement_with_scipy_and_by_hand():
     draw = np.random.default_rng(0)
     v, truth = draw.normal(size=50).round(1), draw.normal(size=50).round(1)
-    found = against_truth(torch.tensor(v), torch.tensor(truth), torch.full((50,), 0.3))
+    found = walk_values.against_truth(torch.tensor(v), torch.tensor(truth), torch.full((50,), 0.3))
     assert found["rank_correlation"] == pytest.approx(stats.spearmanr(v, truth).statistic)
     assert found["explained_variance"] == pytest.approx(1 - np.var(truth - v) / np.var(truth))
     assert found["bias"] == pytest.approx((v - truth).mean())
     # A weight of 2 is the row twice; a weight of 0 is no row.
-    weighted = against_truth(torch.tensor([1.0, 2, 3, 9]), torch.tensor([1.0, 3, 2, 0]), torch.tensor([2.0, 1, 1, 0]))
-    twice = against_truth(torch.tensor([1.0, 1, 2, 3]), torch.tensor([1.0, 1, 3, 2]), torch.ones(4))
+    weighted = walk_values.against_truth(
+        torch.tensor([1.0, 2, 3, 9]), torch.tensor([1.0, 3, 2, 0]), torch.tensor([2.0, 1, 1, 0])
+    )
+    twice = walk_values.against_truth(torch.tensor([1.0, 1, 2, 3]), torch.tensor([1.0, 1, 3, 2]), torch.ones(4))
     assert weighted == pytest.approx(twice)
-    assert np.isnan(against_truth(torch.ones(3), torch.arange(3.0), torch.ones(3))["rank_correlation"])
+    assert np.isnan(walk_values.against_truth(torch.ones(3), torch.arange(3.0), torch.ones(3))["rank_correlation"])

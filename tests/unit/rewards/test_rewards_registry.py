@@ -13,7 +13,7 @@ from valor.rewards import compute_score, gsm8k, mathematics, qa, search_r1
 from valor.rewards.custom import CustomFunction
 from valor.rewards.executor import RewardResult, Sample
 from valor.rewards.manager import make_graders, summarize
-from valor.rewards.registry import BUILT_IN, describe, find_grader, has_grader, require_graders
+from valor.rewards.registry import BUILT_IN, describe, find_grader, require_graders
 
 
 def test_built_in_graders_by_data_source() -> None:
@@ -63,7 +63,7 @@ def test_an_unknown_data_source_names_the_known_ones_and_the_way_out() -> None:
     with pytest.raises(UserError, match="'a', 'b'"):
         require_graders(["openai/gsm8k", "a", "b", "a"])
     require_graders(BUILT_IN)
-    assert has_grader("openai/gsm8k") and not has_grader("")
+    assert find_grader("openai/gsm8k") and not find_grader("")
 
 
 def test_rewards_list_names_every_source_its_score_and_its_components(capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,9 +109,9 @@ GOOD = "def compute_score(data_source, solution_str, ground_truth, extra_info=No
 @pytest.mark.parametrize(
     ("text", "name", "kwargs", "message"),
     [
-        ("", "compute_score", {}, "no function 'compute_score' (it has none)"),
-        (GOOD, "compute", {}, "no function 'compute' (it has compute_score)"),
-        ("x = 1", "x", {}, "no function 'x'"),
+        ("", "compute_score", {}, "no 'compute_score' (it has none)"),
+        (GOOD, "compute", {}, "no 'compute'; did you mean compute_score?"),
+        ("x = 1", "x", {}, "is not a callable object"),
         ("1/0", "compute_score", {}, "fails on import (ZeroDivisionError: division by zero)"),
         ("def f(:", "compute_score", {}, "fails on import (SyntaxError"),
         ("import no_such_thing", "compute_score", {}, "No module named 'no_such_thing'"),
@@ -131,7 +131,7 @@ def test_a_bad_custom_function_is_one_clear_line(
 def test_missing_files_and_modules() -> None:
     with pytest.raises(UserError, match=r"/nowhere/reward.py: no such file"):
         CustomFunction("/nowhere/reward.py").load()
-    with pytest.raises(UserError, match=r"module 'no_such_package.rewards' cannot be imported"):
+    with pytest.raises(UserError, match=r"'no_such_package.rewards' cannot be imported"):
         CustomFunction("pkg://no_such_package.rewards").load()
 
 

@@ -38,7 +38,7 @@ def test_six_mistakes_of_six_stages_come_together(model, tmp_path, capsys):
         "critic.optim.lr=fast": "critic.optim.lr: expected number >= 0, got 'fast'",
         "trainer.val_only=true": "trainer.val_only=true needs validation prompts",
         "algorithm.adv_estimator=gea": "unknown advantage estimator 'gea'; did you mean gae?",
-        f"reward.custom_reward_function.path={tmp_path / 'reward.py'}": "has no function 'compute_score' (it",
+        f"reward.custom_reward_function.path={tmp_path / 'reward.py'}": "has no 'compute_score' (it",
         f"data.train_files={rows(tmp_path / 'a.jsonl', GOOD | {'prompt': 'text'})}": "'prompt' must be a list of mess",
     }
     began = time.monotonic()

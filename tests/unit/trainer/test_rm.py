@@ -74,10 +74,6 @@ def test_a_run_learns_and_says_how_well(trained):
     assert rows[0]["train/loss"] > 0.5 and rows[-1]["train/loss"] < 0.2
     assert rows[-1]["val/accuracy"] > 0.9 and {"val/accuracy/a", "val/accuracy/b", "val/loss"} <= rows[-1].keys()
     assert all(row["train/pairs"] == 12 for row in rows)
-    folder = trained / "huggingface" / "reward_model"
-    found = json.loads((folder / "accuracy.json").read_text())
-    assert found["accuracy"] == rows[-1]["val/accuracy"] and found["pairs"] == 12
-    assert {name: group["pairs"] for name, group in found["by_source"].items()} == {"a": 6, "b": 6}
 
 
 def test_the_model_is_an_ordinary_one(trained, without_valor):
@@ -92,14 +88,6 @@ def test_the_model_is_an_ordinary_one(trained, without_valor):
         "assert good > bad + 1, (good, bad)\n"
     )
     without_valor(code)
-
-
-def test_a_finished_run_started_again_measures_again(trained, backbone, pairs, capsys):
-    (trained / "huggingface" / "reward_model" / "accuracy.json").unlink()
-    more = ("trainer.total_training_steps=40", "trainer.test_freq=20")
-    assert main(overrides(backbone, pairs, trained, *more)) == 0
-    assert "on 12 held-out pairs" in capsys.readouterr().out
-    assert (trained / "huggingface" / "reward_model" / "accuracy.json").exists()
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(backbone, pairs, tmp_path):
@@ -150,7 +138,7 @@ def test_two_processes_take_the_same_steps_as_one(backbone, pairs, tmp_path):
 def test_bad_input_is_one_line_and_nothing_is_written(backbone, pairs, tmp_path, capsys, setting, message):
     if message is None:  # the one that is fine
         assert main(overrides(backbone, pairs, tmp_path / "run", setting, "trainer.total_training_steps=1")) == 0
-        assert not (tmp_path / "run" / "huggingface" / "reward_model" / "accuracy.json").exists()
+        assert not any("val/accuracy" in row for row in metrics_of(tmp_path / "run"))
         return
     assert main(overrides(backbone, pairs, tmp_path / "run", setting)) == 2
     error = capsys.readouterr().err.strip()
@@ -175,7 +163,8 @@ def test_real_pairs_are_measured_by_source(shared_dir, backbone, tmp_path, capsy
     files = shared_dir / "data" / "preference_pairs_sample.jsonl"
     more = ("data.max_length=96", "data.val_share=0.3", "trainer.total_training_steps=1")
     assert main(overrides(backbone, files, tmp_path / "run", *more)) == 0
-    found = json.loads((tmp_path / "run" / "huggingface" / "reward_model" / "accuracy.json").read_text())
-    assert len(found["by_source"]) == 9 and sum(g["pairs"] for g in found["by_source"].values()) == found["pairs"]
-    assert all(group["pairs"] >= 4 for group in found["by_source"].values())
-    assert f"on {found['pairs']} held-out pairs" in capsys.readouterr().out
+    found = metrics_of(tmp_path / "run")[-1]
+    sources = [key.removeprefix("val/accuracy/") for key in found if key.startswith("val/accuracy/")]
+    assert len(sources) == 9
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("accuracy ")]
+    assert all(source in line for source in sources)

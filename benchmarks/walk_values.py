@@ -4,6 +4,7 @@ A policy's value depends on the whole response so far, not on the room alone. Th
 and any other response scores 0: V^π of every state is a sum over walks, taken from their ends backwards.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -12,7 +13,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from valor.algorithms.value_quality import against_truth
 from valor.config.engine import CriticModelConfig, ModelConfig
 from valor.data.batch import Batch
 from valor.data.prompts import render, token_ids
@@ -96,6 +96,35 @@ def exact_values(walk: Walk, policy: Path | str, temperature: float = 1.0) -> St
     row = [torch.arange(0, len(texts), width) for width in widths[:-1]]
     token = [torch.full_like(first, t) for t, first in enumerate(row)]
     return States(rows, *(torch.cat(column) for column in (row, token, values, bests, reached)))
+
+
+def against_truth(values: Tensor, truth: Tensor, weights: Tensor) -> dict[str, float]:
+    """V against known true values under the distribution `weights` over states: `explained_variance`
+    1 − Var(truth − V) / Var(truth), `bias` E[V − truth], `rank_correlation` (Spearman 1904). NaN where a side is flat.
+
+    values, truth, weights [N]; weights are at least 0 and need not add up to 1. Equal numbers share their mean rank.
+    """
+    share = weights.double() / weights.double().sum()
+
+    def centred(x: Tensor) -> Tensor:
+        return x.double() - (share * x.double()).sum()
+
+    def rank(x: Tensor) -> Tensor:
+        _, place = x.unique(return_inverse=True)
+        mass = torch.zeros(int(place.max()) + 1, dtype=torch.float64).index_add_(0, place, share)
+        return centred((mass.cumsum(0) - mass / 2)[place])
+
+    def spread(x: Tensor, y: Tensor) -> float:
+        return float((share * x * y).sum())
+
+    error, target, ours, theirs = centred(truth - values), centred(truth), rank(values), rank(truth)
+    both = math.sqrt(spread(ours, ours) * spread(theirs, theirs))
+    varies = spread(target, target) > 0
+    return {
+        "explained_variance": 1.0 - spread(error, error) / spread(target, target) if varies else math.nan,
+        "bias": float((share * (values.double() - truth.double())).sum()),
+        "rank_correlation": spread(ours, theirs) / both if both > 0 else math.nan,
+    }
 
 
 @torch.no_grad()
