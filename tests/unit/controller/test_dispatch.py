@@ -9,7 +9,7 @@ from valor.controller.group import Pools, WorkerGroup, split_rows
 from valor.controller.placement import Placement, ResourcePool, resolve_pool
 from valor.data.batch import Batch
 from valor.errors import UserError
-from valor.workers.dispatch import dispatch
+from valor.workers.dispatch import Dispatch
 from valor.workers.host import RoleSpec
 
 
@@ -17,21 +17,21 @@ class Doubler:
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    @dispatch("dp")
+    @Dispatch("dp")
     def double(self, batch: Batch, plus: float = 0.0) -> Batch:
         return Batch({"y": batch["x"] * 2 + plus})
 
-    @dispatch("dp", keep_together="uid")
+    @Dispatch("dp", keep_together="uid")
     def who(self, batch: Batch) -> Batch:
         return Batch({"rank": torch.full((len(batch),), self.rank)})
 
-    @dispatch("dp")
+    @Dispatch("dp")
     def report(self, batch: Batch, *, sink) -> Batch:
         for value in batch["x"].tolist():
             sink(value)
         return batch
 
-    @dispatch("all")
+    @Dispatch("all")
     def name(self) -> str:
         return f"rank {self.rank}"
 

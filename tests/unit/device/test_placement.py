@@ -15,7 +15,7 @@ from valor.controller.placement import Placement, ResourcePool, resolve_placemen
 from valor.controller.ray_group import own_gpu
 from valor.engines.fsdp import engine as fsdp
 from valor.errors import UserError
-from valor.workers.dispatch import dispatch
+from valor.workers.dispatch import Dispatch
 from valor.workers.host import WorkerHost
 
 TWO_POOLS = [
@@ -69,7 +69,7 @@ def test_each_thread_that_runs_a_call_uses_the_devices_of_its_rank(monkeypatch):
     worker.context.device = torch.device("cuda", 3)
 
     class Role:
-        @dispatch("all", light=True)
+        @Dispatch("all", light=True)
         def work(self) -> None: ...
 
     worker.context.roles["role"] = Role()
