@@ -114,22 +114,11 @@ class Collector:
         """Responses to a whole validation set after `step`, and their grades (without penalties for length)."""
         with nullcontext() if self.supply is None else self.supply.standing():
             self.generation.files.begin(f"val_{step}")
-            params = sampling_params(self.config, validation=True)
-            parts: list[Batch] = []
-            first = 0
-            for rows in self.inputs.validation_chunks(dataset):
-                prompts = prompt_batch(
-                    rows,
-                    samples_per_prompt=self.rollout.val_kwargs.n,
-                    seed=self.config.trainer.seed,
-                    step=None,
-                    first=first,
-                )
-                first += len(rows)
-                with phase("validation", len(prompts), unit="sample"):
-                    sink = self.grading.sink(prompts, validation=True)
-                    parts.append(self.generation.answer(prompts, params, sink=sink))
-            batch = Batch.concat(parts)
+            params, n = sampling_params(self.config, validation=True), self.rollout.val_kwargs.n
+            prompts = prompt_batch(list(dataset), samples_per_prompt=n, seed=self.config.trainer.seed, step=None)
+            with phase("validation", len(prompts), unit="sample"):
+                sink = self.grading.sink(prompts, validation=True)
+                batch = self.generation.answer(prompts, params, sink=sink)
             ends = last_rows(batch)
             with phase("reward", len(ends), unit="sample"):
                 results = self.grading.validation(ends)

@@ -1,13 +1,13 @@
 """Everything a run reads before it starts: tokenizer, prompts, graders. Bad input is found here, nothing is written."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from valor.agents.agents import Agents
 from valor.agents.episode import with_text
 from valor.config import PPOConfig, RewardModelConfig
 from valor.data.batch import Batch
-from valor.data.prompts import PromptDataset, PromptRow
+from valor.data.prompts import PromptDataset
 from valor.data.reward_texts import CriticTexts, RewardTexts, longest_text
 from valor.data.sampler import PromptSampler
 from valor.errors import UserError
@@ -71,13 +71,6 @@ class RunInputs:
         self.rewards.check(_to_grade(prompts, self.agents))
         _check_truths(prompts, self.rewards, self.agents)
         return prompts
-
-    def validation_chunks(self, prompts: PromptDataset) -> Iterator[list[PromptRow]]:
-        """Validation prompts in pieces of `data.val_batch_size` (one piece when that is null)."""
-        rows = list(prompts)
-        size = self._data.val_batch_size or len(rows)
-        for start in range(0, len(rows), max(size, 1)):
-            yield rows[start : start + size]
 
     def with_text(self, batch: Batch) -> Batch:
         """The batch with `response_text`, decoded without special tokens, where the ranks have not done so."""

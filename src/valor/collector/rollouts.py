@@ -49,8 +49,8 @@ def policy_group(
         yield Collector(config, inputs, group, say)
 
 
-def draw_rollouts(collector: Collector, rows: Sequence[PromptRow], stream: int, at_once: int | None) -> Batch:
-    """`rollout.n` responses to each of `rows`, drawn and scored as in training, `at_once` prompts at a time."""
+def draw_rollouts(collector: Collector, rows: Sequence[PromptRow], stream: int, at_once: int | None = None) -> Batch:
+    """`rollout.n` responses to each of `rows`, drawn and scored as in training, all or `at_once` prompts at a time."""
     batch = collector.responses(rows, stream, at_once or len(rows))
     episodes = Episodes(batch)
     batch["scores"] = episodes.spread(episodes.sums(batch["token_level_scores"]))

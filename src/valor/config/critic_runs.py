@@ -23,7 +23,7 @@ _OF_POLICY_TRAINING = """
 """
 _OF_CRITIC_TRAINING = """
     critic.optim.* critic.freeze* critic.value_loss* critic.cliprange_value critic.unclipped_steps critic.loss_*
-    critic.ppo_epochs critic.ppo_mini* critic.shuffle critic.data_loader_seed data.train_* data.shuffle
+    critic.ppo_epochs critic.ppo_mini* critic.shuffle data.train_* data.shuffle
     trainer.default_local_dir trainer.total_* trainer.save_freq trainer.resume_* trainer.max_* trainer.logger
     trainer.report trainer.*_name
 """

@@ -104,7 +104,7 @@ def _rollouts(config: CriticScoreConfig, pool: ResourcePool, controller: str) ->
     from valor.models.load import load_policy_tokenizer
     from valor.report.run_data import evenly_spaced
 
-    score, data = config.score, config.data
+    score = config.score
     if score.rollouts:
         return read_rollouts(score.rollouts, load_policy_tokenizer(config)), None
     as_training = held_out(config)  # answered as training prompts are: by sampling, rollout.n times
@@ -112,7 +112,7 @@ def _rollouts(config: CriticScoreConfig, pool: ResourcePool, controller: str) ->
         closing(RunInputs(as_training)) as inputs,
         policy_group(as_training, inputs, pool, controller, say) as collector,
     ):
-        rollouts = draw_rollouts(collector, list(inputs.train), SCORE_STREAM, data.val_batch_size)
+        rollouts = draw_rollouts(collector, list(inputs.train), SCORE_STREAM)
         if not score.mc:
             return rollouts, None
         chosen = subset(len(rollouts), score.responses, config.trainer.seed, 0, _CHOICE_STREAM)

@@ -44,7 +44,7 @@ class Run(ABC):
         self.step = 0
         trainer = config.trainer
         self.skips = SkippedUpdates(trainer.max_skipped_updates, record.say)
-        self.rollbacks = Rollbacks(record.run_dir, trainer.max_rollbacks, trainer.rollback_lr_factor)
+        self.rollbacks = Rollbacks(record.run_dir, trainer.max_rollbacks)
         self.resume_from: Path | None = None  # a checkpoint, whatever trainer.resume_mode says
         self.stop = StopRequest(at_once=True)
         self._save_is_due = False

@@ -93,7 +93,7 @@ class Updates:
         for epoch in range(settings.ppo_epochs):
             order = list(range(len(samples)))
             if settings.shuffle:
-                order = shuffled(len(samples), settings.data_loader_seed + member, step, epoch).tolist()
+                order = shuffled(len(samples), self.config.trainer.seed + member, step, epoch).tolist()
             for start in range(0, len(samples), samples_per_step):
                 chosen = order[start : start + samples_per_step]
                 found.append(torch.tensor([row for sample in chosen for row in samples[sample]]))
