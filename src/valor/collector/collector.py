@@ -17,7 +17,7 @@ from valor.collector.grading import Grading
 from valor.collector.inputs import RunInputs
 from valor.collector.supply import BatchesAhead, Supply
 from valor.config import PPOConfig
-from valor.controller.group import Roles
+from valor.controller.group import Pools
 from valor.data.batch import Batch, Episodes
 from valor.data.prompts import PromptDataset, PromptRow
 from valor.errors import TrainingStopped, UserError
@@ -32,7 +32,7 @@ _SCORE_NAMES = (None, "score", "seq_reward", "seq_final_reward")  # verl's ways 
 class Collector:
     """Draws prompts, has the rollout role answer them and the graders score the answers."""
 
-    def __init__(self, config: PPOConfig, inputs: RunInputs, roles: Roles, say: Callable[[str], None]) -> None:
+    def __init__(self, config: PPOConfig, inputs: RunInputs, roles: Pools, say: Callable[[str], None]) -> None:
         self.config, self.inputs, self.roles, self._say = config, inputs, roles, say
         self.rollout = config.actor_rollout_ref.rollout
         self.grading = Grading(config, inputs, roles)

@@ -47,8 +47,9 @@ class RunInputs:
         self.reward_texts = load_reward_texts(reward_model, self.tokenizer) if reward_model.is_role else None
         if isinstance(self.reward_texts, RewardTexts):
             self.reward_texts.encode([self.train[0].messages], ["."], where="the reward model reads a prompt")
-        self.judge = Judge(reward_model.judge, config.reward.error_score) if reward_model.asks_judge else None
-        if self.judge is not None:
+        self.judge = None
+        if reward_model.enable and not reward_model.is_role:
+            self.judge = Judge(reward_model.judge, config.reward.error_score)
             self.judge.check()
         trainer = config.trainer
         # Under dynamic sampling a step may draw more prompts than this: epochs then are a measure of the run's length.

@@ -35,14 +35,12 @@ _OF_ROLES = """
 
 
 class PretrainConfig(Section):
-    """What the critic learns from, and when it has learnt enough."""
+    """What the critic learns from, and on what it is judged."""
 
     rollouts: PathList | None = None
     """Files or folders with rollouts (jsonl); null has the policy give rollout.n answers to each training prompt."""
     holdout: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """Share of the prompts that is kept back; the epoch that explains their returns best is exported."""
-    patience: PositiveInt | None = None
-    """Stop after so many epochs in a row that were no better on these; null goes on to the last epoch."""
 
 
 class PretrainTrainerConfig(TrainerConfig, experiment_name="critic", total_epochs=4):

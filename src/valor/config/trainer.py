@@ -52,8 +52,7 @@ class RunConfig(Section):
     max_restarts: NonNegativeInt = 0
     """Start again from the last checkpoint so many times when a process that holds weights has died (under Ray)."""
     max_rollbacks: NonNegativeInt = 0
-    """Times to go back to the last checkpoint when weights are lost, at half the learning rates, without that step's
-    batch (unless drawn ahead)."""
+    """Returns to the last checkpoint after a loss of weights: half the rates and, unless drawn ahead, a new batch."""
 
     def contradictions(self, at: str) -> Iterator[str]:
         if self.resume_mode == "resume_path" and self.resume_from_path is None:

@@ -15,7 +15,7 @@ from valor.tracking.console import say
 from valor.trainer.command import run_command
 
 if TYPE_CHECKING:
-    from valor.controller.placement import ResourcePool
+    from valor.controller.placement import Placement
     from valor.data.batch import Batch
     from valor.lab.scorecard import Branches, Judged
 
@@ -61,7 +61,7 @@ def _measure(config: CriticScoreConfig) -> tuple[Judged, Branches | None]:
 
     from valor.collector.rollouts import correct, outcomes, rollout_records, same_prompt, write_rollouts
     from valor.controller.placement import resolve_pool
-    from valor.controller.start import start_group
+    from valor.controller.start import start_pools
     from valor.data.batch import Batch, Episodes
     from valor.lab.scorecard import Judged
     from valor.models.load import check_critic, load_policy_tokenizer
@@ -70,14 +70,13 @@ def _measure(config: CriticScoreConfig) -> tuple[Judged, Branches | None]:
 
     tokenizer = load_policy_tokenizer(config)
     check_critic(config, tokenizer)
-    pool, controller = resolve_pool(config.trainer, config.ray_kwargs.ray_init.address)
-    rollouts, branches = _rollouts(config, pool, controller)
+    placement = resolve_pool(config.trainer, config.ray_kwargs.ray_init.address)
+    rollouts, branches = _rollouts(config, placement)
     frozen = config.model_copy(update={"critic": config.critic.model_copy(update={"freeze": True})})
     critic = replace(role_specs(frozen, total_steps=0, eos_token_ids=[])["critic"], replaceable=True)
-    ray_init = config.ray_kwargs.ray_init.model_dump()
-    group = start_group(pool, {"critic": critic}, controller=controller, ray_init=ray_init)
-    with closing(group), phase("values", len(rollouts), unit="sample"):
-        found = group["critic"].compute_values(rollouts, with_quantiles=True)
+    roles = start_pools(placement, {"critic": critic}, config.ray_kwargs.ray_init.model_dump())
+    with closing(roles), phase("values", len(rollouts), unit="sample"):
+        found = roles["critic"].compute_values(rollouts, with_quantiles=True)
     values = found["values"]
     records = rollout_records(rollouts, rollouts["scores"].tolist(), 0, tokenizer)
     lengths = rollouts["response_lengths"].tolist()
@@ -93,7 +92,7 @@ def _measure(config: CriticScoreConfig) -> tuple[Judged, Branches | None]:
     return Judged(whole["values"], whole["returns"], mask, correct(whole), same_prompt(whole), quantiles), branches
 
 
-def _rollouts(config: CriticScoreConfig, pool: ResourcePool, controller: str) -> tuple[Batch, Branches | None]:
+def _rollouts(config: CriticScoreConfig, placement: Placement) -> tuple[Batch, Branches | None]:
     import torch
 
     from valor.collector.branches import BRANCH_STREAM, branch_returns
@@ -110,7 +109,7 @@ def _rollouts(config: CriticScoreConfig, pool: ResourcePool, controller: str) ->
     as_training = held_out(config)  # answered as training prompts are: by sampling, rollout.n times
     with (
         closing(RunInputs(as_training)) as inputs,
-        policy_group(as_training, inputs, pool, controller, say) as collector,
+        policy_group(as_training, inputs, placement, say) as collector,
     ):
         rollouts = draw_rollouts(collector, list(inputs.train), SCORE_STREAM)
         if not score.mc:

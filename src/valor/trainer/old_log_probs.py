@@ -26,7 +26,7 @@ class OldLogProbs:
 
     bypass: the rollout's own are the old ones. on_policy: a batch gets one update, so that the current log-probs,
     detached, are the old ones. recompute: one pass over the batch before the first update. correct_batch,
-    correct_mini_batches: when the rollout correction acts.
+    correct_mini_batches: when the rollout correction acts. by_estimator: advantages are corrected.
     """
 
     bypass: bool
@@ -34,6 +34,7 @@ class OldLogProbs:
     recompute: bool
     correct_batch: bool
     correct_mini_batches: bool
+    by_estimator: bool
 
     @staticmethod
     def of(config: PPOConfig) -> OldLogProbs:
@@ -50,7 +51,13 @@ class OldLogProbs:
             recompute=not bypass and (updates > 1 or needed),
             correct_batch=not bypass and (weighs or rejects),
             correct_mini_batches=bypass and (rejects or weighs),
+            by_estimator="rollout_log_probs" in algorithms.ADVANTAGES[config.algorithm.adv_estimator].parameters,
         )
+
+    @property
+    def corrects(self) -> bool:
+        """Whether anything is done about samples of another distribution."""
+        return self.correct_batch or self.correct_mini_batches or self.by_estimator
 
 
 def corrected(batch: Batch, log_probs: Tensor, config: RolloutCorrectionConfig) -> tuple[Batch, dict[str, float]]:

@@ -97,6 +97,11 @@ class PPORun(Run):
         self.critics = Critics(self.config, roles, self.updates)
         if len(self.placement.pools) > 1:
             self.record.say(self.placement.table(roles.roles))
+        if self.config.trainer.v1.runs_ahead and not self.old.corrects:
+            self.record.say(
+                "samples may be of older weights, and nothing corrects for that: "
+                "algorithm.rollout_correction.rollout_is=token, or algorithm.adv_estimator=vtrace"
+            )
         return roles
 
     @property

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from valor.config import PPOConfig, SupervisedConfig
-from valor.controller.group import Roles
+from valor.controller.group import Pools
 from valor.data.sampler import PromptSampler
 from valor.errors import Diverged, StepRefused, UserError, WorkerDied
 from valor.tracking.console import format_seconds
@@ -35,7 +35,7 @@ class Run(ABC):
     """
 
     title: ClassVar[str] = "training"
-    roles: Roles
+    roles: Pools
     sampler: PromptSampler
     total_steps: int
 
@@ -50,7 +50,7 @@ class Run(ABC):
         self._save_is_due = False
 
     @abstractmethod
-    def start(self, stack: ExitStack, *, resuming: bool) -> Roles:
+    def start(self, stack: ExitStack, *, resuming: bool) -> Pools:
         """Start the processes. What has to end with the run, the processes among it, goes on the stack."""
 
     @abstractmethod

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from valor import algorithms
 from valor.config import PPOConfig
-from valor.controller.group import Roles
+from valor.controller.group import Pools
 from valor.data.batch import Batch, Episodes
 from valor.data.sampler import shuffled
 from valor.errors import StepRefused
@@ -24,7 +24,7 @@ from valor.workers.roles import critic_names
 class Updates:
     """Updates critic and actor on a batch that has its advantages."""
 
-    def __init__(self, config: PPOConfig, roles: Roles, skips: SkippedUpdates, say: Callable[[str], None]) -> None:
+    def __init__(self, config: PPOConfig, roles: Pools, skips: SkippedUpdates, say: Callable[[str], None]) -> None:
         self.config, self.roles, self.skips, self._say = config, roles, skips, say
         self.old = OldLogProbs.of(config)
         estimator = config.algorithm.adv_estimator
@@ -146,7 +146,7 @@ class Critics:
     own old values. With `critic.ensemble_shards` each learns from its own share of every prompt's samples.
     """
 
-    def __init__(self, config: PPOConfig, roles: Roles, updates: Updates) -> None:
+    def __init__(self, config: PPOConfig, roles: Pools, updates: Updates) -> None:
         self.config, self.roles, self.updates = config.critic, roles, updates
         self.names = critic_names(config)
 
