@@ -13,7 +13,7 @@ NUMBERS = (
     *("reward.timeout", "reward.max_error_ratio"),
 )
 FOLDERS = "trainer.default_local_dir", "data.train_files", "actor_rollout_ref.model.path"
-SEEDS = "trainer.seed", "data.seed", "actor_rollout_ref.actor.data_loader_seed"
+SEEDS = "trainer.seed", "data.seed"
 SETTINGS = [
     *(f"{key}={value}" for key in INTEGERS for value in (0, -1, 1.5, "abc", "true", "nan", 10**20, "[1]", "{a: 1}")),
     *(f"{key}={value}" for key in NUMBERS for value in ("nan", "inf", "-inf", "abc", "true", "[0.1]", "1e400", -1)),

@@ -148,15 +148,3 @@ def test_a_critic_is_pretrained_and_scored_on_episodes(two_turns, tmp_path, caps
     card = json.loads((tmp_path / "card" / "scorecard.json").read_text())
     assert (card["responses"], card["prompts"]) == (32, 8)
     assert [turn["responses"] for turn in card["turns"]] == [32, 32]
-
-
-def test_validation_in_chunks_draws_what_it_draws_at_once(two_turns, tmp_path):
-    """Though episodes of a chunk have more rows than there are samples."""
-    sampled = [f"{ROLLOUT}.val_kwargs.n=2", f"{ROLLOUT}.val_kwargs.temperature=1.0", "trainer.val_only=true"]
-    found = []
-    for name, size in (("once", 4), ("chunks", 1)):
-        data = [f"data.val_batch_size={size}", f"trainer.validation_data_dir={tmp_path / name}"]
-        assert main(two_turns(tmp_path / f"run_{name}", *sampled, *data)) == 0
-        (file,) = (tmp_path / name).glob("*.jsonl")
-        found.append([json.loads(line)["response_ids"] for line in file.read_text().splitlines()])
-    assert found[0] == found[1] and len(found[0]) == 12  # of 8 samples every other one has two rows

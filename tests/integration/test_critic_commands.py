@@ -97,12 +97,6 @@ def test_a_resumed_pretraining_equals_the_undisturbed_one(tiny, rollouts, pretra
     assert read_metrics(run_dir) == read_metrics(pretrained)
 
 
-def test_patience_ends_the_run(tiny, rollouts, tmp_path):
-    arguments = pretraining(tiny, rollouts, tmp_path / "run", "pretrain.patience=1", "critic.optim.lr=0")
-    assert valor(arguments) == 0
-    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize("loss", ["bce", "hl_gauss"])
 def test_other_value_losses(tiny, rollouts, tmp_path, loss, monkeypatch, capsys):
     arguments = pretraining(tiny, rollouts, tmp_path / "run", f"critic.value_loss={loss}", "trainer.total_epochs=2")

@@ -18,8 +18,7 @@ def test_scoring_ahead_changes_no_number(overrides, tmp_path, monkeypatch):
         return grade(self, batch)
 
     monkeypatch.setattr(Grading, "_by_rule", counting)
-    # The validation set is cut into pieces: each has keys of its own.
-    arguments = ["trainer.total_training_steps=2", "data.val_batch_size=8"]
+    arguments = ["trainer.total_training_steps=2"]
     assert main(overrides(tmp_path / "ahead", *arguments)) == 0
     assert len(heard) >= 3 and all(early == rows for early, rows in heard)
 

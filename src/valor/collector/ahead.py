@@ -15,7 +15,6 @@ from valor.collector.generation import Generation, sampling_params
 from valor.collector.grading import Grading
 from valor.collector.queue import Group, SampleQueue
 from valor.collector.supply import Drawn, Supply
-from valor.controller.group import Pools
 from valor.data.batch import Batch
 from valor.errors import StepRefused, TrainingStopped, WorkerDied, WorkersReplaced
 from valor.tracking.metrics import Histogram, Timer
@@ -217,7 +216,6 @@ class SamplesAhead(Supply):
 
     def _run(self) -> None:
         roles = self.generation.roles
-        assert isinstance(roles, Pools), "generation has a pool of its own"
         if self._replacements != roles["rollout"].group.num_replacements:  # since it paused
             self._begin_again_after("generators that stood have died")
             self._publish()

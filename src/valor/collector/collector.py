@@ -17,7 +17,7 @@ from valor.collector.grading import Grading
 from valor.collector.inputs import RunInputs
 from valor.collector.supply import BatchesAhead, Supply
 from valor.config import PPOConfig
-from valor.controller.group import Roles
+from valor.controller.group import Pools
 from valor.data.batch import Batch, Episodes
 from valor.data.prompts import PromptDataset, PromptRow
 from valor.errors import TrainingStopped, UserError
@@ -32,7 +32,7 @@ _SCORE_NAMES = (None, "score", "seq_reward", "seq_final_reward")  # verl's ways 
 class Collector:
     """Draws prompts, has the rollout role answer them and the graders score the answers."""
 
-    def __init__(self, config: PPOConfig, inputs: RunInputs, roles: Roles, say: Callable[[str], None]) -> None:
+    def __init__(self, config: PPOConfig, inputs: RunInputs, roles: Pools, say: Callable[[str], None]) -> None:
         self.config, self.inputs, self.roles, self._say = config, inputs, roles, say
         self.rollout = config.actor_rollout_ref.rollout
         self.grading = Grading(config, inputs, roles)
@@ -114,22 +114,11 @@ class Collector:
         """Responses to a whole validation set after `step`, and their grades (without penalties for length)."""
         with nullcontext() if self.supply is None else self.supply.standing():
             self.generation.files.begin(f"val_{step}")
-            params = sampling_params(self.config, validation=True)
-            parts: list[Batch] = []
-            first = 0
-            for rows in self.inputs.validation_chunks(dataset):
-                prompts = prompt_batch(
-                    rows,
-                    samples_per_prompt=self.rollout.val_kwargs.n,
-                    seed=self.config.trainer.seed,
-                    step=None,
-                    first=first,
-                )
-                first += len(rows)
-                with phase("validation", len(prompts), unit="sample"):
-                    sink = self.grading.sink(prompts, validation=True)
-                    parts.append(self.generation.answer(prompts, params, sink=sink))
-            batch = Batch.concat(parts)
+            params, n = sampling_params(self.config, validation=True), self.rollout.val_kwargs.n
+            prompts = prompt_batch(list(dataset), samples_per_prompt=n, seed=self.config.trainer.seed, step=None)
+            with phase("validation", len(prompts), unit="sample"):
+                sink = self.grading.sink(prompts, validation=True)
+                batch = self.generation.answer(prompts, params, sink=sink)
             ends = last_rows(batch)
             with phase("reward", len(ends), unit="sample"):
                 results = self.grading.validation(ends)

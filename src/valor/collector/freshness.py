@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from valor.controller.group import Pools, Roles
+from valor.controller.group import Pools
 from valor.errors import TrainingStopped
 
 
@@ -17,7 +17,7 @@ class WeightPublisher:
     versions: those that the rollout was given, ascending (of asynchronous runs alone).
     """
 
-    def __init__(self, roles: Roles) -> None:
+    def __init__(self, roles: Pools) -> None:
         self._roles = roles
         self._address: tuple[str, int] | None = None
         self._replacements = 0  # of the rollout's processes, when the channel was opened
@@ -34,7 +34,7 @@ class WeightPublisher:
         self._note(version)
         if not rollout.needs_weights(version):
             return
-        if not isinstance(roles, Pools) or rollout.group is actor.group:
+        if rollout.group is actor.group:
             rollout.update_weights()
             return
         address, receivers = self._channel()
@@ -48,7 +48,6 @@ class WeightPublisher:
     def publish_beside(self, tell: Callable[[tuple[str, int], int], None]) -> None:
         """The same while the rollout generates: `tell(address, version)` has it take the weights between two tokens."""
         roles = self._roles
-        assert isinstance(roles, Pools), "generation has a pool of its own"
         actor = roles["actor"]
         version = actor.version()
         if self.versions and self.versions[-1] == version:

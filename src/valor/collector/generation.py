@@ -9,7 +9,7 @@ from valor.collector.episode_files import EpisodeFiles
 from valor.collector.freshness import WeightPublisher
 from valor.collector.inputs import RunInputs
 from valor.config import PPOConfig
-from valor.controller.group import Roles
+from valor.controller.group import Pools
 from valor.data.batch import Batch, pad_rows
 from valor.data.prompts import PromptRow
 from valor.errors import WorkersReplaced
@@ -25,7 +25,7 @@ _VALIDATION_KEY = -1
 class Generation:
     """Has the rollout role answer prompts."""
 
-    def __init__(self, config: PPOConfig, inputs: RunInputs, roles: Roles, say: Callable[[str], None]) -> None:
+    def __init__(self, config: PPOConfig, inputs: RunInputs, roles: Pools, say: Callable[[str], None]) -> None:
         self.config, self.inputs, self.roles, self.say = config, inputs, roles, say
         self.weights = WeightPublisher(roles)
         self.files = EpisodeFiles(config, inputs.agents)

@@ -17,7 +17,7 @@ from valor.algorithms.scan import credit_policy_tokens
 from valor.collector.inputs import RunInputs
 from valor.collector.model_grading import ModelGrading
 from valor.config import PPOConfig
-from valor.controller.group import Roles
+from valor.controller.group import Pools
 from valor.data.batch import Batch, Episodes
 from valor.errors import StepRefused
 from valor.rewards.executor import RewardResult
@@ -35,7 +35,7 @@ class Grading:
     else by the model alone, so that it measures the task and not what is trained on.
     """
 
-    def __init__(self, config: PPOConfig, inputs: RunInputs, roles: Roles) -> None:
+    def __init__(self, config: PPOConfig, inputs: RunInputs, roles: Pools) -> None:
         self.config, self.inputs = config.reward, inputs
         self.model = ModelGrading(config, inputs, roles)
         self._max_response_length = config.data.max_response_length

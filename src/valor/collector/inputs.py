@@ -1,13 +1,13 @@
 """Everything a run reads before it starts: tokenizer, prompts, graders. Bad input is found here, nothing is written."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from valor.agents.agents import Agents
 from valor.agents.episode import with_text
 from valor.config import PPOConfig, RewardModelConfig
 from valor.data.batch import Batch
-from valor.data.prompts import PromptDataset, PromptRow
+from valor.data.prompts import PromptDataset
 from valor.data.reward_texts import CriticTexts, RewardTexts, longest_text
 from valor.data.sampler import PromptSampler
 from valor.errors import UserError
@@ -47,8 +47,9 @@ class RunInputs:
         self.reward_texts = load_reward_texts(reward_model, self.tokenizer) if reward_model.is_role else None
         if isinstance(self.reward_texts, RewardTexts):
             self.reward_texts.encode([self.train[0].messages], ["."], where="the reward model reads a prompt")
-        self.judge = Judge(reward_model.judge, config.reward.error_score) if reward_model.asks_judge else None
-        if self.judge is not None:
+        self.judge = None
+        if reward_model.enable and not reward_model.is_role:
+            self.judge = Judge(reward_model.judge, config.reward.error_score)
             self.judge.check()
         trainer = config.trainer
         # Under dynamic sampling a step may draw more prompts than this: epochs then are a measure of the run's length.
@@ -71,13 +72,6 @@ class RunInputs:
         self.rewards.check(_to_grade(prompts, self.agents))
         _check_truths(prompts, self.rewards, self.agents)
         return prompts
-
-    def validation_chunks(self, prompts: PromptDataset) -> Iterator[list[PromptRow]]:
-        """Validation prompts in pieces of `data.val_batch_size` (one piece when that is null)."""
-        rows = list(prompts)
-        size = self._data.val_batch_size or len(rows)
-        for start in range(0, len(rows), max(size, 1)):
-            yield rows[start : start + size]
 
     def with_text(self, batch: Batch) -> Batch:
         """The batch with `response_text`, decoded without special tokens, where the ranks have not done so."""

@@ -9,7 +9,7 @@ from torch.nn import functional
 from valor import algorithms
 from valor.collector.inputs import RunInputs
 from valor.config import PPOConfig
-from valor.controller.group import Roles
+from valor.controller.group import Pools
 from valor.data.batch import Batch
 from valor.data.reward_texts import CriticTexts, prompt_text
 from valor.rewards.judge import Question
@@ -21,7 +21,7 @@ from valor.tracking.progress import phase
 class ModelGrading:
     """The part of grading that `reward.reward_model` asks for."""
 
-    def __init__(self, config: PPOConfig, inputs: RunInputs, roles: Roles) -> None:
+    def __init__(self, config: PPOConfig, inputs: RunInputs, roles: Pools) -> None:
         self.config, self.inputs, self.roles = config.reward, inputs, roles
 
     def grades(self, batch: Batch) -> list[RewardResult]:

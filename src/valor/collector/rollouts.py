@@ -19,8 +19,8 @@ from valor import algorithms
 from valor.collector.collector import Collector
 from valor.collector.inputs import RunInputs
 from valor.config import PPOConfig
-from valor.controller.placement import ResourcePool
-from valor.controller.start import start_group
+from valor.controller.placement import Placement
+from valor.controller.start import start_pools
 from valor.data.batch import Batch, Episodes, pad_rows
 from valor.data.files import read_records
 from valor.data.prompts import PromptRow, render, token_ids
@@ -38,19 +38,18 @@ _COLUMNS = ("prompts", "prompt_lengths", "responses", "response_lengths", "respo
 
 @contextmanager
 def policy_group(
-    config: PPOConfig, inputs: RunInputs, pool: ResourcePool, controller: str, say: Callable[[str], None]
+    config: PPOConfig, inputs: RunInputs, placement: Placement, say: Callable[[str], None]
 ) -> Iterator[Collector]:
     """The roles that answer and score, alive within the block; no critic and no reference among them."""
-    GENERATION_ENGINES[config.actor_rollout_ref.rollout.name].check_start(config, pool.world_size)
+    GENERATION_ENGINES[config.actor_rollout_ref.rollout.name].check_start(config, placement.world_size)
     specs = role_specs(config, total_steps=1, eos_token_ids=inputs.eos_token_ids, separator_id=inputs.separator_id)
     specs = {name: spec for name, spec in specs.items() if name in ("actor", "rollout", "reward_model")}
-    group = start_group(pool, specs, controller=controller, ray_init=config.ray_kwargs.ray_init.model_dump())
-    with closing(group):
-        yield Collector(config, inputs, group, say)
+    with closing(start_pools(placement, specs, config.ray_kwargs.ray_init.model_dump())) as roles:
+        yield Collector(config, inputs, roles, say)
 
 
-def draw_rollouts(collector: Collector, rows: Sequence[PromptRow], stream: int, at_once: int | None) -> Batch:
-    """`rollout.n` responses to each of `rows`, drawn and scored as in training, `at_once` prompts at a time."""
+def draw_rollouts(collector: Collector, rows: Sequence[PromptRow], stream: int, at_once: int | None = None) -> Batch:
+    """`rollout.n` responses to each of `rows`, drawn and scored as in training, all or `at_once` prompts at a time."""
     batch = collector.responses(rows, stream, at_once or len(rows))
     episodes = Episodes(batch)
     batch["scores"] = episodes.spread(episodes.sums(batch["token_level_scores"]))

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from valor.collector.generation import Generation, prompt_batch, sampling_params
 from valor.collector.grading import Grading
-from valor.controller.group import Pools
 from valor.data.batch import Batch
 from valor.errors import WorkersReplaced
 from valor.tracking.metrics import Histogram, Timer, histogram
@@ -182,7 +181,6 @@ class BatchesAhead(Supply):
 
     def _submit(self, prompts: Batch) -> Future[Batch]:
         roles = self.generation.roles
-        assert isinstance(roles, Pools), "generation has a pool of its own"
         columns, sink = self.generation.columns(prompts), self.grading.sink(prompts)
 
         def generate() -> Batch:

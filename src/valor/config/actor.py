@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from valor.config.base import Section, Seed, Share, StepRanges, inherits, key, section, step_range
+from valor.config.base import Section, Share, StepRanges, inherits, key, section, step_range
 from valor.config.engine import (
     CheckpointConfig,
     CriticModelConfig,
@@ -56,8 +56,6 @@ class UpdateConfig(Section):
     """Passes over each training batch."""
     shuffle: bool = False
     """Put samples into mini-batches in random order."""
-    data_loader_seed: Seed = inherits("trainer.seed")
-    """Seed of that order."""
     loss_agg_mode: LossAggMode = "token-mean"
     """How token losses become one number; denominators count the whole mini-batch."""
     loss_scale_factor: PositiveFloat = inherits("data.max_response_length")

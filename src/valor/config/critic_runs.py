@@ -23,7 +23,7 @@ _OF_POLICY_TRAINING = """
 """
 _OF_CRITIC_TRAINING = """
     critic.optim.* critic.freeze* critic.value_loss* critic.cliprange_value critic.unclipped_steps critic.loss_*
-    critic.ppo_epochs critic.ppo_mini* critic.shuffle critic.data_loader_seed data.train_* data.shuffle
+    critic.ppo_epochs critic.ppo_mini* critic.shuffle data.train_* data.shuffle
     trainer.default_local_dir trainer.total_* trainer.save_freq trainer.resume_* trainer.max_* trainer.logger
     trainer.report trainer.*_name
 """
@@ -35,14 +35,12 @@ _OF_ROLES = """
 
 
 class PretrainConfig(Section):
-    """What the critic learns from, and when it has learnt enough."""
+    """What the critic learns from, and on what it is judged."""
 
     rollouts: PathList | None = None
     """Files or folders with rollouts (jsonl); null has the policy give rollout.n answers to each training prompt."""
     holdout: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """Share of the prompts that is kept back; the epoch that explains their returns best is exported."""
-    patience: PositiveInt | None = None
-    """Stop after so many epochs in a row that were no better on these; null goes on to the last epoch."""
 
 
 class PretrainTrainerConfig(TrainerConfig, experiment_name="critic", total_epochs=4):

@@ -55,8 +55,6 @@ class DataConfig(FilesConfig):
     """PROMPTS per training step."""
     gen_batch_size: PositiveInt | None = key(None, "algorithm.filter_groups.enable")
     """Prompts generated at once by dynamic sampling; null takes train_batch_size."""
-    val_batch_size: PositiveInt | None = None
-    """Prompts per validation batch; null takes all at once."""
     seed: Seed = inherits("trainer.seed")
     """Seed of the order of rows, and of those that *_max_samples draw."""
     validation_shuffle: bool = False

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import reduce
 from typing import Any, Generic, TypeVar
 
@@ -15,7 +14,7 @@ from valor.config.command_line import parse_overrides, read_arguments
 from valor.config.composition import Reading, compose_tree, translate
 from valor.config.describe import describe_errors, show, wrong_keys
 from valor.config.ppo import PPOConfig
-from valor.config.tree import absolute, flatten, nested, schema
+from valor.config.tree import absolute, flatten, matches, nested, schema
 from valor.errors import UserError
 
 Root = TypeVar("Root", bound=Section)
@@ -96,7 +95,7 @@ def inert_settings(config: Section, explicit_keys: Collection[str]) -> dict[str,
 def _reasons(config: Section, key: str) -> Iterator[str]:
     """Why `key` has no effect, the outermost rule first; nothing where it has one."""
     for reason, patterns in config.unused().items():
-        if any(fnmatchcase(key, pattern) for pattern in patterns.split()):
+        if matches(key, patterns.split()):
             yield f"no effect: {reason}"
     for condition, reason, place in conditions(type(config), key):
         alternatives = condition.split(" or ")

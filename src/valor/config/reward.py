@@ -130,11 +130,6 @@ class RewardModelConfig(Section):
         return self.enable and self.judge.url is None
 
     @property
-    def asks_judge(self) -> bool:
-        """Whether a judge behind a server gives the scores."""
-        return self.enable and self.judge.url is not None
-
-    @property
     def replaces_rule(self) -> bool:
         """Whether training samples are scored without a grader."""
         return self.scores and self.rule_weight == 0

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 
-from valor.config.base import BARE_ITEM, CountOrOff, PathStr, PositiveShare, Section, Seed, inherits, key, section
+from valor.config.base import BARE_ITEM, CountOrOff, PathStr, Section, Seed, inherits, key, section
 
 MovableRole = Literal["critic", "ref", "reward_model", "rollout"]
 
@@ -52,9 +52,7 @@ class RunConfig(Section):
     max_restarts: NonNegativeInt = 0
     """Start again from the last checkpoint so many times when a process that holds weights has died (under Ray)."""
     max_rollbacks: NonNegativeInt = 0
-    """Times to go back to the last checkpoint when weights are lost, without that step's batch (unless drawn ahead)."""
-    rollback_lr_factor: PositiveShare = key(0.5, ".max_rollbacks")
-    """By what each rollback multiplies all learning rates."""
+    """Returns to the last checkpoint after a loss of weights: half the rates and, unless drawn ahead, a new batch."""
 
     def contradictions(self, at: str) -> Iterator[str]:
         if self.resume_mode == "resume_path" and self.resume_from_path is None:

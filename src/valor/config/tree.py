@@ -1,8 +1,9 @@
 """Keys by their dotted names: the schema, plain trees, and the values that keys inherit."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any, get_origin
 
@@ -78,6 +79,11 @@ def is_section(root: type[BaseModel], name: str) -> bool:
 def exists(root: type[BaseModel], name: str) -> bool:
     """Whether `name` is a section, a plain key, or inside an open dict."""
     return name in schema(root) or is_open(root, name)
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether one of the patterns, in which `*` stands for any text, is about the key `name`."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def get_at(tree: Any, key: str) -> Any:

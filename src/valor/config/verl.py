@@ -175,7 +175,8 @@ _NO_EFFECT = {
     "training passes are compiled by model.compile=true": "*.use_torch_compile",
     "weights are read from where they are": "*model.use_shm",
     "micro-batches pad to their own longest row": "*.pad_to_length *.pad_to_length_bucket",
-    "one seed decides all, trainer.seed": f"*fsdp_config.seed *.megatron.seed {ROLLOUT}.seed",
+    "one seed decides all, trainer.seed": f"*fsdp_config.seed *.megatron.seed {ROLLOUT}.seed "
+    f"{ACTOR}.data_loader_seed critic.data_loader_seed",
     "no warm-up step has rate 0": "*optim.zero_indexed_step",
     "FSDP2 shards layer by layer": "*.wrap_policy.min_num_params *fsdp_config.use_orig_params",
     "the role decides it": "*fsdp_config.forward_only *.megatron.forward_only",
@@ -197,6 +198,7 @@ _NO_EFFECT = {
         ROLLOUT, "multi_turn.use_inference_chat_template multi_turn.tokenization_sanity_check_mode"
     ),
     "messages are always kept": "data.return_raw_chat data.return_full_prompt",
+    "generation gets all validation prompts, and makes batches of its own": "data.val_batch_size",
     "prompts are read and measured in the trainer's process": "data.dataloader_num_workers data.use_shm "
     "data.filter_overlong_prompts_workers",
     "the policy's tokenizer is used": "critic.model.tokenizer_path critic.model.custom_chat_template",

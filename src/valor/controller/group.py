@@ -41,9 +41,6 @@ class WorkerGroup(ABC):
     def __getitem__(self, role: str) -> RoleHandle:
         return RoleHandle(self, role, self.specs[role].cls)
 
-    def __contains__(self, role: str) -> bool:
-        return role in self.specs
-
     @abstractmethod
     def run(
         self, role: str, method: str, calls: list[Call], sink: Sink | None = None, feed: Feed | None = None
@@ -99,9 +96,6 @@ class Pools:
 
     def __getitem__(self, role: str) -> RoleHandle:
         return self._groups[self.placement.pool_of(role)][role]
-
-    def __contains__(self, role: str) -> bool:
-        return any(role in group for group in self._groups.values())
 
     def submit(self, role: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Start `function`, which calls `role`, in that role's pool. With one pool it has run when this returns."""
@@ -197,10 +191,6 @@ class RoleHandle:
         parts = self.group.split_rows(batch, max(ranks) + 1, marked.keep_together)
         shares = batch.split(parts)
         return [((shares[rank], *args), kwargs) for rank in ranks], parts, ranks
-
-
-Roles = WorkerGroup | Pools
-"""Roles by name, in one pool or several."""
 
 
 def split_rows(batch: Batch, num_parts: int, keep_together: str | None) -> list[list[int]]:

@@ -70,8 +70,8 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def resolve_pool(trainer: TrainerConfig, ray_address: str | None = None) -> tuple[ResourcePool, str]:
-    """The pool and the controller ("local" or "ray") that `trainer.*` asks for on this machine.
+def resolve_pool(trainer: TrainerConfig, ray_address: str | None = None) -> Placement:
+    """All roles in one pool, the one that `trainer.*` asks for on this machine.
 
     `ray_address` is that of `ray_kwargs.ray_init`. Raises UserError when GPUs are asked for that are not there, when
     one process is asked to be several, and when a machine without GPUs would decide for those of a cluster.
@@ -106,7 +106,7 @@ def resolve_pool(trainer: TrainerConfig, ray_address: str | None = None) -> tupl
         raise UserError(
             f"trainer.controller=local runs one process, {pool.world_size} asked: use trainer.controller=ray"
         )
-    return pool, controller
+    return Placement(controller, {MAIN: pool}, {})
 
 
 def resolve_placement(config: PPOConfig) -> Placement:
@@ -116,7 +116,8 @@ def resolve_placement(config: PPOConfig) -> Placement:
     Pools may come to lie on one node, so its cores are shared out over the processes of all of them.
     """
     elsewhere = GENERATION_ENGINES[config.actor_rollout_ref.rollout.name].elsewhere
-    main, controller = resolve_pool(config.trainer, config.ray_kwargs.ray_init.address)
+    alone = resolve_pool(config.trainer, config.ray_kwargs.ray_init.address)
+    main = alone.pools[MAIN]
     each = main.processes_per_node + sum(asked.n_gpus_per_node for asked in config.pools.values())
     main = replace(main, num_threads=config.trainer.num_threads or max(1, available_cores() // each))
     pools, home = {MAIN: main}, {}
@@ -131,7 +132,7 @@ def resolve_placement(config: PPOConfig) -> Placement:
         )
         home |= dict.fromkeys(asked.roles, name)
     apart = bool(config.pools) or config.trainer.node_rank is not None
-    return Placement("ray" if apart and not _in_threads(config) else controller, pools, home)
+    return Placement("ray" if apart and not _in_threads(config) else alone.controller, pools, home)
 
 
 def _in_threads(config: PPOConfig) -> bool:

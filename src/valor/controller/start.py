@@ -31,14 +31,14 @@ class LocalGroup(WorkerGroup):
 
 
 def start_group(
-    pool: ResourcePool, specs: dict[str, RoleSpec], *, controller: str, ray_init: dict[str, Any] | None = None
+    pool: ResourcePool, specs: dict[str, RoleSpec], *, controller: str, ray_init: dict[str, Any]
 ) -> WorkerGroup:
     """Bring up `specs` on `pool`. Ray is imported only when it is used: it takes half a second and 300 MB."""
     if controller == "local":
         return LocalGroup(pool, specs)
     from valor.controller.ray_group import RayGroup
 
-    return RayGroup(pool, specs, ray_init or {})
+    return RayGroup(pool, specs, ray_init)
 
 
 def start_pools(placement: Placement, specs: dict[str, RoleSpec], ray_init: dict[str, Any] | None = None) -> Pools:

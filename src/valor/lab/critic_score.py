@@ -22,8 +22,8 @@ from valor.collector.rollouts import (
     write_rollouts,
 )
 from valor.config import CriticScoreConfig, held_out
-from valor.controller.placement import ResourcePool, resolve_pool
-from valor.controller.start import start_group
+from valor.controller.placement import Placement, resolve_pool
+from valor.controller.start import start_pools
 from valor.data.batch import Batch, Episodes
 from valor.data.sampler import subset
 from valor.lab.publish import SCORECARD_FILES, fingerprint
@@ -68,14 +68,13 @@ def _measure(config: CriticScoreConfig) -> tuple[Judged, Branches | None]:
     """Rollouts, branches if asked for, and the critic's values of the rollouts: policy and critic take turns."""
     tokenizer = load_policy_tokenizer(config)
     check_critic(config, tokenizer)
-    pool, controller = resolve_pool(config.trainer, config.ray_kwargs.ray_init.address)
-    rollouts, branches = _rollouts(config, pool, controller)
+    placement = resolve_pool(config.trainer, config.ray_kwargs.ray_init.address)
+    rollouts, branches = _rollouts(config, placement)
     frozen = config.model_copy(update={"critic": config.critic.model_copy(update={"freeze": True})})
     critic = replace(role_specs(frozen, total_steps=0, eos_token_ids=[])["critic"], replaceable=True)
-    ray_init = config.ray_kwargs.ray_init.model_dump()
-    group = start_group(pool, {"critic": critic}, controller=controller, ray_init=ray_init)
-    with closing(group), phase("values", len(rollouts), unit="sample"):
-        found = group["critic"].compute_values(rollouts, with_quantiles=True)
+    roles = start_pools(placement, {"critic": critic}, config.ray_kwargs.ray_init.model_dump())
+    with closing(roles), phase("values", len(rollouts), unit="sample"):
+        found = roles["critic"].compute_values(rollouts, with_quantiles=True)
     values = found["values"]
     records = rollout_records(rollouts, rollouts["scores"].tolist(), 0, tokenizer)
     lengths = rollouts["response_lengths"].tolist()
@@ -91,16 +90,16 @@ def _measure(config: CriticScoreConfig) -> tuple[Judged, Branches | None]:
     return Judged(whole["values"], whole["returns"], mask, correct(whole), same_prompt(whole), quantiles), branches
 
 
-def _rollouts(config: CriticScoreConfig, pool: ResourcePool, controller: str) -> tuple[Batch, Branches | None]:
-    score, data = config.score, config.data
+def _rollouts(config: CriticScoreConfig, placement: Placement) -> tuple[Batch, Branches | None]:
+    score = config.score
     if score.rollouts:
         return read_rollouts(score.rollouts, load_policy_tokenizer(config)), None
     as_training = held_out(config)  # answered as training prompts are: by sampling, rollout.n times
     with (
         closing(RunInputs(as_training)) as inputs,
-        policy_group(as_training, inputs, pool, controller, say) as collector,
+        policy_group(as_training, inputs, placement, say) as collector,
     ):
-        rollouts = draw_rollouts(collector, list(inputs.train), SCORE_STREAM, data.val_batch_size)
+        rollouts = draw_rollouts(collector, list(inputs.train), SCORE_STREAM)
         if not score.mc:
             return rollouts, None
         chosen = subset(len(rollouts), score.responses, config.trainer.seed, 0, _CHOICE_STREAM)

@@ -155,7 +155,7 @@ def main(
 
 def _serve(config: PPOConfig, play: Any) -> None:
     """Run `play(context, task, runner)` beside the engine that the configuration names, with the policy's weights."""
-    from valor.controller.placement import resolve_pool
+    from valor.controller.placement import MAIN, resolve_pool
     from valor.models.load import load_model_config, load_policy_tokenizer
     from valor.rollout.registry import GENERATION_ENGINES
     from valor.workers.host import WorkerHost
@@ -163,7 +163,7 @@ def _serve(config: PPOConfig, play: Any) -> None:
 
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     tokenizer = load_policy_tokenizer(config)
-    pool, _ = resolve_pool(config.trainer)
+    pool = resolve_pool(config.trainer).pools[MAIN]
     GENERATION_ENGINES[rollout.name].check_start(config, pool.world_size)
     positions = getattr(load_model_config(model).get_text_config(), "max_position_embeddings", None)
     longest = min(rollout.max_model_len, positions or rollout.max_model_len)

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -249,14 +248,12 @@ LOGGERS: dict[str, Callable[[RunInfo], Logger]] = {
     "tensorboard": TensorboardLogger,
     **{one.name: one for one in (WandbLogger, TrackioLogger, MlflowLogger, SwanlabLogger)},
 }
-"""What a name in `trainer.logger` stands for. Other packages add theirs by an entry point in the group of this name."""
-
-ENTRY_POINTS = "valor.loggers"
+"""What a name in `trainer.logger` stands for."""
 
 
 def find_logger(name: str) -> Callable[[RunInfo], Logger]:
-    """What makes the logger that `trainer.logger` calls `name`: one of LOGGERS, an entry point of another package, or
-    `file.py:Name` or `package.module:Name`. UserError: there is none, or its package is not installed."""
+    """What makes the logger that `trainer.logger` calls `name`: one of LOGGERS, or `file.py:Name` or
+    `package.module:Name`. UserError: there is none, or its package is not installed."""
     made: Any = LOGGERS.get(name)
     if isinstance(made, type) and issubclass(made, Service):
         spec = importlib.util.find_spec(name)
@@ -267,12 +264,10 @@ def find_logger(name: str) -> Callable[[RunInfo], Logger]:
             )
     if made is not None:
         return made
-    plugged = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
-    if name not in plugged and not {":", "."} & {*name}:
-        known = [*LOGGERS, *plugged]
-        hint = did_you_mean(name, known) or f"; there are {', '.join(known)}, and package.module:Name"
+    if not {":", "."} & {*name}:
+        hint = did_you_mean(name, LOGGERS) or f"; there are {', '.join(LOGGERS)}, and package.module:Name"
         raise UserError(f"trainer.logger: no logger is called {name!r}{hint}")
-    return load_object(plugged.get(name, name), "trainer.logger")
+    return load_object(name, "trainer.logger")
 
 
 def _plain_number(key: str, value: Any) -> float | int:

@@ -3,7 +3,6 @@
 import hashlib
 import re
 from collections.abc import Iterator, Mapping
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ from huggingface_hub import try_to_load_from_cache
 from pydantic import BaseModel
 
 from valor.config.describe import show, type_text
-from valor.config.tree import flatten, follows, get_at, plain_keys, schema
+from valor.config.tree import flatten, follows, get_at, matches, plain_keys, schema
 from valor.trainer.checkpoints import file_sha256
 
 # Settings that change what a run writes, where it works and how fast, not what it computes (but for the rounding that
@@ -20,7 +19,7 @@ _HARMLESS = """
     trainer.project_name trainer.experiment_name trainer.default_local_dir trainer.rollout_data_dir
     trainer.validation_data_dir trainer.episode_data_dir trainer.logger trainer.log_* trainer.report
     trainer.save_freq trainer.test_freq
-    trainer.val_before_train trainer.val_only trainer.max_* trainer.rollback_* trainer.keep_best trainer.resume_*
+    trainer.val_before_train trainer.val_only trainer.max_* trainer.keep_best trainer.resume_*
     trainer.rollout_probs_diff_warn reward.max_error_ratio *.checkpoint.save_contents checkpoint.save_contents
     trainer.device trainer.n_gpus_per_node trainer.num_threads trainer.nnodes trainer.node_* trainer.master_*
     trainer.controller ray_kwargs.* resource_pools* *_per_gpu *offload* *.reshard_after_forward *.forward_prefetch
@@ -55,7 +54,7 @@ def digests_of(config: BaseModel) -> dict[str, str]:
     tree, found = config.model_dump(mode="json"), dict[str, str]()
     for key in plain_keys(type(config)):
         value = get_at(tree, key.name)
-        if not value or "path" not in type_text(key) or _matches(key.name, _HARMLESS):
+        if not value or "path" not in type_text(key) or matches(key.name, _HARMLESS.split()):
             continue
         digests = [_digest(name) for name in ([value] if isinstance(value, str) else value)]
         if all(digests):
@@ -94,11 +93,7 @@ def _is_harmless(key: str, settings: Mapping[str, Any]) -> bool:
             name.endswith("lr_warmup_steps_ratio") and value and settings[name.removesuffix("_ratio")] < 0
             for name, value in settings.items()
         )
-    return _matches(key, _HARMLESS)
-
-
-def _matches(key: str, patterns: str) -> bool:
-    return any(fnmatchcase(key, pattern) for pattern in patterns.split())
+    return matches(key, _HARMLESS.split())
 
 
 def _digest(name: str) -> str | None:

@@ -1,7 +1,6 @@
 """What contradicts the algorithms, engines and places that a configuration names: asked before any model is loaded."""
 
 from collections.abc import Collection, Iterator
-from fnmatch import fnmatchcase
 
 import torch
 from pydantic import BaseModel
@@ -12,7 +11,7 @@ from valor.algorithms.ppo import aggregation
 from valor.algorithms.registry import Entry
 from valor.config import CriticRunConfig, PPOConfig, Section
 from valor.config import inert_settings as inert_by_rules
-from valor.config.tree import get_at
+from valor.config.tree import get_at, matches
 from valor.controller.placement import Placement, check_placement, resolve_placement
 from valor.data.batch import Batch
 from valor.engines.registry import TRAINING_ENGINES
@@ -258,18 +257,14 @@ def _not_read(config: PPOConfig, keys: Collection[str]) -> Iterator[tuple[str, s
     for key in keys:
         section, _, name = key.rpartition(".")
         below_rollout = key.removeprefix("actor_rollout_ref.rollout.")
-        if below_rollout != key and _matches(below_rollout, special):
-            if not _matches(below_rollout, reads.get(shared.rollout.name, special)):
+        if below_rollout != key and matches(below_rollout, special):
+            if not matches(below_rollout, reads.get(shared.rollout.name, special)):
                 yield key, f"no effect with rollout.name={shared.rollout.name}"
         elif section == "algorithm" and name in of_estimators:
             if not _takes(estimator, "lam_actor" if name == "lam" else name):
                 yield key, f"no effect: adv_estimator={estimator.name} does not read it"
         elif key == "critic.cliprange_value" and not _takes(VALUE_LOSSES[config.critic.value_loss], name):
             yield key, f"no effect with critic.value_loss={config.critic.value_loss}, which does not clip"
-
-
-def _matches(key: str, patterns: Collection[str]) -> bool:
-    return any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
 def _takes(entry: Entry, option: str) -> bool:

@@ -87,47 +87,16 @@ def _ppo_rows(config: PPOConfig) -> Rows:
         nodes = f" on each of {pool.nnodes} nodes" if pool.nnodes > 1 else ""
         each = f"{_count(pool.n_gpus_per_node, 'process')}{nodes}"
         rows.append(("placement", f"pool {name}: {each}: {_and(*pool.roles)}"))
-    rows += [*(("batch", text) for text in _batch(config)), ("old log-probs", _old_log_probs(config))]
-    if config.trainer.v1.trainer_mode != "sync":
-        rows.append(("ahead", _ahead(config)))
-    if config.trainer.critic_warmup:
-        rows.append(("warm-up", f"the first {config.trainer.critic_warmup} steps train the critic alone"))
-    return rows
-
-
-def _ahead(config: PPOConfig) -> str:
-    v1 = config.trainer.v1
-    if not v1.runs_ahead:
-        return f"{v1.trainer_mode}, only with the newest weights"
-    limit = v1.sampler.max_off_policy_threshold
-    if v1.by_batches:
-        return f"{v1.trainer_mode}, every batch by weights {limit} steps old"
-    strategy = {"drop": "older ones are dropped and drawn again", "wait": "training waits for older ones"}
-    then = strategy[v1.sampler.max_off_policy_strategy]
-    begun = _count(v1.num_warmup_batches, "batch")
-    return f"{v1.trainer_mode}, {begun} ahead, samples at most {limit} versions old: {then}"
+    return [*rows, *(("batch", text) for text in _batch(config)), ("old log-probs", _old_log_probs(config))]
 
 
 def _critic_rows(config: CriticPretrainConfig | CriticScoreConfig | CriticSearchConfig) -> Rows:
+    policy, critic = config.actor_rollout_ref, ("critic", _critic(config.critic))
     if isinstance(config, CriticSearchConfig):
-        search = config.search
-        numbers, simulations = _and(*map(str, search.samples)), _and(*map(str, search.simulations)) or "no"
-        return [
-            ("critic", _critic(config.critic)),
-            ("policy", _model(config.actor_rollout_ref.model)),
-            ("prompts", _and(*config.data.val_files or [])),
-            ("samples", f"{numbers} answers to each, chosen by vote and by value"),
-            ("beam", f"{numbers} at once, the best {search.beam} go on after {search.block} tokens"),
-            ("tree", f"{simulations} simulations before each {search.tree_block} tokens"),
-        ]
+        return [critic, ("policy", _model(policy.model)), ("prompts", _and(*config.data.val_files or []))]
     asked = config.score if isinstance(config, CriticScoreConfig) else config.pretrain
-    policy = config.actor_rollout_ref
     drawn = f"{_count(policy.rollout.n, 'answer')} by {policy.model.path} to each prompt"
-    return [
-        ("critic", _critic(config.critic)),
-        ("rollouts", _and(*asked.rollouts or [drawn])),
-        ("placement", _placement(config.trainer)),
-    ]
+    return [critic, ("rollouts", _and(*asked.rollouts or [drawn])), ("placement", _placement(config.trainer))]
 
 
 def _supervised_rows(config: SupervisedConfig, unit: str) -> Rows:

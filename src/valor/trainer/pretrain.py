@@ -19,9 +19,9 @@ from valor.collector.rollouts import (
     write_rollouts,
 )
 from valor.config import CriticPretrainConfig
-from valor.controller.group import Roles
+from valor.controller.group import Pools
 from valor.controller.placement import resolve_pool
-from valor.controller.start import start_group
+from valor.controller.start import start_pools
 from valor.data.balance import grouped
 from valor.data.batch import Batch, Episodes
 from valor.data.sampler import PromptSampler, shuffled
@@ -51,19 +51,18 @@ class CriticPretrainRun(Run):
     critics: Critics
 
     def __init__(self, config: CriticPretrainConfig, command: str) -> None:
-        self.pool, self.controller = resolve_pool(config.trainer, config.ray_kwargs.ray_init.address)
+        self.placement = resolve_pool(config.trainer, config.ray_kwargs.ray_init.address)
         self.inputs = None if config.pretrain.rollouts else RunInputs(config)
         tokenizer = self.inputs.tokenizer if self.inputs else load_policy_tokenizer(config)
         check_critic(config, tokenizer)
         super().__init__(config, tokenizer, PPORecorder(config, tokenizer, command))
 
-    def start(self, stack: ExitStack, *, resuming: bool) -> Roles:
+    def start(self, stack: ExitStack, *, resuming: bool) -> Pools:
         """The rollouts, by processes that have ended when the critic's start."""
         self._split(self._rollouts(resuming=resuming))
         specs = role_specs(self.role_config, total_steps=self.total_steps, eos_token_ids=[])
         specs = {name: spec for name, spec in specs.items() if name in self.trained_roles}
-        ray_init = self.config.ray_kwargs.ray_init.model_dump()
-        roles = start_group(self.pool, specs, controller=self.controller, ray_init=ray_init)
+        roles = start_pools(self.placement, specs, self.config.ray_kwargs.ray_init.model_dump())
         stack.callback(roles.close)
         self.critics = Critics(self.config, roles, Updates(self.config, roles, self.skips, self.record.say))
         return roles
@@ -87,15 +86,7 @@ class CriticPretrainRun(Run):
         self.record.say(f"best critic ({at}, held-out explained variance {best['value']:.3f}): {folder}")
 
     def validates_now(self) -> bool:
-        return self.step % self.steps_per_epoch == 0 or self.step == self.total_steps
-
-    @property
-    def finished(self) -> bool:
-        """All steps done, or `pretrain.patience` epochs without a better one."""
-        patience, best = self.config.pretrain.patience, self.record.best
-        if patience and best and self.step - best["step"] >= patience * self.steps_per_epoch:
-            return True
-        return self.step >= self.total_steps
+        return self.finished or self.step % self.steps_per_epoch == 0
 
     def train_step(self) -> dict[str, Any]:
         """Values of a batch as they are, then its updates."""
@@ -119,7 +110,7 @@ class CriticPretrainRun(Run):
                 metrics |= self.critics.update(batch, self.step)
         tokens = int((batch["prompt_lengths"] + batch["response_lengths"]).sum())
         metrics |= timer.metrics({"values": tokens, "update_critic": tokens})
-        metrics["perf/throughput"] = tokens / timer.seconds["step"] / self.pool.world_size
+        metrics["perf/throughput"] = tokens / timer.seconds["step"] / self.placement.world_size
         metrics |= self.roles.peak_memory()
         return metrics | {"training/global_step": self.step, "training/epoch": self.sampler.epoch}
 
@@ -150,7 +141,7 @@ class CriticPretrainRun(Run):
         if given or (resuming and kept.exists()):
             return read_rollouts(given or [str(kept)], self.tokenizer)
         assert self.inputs is not None, "made where no files are given"
-        group = policy_group(self.config, self.inputs, self.pool, self.controller, self.record.say)
+        group = policy_group(self.config, self.inputs, self.placement, self.record.say)
         with closing(self.inputs), group as collector:
             rows = list(self.inputs.train)
             batch = draw_rollouts(collector, rows, PRETRAIN_STREAM, self.config.data.train_batch_size)

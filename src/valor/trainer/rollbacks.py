@@ -17,11 +17,11 @@ class Rollbacks:
     """They stand in the run's folder, so that the same command knows of them after a kill.
 
     Of each, `to` is the checkpoint's step and `at` the step in which it happened: the batch of `at` is left out, and
-    from `to` on all learning rates are lower by `lr_factor`.
+    from `to` on all learning rates are half of what they were.
     """
 
-    def __init__(self, run_dir: Path, limit: int, lr_factor: float) -> None:
-        self.limit, self.lr_factor = limit, lr_factor
+    def __init__(self, run_dir: Path, limit: int) -> None:
+        self.limit = limit
         self._file = run_dir / ROLLBACKS_FILE
         self._made: list[dict[str, Any]] = []
 
@@ -49,7 +49,7 @@ class Rollbacks:
         """The configuration with the learning rates that hold now."""
         if not self._made:
             return config
-        scale = self.lr_factor ** len(self._made)
+        scale = 0.5 ** len(self._made)
         flat = flatten(config.model_dump())
         lowered = {key: value * scale if key.endswith("optim.lr") else value for key, value in flat.items()}
         return type(config).model_validate(nested(lowered))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from valor.config import PPOConfig, SupervisedConfig
-from valor.controller.group import Roles
+from valor.controller.group import Pools
 from valor.data.sampler import PromptSampler
 from valor.errors import Diverged, StepRefused, UserError, WorkerDied
 from valor.tracking.console import format_seconds
@@ -35,7 +35,7 @@ class Run(ABC):
     """
 
     title: ClassVar[str] = "training"
-    roles: Roles
+    roles: Pools
     sampler: PromptSampler
     total_steps: int
 
@@ -44,13 +44,13 @@ class Run(ABC):
         self.step = 0
         trainer = config.trainer
         self.skips = SkippedUpdates(trainer.max_skipped_updates, record.say)
-        self.rollbacks = Rollbacks(record.run_dir, trainer.max_rollbacks, trainer.rollback_lr_factor)
+        self.rollbacks = Rollbacks(record.run_dir, trainer.max_rollbacks)
         self.resume_from: Path | None = None  # a checkpoint, whatever trainer.resume_mode says
         self.stop = StopRequest(at_once=True)
         self._save_is_due = False
 
     @abstractmethod
-    def start(self, stack: ExitStack, *, resuming: bool) -> Roles:
+    def start(self, stack: ExitStack, *, resuming: bool) -> Pools:
         """Start the processes. What has to end with the run, the processes among it, goes on the stack."""
 
     @abstractmethod

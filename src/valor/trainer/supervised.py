@@ -6,9 +6,9 @@ from contextlib import ExitStack
 from typing import Any, ClassVar, Protocol
 
 from valor.config import SFTConfig, SupervisedConfig, TrainerConfig
-from valor.controller.group import Roles
+from valor.controller.group import Pools
 from valor.controller.placement import resolve_pool
-from valor.controller.start import start_group
+from valor.controller.start import start_pools
 from valor.data.batch import Batch
 from valor.data.demonstrations import DemonstrationDataset
 from valor.data.sampler import PromptSampler
@@ -50,7 +50,7 @@ class SupervisedRun(Run):
         loggers = [name for name in config.trainer.logger if name != "console"]
         super().__init__(config, tokenizer, RunRecorder(config, command, loggers))
         trainer, data = config.trainer, config.data
-        self.pool, self.controller = resolve_pool(TrainerConfig(**trainer.model_dump()))
+        self.placement = resolve_pool(TrainerConfig(**trainer.model_dump()))
         self.train, self.val = train, val
         self.sampler = PromptSampler(len(train), data.train_batch_size, seed=trainer.seed, shuffle=data.shuffle)
         self.total_steps = trainer.total_training_steps or self.sampler.steps_per_epoch * trainer.total_epochs
@@ -67,8 +67,8 @@ class SupervisedRun(Run):
     def trained_roles(self) -> Sequence[str]:
         return [self.role]
 
-    def start(self, stack: ExitStack, *, resuming: bool) -> Roles:
-        roles = start_group(self.pool, {self.role: self.role_spec()}, controller=self.controller)
+    def start(self, stack: ExitStack, *, resuming: bool) -> Pools:
+        roles = start_pools(self.placement, {self.role: self.role_spec()})
         stack.callback(roles.close)
         return roles
 
@@ -83,7 +83,7 @@ class SupervisedRun(Run):
         return {f"train/{name}": value for name, value in metrics.items()} | {
             f"train/{self.unit}": batch.meta[f"num_{self.unit}"],
             "timing_s/step": timer.seconds["step"],
-            "perf/throughput": tokens / timer.seconds["step"] / self.pool.world_size,
+            "perf/throughput": tokens / timer.seconds["step"] / self.placement.world_size,
             "training/epoch": self.sampler.epoch,
             "training/global_step": self.step,
             **self.roles.peak_memory(),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from valor import algorithms
 from valor.config import PPOConfig
-from valor.controller.group import Roles
+from valor.controller.group import Pools
 from valor.data.batch import Batch, Episodes
 from valor.data.sampler import shuffled
 from valor.errors import StepRefused
@@ -24,7 +24,7 @@ from valor.workers.roles import critic_names
 class Updates:
     """Updates critic and actor on a batch that has its advantages."""
 
-    def __init__(self, config: PPOConfig, roles: Roles, skips: SkippedUpdates, say: Callable[[str], None]) -> None:
+    def __init__(self, config: PPOConfig, roles: Pools, skips: SkippedUpdates, say: Callable[[str], None]) -> None:
         self.config, self.roles, self.skips, self._say = config, roles, skips, say
         self.old = OldLogProbs.of(config)
         estimator = config.algorithm.adv_estimator
@@ -93,7 +93,7 @@ class Updates:
         for epoch in range(settings.ppo_epochs):
             order = list(range(len(samples)))
             if settings.shuffle:
-                order = shuffled(len(samples), settings.data_loader_seed + member, step, epoch).tolist()
+                order = shuffled(len(samples), self.config.trainer.seed + member, step, epoch).tolist()
             for start in range(0, len(samples), samples_per_step):
                 chosen = order[start : start + samples_per_step]
                 found.append(torch.tensor([row for sample in chosen for row in samples[sample]]))
@@ -146,7 +146,7 @@ class Critics:
     own old values. With `critic.ensemble_shards` each learns from its own share of every prompt's samples.
     """
 
-    def __init__(self, config: PPOConfig, roles: Roles, updates: Updates) -> None:
+    def __init__(self, config: PPOConfig, roles: Pools, updates: Updates) -> None:
         self.config, self.roles, self.updates = config.critic, roles, updates
         self.names = critic_names(config)
 

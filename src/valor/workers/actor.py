@@ -18,7 +18,7 @@ from valor.models.policy import Reference
 from valor.models.rows import ROW_FIELDS
 from valor.rollout.registry import GENERATION_ENGINES
 from valor.rollout.transfer import TIMEOUT, WeightChannel
-from valor.workers.dispatch import dispatch
+from valor.workers.dispatch import Dispatch
 from valor.workers.host import WorkerContext
 from valor.workers.model_role import ModelRole
 
@@ -39,7 +39,7 @@ class ActorWorker(ModelRole):
         load = partial(load_policy, shared.model, seed=self.seed)
         super().__init__(context, actor, shared.model, load, total_steps=total_steps)
 
-    @dispatch("dp", reads=ROW_FIELDS, stays=("old_log_probs", "entropy", "sum_pi_squared", "full_kl"))
+    @Dispatch("dp", reads=ROW_FIELDS, stays=("old_log_probs", "entropy", "sum_pi_squared", "full_kl"))
     def compute_log_probs(
         self,
         batch: Batch,
@@ -61,7 +61,7 @@ class ActorWorker(ModelRole):
             )
         return Batch({"old_log_probs": out.pop("log_probs"), **out})
 
-    @dispatch("dp")
+    @Dispatch("dp")
     def update(self, mini_batch: Batch) -> dict[str, float]:
         """One optimizer step on the rows of a mini-batch; metrics are of the whole mini-batch, over all ranks."""
         config, meta = self.config, mini_batch.meta
@@ -79,12 +79,12 @@ class ActorWorker(ModelRole):
             step = engine.optimizer_step(advance_schedule=meta["last_of_step"])
         return self.sum_over_ranks(metrics) | step
 
-    @dispatch("all", light=True)
+    @Dispatch("all", light=True)
     def version(self) -> int:
         """Number of updates that the weights have had."""
         return self.engine.version
 
-    @dispatch("all")
+    @Dispatch("all")
     def open_channel(self) -> Address | None:
         """Where the processes of a rollout pool meet rank 0, which sends weights."""
         self._store = self._channel = None
@@ -94,7 +94,7 @@ class ActorWorker(ModelRole):
         self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
         return address, self._store.port
 
-    @dispatch("all")
+    @Dispatch("all")
     def send_weights(self, receivers: int) -> None:
         """Send the weights to `receivers` processes, in the dtype and under the names of their generation engine."""
         spec = GENERATION_ENGINES[self._rollout.name]

@@ -13,7 +13,7 @@ from valor.errors import UserError
 from valor.models.load import load_value_model
 from valor.models.rows import ROW_FIELDS
 from valor.models.value import ValueHead
-from valor.workers.dispatch import dispatch
+from valor.workers.dispatch import Dispatch
 from valor.workers.host import WorkerContext
 from valor.workers.model_role import ModelRole, longer_rows
 
@@ -33,7 +33,7 @@ class CriticWorker(ModelRole):
         super().__init__(context, critic, critic.model, load, total_steps=total_steps, trainable=not critic.freeze)
         self._limits = {"max_tokens": critic.ppo_max_token_len_per_gpu, "max_rows": critic.max_rows}
 
-    @dispatch("dp", reads=ROW_FIELDS, stays=("values",))
+    @Dispatch("dp", reads=ROW_FIELDS, stays=("values",))
     def compute_values(self, batch: Batch, *, with_end: bool = False, with_quantiles: bool = False) -> Batch:
         """`values` [B, T]: the value of the state in which response token t was chosen.
 
@@ -52,7 +52,7 @@ class CriticWorker(ModelRole):
             out["bootstrap_values"] = values.gather(1, lengths[:, None]).squeeze(1)
         return Batch(out)
 
-    @dispatch("dp")
+    @Dispatch("dp")
     def update(self, mini_batch: Batch) -> dict[str, float]:
         """One optimizer step on the rows of a mini-batch; metrics are of the whole mini-batch, over all ranks."""
         with self.on_device(optimizer=True) as engine:

@@ -16,7 +16,7 @@ from valor.engines.checkpoint import MODEL_CONFIG_DIR
 from valor.engines.registry import DEFAULT_STRATEGY, TRAINING_ENGINES
 from valor.tracking.metrics import reduce_metrics
 from valor.tracking.rundir import disk_errors
-from valor.workers.dispatch import dispatch
+from valor.workers.dispatch import Dispatch
 from valor.workers.host import WorkerContext
 
 
@@ -91,7 +91,7 @@ class ModelRole:
             shares.setdefault(share, found)
         return reduce_metrics(shares.values())
 
-    @dispatch("all")
+    @Dispatch("all")
     def save(self, directory: Path) -> None:
         """Weights, counters and (if trained) optimizer of all ranks, sharded, into `directory`; the config beside."""
         with disk_errors(directory), self.on_device(optimizer=True) as engine:
@@ -99,18 +99,18 @@ class ModelRole:
             if "hf_model" in self._section.checkpoint.save_contents:
                 engine.export(directory / MODEL_CONFIG_DIR)
 
-    @dispatch("all")
+    @Dispatch("all")
     def load(self, directory: Path) -> None:
         """What `save` wrote, at any world size."""
         with disk_errors(directory), self.on_device(optimizer=True) as engine:
             engine.load(directory)
 
-    @dispatch("all", light=True)
+    @Dispatch("all", light=True)
     def checkpoint_bytes(self) -> int:
         """How large what `save` writes will be."""
         return self.engine.checkpoint_bytes
 
-    @dispatch("all")
+    @Dispatch("all")
     def export(self, directory: Path) -> None:
         """A plain Hugging Face model directory."""
         with disk_errors(directory), self.on_device() as engine:

@@ -9,7 +9,7 @@ from valor.data.batch import Batch
 from valor.models.load import load_policy
 from valor.models.policy import Reference
 from valor.models.rows import ROW_FIELDS
-from valor.workers.dispatch import dispatch
+from valor.workers.dispatch import Dispatch
 from valor.workers.host import WorkerContext
 from valor.workers.model_role import ModelRole
 
@@ -36,7 +36,7 @@ class ReferenceWorker:
         """Number of the share of a batch that this rank computes."""
         return self._role.data_parallel_rank
 
-    @dispatch("dp", reads=ROW_FIELDS, stays=("ref_log_probs",))
+    @Dispatch("dp", reads=ROW_FIELDS, stays=("ref_log_probs",))
     def compute_log_probs(self, batch: Batch) -> Batch:
         """`ref_log_probs` [B, T]."""
         with self._role.on_device() as engine, engine.without_adapters():

@@ -13,7 +13,7 @@ from valor.data.batch import Batch
 from valor.models.load import load_sequence_classifier
 from valor.models.reward import PreferenceModel, backbone, load_reward_model
 from valor.models.rows import ROW_FIELDS
-from valor.workers.dispatch import dispatch
+from valor.workers.dispatch import Dispatch
 from valor.workers.host import WorkerContext
 from valor.workers.model_role import ModelRole, longer_rows
 
@@ -27,7 +27,7 @@ class RewardModelWorker(ModelRole):
         load = partial(load_reward_model, config, separator_id=separator_id)
         super().__init__(context, config, backbone(config), load, trainable=False)
 
-    @dispatch("dp")
+    @Dispatch("dp")
     def score(self, rows: Batch) -> Batch:
         """`scores` [B] of texts in the rows that data.reward_texts makes of them; of a critic the value of the state in
         which the last response token was chosen, the last that it was trained to give.
@@ -68,14 +68,14 @@ class PreferenceWorker(ModelRole):
 
         super().__init__(context, config, config.model, load, total_steps=total_steps)
 
-    @dispatch("dp")
+    @Dispatch("dp")
     def update(self, batch: Batch) -> dict[str, float]:
         """One optimizer step; `loss`, `accuracy` and `margin` (chosen - rejected) are means over all ranks' pairs."""
         with self.on_device(optimizer=True) as engine:
             metrics = engine.forward_backward(batch, self._loss, **self._limits)
             return self.sum_over_ranks(metrics) | engine.optimizer_step()
 
-    @dispatch("dp")
+    @Dispatch("dp")
     def score(self, batch: Batch) -> Batch:
         """`chosen` and `rejected` [B]."""
         with self.on_device() as engine:

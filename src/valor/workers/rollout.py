@@ -23,7 +23,7 @@ from valor.rollout.spec import BuildContext
 from valor.rollout.transfer import MEETING, TIMEOUT, NamedTensors, WeightChannel
 from valor.workers.actor import Address
 from valor.workers.ahead import AheadPlayer, FollowedSource, answer
-from valor.workers.dispatch import dispatch
+from valor.workers.dispatch import Dispatch
 from valor.workers.host import WorkerContext
 from valor.workers.model_role import ModelRole
 
@@ -50,12 +50,12 @@ class RolloutWorker:
         """Number of the share of the requests that this rank generates."""
         return self._context.rank // self.engine.parallel_size
 
-    @dispatch("all", light=True)
+    @Dispatch("all", light=True)
     def needs_weights(self, version: int) -> bool:
         """Whether the engine generates with other weights than those after `version` updates, and should not."""
         return self.engine.weight_mode != "fixed" and self.engine.weights_version != version
 
-    @dispatch("all")
+    @Dispatch("all")
     def update_weights(self) -> None:
         """Beside the actor: give the engine its present weights."""
         assert self._actor is not None, "a rollout in a pool of its own receives weights"
@@ -66,7 +66,7 @@ class RolloutWorker:
         with self._actor.on_device() as engine:
             self.engine.sync_weights(engine.named_weights(self._spec.weight_names), version=version)
 
-    @dispatch("all", sent_weights=True)
+    @Dispatch("all", sent_weights=True)
     def receive_weights(self, address: Address, version: int) -> None:
         """In a pool of its own: take the weights that the actor sends at the same time (`send_weights`).
 
@@ -84,7 +84,7 @@ class RolloutWorker:
 
         self._channel.receive(take)
 
-    @dispatch("all")
+    @Dispatch("all")
     def sleep(self) -> None:
         """Leave the device to training, if it is the same: called when a step has all its samples."""
         if self._actor is not None:
@@ -96,7 +96,7 @@ class RolloutWorker:
             self._ahead.runner.close()
         self.engine.close()
 
-    @dispatch("dp", keep_together="uid", stays=TOKEN_COLUMNS, sent_weights=True)
+    @Dispatch("dp", keep_together="uid", stays=TOKEN_COLUMNS, sent_weights=True)
     def generate(self, prompts: Batch, params: SamplingParams, *, sink: Sink | None = None) -> Batch:
         """One response for each row of `prompts` (n samples of a prompt are n rows that share a `uid`).
 
@@ -136,7 +136,7 @@ class RolloutWorker:
     def _decoded(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
         return self._tokenizer.batch_decode(token_ids, skip_special_tokens=True)
 
-    @dispatch("all", sent_weights=True)
+    @Dispatch("all", sent_weights=True)
     def generate_ahead(self, *, sink: Callable[[Any], None], feed: Callable[[], Sequence[Any]]) -> None:
         """Play the episodes that `feed` brings (`Begin`), until it brings a `Pause`; `sink` gets each as `Played`.
 

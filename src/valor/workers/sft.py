@@ -9,7 +9,7 @@ from valor import algorithms
 from valor.config import SFTConfig
 from valor.data.batch import Batch
 from valor.models.load import load_policy
-from valor.workers.dispatch import dispatch
+from valor.workers.dispatch import Dispatch
 from valor.workers.host import WorkerContext
 from valor.workers.model_role import ModelRole
 
@@ -23,14 +23,14 @@ class SFTWorker(ModelRole):
         load = partial(load_policy, config.model, seed=config.trainer.seed)
         super().__init__(context, config, config.model, load, total_steps=total_steps)
 
-    @dispatch("dp")
+    @Dispatch("dp")
     def update(self, batch: Batch) -> dict[str, float]:
         """One optimizer step; `loss` is the mean over the tokens that count, over all ranks."""
         with self.on_device(optimizer=True) as engine:
             metrics = engine.forward_backward(batch, token_loss, **self._limits)
             return self.sum_over_ranks(metrics) | engine.optimizer_step()
 
-    @dispatch("dp")
+    @Dispatch("dp")
     def evaluate(self, batch: Batch) -> dict[str, float]:
         """`loss` and `token_accuracy` (greedy, given the demonstration so far), means over the tokens that count."""
         with self.on_device() as engine:

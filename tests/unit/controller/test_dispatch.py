@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from valor.controller.group import Pools, WorkerGroup, split_rows
-from valor.controller.placement import Placement, ResourcePool, resolve_pool
+from valor.controller.placement import MAIN, Placement, ResourcePool, resolve_pool
 from valor.data.batch import Batch
 from valor.errors import UserError
-from valor.workers.dispatch import dispatch
+from valor.workers.dispatch import Dispatch
 from valor.workers.host import RoleSpec
 
 
@@ -17,21 +17,21 @@ class Doubler:
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    @dispatch("dp")
+    @Dispatch("dp")
     def double(self, batch: Batch, plus: float = 0.0) -> Batch:
         return Batch({"y": batch["x"] * 2 + plus})
 
-    @dispatch("dp", keep_together="uid")
+    @Dispatch("dp", keep_together="uid")
     def who(self, batch: Batch) -> Batch:
         return Batch({"rank": torch.full((len(batch),), self.rank)})
 
-    @dispatch("dp")
+    @Dispatch("dp")
     def report(self, batch: Batch, *, sink) -> Batch:
         for value in batch["x"].tolist():
             sink(value)
         return batch
 
-    @dispatch("all")
+    @Dispatch("all")
     def name(self) -> str:
         return f"rank {self.rank}"
 
@@ -159,14 +159,15 @@ class FakeTrainer:
 
 
 def test_a_cpu_machine_runs_one_local_process_by_default():
-    pool, controller = resolve_pool(FakeTrainer())
-    assert (pool.world_size, pool.device, pool.num_threads, controller) == (1, "cpu", 3, "local")
+    placement = resolve_pool(FakeTrainer())
+    pool = placement.pools[MAIN]
+    assert (pool.world_size, pool.device, pool.num_threads, placement.controller) == (1, "cpu", 3, "local")
 
 
 def test_several_cpu_processes_run_under_ray_and_not_locally():
     trainer = FakeTrainer()
     trainer.n_gpus_per_node = 2
-    assert resolve_pool(trainer)[1] == "ray"
+    assert resolve_pool(trainer).controller == "ray"
     trainer.controller = "local"
     with pytest.raises(UserError, match=r"trainer\.controller=ray"):
         resolve_pool(trainer)

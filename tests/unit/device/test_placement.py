@@ -11,11 +11,11 @@ import torch
 
 from valor.config import load
 from valor.controller import placement, ray_group
-from valor.controller.placement import Placement, ResourcePool, resolve_placement, resolve_pool
+from valor.controller.placement import MAIN, Placement, ResourcePool, resolve_placement, resolve_pool
 from valor.controller.ray_group import own_gpu
 from valor.engines.fsdp import engine as fsdp
 from valor.errors import UserError
-from valor.workers.dispatch import dispatch
+from valor.workers.dispatch import Dispatch
 from valor.workers.host import WorkerHost
 
 TWO_POOLS = [
@@ -48,15 +48,15 @@ def test_pools_share_the_cores_of_a_node():
 def test_a_machine_without_gpus_does_not_decide_for_a_cluster(monkeypatch, where):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     trainer = config().trainer
-    assert resolve_pool(trainer)[0].device == "cpu"
+    assert resolve_pool(trainer).pools[MAIN].device == "cpu"
     address = "10.0.0.1:6379" if where == "key" else None
     if where == "variable":
         monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     with pytest.raises(UserError, match=r"10\.0\.0\.1:6379: set trainer\.device=cuda and trainer\.n_gpus_per_node"):
         resolve_pool(trainer, address)
-    assert resolve_pool(trainer.model_copy(update={"device": "cpu"}), address)[0].device == "cpu"
+    assert resolve_pool(trainer.model_copy(update={"device": "cpu"}), address).pools[MAIN].device == "cpu"
     gpus = trainer.model_copy(update={"device": "cuda", "n_gpus_per_node": 8, "controller": "ray"})
-    assert resolve_pool(gpus, address)[0].processes_per_node == 8
+    assert resolve_pool(gpus, address).pools[MAIN].processes_per_node == 8
 
 
 def test_each_thread_that_runs_a_call_uses_the_devices_of_its_rank(monkeypatch):
@@ -69,7 +69,7 @@ def test_each_thread_that_runs_a_call_uses_the_devices_of_its_rank(monkeypatch):
     worker.context.device = torch.device("cuda", 3)
 
     class Role:
-        @dispatch("all", light=True)
+        @Dispatch("all", light=True)
         def work(self) -> None: ...
 
     worker.context.roles["role"] = Role()

@@ -185,14 +185,14 @@ def test_loss_divides_by_the_tokens_of_the_whole_batch():
 @pytest.fixture
 def trainer(model_dir, chats, tmp_path):
     """A trainer whose group is up, as `fit` would have it before the first step."""
-    from valor.controller.start import start_group
+    from valor.controller.start import start_pools
     from valor.workers.host import RoleSpec
     from valor.workers.sft import SFTWorker
 
     config = load(overrides(model_dir, chats, tmp_path / "run", f"data.val_files={chats}"), SFTConfig).config
     trainer = SFTRun(config, "valor sft")
     spec = RoleSpec(SFTWorker, {"config": config, "total_steps": 4})
-    trainer.roles = start_group(trainer.pool, {"actor": spec}, controller="local")
+    trainer.roles = start_pools(trainer.placement, {"actor": spec})
     yield trainer
     trainer.roles.close()
 
