@@ -127,9 +127,9 @@ class AgentConfig(Section):
     agent_loop_config_path: PathStr | None = None
     """YAML file that lists loops of your own: name, _target_, and arguments of the class."""
     environment: str | None = None
-    """What answers: skyrl_gym:ID, textarena:GAME, reasoning_gym:TASK, openenv:URL, or your own, file.py:Class."""
+    """What answers: a class, as file.py:Class or package.module.Class (valor.agents.openenv.OpenEnv asks a server)."""
     environment_kwargs: dict[str, Any] = key({}, ".environment")
-    """Arguments of the environment. A row's extra_info may name others, and another environment."""
+    """Arguments of the class."""
     gateway: GatewayConfig = section(GatewayConfig)
     max_concurrent_episodes: PositiveInt = 512
     """Most episodes under way at once in one process."""
