@@ -12,6 +12,7 @@ from valor.trainer.main_ppo import main
 
 pytestmark = pytest.mark.slow
 
+EXAMPLES = Path(__file__).parents[2] / "examples/environments"
 ENTRY = json.dumps({"question": "?", "answer": "12", "metadata": {"source_dataset": "leg_counting"}})
 OWN = '''
 from valor.agents import TextEnvironment
@@ -66,18 +67,22 @@ def run(overrides, data: Path, run_dir: Path, environment: str, *more: str) -> l
 
 
 @pytest.mark.parametrize(
-    ("package", "environment"),
+    ("package", "environment", "kwargs"),
     [
-        ("skyrl_gym", "skyrl_gym:gsm8k_multi_turn"),
-        ("textarena", "textarena:GuessTheNumber-v0"),
-        ("reasoning_gym", "reasoning_gym:leg_counting"),
+        ("skyrl_gym", "skyrl.py:SkyRLGym", "{name: gsm8k_multi_turn}"),
+        ("textarena", "textarena_game.py:TextArena", "{game: GuessTheNumber-v0}"),
+        ("reasoning_gym", "puzzle.py:ReasoningGym", "{task: leg_counting}"),
     ],
 )
-def test_environments_of_libraries(overrides, data, tmp_path, package, environment):
+def test_environments_of_libraries(overrides, data, tmp_path, package, environment, kwargs):
     pytest.importorskip(package, reason=f"{package} is not installed")
     # Long enough for a policy that knows nothing to end a turn by chance.
-    deterministic = "actor_rollout_ref.rollout.agent.deterministic=true"
-    rows = run(overrides, data, tmp_path, environment, "data.max_response_length=400", deterministic)
+    more = [
+        "data.max_response_length=400",
+        "actor_rollout_ref.rollout.agent.deterministic=true",
+        f"actor_rollout_ref.rollout.agent.environment_kwargs={kwargs}",
+    ]
+    rows = run(overrides, data, tmp_path, f"{EXAMPLES}/{environment}", *more)
     assert rows[-1]["step"] == 2
     for row in rows[1:]:
         assert row["episode/failed"] == 0
@@ -87,8 +92,9 @@ def test_environments_of_libraries(overrides, data, tmp_path, package, environme
 
 def test_a_server_with_fewer_sessions_than_there_are_episodes(overrides, data, tmp_path):
     with serving(5) as address:
-        kwargs = "actor_rollout_ref.rollout.agent.environment_kwargs={unscored: -2.0}"
-        rows = run(overrides, data, tmp_path, f"openenv:{address}", kwargs)
+        kwargs = "actor_rollout_ref.rollout.agent.environment_kwargs="
+        kwargs += f"{{url: '{address}', unscored: -2.0}}"
+        rows = run(overrides, data, tmp_path, "valor.agents.openenv.OpenEnv", kwargs)
     for row in rows[1:]:
         assert row["episode/failed"] == 0 and row["critic/score/mean"] == -2.0
 

@@ -1,6 +1,6 @@
 """Episodes: what the policy said and was told, turn by turn, and how that becomes rows of a batch."""
 
-from valor.agents.environments.base import Step, TextEnvironment
+from valor.agents.environment import Step, TextEnvironment
 from valor.agents.formats import register_format
 from valor.agents.tools import ToolResult
 from valor.agents.verl_tools import BaseTool, OpenAIFunctionToolSchema, ToolResponse, function_tool

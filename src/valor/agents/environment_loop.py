@@ -1,18 +1,13 @@
 """The loop of text environments: the policy acts and the environment answers, until it says that it is over."""
 
 import asyncio
-import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
 from valor.agents.chat import Conversation
-from valor.agents.environments.base import Step, TextEnvironment
-from valor.agents.environments.openenv import OpenEnv
-from valor.agents.environments.reasoning_gym import ReasoningGym
-from valor.agents.environments.skyrl_gym import SkyRLGym
-from valor.agents.environments.textarena import TextArena
+from valor.agents.environment import Step, TextEnvironment
 from valor.agents.episode import Episode, EpisodeEnd, EpisodeFailed
 from valor.agents.loops import AgentLoop, Generate, LoopContext, Play, Task, register_loop
 from valor.agents.tool_loop import with_opening
@@ -23,20 +18,12 @@ from valor.user_files import load_object
 _log = logging.getLogger(__name__)
 _KEY = "rollout.agent.environment"
 
-ENVIRONMENTS: dict[str, Callable[..., TextEnvironment]] = {
-    "skyrl_gym": SkyRLGym,
-    "textarena": TextArena,
-    "reasoning_gym": ReasoningGym,
-    "openenv": OpenEnv,
-}
-"""By what stands before the colon; what stands after it is their first argument."""
-
 Call = Callable[..., Awaitable[Any]]
 
 
 @register_loop("environment_agent")
 class EnvironmentLoop(AgentLoop):
-    """The environment of `rollout.agent.environment`, or that of the row, judges the episode.
+    """The environment of `rollout.agent.environment` judges the episode.
 
     Its score is the sum of its steps' rewards and of what the environment says at the end.
     """
@@ -46,15 +33,16 @@ class EnvironmentLoop(AgentLoop):
     def __init__(self, context: LoopContext) -> None:
         super().__init__(context)
         rollout = context.config.actor_rollout_ref.rollout
-        self._name, self._kwargs = rollout.agent.environment, rollout.agent.environment_kwargs
+        name = rollout.agent.environment
+        if name is None:
+            raise UserError(f"environment_agent needs {_KEY}")
+        self._name, self._make = name, find_environment(name, rollout.agent.environment_kwargs)
         self._most_turns, self._seconds = rollout.multi_turn.most_turns, rollout.multi_turn.tool_timeout
         self._runner = ToolRunner()
-        if self._name is not None:
-            find_environment(self._name, self._kwargs)()  # a mistake is told before the run
+        self._make()  # a mistake is told before the run
 
     async def run(self, task: Task, generate: Generate) -> Episode:
-        name, make = self._of_row(task.row["extra_info"])
-        environment = await self._call(make, "the constructor", self._seconds)
+        environment = await self._call(self._make, "the constructor", self._seconds)
         call = partial(self._call_method, environment, asyncio.Lock())
         try:
             opening = await call("open", task.row)
@@ -73,8 +61,8 @@ class EnvironmentLoop(AgentLoop):
             try:
                 await call("close")
             except EpisodeFailed as failure:
-                _log.warning("%s: %s", name, failure)
-        return play.end(reason, None if outcome is None else float(outcome), {"environment": name})
+                _log.warning("%s: %s", self._name, failure)
+        return play.end(reason, None if outcome is None else float(outcome), {"environment": self._name})
 
     async def _turns(self, play: Play, talk: Conversation, call: Call) -> EpisodeEnd:
         """Play until the episode ends; why it did. A turn that a limit cuts off reaches the environment too: otherwise
@@ -96,15 +84,6 @@ class EnvironmentLoop(AgentLoop):
             if not play.tell(talk, [{"role": "user", "content": said}] if isinstance(said, str) else said):
                 return "length"
 
-    def _of_row(self, extra_info: Mapping[str, Any]) -> tuple[str, Callable[[], TextEnvironment]]:
-        """The name of a row's environment, and what makes it."""
-        name, kwargs = extra_info.get("environment") or self._name, extra_info.get("environment_kwargs") or {}
-        if name is None:
-            raise UserError(f"environment_agent needs {_KEY}, or extra_info.environment in each row")
-        given = json.loads(kwargs) if isinstance(kwargs, str) else kwargs
-        own = {key: value for key, value in given.items() if value is not None}  # tables fill columns up with nulls
-        return name, find_environment(name, {**(self._kwargs if name == self._name else {}), **own})
-
     async def _call_method(self, environment: TextEnvironment, lock: asyncio.Lock, method: str, *arguments: Any) -> Any:
         seconds = environment.open_seconds if method == "open" else None
         function = partial(getattr(environment, method), *arguments)
@@ -123,18 +102,13 @@ class EnvironmentLoop(AgentLoop):
 
 def find_environment(name: str, kwargs: Mapping[str, Any]) -> Callable[[], TextEnvironment]:
     """What makes an environment of that name. UserError: there is none, or it does not take these arguments."""
-    library, _, rest = name.partition(":")
-    if library in ENVIRONMENTS:
-        make = partial(ENVIRONMENTS[library], rest, **kwargs)
-    else:
-        cls = load_object(name, _KEY)
-        if not (isinstance(cls, type) and issubclass(cls, TextEnvironment)):
-            raise UserError(f"{_KEY}={name}: is no environment: derive it from valor.agents.TextEnvironment")
-        make = partial(cls, **kwargs)
+    cls = load_object(name, _KEY)
+    if not (isinstance(cls, type) and issubclass(cls, TextEnvironment)):
+        raise UserError(f"{_KEY}={name}: is no environment: derive it from valor.agents.TextEnvironment")
 
     def made() -> TextEnvironment:
         try:
-            return make()
+            return cls(**kwargs)
         except TypeError as error:
             raise UserError(f"{_KEY}={name}: cannot be made with these environment_kwargs ({error})") from None
 

@@ -14,7 +14,6 @@ Schema = Mapping[str, Any]
 _THINK, _END_THINK = "<think>", "</think>"
 _CALL, _END_CALL = "<tool_call>", "</tool_call>"
 _MARK = re.compile(f"{_CALL}|{_THINK}")
-_PYTHON_TAG = "<|python_tag|>"
 _NAMED = re.compile(r'\{\s*"name"\s*:')
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
@@ -70,26 +69,6 @@ def parse_qwen3_coder(text: str, schemas: Sequence[Schema] = ()) -> Parsed:
     return _parse_tagged(text, lambda body: _xml_call(body, types))
 
 
-@register_format("llama3_json")
-def parse_llama3_json(text: str, schemas: Sequence[Schema] = ()) -> Parsed:
-    """`{"name": ..., "parameters": {...}}` as the whole text, several of them with `;` between: Llama 3.
-
-    Other text, and JSON that does not begin with a name, is an answer, unless `<|python_tag|>` stands before it.
-    """
-    text = _without_leading_thinking(text)
-    rest = text.strip()
-    tagged = rest.startswith(_PYTHON_TAG)
-    rest = rest.removeprefix(_PYTHON_TAG).strip()
-    if not tagged and not _NAMED.match(rest):
-        return Parsed([], text.strip())
-    calls: list[Call] = []
-    while rest:
-        end = _json_end(rest, 0) or len(rest)
-        calls.append(_json_call(rest[:end], ("parameters", "arguments")))
-        rest = rest[end:].lstrip("; \n")
-    return Parsed(calls, "")
-
-
 def _parse_tagged(
     text: str, read: Callable[[str], Call], skip: Callable[[str, int], int | None] = lambda text, at: None
 ) -> Parsed:
@@ -138,16 +117,15 @@ _SPACE = re.compile(r"\s*")
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
-def _json_call(body: str, names_of_arguments: Sequence[str] = ("arguments",)) -> Call:
+def _json_call(body: str) -> Call:
     call = _decoded(body)
     if isinstance(call, BadCall):
         return call
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
         return BadCall(body, 'the call has no "name"')
-    key = next((key for key in names_of_arguments if key in call), names_of_arguments[0])
-    if not isinstance(call.get(key), dict):
-        return BadCall(body, f'"{key}" must be a JSON object')
-    return ToolCall(call["name"], call[key])
+    if not isinstance(call.get("arguments"), dict):
+        return BadCall(body, '"arguments" must be a JSON object')
+    return ToolCall(call["name"], call["arguments"])
 
 
 def _decoded(body: str) -> Any:

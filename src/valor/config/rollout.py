@@ -67,8 +67,6 @@ class ServerConfig(Section):
     """Seconds that one response, one update of the weights, or a start may take, and that the last one may be away."""
     sleep: bool = key(False, {"actor_rollout_ref.rollout.name!=server": "vLLM's servers are not put to sleep"})
     """sglang, trtllm: servers at base_url are on the trainer's devices: they give back their memory while it trains."""
-    control_key_env: str = key("TRTLLM_RUNTIME_CONTROL_API_KEY", "actor_rollout_ref.rollout.name=trtllm")
-    """trtllm: environment variable with the key that signs requests for sleep."""
     log_dir: PathStr = inherits("trainer.default_local_dir", "actor_rollout_ref.rollout.name=sglang")
     """sglang: folder of the logs of servers that are started here."""
 
@@ -97,7 +95,7 @@ class MultiTurnConfig(Section):
     tool_timeout: PositiveFloat = key(30.0, _TURNS)
     """Seconds that one call of a tool, or of a text environment, may take."""
     format: str = key("hermes", ".enable or actor_rollout_ref.rollout.agent.default_agent_loop=gateway_agent")
-    """How the policy writes a call: hermes, qwen3_coder, llama3_json, or one that was registered."""
+    """How the policy writes a call: hermes, qwen3_coder, or one that was registered."""
 
     @property
     def most_turns(self) -> float:
@@ -127,9 +125,9 @@ class AgentConfig(Section):
     agent_loop_config_path: PathStr | None = None
     """YAML file that lists loops of your own: name, _target_, and arguments of the class."""
     environment: str | None = None
-    """What answers: skyrl_gym:ID, textarena:GAME, reasoning_gym:TASK, openenv:URL, or your own, file.py:Class."""
+    """What answers: a class, as file.py:Class or package.module.Class (valor.agents.openenv.OpenEnv asks a server)."""
     environment_kwargs: dict[str, Any] = key({}, ".environment")
-    """Arguments of the environment. A row's extra_info may name others, and another environment."""
+    """Arguments of the class."""
     gateway: GatewayConfig = section(GatewayConfig)
     max_concurrent_episodes: PositiveInt = 512
     """Most episodes under way at once in one process."""

@@ -62,7 +62,7 @@ def _machine() -> Rows:
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     each = ", ".join(f"{gpu.name} {gpu.total_memory / GIB:.0f} GiB" for gpu in gpus)
     cores = f"{available_cores()} of {os.cpu_count()} cores, {torch.get_num_threads()} threads of torch"
-    busy = psutil.cpu_percent(0.5) / 100 * psutil.cpu_count()
+    busy = psutil.cpu_percent(0.5) / 100 * (os.cpu_count() or 1)
     yield "devices", f"{each or 'no GPU'}; {cores}, {busy:.1f} cores busy with other work"
     if not gpus and bfloat16_is_slow():
         yield "bfloat16", "no instructions for it here: products of such numbers are computed in float32"

@@ -165,7 +165,7 @@ def _reward(config: PPOConfig) -> str:
     if agent.replay_dir is not None:
         graded = f"as recorded; of episodes without a score: {graded}"
     elif config.default_agent_loop == "environment_agent":
-        graded = f"by the environment, {agent.environment or 'which each row names'}; where it leaves it open: {graded}"
+        graded = f"by the environment, {agent.environment}; where it leaves it open: {graded}"
     return _and(
         graded,
         model.is_role and _engine(model),

@@ -69,7 +69,7 @@ def loop_of(world: str, *overrides: str, response: int = 200) -> EnvironmentLoop
     return EnvironmentLoop(LoopContext(config, Chat(make_tokenizer()), Limits(response, 1000)))
 
 
-def play(loop: EnvironmentLoop, *texts: str, extra_info: dict[str, Any] | None = None) -> tuple[Episode, list[str]]:
+def play(loop: EnvironmentLoop, *texts: str) -> tuple[Episode, list[str]]:
     """The episode in which the policy says these texts, and the prompts that it was given."""
     prompts: list[str] = []
 
@@ -80,19 +80,13 @@ def play(loop: EnvironmentLoop, *texts: str, extra_info: dict[str, Any] | None =
         ids = ids[: params.max_tokens]
         return Output("", ids, [-1.0] * len(ids), reason, (Span(len(ids), 0),))
 
-    row = {
-        "messages": MESSAGES,
-        "ground_truth": None,
-        "data_source": "d",
-        "extra_info": extra_info or {},
-        "uid": "0:1",
-    }
+    row = {"messages": MESSAGES, "ground_truth": None, "data_source": "d", "extra_info": {}, "uid": "0:1"}
     task = Task((0, 0, 0), loop.chat.ids("Go."), SamplingParams(max_tokens=200), row)
     return asyncio.run(loop.run(task, generate)), prompts
 
 
 def log_of(loop: EnvironmentLoop) -> list[str]:
-    return loop._of_row({})[1]().open.__globals__["LOG"]
+    return loop._make().open.__globals__["LOG"]
 
 
 def test_turns_their_rewards_and_the_end(world: str) -> None:
@@ -163,14 +157,6 @@ def test_a_users_mistake_ends_the_run(world: str) -> None:
         play(loop_of(world), "stop")
     with pytest.raises(UserError, match="unexpected keyword argument 'colour'"):
         loop_of(world, "actor_rollout_ref.rollout.agent.environment_kwargs={colour: red}")
-
-
-def test_a_row_may_name_its_own_environment_and_arguments(world: str) -> None:
-    loop = loop_of("reasoning_gym:leg_counting", "actor_rollout_ref.rollout.agent.environment_kwargs={tries: 2}")
-    row = {"environment": world, "environment_kwargs": {"final": 3.0, "opening": None}}
-    assert play(loop, "win", extra_info=row)[0].outcome == 3.0
-    row = {"environment": world, "environment_kwargs": '{"final": 4.0}'}
-    assert play(loop, "win", extra_info=row)[0].outcome == 4.0
 
 
 def test_several_loops_are_not_guessed_between(world: str) -> None:

@@ -1,21 +1,25 @@
-"""Text environments: the libraries' own, behind the same four methods, and a real server."""
+"""Text environments: a real server, and the examples of libraries, behind the same four methods."""
 
 import asyncio
 import random
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import openenv_server
+from valor.agents.environment import Step
 from valor.agents.environment_loop import find_environment
-from valor.agents.environments.base import Step
-from valor.agents.environments.openenv import OpenEnv, OpenEnvError
-from valor.agents.environments.reasoning_gym import ReasoningGym
-from valor.agents.environments.skyrl_gym import SkyRLGym
-from valor.agents.environments.textarena import TextArena
+from valor.agents.openenv import OpenEnv, OpenEnvError
 from valor.errors import UserError
+from valor.user_files import load_file
+
+EXAMPLES = Path(__file__).parents[3] / "examples/environments"
+SkyRLGym = load_file(f"{EXAMPLES}/skyrl.py", "").SkyRLGym
+TextArena = load_file(f"{EXAMPLES}/textarena_game.py", "").TextArena
+ReasoningGym = load_file(f"{EXAMPLES}/puzzle.py", "").ReasoningGym
 
 
 def row(truth: Any = None, uid: str = "0:5", **extra_info: Any) -> dict[str, Any]:
@@ -50,7 +54,7 @@ class TestSkyRLGym:
         environment.close()
 
     def test_an_unknown_environment_is_told(self) -> None:
-        with pytest.raises(UserError, match="skyrl_gym:gsm9k"):
+        with pytest.raises(UserError, match="SkyRL-Gym, gsm9k"):
             SkyRLGym("gsm9k")
 
 
@@ -185,10 +189,10 @@ class TestOpenEnv:
 @pytest.mark.parametrize(
     ("name", "kwargs", "said"),
     [
-        ("reasoning_gym:leg_counting", {"trys": 3}, "unexpected keyword argument 'trys'"),
+        ("valor.agents.openenv.OpenEnv", {"trys": 3}, "unexpected keyword argument 'trys'"),
         ("valor.errors.UserError", {}, "derive it from valor.agents.TextEnvironment"),
         ("nowhere.py:Mine", {}, "no such file"),
-        ("textarea:Wordle-v0", {}, "cannot be imported"),
+        ("textarea.Wordle", {}, "cannot be imported"),
     ],
 )
 def test_an_environment_that_cannot_be_made_is_told(name: str, kwargs: dict[str, Any], said: str) -> None:
@@ -197,17 +201,17 @@ def test_an_environment_that_cannot_be_made_is_told(name: str, kwargs: dict[str,
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "remedy"),
+    ("module", "name", "kwargs", "remedy"),
     [
-        ("skyrl_gym", "skyrl_gym:gsm8k", "pip install skyrl-gym"),
-        ("textarena", "textarena:GuessTheNumber-v0", "pip install textarena"),
-        ("reasoning_gym.factory", "reasoning_gym:leg_counting", "pip install 'valor-rl\\[reasoning\\]'"),
-        ("websockets.asyncio.client", "openenv:http://127.0.0.1:8000", "pip install 'valor-rl\\[agents\\]'"),
+        ("skyrl_gym", f"{EXAMPLES}/skyrl.py:SkyRLGym", {"name": "gsm8k"}, "pip install skyrl-gym"),
+        ("textarena", f"{EXAMPLES}/textarena_game.py:TextArena", {"game": "G"}, "pip install textarena"),
+        ("reasoning_gym.factory", f"{EXAMPLES}/puzzle.py:ReasoningGym", {"task": "t"}, r"valor-rl\[reasoning\]"),
+        ("websockets.asyncio.client", "valor.agents.openenv.OpenEnv", {"url": "http://h"}, r"valor-rl\[agents\]"),
     ],
 )
 def test_a_library_that_is_missing_is_told(
-    monkeypatch: pytest.MonkeyPatch, module: str, name: str, remedy: str
+    monkeypatch: pytest.MonkeyPatch, module: str, name: str, kwargs: dict[str, Any], remedy: str
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UserError, match=remedy):
-        find_environment(name, {})()
+        find_environment(name, kwargs)()

@@ -26,7 +26,7 @@ WEATHER = {
     },
 }
 _TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<function=weather>", "</function>", "<parameter=days>"]
-_TAGS += ["</parameter>", "<|python_tag|>", '{"name": "a"', '"arguments": {}', "}", "[" * 5000, "9" * 5000, "NaN"]
+_TAGS += ["</parameter>", '{"name": "a"', '"arguments": {}', "}", "[" * 5000, "9" * 5000, "NaN"]
 _TEXTS = st.lists(st.sampled_from(_TAGS) | st.text(max_size=8), max_size=12).map("".join)
 _NAMES = st.from_regex(r"[a-z_]{1,12}", fullmatch=True)
 _VALUES = st.recursive(
@@ -45,20 +45,15 @@ def test_a_format_reads_any_text(name, text):
     assert all(isinstance(call.arguments, dict) for call in parsed.calls if isinstance(call, ToolCall))
 
 
-_RENDER = {
-    "hermes": lambda name, arguments: (
-        f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-    ),
-    "llama3_json": lambda name, arguments: json.dumps({"name": name, "parameters": arguments}) + "; ",
-}
+def _hermes(name, arguments):
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-@pytest.mark.parametrize("name", sorted(_RENDER))
 @given(calls=st.lists(st.tuples(_NAMES, st.dictionaries(st.text(), _VALUES, max_size=4)), min_size=1, max_size=3))
 @settings(max_examples=150, deadline=None)
-def test_rendered_calls_are_read_again(name, calls):
-    text = "".join(_RENDER[name](*call) for call in calls)
-    assert FORMATS[name](text, []).calls == [ToolCall(*call) for call in calls]
+def test_rendered_calls_are_read_again(calls):
+    text = "".join(_hermes(*call) for call in calls)
+    assert FORMATS["hermes"](text, []).calls == [ToolCall(*call) for call in calls]
 
 
 @given(city=st.text().filter(lambda t: "</parameter>" not in t and "</tool_call>" not in t), days=st.integers())
@@ -83,9 +78,9 @@ def test_calls_thinking_and_content_are_told_apart():
     assert parsed.content == "Let me look.  and"
 
 
-@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "llama3_json"])
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])
 def test_thinking_that_began_in_the_prompt_or_does_not_end_holds_no_calls(name):
-    call = '{"name": "a", "parameters": {}}' if name == "llama3_json" else "<tool_call>a</tool_call>"
+    call = "<tool_call>a</tool_call>"
     began = FORMATS[name](f"{call}\n</think>\nIt is 4.", [])
     assert began == ([], "It is 4.")
     assert FORMATS[name](f"<think>{call}", []) == ([], "")
@@ -103,8 +98,6 @@ def test_thinking_that_began_in_the_prompt_or_does_not_end_holds_no_calls(name):
         ("hermes", f"<tool_call>{'[' * 100_000}</tool_call>", "it is nested too deeply"),
         ("qwen3_coder", '<tool_call>{"name": "a"}</tool_call>', "it must be <function=NAME>"),
         ("qwen3_coder", "<tool_call><function=a>x=1</function></tool_call>", "between <function> and </function>"),
-        ("llama3_json", '{"name": "a", "parameters": 3}', '"parameters" must be a JSON object'),
-        ("llama3_json", "<|python_tag|>print(3)", "it is not valid JSON"),
     ],
 )
 def test_a_bad_call_has_a_reason(name, text, reason):
@@ -124,13 +117,7 @@ def test_values_become_what_the_schema_says():
 
 def test_tags_of_thinking_among_the_arguments_are_text():
     arguments = {"text": "<think></think> </tool_call>"}
-    for name in ("hermes", "llama3_json"):
-        assert FORMATS[name](_RENDER[name]("a", arguments), []).calls == [ToolCall("a", arguments)]
-
-
-def test_an_answer_in_json_is_no_call():
-    assert FORMATS["llama3_json"]('{"answer": 4}', []) == ([], '{"answer": 4}')
-    assert FORMATS["llama3_json"]("The name is {x}.", []).calls == []
+    assert FORMATS["hermes"](_hermes("a", arguments), []).calls == [ToolCall("a", arguments)]
 
 
 def test_formats_are_found_by_name():

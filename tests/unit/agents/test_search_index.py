@@ -13,7 +13,7 @@ from transformers import BertConfig, BertModel
 
 from tiny_reward_models import SIZE, character_tokenizer
 from valor.agents.search import index as index_module
-from valor.agents.search.index import BM25Index, EmbeddingIndex, open_index, read_corpus
+from valor.agents.search.index import EmbeddingIndex, open_index, read_corpus
 from valor.errors import UserError
 
 CITIES = {
@@ -87,34 +87,6 @@ def test_one_query_is_answered_as_it_is_among_others(corpus: Path) -> None:
     assert index.search(queries, 2) == [index.search([query], 2)[0] for query in queries]
 
 
-def test_an_index_is_kept_until_the_corpus_changes(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    built: list[int] = []
-    build = BM25Index.build
-    monkeypatch.setattr(BM25Index, "build", lambda index: (built.append(1), build(index))[1])
-    folder = tmp_path / "made" / "index"
-    results = [open_index(corpus, folder=folder).search(["capital bears"], 3) for _ in range(3)]
-    assert built == [1] and results[0] == results[1] == results[2]
-    write(corpus, [{"contents": '"Oslo"\nThe capital of Norway.'}])
-    assert open_index(corpus, folder=folder).search(["capital"], 3)[0][0].contents.startswith('"Oslo"')
-    assert built == [1, 1]
-    (folder / "index.json").unlink()  # it ended while it was writing
-    open_index(corpus, folder=folder)
-    assert built == [1, 1, 1]
-
-
-def test_a_damaged_index_and_a_folder_that_is_none_are_one_line(corpus: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "index"
-    open_index(corpus, folder=folder)
-    for file in folder.glob("*.npy"):
-        file.write_bytes(b"\x80\x04nonsense")
-    with pytest.raises(UserError, match="cannot be kept here"):
-        open_index(corpus, folder=folder)
-    with pytest.raises(UserError, match="cannot be kept here"):
-        open_index(corpus, folder=corpus)
-
-
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny random BERT whose name says that it is an e5."""
@@ -128,10 +100,10 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_embeddings_are_means_of_hidden_states_and_the_inner_product_decides(
-    corpus: Path, encoder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpus: Path, encoder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index_module, "_BATCH", 3)  # several passes, with padding
-    index = open_index(corpus, embeddings=encoder, folder=tmp_path / "index")
+    index = open_index(corpus, embeddings=encoder)
     assert isinstance(index, EmbeddingIndex)
     hf, tokenizer = BertModel.from_pretrained(encoder), character_tokenizer(pair=True)
 
@@ -146,8 +118,6 @@ def test_embeddings_are_means_of_hidden_states_and_the_inner_product_decides(
         found = index.search([query], 2)[0]
         assert [d.contents for d in found] == [CONTENTS[i] for i in scores.topk(2).indices]
         torch.testing.assert_close(torch.tensor([d.score for d in found]), scores.topk(2).values, atol=1e-5, rtol=0)
-    again = open_index(corpus, embeddings=encoder, folder=tmp_path / "index")
-    assert again.search(["bears"], 4) == index.search(["bears"], 4)
 
 
 def test_an_encoder_that_is_not_there_is_one_line(corpus: Path) -> None:

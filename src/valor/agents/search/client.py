@@ -74,21 +74,18 @@ class LocalRetriever:
 
 
 def open_retriever(
-    url: str | None = None, corpus: str | None = None, *, topk: int = 3, embeddings: str | None = None, **http: Any
+    url: str | None = None, corpus: str | None = None, *, topk: int = 3, **http: Any
 ) -> HttpRetriever | LocalRetriever:
     """The server at `url`, or an index of the file `corpus`, made once in a process.
 
-    `embeddings`: the encoder of that index, None takes BM25; `http`: further arguments of HttpRetriever, which an index
-    does without. UserError: neither or both are given, or the one given is no good.
+    `http`: further arguments of HttpRetriever, which an index does without. UserError: neither or both are given, or
+    the one given is no good.
     """
-    if url is not None and corpus is None and embeddings is None:
+    if url is not None and corpus is None:
         return HttpRetriever(url, topk=topk, **http)
     if corpus is not None and url is None:
-        return LocalRetriever(_index_here(corpus, embeddings=embeddings), topk=topk)
-    raise UserError(
-        "search needs the address of a server (valor retrieve starts one) or a corpus file, and embeddings go with the "
-        "corpus: give one"
-    )
+        return LocalRetriever(_index_here(corpus), topk=topk)
+    raise UserError("search needs the address of a server (valor retrieve starts one) or a corpus file: give one")
 
 
 _index_here = cache(open_index)

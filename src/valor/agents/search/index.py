@@ -1,7 +1,5 @@
 """A corpus and an index that finds documents in it: BM25 over words, or vectors of a neural encoder."""
 
-import hashlib
-import json
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +15,6 @@ from valor.user_files import installed
 _COLUMNS = ("contents", "title", "text", "ctxs")
 _BATCH = 64  # texts in one forward pass of the encoder
 _MAX_TOKENS = 512  # of a text that the encoder reads
-_MANIFEST = "index.json"
 # What an encoder was trained to see before a query and before a document, by a part of its name.
 _PREFIXES = {
     "e5": ("query: ", "passage: "),
@@ -53,18 +50,6 @@ class Index(ABC):
         return [[Document(self.documents[int(i)], s) for i, s in row if s > self.least] for row in found]
 
     @abstractmethod
-    def build(self) -> None:
-        """Make the index of the documents."""
-
-    @abstractmethod
-    def load(self, folder: Path) -> None:
-        """Read what `save` has written."""
-
-    @abstractmethod
-    def save(self, folder: Path) -> None:
-        """Write the index, without the documents."""
-
-    @abstractmethod
     def _best(self, queries: Sequence[str], k: int) -> tuple[np.ndarray, np.ndarray]:
         """Numbers of documents [Q, k] and their scores [Q, k], falling."""
 
@@ -75,27 +60,22 @@ class BM25Index(Index):
     name = "bm25"
     least = 0.0  # of a document without a word of the query
 
-    def build(self) -> None:
-        words = self._words(self.documents)
+    def __init__(self, documents: Sequence[str]) -> None:
+        super().__init__(documents)
+        self._bm25s = installed("bm25s", "searching by words needs bm25s", "'valor-rl[agents]'")
+        words = self._words(documents)
         if not any(words.ids):
             raise UserError("the corpus has no word of two letters to search by")
-        self._bm25 = _bm25s().BM25()
+        self._bm25 = self._bm25s.BM25()
         self._bm25.index(words, show_progress=False)
-
-    def load(self, folder: Path) -> None:
-        self._bm25 = _bm25s().BM25.load(folder)
-
-    def save(self, folder: Path) -> None:
-        self._bm25.save(folder, show_progress=False)
 
     def _best(self, queries: Sequence[str], k: int) -> tuple[np.ndarray, np.ndarray]:
         words = self._words(queries, return_ids=False)  # the numbers of words are those of the documents' vocabulary
         found = self._bm25.retrieve(words, k=k, show_progress=False)
         return found.documents, found.scores
 
-    @staticmethod
-    def _words(texts: Sequence[str], *, return_ids: bool = True) -> Any:
-        return _bm25s().tokenize(list(texts), stopwords="en", return_ids=return_ids, show_progress=False)
+    def _words(self, texts: Sequence[str], *, return_ids: bool = True) -> Any:
+        return self._bm25s.tokenize(list(texts), stopwords="en", return_ids=return_ids, show_progress=False)
 
 
 class EmbeddingIndex(Index):
@@ -113,21 +93,11 @@ class EmbeddingIndex(Index):
         self._encoder = load_encoder(model).to(self._device)
         self._max_tokens = min(_MAX_TOKENS, self._tokenizer.model_max_length)
         folder = Path(model).name.lower()
-        self._prefixes = next((p for part, p in _PREFIXES.items() if part in folder), ("", ""))
-
-    def build(self) -> None:
-        self._vectors = self._encode([self._prefixes[1] + text for text in self.documents])
-
-    def load(self, folder: Path) -> None:
-        import torch
-
-        self._vectors = torch.from_numpy(np.load(folder / "vectors.npy")).to(self._device)
-
-    def save(self, folder: Path) -> None:
-        np.save(folder / "vectors.npy", self._vectors.cpu().numpy())
+        self._before_query, before = next((p for part, p in _PREFIXES.items() if part in folder), ("", ""))
+        self._vectors = self._encode([before + text for text in documents])
 
     def _best(self, queries: Sequence[str], k: int) -> tuple[np.ndarray, np.ndarray]:
-        scores, ids = (self._encode([self._prefixes[0] + text for text in queries]) @ self._vectors.T).topk(k)
+        scores, ids = (self._encode([self._before_query + text for text in queries]) @ self._vectors.T).topk(k)
         return ids.cpu().numpy(), scores.cpu().numpy()
 
     def _encode(self, texts: Sequence[str]) -> Any:
@@ -154,31 +124,13 @@ class EmbeddingIndex(Index):
         return torch.stack(vectors)
 
 
-def open_index(corpus: str | Path, *, embeddings: str | None = None, folder: Path | None = None) -> Index:
+def open_index(corpus: str | Path, *, embeddings: str | None = None) -> Index:
     """The index of a corpus; `embeddings` is the encoder's name or path, None takes BM25.
 
-    With `folder` it is read from there when it was made of these documents in this way, otherwise made and written
-    there. Raises UserError for a corpus, encoder or folder that cannot be used.
+    Raises UserError for a corpus or an encoder that cannot be used.
     """
     documents = read_corpus(corpus)
-    index = EmbeddingIndex(documents, embeddings) if embeddings else BM25Index(documents)
-    if folder is None:
-        index.build()
-        return index
-    made_of = {"index": index.name, "documents": len(documents), "sha256": _digest(documents)}
-    manifest = folder / _MANIFEST
-    try:
-        if manifest.is_file() and json.loads(manifest.read_text()) == made_of:
-            index.load(folder)
-            return index
-        folder.mkdir(parents=True, exist_ok=True)
-        manifest.unlink(missing_ok=True)
-        index.build()
-        index.save(folder)
-        manifest.write_text(json.dumps(made_of))  # last: without it the index is made again
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder}: the index cannot be kept here ({type(error).__name__}: {error})") from None
-    return index
+    return EmbeddingIndex(documents, embeddings) if embeddings else BM25Index(documents)
 
 
 def read_corpus(path: str | Path) -> list[str]:
@@ -205,14 +157,3 @@ def _documents(record: Mapping[str, Any], where: str) -> Iterator[str]:
             has = ", ".join(found) or "neither"
             raise UserError(f"{where}: a document has the text 'contents', or 'title' and 'text' (this has {has})")
         yield contents
-
-
-def _digest(documents: Sequence[str]) -> str:
-    digest = hashlib.sha256()
-    for text in documents:
-        digest.update(text.encode() + b"\0")
-    return digest.hexdigest()
-
-
-def _bm25s() -> Any:
-    return installed("bm25s", "searching by words needs bm25s", "'valor-rl[agents]'")

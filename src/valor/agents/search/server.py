@@ -91,10 +91,7 @@ def make_app(index: Index, *, topk: int = 3, api_key: str | None = None) -> Star
     help="Documents, where a request names no number.",
 )
 @option("--embeddings", metavar="MODEL", help="An encoder, such as intfloat/e5-base-v2, in place of BM25.")
-@option("--index", "folder", type=PATH, metavar="DIR", help="Keep the index there for the next time.")
-def main(
-    corpus: Path, port: int, host: str, api_key_env: str | None, topk: int, embeddings: str | None, folder: Path | None
-) -> int:
+def main(corpus: Path, port: int, host: str, api_key_env: str | None, topk: int, embeddings: str | None) -> int:
     """Serve Search-R1's POST /retrieve over documents, until a signal ends it.
 
     CORPUS: jsonl(.gz), json or parquet with `contents`, or `title` and `text`, in each row.
@@ -103,7 +100,7 @@ def main(
     require_libraries()
     listening = listen(host, port)
     began = time.perf_counter()
-    index = open_index(corpus, embeddings=embeddings, folder=folder)
+    index = open_index(corpus, embeddings=embeddings)
     app = make_app(index, topk=topk, api_key=api_key)
     seconds = time.perf_counter() - began
     ready = f"{len(index.documents):,} documents by {index.name}, ready after {seconds:.1f} s"

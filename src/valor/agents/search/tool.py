@@ -15,10 +15,9 @@ _SCHEMA = {
     "parameters": {"type": "object", "properties": {"query_list": _QUERIES}, "required": ["query_list"]},
 }
 _NAMES = {"retrieval_service_url": "url", "default_timeout": "timeout"}  # verl's, and ours
-_KEYS = ("url", "corpus", "embeddings", "topk", "timeout", "retries", "max_concurrent", "api_key_env")
+_KEYS = ("url", "corpus", "topk", "timeout", "retries", "max_concurrent", "api_key_env")
 _BOUNDS = ("num_workers", "rate_limit")  # verl's threads and Ray actors; here they bound the requests under way
 _IGNORED = ("type", "enable_global_rate_limit")
-_MAX_QUERIES = 100  # in one call
 
 
 class SearchTool(BaseTool):
@@ -40,13 +39,8 @@ class SearchTool(BaseTool):
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> ToolResult:
         """The reply {"result": text} as JSON."""
-        queries = parameters.get("query_list")
-        if not isinstance(queries, list) or not queries or not all(isinstance(query, str) for query in queries):
-            return _reply("Error: 'query_list' is missing, empty, or not a list of texts.", failed=True)
-        if len(queries) > _MAX_QUERIES:
-            return _reply(f"Error: at most {_MAX_QUERIES} queries in one call.", failed=True)
         try:
-            results = await self._retriever.retrieve(queries)
+            results = await self._retriever.retrieve(parameters["query_list"])
         except SearchFailed as failure:
             return _reply(f"Search error: {failure}", failed=True)
         return _reply(results_text(results) if any(results) else "No search results found.")

@@ -113,5 +113,5 @@ _STARTED = ("tensor_model_parallel_size", "gpu_memory_utilization", "max_model_l
 SERVERS = (
     _spec("server", "server.model"),
     _spec("sglang", "server.sleep", "server.log_dir", *_STARTED, "engine_kwargs.sglang*"),
-    _spec("trtllm", "server.model", "server.sleep", "server.control_key_env"),
+    _spec("trtllm", "server.model", "server.sleep"),
 )

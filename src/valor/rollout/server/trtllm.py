@@ -16,6 +16,7 @@ from valor.rollout.server.connection import root
 from valor.rollout.server.dialects import Ask, Dialect
 
 _HEADER = "x-trtllm-runtime-control"
+_KEY_VARIABLE = "TRTLLM_RUNTIME_CONTROL_API_KEY"  # as trtllm-serve itself reads it
 
 
 def signed(key: str, whole: bool, method: str, path: str, body: bytes) -> dict[str, str]:
@@ -49,7 +50,7 @@ class TensorRTLLM(Dialect):
             raise TrainingStopped(f"the rollout server at {url} does not wake up: it says {status}")
 
     async def _control(self, url: str, body: dict[str, Any] | None = None) -> Any:
-        key = os.environ.get(self._server.control_key_env, "")
+        key = os.environ.get(_KEY_VARIABLE, "")
         try:
             return await self.connection.ask(url, body, pending=True, sign=partial(signed, key, True))
         except TrainingStopped as refused:

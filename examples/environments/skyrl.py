@@ -1,10 +1,13 @@
-"""Environments of SkyRL-Gym: its own, and those that were registered with `skyrl_gym.register`."""
+"""Environments of SkyRL-Gym: its own, and those that were registered with `skyrl_gym.register`.
+
+Needs `pip install skyrl-gym`.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
 from valor.agents.chat import Message
-from valor.agents.environments.base import Step, TextEnvironment
+from valor.agents.environment import Step, TextEnvironment
 from valor.errors import UserError
 from valor.user_files import installed
 
@@ -19,18 +22,18 @@ class _Config(dict[str, Any]):
 
 
 class SkyRLGym(TextEnvironment):
-    """`skyrl_gym:ID`; an ID may be `package.module:ID`, whose import registers it.
+    """The environment `name`, such as gsm8k_multi_turn; a name may be `package.module:ID`, whose import registers it.
 
     `env_config` is the environment's own; further arguments join the row's columns in its `extras`. UserError: it is
     not installed, or there is no such environment.
     """
 
     def __init__(self, name: str, env_config: Mapping[str, Any] | None = None, **extras: Any) -> None:
-        skyrl_gym = installed("skyrl_gym", f"skyrl_gym:{name} needs SkyRL-Gym", "skyrl-gym")
+        skyrl_gym = installed("skyrl_gym", f"{name} needs SkyRL-Gym", "skyrl-gym")
         try:
             self._spec = skyrl_gym.spec(name)
         except (skyrl_gym.error.Error, ImportError) as error:
-            raise UserError(f"skyrl_gym:{name}: {' '.join(str(error).split())}") from None
+            raise UserError(f"SkyRL-Gym, {name}: {' '.join(str(error).split())}") from None
         self._make = skyrl_gym.make
         self._environment: Any = None
         self._config, self._extras = _Config(env_config or {}), extras

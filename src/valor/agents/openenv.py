@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-from valor.agents.environments.base import Step, TextEnvironment, row_number
+from valor.agents.environment import Step, TextEnvironment, row_number
 from valor.agents.tools import as_text
 from valor.errors import UserError
 from valor.rewards.answers import after_thinking
@@ -26,7 +26,7 @@ class OpenEnvError(RuntimeError):
 
 
 class OpenEnv(TextEnvironment):
-    """`openenv:http://host:port`: a session of its own for each episode.
+    """A server at `url` (http://host:port): a session of its own for each episode.
 
     The policy's text is the field `action` of an action, beside the fields `action_fields`; the field `observation` of
     what comes back is shown to it (None: all fields as JSON). `reset` goes to the server's reset, with `seed` (of
@@ -49,7 +49,7 @@ class OpenEnv(TextEnvironment):
         parts = urlsplit(url)
         schemes = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
         if parts.scheme not in schemes or not parts.netloc:
-            raise UserError(f"'{url}' is no address of an OpenEnv server; openenv:http://127.0.0.1:8000 is one")
+            raise UserError(f"'{url}' is no address of an OpenEnv server; http://127.0.0.1:8000 is one")
         self._url = f"{schemes[parts.scheme]}://{parts.netloc}{parts.path.rstrip('/')}/ws"
         self._connect, self._socket = client.connect, None
         self._action, self._fields, self._observation = action, dict(action_fields or {}), observation

@@ -1,4 +1,4 @@
-"""Games of TextArena for one player."""
+"""Games of TextArena for one player. Needs `pip install textarena`."""
 
 import random
 import threading
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from valor.agents.environments.base import Step, TextEnvironment, row_number
+from valor.agents.environment import Step, TextEnvironment, row_number
 from valor.errors import UserError, did_you_mean
 from valor.rewards.answers import after_thinking
 from valor.user_files import installed
@@ -15,13 +15,14 @@ _DRAWING = threading.Lock()
 
 
 class TextArena(TextEnvironment):
-    """`textarena:GAME`. The game is drawn by `extra_info.seed`, or the row's number; arguments are the game's.
+    """The game `game`, such as Wordle-v0, drawn by `extra_info.seed`, or the row's number.
 
-    UserError: TextArena is not installed, there is no such game, or it is not one for a single player.
+    Further arguments are the game's. UserError: TextArena is not installed, there is no such game, or it is not one for
+    a single player.
     """
 
     def __init__(self, game: str, **options: Any) -> None:
-        textarena = installed("textarena", f"textarena:{game} needs TextArena", "textarena")
+        textarena = installed("textarena", f"{game} needs TextArena", "textarena")
         registry = textarena.envs.registration.ENV_REGISTRY
         if game not in registry:
             raise UserError(f"TextArena has no game '{game}'{did_you_mean(game, registry)}")
@@ -38,7 +39,7 @@ class TextArena(TextEnvironment):
             try:
                 self._env.reset(num_players=1, seed=seed)
             except AssertionError as error:
-                raise UserError(f"textarena:{self._game}: {error}: take a game for one player") from None
+                raise UserError(f"{self._game}: {error}: take a game for one player") from None
         return self._observation()
 
     def step(self, text: str) -> Step:

@@ -1,9 +1,12 @@
-"""Puzzles of reasoning-gym with several tries: a wrong answer is told, and the policy may answer again."""
+"""Puzzles of reasoning-gym with several tries: a wrong answer is told, and the policy may answer again.
+
+Needs `pip install 'valor-rl[reasoning]'`; rows by `valor data prepare reasoning_gym/TASK`.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
-from valor.agents.environments.base import Step, TextEnvironment
+from valor.agents.environment import Step, TextEnvironment
 from valor.errors import UserError
 from valor.rewards.reasoning_gym import PREFIX, grade
 from valor.user_files import installed
@@ -12,15 +15,14 @@ _FEEDBACK = "That answer is not right. Try again, and give the final answer insi
 
 
 class ReasoningGym(TextEnvironment):
-    """`reasoning_gym:TASK`, with rows of `valor data prepare reasoning_gym/TASK`.
+    """A puzzle of the task `task`: one of its rows.
 
     At most `tries` answers, each judged by the task's own `score_answer`; after one that is not worth 1, `feedback` is
     told. The episode is worth what its last answer is. UserError: reasoning-gym is not installed, or has no such task.
     """
 
     def __init__(self, task: str, tries: int = 3, feedback: str = _FEEDBACK) -> None:
-        needs = f"reasoning_gym:{task} needs reasoning-gym"
-        tasks = installed("reasoning_gym.factory", needs, "'valor-rl[reasoning]'").DATASETS
+        tasks = installed("reasoning_gym.factory", "puzzles need reasoning-gym", "'valor-rl[reasoning]'").DATASETS
         if task not in tasks:
             raise UserError(f"reasoning-gym has no task '{task}'; it has {', '.join(sorted(tasks))}")
         self._source, self._left, self._feedback, self._last = PREFIX + task, tries, feedback, 0.0

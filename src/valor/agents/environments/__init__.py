@@ -1,1 +1,0 @@
-"""Text environments that exist elsewhere, each behind the same four methods."""
