@@ -181,7 +181,7 @@ class _Products(torch.autograd.Function):
         (b, heads, n, size), (_, kv_heads, m, _), _ = ctx.shapes
         grouped = grads[0].unflatten(1, (kv_heads, -1))
         d_query = keys.new_empty(b, kv_heads, heads // kv_heads, n, size)
-        d_key, d_value = torch.zeros_like(keys), torch.zeros_like(values)
+        d_key, d_value = (torch.zeros_like(x, dtype=torch.float32) for x in (keys, values))  # sums over blocks
         for i, (start, end) in enumerate(_blocks(n, m)):
             queries, weights, part = kept[3 * i : 3 * i + 3]
             grad = grouped[:, :, :, start:end].reshape(part.shape)
@@ -193,7 +193,8 @@ class _Products(torch.autograd.Function):
             d_query[:, :, :, start:end] = _bmm(scores, keys[:, :seen]).view(b, kv_heads, -1, end - start, size)
             d_key[:, :seen] += _bmm(scores.transpose(1, 2), queries)
             d_value[:, :seen] += _bmm(weights.transpose(1, 2), grad)
-        return (*(x.view(shape) for x, shape in zip((d_query, d_key, d_value), ctx.shapes, strict=True)), None)
+        found = (d_query, d_key.to(keys.dtype), d_value.to(values.dtype))
+        return (*(x.view(shape) for x, shape in zip(found, ctx.shapes, strict=True)), None)
 
 
 def _bmm(a: Tensor, b: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from valor.data.prepare import main, script
 from valor.data.recipes.catalogue import RECIPES
 from valor.errors import UserError
 from valor.rewards import compute_score
-from valor.rewards.registry import has_grader
+from valor.rewards.registry import find_grader
 from valor.user_files import load_file
 
 SCRIPTS = Path(__file__).parents[3] / "examples" / "data_preprocess"
@@ -265,7 +265,7 @@ def test_real_files(shared_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         out = tmp_path / name
         assert main([name, "--out", str(out), "--local", *map(str, local), *options]) == 0
         assert capsys.readouterr().out == "".join(f"{out}/{s}.parquet: {n} rows\n" for s, n in expected.items())
-    report = load_file(str(SCRIPTS / "check.py"), "path").check_rows(tmp_path / "gsm8k" / "train.parquet", has_grader)
+    report = load_file(str(SCRIPTS / "check.py"), "path").check_rows(tmp_path / "gsm8k" / "train.parquet", find_grader)
     assert (len(report.rows), report.exit_code) == (7473, 0), str(report)
     rows = read_rows(tmp_path / "gsm8k" / "test.parquet")
     scores = [compute_score(r.data_source, f"So it is\n#### {r.ground_truth}", r.ground_truth) for r in rows[:200]]
