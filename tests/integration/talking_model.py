@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from valor.lab import arithmetic
 
-STEPS, ROWS, LENGTH = 200, 8, 48
+STEPS, ROWS, LENGTH = 300, 8, 48
 
 
 def _turns(rng: random.Random) -> str:
@@ -17,7 +17,7 @@ def _turns(rng: random.Random) -> str:
     for _ in range(LENGTH // 4):  # a turn has at least four tokens
         told = "".join(rng.choices("0123456789+=", k=rng.randint(2, 6)))
         word = "".join(rng.choices("abc", k=2))
-        said = rng.choice([word, word, f"<search>{word}</search>", f"<answer>{word}</answer>"])
+        said = rng.choice([word, f"<search>{word}</search>", f"<search>{word}</search>", f"<answer>{word}</answer>"])
         text += f"{told}<|assistant|>{said}<|end|>"
     return text
 

@@ -257,7 +257,7 @@ def test_search_in_this_process_and_by_a_server(agents, recorded, tmp_path, corp
                 search = ["do_search=true", "max_turns=2", "data.max_start_length=32", "data.max_obs_length=80"]
                 lengths = ["data.max_prompt_length=350", "data.max_response_length=24", "retriever.topk=1"]
                 lengths += [f"{ROLLOUT}.agent.deterministic=true"]  # what runs together decides about the last bits
-                lengths += [f"{ROLLOUT}.n=6"]  # this policy searches in one turn of eight
+                lengths += [f"{ROLLOUT}.n=6"]  # this policy searches now and then
                 assert main(agents(tmp_path / name, *search, *lengths, *place)) == 0
         finally:
             server.send_signal(signal.SIGINT)
