@@ -44,7 +44,7 @@ def test_a_notebook_runs(path, tmp_path):
     import nbformat
 
     notebook = nbformat.read(path, as_version=4)
-    nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    nbclient.NotebookClient(notebook, timeout=400, resources={"metadata": {"path": str(tmp_path)}}).execute()
     said = json.dumps([cell.get("outputs") for cell in notebook.cells])
     told = {
         "first_run": "(?s)reward 0.*val-core/own/reward/mean@1.*True.*valor ppo",
