@@ -22,7 +22,7 @@ _HERE = str(Path(__file__).parent)
 _START = f"import sys; sys.path.insert(0, {_HERE!r}); import launcher; del sys.path[0]; launcher.main()"
 # The system's libraries, and where Nix keeps them; of the rest only Python itself is visible.
 _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/nix/store")
-_SPARE_SECONDS = 10.0  # the supervisor ends what is late; when it says nothing for so much longer, it is ill itself
+_SPARE_SECONDS = 30.0  # the supervisor ends what is late; when it says nothing for so much longer, it is ill itself
 
 
 class SandboxError(RuntimeError):
