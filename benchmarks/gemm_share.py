@@ -5,9 +5,9 @@
     python benchmarks/gemm_share.py --model DIR --dtype float32 --device cuda --rounds 5
 
 The limit is the best of ten products of two 4096 x 4096 matrices, computed as layers do (`models/linear.py`). The
-products of an update are counted, not estimated:
-forward and backward, with what rows share counted once. Share = their operations / limit / seconds of the update (with
-the optimizer's step). Above 0.5, more than half of the time is spent as well as it can be. Prints each round's share.
+products of an update are counted, not estimated: forward and backward, with what rows share counted once. Share = their
+operations / limit / seconds of the update (with the optimizer's step). Above 0.5, more than half of the time is spent
+as well as it can be. Prints each round's share.
 """
 
 import argparse
