@@ -1,212 +1,66 @@
-"""Attention of one new token per row in bfloat16 on CPUs, in two compiled loops: rotary embedding, new column and
-scores; sums of values.
+"""What a decode step does on CPUs beside products with weights, in compiled loops over the rows: norms, and attention
+of one new token per row (rotary embedding, new column and scores; sums of values).
 
-As tensor operations it is some thirty small ones a layer, over rows padded to the longest of them; here each row is
-read to its own length, once, and its products are in float32. numba compiles the loops at first use and keeps the
-result on disk. It does not know bfloat16: such numbers are the upper halves of float32 ones, read and written as
-uint16. In float32 the tensor operations are faster (benchmarks/rollout_speed.py: short rows, few heads), and stay.
+As tensor operations attention is some thirty small ones a layer, over rows padded to the longest of them; here each row
+is read to its own length, once, by whichever of torch's threads is free. numba compiles the loops at first use and
+keeps the result on disk.
 """
 
-from collections.abc import Callable
+import ctypes
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import extending, types
+from numba import carray, types
 from torch import Tensor
 
-from valor.rollout.native.kv_cache import AT_ONCE, BLOCK, SlotCache, as_array
+from valor.rollout.native.kv_cache import AT_ONCE, BLOCK, SlotCache
+from valor.rollout.native.loops import add_rows, compiled, pointer, rotate, score, stored, taken, wide
 
-_1, _2, _3, _4 = (np.uintp(number) for number in range(1, 5))
-_LINE = np.uintp(32)  # numbers of bfloat16 in 64 bytes
-
-
-extension: Any = extending.intrinsic
-
-
-def compiled(function: Callable[..., Any]) -> Any:
-    """Sums may be taken in another order, which is always the same; infinities and NaN stay what they are."""
-    options: dict[str, Any] = {"nogil": True, "fastmath": {"reassoc", "contract", "nsz"}}
-    try:
-        return numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # there is no folder that numba could keep it in
-        return numba.njit(**options)(function)
-
-
-@extension
-def float_of(_context: Any, bits: Any) -> Any:
-    """The float32 number of these 32 bits."""
-    return types.float32(types.uint32), lambda _, builder, __, given: builder.bitcast(given[0], ir.FloatType())
-
-
-@extension
-def bits_of(_context: Any, number: Any) -> Any:
-    """The 32 bits of this float32 number."""
-    return types.uint32(types.float32), lambda _, builder, __, given: builder.bitcast(given[0], ir.IntType(32))
-
-
-@extension
-def fetch(_context: Any, array: Any, index: Any) -> Any:
-    """Asks for the memory at array[index], which need not exist, without waiting for it."""
-
-    def generate(context: Any, builder: Any, _: Any, given: Any) -> Any:
-        data = context.make_array(array)(context, builder, given[0]).data
-        place = builder.bitcast(builder.gep(data, [given[1]]), ir.IntType(8).as_pointer())
-        kind = ir.FunctionType(ir.VoidType(), [place.type, *[ir.IntType(32)] * 3])
-        ask = builder.module.declare_intrinsic("llvm.prefetch", [place.type], kind)
-        builder.call(ask, [place, *(ir.IntType(32)(number) for number in (0, 3, 1))])  # to read, often, data
-        return context.get_dummy_value()
-
-    return types.void(array, types.uintp), generate
+# What the loops are given: `next` is the first row that no thread has taken, `row_columns` and `prompt_columns` how
+# many there are in memory; then the addresses of arrays, whose shapes the loops tell.
+_SIZES = ("next", "rows", "heads", "kv_heads", "size", "width", "row_columns", "prompt_columns")
+_ARRAYS = ("qkv", "cos", "sin", "keys", "values", "prompt_keys", "prompt_values", "lengths", "prompts", "starts")
+STEP = np.dtype([(name, np.int64) for name in (*_SIZES, *_ARRAYS, "scores", "out")] + [("scaling", np.float64)])
+NORM = np.dtype([(name, np.int64) for name in ("next", "rows", "size", "x", "weight", "out")] + [("eps", np.float64)])
+_MANY_FOR_A_NORM = 2**16  # numbers: with fewer, a second thread costs more than it gains
+_MANY = 2**60  # numbers; no array is so long, and none is asked for its length
 
 
 @compiled
-def wide(number: Any) -> Any:
-    """The float32 number whose upper half this is."""
-    return float_of(np.uint32(number) << np.uint32(16))
+def extend_and_score(given: Any, kind: Any) -> None:
+    """Writes each row's new key and value behind its columns, and scores [B, heads, width] of prompt and own columns.
 
-
-@compiled
-def rounded(number: Any) -> Any:
-    """The upper half of a float32 number, rounded to the nearest, ties to even."""
-    bits = bits_of(number)
-    return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
-
-
-# Arrays come flat, with indices that cannot be negative: a slice costs more than what is done with it here, and loops
-# over other indices are not vectorized. Several rows and heads at a time: a sum is read and written less often, and a
-# number read for three heads at once.
-
-
-@compiled
-def add_one(a: Any, at: Any, b: Any, begin: Any, stride: Any, count: Any, sums: Any) -> None:
-    """sums[c] += Σ_m a[at + m] b[begin + m stride + c] for eight m and all c below `count`."""
-    at, i, n = np.uintp(at), np.uintp(begin), np.uintp(stride)
-    a0, a1, a2, a3 = a[at], a[at + _1], a[at + _2], a[at + _3]
-    at += _4
-    a4, a5, a6, a7 = a[at], a[at + _1], a[at + _2], a[at + _3]
-    for c in range(np.uintp(count)):
-        low, high = i + c, i + _4 * n + c
-        sum_low = (a0 * wide(b[low]) + a1 * wide(b[low + n])) + (
-            a2 * wide(b[low + _2 * n]) + a3 * wide(b[low + _3 * n])
-        )
-        sums[c] += sum_low + (
-            (a4 * wide(b[high]) + a5 * wide(b[high + n])) + (a6 * wide(b[high + _2 * n]) + a7 * wide(b[high + _3 * n]))
-        )
-
-
-@compiled
-def add_three(a: Any, at: Any, between: Any, b: Any, begin: Any, stride: Any, count: Any, sums: Any) -> None:
-    """sums[h count + c] += Σ_m a[at + h between + m] b[begin + m stride + c] for four m and three h."""
-    at, i, n, size = np.uintp(at), np.uintp(begin), np.uintp(stride), np.uintp(count)
-    a0, a1, a2, a3 = a[at], a[at + _1], a[at + _2], a[at + _3]
-    at += np.uintp(between)
-    b0, b1, b2, b3 = a[at], a[at + _1], a[at + _2], a[at + _3]
-    at += np.uintp(between)
-    c0, c1, c2, c3 = a[at], a[at + _1], a[at + _2], a[at + _3]
-    for c in range(size):
-        w0, w1, w2, w3 = wide(b[i + c]), wide(b[i + n + c]), wide(b[i + _2 * n + c]), wide(b[i + _3 * n + c])
-        sums[c] += (a0 * w0 + a1 * w1) + (a2 * w2 + a3 * w3)
-        sums[size + c] += (b0 * w0 + b1 * w1) + (b2 * w2 + b3 * w3)
-        sums[_2 * size + c] += (c0 * w0 + c1 * w1) + (c2 * w2 + c3 * w3)
-
-
-@compiled
-def add_rows(
-    heads: Any,
-    a: Any,
-    at: Any,
-    between: Any,
-    b: Any,
-    begin: Any,
-    stride: Any,
-    rows: Any,
-    count: Any,
-    sums: Any,
-    ahead: Any,
-) -> None:
-    """sums [h, c] += Σ_m a[at + h between + m] b[begin + m stride + c] for one or three heads h and all m below `rows`,
-    a multiple of eight. Meanwhile what lies `ahead` is fetched, which comes next."""
-    together = 4 if heads == 3 else AT_ONCE
-    for m in range(0, rows, together):
-        for k in range(np.uintp(m * stride), np.uintp((m + together) * stride), _LINE):
-            fetch(b, np.uintp(begin + ahead) + k)
-        if heads == 3:
-            add_three(a, at + m, between, b, begin + m * stride, stride, count, sums)
-        else:
-            add_one(a, at + m, b, begin + m * stride, stride, count, sums)
-
-
-@compiled
-def rotate(qkv: Any, begin: Any, cos: Any, sin: Any, at: Any, half: Any, by: float, out: Any, to: Any) -> None:
-    """Rotary embedding of the head [2 half] at `begin` times `by`, by cos and sin from `at` on, to out from `to` on."""
-    begin, at, half, to = np.uintp(begin), np.uintp(at), np.uintp(half), np.uintp(to)
-    for d in range(half):
-        low, high = wide(qkv[begin + d]), wide(qkv[begin + half + d])
-        out[to + d] = (low * cos[at + d] - high * sin[at + d]) * by
-        out[to + half + d] = (high * cos[at + half + d] + low * sin[at + half + d]) * by
-
-
-@compiled
-def score(
-    asked: Any, keys: Any, begin: Any, count: Any, ahead: Any, sums: Any, scores: Any, to: Any, width: Any
-) -> Any:
-    """Scores of query heads [D] with the `count` keys from `begin` on, which lie in blocks [D, BLOCK], to scores
-    [heads, width] from `to` on; -inf fills up to a multiple of eight. Returns where the next are to go.
-
-    asked: how many heads, their array, where in it they begin, D."""
-    heads, query, at, size = asked
-    filled = count + -count % AT_ONCE
-    for column in range(0, count, BLOCK):
-        sums[:] = 0.0
-        add_rows(heads, query, at, size, keys, begin + column * size, BLOCK, size, BLOCK, sums, ahead)
-        for number in range(heads):
-            of_head, found = np.uintp(to + number * width + column), np.uintp(number * BLOCK)
-            for c in range(np.uintp(min(BLOCK, filled - column))):
-                scores[of_head + c] = sums[found + c] if c < np.uintp(count - column) else np.float32(-np.inf)
-    return to + filled
-
-
-@compiled
-def extend_and_score(
-    shape: tuple[int, int, int, int],
-    qkv: Any,
-    cos: Any,
-    sin: Any,
-    scaling: float,
-    keys: Any,
-    values: Any,
-    prompt_keys: Any,
-    columns: tuple[int, int],
-    lengths: Any,
-    prompts: Any,
-    starts: Any,
-    scores: Any,
-) -> None:
-    """Writes each row's new key and value behind its columns, and scores [B, heads, W] of prompt and own columns.
-
-    shape: heads, kv heads, D, W; columns: those of rows and prompts in memory, C. qkv [B, heads + 2 kv heads, D]; cos,
-    sin [B, D]; keys [_, kv heads, C / BLOCK, D, BLOCK] and values [_, kv heads, C, D] of the rows, of which lengths [B]
-    columns are in use; prompt_keys like keys, of which row b sees starts[b] columns of prompts[b].
+    Of `kind`: qkv [B, heads + 2 kv heads, D]; keys [_, kv heads, C / BLOCK, D, BLOCK] and values [_, kv heads, C, D] of
+    the rows, of which lengths [B] columns are in use; prompt_keys like keys, of which row b sees starts[b] columns of
+    prompts[b]. Of float32: cos, sin [B, D]; scores.
     """
-    heads, kv_heads, size, width = shape
-    group, next_row, next_prompt = heads // kv_heads, columns[0] * size, columns[1] * size
+    task = carray(given, 1, STEP)[0]
+    qkv, prompt_keys = carray(pointer(task.qkv), _MANY, kind), carray(pointer(task.prompt_keys), _MANY, kind)
+    keys, values = carray(pointer(task.keys), _MANY, kind), carray(pointer(task.values), _MANY, kind)
+    cos, sin = carray(pointer(task.cos), _MANY, np.float32), carray(pointer(task.sin), _MANY, np.float32)
+    scores = carray(pointer(task.scores), _MANY, np.float32)
+    lengths, prompts = carray(pointer(task.lengths), _MANY, np.int64), carray(pointer(task.prompts), _MANY, np.int64)
+    starts, scaling = carray(pointer(task.starts), _MANY, np.int64), np.float32(task.scaling)
+    rows, heads, kv_heads, size, width = task.rows, task.heads, task.kv_heads, task.size, task.width
+    group, next_row, next_prompt = heads // kv_heads, task.row_columns * size, task.prompt_columns * size
     turned, sums = np.empty(group * size, np.float32), np.empty(3 * BLOCK, np.float32)
-    for row in range(len(lengths)):
+    row = taken(given)
+    while row < rows:
         start, own, fed = starts[row], lengths[row], row * (heads + 2 * kv_heads) * size
         for head in range(kv_heads):
             begin, prompt = (row * kv_heads + head) * next_row, (prompts[row] * kv_heads + head) * next_prompt
             rotate(qkv, fed + (heads + head) * size, cos, sin, row * size, size // 2, np.float32(1.0), turned, 0)
             key, value = np.uintp(begin + own // BLOCK * size * BLOCK + own % BLOCK), np.uintp(begin + own * size)
-            given = np.uintp(fed + (heads + kv_heads + head) * size)
+            new = np.uintp(fed + (heads + kv_heads + head) * size)
             for d in range(np.uintp(size)):
-                keys[key + d * np.uintp(BLOCK)] = rounded(turned[d])
-                values[value + d] = qkv[given + d]
+                keys[key + d * np.uintp(BLOCK)] = stored(keys, turned[d])
+                values[value + d] = qkv[new + d]
             for number in range(group):
                 one = fed + (head * group + number) * size
-                rotate(qkv, one, cos, sin, row * size, size // 2, np.float32(scaling), turned, number * size)
+                rotate(qkv, one, cos, sin, row * size, size // 2, scaling, turned, number * size)
             number = 0
             while number < group:
                 many = 3 if group - number >= 3 else 1
@@ -217,25 +71,23 @@ def extend_and_score(
                 for k in range(many):
                     scores[end + k * width : to + (k + 1) * width] = -np.inf
                 number += many
+        row = taken(given)
 
 
 @compiled
-def sum_values(
-    shape: tuple[int, int, int, int],
-    weights: Any,
-    values: Any,
-    prompt_values: Any,
-    columns: tuple[int, int],
-    lengths: Any,
-    prompts: Any,
-    starts: Any,
-    out: Any,
-) -> None:
-    """out [B, heads, D]: the values of prompt and own columns by weights [B, heads, W]; as in `extend_and_score`."""
-    heads, kv_heads, size, width = shape
-    group, next_row, next_prompt = heads // kv_heads, columns[0] * size, columns[1] * size
+def sum_values(given: Any, kind: Any) -> None:
+    """out [B, heads, D]: the values of prompt and own columns by weights [B, heads, width], which are in the place of
+    scores; the rest as in `extend_and_score`."""
+    task = carray(given, 1, STEP)[0]
+    values, prompt_values = carray(pointer(task.values), _MANY, kind), carray(pointer(task.prompt_values), _MANY, kind)
+    out, weights = carray(pointer(task.out), _MANY, kind), carray(pointer(task.scores), _MANY, np.float32)
+    lengths, prompts = carray(pointer(task.lengths), _MANY, np.int64), carray(pointer(task.prompts), _MANY, np.int64)
+    starts = carray(pointer(task.starts), _MANY, np.int64)
+    rows, heads, kv_heads, size, width = task.rows, task.heads, task.kv_heads, task.size, task.width
+    group, next_row, next_prompt = heads // kv_heads, task.row_columns * size, task.prompt_columns * size
     sums = np.empty(3 * size, np.float32)
-    for row in range(len(lengths)):
+    row = taken(given)
+    while row < rows:
         start, own = starts[row] + -starts[row] % AT_ONCE, lengths[row] + 1
         own += -own % AT_ONCE
         for head in range(kv_heads):
@@ -249,32 +101,135 @@ def sum_values(
                 add_rows(many, weights, at + start, width, values, begin, size, own, size, sums, next_row)
                 to = np.uintp(first * size)
                 for d in range(np.uintp(many * size)):
-                    out[to + d] = rounded(sums[d])
+                    out[to + d] = stored(out, sums[d])
                 number += many
+        row = taken(given)
+
+
+@compiled
+def scale_rows(given: Any, kind: Any) -> None:
+    """out [N, D]: the rows x [N, D] over their root mean squares, times weight [D]; all of `kind`."""
+    task = carray(given, 1, NORM)[0]
+    x, out = carray(pointer(task.x), _MANY, kind), carray(pointer(task.out), _MANY, kind)
+    weight = carray(pointer(task.weight), _MANY, kind)
+    rows, size, eps, row = task.rows, np.uintp(task.size), np.float32(task.eps), taken(given)
+    while row < rows:
+        begin, total = np.uintp(row) * size, np.float32(0.0)
+        for c in range(size):
+            total += wide(x[begin + c]) * wide(x[begin + c])
+        scale = np.float32(1.0) / np.sqrt(total / np.float32(size) + eps)
+        for c in range(size):
+            out[begin + c] = stored(out, wide(x[begin + c]) * scale * wide(weight[c]))
+        row = taken(given)
+
+
+def _score_floats(given: Any) -> None:
+    extend_and_score(given, np.float32)
+
+
+def _score_halves(given: Any) -> None:
+    extend_and_score(given, np.uint16)
+
+
+def _sum_floats(given: Any) -> None:
+    sum_values(given, np.float32)
+
+
+def _sum_halves(given: Any) -> None:
+    sum_values(given, np.uint16)
+
+
+def _scale_floats(given: Any) -> None:
+    scale_rows(given, np.float32)
+
+
+def _scale_halves(given: Any) -> None:
+    scale_rows(given, np.uint16)
+
+
+_LOOPS = {
+    "score": {torch.float32: _score_floats, torch.bfloat16: _score_halves},
+    "sum": {torch.float32: _sum_floats, torch.bfloat16: _sum_halves},
+    "scale": {torch.float32: _scale_floats, torch.bfloat16: _scale_halves},
+}
+
+
+@cache
+def _address(loop: str, dtype: torch.dtype) -> int:
+    """Of a loop over numbers of this dtype, as a C function."""
+    return compiled(_LOOPS[loop][dtype], types.void(types.voidptr)).address
+
+
+@cache
+def _in_threads() -> Any:
+    """Runs a C function in all of torch's threads, which other threads would keep from their cores; None where torch
+    has them from a library without this function."""
+    try:
+        run = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    run.argtypes, run.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
+    return run
+
+
+class Task:
+    """What a loop is given: numbers, and addresses of tensors, which have to live as long."""
+
+    def __init__(self, kind: np.dtype, **fields: float | Tensor) -> None:
+        self._fields, self._held = np.zeros((), kind), fields
+        self._place = self._fields.ctypes.data
+        self.set(**fields)
+
+    def set(self, **fields: float | Tensor) -> None:
+        for name, value in fields.items():
+            self._fields[name] = value.data_ptr() if isinstance(value, Tensor) else value
+
+    def run(self, loop: str, dtype: torch.dtype, threads: int) -> None:
+        self._fields["next"], in_threads, address = 0, _in_threads(), _address(loop, dtype)
+        if in_threads is not None and threads > 1:
+            in_threads(address, self._place, threads, 0)
+        else:
+            ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)(self._place)
+
+
+class CompiledNorm:
+    """Root mean square norm over the last dimension, in the dtype of `weight`."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self._dtype, self._task = weight.dtype, Task(NORM, size=len(weight), weight=weight.contiguous(), eps=eps)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x.to(self._dtype).contiguous()
+        out, threads = torch.empty_like(x), torch.get_num_threads() if x.numel() >= _MANY_FOR_A_NORM else 1
+        self._task.set(rows=x.numel() // x.shape[-1], x=x, out=out)
+        self._task.run("scale", self._dtype, threads)
+        return out
 
 
 class CompiledStep:
     """Attention of one decode step of all layers; cos, sin [B, 1, D] of the new tokens."""
 
     def __init__(self, cache: SlotCache, cos: Tensor, sin: Tensor, heads: int, scaling: float) -> None:
-        self._cache = cache
-        self._rotary = (*(x.float().numpy().reshape(-1) for x in (cos, sin)), scaling)
-        rows = tuple(x.numpy() for x in (cache.write_at, cache.prompt_of, cache.starts))
-        self._seen = ((cache.own.columns, (cache.prompts if cache.shared else cache.own).columns), *rows)
-        lengths, _, starts = rows
-        width = (starts + -starts % AT_ONCE + lengths + 1).max()
-        self._scores = torch.empty(len(cos), heads, int(width + -width % AT_ONCE))
+        self._cache, self._heads = cache, heads
+        width = cache.prompt_width + -cache.prompt_width % AT_ONCE + cache.width + -cache.width % AT_ONCE
+        self._scores = torch.empty(len(cos), heads, width)
+        rows: dict[str, Any] = {"lengths": cache.write_at, "prompts": cache.prompt_of, "starts": cache.starts}
+        rows |= {"rows": len(cos), "cos": cos.float(), "sin": sin.float()}
+        prompts = cache.prompts if cache.shared else cache.own
+        columns = {"row_columns": cache.own.columns, "prompt_columns": prompts.columns}
+        self._task = Task(STEP, heads=heads, width=width, scaling=scaling, **rows, **columns)
 
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
         """[B, heads * D] from qkv [B, heads + 2 kv heads, D], which is contiguous."""
-        rows, heads, width = self._scores.shape
-        kv_heads = (qkv.shape[1] - heads) // 2
-        keys, values, prompt_keys, prompt_values = self._cache.arrays(layer, qkv[:, :kv_heads, None])
-        shape = (heads, kv_heads, qkv.shape[2], width)
-        given = (as_array(qkv), *self._rotary, keys, values, prompt_keys)
-        extend_and_score(shape, *given, *self._seen, self._scores.numpy().reshape(-1))
+        kv_heads, size, threads = (qkv.shape[1] - self._heads) // 2, qkv.shape[2], torch.get_num_threads()
+        like = qkv[:, :kv_heads, None]
+        keys, values = self._cache.own.layer(layer, (like, like))
+        prompt_keys, prompt_values = self._cache.prompts.layers.get(layer, (keys, values))
+        self._task.set(kv_heads=kv_heads, size=size, qkv=qkv, keys=keys, values=values, scores=self._scores)
+        self._task.set(prompt_keys=prompt_keys, prompt_values=prompt_values)
+        self._task.run("score", qkv.dtype, threads)
+        out = qkv.new_empty(len(qkv), self._heads * size)
         weights = torch.softmax(self._scores, dim=-1)
-        out = qkv.new_empty(rows, heads * qkv.shape[2])
-        given = (weights.numpy().reshape(-1), values, prompt_values)
-        sum_values(shape, *given, *self._seen, as_array(out))
+        self._task.set(scores=weights, out=out)
+        self._task.run("sum", qkv.dtype, threads)
         return out

@@ -19,12 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.masking_utils import causal_mask_function
 
-from valor.models.linear import computing_dtype, has_own_forward
+from valor.models.linear import computing_dtype, has_own_forward, onednn_is_faster
 from valor.models.lora import merged_weight
 from valor.rollout.native.attention import ScoreRule, decode_attention, prefill_attention, serving, slot_mask
 from valor.rollout.native.kv_cache import AT_ONCE, MIN_GROWTH, PromptCache, SlotCache
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma")  # by `model_type`; SmolLM2 is a llama
+_LEAST_PACKED = 2**18  # numbers of a float32 weight: with fewer, the 20 µs that oneDNN takes to start cost more
 _TYPICAL_ROWS = 64  # for which the layout is chosen; other row counts work as well with it
 _ACTIVATIONS = {"silu": ("swish", ""), "gelu_pytorch_tanh": ("gelu", "tanh"), "gelu": ("gelu", "none")}
 
@@ -41,7 +42,7 @@ class Product:
         weight = weight.to(computing_dtype(weight))
         found_biases = [bias.to(weight.dtype) for bias in biases if bias is not None]
         self._bias = torch.cat(found_biases) if found_biases else None
-        self._packed = _has_packed_layout(weight)
+        self._packed = _has_packed_layout(weight) and _gains_by_it(weight)
         self._weight = _packed(weight) if self._packed else weight
 
     def __call__(self, x: Tensor, activation: str | None = None) -> Tensor:
@@ -75,8 +76,12 @@ def _weight_and_bias(layer: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def _has_packed_layout(weight: Tensor) -> bool:
-    known = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
-    return known and torch.backends.mkldnn.is_available()
+    return _is_on_cpu(weight) and torch.backends.mkldnn.is_available()
+
+
+def _gains_by_it(weight: Tensor) -> bool:
+    """Whether products with this weight are faster in its packed layout."""
+    return weight.numel() >= _LEAST_PACKED or weight.dtype is torch.bfloat16 or onednn_is_faster()
 
 
 def _packed(weight: Tensor) -> Tensor:
@@ -115,10 +120,22 @@ class Norm:
         weight, self._eps = layer.weight, getattr(layer, "variance_epsilon", None) or layer.eps
         # Gemma's multiplies by 1 + weight. What it does to ones tells.
         plain = torch.allclose(layer(torch.ones_like(weight)).float(), weight.float(), atol=1e-2)
-        self._weight = (weight if plain else 1 + weight).to(computing_dtype(weight))
+        self._weight = (weight if plain else 1 + weight).to(computing_dtype(weight)).detach()
+        self._compiled: Callable[[Tensor], Tensor] | None = None
+        if _is_on_cpu(self._weight):
+            from valor.rollout.native.compiled import CompiledNorm  # numba takes half a second to load
+
+            self._compiled = CompiledNorm(self._weight, self._eps)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self._compiled is not None:
+            return self._compiled(x)
         return F.rms_norm(x, self._weight.shape, self._weight, self._eps)
+
+
+def _is_on_cpu(weight: Tensor) -> bool:
+    """In a dtype of which the CPU's fast ways know."""
+    return weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
 
 
 class Layer:
@@ -157,10 +174,10 @@ class Decoder:
         self._rule = ScoreRule(attention.scaling, None, None)
         weight = base.embed_tokens.weight
         self._dtype = computing_dtype(weight)
-        on_cpu = weight.device.type == "cpu" and weight.dtype is torch.bfloat16
-        self.compiled = on_cpu and self._size % AT_ONCE == 0  # attention of decode steps, over blocked keys
+        # Attention of decode steps, over blocked keys.
+        self.compiled = _is_on_cpu(weight) and self._size % AT_ONCE == 0
         if self.compiled:
-            from valor.rollout.native.compiled import CompiledStep  # numba takes half a second to load
+            from valor.rollout.native.compiled import CompiledStep
 
             self._compiled_step = CompiledStep
         self._activation = getattr(config, "hidden_act", None) or config.hidden_activation

@@ -9,7 +9,6 @@ and be moved without touching the others.
 from collections.abc import Sequence
 from itertools import chain
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,11 +28,6 @@ def free_bytes(device: torch.device) -> int | None:
         return None
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
-
-
-def as_array(x: Tensor) -> np.ndarray:
-    """The memory of a bfloat16 tensor, flat: NumPy does not have bfloat16, which comes as uint16."""
-    return x.view(torch.uint16).numpy().reshape(-1)
 
 
 class PromptCache(Cache):
@@ -140,7 +134,6 @@ class SlotCache(Cache):
         self.current_layer = 0
         self.width = 0
         self._index: dict[int, Tensor] = {}
-        self._arrays: dict[int, tuple[tuple[Tensor, ...], tuple[np.ndarray, ...]]] = {}
 
     def reserve_prompts(self, count: int, longest: int) -> None:
         """Make room for `count` more prompts of up to `longest` tokens at once."""
@@ -245,17 +238,6 @@ class SlotCache(Cache):
             first = torch.arange(self.write_at.shape[0] * heads, device=device).view(-1, heads) * self.own.columns
             self._index[heads] = (first + self.write_at[:, None]).view(-1)
         return self._index[heads]
-
-    def arrays(self, layer: int, like: Tensor) -> tuple[np.ndarray, ...]:
-        """Keys and values of the rows, then of the prompts, which stand among the rows where they are not shared; made
-        for heads and size of `like` [_, kv heads, _, head size] if need be."""
-        own, prompts = self.own.layer(layer, (like, like)), self.prompts.layers.get(layer)
-        tensors = (*own, *(prompts or own))
-        kept, arrays = self._arrays.get(layer, ((), ()))
-        if len(kept) != len(tensors) or any(a is not b for a, b in zip(kept, tensors, strict=True)):
-            arrays = tuple(as_array(x) for x in tensors)
-            self._arrays[layer] = tensors, arrays
-        return arrays
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.prompt_width + self.width - 1
