@@ -111,6 +111,8 @@ def run_rank(out: Path) -> None:
     engine = build()
     engine.forward_backward(share, loss_fn, max_tokens=14, temperature=0.8)
     grads = {n: p.grad.full_tensor() for n, p in engine.module.named_parameters()}
+    engine.forward_backward(share, loss_fn, max_tokens=14, temperature=0.8)
+    twice = {n: p.grad.full_tensor() for n, p in engine.module.named_parameters()}
     engine.optimizer_step()
 
     log["kl"], kl_grads = kl_gradients(share)
@@ -164,6 +166,7 @@ def run_rank(out: Path) -> None:
         with torch.no_grad():
             log["generation"] = (cached - reference.hf(input_ids=ids).logits[:, -1]).abs().max().item()
         save_file(grads, out / "grads.safetensors")
+        save_file(twice, out / "twice.safetensors")
         save_file(kl_grads, out / "kl_grads.safetensors")
     again.export(out / "hf")
     frozen = build(frozen=True, forward_prefetch=True, reshard_after_forward=False)
@@ -220,6 +223,12 @@ def test_gradients_add_up_to_those_of_one(root):
     got = load_file(root / "grads.safetensors")
     for name, parameter in engine.module.named_parameters():
         torch.testing.assert_close(got[name], parameter.grad.full_tensor(), rtol=1e-4, atol=1e-6)
+
+
+def test_gradients_of_two_calls_add_up(root):
+    once, twice = load_file(root / "grads.safetensors"), load_file(root / "twice.safetensors")
+    for name, grad in once.items():
+        torch.testing.assert_close(twice[name], 2 * grad, rtol=1e-5, atol=1e-7)
 
 
 def test_the_exact_kl_adds_up_to_that_of_one(root, logs):

@@ -2,6 +2,8 @@
 needed beyond its public interface.
 """
 
+from __future__ import annotations
+
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,7 +21,9 @@ from valor.engines.fsdp.loading import take_weights
 from valor.errors import UserError
 
 
-def shard(module: nn.Module, fsdp: FSDPConfig, device: torch.device, mesh: DeviceMesh) -> list[FSDPModule]:
+def shard(
+    module: nn.Module, fsdp: FSDPConfig, device: torch.device, mesh: DeviceMesh, reductions: ReduceBehind | None
+) -> list[FSDPModule]:
     """Apply FSDP2 in place, layer by layer and then the root; returns the sharded modules as a forward enters them.
 
     Over the `rank_mesh` of the same `fsdp`. The weights are those of rank 0. Parameters keep their dtype as master
@@ -44,8 +48,9 @@ def shard(module: nn.Module, fsdp: FSDPConfig, device: torch.device, mesh: Devic
             # Losses are divided by global denominators, so ranks' gradients add up. A plain sum is what gloo can do.
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
-            if hasattr(sharded, "set_reduce_scatter_unused_params"):  # newer torch: an expert that one rank did not use
-                sharded.set_reduce_scatter_unused_params(True)
+            sharded.set_reduce_scatter_unused_params(True)  # of an expert that one rank did not use
+            if reductions is not None:
+                sharded.set_custom_reduce_scatter(reductions)  # type: ignore[arg-type]
         return sharded
 
     exact = list(cast(Any, module).float32_modules()) if hasattr(module, "float32_modules") else []
@@ -141,6 +146,33 @@ def hooks_off(part: FSDPModule) -> Iterator[None]:
         yield
     finally:
         module._forward_pre_hooks, module._forward_hooks = before, after
+
+
+class ReduceBehind:
+    """FSDP's reduce-scatter on CPUs, behind the backward pass; `finish` waits for what is under way.
+
+    FSDP waits for each there, and so every layer for the slowest process. Nobody asks for a result before `finish` if
+    parameters are float32, of whose gradients it then is the memory, and have no gradients yet: else set `at_once`.
+    """
+
+    def __init__(self) -> None:
+        self.at_once = False
+        self._under_way: list[Any] = []
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        self._under_way = [work for work in self._under_way if not work.is_completed()]  # which frees its input
+        self._under_way.append(dist.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op=True))
+        if self.at_once:
+            self.finish()
+
+    def finish(self) -> None:
+        while self._under_way:
+            self._under_way.pop(0).wait()
 
 
 class ReduceInPlace:
