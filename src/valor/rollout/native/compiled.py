@@ -17,7 +17,7 @@ from numba import carray, types
 from torch import Tensor
 
 from valor.rollout.native.kv_cache import AT_ONCE, BLOCK, SlotCache
-from valor.rollout.native.loops import add_rows, compiled, pointer, rotate, score, stored, taken, wide
+from valor.rollout.native.loops import add_rows, compiled, memory, numbers, rotate, score, stored, taken, wide
 
 # What the loops are given: `next` is the first row that no thread has taken, `row_columns` and `prompt_columns` how
 # many there are in memory; then the addresses of arrays, whose shapes the loops tell.
@@ -29,21 +29,21 @@ _MANY_FOR_A_NORM = 2**16  # numbers: with fewer, a second thread costs more than
 _MANY = 2**60  # numbers; no array is so long, and none is asked for its length
 
 
-@compiled
-def extend_and_score(given: Any, kind: Any) -> None:
+def extend_and_score(given: Any) -> None:
     """Writes each row's new key and value behind its columns, and scores [B, heads, width] of prompt and own columns.
 
-    Of `kind`: qkv [B, heads + 2 kv heads, D]; keys [_, kv heads, C / BLOCK, D, BLOCK] and values [_, kv heads, C, D] of
-    the rows, of which lengths [B] columns are in use; prompt_keys like keys, of which row b sees starts[b] columns of
-    prompts[b]. Of float32: cos, sin [B, D]; scores.
+    given: where a STEP is, as a pointer to numbers of the dtype. Of that dtype: qkv [B, heads + 2 kv heads, D]; keys
+    [_, kv heads, C / BLOCK, D, BLOCK] and values [_, kv heads, C, D] of the rows, of which lengths [B] columns are in
+    use; prompt_keys like keys, of which row b sees starts[b] columns of prompts[b]. Of float32: cos, sin [B, D];
+    scores.
     """
-    task = carray(given, 1, STEP)[0]
-    qkv, prompt_keys = carray(pointer(task.qkv), _MANY, kind), carray(pointer(task.prompt_keys), _MANY, kind)
-    keys, values = carray(pointer(task.keys), _MANY, kind), carray(pointer(task.values), _MANY, kind)
-    cos, sin = carray(pointer(task.cos), _MANY, np.float32), carray(pointer(task.sin), _MANY, np.float32)
-    scores = carray(pointer(task.scores), _MANY, np.float32)
-    lengths, prompts = carray(pointer(task.lengths), _MANY, np.int64), carray(pointer(task.prompts), _MANY, np.int64)
-    starts, scaling = carray(pointer(task.starts), _MANY, np.int64), np.float32(task.scaling)
+    task = carray(memory(given), 1, STEP)[0]
+    qkv, prompt_keys = carray(numbers(given, task.qkv), _MANY), carray(numbers(given, task.prompt_keys), _MANY)
+    keys, values = carray(numbers(given, task.keys), _MANY), carray(numbers(given, task.values), _MANY)
+    cos, sin = carray(memory(task.cos), _MANY, np.float32), carray(memory(task.sin), _MANY, np.float32)
+    scores = carray(memory(task.scores), _MANY, np.float32)
+    lengths, prompts = carray(memory(task.lengths), _MANY, np.int64), carray(memory(task.prompts), _MANY, np.int64)
+    starts, scaling = carray(memory(task.starts), _MANY, np.int64), np.float32(task.scaling)
     rows, heads, kv_heads, size, width = task.rows, task.heads, task.kv_heads, task.size, task.width
     group, next_row, next_prompt = heads // kv_heads, task.row_columns * size, task.prompt_columns * size
     turned, sums = np.empty(group * size, np.float32), np.empty(3 * BLOCK, np.float32)
@@ -74,15 +74,15 @@ def extend_and_score(given: Any, kind: Any) -> None:
         row = taken(given)
 
 
-@compiled
-def sum_values(given: Any, kind: Any) -> None:
+def sum_values(given: Any) -> None:
     """out [B, heads, D]: the values of prompt and own columns by weights [B, heads, width], which are in the place of
     scores; the rest as in `extend_and_score`."""
-    task = carray(given, 1, STEP)[0]
-    values, prompt_values = carray(pointer(task.values), _MANY, kind), carray(pointer(task.prompt_values), _MANY, kind)
-    out, weights = carray(pointer(task.out), _MANY, kind), carray(pointer(task.scores), _MANY, np.float32)
-    lengths, prompts = carray(pointer(task.lengths), _MANY, np.int64), carray(pointer(task.prompts), _MANY, np.int64)
-    starts = carray(pointer(task.starts), _MANY, np.int64)
+    task = carray(memory(given), 1, STEP)[0]
+    values, out = carray(numbers(given, task.values), _MANY), carray(numbers(given, task.out), _MANY)
+    prompt_values = carray(numbers(given, task.prompt_values), _MANY)
+    weights = carray(memory(task.scores), _MANY, np.float32)
+    lengths, prompts = carray(memory(task.lengths), _MANY, np.int64), carray(memory(task.prompts), _MANY, np.int64)
+    starts = carray(memory(task.starts), _MANY, np.int64)
     rows, heads, kv_heads, size, width = task.rows, task.heads, task.kv_heads, task.size, task.width
     group, next_row, next_prompt = heads // kv_heads, task.row_columns * size, task.prompt_columns * size
     sums = np.empty(3 * size, np.float32)
@@ -106,12 +106,11 @@ def sum_values(given: Any, kind: Any) -> None:
         row = taken(given)
 
 
-@compiled
-def scale_rows(given: Any, kind: Any) -> None:
-    """out [N, D]: the rows x [N, D] over their root mean squares, times weight [D]; all of `kind`."""
-    task = carray(given, 1, NORM)[0]
-    x, out = carray(pointer(task.x), _MANY, kind), carray(pointer(task.out), _MANY, kind)
-    weight = carray(pointer(task.weight), _MANY, kind)
+def scale_rows(given: Any) -> None:
+    """out [N, D]: the rows x [N, D] over their root mean squares, times weight [D]. given: a NORM's place."""
+    task = carray(memory(given), 1, NORM)[0]
+    x, out = carray(numbers(given, task.x), _MANY), carray(numbers(given, task.out), _MANY)
+    weight = carray(numbers(given, task.weight), _MANY)
     rows, size, eps, row = task.rows, np.uintp(task.size), np.float32(task.eps), taken(given)
     while row < rows:
         begin, total = np.uintp(row) * size, np.float32(0.0)
@@ -123,41 +122,15 @@ def scale_rows(given: Any, kind: Any) -> None:
         row = taken(given)
 
 
-def _score_floats(given: Any) -> None:
-    extend_and_score(given, np.float32)
-
-
-def _score_halves(given: Any) -> None:
-    extend_and_score(given, np.uint16)
-
-
-def _sum_floats(given: Any) -> None:
-    sum_values(given, np.float32)
-
-
-def _sum_halves(given: Any) -> None:
-    sum_values(given, np.uint16)
-
-
-def _scale_floats(given: Any) -> None:
-    scale_rows(given, np.float32)
-
-
-def _scale_halves(given: Any) -> None:
-    scale_rows(given, np.uint16)
-
-
-_LOOPS = {
-    "score": {torch.float32: _score_floats, torch.bfloat16: _score_halves},
-    "sum": {torch.float32: _sum_floats, torch.bfloat16: _sum_halves},
-    "scale": {torch.float32: _scale_floats, torch.bfloat16: _scale_halves},
-}
+# By name, and what the numbers of a dtype are to numba.
+_LOOPS: dict[str, Any] = {"score": extend_and_score, "sum": sum_values, "scale": scale_rows}
+_KINDS: dict[torch.dtype, Any] = {torch.float32: types.float32, torch.bfloat16: types.uint16}
 
 
 @cache
 def _address(loop: str, dtype: torch.dtype) -> int:
     """Of a loop over numbers of this dtype, as a C function."""
-    return compiled(_LOOPS[loop][dtype], types.void(types.voidptr)).address
+    return compiled(_LOOPS[loop], types.void(types.CPointer(_KINDS[dtype]))).address
 
 
 @cache

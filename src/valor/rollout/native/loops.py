@@ -60,9 +60,20 @@ def stored(_context: Any, array: Any, number: Any) -> Any:
 
 
 @extension
-def pointer(_context: Any, address: Any) -> Any:
-    """To the memory at an address."""
-    return types.voidptr(types.int64), lambda _, builder, __, given: builder.inttoptr(given[0], BYTE.as_pointer())
+def memory(_context: Any, address: Any) -> Any:
+    """A pointer to the memory at an address, or at another pointer."""
+
+    def generate(_: Any, builder: Any, __: Any, given: Any) -> Any:
+        turn = builder.inttoptr if isinstance(address, types.Integer) else builder.bitcast
+        return turn(given[0], BYTE.as_pointer())
+
+    return types.voidptr(address), generate
+
+
+@extension
+def numbers(_context: Any, like: Any, address: Any) -> Any:
+    """A pointer to the numbers at an address, which are of the kind that `like` points to."""
+    return like(like, address), lambda _, builder, __, given: builder.inttoptr(given[1], given[0].type)
 
 
 @extension
