@@ -14,6 +14,9 @@ _RESET = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
 _GB = 2.0**30
 
+# Large CPU tensors in pages of 2 MiB, which the kernel has ready sooner; torch reads this as it makes its first tensor.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
 
 def use_expandable_segments() -> None:
     """Ask CUDA's allocator for segments that grow, which lengths that vary do not fragment; the user's setting stands.
