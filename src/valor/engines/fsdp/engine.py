@@ -105,6 +105,7 @@ class FSDPEngine(EngineCore):
         self._ahead = mesh.size() > 1 and device.type == "cpu" and not self._saves_memory
         exact = all(p.dtype is torch.float32 for p in module.parameters() if p.requires_grad)
         self._reductions = ReduceBehind() if self._ahead and exact and mesh.ndim == 1 else None
+        self._gathers: list[Any] = []
         self._parts = shard(module, fsdp, device, mesh, self._reductions)
         self._host_resident = device.type == "cpu" or fsdp.offload_policy  # nothing to move between phases
         self._checkpointing = any(getattr(m, "gradient_checkpointing", False) for m in module.modules())
@@ -298,11 +299,13 @@ class FSDPEngine(EngineCore):
         """On CPUs, ask for all weights at once: they come while the first layers compute, and no layer waits for the
         slowest process, as each does where FSDP asks. On GPUs a stream of their own does this."""
         if self._ahead:
-            for part in self._parts:
-                part.unshard(async_op=True)
+            self._gathers = [part.unshard(async_op=True) for part in self._parts]
 
     def _reshard(self) -> None:
-        """Back to sharded parameters: the root keeps its copy after a forward, which the next step makes stale."""
+        """Back to sharded parameters: the root keeps its copy after a forward, which the next step makes stale, and so
+        does a part that the pass did not use what was gathered for it."""
+        while self._gathers:
+            self._gathers.pop().wait()
         for part in self._parts:
             part.reshard()
 
