@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial, wraps
+from operator import itemgetter
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -141,21 +142,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=1, help="all forms by turns, so often; medians are printed")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=88)
     parser.add_argument("--response", type=int, default=128)
     parser.add_argument("--max-tokens", type=int, default=4096)
     parser.add_argument("--reshard", action="store_true", help="fsdp_config.reshard_after_forward=true, as on GPUs")
     args = parser.parse_args()
+    found: dict[int, list[tuple[float, int, Said]]] = {world: [] for world in args.ranks}
+    apart: dict[int, list[float]] = {world: [] for world in args.ranks}
+    for _ in range(args.rounds):
+        for world in args.ranks:
+            found[world].append(run(world, args))
+            apart[world].append(side_by_side(world, args) if world > 1 else found[world][-1][0])
     first = 0.0
     print("| ranks | micro-batches | seconds of an update | of runs side by side | weak scaling |", end="")
     print(" against side by side | collective | dtype | calls | MB | seconds |")
     print("|---:|---:|---:|---:|---:|---:|---|---|---:|---:|---:|")
     for world in args.ranks:
-        seconds, passes, said = run(world, args)
-        first = first or seconds
-        apart = side_by_side(world, args) if world > 1 else seconds
-        head = f"| {world} | {passes} | {seconds:.2f} | {apart:.2f} | {first / seconds:.2f} | {apart / seconds:.2f} |"
+        seconds, passes, said = sorted(found[world], key=itemgetter(0))[args.rounds // 2]
+        first, beside = first or seconds, statistics.median(apart[world])
+        head = f"| {world} | {passes} | {seconds:.2f} | {beside:.2f} | {first / seconds:.2f} | {beside / seconds:.2f} |"
         for (kind, dtype), (calls, size, spent) in sorted(said.items()) or [(("", ""), (0, 0, 0.0))]:
             print(f"{head} {kind} | {dtype} | {calls:.0f} | {size / 1e6:,.1f} | {spent:.2f} |", flush=True)
             head = "| | | | | | |"
