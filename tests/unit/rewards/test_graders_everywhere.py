@@ -105,6 +105,12 @@ PIECES = [
 GENERATED = st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=3)), max_size=40).map("".join)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def computer_algebra() -> None:
+    """Imported before anything is timed: on a slow machine the import alone takes seconds."""
+    compute_score("math", r"\boxed{\int_0^1 y dy}", r"\int_0^1 x dx")
+
+
 def verdict(sample: Sample) -> float | None:
     """Whether it is right; None where a grader says that it could not decide."""
     start = time.thread_time()  # others use the machine too
@@ -136,7 +142,6 @@ def test_outputs_of_real_models(shared_dir: Path, name: str, truth: str) -> None
 
 
 def test_what_computer_algebra_decides_as_well() -> None:
-    compute_score("math", r"\boxed{\int_0^1 y dy}", r"\int_0^1 x dx")  # the import of computer algebra
     verdicts = check_everywhere([Sample("math", text, truth) for text, truth, _ in DECIDED])
     assert all(found in (None, right) for found, (_, _, right) in zip(verdicts, DECIDED, strict=True))
     assert verdicts.count(None) <= 2
