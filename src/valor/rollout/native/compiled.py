@@ -17,7 +17,18 @@ from numba import carray, types
 from torch import Tensor
 
 from valor.rollout.native.kv_cache import AT_ONCE, BLOCK, SlotCache
-from valor.rollout.native.loops import add_rows, compiled, memory, numbers, rotate, score, stored, taken, wide
+from valor.rollout.native.loops import (
+    MOST_HEADS,
+    add_rows,
+    compiled,
+    memory,
+    numbers,
+    rotate,
+    score,
+    stored,
+    taken,
+    wide,
+)
 
 # What the loops are given: `next` is the first row that no thread has taken, `row_columns` and `prompt_columns` how
 # many there are in memory; then the addresses of arrays, whose shapes the loops tell.
@@ -46,7 +57,7 @@ def extend_and_score(given: Any) -> None:
     starts, scaling = carray(memory(task.starts), _MANY, np.int64), np.float32(task.scaling)
     rows, heads, kv_heads, size, width = task.rows, task.heads, task.kv_heads, task.size, task.width
     group, next_row, next_prompt = heads // kv_heads, task.row_columns * size, task.prompt_columns * size
-    turned, sums = np.empty(group * size, np.float32), np.empty(3 * BLOCK, np.float32)
+    turned, sums = np.empty(group * size, np.float32), np.empty(MOST_HEADS * BLOCK, np.float32)
     row = taken(given)
     while row < rows:
         start, own, fed = starts[row], lengths[row], row * (heads + 2 * kv_heads) * size
@@ -63,7 +74,7 @@ def extend_and_score(given: Any) -> None:
                 rotate(qkv, one, cos, sin, row * size, size // 2, scaling, turned, number * size)
             number = 0
             while number < group:
-                many = 3 if group - number >= 3 else 1
+                many = min(group - number, MOST_HEADS)
                 to = (row * heads + head * group + number) * width
                 asked = (many, turned, number * size, size)
                 end = score(asked, prompt_keys, prompt, start, next_prompt, sums, scores, to, width)
@@ -85,7 +96,7 @@ def sum_values(given: Any) -> None:
     starts = carray(memory(task.starts), _MANY, np.int64)
     rows, heads, kv_heads, size, width = task.rows, task.heads, task.kv_heads, task.size, task.width
     group, next_row, next_prompt = heads // kv_heads, task.row_columns * size, task.prompt_columns * size
-    sums = np.empty(3 * size, np.float32)
+    sums = np.empty(MOST_HEADS * size, np.float32)
     row = taken(given)
     while row < rows:
         start, own = starts[row] + -starts[row] % AT_ONCE, lengths[row] + 1
@@ -94,7 +105,7 @@ def sum_values(given: Any) -> None:
             begin, prompt = (row * kv_heads + head) * next_row, (prompts[row] * kv_heads + head) * next_prompt
             number = 0
             while number < group:
-                many, first = 3 if group - number >= 3 else 1, row * heads + head * group + number
+                many, first = min(group - number, MOST_HEADS), row * heads + head * group + number
                 sums[:] = 0.0
                 at = first * width
                 add_rows(many, weights, at, width, prompt_values, prompt, size, start, size, sums, next_prompt)

@@ -9,9 +9,10 @@ and in float32 it beats the BLAS behind `nn.Linear` about twofold on some proces
 (benchmarks/rollout_speed.py). Packing costs one pass over the weights and a second copy of them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -175,91 +176,120 @@ class Decoder:
         weight = base.embed_tokens.weight
         self._dtype = computing_dtype(weight)
         # Attention of decode steps, over blocked keys.
-        self.compiled = _is_on_cpu(weight) and self._size % AT_ONCE == 0
+        self.compiled, self._step = _is_on_cpu(weight) and self._size % AT_ONCE == 0, StepOfTensors
         if self.compiled:
             from valor.rollout.native.compiled import CompiledStep
 
-            self._compiled_step = CompiledStep
+            self._step = CompiledStep
         self._activation = getattr(config, "hidden_act", None) or config.hidden_activation
         _ACTIVATIONS[self._activation]
 
-    def __call__(self, input_ids: Tensor, position_ids: Tensor, cache: PromptCache | SlotCache) -> Tensor:
-        """Logits [B, V] after the last of the tokens [B, q], whose keys and values go to `cache`."""
-        batch, count = input_ids.shape
-        hidden = self._embed(input_ids)
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, cache: SlotCache) -> Tensor:
+        """Logits [B, V] after a decode step's tokens [B, 1], whose keys and values go to `cache`."""
+        hidden = self._embed(input_ids)[:, 0]
         cos, sin = self._angles(hidden, position_ids, cache)
-        attend: Callable[[int, Tensor], Tensor]
-        if isinstance(cache, SlotCache) and self.compiled:
-            attend = self._compiled_step(cache, cos, sin, self._heads, self._rule.scaling)
-        else:
-            attend = self._step_of_tensors(cache, cos.unsqueeze(2), sin.unsqueeze(2), batch, count)
-        x = hidden.flatten(0, 1).to(self._dtype)
+        attend = self._step(cache, cos, sin, self._heads, self._rule.scaling)
+        x = hidden.to(self._dtype)
         for number, layer in enumerate(self._layers):
-            qkv = layer.qkv(layer.before(x)).view(len(x), -1, self._size)
-            if layer.head_norms is not None:
-                parts = zip((*layer.head_norms, None), qkv.split(self._parts, dim=1), strict=True)
-                qkv = torch.cat([norm(part) if norm else part for norm, part in parts], dim=1)
-            found = attend(number, qkv.to(hidden.dtype)).to(x.dtype)
-            x = layer.out.joined(found, x, "add")
-            inner = layer.between(x)
-            inner = layer.up.joined(inner, layer.gate(inner, self._activation), "mul")
-            x = layer.down.joined(inner, x, "add")
-        last = x if count == 1 else x.view(batch, count, -1)[:, -1]
-        return self._head(self._norm(last))
+            x = self._after(layer, x, attend(number, self._qkv(layer, x).to(hidden.dtype)))
+        return self._head(self._norm(x))
 
-    def _angles(self, hidden: Tensor, position_ids: Tensor, cache: PromptCache | SlotCache) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [B, q, D] of the tokens' angles; of decode steps from a table, where a position has the
-        same angles whatever else is read."""
-        longest = cache.get_mask_sizes(1, 0)[0]
-        if isinstance(cache, PromptCache) or any(kind in self._rotary.rope_type for kind in ("dynamic", "longrope")):
+    def prefill(self, prompts: Sequence[Sequence[int]], cache: PromptCache) -> None:
+        """Keys and values of the prompts to `cache`, padded on the right: only attention computes with the padding.
+
+        Of the last layer nothing else is asked.
+        """
+        device, width = self._embed.weight.device, max(map(len, prompts))
+        hidden = self._embed(torch.tensor([[*chain.from_iterable(prompts)]], device=device))[0]
+        kept = [row * width + column for row, prompt in enumerate(prompts) for column in range(len(prompt))]
+        places = torch.tensor(kept, device=device)
+        cos, sin = self._rotary(hidden, position_ids=torch.arange(width, device=device)[None])
+        x = hidden.to(self._dtype)
+        for number, layer in enumerate(self._layers):
+            qkv = self._qkv(layer, x).to(hidden.dtype)
+            padded = qkv.new_zeros(len(prompts) * width, *qkv.shape[1:]).index_copy_(0, places, qkv)
+            query, key, value = rotated(padded.unflatten(0, (-1, width)), cos, sin, self._heads)
+            cache.update(key, value, number)
+            if layer is not self._layers[-1]:
+                found = prefill_attention(cache, query, key, value, None, self._rule).flatten(2).flatten(0, 1)
+                x = self._after(layer, x, found[places])
+
+    def _qkv(self, layer: Layer, x: Tensor) -> Tensor:
+        """[N, heads + 2 kv heads, D] from the layer's input x [N, hidden]."""
+        qkv = layer.qkv(layer.before(x)).view(len(x), -1, self._size)
+        if layer.head_norms is None:
+            return qkv
+        parts = zip((*layer.head_norms, None), qkv.split(self._parts, dim=1), strict=True)
+        return torch.cat([norm(part) if norm else part for norm, part in parts], dim=1)
+
+    def _after(self, layer: Layer, x: Tensor, attended: Tensor) -> Tensor:
+        """The layer's output from its input x and what its attention found [N, heads * D]."""
+        x = layer.out.joined(attended.to(x.dtype), x, "add")
+        inner = layer.between(x)
+        inner = layer.up.joined(inner, layer.gate(inner, self._activation), "mul")
+        return layer.down.joined(inner, x, "add")
+
+    def _angles(self, hidden: Tensor, position_ids: Tensor, cache: SlotCache) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [B, 1, D] of the tokens' angles, from a table where a position has the same angles
+        whatever else is read."""
+        if any(kind in self._rotary.rope_type for kind in ("dynamic", "longrope")):
             return self._rotary(hidden, position_ids=position_ids)
+        longest = cache.get_mask_sizes(1, 0)[0]
         if self._by_position is None or len(self._by_position[0]) < longest:
             every = torch.arange(2 * longest + MIN_GROWTH, device=hidden.device)[None]
             cos, sin = self._rotary(hidden, position_ids=every)
             self._by_position = cos[0], sin[0]
-        flat = position_ids.flatten()
-        cos, sin = (table.index_select(0, flat).view(*position_ids.shape, -1) for table in self._by_position)
+        cos, sin = (table.index_select(0, position_ids[:, 0])[:, None] for table in self._by_position)
         return cos, sin
 
-    def _step_of_tensors(
-        self, cache: PromptCache | SlotCache, cos: Tensor, sin: Tensor, batch: int, count: int
-    ) -> Callable[[int, Tensor], Tensor]:
-        """Attention by tensor operations: [B q, heads * D] from qkv [B q, heads + 2 kv heads, D]."""
-        half = self._size // 2
+
+class StepOfTensors:
+    """Attention of one decode step of all layers by tensor operations; cos, sin [B, 1, D] of the new tokens."""
+
+    def __init__(self, cache: SlotCache, cos: Tensor, sin: Tensor, heads: int, scaling: float) -> None:
+        self._cache, self._angles, self._heads = cache, (cos, sin), heads
+        self._rule = ScoreRule(scaling, None, None)
         with serving(cache):
-            width = cache.get_mask_sizes(count, 0)[0]
+            width = cache.get_mask_sizes(1, 0)[0]
             options: dict[str, Any] = {"mask_function": causal_mask_function, "device": cos.device}
-            mask = slot_mask(q_length=count, kv_length=width, **options)
+            self._mask = slot_mask(q_length=1, kv_length=width, **options)
 
-        def attend(layer: int, qkv: Tensor) -> Tensor:
-            qkv = qkv.unflatten(0, (batch, count))
-            qk, value = qkv.split([self._heads + self._kv_heads, self._kv_heads], dim=2)
-            rotated = qk * cos
-            rotated[..., :half].addcmul_(qk[..., half:], sin[..., :half], value=-1)
-            rotated[..., half:].addcmul_(qk[..., :half], sin[..., half:])
-            query, key = rotated.transpose(1, 2).split([self._heads, self._kv_heads], dim=1)
-            key, value = cache.update(key, value.transpose(1, 2), layer)
-            found = prefill_attention if isinstance(cache, PromptCache) else decode_attention
-            return found(cache, query, key, value, mask, self._rule).reshape(len(qkv) * count, -1)  # type: ignore
+    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
+        """[B, heads * D] from qkv [B, heads + 2 kv heads, D]."""
+        query, key, value = rotated(qkv[:, None], *self._angles, self._heads)
+        key, value = self._cache.update(key, value, layer)
+        return decode_attention(self._cache, query, key, value, self._mask, self._rule).flatten(1)
 
-        return attend
+
+def rotated(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [B, (kv) heads, q, D] of qkv [B, q, heads + 2 kv heads, D], the first two after rotary
+    embedding by cos and sin [B or 1, q, D]."""
+    kv_heads, half = (qkv.shape[2] - heads) // 2, qkv.shape[3] // 2
+    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
+    qk, value = qkv.split([heads + kv_heads, kv_heads], dim=2)
+    turned = qk * cos
+    turned[..., :half].addcmul_(qk[..., half:], sin[..., :half], value=-1)
+    turned[..., half:].addcmul_(qk[..., :half], sin[..., half:])
+    query, key = turned.transpose(1, 2).split([heads, kv_heads], dim=1)
+    return query, key, value.transpose(1, 2)
 
 
 def agrees(decoder: Decoder, hf: Any) -> bool:
     """Whether a prefill and a decode step give the logits of the model itself for two short prompts; inside
     `generation_mode`."""
-    weight = hf.get_input_embeddings().weight
+    weight, lengths = hf.get_input_embeddings().weight, [5, 3]
     ids = (torch.arange(12, device=weight.device).view(2, 6) * 7919 + 13) % len(weight)
-    places = torch.arange(6, device=ids.device)[None]
+    after = torch.arange(2, device=ids.device), torch.tensor(lengths, device=ids.device)
     whole, prompts = PromptCache(), PromptCache()
     with serving(whole):
-        expected = hf(input_ids=ids, position_ids=places, past_key_values=whole, use_cache=True).logits[:, -1].float()
-    decoder(ids[:, :-1], places[:, :-1], prompts)
+        places = torch.arange(6, device=ids.device)[None]
+        expected = hf(input_ids=ids, position_ids=places, past_key_values=whole, use_cache=True).logits[after].float()
+    decoder.prefill([row[:length] for row, length in zip(ids.tolist(), lengths, strict=True)], prompts)
     rows = SlotCache(2, shared=False, blocked=decoder.compiled)
-    rows.reserve_prompts(2, 5)
-    numbers = [rows.add_prompt(prompts, row, 5, slice(row, row + 1)) for row in range(2)]
-    rows.arrange(numbers, [5, 5], ids.device)
+    rows.reserve_prompts(2, max(lengths))
+    numbers = [rows.add_prompt(prompts, row, length, slice(row, row + 1)) for row, length in enumerate(lengths)]
+    rows.arrange(numbers, lengths, ids.device)
     rows.advance()
-    found = decoder(ids[:, -1:], rows.positions[:, None], rows).float()
+    found = decoder(ids[after][:, None], rows.positions[:, None], rows).float()
     tolerance = 1e-5 if weight.dtype is torch.float32 else 0.1  # what goes wrong goes wrong by much more
     return bool((found - expected).norm() <= tolerance * expected.norm())

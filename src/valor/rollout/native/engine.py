@@ -116,10 +116,14 @@ class NativeEngine(RolloutEngine):
         if self._decoder is None:
             self._layout.enter_context(packed_linears(self._hf))
 
-    def _model(self, input_ids: Tensor, position_ids: Tensor, cache: PromptCache | SlotCache) -> Tensor:
-        """Logits [B, V] after the last of the tokens [B, q]."""
+    def _step(self, fed: Tensor, cache: SlotCache) -> Tensor:
+        """Logits [B, V] after the tokens `fed` [B]."""
         if self._decoder is not None:
-            return self._decoder(input_ids, position_ids, cache)
+            return self._decoder(fed[:, None], cache.positions[:, None], cache)
+        return self._forward(fed[:, None], cache.positions[:, None], cache)
+
+    def _forward(self, input_ids: Tensor, position_ids: Tensor, cache: PromptCache | SlotCache) -> Tensor:
+        """Logits [B, V] after the last of the tokens [B, q], by the model's own forward pass."""
         inputs = {"input_ids": input_ids, "position_ids": position_ids, "past_key_values": cache}
         with serving(cache):
             return self._hf(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
@@ -174,19 +178,21 @@ class NativeEngine(RolloutEngine):
         device = input_device(self._hf)
         left = len(groups)
         for batch in _padded_batches(groups):
-            width = max(len(group.prompt_ids) for group in batch) - 1
-            prefill = PromptCache()
-            if width:
+            prompts, prefill = [group.prompt_ids[:-1] for group in batch], PromptCache()
+            width = max(map(len, prompts))
+            if width and self._decoder is not None:
+                self._decoder.prefill(prompts, prefill)
+            elif width:
                 # Padding (any token) on the right: causal attention keeps it from touching what comes before.
-                padded = [[*g.prompt_ids[:-1], *g.prompt_ids[-1:] * width][:width] for g in batch]
-                self._model(torch.tensor(padded, device=device), torch.arange(width, device=device)[None], prefill)
+                padded = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts], device=device)
+                self._forward(padded, torch.arange(width, device=device)[None], prefill)
             if not rows:
                 cache.shared &= prefill.direct
             cache.reserve_prompts(left, width)
             left -= len(batch)
             for index, group in enumerate(batch):
                 samples = slice(len(rows), len(rows) + len(group.members))
-                prompt = cache.add_prompt(prefill, index, len(group.prompt_ids) - 1, samples)
+                prompt = cache.add_prompt(prefill, index, len(prompts[index]), samples)
                 rows.extend(self._new_row(request, prompt) for request in group.members)
 
     def _new_row(self, request: Request, prompt: int) -> Row:
@@ -236,8 +242,7 @@ class NativeEngine(RolloutEngine):
         per_test = STEPS_PER_TEST["cpu" if device.type == "cpu" else "cuda"]
         for step in range(steps):
             cache.advance()
-            logits = self._model(fed[:, None], cache.positions[:, None], cache)
-            fed, log_probs = sampler(logits, uniforms[step])
+            fed, log_probs = sampler(self._step(fed, cache), uniforms[step])
             chosen.append(fed)
             scored.append(log_probs)
             ended = ended | (fed[:, None] == stops).any()

@@ -4,22 +4,27 @@ Numbers are float32, or bfloat16, which numba does not know: such numbers are th
 and written as uint16. Sums are float32 always.
 """
 
+import functools
+import itertools
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
 from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
 from numba import extending, types
+from numba.core import cgutils
 
 from valor.rollout.native.kv_cache import AT_ONCE, BLOCK
 
-_1, _2, _3, _4 = (np.uintp(number) for number in range(1, 5))
-_LINE = np.uintp(64)  # bytes that memory is fetched by
+MOST_HEADS = 3  # that `add_rows` takes at once
+LANES = 16 if get_host_cpu_features().get("avx512f") else 8  # of a vector
+LINE = 64  # bytes that memory is fetched by
 
 extension: Any = extending.intrinsic
-BYTE, HALF, WORD, FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()
+BYTE, HALF, WORD, INT, FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 
 def compiled(function: Callable[..., Any], signature: Any = None) -> Any:
@@ -88,60 +93,8 @@ def taken(_context: Any, counter: Any) -> Any:
 
 
 @extension
-def fetch(_context: Any, array: Any, index: Any) -> Any:
-    """Asks for the memory at array[index], which need not exist, without waiting for it."""
-
-    def generate(context: Any, builder: Any, _: Any, given: Any) -> Any:
-        data = context.make_array(array)(context, builder, given[0]).data
-        place = builder.bitcast(builder.gep(data, [given[1]]), BYTE.as_pointer())
-        kind = ir.FunctionType(ir.VoidType(), [place.type, *[WORD] * 3])
-        ask = builder.module.declare_intrinsic("llvm.prefetch", [place.type], kind)
-        builder.call(ask, [place, *(WORD(number) for number in (0, 3, 1))])  # to read, often, data
-        return context.get_dummy_value()
-
-    return types.void(array, types.uintp), generate
-
-
-# Arrays come flat, with indices that cannot be negative: a slice costs more than what is done with it here, and loops
-# over other indices are not vectorized. Several rows and heads at a time: a sum is read and written less often, and a
-# number read for three heads at once.
-
-
-@compiled
-def add_one(a: Any, at: Any, b: Any, begin: Any, stride: Any, count: Any, sums: Any) -> None:
-    """sums[c] += Σ_m a[at + m] b[begin + m stride + c] for eight m and all c below `count`."""
-    at, i, n = np.uintp(at), np.uintp(begin), np.uintp(stride)
-    a0, a1, a2, a3 = a[at], a[at + _1], a[at + _2], a[at + _3]
-    at += _4
-    a4, a5, a6, a7 = a[at], a[at + _1], a[at + _2], a[at + _3]
-    for c in range(np.uintp(count)):
-        low, high = i + c, i + _4 * n + c
-        sum_low = (a0 * wide(b[low]) + a1 * wide(b[low + n])) + (
-            a2 * wide(b[low + _2 * n]) + a3 * wide(b[low + _3 * n])
-        )
-        sums[c] += sum_low + (
-            (a4 * wide(b[high]) + a5 * wide(b[high + n])) + (a6 * wide(b[high + _2 * n]) + a7 * wide(b[high + _3 * n]))
-        )
-
-
-@compiled
-def add_three(a: Any, at: Any, between: Any, b: Any, begin: Any, stride: Any, count: Any, sums: Any) -> None:
-    """sums[h count + c] += Σ_m a[at + h between + m] b[begin + m stride + c] for four m and three h."""
-    at, i, n, size = np.uintp(at), np.uintp(begin), np.uintp(stride), np.uintp(count)
-    a0, a1, a2, a3 = a[at], a[at + _1], a[at + _2], a[at + _3]
-    at += np.uintp(between)
-    b0, b1, b2, b3 = a[at], a[at + _1], a[at + _2], a[at + _3]
-    at += np.uintp(between)
-    c0, c1, c2, c3 = a[at], a[at + _1], a[at + _2], a[at + _3]
-    for c in range(size):
-        w0, w1, w2, w3 = wide(b[i + c]), wide(b[i + n + c]), wide(b[i + _2 * n + c]), wide(b[i + _3 * n + c])
-        sums[c] += (a0 * w0 + a1 * w1) + (a2 * w2 + a3 * w3)
-        sums[size + c] += (b0 * w0 + b1 * w1) + (b2 * w2 + b3 * w3)
-        sums[_2 * size + c] += (c0 * w0 + c1 * w1) + (c2 * w2 + c3 * w3)
-
-
-@compiled
 def add_rows(
+    _context: Any,
     heads: Any,
     a: Any,
     at: Any,
@@ -153,17 +106,104 @@ def add_rows(
     count: Any,
     sums: Any,
     ahead: Any,
-) -> None:
-    """sums [h, c] += Σ_m a[at + h between + m] b[begin + m stride + c] for one or three heads h and all m below `rows`,
-    a multiple of eight. Meanwhile what lies `ahead` is fetched, which comes next."""
-    together = 4 if heads == 3 else AT_ONCE
-    for m in range(0, rows, together):
-        for k in range(np.uintp(m * stride), np.uintp((m + together) * stride), _LINE // np.uintp(b.itemsize)):
-            fetch(b, np.uintp(begin + ahead) + k)
-        if heads == 3:
-            add_three(a, at + m, between, b, begin + m * stride, stride, count, sums)
-        else:
-            add_one(a, at + m, b, begin + m * stride, stride, count, sums)
+) -> Any:
+    """sums[h count + c] += Σ_m a[at + h between + m] b[begin + m stride + c] for up to three heads h, all m below
+    `rows` and all c below `count`, a multiple of eight. Meanwhile what is `ahead` in b is fetched, which comes next.
+
+    It is written in vectors: where numba vectorizes a loop over c, each sum is read and written for every m. Here sums
+    stay in registers, and a number of b is read once for all heads.
+    """
+    given_types = heads, a, at, between, b, begin, stride, rows, count, sums, ahead
+
+    def generate(context: Any, builder: Any, _: Any, given: Any) -> Any:
+        found = [
+            context.make_array(kind)(context, builder, value).data
+            if isinstance(kind, types.Array)
+            else context.cast(builder, value, kind, types.intp)
+            for kind, value in zip(given_types, given, strict=True)
+        ]
+        block = _Block(builder, b.dtype, *found[1:8], *found[9:])
+        for many in range(1, MOST_HEADS + 1):
+            with builder.if_then(builder.icmp_signed("==", found[0], INT(many))):
+                done = INT(0)
+                for vectors, lanes in dict.fromkeys([(4, LANES), (1, LANES), (1, AT_ONCE)]):
+                    size = INT(vectors * lanes)
+                    end = builder.sub(found[8], builder.srem(builder.sub(found[8], done), size))
+                    with cgutils.for_range_slice(builder, done, end, size) as (column, _count):
+                        block.add(many, vectors, lanes, column, found[8])
+                    done = end
+        return context.get_dummy_value()
+
+    return types.void(*given_types), generate
+
+
+class _Block(NamedTuple):
+    """Writes the code of `add_rows` for some columns."""
+
+    builder: Any
+    dtype: Any
+    a: Any
+    at: Any
+    between: Any
+    b: Any
+    begin: Any
+    stride: Any
+    rows: Any
+    sums: Any
+    ahead: Any
+
+    def add(self, heads: int, vectors: int, lanes: int, column: Any, count: Any) -> None:
+        """Of `vectors` times `lanes` columns from `column` on."""
+        builder, size = self.builder, self.dtype.bitwidth // 8
+        floats, of_b = ir.VectorType(FLOAT, lanes), ir.VectorType(FLOAT if size == 4 else HALF, lanes)
+        nothing, spread = ir.Constant(floats, ir.Undefined), ir.Constant(ir.VectorType(WORD, lanes), None)
+
+        def place(data: Any, index: Any, kind: Any) -> Any:
+            return builder.bitcast(builder.gep(data, [index]), kind.as_pointer())
+
+        def index(*terms: Any) -> Any:
+            return functools.reduce(builder.add, terms)
+
+        each = list(itertools.product(range(heads), range(vectors)))
+        of_sums = [index(builder.mul(INT(h), count), column, INT(v * lanes)) for h, v in each]
+        places = [place(self.sums, where, floats) for where in of_sums]
+        held = [cgutils.alloca_once_value(builder, builder.load(where, align=4)) for where in places]
+        with cgutils.for_range(builder, self.rows) as loop:
+            row = index(self.begin, builder.mul(loop.index, self.stride), column)
+            columns = []
+            for v in range(vectors):
+                numbers_of_b = builder.load(place(self.b, index(row, INT(v * lanes)), of_b), align=size)
+                columns.append(_wide(builder, numbers_of_b, lanes))
+            for byte in range(0, vectors * lanes * size, LINE):
+                self._fetch(place(self.b, index(row, self.ahead, INT(byte // size)), BYTE))
+            for h in range(heads):
+                where = index(self.at, builder.mul(INT(h), self.between), loop.index)
+                first = builder.insert_element(nothing, builder.load(place(self.a, where, FLOAT)), WORD(0))
+                factor = builder.shuffle_vector(first, nothing, spread)
+                for v in range(vectors):
+                    total = held[h * vectors + v]
+                    product = builder.fmul(factor, columns[v], flags=["contract"])
+                    builder.store(builder.fadd(builder.load(total), product, flags=["contract"]), total)
+        for total, where in zip(held, places, strict=True):
+            builder.store(builder.load(total), where, align=4)
+
+    def _fetch(self, place: Any) -> None:
+        """Asks for the memory at a place, which need not exist, without waiting for it."""
+        kind = ir.FunctionType(ir.VoidType(), [place.type, *[WORD] * 3])
+        ask = self.builder.module.declare_intrinsic("llvm.prefetch", [place.type], kind)
+        self.builder.call(ask, [place, *(WORD(number) for number in (0, 3, 1))])  # to read, often, data
+
+
+def _wide(builder: Any, numbers: Any, lanes: int) -> Any:
+    """A vector of float32 numbers, given as they are or by their upper halves."""
+    words, floats = ir.VectorType(WORD, lanes), ir.VectorType(FLOAT, lanes)
+    if numbers.type == floats:
+        return numbers
+    return builder.bitcast(builder.shl(builder.zext(numbers, words), ir.Constant(words, [WORD(16)] * lanes)), floats)
+
+
+# Arrays come flat, with indices that cannot be negative: a slice costs more than what is done with it here, and loops
+# over other indices are not vectorized.
 
 
 @compiled
