@@ -278,13 +278,14 @@ def agrees(decoder: Decoder, hf: Any) -> bool:
     """Whether a prefill and a decode step give the logits of the model itself for two short prompts; inside
     `generation_mode`."""
     weight, lengths = hf.get_input_embeddings().weight, [5, 3]
-    ids = (torch.arange(12, device=weight.device).view(2, 6) * 7919 + 13) % len(weight)
+    texts = [[(7919 * number + 13) % len(weight) for number in range(6 * row, 6 * row + 6)] for row in range(2)]
+    ids = torch.tensor(texts, device=weight.device)
     after = torch.arange(2, device=ids.device), torch.tensor(lengths, device=ids.device)
     whole, prompts = PromptCache(), PromptCache()
     with serving(whole):
         places = torch.arange(6, device=ids.device)[None]
         expected = hf(input_ids=ids, position_ids=places, past_key_values=whole, use_cache=True).logits[after].float()
-    decoder.prefill([row[:length] for row, length in zip(ids.tolist(), lengths, strict=True)], prompts)
+    decoder.prefill([text[:length] for text, length in zip(texts, lengths, strict=True)], prompts)
     rows = SlotCache(2, shared=False, blocked=decoder.compiled)
     rows.reserve_prompts(2, max(lengths))
     numbers = [rows.add_prompt(prompts, row, length, slice(row, row + 1)) for row, length in enumerate(lengths)]
