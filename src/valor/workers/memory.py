@@ -1,6 +1,5 @@
 """Peak memory of what a rank does, call by call: device memory on CUDA, resident memory elsewhere."""
 
-import ctypes
 import os
 import resource
 import sys
@@ -17,24 +16,6 @@ _GB = 2.0**30
 
 # Large CPU tensors in pages of 2 MiB, which the kernel has ready sooner; torch reads this as it makes its first tensor.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-_MMAP_THRESHOLD, _TRIM_THRESHOLD = (-3, 32 * 2**20), (-1, 256 * 2**20)  # of glibc's mallopt: parameter, bytes
-
-
-def keep_freed_memory() -> None:
-    """Let glibc keep up to 256 MiB of freed memory for the next tensors; the user's settings stand.
-
-    It gives back what is freed at the end of its heap, so that each pass over a small model gets its pages from the
-    kernel anew. Tensors of more than 32 MiB come from the kernel as before.
-    """
-    if os.environ.keys() & {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"}:
-        return
-    with suppress(AttributeError, OSError):  # the C library is another one
-        mallopt = ctypes.CDLL(None).mallopt
-        for parameter, value in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):
-            mallopt(parameter, value)
-
-
-keep_freed_memory()
 
 
 def use_expandable_segments() -> None:
