@@ -10,9 +10,10 @@ timed. Both sides take one update a batch, no KL term, a reward that costs nothi
 Each round runs TRL and then Valor as a process of its own; the first step of each is left out (warm-up). Prints a JSON
 line for every process and at the end the ratio of the medians, TRL / Valor: above 1, Valor is faster.
 
-`--compare off:shared off:attention off:decoder off:onednn compile ppo` runs Valor in these forms as well, in every
-round: without a group's prompt computed once, without attention by products, without the decoder over the weights,
-without float32 layers by oneDNN (AMD's CPUs), with model.compile, and as PPO with a critic of the same size.
+`--compare off:shared off:attention off:decoder off:whole off:onednn compile ppo` runs Valor in these forms as well, in
+every round: without a group's prompt computed once, without attention by products, without the decoder over the
+weights, with that decoder's steps by parts for small models too, without float32 layers by oneDNN (AMD's CPUs), with
+model.compile, and as PPO with a critic of the same size.
 """
 
 import argparse
@@ -24,7 +25,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-FORMS = ["off:shared", "off:attention", "off:decoder", "off:onednn", "compile", "ppo"]
+FORMS = ["off:shared", "off:attention", "off:decoder", "off:whole", "off:onednn", "compile", "ppo"]
 
 
 def switch(form: str, args: argparse.Namespace) -> list[str]:
@@ -41,6 +42,10 @@ def switch(form: str, args: argparse.Namespace) -> list[str]:
         from valor.rollout.native import engine
 
         engine.agrees = lambda *_: False
+    if form == "off:whole":
+        from valor.rollout.native import decoder
+
+        decoder._MOST_WHOLE = 0
     key = "actor_rollout_ref.model"
     critic = {
         "critic.model.path": args.model,

@@ -1,5 +1,5 @@
 """What a decode step does on CPUs beside products with weights, in compiled loops over the rows: norms, and attention
-of one new token per row (rotary embedding, new column and scores; sums of values).
+of one new token per row (rotary embedding, new column, softmax of scores, sums of values).
 
 As tensor operations attention is some thirty small ones a layer, over rows padded to the longest of them; here each row
 is read to its own length, once, by whichever of torch's threads is free. numba compiles the loops at first use and
@@ -7,6 +7,7 @@ keeps the result on disk.
 """
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,132 +17,72 @@ import torch
 from numba import carray, types
 from torch import Tensor
 
-from valor.rollout.native.kv_cache import AT_ONCE, BLOCK, SlotCache
-from valor.rollout.native.loops import (
-    MOST_HEADS,
-    add_rows,
-    compiled,
-    memory,
-    numbers,
-    rotate,
-    score,
-    stored,
-    taken,
-    wide,
-)
+from valor.rollout.native.kv_cache import AT_ONCE, SlotCache
+from valor.rollout.native.loops import attend, normalize, work_space
+from valor.rollout.native.vectors import compiled, memory, numbers, taken
 
 # What the loops are given: `next` is the first row that no thread has taken, `row_columns` and `prompt_columns` how
 # many there are in memory; then the addresses of arrays, whose shapes the loops tell.
-_SIZES = ("next", "rows", "heads", "kv_heads", "size", "width", "row_columns", "prompt_columns")
-_ARRAYS = ("qkv", "cos", "sin", "keys", "values", "prompt_keys", "prompt_values", "lengths", "prompts", "starts")
-STEP = np.dtype([(name, np.int64) for name in (*_SIZES, *_ARRAYS, "scores", "out")] + [("scaling", np.float64)])
-NORM = np.dtype([(name, np.int64) for name in ("next", "rows", "size", "x", "weight", "out")] + [("eps", np.float64)])
+SIZES = ("next", "rows", "heads", "kv_heads", "size", "width", "row_columns", "prompt_columns")
+ABOUT = ("cos", "sin", "lengths", "prompts", "starts")
+MEMORY = ("keys", "values", "prompt_keys", "prompt_values")
+
+
+def kind(integers: tuple[str, ...], floats: tuple[str, ...]) -> np.dtype:
+    return np.dtype([(name, np.int64) for name in integers] + [(name, np.float64) for name in floats])
+
+
+STEP = kind((*SIZES, *ABOUT, *MEMORY, "qkv", "out"), ("scaling",))
+NORM = kind(("next", "rows", "size", "x", "weight", "out"), ("eps",))
 _MANY_FOR_A_NORM = 2**16  # numbers: with fewer, a second thread costs more than it gains
-_MANY = 2**60  # numbers; no array is so long, and none is asked for its length
+MANY = 2**60  # numbers; no array is so long, and none is asked for its length
 
 
-def extend_and_score(given: Any) -> None:
-    """Writes each row's new key and value behind its columns, and scores [B, heads, width] of prompt and own columns.
+@compiled
+def about_rows(step: Any) -> Any:
+    """cos, sin, lengths, prompts, starts of a STEP or WHOLE."""
+    cos, sin = carray(memory(step.cos), MANY, np.float32), carray(memory(step.sin), MANY, np.float32)
+    lengths, prompts = carray(memory(step.lengths), MANY, np.int64), carray(memory(step.prompts), MANY, np.int64)
+    return cos, sin, lengths, prompts, carray(memory(step.starts), MANY, np.int64)
+
+
+def attend_rows(given: Any) -> None:
+    """out [B, heads, D]: attention of each row's new token, whose key and value go behind the row's columns.
 
     given: where a STEP is, as a pointer to numbers of the dtype. Of that dtype: qkv [B, heads + 2 kv heads, D]; keys
     [_, kv heads, C / BLOCK, D, BLOCK] and values [_, kv heads, C, D] of the rows, of which lengths [B] columns are in
-    use; prompt_keys like keys, of which row b sees starts[b] columns of prompts[b]. Of float32: cos, sin [B, D];
-    scores.
+    use; prompt_keys like keys, of which row b sees starts[b] columns of prompts[b]. Of float32: cos, sin [B, D].
     """
-    task = carray(memory(given), 1, STEP)[0]
-    qkv, prompt_keys = carray(numbers(given, task.qkv), _MANY), carray(numbers(given, task.prompt_keys), _MANY)
-    keys, values = carray(numbers(given, task.keys), _MANY), carray(numbers(given, task.values), _MANY)
-    cos, sin = carray(memory(task.cos), _MANY, np.float32), carray(memory(task.sin), _MANY, np.float32)
-    scores = carray(memory(task.scores), _MANY, np.float32)
-    lengths, prompts = carray(memory(task.lengths), _MANY, np.int64), carray(memory(task.prompts), _MANY, np.int64)
-    starts, scaling = carray(memory(task.starts), _MANY, np.int64), np.float32(task.scaling)
-    rows, heads, kv_heads, size, width = task.rows, task.heads, task.kv_heads, task.size, task.width
-    group, next_row, next_prompt = heads // kv_heads, task.row_columns * size, task.prompt_columns * size
-    turned, sums = np.empty(group * size, np.float32), np.empty(MOST_HEADS * BLOCK, np.float32)
-    row = taken(given)
-    while row < rows:
-        start, own, fed = starts[row], lengths[row], row * (heads + 2 * kv_heads) * size
-        for head in range(kv_heads):
-            begin, prompt = (row * kv_heads + head) * next_row, (prompts[row] * kv_heads + head) * next_prompt
-            rotate(qkv, fed + (heads + head) * size, cos, sin, row * size, size // 2, np.float32(1.0), turned, 0)
-            key, value = np.uintp(begin + own // BLOCK * size * BLOCK + own % BLOCK), np.uintp(begin + own * size)
-            new = np.uintp(fed + (heads + kv_heads + head) * size)
-            for d in range(np.uintp(size)):
-                keys[key + d * np.uintp(BLOCK)] = stored(keys, turned[d])
-                values[value + d] = qkv[new + d]
-            for number in range(group):
-                one = fed + (head * group + number) * size
-                rotate(qkv, one, cos, sin, row * size, size // 2, scaling, turned, number * size)
-            number = 0
-            while number < group:
-                many = min(group - number, MOST_HEADS)
-                to = (row * heads + head * group + number) * width
-                asked = (many, turned, number * size, size)
-                end = score(asked, prompt_keys, prompt, start, next_prompt, sums, scores, to, width)
-                end = score(asked, keys, begin, own + 1, next_row, sums, scores, end, width)
-                for k in range(many):
-                    scores[end + k * width : to + (k + 1) * width] = -np.inf
-                number += many
-        row = taken(given)
-
-
-def sum_values(given: Any) -> None:
-    """out [B, heads, D]: the values of prompt and own columns by weights [B, heads, width], which are in the place of
-    scores; the rest as in `extend_and_score`."""
-    task = carray(memory(given), 1, STEP)[0]
-    values, out = carray(numbers(given, task.values), _MANY), carray(numbers(given, task.out), _MANY)
-    prompt_values = carray(numbers(given, task.prompt_values), _MANY)
-    weights = carray(memory(task.scores), _MANY, np.float32)
-    lengths, prompts = carray(memory(task.lengths), _MANY, np.int64), carray(memory(task.prompts), _MANY, np.int64)
-    starts = carray(memory(task.starts), _MANY, np.int64)
-    rows, heads, kv_heads, size, width = task.rows, task.heads, task.kv_heads, task.size, task.width
-    group, next_row, next_prompt = heads // kv_heads, task.row_columns * size, task.prompt_columns * size
-    sums = np.empty(MOST_HEADS * size, np.float32)
-    row = taken(given)
-    while row < rows:
-        start, own = starts[row] + -starts[row] % AT_ONCE, lengths[row] + 1
-        own += -own % AT_ONCE
-        for head in range(kv_heads):
-            begin, prompt = (row * kv_heads + head) * next_row, (prompts[row] * kv_heads + head) * next_prompt
-            number = 0
-            while number < group:
-                many, first = min(group - number, MOST_HEADS), row * heads + head * group + number
-                sums[:] = 0.0
-                at = first * width
-                add_rows(many, weights, at, width, prompt_values, prompt, size, start, size, sums, next_prompt)
-                add_rows(many, weights, at + start, width, values, begin, size, own, size, sums, next_row)
-                to = np.uintp(first * size)
-                for d in range(np.uintp(many * size)):
-                    out[to + d] = stored(out, sums[d])
-                number += many
+    step = carray(memory(given), 1, STEP)[0]
+    qkv, out = carray(numbers(given, step.qkv), MANY), carray(numbers(given, step.out), MANY)
+    keys, values = carray(numbers(given, step.keys), MANY), carray(numbers(given, step.values), MANY)
+    prompt_keys = carray(numbers(given, step.prompt_keys), MANY)
+    prompt_values = carray(numbers(given, step.prompt_values), MANY)
+    kept, about, space = (keys, values, prompt_keys, prompt_values), about_rows(step), work_space(step)
+    each, row = (step.heads + 2 * step.kv_heads) * step.size, taken(given)
+    while row < step.rows:
+        attend(step, row, kept, about, qkv, row * each, out, row * step.heads * step.size, space)
         row = taken(given)
 
 
 def scale_rows(given: Any) -> None:
     """out [N, D]: the rows x [N, D] over their root mean squares, times weight [D]. given: a NORM's place."""
     task = carray(memory(given), 1, NORM)[0]
-    x, out = carray(numbers(given, task.x), _MANY), carray(numbers(given, task.out), _MANY)
-    weight = carray(numbers(given, task.weight), _MANY)
-    rows, size, eps, row = task.rows, np.uintp(task.size), np.float32(task.eps), taken(given)
-    while row < rows:
-        begin, total = np.uintp(row) * size, np.float32(0.0)
-        for c in range(size):
-            total += wide(x[begin + c]) * wide(x[begin + c])
-        scale = np.float32(1.0) / np.sqrt(total / np.float32(size) + eps)
-        for c in range(size):
-            out[begin + c] = stored(out, wide(x[begin + c]) * scale * wide(weight[c]))
+    x, out = carray(numbers(given, task.x), MANY), carray(numbers(given, task.out), MANY)
+    weight, row = carray(numbers(given, task.weight), MANY), taken(given)
+    while row < task.rows:
+        normalize(x, row * task.size, task.size, weight, 0, task.eps, out, row * task.size)
         row = taken(given)
 
 
-# By name, and what the numbers of a dtype are to numba.
-_LOOPS: dict[str, Any] = {"score": extend_and_score, "sum": sum_values, "scale": scale_rows}
+# What the numbers of a dtype are to numba.
 _KINDS: dict[torch.dtype, Any] = {torch.float32: types.float32, torch.bfloat16: types.uint16}
 
 
 @cache
-def _address(loop: str, dtype: torch.dtype) -> int:
+def _address(loop: Callable[[Any], None], dtype: torch.dtype) -> int:
     """Of a loop over numbers of this dtype, as a C function."""
-    return compiled(_LOOPS[loop], types.void(types.CPointer(_KINDS[dtype]))).address
+    return compiled(loop, types.void(types.CPointer(_KINDS[dtype]))).address
 
 
 @cache
@@ -168,7 +109,7 @@ class Task:
         for name, value in fields.items():
             self._fields[name] = value.data_ptr() if isinstance(value, Tensor) else value
 
-    def run(self, loop: str, dtype: torch.dtype, threads: int) -> None:
+    def run(self, loop: Callable[[Any], None], dtype: torch.dtype, threads: int) -> None:
         self._fields["next"], in_threads, address = 0, _in_threads(), _address(loop, dtype)
         if in_threads is not None and threads > 1:
             in_threads(address, self._place, threads, 0)
@@ -186,8 +127,23 @@ class CompiledNorm:
         x = x.to(self._dtype).contiguous()
         out, threads = torch.empty_like(x), torch.get_num_threads() if x.numel() >= _MANY_FOR_A_NORM else 1
         self._task.set(rows=x.numel() // x.shape[-1], x=x, out=out)
-        self._task.run("scale", self._dtype, threads)
+        self._task.run(scale_rows, self._dtype, threads)
         return out
+
+
+def fields_of_rows(cache: SlotCache, cos: Tensor, sin: Tensor) -> dict[str, Any]:
+    """Fields of a STEP or WHOLE that tell of the rows."""
+    width = cache.prompt_width + -cache.prompt_width % AT_ONCE + cache.width + -cache.width % AT_ONCE
+    rows = {"lengths": cache.write_at, "prompts": cache.prompt_of, "starts": cache.starts}
+    prompts = cache.prompts if cache.shared else cache.own
+    columns = {"row_columns": cache.own.columns, "prompt_columns": prompts.columns}
+    return {"rows": len(cos), "width": width, "cos": cos.float(), "sin": sin.float(), **rows, **columns}
+
+
+def memory_of(cache: SlotCache, layer: int, like: Tensor) -> tuple[Tensor, ...]:
+    """Keys and values of rows and of prompts; `like` [_, kv heads, _, D]."""
+    own = cache.own.layer(layer, (like, like))
+    return *own, *cache.prompts.layers.get(layer, own)
 
 
 class CompiledStep:
@@ -195,25 +151,13 @@ class CompiledStep:
 
     def __init__(self, cache: SlotCache, cos: Tensor, sin: Tensor, heads: int, scaling: float) -> None:
         self._cache, self._heads = cache, heads
-        width = cache.prompt_width + -cache.prompt_width % AT_ONCE + cache.width + -cache.width % AT_ONCE
-        self._scores = torch.empty(len(cos), heads, width)
-        rows: dict[str, Any] = {"lengths": cache.write_at, "prompts": cache.prompt_of, "starts": cache.starts}
-        rows |= {"rows": len(cos), "cos": cos.float(), "sin": sin.float()}
-        prompts = cache.prompts if cache.shared else cache.own
-        columns = {"row_columns": cache.own.columns, "prompt_columns": prompts.columns}
-        self._task = Task(STEP, heads=heads, width=width, scaling=scaling, **rows, **columns)
+        self._task = Task(STEP, heads=heads, scaling=scaling, **fields_of_rows(cache, cos, sin))
 
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
         """[B, heads * D] from qkv [B, heads + 2 kv heads, D], which is contiguous."""
-        kv_heads, size, threads = (qkv.shape[1] - self._heads) // 2, qkv.shape[2], torch.get_num_threads()
-        like = qkv[:, :kv_heads, None]
-        keys, values = self._cache.own.layer(layer, (like, like))
-        prompt_keys, prompt_values = self._cache.prompts.layers.get(layer, (keys, values))
-        self._task.set(kv_heads=kv_heads, size=size, qkv=qkv, keys=keys, values=values, scores=self._scores)
-        self._task.set(prompt_keys=prompt_keys, prompt_values=prompt_values)
-        self._task.run("score", qkv.dtype, threads)
+        kv_heads, size = (qkv.shape[1] - self._heads) // 2, qkv.shape[2]
+        kept = dict(zip(MEMORY, memory_of(self._cache, layer, qkv[:, :kv_heads, None]), strict=True))
         out = qkv.new_empty(len(qkv), self._heads * size)
-        weights = torch.softmax(self._scores, dim=-1)
-        self._task.set(scores=weights, out=out)
-        self._task.run("sum", qkv.dtype, threads)
+        self._task.set(kv_heads=kv_heads, size=size, qkv=qkv, out=out, **kept)
+        self._task.run(attend_rows, qkv.dtype, torch.get_num_threads())
         return out

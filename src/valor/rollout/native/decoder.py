@@ -10,7 +10,7 @@ and in float32 it beats the BLAS behind `nn.Linear` about twofold on some proces
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from valor.rollout.native.kv_cache import AT_ONCE, MIN_GROWTH, PromptCache, Slot
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma")  # by `model_type`; SmolLM2 is a llama
 _LEAST_PACKED = 2**18  # numbers of a float32 weight: with fewer, the 20 µs that oneDNN takes to start cost more
+_MOST_WHOLE = 2**22  # numbers of a model whose decode step is one loop: more leave the processor's caches
 _TYPICAL_ROWS = 64  # for which the layout is chosen; other row counts work as well with it
 _ACTIVATIONS = {"silu": ("swish", ""), "gelu_pytorch_tanh": ("gelu", "tanh"), "gelu": ("gelu", "none")}
 
@@ -55,6 +56,10 @@ class Product:
         if not activation:
             return found
         return F.silu(found) if name == "swish" else F.gelu(found, approximate=algorithm)
+
+    def plain(self) -> tuple[Tensor, Tensor | None]:
+        """The weight [out, in] and the bias."""
+        return self._weight.to_dense() if self._packed else self._weight, self._bias
 
     def joined(self, x: Tensor, other: Tensor, operation: Literal["add", "mul"]) -> Tensor:
         """The result plus `other`, or times `other`."""
@@ -118,20 +123,20 @@ class Norm:
     """Root mean square norm over the last dimension."""
 
     def __init__(self, layer: Any) -> None:
-        weight, self._eps = layer.weight, getattr(layer, "variance_epsilon", None) or layer.eps
+        weight, self.eps = layer.weight, getattr(layer, "variance_epsilon", None) or layer.eps
         # Gemma's multiplies by 1 + weight. What it does to ones tells.
         plain = torch.allclose(layer(torch.ones_like(weight)).float(), weight.float(), atol=1e-2)
-        self._weight = (weight if plain else 1 + weight).to(computing_dtype(weight)).detach()
+        self.weight = (weight if plain else 1 + weight).to(computing_dtype(weight)).detach()
         self._compiled: Callable[[Tensor], Tensor] | None = None
-        if _is_on_cpu(self._weight):
+        if _is_on_cpu(self.weight):
             from valor.rollout.native.compiled import CompiledNorm  # numba takes half a second to load
 
-            self._compiled = CompiledNorm(self._weight, self._eps)
+            self._compiled = CompiledNorm(self.weight, self.eps)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._compiled is not None:
             return self._compiled(x)
-        return F.rms_norm(x, self._weight.shape, self._weight, self._eps)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 def _is_on_cpu(weight: Tensor) -> bool:
@@ -183,11 +188,22 @@ class Decoder:
             self._step = CompiledStep
         self._activation = getattr(config, "hidden_act", None) or config.hidden_activation
         _ACTIVATIONS[self._activation]
+        self._whole: Callable[..., Tensor] | None = None
+        numbers = sum(weight.numel() for weight in hf.parameters())
+        if self.compiled and weight.dtype is self._dtype is torch.float32 and numbers <= _MOST_WHOLE:
+            from valor.rollout.native.whole_step import WholeStep
+
+            sizes = {"heads": self._heads, "kv_heads": self._kv_heads, "size": self._size}
+            with suppress(TypeError):
+                layers, scaling = self._layers, self._rule.scaling
+                self._whole = WholeStep(layers, self._norm, self._head, self._activation, scaling=scaling, **sizes)
 
     def __call__(self, input_ids: Tensor, position_ids: Tensor, cache: SlotCache) -> Tensor:
         """Logits [B, V] after a decode step's tokens [B, 1], whose keys and values go to `cache`."""
         hidden = self._embed(input_ids)[:, 0]
         cos, sin = self._angles(hidden, position_ids, cache)
+        if self._whole is not None:
+            return self._whole(hidden, cos, sin, cache)
         attend = self._step(cache, cos, sin, self._heads, self._rule.scaling)
         x = hidden.to(self._dtype)
         for number, layer in enumerate(self._layers):

@@ -1,213 +1,100 @@
-"""Loops over the numbers of a decode step's attention, compiled by numba: sums of rows, rotary embedding, scores.
+"""Loops over the numbers of a decode step, compiled by numba: norms, rotary embedding, attention, products.
 
-Numbers are float32, or bfloat16, which numba does not know: such numbers are the upper halves of float32 ones, read
-and written as uint16. Sums are float32 always.
+Arrays come flat, with indices that cannot be negative: a slice costs more than what is done with it here, and loops
+over other indices are not vectorized. Numbers are as in `vectors`.
 """
 
-import functools
-import itertools
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import numba
 import numpy as np
-from llvmlite import ir
-from llvmlite.binding import get_host_cpu_features
-from numba import extending, types
-from numba.core import cgutils
 
 from valor.rollout.native.kv_cache import AT_ONCE, BLOCK
+from valor.rollout.native.vectors import MOST_HEADS, add_rows, compiled, stored, wide
 
-MOST_HEADS = 3  # that `add_rows` takes at once
-LANES = 16 if get_host_cpu_features().get("avx512f") else 8  # of a vector
-LINE = 64  # bytes that memory is fetched by
-
-extension: Any = extending.intrinsic
-BYTE, HALF, WORD, INT, FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-
-
-def compiled(function: Callable[..., Any], signature: Any = None) -> Any:
-    """Sums may be taken in another order, which is always the same; infinities and NaN stay what they are. With a
-    signature: a C function."""
-    options: dict[str, Any] = {"nogil": True, "fastmath": {"reassoc", "contract", "nsz"}}
-    make: Any = numba.njit if signature is None else partial(numba.cfunc, signature)
-    try:
-        return make(cache=True, **options)(function)
-    except RuntimeError:  # there is no folder that numba could keep it in
-        return make(**options)(function)
-
-
-@extension
-def wide(_context: Any, number: Any) -> Any:
-    """The float32 number whose upper half this is, or itself if it is one."""
-
-    def generate(_: Any, builder: Any, __: Any, given: Any) -> Any:
-        if number == types.float32:
-            return given[0]
-        return builder.bitcast(builder.shl(builder.zext(given[0], WORD), WORD(16)), FLOAT)
-
-    return types.float32(number), generate
-
-
-@extension
-def stored(_context: Any, array: Any, number: Any) -> Any:
-    """A float32 number as `array` holds it: its upper half, rounded to the nearest, ties to even, or itself."""
-
-    def generate(_: Any, builder: Any, __: Any, given: Any) -> Any:
-        if array.dtype == types.float32:
-            return given[1]
-        bits = builder.bitcast(given[1], WORD)
-        odd = builder.and_(builder.lshr(bits, WORD(16)), WORD(1))
-        return builder.trunc(builder.lshr(builder.add(builder.add(bits, WORD(0x7FFF)), odd), WORD(16)), HALF)
-
-    return array.dtype(array, types.float32), generate
-
-
-@extension
-def memory(_context: Any, address: Any) -> Any:
-    """A pointer to the memory at an address, or at another pointer."""
-
-    def generate(_: Any, builder: Any, __: Any, given: Any) -> Any:
-        turn = builder.inttoptr if isinstance(address, types.Integer) else builder.bitcast
-        return turn(given[0], BYTE.as_pointer())
-
-    return types.voidptr(address), generate
-
-
-@extension
-def numbers(_context: Any, like: Any, address: Any) -> Any:
-    """A pointer to the numbers at an address, which are of the kind that `like` points to."""
-    return like(like, address), lambda _, builder, __, given: builder.inttoptr(given[1], given[0].type)
-
-
-@extension
-def taken(_context: Any, counter: Any) -> Any:
-    """The number at a pointer, which is then one more: no two threads get the same."""
-
-    def generate(_: Any, builder: Any, __: Any, given: Any) -> Any:
-        place = builder.bitcast(given[0], ir.IntType(64).as_pointer())
-        return builder.atomic_rmw("add", place, ir.IntType(64)(1), "monotonic")
-
-    return types.int64(counter), generate
-
-
-@extension
-def add_rows(
-    _context: Any,
-    heads: Any,
-    a: Any,
-    at: Any,
-    between: Any,
-    b: Any,
-    begin: Any,
-    stride: Any,
-    rows: Any,
-    count: Any,
-    sums: Any,
-    ahead: Any,
-) -> Any:
-    """sums[h count + c] += Σ_m a[at + h between + m] b[begin + m stride + c] for up to three heads h, all m below
-    `rows` and all c below `count`, a multiple of eight. Meanwhile what is `ahead` in b is fetched, which comes next.
-
-    It is written in vectors: where numba vectorizes a loop over c, each sum is read and written for every m. Here sums
-    stay in registers, and a number of b is read once for all heads.
-    """
-    given_types = heads, a, at, between, b, begin, stride, rows, count, sums, ahead
-
-    def generate(context: Any, builder: Any, _: Any, given: Any) -> Any:
-        found = [
-            context.make_array(kind)(context, builder, value).data
-            if isinstance(kind, types.Array)
-            else context.cast(builder, value, kind, types.intp)
-            for kind, value in zip(given_types, given, strict=True)
-        ]
-        block = _Block(builder, b.dtype, *found[1:8], *found[9:])
-        for many in range(1, MOST_HEADS + 1):
-            with builder.if_then(builder.icmp_signed("==", found[0], INT(many))):
-                done = INT(0)
-                for vectors, lanes in dict.fromkeys([(4, LANES), (1, LANES), (1, AT_ONCE)]):
-                    size = INT(vectors * lanes)
-                    end = builder.sub(found[8], builder.srem(builder.sub(found[8], done), size))
-                    with cgutils.for_range_slice(builder, done, end, size) as (column, _count):
-                        block.add(many, vectors, lanes, column, found[8])
-                    done = end
-        return context.get_dummy_value()
-
-    return types.void(*given_types), generate
-
-
-class _Block(NamedTuple):
-    """Writes the code of `add_rows` for some columns."""
-
-    builder: Any
-    dtype: Any
-    a: Any
-    at: Any
-    between: Any
-    b: Any
-    begin: Any
-    stride: Any
-    rows: Any
-    sums: Any
-    ahead: Any
-
-    def add(self, heads: int, vectors: int, lanes: int, column: Any, count: Any) -> None:
-        """Of `vectors` times `lanes` columns from `column` on."""
-        builder, size = self.builder, self.dtype.bitwidth // 8
-        floats, of_b = ir.VectorType(FLOAT, lanes), ir.VectorType(FLOAT if size == 4 else HALF, lanes)
-        nothing, spread = ir.Constant(floats, ir.Undefined), ir.Constant(ir.VectorType(WORD, lanes), None)
-
-        def place(data: Any, index: Any, kind: Any) -> Any:
-            return builder.bitcast(builder.gep(data, [index]), kind.as_pointer())
-
-        def index(*terms: Any) -> Any:
-            return functools.reduce(builder.add, terms)
-
-        each = list(itertools.product(range(heads), range(vectors)))
-        of_sums = [index(builder.mul(INT(h), count), column, INT(v * lanes)) for h, v in each]
-        places = [place(self.sums, where, floats) for where in of_sums]
-        held = [cgutils.alloca_once_value(builder, builder.load(where, align=4)) for where in places]
-        with cgutils.for_range(builder, self.rows) as loop:
-            row = index(self.begin, builder.mul(loop.index, self.stride), column)
-            columns = []
-            for v in range(vectors):
-                numbers_of_b = builder.load(place(self.b, index(row, INT(v * lanes)), of_b), align=size)
-                columns.append(_wide(builder, numbers_of_b, lanes))
-            for byte in range(0, vectors * lanes * size, LINE):
-                self._fetch(place(self.b, index(row, self.ahead, INT(byte // size)), BYTE))
-            for h in range(heads):
-                where = index(self.at, builder.mul(INT(h), self.between), loop.index)
-                first = builder.insert_element(nothing, builder.load(place(self.a, where, FLOAT)), WORD(0))
-                factor = builder.shuffle_vector(first, nothing, spread)
-                for v in range(vectors):
-                    total = held[h * vectors + v]
-                    product = builder.fmul(factor, columns[v], flags=["contract"])
-                    builder.store(builder.fadd(builder.load(total), product, flags=["contract"]), total)
-        for total, where in zip(held, places, strict=True):
-            builder.store(builder.load(total), where, align=4)
-
-    def _fetch(self, place: Any) -> None:
-        """Asks for the memory at a place, which need not exist, without waiting for it."""
-        kind = ir.FunctionType(ir.VoidType(), [place.type, *[WORD] * 3])
-        ask = self.builder.module.declare_intrinsic("llvm.prefetch", [place.type], kind)
-        self.builder.call(ask, [place, *(WORD(number) for number in (0, 3, 1))])  # to read, often, data
-
-
-def _wide(builder: Any, numbers: Any, lanes: int) -> Any:
-    """A vector of float32 numbers, given as they are or by their upper halves."""
-    words, floats = ir.VectorType(WORD, lanes), ir.VectorType(FLOAT, lanes)
-    if numbers.type == floats:
-        return numbers
-    return builder.bitcast(builder.shl(builder.zext(numbers, words), ir.Constant(words, [WORD(16)] * lanes)), floats)
-
-
-# Arrays come flat, with indices that cannot be negative: a slice costs more than what is done with it here, and loops
-# over other indices are not vectorized.
+PANEL = 64  # columns of a weight that lie together
+_LOG2_E, _LN_2, _HALF, _ONE = (np.float32(number) for number in (1 / np.log(2), np.log(2), 0.5, 1))
+_GELU, _GELU_CUBE = np.float32(2 * np.sqrt(2 / np.pi)), np.float32(0.044715)
+_LEAST, _MOST = np.float32(-87.0), np.float32(88.0)
+_C2, _C3, _C4, _C5, _C6, _C7 = (np.float32(1 / number) for number in (2, 6, 24, 120, 720, 5040))
 
 
 @compiled
-def rotate(qkv: Any, begin: Any, cos: Any, sin: Any, at: Any, half: Any, by: float, out: Any, to: Any) -> None:
+def exponential(x: Any) -> Any:
+    """e to the power of a float32 number, which is taken as -87 or 88 where it is beyond: a loop over it is vectorized.
+
+    2ⁿ times the series of the rest, which is at most ln 2 / 2.
+    """
+    x = _LEAST if x < _LEAST else x  # NaN stays
+    x = _MOST if x > _MOST else x
+    n = np.floor(x * _LOG2_E + _HALF)
+    r = x - n * _LN_2
+    series = _ONE + r * (_ONE + r * (_C2 + r * (_C3 + r * (_C4 + r * (_C5 + r * (_C6 + r * _C7))))))
+    return series * wide(np.uint16((np.int32(n) + 127) << 7))
+
+
+@compiled
+def normalize(x: Any, begin: Any, size: Any, weight: Any, at: Any, eps: Any, out: Any, to: Any) -> None:
+    """out from `to` on: the row x [size] at `begin` over its root mean square, times the weight from `at` on."""
+    begin, size, at, to, total = np.uintp(begin), np.uintp(size), np.uintp(at), np.uintp(to), np.float32(0.0)
+    for c in range(size):
+        total += wide(x[begin + c]) * wide(x[begin + c])
+    scale = _ONE / np.sqrt(total / np.float32(size) + np.float32(eps))
+    for c in range(size):
+        out[to + c] = stored(out, wide(x[begin + c]) * scale * wide(weight[at + c]))
+
+
+@compiled
+def normalize_rows(x: Any, rows: Any, size: Any, weights: Any, at: Any, eps: Any, out: Any) -> Any:
+    """`normalize` of every row. Returns the place behind the weight."""
+    for row in range(rows):
+        normalize(x, row * size, size, weights, at, eps, out, row * size)
+    return at + size
+
+
+@compiled
+def activate(gate: Any, up: Any, count: Any, gelu: Any) -> None:
+    """silu(gate) or gelu(gate) by tanh, times up, in gate's place."""
+    for c in range(np.uintp(count)):
+        x = gate[c]
+        # (1 + tanh u) / 2 is the logistic function of 2 u.
+        inner = _GELU * (x + _GELU_CUBE * x * x * x) if gelu else x
+        gate[c] = x / (_ONE + exponential(-inner)) * up[c]
+
+
+@compiled
+def multiply(x: Any, rows: Any, size: Any, weights: Any, at: Any, columns: Any, out: Any, to: Any, add: Any) -> Any:
+    """x [rows, size] W + b to out [rows, columns] from `to` on, or added to what is there. Returns the place behind.
+
+    weights from `at` on: the columns of W in panels [size, PANEL], filled up to a whole one, and b as long.
+    """
+    sums, panels = np.empty(MOST_HEADS * PANEL, np.float32), (columns + PANEL - 1) // PANEL
+    for panel in range(panels):
+        first, begin = panel * PANEL, at + panel * size * PANEL
+        count = min(PANEL, columns - first)
+        filled, bias = count + -count % AT_ONCE, np.uintp(at + panels * size * PANEL + first)
+        for row in range(0, rows, MOST_HEADS):
+            many = min(MOST_HEADS, rows - row)
+            for number in range(many):
+                of_row = np.uintp(number * filled)
+                for c in range(np.uintp(filled)):
+                    sums[of_row + c] = weights[bias + c]
+            add_rows(many, x, row * size, size, weights, begin, PANEL, size, filled, sums, None)
+            for number in range(many):
+                of_row, place = np.uintp(number * filled), np.uintp(to + (row + number) * columns + first)
+                for c in range(np.uintp(count)):
+                    out[place + c] = sums[of_row + c] + (out[place + c] if add else np.float32(0.0))
+    return at + panels * PANEL * (size + 1)
+
+
+@compiled
+def clear(sums: Any, count: Any) -> None:
+    """numba takes a second to compile an assignment to a slice."""
+    for c in range(np.uintp(count)):
+        sums[c] = 0.0
+
+
+@compiled
+def rotate(qkv: Any, begin: Any, cos: Any, sin: Any, at: Any, half: Any, by: Any, out: Any, to: Any) -> None:
     """Rotary embedding of the head [2 half] at `begin` times `by`, by cos and sin from `at` on, to out from `to` on."""
     begin, at, half, to = np.uintp(begin), np.uintp(at), np.uintp(half), np.uintp(to)
     for d in range(half):
@@ -228,10 +115,78 @@ def score(
     filled = count + -count % AT_ONCE
     for column in range(0, count, BLOCK):
         together = min(BLOCK, filled - column)
-        sums[: heads * together] = 0.0
+        clear(sums, heads * together)
         add_rows(heads, query, at, size, keys, begin + column * size, BLOCK, size, together, sums, ahead)
         for number in range(heads):
             of_head, found = np.uintp(to + number * width + column), np.uintp(number * together)
             for c in range(np.uintp(together)):
                 scores[of_head + c] = sums[found + c] if c < np.uintp(count - column) else np.float32(-np.inf)
     return to + filled
+
+
+@compiled
+def softmax(scores: Any, begin: Any, count: Any, tops: Any) -> None:
+    """Of `count` scores, a multiple of eight, in their place. tops [8]: work space."""
+    begin, count, eight, total = np.uintp(begin), np.uintp(count), np.uintp(AT_ONCE), np.float32(0.0)
+    for c in range(eight):
+        tops[c] = scores[begin + c]
+    for first in range(begin, begin + count, eight):
+        for c in range(eight):
+            tops[c] = scores[first + c] if scores[first + c] > tops[c] else tops[c]
+    most = tops[0]
+    for c in range(eight):
+        most = tops[c] if tops[c] > most else most
+    for c in range(count):
+        scores[begin + c] = exponential(scores[begin + c] - most)
+        total += scores[begin + c]
+    share = _ONE / total
+    for c in range(count):
+        scores[begin + c] *= share
+
+
+@compiled
+def attend(step: Any, row: Any, memory: Any, about: Any, qkv: Any, fed: Any, out: Any, to: Any, space: Any) -> None:
+    """Writes the new key and value of a row behind its columns, and to out [heads, D] from `to` on what its queries
+    find in prompt and own columns.
+
+    step: the numbers of a STEP; memory: its keys, values, prompt_keys, prompt_values; about: its cos, sin, lengths,
+    prompts, starts; qkv: from `fed` on [heads + 2 kv heads, D]; space: what `work_space` makes.
+    """
+    keys, values, prompt_keys, prompt_values = memory
+    cos, sin, lengths, prompts, starts = about
+    turned, sums, scores, tops = space
+    heads, kv_heads, size, width, scaling = step.heads, step.kv_heads, step.size, step.width, np.float32(step.scaling)
+    group, next_row, next_prompt = heads // kv_heads, step.row_columns * size, step.prompt_columns * size
+    start, own, angle, zero = starts[row], lengths[row], row * size, np.int64(0)
+    for head in range(kv_heads):
+        begin, prompt = (row * kv_heads + head) * next_row, (prompts[row] * kv_heads + head) * next_prompt
+        rotate(qkv, fed + (heads + head) * size, cos, sin, angle, size // 2, _ONE, turned, zero)
+        key, value = np.uintp(begin + own // BLOCK * size * BLOCK + own % BLOCK), np.uintp(begin + own * size)
+        new = np.uintp(fed + (heads + kv_heads + head) * size)
+        for d in range(np.uintp(size)):
+            keys[key + d * np.uintp(BLOCK)] = stored(keys, turned[d])
+            values[value + d] = stored(values, wide(qkv[new + d]))
+        for number in range(group):
+            one = fed + (head * group + number) * size
+            rotate(qkv, one, cos, sin, angle, size // 2, scaling, turned, number * size)
+        for number in range(0, group, MOST_HEADS):
+            many = min(group - number, MOST_HEADS)
+            asked = many, turned, number * size, size
+            behind = score(asked, prompt_keys, prompt, start, next_prompt, sums, scores, zero, width)
+            end = score(asked, keys, begin, own + 1, next_row, sums, scores, behind, width)
+            for k in range(many):
+                softmax(scores, k * width, end, tops)
+            clear(sums, many * size)
+            add_rows(many, scores, zero, width, prompt_values, prompt, size, behind, size, sums, next_prompt)
+            add_rows(many, scores, behind, width, values, begin, size, end - behind, size, sums, next_row)
+            place = np.uintp(to + (head * group + number) * size)
+            for d in range(np.uintp(many * size)):
+                out[place + d] = stored(out, sums[d])
+
+
+@compiled
+def work_space(step: Any) -> Any:
+    """Of `attend`: turned heads, sums, scores and their largest."""
+    turned = np.empty(step.heads // step.kv_heads * step.size, np.float32)
+    sums = np.empty(MOST_HEADS * max(step.size, BLOCK), np.float32)
+    return turned, sums, np.empty(MOST_HEADS * step.width, np.float32), np.empty(AT_ONCE, np.float32)
