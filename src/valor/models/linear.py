@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 ROWS = 64  # layers use oneDNN for multiples of so many rows: it makes code for each new shape, in a millisecond
-_FEWEST_ROWS = 512  # with fewer, the copies that oneDNN's weight gradient needs cost more than it saves
+# With fewer, rows or numbers of a weight, the copies that oneDNN's weight gradient needs cost more than it saves.
+_FEWEST_ROWS, _LEAST_WEIGHT = 512, 2**18
 _FEWEST_WIDE_ROWS = 8  # with fewer, making float32 weights costs more than it saves
 _LARGE = 2**29  # multiplications from which code for a new shape pays at once
 
@@ -122,7 +123,8 @@ class _Linear(torch.autograd.Function):
         flat, rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         d_x = _product(grad, weight.t(), None) if need_x else None
         d_weight = d_bias = None
-        if need_weight and (_is_wide(x) or len(rows) >= _FEWEST_ROWS):
+        gains = len(rows) >= _FEWEST_ROWS and weight.numel() >= _LEAST_WEIGHT
+        if need_weight and (_is_wide(x) or gains):
             d_weight, d_bias = _gradients(flat, rows, with_bias=need_bias)
         elif need_weight:
             d_weight = flat.t() @ rows

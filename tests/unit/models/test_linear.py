@@ -29,7 +29,12 @@ def close(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(64, 48), (1, 128, 48), (2, 640, 48)])  # few rows have another weight gradient
-def test_values_and_gradients_are_those_of_torch(shape: tuple[int, ...], bias: bool) -> None:
+@pytest.mark.parametrize("large", [True, False])  # and so have small weights
+def test_values_and_gradients_are_those_of_torch(
+    shape: tuple[int, ...], bias: bool, large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if large:
+        monkeypatch.setattr(linear, "_LEAST_WEIGHT", 48 * 40)
     plain, other = copies(bias)
     x = torch.randn(shape)
     inputs, grad = [x.clone().requires_grad_(), x.clone().requires_grad_()], torch.randn(*shape[:-1], 40)
