@@ -510,7 +510,7 @@ for _ in range(3):
 def test_break_out_fails(name: str, level: str, world: World, nothing_left: None, record_property: Any) -> None:
     told = "\n".join(f"{k} = {v!r}" for k, v in world.names().items())
     program = f"{TRY}{told}\n{BREAK_OUTS[name]}\nprint(f'made it: {{attempts}}')"
-    with Sandbox(level, Limits(cpu_seconds=2)) as sandbox:
+    with Sandbox(level, Limits(cpu_seconds=2, wall_seconds=25.0)) as sandbox:
         [outcome] = sandbox.run_all(program, [""], time.monotonic() + 30.0)
     assert "made it" in outcome.stdout, outcome
     record_property("attempts", max(int(outcome.stdout.split()[-1]), 1))
