@@ -10,7 +10,7 @@ and in float32 it beats the BLAS behind `nn.Linear` about twofold on some proces
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any, Literal
@@ -191,10 +191,10 @@ class Decoder:
         self._whole: Callable[..., Tensor] | None = None
         numbers = sum(weight.numel() for weight in hf.parameters())
         if self.compiled and weight.dtype is self._dtype is torch.float32 and numbers <= _MOST_WHOLE:
-            from valor.rollout.native.whole_step import WholeStep
+            from valor.rollout.native.whole_step import WholeStep, serves
 
             sizes = {"heads": self._heads, "kv_heads": self._kv_heads, "size": self._size}
-            with suppress(TypeError):
+            if serves(self._layers, self._norm, self._activation):
                 layers, scaling = self._layers, self._rule.scaling
                 self._whole = WholeStep(layers, self._norm, self._head, self._activation, scaling=scaling, **sizes)
 

@@ -20,16 +20,17 @@ _C2, _C3, _C4, _C5, _C6, _C7 = (np.float32(1 / number) for number in (2, 6, 24, 
 
 @compiled
 def exponential(x: Any) -> Any:
-    """e to the power of a float32 number, which is taken as -87 or 88 where it is beyond: a loop over it is vectorized.
+    """e to the power of a float32 number: 0 below -87, and above 88 what it is at 88. A loop over it is vectorized.
 
     2ⁿ times the series of the rest, which is at most ln 2 / 2.
     """
-    x = _LEAST if x < _LEAST else x  # NaN stays
+    nothing = x < _LEAST
+    x = _LEAST if nothing else x  # NaN stays
     x = _MOST if x > _MOST else x
     n = np.floor(x * _LOG2_E + _HALF)
     r = x - n * _LN_2
     series = _ONE + r * (_ONE + r * (_C2 + r * (_C3 + r * (_C4 + r * (_C5 + r * (_C6 + r * _C7))))))
-    return series * wide(np.uint16((np.int32(n) + 127) << 7))
+    return np.float32(0.0) if nothing else series * wide(np.uint16((np.int32(n) + 127) << 7))
 
 
 @compiled

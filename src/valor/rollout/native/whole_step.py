@@ -73,22 +73,22 @@ def whole_step(given: Any) -> None:
         first = taken(given) * most
 
 
+def serves(layers: Sequence[Any], norm: Any, activation: str) -> bool:
+    """Whether the loop knows this activation, and all norms have the same epsilon."""
+    norms = [n for one in layers for n in (one.before, one.between, *(one.head_norms or ()))]
+    return activation in ("silu", "gelu_pytorch_tanh") and {one.eps for one in norms} == {norm.eps}
+
+
 class WholeStep:
-    """Logits after a decode step's tokens. TypeError where the model has what the loop does not know."""
+    """Logits after a decode step's tokens of a model that it `serves`."""
 
     def __init__(self, layers: Sequence[Any], norm: Any, head: Any, activation: str, **sizes: float) -> None:
         """layers: of `decoder.Layer`; sizes: heads, kv_heads, size, scaling."""
-        if activation not in ("silu", "gelu_pytorch_tanh"):
-            raise TypeError(f"the activation {activation}")
-        norms = [n for one in layers for n in (one.before, one.between, *(one.head_norms or ()))] + [norm]
-        if len({one.eps for one in norms}) > 1:
-            raise TypeError("norms of several kinds")
-        self._weights = _laid_out(layers, norm, head)
         (hidden,), inner = norm.weight.shape, len(layers[0].gate.plain()[0])
         self._vocab, self._like = len(head.plain()[0]), torch.empty(1, int(sizes["kv_heads"]), 1, int(sizes["size"]))
         shape = {"layers": len(layers), "hidden": hidden, "inner": inner, "vocab": self._vocab}
         kinds = {"head_norms": layers[0].head_norms is not None, "gelu": activation != "silu", "eps": norm.eps}
-        self._fields = {"weights": self._weights, **shape, **kinds, **sizes}
+        self._fields = {"weights": _laid_out(layers, norm, head), **shape, **kinds, **sizes}
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, cache: SlotCache) -> Tensor:
         """[B, V] from embeddings x [B, hidden]; cos, sin [B, 1, D]."""
