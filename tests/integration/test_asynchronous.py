@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import threading
+from concurrent.futures import wait
 
 import pytest
 import ray
@@ -17,6 +18,7 @@ from valor.config import PPOConfig, load
 from valor.controller import ray_group
 from valor.controller.ray_group import RayGroup
 from valor.errors import UserError
+from valor.rewards import executor
 from valor.trainer.checks import check
 from valor.trainer.main_ppo import main
 
@@ -27,7 +29,6 @@ SEPARATE, COLOCATED = f"{V1}.trainer_mode=separate_async", f"{V1}.trainer_mode=c
 LOCAL = "trainer.controller=local"
 OLDEST = f"{V1}.sampler.max_off_policy_threshold"
 GRPO = "algorithm.adv_estimator=grpo"
-LONG = "actor_rollout_ref.rollout.ignore_eos=true"
 
 
 class Watched:
@@ -139,16 +140,24 @@ def test_samples_are_complete_each_trained_on_once_and_not_too_old(more, overrid
 
 
 @pytest.mark.usefixtures("hosts")
-def test_unfinished_samples_go_on_with_new_weights(overrides, tmp_path, watched):
-    """In the trainer's processes: few at a time, so that some of every batch are cut off."""
-    few = [COLOCATED, LONG, "actor_rollout_ref.rollout.max_num_seqs=5", "data.max_response_length=40"]
+def test_unfinished_samples_go_on_with_new_weights(overrides, tmp_path, watched, monkeypatch):
+    """In the trainer's processes: few at a time and of many lengths, so that some of every batch are cut off."""
+    receive = SamplesAhead._receive
+
+    def graded_at_once(self, item):
+        receive(self, item)
+        wait([grade for _, grade in self.grading._early.values()])
+
+    # Else a fast model answers all it has before the first grades are there.
+    monkeypatch.setattr(SamplesAhead, "_receive", graded_at_once)
+    monkeypatch.setattr(executor, "_TOGETHER_SECONDS", 0.0)
+    few = [COLOCATED, "actor_rollout_ref.rollout.max_num_seqs=5", "data.max_response_length=40"]
     assert main(overrides(tmp_path / "run", *few, "trainer.total_training_steps=5")) == 0
     rows = read_metrics(tmp_path / "run")[1:]
     assert any(row["off_policy/partial_ratio"] > 0 for row in rows)
     for batch in watched.batches:
-        assert bool((batch["response_lengths"] == 40).all())
-        versions = batch["weights_versions"]
-        assert bool((versions[:, 1:] >= versions[:, :-1]).all())
+        versions, mask = batch["weights_versions"], batch["response_mask"]
+        assert bool((versions[:, 1:] >= versions[:, :-1])[mask[:, 1:] > 0].all())
 
 
 def test_what_is_too_old_is_dropped_and_drawn_again(overrides, tmp_path, watched, monkeypatch):
