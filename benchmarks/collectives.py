@@ -3,8 +3,9 @@
     python benchmarks/collectives.py --model SMOLLM2_DIR                     # 1 and 2 ranks over gloo, one thread each
     python benchmarks/collectives.py --model SMOLLM2_DIR --max-tokens 2048   # more micro-batches
 
-Each rank has --rows rows of its own, whatever the number of ranks; their losses are those of a policy. The second of
-two updates is measured. Seconds of collectives are those that rank 0 spends in them, waiting for the others included.
+Each rank has --rows rows of its own, whatever the number of ranks; their losses are those of a policy. The last of
+three updates is measured: the first makes the optimizer's states, the second takes new memory, beside them. Seconds of
+collectives are those that rank 0 spends in them, waiting for the others included.
 
 Weak scaling is told twice: against one process that has the machine for itself, and against as many processes as there
 are ranks, each a run of its own at the same time. The second is what the machine itself lets be had: cores share its
@@ -39,6 +40,7 @@ from valor.engines import distributed
 from valor.engines.fsdp.engine import FSDPEngine
 from valor.engines.fsdp.loading import built_once
 from valor.models.load import load_policy
+from valor.workers.memory import keep_freed_memory
 
 KINDS = ("all_gather_single", "reduce_scatter_single", "all_reduce", "broadcast", "all_gather")
 Said = dict[tuple[str, str], list[float]]
@@ -88,6 +90,7 @@ class _Timed:
 
 def measure(rank: int, world: int, port: int, args: argparse.Namespace, out: Any) -> None:
     """One rank: rank 0 puts the update's seconds, its micro-batches, and what was said into `out`."""
+    keep_freed_memory()  # as ranks do
     torch.set_num_threads(1)
     device = distributed.init_process_group("cpu", rank=rank, world_size=world, address="127.0.0.1", port=port)
     listener = Listener()
@@ -107,7 +110,7 @@ def measure(rank: int, world: int, port: int, args: argparse.Namespace, out: Any
         passes[0] += 1
         return -outputs["log_probs"].sum() / (args.rows * world * args.response), {}
 
-    for _ in range(2):
+    for _ in range(3):
         listener.said.clear()
         passes[0] = 0
         dist.barrier()

@@ -27,6 +27,7 @@ from valor.engines import distributed
 from valor.engines.fsdp.engine import build_fsdp
 from valor.models import linear
 from valor.models.load import load_policy
+from valor.workers.memory import keep_freed_memory
 
 
 def limit(dtype: torch.dtype, device: torch.device, size: int = 4096) -> float:
@@ -72,6 +73,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=4096, help="token budget of a micro-batch")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
+    keep_freed_memory()  # as ranks do
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     device = distributed.init_process_group(args.device)

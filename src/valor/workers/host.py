@@ -17,7 +17,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from valor.config.engine import ProfilerConfig
 from valor.engines import distributed
-from valor.workers.memory import PeakMemory, use_deterministic_algorithms, use_expandable_segments
+from valor.workers.memory import (
+    PeakMemory,
+    keep_freed_memory,
+    use_deterministic_algorithms,
+    use_expandable_segments,
+)
 
 HOST = "host"  # the name under which the process itself is called
 _TRACING = threading.Lock()  # torch has one profiler in a process
@@ -107,6 +112,8 @@ class WorkerHost:
         gpu: int = 0,
     ) -> None:
         use_expandable_segments()
+        if device == "cpu":
+            keep_freed_memory()
         if deterministic:
             use_deterministic_algorithms()
         torch.set_num_threads(num_threads)

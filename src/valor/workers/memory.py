@@ -1,5 +1,6 @@
-"""Peak memory of what a rank does, call by call: device memory on CUDA, resident memory elsewhere."""
+"""How a rank's memory is allocated, and its peak call by call: device memory on CUDA, resident memory elsewhere."""
 
+import ctypes
 import os
 import resource
 import sys
@@ -14,8 +15,9 @@ _RESET = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
 _GB = 2.0**30
 
-# Large CPU tensors in pages of 2 MiB, which the kernel has ready sooner; torch reads this as it makes its first tensor.
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+# Of glibc's mallopt.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_LARGEST_KEPT = 2**30  # bytes of one tensor
 
 
 def use_expandable_segments() -> None:
@@ -25,6 +27,19 @@ def use_expandable_segments() -> None:
     """
     if not os.environ.keys() & {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+
+
+def keep_freed_memory() -> None:
+    """Let the process keep the memory of CPU tensors that are gone for those to come, where its libc is glibc.
+
+    Otherwise large ones are made of new pages time after time, which the kernel has to clear; ranks on one machine wait
+    for each other in that. The user's `MALLOC_TRIM_THRESHOLD_` or `MALLOC_MMAP_THRESHOLD_` stands.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None or os.environ.keys() & {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}:
+        return
+    if mallopt(_MMAP_THRESHOLD, _LARGEST_KEPT):  # refused by glibc before 2.35, whose own rule is then better
+        mallopt(_TRIM_THRESHOLD, -1)
 
 
 def use_deterministic_algorithms() -> None:
@@ -75,7 +90,8 @@ class PeakMemory:
 
     def take(self) -> dict[str, float]:
         """GiB by call. On CUDA `perf/max_memory_allocated_gb/<call>` (the peak) and `perf/device_memory_used_gb/<call>`
-        (of the whole device, at the end of the call); elsewhere `perf/peak_rss_gb/<call>`."""
+        (of the whole device, at the end of the call); elsewhere `perf/peak_rss_gb/<call>`, what is kept of earlier
+        calls included."""
         peaks, self._peaks = self._peaks, {}
         return peaks
 

@@ -1,0 +1,43 @@
+"""A process on CPUs reuses the memory of large tensors that are gone, unless the user has set glibc's thresholds."""
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+_FAULTS = """
+import resource, sys, torch
+from valor.workers.memory import keep_freed_memory
+
+if sys.argv[1] == "kept":
+    keep_freed_memory()
+for smaller in range(4):  # what is aligned needs a little more room than it takes
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(2**26 - 2**20 * smaller)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def _faults(how: str, **environment: str) -> int:
+    """Pages of new memory that a tensor of a quarter of a GiB takes where three larger ones were before."""
+    done = subprocess.run(
+        [sys.executable, "-c", _FAULTS, how],
+        env={name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")} | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc" or tuple(map(int, platform.libc_ver()[1].split("."))) < (2, 35),
+    reason="glibc of 2.35 or later keeps tensors of any size",
+)
+def test_a_large_tensor_takes_the_place_of_one_that_is_gone():
+    new = _faults("as it is")
+    assert new >= 2**27 / 2**21  # at least one for each huge page
+    assert _faults("kept") < new / 8
+    assert _faults("kept", MALLOC_TRIM_THRESHOLD_="131072") > new / 2
