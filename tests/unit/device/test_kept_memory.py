@@ -13,17 +13,37 @@ from valor.workers.memory import keep_freed_memory
 
 if sys.argv[1] == "kept":
     keep_freed_memory()
-for smaller in range(4):  # what is aligned needs a little more room than it takes
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.ones(2**26 - 2**20 * smaller)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+def faults():
+    for smaller in range(4):  # what is aligned needs a little more room than it takes
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(2**26 - 2**20 * smaller)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+"""
+_HERE = "print(faults())"
+_UNDER_RAY = """
+import ray
+from valor.controller.placement import ResourcePool
+from valor.controller.ray_group import _start_ray
+
+class Host:
+    def __init__(self):
+        keep_freed_memory()
+
+    def call(self):
+        return faults()
+
+watchdog = _start_ray(ResourcePool(1, 1, "cpu", 1), {"min_cpus": 1})
+print(ray.get(ray.remote(concurrency_groups={"poll": 1})(Host).remote().call.remote()))
+ray.shutdown()
+watchdog.close()
 """
 
 
-def _faults(how: str, **environment: str) -> int:
+def _faults(how: str, where: str = _HERE, **environment: str) -> int:
     """Pages of new memory that a tensor of a quarter of a GiB takes where three larger ones were before."""
     done = subprocess.run(
-        [sys.executable, "-c", _FAULTS, how],
+        [sys.executable, "-c", _FAULTS + where, how],
         env={name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")} | environment,
         capture_output=True,
         text=True,
@@ -32,12 +52,21 @@ def _faults(how: str, **environment: str) -> int:
     return int(done.stdout)
 
 
-@pytest.mark.skipif(
+keeps = pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc" or tuple(map(int, platform.libc_ver()[1].split("."))) < (2, 35),
     reason="glibc of 2.35 or later keeps tensors of any size",
 )
+
+
+@keeps
 def test_a_large_tensor_takes_the_place_of_one_that_is_gone():
     new = _faults("as it is")
     assert new >= 2**27 / 2**21  # at least one for each huge page
     assert _faults("kept") < new / 8
     assert _faults("kept", MALLOC_TRIM_THRESHOLD_="131072") > new / 2
+
+
+@keeps
+@pytest.mark.slow
+def test_under_ray_whose_calls_run_in_a_thread():
+    assert _faults("kept", _UNDER_RAY) < 2**27 / 2**21
