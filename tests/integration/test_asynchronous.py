@@ -158,6 +158,9 @@ def test_unfinished_samples_go_on_with_new_weights(overrides, tmp_path, watched,
     for batch in watched.batches:
         versions, mask = batch["weights_versions"], batch["response_mask"]
         assert bool((versions[:, 1:] >= versions[:, :-1])[mask[:, 1:] > 0].all())
+        lengths, whole = batch["response_lengths"], batch["responses"]
+        last = whole.gather(1, lengths[:, None] - 1)[:, 0]
+        assert int(lengths.max()) <= 40 and len(last[lengths < 40].unique()) <= 1  # it ends by itself or by its length
 
 
 def test_what_is_too_old_is_dropped_and_drawn_again(overrides, tmp_path, watched, monkeypatch):
