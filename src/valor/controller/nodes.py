@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 from valor.config import TrainerConfig
-from valor.controller.placement import Placement
-from valor.controller.watchdog import Watchdog, start_ray
+from valor.controller.placement import MAIN, Placement
+from valor.controller.watchdog import Watchdog, keeps_memory, start_ray
 from valor.errors import UserError
 
 _DEFAULT_PORT = 6379
@@ -35,7 +35,7 @@ def node_zero(trainer: TrainerConfig, placement: Placement) -> Iterator[None]:
     os.environ.setdefault(*_NO_TOKENS)
     os.environ["RAY_GCS_SERVER_PORT"] = str(port)
     settings = {"_node_ip_address": host, "num_cpus": placement.cpus_per_node, "include_dashboard": False}
-    with closing(start_ray(address="local", **settings)):
+    with closing(start_ray(placement.pools[MAIN].device, address="local", **settings)):
         try:
             deadline, here = time.monotonic() + trainer.node_timeout, list[str]()
             while len(here) < trainer.nnodes:
@@ -70,7 +70,7 @@ def serve(trainer: TrainerConfig, placement: Placement) -> int:
             [*command, f"--num-cpus={placement.cpus_per_node}", "--disable-usage-stats"],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env=os.environ | dog.mark | _LEAVES_AFTER,
+            env=os.environ | dog.mark | _LEAVES_AFTER | keeps_memory(placement.pools[MAIN].device),
         )
     print(f"node {trainer.node_rank}: the run at {host} has ended", flush=True)
     return 0

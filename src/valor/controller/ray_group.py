@@ -337,10 +337,8 @@ def _start_ray(pool: ResourcePool, ray_init: dict[str, Any]) -> Watchdog:
         settings.setdefault("num_cpus", max(available_cores(), least))
         settings.setdefault("include_dashboard", False)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    if pool.device == "cpu":  # calls run in a thread, for which only the first of glibc's arenas keeps all memory
-        os.environ.setdefault("MALLOC_ARENA_MAX", "1")
     try:
-        return start_ray(**settings)
+        return start_ray(pool.device, **settings)
     except ConnectionError as error:
         raise UserError(f"no Ray cluster at ray_kwargs.ray_init.address={settings.get('address')}: {error}") from None
 

@@ -41,8 +41,15 @@ class Watchdog:
             self._process.communicate()
 
 
-def start_ray(**settings: Any) -> Watchdog:
-    """ray.init, whose processes end with this one. SIGTERM stays whose it was: Ray would end this process at once.
+def keeps_memory(device: str) -> dict[str, str]:
+    """The environment in which Ray's processes keep freed memory on CPUs: calls run in a thread, for which only the
+    first of glibc's arenas keeps all of it. What the user has set stands."""
+    return {"MALLOC_ARENA_MAX": os.environ.get("MALLOC_ARENA_MAX", "1")} if device == "cpu" else {}
+
+
+def start_ray(device: str, **settings: Any) -> Watchdog:
+    """ray.init, whose processes end with this one, for roles on CPUs ("cpu") or GPUs. SIGTERM stays whose it was: Ray
+    would end this process at once.
 
     TrainingStopped when the machine has so much to do that Ray does not get up.
     """
@@ -51,8 +58,9 @@ def start_ray(**settings: Any) -> Watchdog:
     from valor.errors import TrainingStopped
 
     watchdog, on_sigterm = Watchdog(), signal.getsignal(signal.SIGTERM)
-    outer = os.environ.get(_NAME)
-    os.environ |= watchdog.mark
+    inner = watchdog.mark | keeps_memory(device)
+    outer = {name: os.environ[name] for name in inner if name in os.environ}
+    os.environ |= inner
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **settings)
     except BaseException as error:
@@ -61,8 +69,9 @@ def start_ray(**settings: Any) -> Watchdog:
             raise TrainingStopped("Ray did not start in time: the machine has too much to do; run it again") from None
         raise
     finally:
-        os.environ.pop(_NAME)
-        os.environ |= {} if outer is None else {_NAME: outer}
+        for name in inner:
+            del os.environ[name]
+        os.environ |= outer
         with suppress(ValueError):  # not in the main thread, where nobody changes it
             signal.signal(signal.SIGTERM, on_sigterm)
     return watchdog

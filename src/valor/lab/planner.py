@@ -23,6 +23,7 @@ from valor.errors import UserError
 from valor.models.hf import cache_bytes_per_token, quiet_transformers
 from valor.models.linear import bfloat16_is_slow
 from valor.models.load import load_model_config
+from valor.trainer.advantage import own_targets
 from valor.trainer.checks import check
 
 GIB = 2.0**30
@@ -144,9 +145,12 @@ def estimate(config: PPOConfig, machine: Machine) -> Estimate:
         of_critic, times = shape_of(critic.model, value_head=True), critic.ensemble_size
         resident["critic"] = times * _held(of_critic, critic.fsdp_config, machine, not critic.freeze)
         use = _Use(config, of_critic, critic.model, critic, machine)
-        phases.append(use.phase("critic.compute_values", mine * times, trains=False))
-        if not critic.freeze:
-            phases.append(use.phase("critic.update", mine * times * critic.ppo_epochs, trains=True))
+        if own_targets(config) is not None:
+            phases.append(use.phase("critic.update_with_values", mine, trains=True))
+        else:
+            phases.append(use.phase("critic.compute_values", mine * times, trains=False))
+            if not critic.freeze:
+                phases.append(use.phase("critic.update", mine * times * critic.ppo_epochs, trains=True))
     phases.append(actor.phase("actor.update", mine * policy.actor.ppo_epochs, trains=True))
     return Estimate(resident, phases, tokens)
 

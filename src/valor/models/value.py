@@ -119,18 +119,18 @@ class ValueModel(RowReader):
     ) -> dict[str, Tensor]:
         """Float32 `values` [b, T]: the value of the state before response token t, 0 beyond a response's length.
 
-        with_quantiles: also `quantiles` [b, T, K], rising, of a head that gives a distribution. raw: instead
+        with_quantiles: also `quantiles` [b, T, K], rising, of a head that gives a distribution. raw: also
         `head_outputs`, which value losses train: [b, T], or [b, T, K] of a head of K outputs. `rows` as in
         PolicyModel.forward.
         """
         compact = self.compact(rows)
         states = compact.read_by(self.hf.base_model).last_hidden_state
         outputs = self.head(compact.gather(states).float()).float()
-        if raw:
-            return {"head_outputs": compact.scatter(outputs.squeeze(-1))}
         whole = self.levels == ALL_LEVELS
         read = self.reading.values(outputs) if whole else tail_mean(*self.reading.distribution(outputs), *self.levels)
         out = {"values": compact.scatter(read)}
+        if raw:
+            out["head_outputs"] = compact.scatter(outputs.squeeze(-1))
         if with_quantiles and self.reading.is_distribution:
             atoms, weights = self.reading.distribution(outputs)
             out["quantiles"] = compact.scatter(atoms if atoms.ndim > 1 else quantiles_of(atoms, weights))

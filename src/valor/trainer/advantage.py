@@ -4,6 +4,7 @@ Runs on the driver over the whole batch, so group statistics and whitening see e
 workers.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -198,6 +199,28 @@ def reads_log_probs(config: PPOConfig) -> bool:
     entry = algorithms.ADVANTAGES[config.algorithm.adv_estimator]
     reads = {"old_log_probs", "sum_pi_squared", "rollout_is_weights"} & {*entry.options}
     return config.algorithm.use_kl_in_reward or OldLogProbs.of(config).correct_batch or bool(reads)
+
+
+def own_targets(config: PPOConfig) -> tuple[str, dict[str, Any]] | None:
+    """Name and options of the estimator by which the critic's ranks can make their targets themselves, in the one
+    update that a batch has: a row's returns follow from its scores and the critic's values of it. None where they need
+    more, not all rows are trained on, or there are several updates or critics."""
+    algorithm, critic = config.algorithm, config.critic
+    if not critic.enable or critic.freeze or critic.ensemble_size > 1:
+        return None
+    updates = math.ceil(config.data.train_batch_size / critic.ppo_mini_batch_size) * critic.ppo_epochs
+    more = (
+        updates > 1 or (critic.strategy == "megatron" and critic.megatron.pipeline_model_parallel_size > 1),
+        algorithm.adv_estimator != "gae" or algorithm.gae_unit != "token",
+        algorithm.use_kl_in_reward or algorithm.reward_source == "critic" or algorithm.reward_mask_ratio > 0,
+        algorithm.truncation_bootstrap or algorithm.branch_values.share > 0 or config.learns_quantiles,
+        algorithm.use_pf_ppo or OldLogProbs.of(config).correct_batch,
+    )
+    if any(more):
+        return None
+    settings = {"gamma": algorithm.gamma, "lam": algorithm.lam, **offered_settings(algorithm), **algorithm.adv_kwargs}
+    known = algorithms.ADVANTAGES["gae"].parameters
+    return "gae", {name: value for name, value in settings.items() if name in known} | {"whitening": "none"}
 
 
 def rows_to_train_on(batch: Batch, config: AlgorithmConfig, *key: int) -> tuple[Batch, dict[str, float]]:

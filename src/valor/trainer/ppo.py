@@ -137,6 +137,7 @@ class PPORun(Run):
         algorithm, timer = self.config.algorithm, Timer()
         with timer("step"), Aside(self.placement.controller == "ray") as self.aside:
             batch, metrics = self.collector.next_batch(self.step, timer)
+            self.updates.check(batch)
             if algorithm.branch_values.share:
                 with timer("gen_branches"):
                     metrics |= add_branch_values(self.collector, batch, self.step)
@@ -160,7 +161,6 @@ class PPORun(Run):
                 self.aside.measure(self.record.samples, self.step, batch)
             trained, found = rows_to_train_on(batch, algorithm, self.config.trainer.seed, self.step)
             metrics |= found
-            self.updates.check(trained)
             updates = [
                 self.roles.submit("critic", self.update_critic, trained, timer),
                 self.roles.submit("actor", self.update_actor, trained, timer),
@@ -227,16 +227,22 @@ class PPORun(Run):
             return self.roles["ref"].compute_log_probs(batch), {}
 
     def compute_values(self, batch: Batch, timer: Timer) -> tuple[Batch, dict[str, float]]:
-        """`values` [B, T], where there is a critic."""
+        """`values` [B, T], where there is a critic; in one pass with its update, where that can be."""
         if not self.critics.names:
             return Batch(), {}
+        if self.critics.in_one_pass(batch, self.step):
+            rewarded = batch.union(Batch())
+            self.shaping.shape_rewards(rewarded, self.step)
+            with timer("update_critic"):
+                return self.critics.update_with_values(rewarded, self.step)
         with timer("values"), phase("values", len(batch), unit="sample"):
             return self.critics.compute_values(
                 batch, with_end=self.config.algorithm.truncation_bootstrap, with_quantiles=self.config.learns_quantiles
             )
 
     def update_critic(self, batch: Batch, timer: Timer) -> dict[str, float]:
-        if not self.critics.names:
+        """Improve the critic, if that has not come with its values."""
+        if not self.critics.names or self.critics.in_one_pass(batch, self.step):
             return {}
         with timer("update_critic"):
             return self.critics.update(batch, self.step)

@@ -15,6 +15,7 @@ from valor.data.sampler import shuffled
 from valor.errors import StepRefused
 from valor.models.rows import ROW_FIELDS
 from valor.tracking.progress import part, phase
+from valor.trainer.advantage import own_targets
 from valor.trainer.old_log_probs import WEIGHTS, OldLogProbs, corrected
 from valor.trainer.run import SkippedUpdates
 from valor.trainer.step_metrics import mean_over_updates
@@ -50,7 +51,7 @@ class Updates:
         Raises TrainingStopped after `trainer.max_skipped_updates` updates in a row with non-finite gradients.
         """
         parts: list[dict[str, float]] = []
-        count = len(self._rows_of_updates(role, batch, step, member))
+        count = len(self.rows_of_updates(role, batch, step, member))
         name = role if member == 0 else f"{role}_{member + 1}"
         worker = self.roles[name]
         asks_actor = role == "actor" and (self.old.correct_mini_batches or self._ratio_of_sequences)
@@ -72,12 +73,12 @@ class Updates:
                     metrics |= results()
                 self.skips.count(name, bool(metrics["skipped"]), step)
                 parts.append(metrics)
-        return {k if "/" in k else f"{role}/{k}": v for k, v in mean_over_updates(parts).items()}
+        return named(role, parts)
 
     def mini_batches(self, role: str, batch: Batch, step: int, member: int = 0) -> Iterator[Batch]:
         """Rows of each optimizer step, in order, with the columns that the role reads; an episode's rows together."""
         tokens = batch["response_mask"].sum(-1)
-        chosen = self._rows_of_updates(role, batch, step, member)
+        chosen = self.rows_of_updates(role, batch, step, member)
         for number, index in enumerate(chosen, 1):
             rows = batch.select(self._columns(role, batch, first=number == 1)).take(index)
             if role == "actor" and self._whiten:
@@ -85,14 +86,15 @@ class Updates:
             rows.meta |= {"update": number, "last_of_step": number == len(chosen), "global_step": step}
             yield counted(rows, tokens[index])
 
-    def _rows_of_updates(self, role: str, batch: Batch, step: int, member: int) -> list[Tensor]:
+    def rows_of_updates(self, role: str, batch: Batch, step: int, member: int = 0) -> list[Tensor]:
+        """Rows of each optimizer step, in order; all of them as they come, where they make one step."""
         settings = self.config.critic if role == "critic" else self.config.actor_rollout_ref.actor
         parts = self.config.critic.ensemble_size if role == "critic" and self.config.critic.ensemble_shards else 1
         samples_per_step = max(settings.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n // parts, 1)
         samples, found = Episodes(batch).rows, list[Tensor]()
         for epoch in range(settings.ppo_epochs):
             order = list(range(len(samples)))
-            if settings.shuffle:
+            if settings.shuffle and samples_per_step < len(samples):
                 order = shuffled(len(samples), self.config.trainer.seed + member, step, epoch).tolist()
             for start in range(0, len(samples), samples_per_step):
                 chosen = order[start : start + samples_per_step]
@@ -102,6 +104,8 @@ class Updates:
     def _columns(self, role: str, batch: Batch, *, first: bool) -> list[str]:
         shared = [*ROW_FIELDS, "response_mask", *(["episode"] if "episode" in batch else [])]
         if role == "critic":
+            if "values" not in batch:  # the update makes its targets itself
+                return [*shared, "token_level_rewards"]
             return [*shared, "values", "returns", *(["quantile_returns"] if "quantile_returns" in batch else [])]
         names = [*shared, "advantages"]
         if not self.old.on_policy:
@@ -149,6 +153,24 @@ class Critics:
     def __init__(self, config: PPOConfig, roles: Pools, updates: Updates) -> None:
         self.config, self.roles, self.updates = config.critic, roles, updates
         self.names = critic_names(config)
+        self._estimator = own_targets(config)
+
+    def in_one_pass(self, batch: Batch, step: int) -> bool:
+        """Whether values and update of this step share a forward pass: the critic's ranks make the targets."""
+        own = self._estimator is not None and not self.config.frozen_at(step) and not Episodes(batch).forked
+        return own and len(self.updates.rows_of_updates("critic", batch, step)) == 1
+
+    def update_with_values(self, batch: Batch, step: int) -> tuple[Batch, dict[str, float]]:
+        """`values` [B, T] of a batch that has `token_level_rewards`, as they are before its one update; the metrics of
+        that update."""
+        (name,) = self.names
+        (rows,) = self.updates.mini_batches("critic", batch, step)
+        rows.meta["estimator"] = self._estimator
+        with phase("train critic", 1, unit="mini-batch"):
+            found = self.roles[name].update_with_values(rows)
+        metrics = found.meta.pop("metrics")
+        self.updates.skips.count(name, bool(metrics["skipped"]), step)
+        return found, named("critic", [metrics]) | {"critic/frozen": 0.0}
 
     def compute_values(
         self, batch: Batch, *, with_end: bool = False, with_quantiles: bool = False
@@ -188,6 +210,11 @@ class Critics:
                 rows = rows.take([row for number in (shard == member).nonzero() for row in episodes.rows[number]])
             parts.append(self.updates.run("critic", rows, step, member=member))
         return mean_over_updates(parts) | {"critic/frozen": float(frozen)}
+
+
+def named(role: str, parts: list[dict[str, float]]) -> dict[str, float]:
+    """A role's metrics: means over its updates."""
+    return {k if "/" in k else f"{role}/{k}": v for k, v in mean_over_updates(parts).items()}
 
 
 def counted(mini_batch: Batch, tokens: Tensor | None = None) -> Batch:

@@ -9,6 +9,7 @@ from valor import algorithms
 from valor.algorithms import load_custom
 from valor.config import CriticConfig, PPOConfig
 from valor.data.batch import Batch
+from valor.engines.base import LossFn
 from valor.errors import UserError
 from valor.models.load import load_value_model
 from valor.models.rows import ROW_FIELDS
@@ -55,8 +56,31 @@ class CriticWorker(ModelRole):
     @Dispatch("dp")
     def update(self, mini_batch: Batch) -> dict[str, float]:
         """One optimizer step on the rows of a mini-batch; metrics are of the whole mini-batch, over all ranks."""
+        return self._update(mini_batch, self._loss)
+
+    @Dispatch("dp", stays=("values",))
+    def update_with_values(self, mini_batch: Batch) -> Batch:
+        """`update` by targets that are made here. Gives `values` [B, T] as in `compute_values`, from the forward pass
+        that the gradients come from, and in `meta["metrics"]` the metrics of `update`.
+
+        `mini_batch.meta["estimator"]`: name and options of the estimator that makes a row's returns of its
+        `token_level_rewards` and values.
+        """
+        name, options = mini_batch.meta["estimator"]
+        values = torch.zeros(mini_batch["responses"].shape, device=self.engine.device)
+
+        def loss(outputs: dict[str, Tensor], rows: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+            values[rows["row"]] = own = outputs["values"].detach()
+            inputs = {"rewards": rows["token_level_rewards"], "response_mask": rows["response_mask"], "values": own}
+            returns = algorithms.compute_advantages(name, **inputs, **options)[1]
+            return self._loss(outputs, rows.union(Batch({"values": own, "returns": returns})))
+
+        metrics = self._update(mini_batch.union(Batch({"row": torch.arange(len(mini_batch))})), loss)
+        return Batch({"values": values.cpu()}, meta={"metrics": metrics})
+
+    def _update(self, mini_batch: Batch, loss: LossFn) -> dict[str, float]:
         with self.on_device(optimizer=True) as engine:
-            metrics = engine.forward_backward(mini_batch, self._loss, **self._limits, raw=True)
+            metrics = engine.forward_backward(mini_batch, loss, **self._limits, raw=True)
             step = engine.optimizer_step(advance_schedule=mini_batch.meta["last_of_step"])
         return self.sum_over_ranks(metrics) | step
 

@@ -24,5 +24,5 @@ def test_what_ray_tells(told, kind, words, monkeypatch):
 
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(kind, match=words):
-        start_ray(address="local")
+        start_ray("cpu", address="local")
     assert dict(os.environ) == environment

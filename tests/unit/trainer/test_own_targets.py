@@ -1,0 +1,49 @@
+"""When the critic's one update of a batch computes the values too."""
+
+import pytest
+
+from valor.config import load
+from valor.trainer.advantage import own_targets
+
+ONE_UPDATE = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
+
+
+def test_it_has_the_settings_of_the_run():
+    name, options = own_targets(
+        load(
+            [
+                *ONE_UPDATE,
+                "algorithm.gamma=0.9",
+                "algorithm.lam_critic=0.7",
+                "algorithm.adv_kwargs.reward_on_masked=drop",
+            ]
+        ).config
+    )
+    assert name == "gae" and options["whitening"] == "none"
+    assert (options["gamma"], options["lam"], options["lam_critic"]) == (0.9, 1.0, 0.7)
+    assert options["reward_on_masked"] == "drop"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["critic.ppo_mini_batch_size=4"],
+        ["critic.ppo_epochs=2"],
+        ["critic.freeze=true", "critic.model.path=a"],
+        ["critic.ensemble_size=2", "critic.model.value_head_init=normal"],
+        ["algorithm.adv_estimator=vtrace"],
+        ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2"],
+        ["algorithm.gae_unit=turn"],
+        ["algorithm.use_kl_in_reward=true"],
+        ["algorithm.truncation_bootstrap=true"],
+        ["algorithm.reward_mask_ratio=0.5"],
+        ["algorithm.reward_source=critic"],
+        ["algorithm.branch_values.share=0.1"],
+        ["algorithm.use_pf_ppo=true"],
+        ["algorithm.rollout_correction.rollout_is=token"],
+        ["critic.value_loss=quantile", "algorithm.lam_critic=0.9"],
+    ],
+    ids=lambda more: more[0],
+)
+def test_what_needs_more_has_a_pass_of_its_own(more):
+    assert own_targets(load([*ONE_UPDATE, *more]).config) is None
