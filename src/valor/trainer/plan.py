@@ -24,6 +24,7 @@ from valor.config import (
 from valor.config.describe import show
 from valor.config.tree import flatten
 from valor.rollout.registry import GENERATION_ENGINES
+from valor.trainer.advantage import own_targets
 from valor.trainer.checks import inert_settings
 from valor.trainer.old_log_probs import OldLogProbs
 
@@ -211,7 +212,10 @@ def _batch(config: PPOConfig) -> list[str]:
             f"branches: at most {asked.branches} x {states:,} states of each response = {drawn:,} samples/step, about "
             f"{drawn * data.max_response_length // 2:,} tokens/step"
         )
-    return [*lines, f"critic: {_updates(config, critic)}"] if critic.enable and not critic.freeze else lines
+    if not critic.enable or critic.freeze:
+        return lines
+    found = "; its values come with the update" if own_targets(config) is not None else ""
+    return [*lines, f"critic: {_updates(config, critic)}{found}"]
 
 
 def _updates(config: PPOConfig, role: UpdateConfig) -> str:
