@@ -6,7 +6,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from valor.algorithms.reductions import Moments, last_token, masked_whiten, over_rows, result_like, zeroed
+from valor.algorithms.reductions import Moments, last_token, masked_whiten, over_rows, zeroed
 from valor.algorithms.registry import choose, register_advantage
 from valor.algorithms.scan import Packing, credit_policy_tokens, suffix_scan, sums_to_go
 from valor.algorithms.turns import Turns
@@ -99,7 +99,7 @@ def token_gae(
     if adaptive_lam_alpha is not None and lam_positions:
         raise UserError("adaptive_lam_alpha and lam_positions both say which lambda the advantages have: drop one")
     lam_actor, lam_critic = lambdas
-    advantages, returns = result_like(values), result_like(values)
+    advantages, returns = torch.empty_like(values), torch.empty_like(values)
     decay: float | Tensor = gamma * lam_actor
     if adaptive_lam_alpha is not None:
         lengths = response_mask.sum(1).clamp(min=1).double()

@@ -4,10 +4,8 @@ Shapes: B sequences, T response positions. A mask is 0/1 (any dtype). Values whe
 infinities included, in the result and in the gradient; a reduction over nothing is 0.
 """
 
-import mmap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
 from typing import TypeVar
@@ -28,7 +26,6 @@ WHITENING_SCOPES: tuple[str, ...] = ("batch", "none")
 
 # Elements per block of rows: temporaries of this size stay in the outer cache, and their memory is used again.
 _BLOCK_ELEMENTS = 2**18
-_HUGE_BYTES = 2**24  # below, the allocator reuses memory that it has
 _WIDE_ELEMENTS = 2**16  # of a float64 copy that stays in the inner cache
 
 Denominator = float | Tensor | None
@@ -104,17 +101,6 @@ def over_rows(work: Callable[[slice], Result], x: Tensor) -> list[Result]:
         torch.set_num_threads(threads)
 
 
-def result_like(x: Tensor) -> Tensor:
-    """Uninitialised contiguous memory of x's shape and type; a large one on the CPU asks for huge pages."""
-    size = x.numel() * x.element_size()
-    if x.device.type != "cpu" or size < _HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty_like(x, memory_format=torch.contiguous_format)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has no huge pages
-    with suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=x.dtype).view(x.shape)
-
-
 @dataclass(frozen=True)
 class Moments:
     """Count, mean and Σ (x − mean)² of masked-in entries."""
@@ -165,7 +151,7 @@ def masked_whiten(
     moments: those of x under mask, where they are known. out: tensor to write to, x itself allowed.
     A single masked-in entry has no spread: it becomes 0 (verl raises). No gradient.
     """
-    out = result_like(x) if out is None else out
+    out = torch.empty_like(x) if out is None else out
     if choose(scope, WHITENING_SCOPES, "whitening scope") == "none":
         return out.copy_(keep_masked(x, mask))
     moments = masked_moments(x, mask) if moments is None else moments

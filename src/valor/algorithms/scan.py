@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from valor.algorithms.reductions import over_rows, result_like, zeroed
+from valor.algorithms.reductions import over_rows, zeroed
 from valor.algorithms.registry import choose
 from valor.errors import UserError
 
@@ -118,7 +118,7 @@ def sums_to_go(rewards: Tensor, mask: Tensor, on_masked: str, out: Tensor) -> Te
 def returns_to_go(rewards: Tensor, response_mask: Tensor, gamma: float, reward_on_masked: str = "carry") -> Tensor:
     """G_t = r_t + γ G_{t'}, t' the next policy token; [B, T]. Masked positions do not discount and are 0."""
     mask = response_mask.to(rewards.dtype)
-    returns = result_like(rewards)
+    returns = torch.empty_like(rewards)
 
     def of_rows(rows: slice) -> None:
         if gamma == 1.0:
