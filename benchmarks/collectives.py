@@ -3,9 +3,10 @@
     python benchmarks/collectives.py --model SMOLLM2_DIR                     # 1 and 2 ranks over gloo, one thread each
     python benchmarks/collectives.py --model SMOLLM2_DIR --max-tokens 2048   # more micro-batches
 
-Each rank has --rows rows of its own, whatever the number of ranks; their losses are those of a policy. The last of
-three updates is measured: the first makes the optimizer's states, the second takes new memory, beside them. Seconds of
-collectives are those that rank 0 spends in them, waiting for the others included.
+Each rank has --rows rows of its own, whatever the number of ranks; their losses are those of a policy. Of five updates
+the last three are measured, and their median is told: the first makes the optimizer's states, the second takes new
+memory, beside them. Seconds of collectives are those that rank 0 spends in them in the last update, waiting for the
+others included.
 
 Weak scaling is told twice: against one process that has the machine for itself, and against as many processes as there
 are ranks, each a run of its own at the same time. The second is what the machine itself lets be had: cores share its
@@ -110,7 +111,8 @@ def measure(rank: int, world: int, port: int, args: argparse.Namespace, out: Any
         passes[0] += 1
         return -outputs["log_probs"].sum() / (args.rows * world * args.response), {}
 
-    for _ in range(3):
+    seconds: list[float] = []
+    for _ in range(5):
         listener.said.clear()
         passes[0] = 0
         dist.barrier()
@@ -118,9 +120,9 @@ def measure(rank: int, world: int, port: int, args: argparse.Namespace, out: Any
         engine.forward_backward(batch, loss, max_tokens=args.max_tokens)
         engine.optimizer_step()
         dist.barrier()
-        seconds = time.perf_counter() - began
+        seconds.append(time.perf_counter() - began)
     if rank == 0:
-        out.put((seconds, passes[0], dict(listener.said)))
+        out.put((statistics.median(seconds[2:]), passes[0], dict(listener.said)))
     distributed.destroy_process_group()
 
 
