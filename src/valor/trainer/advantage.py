@@ -204,12 +204,14 @@ def reads_log_probs(config: PPOConfig) -> bool:
 def own_targets(config: PPOConfig) -> tuple[str, dict[str, Any]] | None:
     """Name and options of the estimator by which the critic's ranks can make their targets themselves, in the one
     update that a batch has: a row's returns follow from its scores and the critic's values of it. None where they need
-    more, not all rows are trained on, or there are several updates or critics."""
+    more, not all rows are trained on, there are several updates or critics, or the critic has processes without the
+    actor: those train while the actor does, which would have to wait for values that come with an update."""
     algorithm, critic = config.algorithm, config.critic
     if not critic.enable or critic.freeze or critic.ensemble_size > 1:
         return None
     updates = math.ceil(config.data.train_batch_size / critic.ppo_mini_batch_size) * critic.ppo_epochs
     more = (
+        any(("critic" in pool.roles) != ("actor" in pool.roles) for pool in config.pools.values()),
         updates > 1 or (critic.strategy == "megatron" and critic.megatron.pipeline_model_parallel_size > 1),
         algorithm.adv_estimator != "gae" or algorithm.gae_unit != "token",
         algorithm.use_kl_in_reward or algorithm.reward_source == "critic" or algorithm.reward_mask_ratio > 0,

@@ -165,9 +165,8 @@ class Critics:
         that update."""
         (name,) = self.names
         (rows,) = self.updates.mini_batches("critic", batch, step)
-        rows.meta["estimator"] = self._estimator
         with phase("train critic", 1, unit="mini-batch"):
-            found = self.roles[name].update_with_values(rows)
+            found = self.roles[name].update_with_values(rows, self._estimator)
         metrics = found.meta.pop("metrics")
         self.updates.skips.count(name, bool(metrics["skipped"]), step)
         return found, named("critic", [metrics]) | {"critic/frozen": 0.0}

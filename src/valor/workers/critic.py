@@ -1,6 +1,7 @@
 """The value function: values of given responses and the value-loss update, one optimizer step a call."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,14 +60,13 @@ class CriticWorker(ModelRole):
         return self._update(mini_batch, self._loss)
 
     @Dispatch("dp", stays=("values",))
-    def update_with_values(self, mini_batch: Batch) -> Batch:
+    def update_with_values(self, mini_batch: Batch, estimator: tuple[str, dict[str, Any]]) -> Batch:
         """`update` by targets that are made here. Gives `values` [B, T] as in `compute_values`, from the forward pass
         that the gradients come from, and in `meta["metrics"]` the metrics of `update`.
 
-        `mini_batch.meta["estimator"]`: name and options of the estimator that makes a row's returns of its
-        `token_level_rewards` and values.
+        estimator: name and options of what makes a row's returns of its `token_level_rewards` and values.
         """
-        name, options = mini_batch.meta["estimator"]
+        name, options = estimator
         values = torch.zeros(mini_batch["responses"].shape, device=self.engine.device)
 
         def loss(outputs: dict[str, Tensor], rows: Batch) -> tuple[Tensor, dict[str, Tensor]]:

@@ -1,9 +1,14 @@
 """When the critic's one update of a batch computes the values too."""
 
+from unittest.mock import Mock
+
 import pytest
+import torch
 
 from valor.config import load
+from valor.data.batch import Batch
 from valor.trainer.advantage import own_targets
+from valor.trainer.updates import Critics, Updates
 
 ONE_UPDATE = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
 
@@ -29,8 +34,10 @@ def test_it_has_the_settings_of_the_run():
     [
         ["critic.ppo_mini_batch_size=4"],
         ["critic.ppo_epochs=2"],
+        ["resource_pools={values: {roles: [critic]}}"],
         ["critic.freeze=true", "critic.model.path=a"],
         ["critic.ensemble_size=2", "critic.model.value_head_init=normal"],
+        ["actor_rollout_ref.actor.strategy=megatron", "critic.megatron.pipeline_model_parallel_size=2"],
         ["algorithm.adv_estimator=vtrace"],
         ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2"],
         ["algorithm.gae_unit=turn"],
@@ -47,3 +54,14 @@ def test_it_has_the_settings_of_the_run():
 )
 def test_what_needs_more_has_a_pass_of_its_own(more):
     assert own_targets(load([*ONE_UPDATE, *more]).config) is None
+
+
+def test_so_do_steps_with_episodes_of_several_rows_or_more_rows_than_one_update_has():
+    config = load([*ONE_UPDATE, "critic.freeze_steps=[2-2]"]).config
+    roles, skips = Mock(), Mock()
+    critics = Critics(config, roles, Updates(config, roles, skips, print))
+    batch = Batch({"response_mask": torch.ones(8, 2)})
+    assert critics.in_one_pass(batch, 1) and not critics.in_one_pass(batch, 2)
+    assert not critics.in_one_pass(batch.repeat(2), 1)
+    batch["episode"] = torch.tensor([0, 0, 1, 2, 3, 4, 5, 6])
+    assert not critics.in_one_pass(batch, 1)
