@@ -24,8 +24,8 @@ from valor.config import (
 from valor.config.describe import show
 from valor.config.tree import flatten
 from valor.rollout.registry import GENERATION_ENGINES
-from valor.trainer.advantage import own_targets
 from valor.trainer.checks import inert_settings
+from valor.trainer.estimator import own_targets
 from valor.trainer.old_log_probs import OldLogProbs
 
 Rows = list[tuple[str, str]]
