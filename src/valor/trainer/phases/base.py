@@ -86,7 +86,8 @@ class Phase:
 
     def plan(self) -> str:
         """The phase's row in the plan."""
-        return (type(self).__doc__ or "").partition("\n")[0].rstrip(".")
+        summary = (type(self).__doc__ or self.name).partition("\n")[0].rstrip(".")
+        return summary[0].lower() + summary[1:]
 
     def refuse(self, batch: Batch) -> None:
         """Before the step's phases begin: StepRefused where this phase cannot be right for the collected rows."""

@@ -10,6 +10,14 @@ from valor.trainer.phases.base import Metrics, Phase
 from valor.trainer.step_metrics import old_log_prob_metrics
 
 
+def correction_plan(config: PPOConfig) -> str:
+    """Weights and rejection that `algorithm.rollout_correction` asks for."""
+    correction = config.algorithm.rollout_correction
+    weights = [f"{correction.rollout_is} importance weights"] if correction.weighs else []
+    rejection = [f"rejection by {correction.rollout_rs}"] if correction.rollout_rs is not None else []
+    return ", ".join(weights + rejection)
+
+
 class RolloutLogProbs(Phase):
     """The rollout's own are the old ones (bypass_mode)."""
 
@@ -93,6 +101,9 @@ class RolloutCorrection(Phase):
     @classmethod
     def wanted(cls, config: PPOConfig) -> bool:
         return OldLogProbs.of(config).correct_batch
+
+    def plan(self) -> str:
+        return correction_plan(self.config)
 
     def timing(self, batch: Batch, step: int) -> str | None:
         return "old_log_prob"

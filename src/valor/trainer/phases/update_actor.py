@@ -5,6 +5,7 @@ from valor.data.batch import Batch
 from valor.models.rows import ROW_FIELDS
 from valor.trainer.old_log_probs import WEIGHTS, OldLogProbs
 from valor.trainer.phases.base import Metrics, Phase
+from valor.trainer.phases.old_log_probs import correction_plan
 from valor.trainer.phases.training_rows import CHOSEN, trained
 
 
@@ -27,6 +28,14 @@ class UpdateActor(Phase):
         more = ["old_log_probs"] * (not OldLogProbs.of(config).on_policy)
         more += ["ref_log_probs"] * (actor.use_kl_loss and not actor.exact_kl_loss)
         self.reads = self.reads | {*more}
+
+    def plan(self) -> str:
+        old, warmup = OldLogProbs.of(self.config), self.config.trainer.critic_warmup
+        parts = [f"policy loss {self.config.policy_loss}"]
+        parts += ["one update a batch, so the ratio is 1"] * old.on_policy
+        parts += [correction_plan(self.config)] * old.correct_mini_batches
+        parts += [f"from step {warmup + 1}"] * bool(warmup)
+        return ", ".join(parts)
 
     def refuse(self, batch: Batch) -> None:
         self.resources.updates.check(batch)
