@@ -31,7 +31,7 @@ class Advantages(Phase):
         self.adds = frozenset(added)
 
     def plan(self) -> str:
-        return f"{self.config.algorithm.adv_estimator}, policy loss {self.config.policy_loss}"
+        return f"by {self.config.algorithm.adv_estimator}"
 
     def timing(self, batch: Batch, step: int) -> str | None:
         return "adv"

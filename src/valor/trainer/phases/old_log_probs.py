@@ -37,7 +37,10 @@ class RolloutLogProbs(Phase):
 
 
 class RecomputedLogProbs(Phase):
-    """One pass of the actor over the batch. Not needed where a batch gets one update: the ratio is 1 then."""
+    """One pass of the actor over the batch.
+
+    A batch that gets one update needs none: the ratio is 1 then.
+    """
 
     name = "old_log_prob"
     role = "actor"

@@ -49,6 +49,18 @@ class Rewards(Phase):
         missing = ("reward_missing",) if algorithm.reward_mask_ratio > 0 else ()
         self.adds = frozenset(("token_level_rewards", *missing))
 
+    def plan(self) -> str:
+        algorithm, parts = self.algorithm, ["scores"]
+        if algorithm.reward_source == "critic":
+            parts = ["the critic's value in place of scores"]
+        elif algorithm.reward_noise:
+            parts.append(f"noise of {algorithm.reward_noise:g}")
+        parts += [f"KL penalty ({algorithm.kl_penalty})"] * algorithm.use_kl_in_reward
+        parts += [f"{algorithm.reward_mask_ratio:.0%} missing: {algorithm.missing_reward}"] * bool(
+            algorithm.reward_mask_ratio
+        )
+        return ", ".join(parts)
+
     def timing(self, batch: Batch, step: int) -> str | None:
         return "adv"
 

@@ -5,6 +5,7 @@ from valor.data.batch import Batch
 from valor.models.rows import ROW_FIELDS
 from valor.trainer.phases.base import Metrics, Phase
 from valor.trainer.phases.training_rows import CHOSEN, trained
+from valor.trainer.phases.values import CRITIC_IS_UPDATED
 from valor.workers.roles import critic_names
 
 
@@ -19,17 +20,16 @@ class UpdateCritic(Phase):
         super().__init__(config)
         members = critic_names(config)
         more = [f"values/{name}" for name in members if len(members) > 1]
-        self.reads_if_there = frozenset(("episode", "quantile_returns", "value_mask", CHOSEN, *more))
+        self.reads_if_there = frozenset(("episode", "quantile_returns", "value_mask", CHOSEN, CRITIC_IS_UPDATED, *more))
 
     @classmethod
     def wanted(cls, config: PPOConfig) -> bool:
         return config.critic.enable
 
     def timing(self, batch: Batch, step: int) -> str | None:
-        return None if self.resources.critics.in_one_pass(trained(batch), step) else self.name
+        return None if CRITIC_IS_UPDATED in batch.meta else self.name
 
     def run(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
-        rows = trained(batch)
-        if self.resources.critics.in_one_pass(rows, step):
+        if CRITIC_IS_UPDATED in batch.meta:
             return Batch(), {}
-        return Batch(), self.resources.critics.update(rows, step)
+        return Batch(), self.resources.critics.update(trained(batch), step)

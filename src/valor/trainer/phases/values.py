@@ -8,6 +8,8 @@ from valor.trainer.estimator import own_targets
 from valor.trainer.phases.base import Metrics, Phase
 from valor.workers.roles import critic_names
 
+CRITIC_IS_UPDATED = "critic_is_updated"  # in a batch's meta: the step's update has given the values
+
 
 class Values(Phase):
     """One pass of the critic over the batch."""
@@ -46,7 +48,7 @@ class ValuesInTheUpdate(Values):
 
     def __init__(self, config: PPOConfig) -> None:
         super().__init__(config)
-        self.estimator = own_targets(config)
+        self.adds = self.adds | {CRITIC_IS_UPDATED}
 
     @classmethod
     def wanted(cls, config: PPOConfig) -> bool:
@@ -60,5 +62,6 @@ class ValuesInTheUpdate(Values):
 
     def run(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
         if self.resources.critics.in_one_pass(batch, step):
-            return self.resources.critics.update_with_values(batch, step)
+            values, metrics = self.resources.critics.update_with_values(batch, step)
+            return values.union(Batch(meta={CRITIC_IS_UPDATED: True})), metrics
         return super().run(batch, step)
