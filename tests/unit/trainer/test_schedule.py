@@ -155,7 +155,8 @@ def test_a_file_of_the_users_changes_the_list(tmp_path) -> None:
     )
     names = [one.name for one in phases_of(load([f"algorithm.phases_path={file}"]).config)]
     assert names[names.index("advantages") + 1] == "twice"
-    file = tmp_path / "none.py"
-    file.write_text("")
-    with pytest.raises(UserError, match="phases_path needs a function phases"):
-        phases_of(load([f"algorithm.phases_path={file}"]).config)
+    for text, wrong in {"": "has no 'phases'", "def phases(standard, config):\n    return 1": "not int"}.items():
+        file = tmp_path / f"wrong{len(text)}.py"
+        file.write_text(text)
+        with pytest.raises(UserError, match=wrong):
+            phases_of(load([f"algorithm.phases_path={file}"]).config)

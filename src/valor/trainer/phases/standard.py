@@ -21,7 +21,7 @@ from valor.trainer.phases.training_rows import TrainingRows
 from valor.trainer.phases.update_actor import UpdateActor
 from valor.trainer.phases.update_critic import UpdateCritic
 from valor.trainer.phases.values import Values, ValuesInTheUpdate
-from valor.user_files import load_file
+from valor.user_files import load_object, unpickled
 
 STANDARD: list[type[Phase]] = [
     Branches,
@@ -46,17 +46,15 @@ STANDARD: list[type[Phase]] = [
 def phases_of(config: PPOConfig) -> Sequence[Phase]:
     """The run's phases: of the standard list those that `config` wants, as the user's file changes it.
 
-    `algorithm.phases_path` names a Python file with `phases(standard, config)`, which returns the list to run.
-    UserError: it has no such function, or returns something else.
+    `algorithm.phases_path` names a Python file with `phases(standard, config)`, which returns the list to run, or the
+    .pkl of such a function that a Python session wrote. UserError: it has no such function, or returns something else.
     """
     standard = [phase(config) for phase in STANDARD if phase.wanted(config)]
     path = config.algorithm.phases_path
     if path is None:
         return standard
-    change = getattr(load_file(path, "algorithm.phases_path"), "phases", None)
-    chosen = change(standard, config) if callable(change) else None
+    change = unpickled(path) if path.endswith(".pkl") else load_object(f"{path}:phases", "algorithm.phases_path")
+    chosen = change(standard, config)
     if not isinstance(chosen, list) or not all(isinstance(one, Phase) for one in chosen):
-        raise UserError(
-            f"{path}: algorithm.phases_path needs a function phases(standard, config) that returns a list of phases"
-        )
+        raise UserError(f"{path}: phases(standard, config) has to return a list of phases, not {type(chosen).__name__}")
     return chosen
