@@ -117,7 +117,7 @@ from valor.user_files import pickled
 made = compile("def reward(completions, **columns):\\n    return [help_with(c) for c in completions]\\n"
                "def help_with(text):\\n    return len(text)", f"/tmp/ipykernel_{sys.argv[1]}/17.py", "exec")
 exec(made)  # as two notebooks compile their cells
-sys.stdout.buffer.write(pickled([reward]))
+sys.stdout.buffer.write(pickled(RewardFunctions([reward]), "reward", "key"))
 """
     first, second = (
         subprocess.run([sys.executable, "-c", code, number], capture_output=True, check=True).stdout for number in "12"
