@@ -147,7 +147,9 @@ class Session:
         if goes_on and self.play is not None and self._talk is not None:
             self._check_room(self.play.tell(self._talk, messages[known:]))
             return
-        self._talk = Conversation(self._chat, messages, tools)
+        if tools and not self._chat.shows_tools:
+            raise Refused(400, 'the chat template has no place for "tools": leave them out')
+        self._talk = Conversation(self._chat, self._chat.safe(messages), tools)
         if self.play is None:
             self._opening = messages
         self._begin(self._talk.token_ids)

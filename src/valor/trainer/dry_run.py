@@ -10,13 +10,26 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 
 from valor.collector.inputs import check_positions
-from valor.config import CriticRunConfig, DataConfig, PPOConfig, RMConfig, SFTConfig, SupervisedConfig, TrainerConfig
+from valor.config import (
+    CriticRunConfig,
+    DataConfig,
+    ModelConfig,
+    PPOConfig,
+    RMConfig,
+    RMDataConfig,
+    SFTConfig,
+    SFTDataConfig,
+    SupervisedConfig,
+    TrainerConfig,
+)
 from valor.controller.placement import resolve_pool
 from valor.data.demonstrations import chat_of
 from valor.data.files import OPTIONAL_COLUMNS, existing_file, parse_row, read_records, read_rows
 from valor.data.preferences import pair_of
 from valor.data.prompts import render, token_ids
+from valor.data.templates import check_template, parts_of, tell_end, tell_losses
 from valor.errors import UserError
+from valor.models.export import end_token_ids
 from valor.models.load import check_critic, load_model_config, load_model_tokenizer
 from valor.models.reward import reward_model_kind
 from valor.rewards.manager import make_graders
@@ -63,6 +76,8 @@ def _ppo(config: PPOConfig) -> Iterator[Check]:
         yield lambda: make_graders(config.reward).close()
     if isinstance(config, CriticRunConfig):
         return
+    if tokenizer is not None:
+        yield partial(_ask_template, config, policy.model, tokenizer)
     graded = config.reward.custom_reward_function.path is None and not config.plays_episodes
     if not data.train_files:
         yield partial(read_rows, [])
@@ -79,6 +94,7 @@ def _supervised(config: SupervisedConfig) -> Iterator[Check]:
     at = config.model.tokenizer_path or config.model.path
     if tokenizer := _tokenizer_of(at, config.model, chat=isinstance(config, SFTConfig)):
         yield tokenizer
+        yield partial(_ask_template, config, config.model, tokenizer)
     for path in [*config.data.train_files, *(config.data.val_files or [])]:
         yield partial(_check_texts, path, config)
 
@@ -99,6 +115,33 @@ def _check_folder(folder: Path) -> None:
     there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise UserError(f"trainer.default_local_dir={folder}: nothing can be written to '{there}'")
+
+
+def _ask_template(config: PPOConfig | SupervisedConfig, model: ModelConfig, tokenizer: Callable[[], Any]) -> None:
+    """Tell what the chat template leaves out of the first rows, and of tools. UserError: it cannot be used."""
+    data, made = config.data, tokenizer()
+    if not made.chat_template:
+        return  # a reward model reads plain texts
+    kwargs = {} if isinstance(data, RMDataConfig) else data.apply_chat_template_kwargs
+    check_template(made, kwargs, needed=[] if isinstance(config, PPOConfig) else ["assistant"])
+    files = [path for path in data.train_files if Path(path).expanduser().is_file()]
+    first = [one for path in files for one in islice(read_records(existing_file(path)), _FIRST_ROWS)]
+    parts = set[str]()
+    for where, record in first:
+        if isinstance(data, SFTDataConfig):
+            chat, tools = chat_of(record, where, data)
+            parts |= parts_of([chat]) | ({"tools"} if tools else set())
+        elif isinstance(data, RMDataConfig):
+            pair = pair_of(record, where, data)
+            parts |= parts_of([[*pair.prompt, {"role": "assistant", "content": pair.chosen}]])
+        else:
+            parts |= parts_of([parse_row(record, where, data.prompt_key, data.reward_fn_key).messages])
+    if isinstance(config, PPOConfig) and config.plays_episodes:
+        multi = config.actor_rollout_ref.rollout.multi_turn
+        parts |= {"tools", "tool"} if multi.tool_config_path or multi.function_tool_path else set()
+    tell_losses(made, parts, kwargs)
+    if not isinstance(data, RMDataConfig) and _is_here(model.path):
+        tell_end(made, end_token_ids(model), kwargs)
 
 
 def _check_prompts(path: str, data: DataConfig, tokenizer: Callable[[], Any] | None, graded: bool) -> None:
