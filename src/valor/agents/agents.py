@@ -60,15 +60,10 @@ class Agents:
 
     @property
     def schemas(self) -> dict[str, Sequence[Mapping[str, Any]]]:
-        """Tools that the policy is shown, by the name of the loop; of the loops that have been asked for."""
+        """Tools of the loops that have been asked for, by the loop's name."""
         if self._options.replay_dir is not None:
             return self._recorded_schemas
-        return {name: loop.schemas if self.chat.shows_tools else () for name, loop in self._loops.items()}
-
-    @property
-    def parts(self) -> set[str]:
-        """What a chat template must have a place for beside the parts of the rows."""
-        return {"tools", "tool"} if any(loop.schemas for loop in self._loops.values()) else set()
+        return {name: loop.schemas for name, loop in self._loops.items()}
 
     def judges(self, extra_info: Mapping[str, Any]) -> bool:
         """Whether such a row's episodes come with an outcome, so that no grader is needed, or are replayed."""

@@ -29,7 +29,7 @@ class Chat:
     def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> None:
         self.tokenizer, self._template_kwargs = tokenizer, dict(template_kwargs or {})
         added = tokenizer.added_tokens_decoder.values()
-        self._added, self._control = map(_any_of, (added, [token for token in added if token.special]))
+        self._added, self._control = _any_of(added), _any_of(token for token in added if token.special)
         if self.decode(self.ids("a b")) != "a b":
             raise UserError(
                 "this tokenizer puts a space before each text, so the turns of an episode cannot be put together: "
@@ -56,17 +56,15 @@ class Chat:
             return []
         return [*chain.from_iterable(self.tokenizer(parts, add_special_tokens=False, verbose=False)["input_ids"])]
 
-    def safe(self, value: Any) -> Any:
-        """A text of others with the names of special tokens hidden from template and tokenizer; so in messages and
-        schemas. Answers of the assistant, which have thoughts and calls, lose control tokens alone."""
+    def safe(self, value: Any, *, answer: bool = False) -> Any:
+        """A text of others, or messages and schemas, with the names of special tokens hidden from template and
+        tokenizer. An `answer` of the assistant has tokens for thoughts and calls: there only control tokens are."""
         if isinstance(value, str):
-            return self._added.sub(_hidden, value)
+            return (self._control if answer else self._added).sub(_hidden, value)
         if isinstance(value, Mapping):
-            safe = {self.safe(key): found if key == "role" else self.safe(found) for key, found in value.items()}
-            if value.get("role") == "assistant" and isinstance(value.get("content"), str):
-                safe["content"] = self._control.sub(_hidden, value["content"])
-            return safe
-        return [self.safe(one) for one in value] if isinstance(value, list | tuple) else value
+            said = "content" if value.get("role") == "assistant" else None
+            return {key: part if key == "role" else self.safe(part, answer=key == said) for key, part in value.items()}
+        return [self.safe(part) for part in value] if isinstance(value, list | tuple) else value
 
     def stop_texts(self, *texts: str) -> StopTexts:
         last = {text[-1] for text in texts}
@@ -95,7 +93,11 @@ class Conversation:
 
     def __init__(self, chat: Chat, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self._chat, self._tools = chat, chat.safe(tools)
-        self.messages: list[Message] = [self._opened(message) for message in messages]
+        self.messages: list[Message] = list(messages)
+        if "opening" in messages[-1]:
+            last = dict(messages[-1])
+            parts = (last.get("content"), chat.safe(last.pop("opening")))
+            self.messages[-1] = {**last, "content": "\n".join(part for part in parts if part)}
         self._text = chat.render(self.messages, self._tools)  # up to where the policy is to speak
         self.token_ids = chat.ids(self._text)
         self._answer, self._end = "", ""
@@ -145,11 +147,3 @@ class Conversation:
         if end < 0 or shown.strip() != words or shown not in self._answer:
             return None
         return len(before) + end + len(self._end)
-
-    def _opened(self, message: Message) -> Message:
-        """The message with what stands under `opening` at the end of its content."""
-        if "opening" not in message:
-            return message
-        content, opening = message.get("content"), self._chat.safe(message["opening"])
-        rest = {key: value for key, value in message.items() if key != "opening"}
-        return {**rest, "content": f"{content}\n{opening}" if content else opening}

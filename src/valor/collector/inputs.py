@@ -10,9 +10,8 @@ from valor.data.batch import Batch
 from valor.data.prompts import PromptDataset
 from valor.data.reward_texts import CriticTexts, RewardTexts, longest_text
 from valor.data.sampler import PromptSampler
-from valor.data.templates import check_template, end_tokens, parts_of, tell_end, tell_losses
+from valor.data.templates import ask_template, end_tokens, parts_of
 from valor.errors import UserError
-from valor.models.export import end_token_ids
 from valor.models.load import load_model_config, load_policy_tokenizer, load_tokenizer
 from valor.models.reward import reward_model_kind
 from valor.rewards.executor import RewardExecutor
@@ -27,14 +26,14 @@ class RunInputs:
     def __init__(self, config: PPOConfig) -> None:
         data = config.data.model_copy(update={"max_prompt_length": config.start_length})
         self.tokenizer = load_policy_tokenizer(config)
-        self._template_kwargs = data.apply_chat_template_kwargs
-        check_template(self.tokenizer, self._template_kwargs)
         self.agents = Agents(config, self.tokenizer) if config.plays_episodes else None
         self._data = data
         self._tools_of = None if self.agents is None else self.agents.schemas_of
         self.train = PromptDataset(data, self.tokenizer, "train", self._tools_of)
         self.val = PromptDataset(data, self.tokenizer, "val", self._tools_of) if data.val_files else None
-        self._ask_template(config)
+        tools = {"tools", "tool"} if self.agents and any(self.agents.schemas.values()) else set[str]()
+        parts = tools | parts_of(row.messages for rows in (self.train, self.val or ()) for row in rows)
+        ask_template(self.tokenizer, parts, data.apply_chat_template_kwargs, needed=tools - {"tools"})
         dynamic = config.algorithm.filter_groups.enable
         at_once = data.gen_batch_size if dynamic and data.gen_batch_size else data.train_batch_size
         self.sampler = PromptSampler(len(self.train), at_once, seed=data.seed, shuffle=data.shuffle)
@@ -63,7 +62,7 @@ class RunInputs:
 
     @property
     def eos_token_ids(self) -> list[int]:
-        return end_tokens(self.tokenizer, self._template_kwargs)
+        return end_tokens(self.tokenizer)
 
     @property
     def separator_id(self) -> int | None:
@@ -85,15 +84,6 @@ class RunInputs:
     def decode(self, token_ids: Sequence[list[int]]) -> list[str]:
         """Responses as the graders read them."""
         return self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
-
-    def _ask_template(self, config: PPOConfig) -> None:
-        """Tell what the chat template leaves out of this run. UserError: what tools answer, or it refuses that."""
-        tokenizer, kwargs = self.tokenizer, self._template_kwargs
-        parts = parts_of(row.messages for rows in (self.train, self.val or ()) for row in rows)
-        tools = self.agents.parts if self.agents is not None else set()
-        check_template(tokenizer, kwargs, needed=tools - {"tools"})
-        tell_losses(tokenizer, parts | tools, kwargs)
-        tell_end(tokenizer, end_token_ids(config.actor_rollout_ref.model), kwargs)
 
     def _check_model(self, config: PPOConfig) -> None:
         """UserError: the policy has too few positions for what it is to write, or no such token."""

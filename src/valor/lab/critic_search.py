@@ -13,12 +13,12 @@ from valor.collector.inputs import RunInputs
 from valor.config import CriticSearchConfig, held_out
 from valor.lab.search import Path, Searcher, Spent, choose
 from valor.lab.statistics import bootstrap_interval
-from valor.models.export import end_token_ids
 from valor.models.load import check_critic, load_policy, load_value_model
 from valor.rewards.worker import Sample
 from valor.rollout.native.engine import NativeEngine
 from valor.tracking.console import say
 from valor.tracking.rundir import write_atomically
+from valor.workers.rollout import end_token_ids
 
 Graded = tuple[Sequence[Path], list[str | None], list[bool]]
 RESULT_FILES = ("search.json", "search.md")

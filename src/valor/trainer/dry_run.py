@@ -10,26 +10,14 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 
 from valor.collector.inputs import check_positions
-from valor.config import (
-    CriticRunConfig,
-    DataConfig,
-    ModelConfig,
-    PPOConfig,
-    RMConfig,
-    RMDataConfig,
-    SFTConfig,
-    SFTDataConfig,
-    SupervisedConfig,
-    TrainerConfig,
-)
+from valor.config import CriticRunConfig, DataConfig, PPOConfig, RMConfig, SFTConfig, SupervisedConfig, TrainerConfig
 from valor.controller.placement import resolve_pool
 from valor.data.demonstrations import chat_of
 from valor.data.files import OPTIONAL_COLUMNS, existing_file, parse_row, read_records, read_rows
 from valor.data.preferences import pair_of
 from valor.data.prompts import render, token_ids
-from valor.data.templates import check_template, parts_of, tell_end, tell_losses
+from valor.data.templates import ask_template, parts_of
 from valor.errors import UserError
-from valor.models.export import end_token_ids
 from valor.models.load import check_critic, load_model_config, load_model_tokenizer
 from valor.models.reward import reward_model_kind
 from valor.rewards.manager import make_graders
@@ -76,15 +64,18 @@ def _ppo(config: PPOConfig) -> Iterator[Check]:
         yield lambda: make_graders(config.reward).close()
     if isinstance(config, CriticRunConfig):
         return
-    if tokenizer is not None:
-        yield partial(_ask_template, config, policy.model, tokenizer)
+    multi = policy.rollout.multi_turn
+    tools = config.plays_episodes and (multi.tool_config_path or multi.function_tool_path)
+    parts, needed = ({"tools", "tool"}, ["tool"]) if tools else (set[str](), [])
     graded = config.reward.custom_reward_function.path is None and not config.plays_episodes
     if not data.train_files:
         yield partial(read_rows, [])
     for path in data.train_files:
-        yield partial(_check_prompts, path, data, tokenizer, graded and not reward_model.replaces_rule)
+        yield partial(_check_prompts, path, data, tokenizer, graded and not reward_model.replaces_rule, parts)
     for path in data.val_files or []:
-        yield partial(_check_prompts, path, data, tokenizer, graded and not reward_model.enable)
+        yield partial(_check_prompts, path, data, tokenizer, graded and not reward_model.enable, parts)
+    if tokenizer is not None:
+        yield lambda: ask_template(tokenizer(), parts, data.apply_chat_template_kwargs, needed)
 
 
 def _supervised(config: SupervisedConfig) -> Iterator[Check]:
@@ -92,11 +83,14 @@ def _supervised(config: SupervisedConfig) -> Iterator[Check]:
     if _is_here(config.model.path):
         yield partial(load_model_config, config.model)
     at = config.model.tokenizer_path or config.model.path
-    if tokenizer := _tokenizer_of(at, config.model, chat=isinstance(config, SFTConfig)):
+    tokenizer, parts = _tokenizer_of(at, config.model, chat=isinstance(config, SFTConfig)), {"end"}
+    if tokenizer is not None:
         yield tokenizer
-        yield partial(_ask_template, config, config.model, tokenizer)
     for path in [*config.data.train_files, *(config.data.val_files or [])]:
-        yield partial(_check_texts, path, config)
+        yield partial(_check_texts, path, config, parts)
+    if tokenizer is not None:
+        kwargs = config.data.apply_chat_template_kwargs if isinstance(config, SFTConfig) else None
+        yield lambda: tokenizer().chat_template and ask_template(tokenizer(), parts, kwargs, needed=["assistant"])
 
 
 def _tokenizer_of(path: str, model: Any, *, chat: bool) -> Callable[[], Any] | None:
@@ -117,38 +111,14 @@ def _check_folder(folder: Path) -> None:
         raise UserError(f"trainer.default_local_dir={folder}: nothing can be written to '{there}'")
 
 
-def _ask_template(config: PPOConfig | SupervisedConfig, model: ModelConfig, tokenizer: Callable[[], Any]) -> None:
-    """Tell what the chat template leaves out of the first rows, and of tools. UserError: it cannot be used."""
-    data, made = config.data, tokenizer()
-    if not made.chat_template:
-        return  # a reward model reads plain texts
-    kwargs = {} if isinstance(data, RMDataConfig) else data.apply_chat_template_kwargs
-    check_template(made, kwargs, needed=[] if isinstance(config, PPOConfig) else ["assistant"])
-    files = [path for path in data.train_files if Path(path).expanduser().is_file()]
-    first = [one for path in files for one in islice(read_records(existing_file(path)), _FIRST_ROWS)]
-    parts = set[str]()
-    for where, record in first:
-        if isinstance(data, SFTDataConfig):
-            chat, tools = chat_of(record, where, data)
-            parts |= parts_of([chat]) | ({"tools"} if tools else set())
-        elif isinstance(data, RMDataConfig):
-            pair = pair_of(record, where, data)
-            parts |= parts_of([[*pair.prompt, {"role": "assistant", "content": pair.chosen}]])
-        else:
-            parts |= parts_of([parse_row(record, where, data.prompt_key, data.reward_fn_key).messages])
-    if isinstance(config, PPOConfig) and config.plays_episodes:
-        multi = config.actor_rollout_ref.rollout.multi_turn
-        parts |= {"tools", "tool"} if multi.tool_config_path or multi.function_tool_path else set()
-    tell_losses(made, parts, kwargs)
-    if not isinstance(data, RMDataConfig) and _is_here(model.path):
-        tell_end(made, end_token_ids(model), kwargs)
-
-
-def _check_prompts(path: str, data: DataConfig, tokenizer: Callable[[], Any] | None, graded: bool) -> None:
-    """The first rows: their columns, that somebody can grade them, and that the first one fits."""
+def _check_prompts(
+    path: str, data: DataConfig, tokenizer: Callable[[], Any] | None, graded: bool, parts: set[str]
+) -> None:
+    """The first rows: their columns, that somebody can grade them, and that the first one fits; `parts` gets theirs."""
     required = (data.prompt_key, data.reward_fn_key, "reward_model")
     records = islice(read_records(existing_file(path), required, OPTIONAL_COLUMNS), _FIRST_ROWS)
     rows = [parse_row(record, where, data.prompt_key, data.reward_fn_key) for where, record in records]
+    parts |= parts_of(row.messages for row in rows)
     if graded:
         require_graders(row.data_source for row in rows)
         for row in rows:
@@ -166,9 +136,10 @@ def _check_prompts(path: str, data: DataConfig, tokenizer: Callable[[], Any] | N
         )
 
 
-def _check_texts(path: str, config: SupervisedConfig) -> None:
+def _check_texts(path: str, config: SupervisedConfig, parts: set[str]) -> None:
     pairs = isinstance(config, RMConfig)
     parse: Any = pair_of if pairs else chat_of
     required = (config.data.chosen_key, config.data.rejected_key) if pairs else ()
     for where, record in islice(read_records(existing_file(path), required), _FIRST_ROWS):
-        parse(record, where, config.data)
+        row = parse(record, where, config.data)
+        parts |= parts_of([row.prompt] if pairs else row[:1]) | ({"tools"} if not pairs and row[1] else set())

@@ -9,9 +9,8 @@ from typing import Any, ClassVar
 from valor.config import PPOConfig, SupervisedConfig
 from valor.controller.group import Pools
 from valor.data.sampler import PromptSampler
-from valor.data.templates import end_tokens
 from valor.errors import Diverged, StepRefused, UserError, WorkerDied
-from valor.models.export import write_end_tokens
+from valor.models.export import write_tokenizer
 from valor.tracking.console import format_seconds
 from valor.tracking.metrics import Timer
 from valor.tracking.progress import phase, report_progress
@@ -230,8 +229,7 @@ class Run(ABC):
         """Export one role; the folder."""
         folder = folder or self.export_dir(role)
         self.roles[role].export(folder)
-        self.tokenizer.save_pretrained(folder)
-        write_end_tokens(folder, end_tokens(self.tokenizer))
+        write_tokenizer(self.tokenizer, folder)
         return folder
 
     def export_dir(self, role: str) -> Path:

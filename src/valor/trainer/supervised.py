@@ -12,8 +12,6 @@ from valor.controller.start import start_pools
 from valor.data.batch import Batch
 from valor.data.demonstrations import DemonstrationDataset
 from valor.data.sampler import PromptSampler
-from valor.data.templates import check_template, tell_end, tell_losses
-from valor.models.export import end_token_ids
 from valor.models.load import load_model_tokenizer
 from valor.tracking.console import summary_line
 from valor.tracking.metrics import Timer
@@ -116,12 +114,8 @@ class SFTRun(SupervisedRun):
 
     def __init__(self, config: SFTConfig, command: str) -> None:
         data, seed, tokenizer = config.data, config.trainer.seed, load_model_tokenizer(config.model, chat=True)
-        kwargs = data.apply_chat_template_kwargs
-        check_template(tokenizer, kwargs, needed=["assistant"])
         train = DemonstrationDataset(data, tokenizer, "train", seed)
         val = DemonstrationDataset(data, tokenizer, "val", seed) if data.val_files else None
-        tell_losses(tokenizer, train.parts, kwargs)
-        tell_end(tokenizer, end_token_ids(config.model), kwargs)
         super().__init__(config, command, tokenizer, train, val)
 
     def evaluate(self, files: Sequence[str]) -> dict[str, float]:

@@ -7,15 +7,16 @@ from functools import partial
 from typing import Any
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from transformers import GenerationConfig
 
 from valor.agents.agents import Agents
 from valor.agents.episode import TOKEN_COLUMNS, Episode, EpisodeKey, episode_rows, with_text
 from valor.agents.loops import tasks_of
 from valor.agents.runner import EpisodeRunner, Sink
-from valor.config import PPOConfig
+from valor.config import ModelConfig, PPOConfig
 from valor.data.batch import Batch
-from valor.models.export import end_token_ids
-from valor.models.load import load_policy_tokenizer
+from valor.errors import UserError
+from valor.models.load import load_model_config, load_policy_tokenizer
 from valor.rollout.base import Elsewhere, Request, SamplingParams
 from valor.rollout.registry import GENERATION_ENGINES
 from valor.rollout.spec import BuildContext
@@ -163,3 +164,19 @@ class RolloutWorker:
             self._context.make_room()
         with self._actor.on_device() if self._actor is not None and shared else nullcontext():
             yield
+
+
+def end_token_ids(model: ModelConfig, given: list[int]) -> list[int]:
+    """`given` and those that the model's own files name. UserError: the model has no such token."""
+    try:
+        own: Any = GenerationConfig.from_pretrained(model.path).eos_token_id
+    except OSError:
+        own = GenerationConfig.from_model_config(load_model_config(model)).eos_token_id
+    ends: list[int] = sorted({*given, *([] if own is None else [own] if isinstance(own, int) else own)})
+    size = int(load_model_config(model).get_text_config().vocab_size)
+    if ends and not 0 <= ends[0] <= ends[-1] < size:
+        raise UserError(
+            f"the model '{model.path}' knows {size} tokens, and its end is to be one of {ends}: correct eos_token_id "
+            "in its generation_config.json and config.json"
+        )
+    return ends
