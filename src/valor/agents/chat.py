@@ -6,7 +6,7 @@ rewrites history (Qwen3 drops the thinking of earlier turns), the conversation g
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -28,8 +28,10 @@ class Chat:
 
     def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> None:
         self.tokenizer, self._template_kwargs = tokenizer, dict(template_kwargs or {})
-        added = tokenizer.added_tokens_decoder.values()
-        self._added, self._control = _any_of(added), _any_of(token for token in added if token.special)
+        added = [*tokenizer.added_tokens_decoder.values()]
+        self._control = {"\ue000", *(str(token) for token in added if token.special)}
+        names = sorted(self._control.union(map(str, added)), key=len, reverse=True)
+        self._names = re.compile("|".join(map(re.escape, names)))
         if self.decode(self.ids("a b")) != "a b":
             raise UserError(
                 "this tokenizer puts a space before each text, so the turns of an episode cannot be put together: "
@@ -59,8 +61,13 @@ class Chat:
     def safe(self, value: Any, *, answer: bool = False) -> Any:
         """A text of others, or messages and schemas, with the names of special tokens hidden from template and
         tokenizer. An `answer` of the assistant has tokens for thoughts and calls: there only control tokens are."""
+
+        def hidden(name: re.Match[str]) -> str:
+            is_own = answer and name[0] not in self._control
+            return name[0] if is_own else _HIDDEN.format(name[0].encode(errors="replace").hex())
+
         if isinstance(value, str):
-            return (self._control if answer else self._added).sub(_hidden, value)
+            return self._names.sub(hidden, value)
         if isinstance(value, Mapping):
             said = "content" if value.get("role") == "assistant" else None
             return {key: part if key == "role" else self.safe(part, answer=key == said) for key, part in value.items()}
@@ -74,15 +81,6 @@ class Chat:
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included."""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-def _any_of(tokens: Iterable[Any]) -> re.Pattern[str]:
-    names = sorted({*map(str, tokens), "\ue000"}, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, names)))
-
-
-def _hidden(match: re.Match[str]) -> str:
-    return _HIDDEN.format(match[0].encode(errors="replace").hex())
 
 
 class Conversation:

@@ -49,8 +49,7 @@ class EnvironmentLoop(AgentLoop):
             if opening is None or isinstance(opening, str):
                 opening = with_opening(task.row["messages"], opening)
             else:
-                own = task.row["messages"]
-                opening = [message if message in own else self.chat.safe(message) for message in opening]
+                opening = self.chat.safe(list(opening))
             talk = Conversation(self.chat, opening)
             play = self.play(task, generate, talk.token_ids)
             if play.room < 1:

@@ -31,7 +31,8 @@ class EpisodeFiles:
         """What is played from now on belongs to the file `name`. UserError: there is none to replay."""
         self._file, self._lines = f"{name}.jsonl", []
         if self._written is not None and self._agents is not None:
-            shown = self._agents.schemas if self._agents.chat.shows_tools else {}
+            schemas = self._agents.schemas
+            shown = schemas if not any(schemas.values()) or self._agents.chat.shows_tools else {}
             write_atomically(self._written / TOOLS_FILE, json.dumps(shown, indent=1, default=str) + "\n")
         if self._replayed is not None:
             self._recorded = _read(self._replayed / self._file)

@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import GENERATION_CONFIG_NAME
 
 from valor.data.templates import end_tokens
 from valor.models.hf import quiet_transformers, tied_names
@@ -47,7 +46,7 @@ def export_hf(
 def write_tokenizer(tokenizer: Any, path: Path | str) -> None:
     """Write it beside a model, and add the tokens with which it ends a turn to those of generation_config.json."""
     tokenizer.save_pretrained(path)
-    if (Path(path) / GENERATION_CONFIG_NAME).is_file():
+    if (Path(path) / "generation_config.json").is_file():
         config: Any = GenerationConfig.from_pretrained(path)
         own = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
         every = list(dict.fromkeys(end for end in [*own, *end_tokens(tokenizer)] if end is not None))
