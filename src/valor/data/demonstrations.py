@@ -17,7 +17,7 @@ from valor.data.files import parse_messages, read_records
 from valor.data.prompts import render, tokenized, truncated
 from valor.data.reward_texts import text_rows
 from valor.data.sampler import SUBSET_STREAM, subset
-from valor.data.templates import ask_template, end_of_turn, parts_of
+from valor.data.templates import ask_template, end_tokens, parts_of
 from valor.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class DemonstrationDataset(Sequence[Demonstration]):
         records = [record for path in paths for record in read_records(path)]
         numbers = subset(len(records), limit, seed, 0, SUBSET_STREAM, shuffle=data.shuffle)
         chats = [(where, *chat_of(record, where, data)) for where, record in (records[i] for i in numbers)]
-        kwargs, end = data.apply_chat_template_kwargs, end_of_turn(tokenizer) or tokenizer.eos_token_id
+        kwargs, end = data.apply_chat_template_kwargs, next(iter(end_tokens(tokenizer)), None)
         if split == "train":
             parts = parts_of(chat for _, chat, _ in chats) | ({"tools"} if any(tools for *_, tools in chats) else set())
             ask_template(tokenizer, parts | {"end"}, kwargs, needed=["assistant"])

@@ -36,8 +36,8 @@ def template_text(given: str) -> str:
     try:
         return Path(given).expanduser().read_text(encoding="utf-8")
     except (OSError, ValueError, RuntimeError) as error:
-        why = f"custom_chat_template={given[:200]!r} is no Jinja text, and no file that can be read"
-        raise UserError(f"{why} ({error})") from None
+        why = f"custom_chat_template={given[:99]!r} is no Jinja text, and no file that can be read ({error})"
+        raise UserError(why[:300]) from None
 
 
 def keeps(tokenizer: Any, part: str, kwargs: Mapping[str, Any] | None = None) -> bool:
