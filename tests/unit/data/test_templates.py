@@ -1,4 +1,4 @@
-"""What is asked of a chat template before a run: which parts of a conversation it keeps, and with what it ends a turn."""
+"""What is asked of a chat template before a run: what it keeps of a conversation, and with what it ends a turn."""
 
 import json
 import logging
