@@ -48,7 +48,9 @@ class EnvironmentLoop(AgentLoop):
             opening = await call("open", task.row)
             if opening is None or isinstance(opening, str):
                 opening = with_opening(task.row["messages"], opening)
-            talk = Conversation(self.chat, list(opening))
+            else:
+                opening = self.chat.safe(list(opening))
+            talk = Conversation(self.chat, opening)
             play = self.play(task, generate, talk.token_ids)
             if play.room < 1:
                 raise EpisodeFailed(

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from valor.agents.chat import Chat, Conversation, Message
@@ -28,6 +30,8 @@ from valor.rollout.base import Output
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
+
+logger = logging.getLogger(__name__)
 
 _KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -147,7 +151,9 @@ class Session:
         if goes_on and self.play is not None and self._talk is not None:
             self._check_room(self.play.tell(self._talk, messages[known:]))
             return
-        self._talk = Conversation(self._chat, messages, tools)
+        if tools:
+            _tell_hidden_tools(self._chat)
+        self._talk = Conversation(self._chat, self._chat.safe(messages), tools)
         if self.play is None:
             self._opening = messages
         self._begin(self._talk.token_ids)
@@ -281,6 +287,12 @@ async def _answer_of(session: Session, method: str, asked: Mapping[str, Any]) ->
         raise Refused(410, "the episode has ended") from None
     except UserError as error:  # the chat template's
         raise Refused(400, str(error)) from None
+
+
+@cache
+def _tell_hidden_tools(chat: Chat) -> None:
+    if not chat.shows_tools:
+        logger.warning("the chat template leaves out the tools of requests: the model never reads them")
 
 
 def _read_limit(most: Any) -> int | None:

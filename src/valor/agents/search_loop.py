@@ -70,8 +70,7 @@ class SearchLoop(AgentLoop):
         call = ToolCall("search", {"query": query})
         result = await toolbox.call(call)
         calls.append(call_record(turn, call, result))
-        hidden: list[str] = []
-        documents = self.chat.ids(self.chat.hide(result.text.strip(), hidden), hidden)
+        documents = self.chat.ids(self.chat.safe(result.text.strip()))
         return [*self._before, *documents[: self._most], *self._after]
 
     async def _search(self, query: str) -> ToolResult:

@@ -60,11 +60,11 @@ class ToolLoop(AgentLoop):
 
 
 def with_opening(messages: Sequence[Message], said: str | None) -> list[Message]:
-    """The prompt, with what an environment says at the start at the end of its last message."""
+    """The prompt for a Conversation, with what an environment says at the start at the end of its last message."""
     if not said:
         return list(messages)
     *before, last = messages
-    return [*before, {**last, "content": f"{last['content']}\n{said}" if last.get("content") else said}]
+    return [*before, {**last, "opening": said}]
 
 
 def call_record(turn: int, call: Call, result: ToolResult) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from valor.data.batch import Batch
 from valor.data.prompts import PromptDataset
 from valor.data.reward_texts import CriticTexts, RewardTexts, longest_text
 from valor.data.sampler import PromptSampler
+from valor.data.templates import ask_template, end_tokens, parts_of
 from valor.errors import UserError
 from valor.models.load import load_model_config, load_policy_tokenizer, load_tokenizer
 from valor.models.reward import reward_model_kind
@@ -30,6 +31,9 @@ class RunInputs:
         self._tools_of = None if self.agents is None else self.agents.schemas_of
         self.train = PromptDataset(data, self.tokenizer, "train", self._tools_of)
         self.val = PromptDataset(data, self.tokenizer, "val", self._tools_of) if data.val_files else None
+        tools = {"tools", "tool"} if self.agents and any(self.agents.schemas.values()) else set[str]()
+        parts = tools | parts_of(row.messages for rows in (self.train, self.val or ()) for row in rows)
+        ask_template(self.tokenizer, parts, data.apply_chat_template_kwargs, needed=tools - {"tools"})
         dynamic = config.algorithm.filter_groups.enable
         at_once = data.gen_batch_size if dynamic and data.gen_batch_size else data.train_batch_size
         self.sampler = PromptSampler(len(self.train), at_once, seed=data.seed, shuffle=data.shuffle)
@@ -58,7 +62,7 @@ class RunInputs:
 
     @property
     def eos_token_ids(self) -> list[int]:
-        return [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+        return end_tokens(self.tokenizer)
 
     @property
     def separator_id(self) -> int | None:

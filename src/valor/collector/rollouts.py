@@ -24,6 +24,7 @@ from valor.controller.start import start_pools
 from valor.data.batch import Batch, Episodes, pad_rows
 from valor.data.files import read_records
 from valor.data.prompts import PromptRow, render, token_ids
+from valor.data.templates import end_tokens
 from valor.errors import UserError
 from valor.rewards.executor import RewardResult
 from valor.rollout.registry import GENERATION_ENGINES
@@ -155,7 +156,7 @@ def _parse(record: Mapping[str, Any], where: str, tokenizer: Any) -> dict[str, A
     elif "messages" in record and isinstance(record.get("response"), str):
         text = render(tokenizer, record["messages"], where=where)
         prompt, answer = token_ids(tokenizer, [text, record["response"]])
-        response = [*answer, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])]
+        response = [*answer, *end_tokens(tokenizer)[:1]]
     else:
         raise UserError(
             f"{where}: not a rollout: it needs prompt_ids and response_ids (as trainer.rollout_data_dir writes them), "

@@ -63,7 +63,7 @@ class ModelConfig(BackboneConfig):
     tokenizer_path: PathStr | None = None
     """Tokenizer, if it is not beside the model."""
     custom_chat_template: str | None = None
-    """Jinja text that replaces the tokenizer's chat template."""
+    """Chat template in place of the tokenizer's: Jinja text, or a file with it."""
 
 
 class CriticModelConfig(

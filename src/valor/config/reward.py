@@ -86,7 +86,7 @@ class RewardModelConfig(Section):
     tokenizer_path: PathStr | None = inherits(".model_path", _OWN)
     """Its tokenizer, if that is not beside the model."""
     custom_chat_template: str | None = key(None, _OWN)
-    """Jinja text that replaces its tokenizer's chat template."""
+    """Chat template in place of its tokenizer's: Jinja text, or a file with it."""
     trust_remote_code: bool = key(False, _OWN)
     """Run Python code that the model directory brings along."""
     label: int | None = key(None, _OWN)

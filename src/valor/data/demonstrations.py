@@ -17,6 +17,7 @@ from valor.data.files import parse_messages, read_records
 from valor.data.prompts import render, tokenized, truncated
 from valor.data.reward_texts import text_rows
 from valor.data.sampler import SUBSET_STREAM, subset
+from valor.data.templates import ask_template, end_tokens, parts_of
 from valor.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,10 @@ class DemonstrationDataset(Sequence[Demonstration]):
         records = [record for path in paths for record in read_records(path)]
         numbers = subset(len(records), limit, seed, 0, SUBSET_STREAM, shuffle=data.shuffle)
         chats = [(where, *chat_of(record, where, data)) for where, record in (records[i] for i in numbers)]
-        kwargs = data.apply_chat_template_kwargs
+        kwargs, end = data.apply_chat_template_kwargs, next(iter(end_tokens(tokenizer)), None)
+        if split == "train":
+            parts = parts_of(chat for _, chat, _ in chats) | ({"tools"} if any(tools for *_, tools in chats) else set())
+            ask_template(tokenizer, parts | {"end"}, kwargs, needed=["assistant"])
         pieces = [
             (where, row)
             for where, chat, tools in chats
@@ -65,7 +69,7 @@ class DemonstrationDataset(Sequence[Demonstration]):
         ids = tokenized(tokenizer, texts, len(texts))
         self._rows: list[Demonstration] = []
         for where, row in pieces:
-            self._rows += _sample([(next(ids), own) for _, own in row], tokenizer.eos_token_id, data, where)
+            self._rows += _sample([(next(ids), own) for _, own in row], end, data, where)
         dropped = len(pieces) - len(self._rows)
         if not self._rows:
             raise UserError(f"data.{split}_files: no sample has an assistant token within data.max_length")
@@ -167,13 +171,13 @@ def _rows(
 
 
 def _sample(
-    pieces: Sequence[tuple[list[int], bool]], eos_token_id: int | None, data: SFTDataConfig, where: str
+    pieces: Sequence[tuple[list[int], bool]], end: int | None, data: SFTDataConfig, where: str
 ) -> list[Demonstration]:
     """One row of tokenised pieces: at most `data.max_length` tokens, ending with one of the assistant; none if no such
     token is left. What a template puts after the end token of a turn was not the assistant's."""
     tokens, written = list[int](), list[bool]()
     for ids, own in pieces:
-        rest = ids[::-1].index(eos_token_id) if own and eos_token_id in ids else 0
+        rest = ids[::-1].index(end) if own and end in ids else 0
         tokens += ids
         written += [own] * (len(ids) - rest) + [False] * rest
     kept = list(range(len(tokens)))

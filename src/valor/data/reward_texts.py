@@ -11,6 +11,7 @@ import torch
 from valor.data.batch import Batch, pad_rows
 from valor.data.files import Messages
 from valor.data.prompts import render
+from valor.data.templates import end_tokens
 
 _TOO_LARGE = 1_000_000  # tokenizers without a limit name one such as 1e30
 
@@ -135,7 +136,7 @@ class CriticTexts:
         texts = [render(self.tokenizer, messages) for messages in batch.objects["messages"]]
         prompts = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         found = self.tokenizer(batch.objects["response_text"], add_special_tokens=False, verbose=False)["input_ids"]
-        end = [self.tokenizer.eos_token_id]
+        end = end_tokens(self.tokenizer)[:1]
         finished = [reason == "stop" for reason in batch.objects["finish_reason"]]
         return prompts, [ids + end if done or not ids else ids for ids, done in zip(found, finished, strict=True)]
 

@@ -175,7 +175,7 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
         folder, run = self.folder / "huggingface" / role, self._run
         if run is not None:
             folder = self._inputs / f"{role}.now"
-            run.roles[role].export(folder)
+            run.write_model(role, folder)
         elif not folder.is_dir():
             raise UserError(f"there is no {role} in '{self.folder}' yet: train first")
         with quiet_transformers():

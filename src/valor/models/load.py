@@ -23,6 +23,7 @@ from transformers.dynamic_module_utils import init_hf_modules
 
 from valor.config import PPOConfig
 from valor.config.engine import BackboneConfig, CriticModelConfig, ModelConfig
+from valor.data.templates import template_text
 from valor.errors import UserError
 from valor.models.hf import disable_dropout_in_config, quiet_transformers
 from valor.models.lora import add_adapters
@@ -51,7 +52,7 @@ def load_tokenizer(
         # transformers makes an empty tokenizer of the model's type when a directory has no tokenizer files.
         raise UserError(f"'{path}' holds no tokenizer files: save the tokenizer there or set {path_key}")
     if custom_chat_template is not None:
-        tokenizer.chat_template = custom_chat_template
+        tokenizer.chat_template = template_text(custom_chat_template)
     if require_chat_template and not tokenizer.chat_template:
         raise UserError(
             f"the tokenizer at '{path}' has no chat template: set model.custom_chat_template or use a chat model's"

@@ -16,6 +16,7 @@ from valor.data.demonstrations import chat_of
 from valor.data.files import OPTIONAL_COLUMNS, existing_file, parse_row, read_records, read_rows
 from valor.data.preferences import pair_of
 from valor.data.prompts import render, token_ids
+from valor.data.templates import ask_template, parts_of
 from valor.errors import UserError
 from valor.models.load import check_critic, load_model_config, load_model_tokenizer
 from valor.models.reward import reward_model_kind
@@ -63,13 +64,18 @@ def _ppo(config: PPOConfig) -> Iterator[Check]:
         yield lambda: make_graders(config.reward).close()
     if isinstance(config, CriticRunConfig):
         return
+    multi = policy.rollout.multi_turn
+    tools = config.plays_episodes and (multi.tool_config_path or multi.function_tool_path)
+    parts, needed = ({"tools", "tool"}, ["tool"]) if tools else (set[str](), [])
     graded = config.reward.custom_reward_function.path is None and not config.plays_episodes
     if not data.train_files:
         yield partial(read_rows, [])
     for path in data.train_files:
-        yield partial(_check_prompts, path, data, tokenizer, graded and not reward_model.replaces_rule)
+        yield partial(_check_prompts, path, data, tokenizer, graded and not reward_model.replaces_rule, parts)
     for path in data.val_files or []:
-        yield partial(_check_prompts, path, data, tokenizer, graded and not reward_model.enable)
+        yield partial(_check_prompts, path, data, tokenizer, graded and not reward_model.enable, parts)
+    if tokenizer is not None:
+        yield lambda: ask_template(tokenizer(), parts, data.apply_chat_template_kwargs, needed)
 
 
 def _supervised(config: SupervisedConfig) -> Iterator[Check]:
@@ -77,10 +83,14 @@ def _supervised(config: SupervisedConfig) -> Iterator[Check]:
     if _is_here(config.model.path):
         yield partial(load_model_config, config.model)
     at = config.model.tokenizer_path or config.model.path
-    if tokenizer := _tokenizer_of(at, config.model, chat=isinstance(config, SFTConfig)):
+    tokenizer, parts = _tokenizer_of(at, config.model, chat=isinstance(config, SFTConfig)), {"end"}
+    if tokenizer is not None:
         yield tokenizer
     for path in [*config.data.train_files, *(config.data.val_files or [])]:
-        yield partial(_check_texts, path, config)
+        yield partial(_check_texts, path, config, parts)
+    if tokenizer is not None:
+        kwargs = config.data.apply_chat_template_kwargs if isinstance(config, SFTConfig) else None
+        yield lambda: tokenizer().chat_template and ask_template(tokenizer(), parts, kwargs, needed=["assistant"])
 
 
 def _tokenizer_of(path: str, model: Any, *, chat: bool) -> Callable[[], Any] | None:
@@ -101,11 +111,14 @@ def _check_folder(folder: Path) -> None:
         raise UserError(f"trainer.default_local_dir={folder}: nothing can be written to '{there}'")
 
 
-def _check_prompts(path: str, data: DataConfig, tokenizer: Callable[[], Any] | None, graded: bool) -> None:
-    """The first rows: their columns, that somebody can grade them, and that the first one fits."""
+def _check_prompts(
+    path: str, data: DataConfig, tokenizer: Callable[[], Any] | None, graded: bool, parts: set[str]
+) -> None:
+    """The first rows: their columns, that somebody can grade them, and that the first one fits; `parts` gets theirs."""
     required = (data.prompt_key, data.reward_fn_key, "reward_model")
     records = islice(read_records(existing_file(path), required, OPTIONAL_COLUMNS), _FIRST_ROWS)
     rows = [parse_row(record, where, data.prompt_key, data.reward_fn_key) for where, record in records]
+    parts |= parts_of(row.messages for row in rows)
     if graded:
         require_graders(row.data_source for row in rows)
         for row in rows:
@@ -123,9 +136,10 @@ def _check_prompts(path: str, data: DataConfig, tokenizer: Callable[[], Any] | N
         )
 
 
-def _check_texts(path: str, config: SupervisedConfig) -> None:
+def _check_texts(path: str, config: SupervisedConfig, parts: set[str]) -> None:
     pairs = isinstance(config, RMConfig)
     parse: Any = pair_of if pairs else chat_of
     required = (config.data.chosen_key, config.data.rejected_key) if pairs else ()
     for where, record in islice(read_records(existing_file(path), required), _FIRST_ROWS):
-        parse(record, where, config.data)
+        row = parse(record, where, config.data)
+        parts |= parts_of([row.prompt] if pairs else row[:1]) | ({"tools"} if not pairs and row[1] else set())

@@ -6,6 +6,7 @@ from valor.algorithms import bradley_terry_loss
 from valor.config import RMConfig
 from valor.data.preferences import PreferenceDataset, load_preferences, preference_metrics, read_preferences
 from valor.data.reward_texts import RewardTexts, longest_text
+from valor.data.templates import ask_template, parts_of
 from valor.models.load import load_model_config, load_model_tokenizer
 from valor.trainer.supervised import Samples, SupervisedRun
 from valor.workers.host import RoleSpec
@@ -29,6 +30,9 @@ class RewardModelRun(SupervisedRun):
         longest = min(config.data.max_length, longest_text(tokenizer, positions) or config.data.max_length)
         self.texts = RewardTexts(tokenizer, longest)
         train, val = load_preferences(config, self.texts)
+        if self.texts.as_chat:
+            chats = ([*pair.prompt, {"role": "assistant", "content": pair.chosen}] for pair in train)
+            ask_template(tokenizer, parts_of(chats), needed=["assistant"])
         super().__init__(config, command, tokenizer, train, val)
 
     def role_spec(self) -> RoleSpec:

@@ -10,6 +10,7 @@ from valor.config import PPOConfig, SupervisedConfig
 from valor.controller.group import Pools
 from valor.data.sampler import PromptSampler
 from valor.errors import Diverged, StepRefused, UserError, WorkerDied
+from valor.models.export import write_tokenizer
 from valor.tracking.console import format_seconds
 from valor.tracking.metrics import Timer
 from valor.tracking.progress import phase, report_progress
@@ -224,11 +225,11 @@ class Run(ABC):
         for role in self.trained_roles:
             self.record.say(f"{role} saved as a Hugging Face model: {self.write_model(role)}")
 
-    def write_model(self, role: str) -> Path:
+    def write_model(self, role: str, folder: Path | None = None) -> Path:
         """Export one role; the folder."""
-        folder = self.export_dir(role)
+        folder = folder or self.export_dir(role)
         self.roles[role].export(folder)
-        self.tokenizer.save_pretrained(folder)
+        write_tokenizer(self.tokenizer, folder)
         return folder
 
     def export_dir(self, role: str) -> Path:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,16 @@ def test_every_assistant_turn_is_learnt_and_nothing_else(template: str, tmp_path
     assert learnt(template, row) == [m["content"] + "<|end|>" for m in CHAT if m["role"] == "assistant"]
     whole = tokenizer(template).apply_chat_template(CHAT, tokenize=False)
     assert text_of(template, row.tokens) == whole.rstrip("\n")  # nothing is learnt of what follows the last turn
+
+
+def test_the_token_that_ends_a_turn_is_learnt_whatever_the_tokenizer_ends_with(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    made = tokenizer(CHATML)
+    made.add_special_tokens({"eos_token": "<|endoftext|>"})
+    monkeypatch.setattr(sys.modules[__name__], "tokenizer", lambda template: made)
+    (row,) = demonstrations(CHATML, tmp_path / "c.jsonl", messages=CHAT)
+    assert learnt(CHATML, row) == [m["content"] + "<|end|>" for m in CHAT if m["role"] == "assistant"]
 
 
 def test_a_template_that_drops_thoughts_makes_rows_of_what_each_turn_was_given(
