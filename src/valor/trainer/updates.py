@@ -58,6 +58,7 @@ class Updates:
         ahead = int(worker.group.apart and not asks_actor)
         started: deque[tuple[dict[str, float], Callable[[], dict[str, float]]]] = deque()
         waiting = self.mini_batches(role, batch, step, member)
+        self.skips.updating = True
         with phase(f"train {role}", count, unit="mini-batch"):
             for done in range(count):
                 with part(done, count):
@@ -165,6 +166,7 @@ class Critics:
         that update."""
         (name,) = self.names
         (rows,) = self.updates.mini_batches("critic", batch, step)
+        self.updates.skips.updating = True
         with phase("train critic", 1, unit="mini-batch"):
             found = self.roles[name].update_with_values(rows, self._estimator)
         metrics = found.meta.pop("metrics")
