@@ -91,4 +91,6 @@ def test_after_every_save_the_newest_and_the_best_are_there_and_nothing_else(see
             store.save("PPO", {"step": step}, write_roles, {best} - {None})
             there = sorted({*[*there, step][-number if number else None :], *({*there, step} & {best})})
         assert store.steps() == there
-        assert event == "killed" or {one.name for one in tmp_path.glob("global_*")} == {f"global_step_{n}" for n in there}
+        assert event == "killed" or {one.name for one in tmp_path.glob("global_*")} == {
+            f"global_step_{n}" for n in there
+        }
