@@ -280,19 +280,23 @@ def check_components(config: PPOConfig, inputs: RunInputs) -> None:
 
 
 def resample(batch: Batch, config: PFPPOConfig, *key: int) -> tuple[Batch, dict[str, float]]:
-    """PF-PPO: as many episodes as before, drawn with replacement by their scores; all their rows and columns follow.
+    """PF-PPO: as many episodes as have policy tokens, drawn from these with replacement by their scores; all their rows
+    and columns follow.
 
     `key` (run seed, step) decides the draw.
     """
     episodes = Episodes(batch)
-    scores = episodes.sums(batch["token_level_scores"])
+    present = (episodes.sums(batch["response_mask"]) > 0).nonzero().squeeze(1)
+    if not len(present):
+        return batch, {}
+    scores = episodes.sums(batch["token_level_scores"])[present]
     chosen = algorithms.pf_ppo_resample(
         scores,
         reweight_method=config.reweight_method,
         weight_pow=config.weight_pow,
         generator=keyed_generator(*key, _RESAMPLING_STREAM),
     )
-    return episodes.take(chosen.tolist()), {
+    return episodes.take(present[chosen].tolist()), {
         "training/pf_ppo/distinct_ratio": len(chosen.unique()) / len(chosen),
         "training/pf_ppo/score_after": float(scores[chosen].mean()),
     }

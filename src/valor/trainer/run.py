@@ -136,7 +136,7 @@ class Run(ABC):
 
     @contextmanager
     def _saved_at_an_early_end(self) -> Iterator[None]:
-        """Whatever ends the block, unless it is a loss of the weights: the last complete step is saved, if it is not."""
+        """Whatever ends the block but a loss of the weights: the last complete step is saved, if it is not yet."""
         try:
             yield
         except Diverged:

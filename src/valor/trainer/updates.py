@@ -138,7 +138,7 @@ class Updates:
             return mini_batch
         present = self.roles["actor"].compute_log_probs(mini_batch, with_entropy=False)["old_log_probs"]
         mask = mini_batch["response_mask"]
-        sums = episodes.sums(algorithms.keep_masked(present - mini_batch["old_log_probs"], mask))
+        sums = episodes.sums(algorithms.keep_masked(algorithms.log_ratio(present, mini_batch["old_log_probs"]), mask))
         means = sums / episodes.sums(mask).clamp(min=1.0)
         return mini_batch.union(Batch({"sequence_log_ratio": episodes.spread(means)}))
 
