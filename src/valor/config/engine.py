@@ -93,7 +93,7 @@ class FSDPConfig(Section):
     forward_prefetch: bool = False
     """Gather the next layer's parameters while the present one computes."""
     model_dtype: DType = "float32"
-    """Precision in which parameters and optimizer state are kept; gradients are summed in float32."""
+    """Precision in which parameters and optimizer state are kept; in bfloat16 a small update is lost in rounding."""
     dtype: DType = "bfloat16"
     """Precision of the forward and backward pass."""
 
