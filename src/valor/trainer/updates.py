@@ -128,6 +128,8 @@ class Updates:
         mini_batch, metrics = corrected(mini_batch, present, self.config.algorithm.rollout_correction)
         if mini_batch.meta["update"] > 1:  # from here on the distance is the training's own, not the engine's
             del mini_batch.tensors["rollout_log_probs"]
+        if self._whiten:
+            mini_batch["advantages"] = algorithms.masked_whiten(mini_batch["advantages"], mini_batch["response_mask"])
         return counted(mini_batch), metrics
 
     def _with_ratios(self, mini_batch: Batch) -> Batch:

@@ -200,3 +200,15 @@ def test_the_way_on_is_one_that_resumes(mode, tmp_path, capsys):
 def test_an_end_before_anything_was_learnt_says_that_too(tmp_path, capsys):
     line = last_line(Counting(tmp_path / "run", ends(1, "collect", by=TrainingStopped("no"))), capsys)[1]
     assert line == "stopped: no; there is no checkpoint yet" and CheckpointStore(tmp_path / "run").steps() == []
+
+
+@pytest.mark.parametrize(("skipped", "steps"), [(True, [3]), (False, [])])
+def test_a_run_that_only_skips_is_saved_where_there_is_no_checkpoint_yet(skipped, steps, tmp_path, capsys):
+    def skip():
+        for _ in range(run.config.trainer.max_skipped_updates):
+            run.skips.count("actor", True, 4)
+
+    run = Counting(tmp_path / "run", ends(4, "update", by=skip if skipped else Diverged("exploded")))
+    code, line = last_line(run, capsys)
+    assert code == 1 and CheckpointStore(tmp_path / "run").steps() == steps
+    assert ("the last good checkpoint is" in line) == skipped
