@@ -231,7 +231,10 @@ def rows_to_train_on(batch: Batch, config: AlgorithmConfig, *key: int) -> tuple[
     metrics: dict[str, float] = {}
     if "reward_missing" in batch and config.missing_reward == "exclude":
         batch = batch.take(torch.nonzero(~batch["reward_missing"]).squeeze(1))
-    if config.use_pf_ppo:
+    if config.use_pf_ppo and bool(batch["response_mask"].any()):
+        present = (Episodes(batch).sums(batch["response_mask"]) > 0).nonzero().squeeze(1).tolist()  # not rejected
+        if len(present) < len(Episodes(batch).rows):
+            batch = Episodes(batch).take(present)
         batch, metrics = resample(batch, config.pf_ppo, *key)
     return batch, metrics
 
@@ -280,23 +283,19 @@ def check_components(config: PPOConfig, inputs: RunInputs) -> None:
 
 
 def resample(batch: Batch, config: PFPPOConfig, *key: int) -> tuple[Batch, dict[str, float]]:
-    """PF-PPO: as many episodes as have policy tokens, drawn from these with replacement by their scores; all their rows
-    and columns follow.
+    """PF-PPO: as many episodes as before, drawn with replacement by their scores; all their rows and columns follow.
 
     `key` (run seed, step) decides the draw.
     """
     episodes = Episodes(batch)
-    present = (episodes.sums(batch["response_mask"]) > 0).nonzero().squeeze(1)
-    if not len(present):
-        return batch, {}
-    scores = episodes.sums(batch["token_level_scores"])[present]
+    scores = episodes.sums(batch["token_level_scores"])
     chosen = algorithms.pf_ppo_resample(
         scores,
         reweight_method=config.reweight_method,
         weight_pow=config.weight_pow,
         generator=keyed_generator(*key, _RESAMPLING_STREAM),
     )
-    return episodes.take(present[chosen].tolist()), {
+    return episodes.take(chosen.tolist()), {
         "training/pf_ppo/distinct_ratio": len(chosen.unique()) / len(chosen),
         "training/pf_ppo/score_after": float(scores[chosen].mean()),
     }

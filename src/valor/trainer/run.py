@@ -140,10 +140,10 @@ class Run(ABC):
         try:
             yield
         except Diverged:
-            # Skipped updates leave the weights as they were: better than nothing, where there is nothing.
-            if self._unsaved is not None and self._unsaved["step"] and self.record.checkpoints.last is None:
-                if any(count >= self.config.trainer.max_skipped_updates for count in self.skips.in_a_row.values()):
-                    self._save_early(self._unsaved)
+            # Skipped updates leave the weights as they were: better than nothing, where there is no checkpoint.
+            only_skips = max(self.skips.in_a_row.values(), default=0) >= self.config.trainer.max_skipped_updates
+            if only_skips and self._unsaved and self._unsaved["step"] and self.record.checkpoints.last is None:
+                self._save_early(self._unsaved)
             raise
         except (Exception, KeyboardInterrupt):
             state, last = self._unsaved, self.record.checkpoints.last
