@@ -7,6 +7,7 @@ from valor.agents.agents import Agents
 from valor.agents.episode import with_text
 from valor.config import PPOConfig, RewardModelConfig
 from valor.data.batch import Batch
+from valor.data.positions import num_positions, rope_limit
 from valor.data.prompts import PromptDataset
 from valor.data.reward_texts import CriticTexts, RewardTexts, longest_text
 from valor.data.sampler import PromptSampler
@@ -146,16 +147,16 @@ def check_positions(config: PPOConfig) -> Any:
     """The policy's text config. UserError: it has too few positions for what the policy is to read and write."""
     model, data = config.actor_rollout_ref.model, config.data
     described = load_model_config(model).get_text_config()
-    positions = getattr(described, "max_position_embeddings", None)
+    positions = num_positions(described)
     whole = data.max_prompt_length + data.max_response_length
     lengths = {"data.max_prompt_length + data.max_response_length": whole}
-    if config.plays_episodes:  # its rows may be that long
+    if config.plays_episodes or rope_limit(described):  # its rows, or what an engine prepares for, may be that long
         lengths["actor_rollout_ref.rollout.max_model_len"] = config.actor_rollout_ref.rollout.max_model_len
     for key, longest in lengths.items():
         if positions is not None and longest > positions:
             raise UserError(
-                f"{key} is {longest} tokens, and the model '{model.path}' has {positions} positions: set it lower, "
-                "or take a model that reads longer texts"
+                f"{key} is {longest} tokens, and the model '{model.path}' has {positions} positions (of longrope and "
+                "dynamic RoPE the original ones count): set it lower, or take a model that reads longer texts"
             )
     return described
 

@@ -93,7 +93,7 @@ class FSDPConfig(Section):
     forward_prefetch: bool = False
     """Gather the next layer's parameters while the present one computes."""
     model_dtype: DType = "float32"
-    """Precision in which parameters and optimizer state are kept; gradients are summed in float32."""
+    """Precision in which parameters and optimizer state are kept; in bfloat16 a small update is lost in rounding."""
     dtype: DType = "bfloat16"
     """Precision of the forward and backward pass."""
 
@@ -188,7 +188,7 @@ class OptimConfig(Section):
     lr_warmup_steps: CountOrOff = -1
     """Linear warm-up steps (the last one has the full rate); -1 takes lr_warmup_steps_ratio of the run."""
     lr_warmup_steps_ratio: Share = key(0.0, ".lr_warmup_steps=-1")
-    """Warm-up as a share of all training steps, used when lr_warmup_steps is -1."""
+    """Warm-up as a share of the steps in which the role learns, used when lr_warmup_steps is -1."""
     lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
     """Learning rate after warm-up."""
     min_lr_ratio: Share = key(0.0, ".lr_scheduler_type!=constant")

@@ -126,6 +126,7 @@ class RayGroup(WorkerGroup):
         self._nodes: list[str] = []  # each rank's
         self._placement: PlacementGroup | None = None
         self._numbers = itertools.count()  # of calls with a sink
+        self._unfinished: list[Any] = []  # results of the last call that ended by an error
         self._own_ray = None if ray.is_initialized() else _start_ray(pool, ray_init)
         try:
             _check_nodes(pool)
@@ -232,6 +233,10 @@ class RayGroup(WorkerGroup):
                     batch[name] = StoredColumn.of(_RayPart(ref, *kind))
         return [batch for batch, _ in found]
 
+    def settled(self, seconds: float) -> bool:
+        count = len(self._unfinished)
+        return not count or not ray.wait(self._unfinished, num_returns=count, timeout=seconds, fetch_local=False)[1]
+
     def _end_processes(self) -> None:
         actors, self._actors = self._actors, []
         for actor in actors:
@@ -251,6 +256,7 @@ class RayGroup(WorkerGroup):
         """Results in order. While waiting, progress and what call `number` reports are passed on, and what `feed` has
         for it. A rank's error is raised as its own type."""
         waiting, found = list(refs), {}
+        self._unfinished = list(refs)
         try:
             while waiting:
                 seconds = _POLL_SECONDS if feed is None else _FEED_SECONDS
@@ -265,6 +271,7 @@ class RayGroup(WorkerGroup):
                     relay([progress for progress, _ in seen])
                     for item in (item for _, items in seen for item in items):
                         sink(item)  # type: ignore[misc]  # without a sink there are no items
+            self._unfinished = []
             return [found[ref] for ref in refs]
         except RayTaskError as error:
             if isinstance(error.cause, UserError | TrainingStopped):

@@ -156,6 +156,7 @@ def main(
 def _serve(config: PPOConfig, play: Any) -> None:
     """Run `play(context, task, runner)` beside the engine that the configuration names, with the policy's weights."""
     from valor.controller.placement import MAIN, resolve_pool
+    from valor.data.positions import num_positions
     from valor.data.templates import ask_template, end_tokens
     from valor.models.load import load_model_config, load_policy_tokenizer
     from valor.rollout.registry import GENERATION_ENGINES
@@ -167,7 +168,7 @@ def _serve(config: PPOConfig, play: Any) -> None:
     ask_template(tokenizer, (), config.data.apply_chat_template_kwargs)
     pool = resolve_pool(config.trainer).pools[MAIN]
     GENERATION_ENGINES[rollout.name].check_start(config, pool.world_size)
-    positions = getattr(load_model_config(model).get_text_config(), "max_position_embeddings", None)
+    positions = num_positions(load_model_config(model).get_text_config())
     longest = min(rollout.max_model_len, positions or rollout.max_model_len)
     chat = Chat(tokenizer, config.data.apply_chat_template_kwargs)
     context = LoopContext(config, chat, Limits(config.episode_length, longest))

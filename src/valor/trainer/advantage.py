@@ -231,7 +231,10 @@ def rows_to_train_on(batch: Batch, config: AlgorithmConfig, *key: int) -> tuple[
     metrics: dict[str, float] = {}
     if "reward_missing" in batch and config.missing_reward == "exclude":
         batch = batch.take(torch.nonzero(~batch["reward_missing"]).squeeze(1))
-    if config.use_pf_ppo:
+    if config.use_pf_ppo and bool(batch["response_mask"].any()):
+        present = (Episodes(batch).sums(batch["response_mask"]) > 0).nonzero().squeeze(1).tolist()  # not rejected
+        if len(present) < len(Episodes(batch).rows):
+            batch = Episodes(batch).take(present)
         batch, metrics = resample(batch, config.pf_ppo, *key)
     return batch, metrics
 

@@ -11,7 +11,7 @@ from valor.algorithms.ppo import aggregation
 from valor.algorithms.registry import Entry
 from valor.config import CriticRunConfig, PPOConfig, Section
 from valor.config import inert_settings as inert_by_rules
-from valor.config.tree import get_at, matches
+from valor.config.tree import flatten, get_at, matches
 from valor.controller.placement import Placement, check_placement, resolve_placement
 from valor.data.batch import Batch
 from valor.engines.registry import TRAINING_ENGINES
@@ -22,6 +22,7 @@ from valor.trainer.advantage import COMPONENTS, FROM_THE_RUN, compute_advantages
 from valor.workers.actor import policy_loss_options
 from valor.workers.critic import value_head
 
+_BFLOAT16_STEPS = 2**9  # of a weight: what is less than that part of it is rounded away
 _LOG_PROBS = ("old_log_probs", "rollout_log_probs")
 
 
@@ -232,6 +233,22 @@ def placed(config: PPOConfig) -> Placement:
     engine = GENERATION_ENGINES[config.actor_rollout_ref.rollout.name]
     engine.check_start(config, placement.pools[placement.pool_of("rollout")].world_size)
     return placement
+
+
+def lost_in_rounding(config: Section) -> Iterator[str]:
+    """Of each role that is trained on bfloat16 weights: which of them an update cannot move."""
+    flat = flatten(config.model_dump())
+    for key, dtype in flat.items():
+        at, is_dtype, _ = key.partition("fsdp_config.model_dtype")
+        lr = flat.get(f"{at}optim.lr")
+        untrained = at == "critic." and (not flat["critic.enable"] or flat["critic.freeze"])
+        untrained |= isinstance(config, CriticRunConfig) and at != "critic."
+        untrained |= flat.get(f"{at}strategy") == "megatron"  # which keeps float32 copies
+        if is_dtype and dtype == "bfloat16" and lr is not None and not untrained:
+            yield (
+                f"{key}=bfloat16: an update of about {at}optim.lr={lr:g} is lost in rounding for every weight above "
+                f"{lr * _BFLOAT16_STEPS:.1g}, and so are small changes of the optimizer's averages: take float32"
+            )
 
 
 def inert_settings(config: Section, explicit_keys: Collection[str]) -> dict[str, str]:

@@ -72,10 +72,10 @@ def _run(words: str, arguments: Sequence[str], root: type[Root], start: Start[Ro
 
 def tell_notes(loaded: LoadedConfig[Root]) -> None:
     """Say what was read otherwise than it was written, and (but for a plan, which says it) what has no effect."""
-    notes = list(loaded.notes)
-    if not loaded.dry_run:
-        from valor.trainer.checks import inert_settings
+    from valor.trainer.checks import inert_settings, lost_in_rounding
 
+    notes = [*loaded.notes, *lost_in_rounding(loaded.config)]
+    if not loaded.dry_run:
         inert = inert_settings(loaded.config, loaded.explicit_keys)
         notes += [f"{key}: {reason}" for key, reason in inert.items()]
     for note in notes:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from valor.algorithms import bradley_terry_loss
 from valor.config import RMConfig
+from valor.data.positions import num_positions
 from valor.data.preferences import PreferenceDataset, load_preferences, preference_metrics, read_preferences
 from valor.data.reward_texts import RewardTexts, longest_text
 from valor.data.templates import ask_template, parts_of
@@ -26,7 +27,7 @@ class RewardModelRun(SupervisedRun):
 
     def __init__(self, config: RMConfig, command: str) -> None:
         tokenizer = load_model_tokenizer(config.model)
-        positions = getattr(load_model_config(config.model).get_text_config(), "max_position_embeddings", None)
+        positions = num_positions(load_model_config(config.model).get_text_config())
         longest = min(config.data.max_length, longest_text(tokenizer, positions) or config.data.max_length)
         self.texts = RewardTexts(tokenizer, longest)
         train, val = load_preferences(config, self.texts)

@@ -77,6 +77,7 @@ class SupervisedRun(Run):
         timer = Timer()
         with timer("step"), part(self.step - 1, self.total_steps):
             batch = self.train.batch(self.sampler.next_batch())
+            self.skips.updating = True
             metrics = self.roles[self.role].update(batch)
         self.skips.count(self.role, bool(metrics["skipped"]), self.step)
         tokens = int((batch["prompt_lengths"] + batch["response_lengths"]).sum())
