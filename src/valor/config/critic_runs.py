@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from valor.config.base import BARE_ITEM, PathList, PathStr, Section, key, section
+from valor.config.base import PathList, PathStr, Section, key, section
 from valor.config.ppo import PPOConfig
 from valor.config.trainer import TrainerConfig
 
@@ -123,13 +123,13 @@ class SearchConfig(Section):
 
     out: PathStr = "search"
     """Folder for search.json and search.md."""
-    samples: Annotated[list[PositiveInt], BARE_ITEM] = key([1, 4, 16])
+    samples: list[PositiveInt] = key([1, 4, 16])
     """N: answers from which one is chosen, or that a beam search has under way."""
     beam: PositiveInt = 2
     """Beam search: beginnings that go on after each block, N / beam ways each."""
     block: PositiveInt = 16
     """Beam search: tokens of a block."""
-    simulations: Annotated[list[PositiveInt], BARE_ITEM] = key([8])
+    simulations: list[PositiveInt] = key([8])
     """Tree search: simulations before each of its blocks; [] leaves it out."""
     width: PositiveInt = 4
     """Tree search: blocks that are sampled where the tree grows."""

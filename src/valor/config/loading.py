@@ -41,7 +41,8 @@ def load(
 ) -> LoadedConfig[Root]:
     """The configuration that a command line asks for. UserError: every mistake in it, one line each.
 
-    `check` is asked for the mistakes that a valid tree still has in the eyes of those who act on it, a line each.
+    `check` finds the mistakes, a line each, that a valid tree still has for those who act on it. It imports torch and
+    more, so that it is called only for a valid tree, and by --dry-run, which tells all mistakes at once.
     """
     line = read_arguments(argv)
     reading = Reading(*parse_overrides(line.overrides))
@@ -59,7 +60,9 @@ def load(
             config = root.model_validate(nested(rest))
         except ValidationError:
             raise UserError("\n".join(dict.fromkeys(mistakes))) from error
-    found = [*contradictions(config), *(check(config) if check is not None else [])]
+    found = contradictions(config)
+    if check is not None and (line.dry_run or not mistakes):
+        found += check(config)
     mistakes += [line for line in found if not any(key in line for key in wrong)]
     if mistakes:
         raise UserError("\n".join(dict.fromkeys(mistakes)))
