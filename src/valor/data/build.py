@@ -13,6 +13,7 @@ from valor.data.files import SUFFIXES, Messages, existing_file, parse_row, read_
 from valor.data.recipes.records import QUESTION, Pair, Recipe, Record
 from valor.data.sampler import subset
 from valor.errors import UserError
+from valor.hub import hub_answers
 
 Row = dict[str, Any]
 
@@ -233,6 +234,8 @@ def from_hub(recipe: Recipe, split: str, clone: Path | None = None) -> list[Sour
 
     Raises UserError when they are out of reach.
     """
+    if clone is None:
+        hub_answers()  # before `datasets` asks whether it is offline
     from datasets import load_dataset
     from huggingface_hub.utils import logging as hub_logging
 

@@ -24,6 +24,7 @@ from transformers.dynamic_module_utils import init_hf_modules
 from valor.config import PPOConfig
 from valor.config.engine import BackboneConfig, CriticModelConfig, ModelConfig
 from valor.errors import UserError
+from valor.hub import hub_answers
 from valor.models.hf import disable_dropout_in_config, quiet_transformers
 from valor.models.lora import add_adapters
 from valor.models.override import override
@@ -248,6 +249,7 @@ def _resolve(path: str) -> str:
         raise UserError(f"'{path}' is a file; a model path is a directory with a config.json, or a hub name")
     if path.startswith(("/", "~", ".")) or path.count("/") > 1:
         raise UserError(f"there is no model directory '{path}'")
+    hub_answers()
     return path
 
 
@@ -351,8 +353,12 @@ def _as_user_errors(path: str, what: str, more: str = "") -> Iterator[None]:
 def _explain(path: str, what: str, text: str) -> str:
     first = " ".join(text.split())[:200] or "no reason given"
     if "couldn't connect" in text or "offline mode" in text:
-        return f"'{path}' is no local directory and the Hugging Face hub cannot be reached: give a local path"
-    if "not a valid model identifier" in text or "Repo id must be" in text:
+        download = f"give a directory that holds it (`hf download {path} --local-dir DIR` where there is a network)"
+        return (
+            f"'{path}' is no local directory, it is not in the cache of the Hugging Face hub, and the hub cannot be "
+            f"reached: {download}, or set HF_ENDPOINT to a mirror"
+        )
+    if "not a valid model identifier" in text or "Repo id must" in text:
         return f"'{path}' is neither a local directory nor a {what} on the Hugging Face hub"
     if "does not recognize this architecture" in text or "Unrecognized" in text:
         version = transformers.__version__
