@@ -14,7 +14,7 @@ from valor.config.command_line import parse_overrides, read_arguments
 from valor.config.composition import Reading, compose_tree, translate
 from valor.config.describe import describe_errors, show, wrong_keys
 from valor.config.ppo import PPOConfig
-from valor.config.tree import absolute, flatten, matches, nested, schema
+from valor.config.tree import absolute, flatten, get_at, matches, nested, schema
 from valor.errors import UserError
 
 Root = TypeVar("Root", bound=Section)
@@ -37,12 +37,16 @@ class LoadedConfig(Generic[Root]):
 
 
 def load(
-    argv: Sequence[str], root: type[Root] = PPOConfig, check: Callable[[Root], list[str]] | None = None
+    argv: Sequence[str],
+    root: type[Root] = PPOConfig,
+    check: Callable[[Root], list[str]] | None = None,
+    derive: Callable[[Root], Mapping[str, Any]] = lambda config: {},
 ) -> LoadedConfig[Root]:
     """The configuration that a command line asks for. UserError: every mistake in it, one line each.
 
     `check` finds the mistakes, a line each, that a valid tree still has for those who act on it. It imports torch and
-    more, so that it is called only for a valid tree, and by --dry-run, which tells all mistakes at once.
+    more, so that it is called only for a valid tree, and by --dry-run, which tells all mistakes at once. Before it
+    `derive` gives values to keys that are null.
     """
     line = read_arguments(argv)
     reading = Reading(*parse_overrides(line.overrides))
@@ -60,9 +64,11 @@ def load(
             config = root.model_validate(nested(rest))
         except ValidationError:
             raise UserError("\n".join(dict.fromkeys(mistakes))) from error
-    found = contradictions(config)
-    if check is not None and (line.dry_run or not mistakes):
-        found += check(config)
+    asks = check is not None and (line.dry_run or not mistakes)
+    values = {key: value for key, value in derive(config).items() if get_at(reading.tree, key) is None} if asks else {}
+    if values:
+        config = root.model_validate(nested(flatten(config.model_dump()) | values))
+    found = contradictions(config) + (check(config) if asks else [])
     mistakes += [line for line in found if not any(key in line for key in wrong)]
     if mistakes:
         raise UserError("\n".join(dict.fromkeys(mistakes)))
@@ -77,15 +83,15 @@ def dump_yaml(config: Section) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(tree))
 
 
-def contradictions(section: Section, at: str = "") -> list[str]:
-    """What `section` and those below it find in themselves; one that is off (`enable`: false) is not asked."""
-    if getattr(section, "enable", True) is False:
-        return []
-    lines = [*section.contradictions(at)]
-    for name in type(section).model_fields:
-        value = getattr(section, name)
-        if isinstance(value, Section):
-            lines += contradictions(value, f"{at}{name}.")
+def contradictions(config: Section) -> list[str]:
+    """What the sections of a tree find in themselves, but for those that are off or that this kind of run ignores."""
+    lines, off = [*config.contradictions("")], tuple[str, ...]()
+    for name in (key.name for key in schema(type(config)).values() if key.section is not None):
+        section: Any = _value(config, name)
+        if getattr(section, "enable", True) is False:
+            off += (f"{name}.",)
+        if not f"{name}.".startswith(off) and next(_reasons(config, f"{name}.*"), None) is None:
+            lines += section.contradictions(f"{name}.")
     return lines
 
 

@@ -69,9 +69,9 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
         with disk_errors(self.folder):
             for one in files.values():
                 one.into(self._inputs)
-        from valor.trainer.checks import check  # after the mistakes that are told without torch
+        from valor.trainer.checks import check, derived  # after the mistakes that are told without torch
 
-        loaded = load(arguments(self._inputs), self.root, check)
+        loaded = load(arguments(self._inputs), self.root, check, derived)
         tell_notes(loaded)
         self.config: Any = loaded.config
         self.command = shlex.join(["valor", *self.words.split(), *arguments(self._inputs)])

@@ -24,7 +24,7 @@ from valor.models.hf import cache_bytes_per_token, quiet_transformers
 from valor.models.linear import bfloat16_is_slow
 from valor.models.load import load_model_config
 from valor.trainer.advantage import own_targets
-from valor.trainer.checks import check
+from valor.trainer.checks import check, derived
 
 GIB = 2.0**30
 _SPARE = 0.92  # of a device's memory: the allocator's fragments and what other libraries hold
@@ -292,7 +292,7 @@ def remedy(arguments: Sequence[str], machine: Machine) -> str | None:
     """Settings with which a run fits, as few as possible; None: none of those that there are does."""
 
     def would_fit(*more: str) -> bool:
-        return estimate(load([*arguments, *more], PPOConfig, check).config, machine).fits(machine)
+        return estimate(load([*arguments, *more], PPOConfig, check, derived).config, machine).fits(machine)
 
     given: list[str] = []
     for override in _remedies(load(arguments).config, machine):
@@ -347,7 +347,7 @@ def main(settings: tuple[str, ...], gpus: int | None, nodes: int | None, **given
 
     The exit code is 1 where the run does not fit.
     """
-    config = load(settings, PPOConfig, check).config
+    config = load(settings, PPOConfig, check, derived).config
     trainer, actor = config.trainer, config.actor_rollout_ref.actor
     if config.pools or actor.strategy == "megatron":
         what = f"the pool {', '.join(config.pools)}" if config.pools else "strategy=megatron"

@@ -190,13 +190,13 @@ def _serve(config: PPOConfig, play: Any) -> None:
 
 def _config(model: str, settings: list[str]) -> PPOConfig:
     """UserError: a setting that is none, or that changes nothing here."""
-    from valor.trainer.checks import check
+    from valor.trainer.checks import check, derived
 
     own = [f"actor_rollout_ref.model.path={model}", "trainer.controller=local", "trainer.n_gpus_per_node=1"]
     typed = [one.lstrip("+") for one in settings if "=" in one and not one.startswith("-")]
     if unread := [one for one in typed if not one.startswith(_READS)]:
         raise UserError(f"{unread[0]}: valor serve reads {', '.join(f'{one}*' for one in _READS)}: leave it out")
-    loaded = load([*own, *settings], PPOConfig, check)
+    loaded = load([*own, *settings], PPOConfig, check, derived)
     if loaded.dry_run:
         raise UserError("valor serve has no --dry-run: leave it out")
     for note in loaded.notes:
