@@ -52,11 +52,16 @@ RUNS = {
 
 @command("config keys", "valor config keys temperature", "configuration")
 @click.argument("words", nargs=-1, metavar="[PREFIX or WORD …]")
-def config_keys(words: tuple[str, ...]) -> int:
-    """Print keys with type, default and meaning: those below PREFIX, or those whose name or meaning has every WORD."""
-    from valor.config import describe_keys
+@option("--of", type=click.Choice(list(RUNS)), help="The keys of this command alone.")
+def config_keys(words: tuple[str, ...], of: str | None) -> int:
+    """Print keys with type, default and meaning: those below PREFIX, or those whose name or meaning has every WORD.
 
-    print(describe_keys(*words))
+    The keys of `valor ppo` come first; under each other command are those that differ from them.
+    """
+    from valor.config import describe_commands, describe_keys
+    from valor.config.presets import COMMANDS as TREES
+
+    print(describe_commands(*words) if of is None else describe_keys(*words, root=TREES[of]))
     return 0
 
 

@@ -11,6 +11,7 @@ from pydantic_core import ErrorDetails
 
 from valor.config.base import as_path
 from valor.config.ppo import PPOConfig
+from valor.config.presets import COMMANDS
 from valor.config.tree import Key, is_section, plain_keys, schema
 from valor.errors import UserError, did_you_mean
 
@@ -70,6 +71,24 @@ def describe_keys(*words: str, root: type[BaseModel] = PPOConfig) -> str:
         raise UserError(unknown_key(root, " ".join(words)))
     rows = map(key_row, keys)
     return "\n".join(f"{name:<68} {kind:<28} {default:<24} {doc}" for name, kind, default, doc in rows)
+
+
+def describe_commands(*words: str) -> str:
+    """`describe_keys` of `valor ppo`; then, below the name of each other command, of the keys that differ there.
+
+    UserError: no command has such a key.
+    """
+    lines, mistakes = list[str](), list[str]()
+    for command, root in COMMANDS.items():
+        try:
+            own = [line for line in describe_keys(*words, root=root).splitlines() if line not in lines]
+        except UserError as error:
+            mistakes.append(str(error))
+            continue
+        lines += [f"\nvalor {command}:", *own] if own and root is not PPOConfig else own
+    if not lines:
+        raise UserError(next((line for line in mistakes if "did you mean" in line), mistakes[0]))
+    return "\n".join(lines).strip()
 
 
 def default_text(key: Key) -> str:

@@ -23,6 +23,7 @@ from valor.errors import UserError
 from valor.models.hf import cache_bytes_per_token, quiet_transformers
 from valor.models.linear import bfloat16_is_slow
 from valor.models.load import load_model_config
+from valor.models.lora import linear_layers
 from valor.trainer.advantage import own_targets
 from valor.trainer.checks import check, derived
 
@@ -108,7 +109,8 @@ def shape_of(model: BackboneConfig, *, value_head: bool = False) -> Shape:
     products = weights if tied else weights - hf.get_input_embeddings().weight.numel()
     trained = weights
     if model.lora_rank:
-        named = {"target_modules": model.target_modules, "exclude_modules": model.exclude_modules}
+        targets = list(linear_layers(hf)) if model.target_modules == "all-linear" else model.target_modules
+        named = {"target_modules": targets, "exclude_modules": model.exclude_modules}
         try:
             with torch.device("meta"):
                 inject_adapter_in_model(LoraConfig(r=model.lora_rank, task_type="SEQ_CLS", **named), hf)  # type: ignore[arg-type]
