@@ -29,7 +29,8 @@ _ROWS = click.IntRange(min=0)
     "--local_dataset_path",
     multiple=True,
     metavar="PATH…",
-    help="Files (train=FILE, test=FILE) or a clone of the hub's repository, to read instead of the hub.",
+    help="Files (train=FILE, test=FILE), a folder with NAME_train.jsonl and NAME_test.jsonl, or a clone of the hub's "
+    "repository, to read instead of the hub.",
 )
 @option("--split", "splits", multiple=True, type=click.Choice(SPLITS), help="Only these splits.")
 @option("--limit", type=_ROWS, metavar="N", help="N rows a split, drawn by --seed; of a generator: training rows.")
