@@ -248,9 +248,9 @@ def from_hub(recipe: Recipe, split: str, clone: Path | None = None) -> list[Sour
             rows = load_dataset(path, place.config, split=place.split)
         except Exception as error:  # whatever network, proxy, cache and hub errors there are
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            files = f"{split}=FILE, or a folder with {recipe.name}_{split}.jsonl"
             raise UserError(
-                f"{path} cannot be loaded ({reason}); give {files}, by --local (or --local_dataset_path)"
+                f"{path} cannot be loaded ({reason}); without a network, give the files: --local PATH (the same as "
+                f"--local_dataset_path), {split}=FILE or a folder with {recipe.name}_{split}.jsonl"
             ) from None
         where = f"{path} {place.split}"
         sources.append(Source(((f"{where}, row {i}", dict(row)) for i, row in enumerate(rows)), place.data_source))

@@ -11,7 +11,6 @@ from typing import Any
 import click
 
 from valor.arguments import PATH, command, option
-from valor.data.build import SPLITS, Request, prepare
 from valor.data.files import Messages
 from valor.data.recipes.catalogue import PREFIX, RECIPES, find_recipe
 from valor.data.recipes.records import QUESTION, Example, Recipe, Record, conversation, number, value
@@ -32,7 +31,7 @@ _ROWS = click.IntRange(min=0)
     help="Files (train=FILE, test=FILE), a folder with NAME_train.jsonl and NAME_test.jsonl, or a clone of the hub's "
     "repository, to read instead of the hub.",
 )
-@option("--split", "splits", multiple=True, type=click.Choice(SPLITS), help="Only these splits.")
+@option("--split", "splits", multiple=True, type=click.Choice(("train", "test")), help="Only these splits.")
 @option("--limit", type=_ROWS, metavar="N", help="N rows a split, drawn by --seed; of a generator: training rows.")
 @option("--test-size", type=_ROWS, metavar="N", help="Rows of the test split, where the data has none of its own.")
 @option("--seed", type=int, default=0, help="For everything that is drawn or generated.")
@@ -61,6 +60,8 @@ def main(name: str | None, out: Path | None, **asked: Any) -> int:
     if name is None:
         print(_catalogue())
         return 0
+    from valor.data.build import Request, prepare  # it imports torch
+
     args = SimpleNamespace(name=name, **asked)
     args.options = dict(map(_option, args.options))
     recipe = _recipe(args)

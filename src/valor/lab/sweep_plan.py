@@ -20,7 +20,7 @@ from valor.config.describe import describe_errors, show
 from valor.config.tree import flatten, follows
 from valor.errors import UserError
 from valor.tracking.rundir import read_yaml, write_atomically
-from valor.trainer.checks import check, derived
+from valor.trainer.command import check, derived
 
 HEADLINE = "validation score"
 

@@ -47,6 +47,20 @@ def trains(name: str) -> Start[Any]:
     return start
 
 
+def check(config: Any) -> list[str]:
+    """As `valor.trainer.checks.check`, which imports torch."""
+    from valor.trainer import checks
+
+    return checks.check(config)
+
+
+def derived(config: Any) -> Mapping[str, Any]:
+    """As `valor.trainer.checks.derived`, which imports torch."""
+    from valor.trainer import checks
+
+    return checks.derived(config)
+
+
 def _run(words: str, arguments: Sequence[str], root: type[Root], start: Start[Root]) -> int:
     """UserError: all that is wrong with the configuration; of --dry-run also all that it lacks on this machine."""
     dry_run, lacks = "--dry-run" in arguments, list[str]()
@@ -58,17 +72,10 @@ def _run(words: str, arguments: Sequence[str], root: type[Root], start: Start[Ro
             lacks.extend(lacking(config))
         else:
             print("the configuration is read; loading torch and what the run needs", flush=True)
-        from valor.trainer.checks import check
-
         return check(config)
 
-    def derive(config: Any) -> Mapping[str, Any]:
-        from valor.trainer.checks import derived
-
-        return derived(config)
-
     try:
-        loaded = load(arguments, root, look, derive)
+        loaded = load(arguments, root, look, derived)
     except UserError as error:
         raise UserError("\n".join(dict.fromkeys([*str(error).splitlines(), *lacks]))) from None
     from valor.trainer.plan import plan
