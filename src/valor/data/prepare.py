@@ -60,11 +60,11 @@ def main(name: str | None, out: Path | None, **asked: Any) -> int:
     if name is None:
         print(_catalogue())
         return 0
-    from valor.data.build import Request, prepare  # it imports torch
-
     args = SimpleNamespace(name=name, **asked)
     args.options = dict(map(_option, args.options))
     recipe = _recipe(args)
+    from valor.data.build import Request, prepare  # torch with it, after the mistakes in what was typed
+
     request = Request(recipe, **{one.name: getattr(args, one.name) for one in fields(Request) if one.name != "recipe"})
     print("\n".join(prepare(request, out or Path("~/data") / name.replace("/", "_"))))
     return 0

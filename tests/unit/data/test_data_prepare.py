@@ -274,3 +274,16 @@ def test_real_files(shared_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert read_rows(tmp_path / "nq" / "test.parquet")[0].ground_truth == {
         "target": ["14 December 1972 UTC", "December 1972"]
     }
+
+
+def test_a_folder_with_a_file_for_each_split(gsm8k: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the quick start says, under verl's name of the option; other files in the folder are left alone."""
+    (gsm8k / "a_test.jsonl").write_text("no JSON")
+    assert script("gsm8k", ["--out", str(tmp_path / "a"), "--local_dataset_path", str(gsm8k)]) == 0
+    (gsm8k / "gsm8k_train.jsonl").rename(gsm8k / "train.jsonl")
+    assert script("gsm8k", ["--out", str(tmp_path / "b"), "--local", str(gsm8k)]) == 0
+    for split in ("train", "test"):
+        assert (tmp_path / "a" / f"{split}.parquet").read_bytes() == (tmp_path / "b" / f"{split}.parquet").read_bytes()
+    (gsm8k / "train.jsonl").unlink()
+    assert script("gsm8k", ["--out", str(tmp_path / "c"), "--local", str(gsm8k)]) == 2
+    assert "no file for the train split; give it as train=FILE" in capsys.readouterr().err
