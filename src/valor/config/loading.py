@@ -64,11 +64,11 @@ def load(
             config = root.model_validate(nested(rest))
         except ValidationError:
             raise UserError("\n".join(dict.fromkeys(mistakes))) from error
-    asks = check is not None and (line.dry_run or not mistakes)
-    values = {key: value for key, value in derive(config).items() if get_at(reading.tree, key) is None} if asks else {}
-    if values:
+    asked = check if line.dry_run or not mistakes else None
+    values = derive(config) if asked is not None else {}
+    if values := {key: value for key, value in values.items() if get_at(reading.tree, key) is None}:
         config = root.model_validate(nested(flatten(config.model_dump()) | values))
-    found = contradictions(config) + (check(config) if asks else [])
+    found = contradictions(config) + (asked(config) if asked is not None else [])
     mistakes += [line for line in found if not any(key in line for key in wrong)]
     if mistakes:
         raise UserError("\n".join(dict.fromkeys(mistakes)))

@@ -31,7 +31,7 @@ def trains(name: str) -> Start[Any]:
     """The start of the run that `name`, a class as `module:Class`, makes of a configuration and a command, and makes
     again where it ends early. On a node after the first (trainer.node_rank) it serves that run."""
 
-    def start(config: Section, command: str) -> int:
+    def start(config: Any, command: str) -> int:
         from valor.controller.nodes import node_zero, serve
         from valor.trainer.checks import placed
         from valor.trainer.run import fit_again

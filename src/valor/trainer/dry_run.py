@@ -10,16 +10,8 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 
 from valor.collector.inputs import check_positions
-from valor.config import (
-    CriticRunConfig,
-    CriticSearchConfig,
-    DataConfig,
-    PPOConfig,
-    RMConfig,
-    SFTConfig,
-    SupervisedConfig,
-    TrainerConfig,
-)
+from valor.config import CriticRunConfig, DataConfig, PPOConfig, RMConfig, SFTConfig, SupervisedConfig, TrainerConfig
+from valor.config.critic_runs import CriticSearchConfig
 from valor.controller.placement import resolve_pool
 from valor.data.demonstrations import chat_of
 from valor.data.files import OPTIONAL_COLUMNS, existing_file, parse_row, read_records, read_rows
@@ -67,12 +59,8 @@ def _ppo(config: PPOConfig) -> Iterator[Check]:
         yield partial(load_model_config, config.critic.model)
         if tokenizer is not None:
             yield lambda: check_critic(config, tokenizer())
-    if (
-        config.generator
-        and reward_model.is_role
-        and reward_model.model_path is not None
-        and _is_here(reward_model.model_path)
-    ):
+    judge = reward_model.model_path if config.generator and reward_model.is_role else None
+    if judge is not None and _is_here(judge):
         yield partial(reward_model_kind, reward_model)
     if config.generator and not reward_model.replaces_rule:
         yield lambda: make_graders(config.reward).close()
