@@ -27,7 +27,6 @@ from valor.data.prompts import PromptRow, render, token_ids
 from valor.data.templates import end_tokens
 from valor.errors import UserError
 from valor.rewards.executor import RewardResult
-from valor.rollout.registry import GENERATION_ENGINES
 from valor.tracking.rundir import write_atomically
 from valor.workers.roles import role_specs
 
@@ -42,7 +41,6 @@ def policy_group(
     config: PPOConfig, inputs: RunInputs, placement: Placement, say: Callable[[str], None]
 ) -> Iterator[Collector]:
     """The roles that answer and score, alive within the block; no critic and no reference among them."""
-    GENERATION_ENGINES[config.actor_rollout_ref.rollout.name].check_start(config, placement.world_size)
     specs = role_specs(config, total_steps=1, eos_token_ids=inputs.eos_token_ids, separator_id=inputs.separator_id)
     specs = {name: spec for name, spec in specs.items() if name in ("actor", "rollout", "reward_model")}
     with closing(start_pools(placement, specs, config.ray_kwargs.ray_init.model_dump())) as roles:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from valor.config.base import BARE_ITEM, CountOrOff, DType, PathStr, Section, Share, inherits, key
+from valor.config.base import CountOrOff, DType, PathStr, Section, Share, inherits, key
 
 Part = Literal["model", "optimizer", "extra", "hf_model"]
 Content = Literal["cpu", "cuda", "memory", "shapes", "stack"]
@@ -228,12 +228,12 @@ class GlobalProfilerConfig(Section):
 
     tool: Literal["torch"] | None = None
     """torch writes traces for chrome://tracing and Perfetto; null none."""
-    steps: Annotated[list[PositiveInt] | None, BARE_ITEM] = key(None, ".tool")
+    steps: list[PositiveInt] | None = key(None, ".tool")
     """Steps to trace."""
     save_path: PathStr = key("outputs/profile", ".tool")
     """Folder of the traces: step_N/rankR.ROLE.METHOD.CALL.json.gz."""
 
-    contents: Annotated[list[Content], BARE_ITEM] = key(["cpu", "cuda"], ".tool")
+    contents: list[Content] = key(["cpu", "cuda"], ".tool")
     """What is recorded: cpu always, cuda where there is one; memory, shapes and stack make traces large."""
 
     def contradictions(self, at: str) -> Iterator[str]:

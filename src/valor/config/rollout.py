@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 from math import inf
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from valor.config.base import BARE_ITEM, CountOrOff, DType, PathStr, PositiveShare, Section, inherits, key, section
+from valor.config.base import CountOrOff, DType, PathStr, PositiveShare, Section, inherits, key, section
 from valor.config.engine import ProfilerConfig
 
 _AGENT = "actor_rollout_ref.rollout.agent"
@@ -53,7 +53,7 @@ class WeightSyncConfig(Section):
 class ServerConfig(Section):
     """Servers (name=server: OpenAI-compatible ones, sglang, trtllm)."""
 
-    base_url: Annotated[list[str], BARE_ITEM] = key([])
+    base_url: list[str] = key([])
     """Address of a server that is running, such as http://localhost:8000/v1, or a list; sglang: [] starts some."""
     model: str = inherits("actor_rollout_ref.model.path")
     """The model's name on the server."""

@@ -7,14 +7,12 @@ import json
 import re
 import secrets
 import signal
-import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
 import torch
 
 from valor.agents.chat import Chat, Message
@@ -23,27 +21,21 @@ from valor.agents.formats import FORMATS
 from valor.agents.gateway import Gateway, Session, read_messages
 from valor.agents.http_server import (
     Refused,
-    address_options,
     authorise,
-    key_for,
     listen,
     read_object,
-    require_libraries,
 )
 from valor.agents.loops import Limits, LoopContext, Task
 from valor.agents.record import episode_records
 from valor.agents.runner import EpisodeRunner
-from valor.arguments import PATH, command, option
 from valor.collector.generation import sampling_params
-from valor.config import PPOConfig, load
+from valor.config import PPOConfig
 from valor.data.batch import Batch
-from valor.errors import UserError
 from valor.tracking.rundir import write_atomically
 
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-_READS = ("actor_rollout_ref.", "data.", "trainer.")  # sections that say how a model is loaded, sampled from and placed
 _UNNAMED = "v1-"  # begins the names of sessions that were not given one
 _NAME = re.compile(r"[\w.-]{1,100}", re.ASCII)
 
@@ -111,22 +103,8 @@ class OpenGateway(Gateway):
         write_atomically(file, json.dumps(record, default=str, ensure_ascii=False) + "\n")
 
 
-@command("serve", "valor serve runs/demo/ppo/huggingface/actor --record episodes", "agents", passes_options=True)
-@click.argument("model")
-@click.argument("settings", nargs=-1, type=click.UNPROCESSED, metavar="[KEY=VALUE]…")
-@address_options
-@option("--record", type=PATH, metavar="DIR", help="Write each session's episode there.")
-def main(
-    model: str, settings: tuple[str, ...], port: int, host: str, api_key_env: str | None, record: Path | None
-) -> int:
-    """Serve a model as `valor ppo` would sample from it, by an OpenAI-compatible address, until a signal ends it.
-
-    MODEL: a Hugging Face directory (valor export makes one) or hub name. KEY=VALUE are keys of `valor ppo`, and
-    --config-path RUN --config-name config takes over those of a run.
-    """
-    api_key = key_for(host, api_key_env)
-    require_libraries()
-    config = _config(model, list(settings))
+def run(config: PPOConfig, model: str, port: int, host: str, api_key: str | None, record: Path | None) -> int:
+    """Serve the model that `config` names, which the console calls `model`, until a signal ends it."""
     listening = listen(host, port)
     if record is not None:
         record.mkdir(parents=True, exist_ok=True)
@@ -189,19 +167,3 @@ def _serve(config: PPOConfig, play: Any) -> None:
             runner.run(host.context.roles["rollout"].engine, [Task((), (), sampling_params(config), {})])
     finally:
         host.close()
-
-
-def _config(model: str, settings: list[str]) -> PPOConfig:
-    """UserError: a setting that is none, or that changes nothing here."""
-    from valor.trainer.checks import check
-
-    own = [f"actor_rollout_ref.model.path={model}", "trainer.controller=local", "trainer.n_gpus_per_node=1"]
-    typed = [one.lstrip("+") for one in settings if "=" in one and not one.startswith("-")]
-    if unread := [one for one in typed if not one.startswith(_READS)]:
-        raise UserError(f"{unread[0]}: valor serve reads {', '.join(f'{one}*' for one in _READS)}: leave it out")
-    loaded = load([*own, *settings], PPOConfig, check)
-    if loaded.dry_run:
-        raise UserError("valor serve has no --dry-run: leave it out")
-    for note in loaded.notes:
-        print(f"note: {note}", file=sys.stderr)
-    return loaded.config

@@ -1,6 +1,8 @@
 """What contradicts the algorithms, engines and places that a configuration names: asked before any model is loaded."""
 
 from collections.abc import Collection, Iterator
+from contextlib import suppress
+from typing import Any
 
 import torch
 from pydantic import BaseModel
@@ -12,7 +14,7 @@ from valor.algorithms.registry import Entry
 from valor.config import CriticRunConfig, PPOConfig, Section
 from valor.config import inert_settings as inert_by_rules
 from valor.config.tree import flatten, get_at, matches
-from valor.controller.placement import Placement, check_placement, resolve_placement
+from valor.controller.placement import Placement, check_placement, resolve_placement, resolve_pool
 from valor.data.batch import Batch
 from valor.engines.registry import TRAINING_ENGINES
 from valor.errors import UserError
@@ -35,8 +37,7 @@ def check(config: BaseModel) -> list[str]:
         load_custom(config.algorithm.custom_path)
     except UserError as error:  # its algorithms are not known
         return [*loggers, *str(error).splitlines()]
-    engine = config.actor_rollout_ref.rollout.name
-    checks = [_value_loss, lambda config: GENERATION_ENGINES[engine].check(config), _training_engines]
+    checks = [_value_loss, _generator, _training_engines]
     if not isinstance(config, CriticRunConfig):
         checks += [_estimator, _policy_loss, _correction, check_placement]
     lines = loggers
@@ -46,6 +47,16 @@ def check(config: BaseModel) -> list[str]:
         except UserError as error:
             lines += str(error).splitlines()
     return lines
+
+
+def derived(config: BaseModel) -> dict[str, Any]:
+    """Values of keys that are null by the algorithms that `config` names. Runs the file `algorithm.custom_path`."""
+    if not isinstance(config, PPOConfig):
+        return {}
+    with suppress(UserError):  # `check` tells it
+        load_custom(config.algorithm.custom_path)
+        return {"critic.enable": True} if ADVANTAGES[config.algorithm.adv_estimator].capability.needs_critic else {}
+    return {}
 
 
 def _loggers(config: BaseModel) -> list[str]:
@@ -58,6 +69,10 @@ def _loggers(config: BaseModel) -> list[str]:
         except UserError as error:
             lines.append(str(error))
     return lines
+
+
+def _generator(config: PPOConfig) -> list[str]:
+    return [] if config.generator is None else GENERATION_ENGINES[config.generator].check(config)
 
 
 def _training_engines(config: PPOConfig) -> list[str]:
@@ -101,6 +116,10 @@ def _estimator(config: PPOConfig) -> list[str]:
         ),
         f"{name} weighs what follows a token itself, as algorithm.rollout_correction.rollout_is=sequence does: use "
         "rollout_is=token or prefix": weighs_returns and algorithm.rollout_correction.rollout_is == "sequence",
+        f"trainer.v1.trainer_mode={config.trainer.v1.trainer_mode}: {algorithm.adv_estimator} compares with greedy "
+        "responses of the same weights: set trainer_mode=sync": (
+            needs.needs_greedy_baseline and config.trainer.v1.runs_ahead
+        ),
         f"algorithm.truncation_bootstrap=true is not for {name}: use gae": (
             algorithm.truncation_bootstrap and "bootstrap_mask" not in options
         ),
@@ -229,9 +248,13 @@ def _options(
 
 def placed(config: PPOConfig) -> Placement:
     """Where the run's roles live. UserError: there is no room, or the generation engine does not start there."""
-    placement = resolve_placement(config)
-    engine = GENERATION_ENGINES[config.actor_rollout_ref.rollout.name]
-    engine.check_start(config, placement.pools[placement.pool_of("rollout")].world_size)
+    if isinstance(config, CriticRunConfig):  # policy and critic take turns
+        placement = resolve_pool(config.trainer, config.ray_kwargs.ray_init.address)
+    else:
+        placement = resolve_placement(config)
+    if config.generator is not None:
+        engine = GENERATION_ENGINES[config.generator]
+        engine.check_start(config, placement.pools[placement.pool_of("rollout")].world_size)
     return placement
 
 

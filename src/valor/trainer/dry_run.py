@@ -11,6 +11,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from valor.collector.inputs import check_positions
 from valor.config import CriticRunConfig, DataConfig, PPOConfig, RMConfig, SFTConfig, SupervisedConfig, TrainerConfig
+from valor.config.critic_runs import CriticSearchConfig
 from valor.controller.placement import resolve_pool
 from valor.data.demonstrations import chat_of
 from valor.data.files import OPTIONAL_COLUMNS, existing_file, parse_row, read_records, read_rows
@@ -47,7 +48,8 @@ def lacking(config: PPOConfig | SupervisedConfig) -> list[str]:
 
 def _ppo(config: PPOConfig) -> Iterator[Check]:
     policy, data, reward_model = config.actor_rollout_ref, config.data, config.reward.reward_model
-    yield partial(placed, config)
+    if not isinstance(config, CriticSearchConfig):  # it is one process, wherever it is
+        yield partial(placed, config)
     at = data.tokenizer or policy.model.tokenizer_path or policy.model.path
     tokenizer = _tokenizer_of(at, policy.model, chat=True)
     if _is_here(policy.model.path):
@@ -58,9 +60,10 @@ def _ppo(config: PPOConfig) -> Iterator[Check]:
         yield partial(load_model_config, config.critic.model)
         if tokenizer is not None:
             yield lambda: check_critic(config, tokenizer())
-    if reward_model.is_role and reward_model.model_path is not None and _is_here(reward_model.model_path):
+    judge = reward_model.model_path if config.generator and reward_model.is_role else None
+    if judge is not None and _is_here(judge):
         yield partial(reward_model_kind, reward_model)
-    if not reward_model.replaces_rule:
+    if config.generator and not reward_model.replaces_rule:
         yield lambda: make_graders(config.reward).close()
     if isinstance(config, CriticRunConfig):
         return

@@ -20,7 +20,6 @@ from valor.collector.rollouts import (
 )
 from valor.config import CriticPretrainConfig
 from valor.controller.group import Pools
-from valor.controller.placement import resolve_pool
 from valor.controller.start import start_pools
 from valor.data.balance import grouped
 from valor.data.batch import Batch, Episodes
@@ -29,6 +28,7 @@ from valor.errors import UserError
 from valor.models.load import check_critic, load_policy_tokenizer
 from valor.tracking.metrics import Timer, explained_variance, summarize
 from valor.tracking.progress import phase
+from valor.trainer.checks import placed
 from valor.trainer.recorder import PPORecorder
 from valor.trainer.run import Run
 from valor.trainer.step_metrics import critic_diagnostics
@@ -51,8 +51,8 @@ class CriticPretrainRun(Run):
     critics: Critics
 
     def __init__(self, config: CriticPretrainConfig, command: str) -> None:
-        self.placement = resolve_pool(config.trainer, config.ray_kwargs.ray_init.address)
-        self.inputs = None if config.pretrain.rollouts else RunInputs(config)
+        self.placement = placed(config)
+        self.inputs = RunInputs(config) if config.generator else None
         tokenizer = self.inputs.tokenizer if self.inputs else load_policy_tokenizer(config)
         check_critic(config, tokenizer)
         super().__init__(config, tokenizer, PPORecorder(config, tokenizer, command))
