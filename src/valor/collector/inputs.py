@@ -139,21 +139,23 @@ def _check_truths(rows: PromptDataset, rewards: RewardExecutor, agents: Agents |
 
 
 def check_positions(config: PPOConfig) -> Any:
-    """The policy's text config. UserError: it has too few positions for what the policy is to read and write."""
-    model, data = config.actor_rollout_ref.model, config.data
-    described = load_model_config(model).get_text_config()
-    positions = getattr(described, "max_position_embeddings", None)
+    """The policy's text config. UserError: it, or the critic, has too few positions for what is read and written."""
+    data, models = config.data, [config.actor_rollout_ref.model]
+    models += [config.critic.model] if config.critic.enable else []
     whole = data.max_prompt_length + data.max_response_length
     lengths = {"data.max_prompt_length + data.max_response_length": whole}
     if config.plays_episodes:  # its rows may be that long
         lengths["actor_rollout_ref.rollout.max_model_len"] = config.actor_rollout_ref.rollout.max_model_len
-    for key, longest in lengths.items():
-        if positions is not None and longest > positions:
-            raise UserError(
-                f"{key} is {longest} tokens, and the model '{model.path}' has {positions} positions: set it lower, "
-                "or take a model that reads longer texts"
-            )
-    return described
+    described = [load_model_config(model).get_text_config() for model in models]
+    for model, text_config in zip(models, described, strict=True):
+        positions = getattr(text_config, "max_position_embeddings", None)
+        for key, longest in lengths.items():
+            if positions is not None and longest > positions:
+                raise UserError(
+                    f"{key} is {longest} tokens, and the model '{model.path}' has {positions} positions: set it lower, "
+                    "or take a model that reads longer texts"
+                )
+    return described[0]
 
 
 def load_reward_texts(model: RewardModelConfig, policy_tokenizer: Any) -> RewardTexts | CriticTexts:

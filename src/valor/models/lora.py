@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from valor.config.engine import BackboneConfig
 from valor.errors import UserError
+from valor.models.hf import published_config
 from valor.models.value import HEAD_NAMES
 
 # peft is imported where it is used: it takes a second, and most runs have no adapters.
@@ -177,7 +178,8 @@ def save_adapter(hf: Any, path: Path, weights: Mapping[str, Tensor]) -> None:
     write_adapter_config(hf, path)
     trained = {_in_file(name): tensor.contiguous() for name, tensor in weights.items() if is_trained(name)}
     save_file(trained, path / WEIGHTS_FILE, metadata={"format": "pt"})
-    hf.config.save_pretrained(path)  # how a value is read from a critic's head
+    with published_config(hf) as config:
+        config.save_pretrained(path)  # how a value is read from a critic's head
 
 
 def write_adapter_config(hf: Any, path: Path) -> None:
