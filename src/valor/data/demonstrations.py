@@ -14,8 +14,8 @@ import torch
 from valor.config import SFTDataConfig
 from valor.data.batch import Batch, pad_rows
 from valor.data.files import read_records
-from valor.data.messages import parse_messages, template_options
-from valor.data.prompts import Marked, ModelLimits, render, token_owners, tokenized, truncated
+from valor.data.messages import parse_messages, row_options
+from valor.data.prompts import Fits, Spans, render, token_owners, tokenized, truncated
 from valor.data.reward_texts import text_rows
 from valor.data.sampler import SUBSET_STREAM, subset
 from valor.errors import UserError
@@ -44,8 +44,8 @@ class DemonstrationDataset(Sequence[Demonstration]):
     A chat is rendered whole and tokenised once; the mask is that of the characters which the assistant wrote. A turn
     whose template renders the turns before it otherwise than they were written (drops their thoughts, say) begins a row
     of its own; each turn is learnt once. Rows over `data.max_length` are cut (`truncation` left, right, middle) or a
-    UserError that names the first one; those left without a token to learn are dropped, with a warning. `limits`: the
-    model's, which every row must keep.
+    UserError that names the first one; those left without a token to learn are dropped, with a warning. `fits` looks at
+    every row's tokens.
     """
 
     def __init__(
@@ -54,26 +54,26 @@ class DemonstrationDataset(Sequence[Demonstration]):
         tokenizer: Any,
         split: Literal["train", "val"],
         seed: int,
-        limits: ModelLimits | None = None,
+        fits: Fits = lambda ids, where: None,
     ) -> None:
         paths = (data.train_files if split == "train" else data.val_files) or []
         limit = data.train_max_samples if split == "train" else data.val_max_samples
         # Which columns there must be depends on the row: messages, or prompt and response.
         records = [record for path in paths for record in read_records(path)]
         numbers = subset(len(records), limit, seed, 0, SUBSET_STREAM, shuffle=data.shuffle)
-        rows: list[Marked] = []
+        rows: list[tuple[str, tuple[str, Spans]]] = []
         for where, record in (records[i] for i in numbers):
-            options = data.apply_chat_template_kwargs | template_options(record, where, data.tools_key)
-            rows += _rows(tokenizer, *chat_of(record, where, data), where, options) or [Marked("", [], where)]
+            options = data.apply_chat_template_kwargs | row_options(record, where, data.tools_key)
+            made = _rows(tokenizer, *chat_of(record, where, data), where, options)
+            rows += [(where, row) for row in made or [("", [])]]
         if len(rows) > len(numbers):
             logger.warning("%s: %d chats are %d rows (the template rewrites turns)", split, len(numbers), len(rows))
         self._rows: list[Demonstration] = []
-        for row, (ids, owners) in zip(rows, tokenized(tokenizer, rows, len(rows), token_owners), strict=True):
-            made = _sample(ids, owners, tokenizer.eos_token_id, data, row.where)
-            if limits is not None:
-                for sample in made:
-                    limits.check(sample.tokens, row.where)
-            self._rows += made
+        owned = tokenized(tokenizer, (row for _, row in rows), len(rows), token_owners)
+        for (where, _), (ids, owners) in zip(rows, owned, strict=True):
+            for sample in _sample(ids, owners, tokenizer.eos_token_id, data, where):
+                fits(sample.tokens, where)
+                self._rows.append(sample)
         dropped = len(rows) - len(self._rows)
         if not self._rows:
             raise UserError(f"data.{split}_files: no sample has an assistant token within data.max_length")
@@ -146,12 +146,12 @@ def _rows(
     learnt: Iterable[int],
     where: str,
     template_kwargs: Mapping[str, Any],
-) -> list[Marked]:
-    """The rendered chat up to the end of the last learnt message, whose characters are those of the spans.
+) -> list[tuple[str, Spans]]:
+    """The rendered chat up to the end of the last learnt message, and the characters of the learnt ones.
 
     One row, or several where the template renders earlier turns otherwise when more follows.
     """
-    rows: list[Marked] = []
+    rows: list[tuple[str, Spans]] = []
     for i in sorted(learnt):
         before = render(tokenizer, chat[:i], {**template_kwargs, "add_generation_prompt": True}, where)
         after = render(tokenizer, chat[: i + 1], {**template_kwargs, "add_generation_prompt": False}, where)
@@ -162,8 +162,8 @@ def _rows(
             )
         if len(after) == len(before):
             continue
-        spans = list(rows.pop().spans) if rows and before.startswith(rows[-1].text) else []
-        rows.append(Marked(after, [*spans, (len(before), len(after))], where))
+        spans = rows.pop()[1] if rows and before.startswith(rows[-1][0]) else []
+        rows.append((after, [*spans, (len(before), len(after))]))
     return rows
 
 

@@ -11,21 +11,14 @@ import os
 import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from valor.data.messages import (
-    TEMPLATE_KWARGS,
-    Messages,
-    check_text,
-    kind_of,
-    parse_messages,
-    template_options,
-    without_filled_nulls,
-)
+from valor.data.messages import TEMPLATE_KWARGS, Messages, check_text, drop_nulls, kind_of, parse_messages, row_options
 from valor.errors import UserError
 
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".json.gz")
@@ -138,7 +131,7 @@ def parse_row(
         ground_truth=reward_model.get("ground_truth"),
         style=str(reward_model.get("style") or "rule"),
         extra_info={**(extra_info or {}), **({"agent_name": agent} if agent is not None else {})},
-        template=template_options(record, where, tools_key),
+        template=row_options(record, where, tools_key),
     )
 
 
@@ -186,11 +179,26 @@ def _parquet_records(
             names = parquet.schema_arrow.names
             _require_columns(str(file), names, required)
             wanted = names if optional is None else [c for c in dict.fromkeys((*required, *optional)) if c in names]
-            rows = (row for batch in parquet.iter_batches(columns=wanted) for row in batch.to_pylist())
-            yield from ((f"{file}, row {i}", without_filled_nulls(row)) for i, row in enumerate(rows))
+            batches = parquet.iter_batches(columns=wanted)
+            yield from ((f"{file}, row {i}", drop_nulls(row)) for i, row in enumerate(_rows_of(batches, str(file))))
     except (pa.ArrowException, OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"{file}: is not a readable parquet file ({reason}); prepare it again") from None
+
+
+def _rows_of(batches: Iterable[pa.RecordBatch], where: str) -> Iterator[dict[str, Any]]:
+    first = 0
+    for batch in batches:
+        try:
+            yield from batch.to_pylist()
+        except UnicodeDecodeError:
+            for name, i in product(batch.schema.names, range(len(batch))):
+                try:
+                    batch[name][i].as_py()
+                except UnicodeDecodeError as error:
+                    text = f"{where}, row {first + i}: '{name}' has bytes that are no text ({error}): repair the row"
+                    raise UserError(text) from None
+        first += len(batch)
 
 
 def _json_records(file: Path, required: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -45,7 +45,7 @@ def parse_messages(value: Any, where: str, name: str, text_role: str | None = No
     return messages
 
 
-def template_options(record: Mapping[str, Any], where: str, tools_key: str | None) -> dict[str, Any]:
+def row_options(record: Mapping[str, Any], where: str, tools_key: str | None) -> dict[str, Any]:
     """What a row itself gives the chat template: `tools`, and the entries of its column `chat_template_kwargs`.
 
     Each may be JSON text. UserError: no list of schemas, or no dictionary.
@@ -62,17 +62,17 @@ def template_options(record: Mapping[str, Any], where: str, tools_key: str | Non
 def check_text(record: Mapping[str, Any], where: str) -> None:
     """UserError: a column has half of a surrogate pair, which is no text: nothing encodes, tokenises or stores it."""
     for name, value in record.items():
-        if not _encodes(value):
+        if _has_half(value):
             raise UserError(
                 f"{where}: '{name}' has half of a surrogate pair (half a character), which is no text: repair the row "
                 "or leave it out"
             )
 
 
-def without_filled_nulls(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record of an Arrow table, which gives every dictionary in a list the union of all keys, filled with nulls that
-    chat templates would render: without them in lists of dictionaries (messages, schemas)."""
-    return {name: _deep_without_nulls(v) if _is_list_of_dicts(v) else v for name, v in record.items()}
+def drop_nulls(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record of an Arrow table, without the nulls by which each dictionary in a list (messages, schemas) has the keys
+    of all, and which chat templates would render."""
+    return {name: _deep_without_nulls(value) if isinstance(value, list) else value for name, value in record.items()}
 
 
 def kind_of(value: Any) -> str:
@@ -102,16 +102,11 @@ def _from_json(value: Any, where: str, name: str) -> Any:
     return parsed
 
 
-def _encodes(value: Any) -> bool:
+def _has_half(value: Any) -> bool:
     if isinstance(value, str):
-        return not _HALF.search(value)
-    if isinstance(value, Mapping):
-        return all(_encodes(key) and _encodes(entry) for key, entry in value.items())
-    return not isinstance(value, list | tuple) or all(map(_encodes, value))
-
-
-def _is_list_of_dicts(value: Any) -> bool:
-    return isinstance(value, list) and any(isinstance(entry, Mapping) for entry in value)
+        return _HALF.search(value) is not None
+    parts = [*value, *value.values()] if isinstance(value, Mapping) else value
+    return isinstance(parts, list) and any(map(_has_half, parts))
 
 
 def _without_nulls(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from valor.config import RMConfig, RMDataConfig
 from valor.data.balance import grouped
 from valor.data.batch import Batch
 from valor.data.files import read_records
-from valor.data.messages import parse_messages, template_options
-from valor.data.prompts import ModelLimits
+from valor.data.messages import parse_messages, row_options
+from valor.data.prompts import Fits
 from valor.data.reward_texts import RewardTexts, text_rows
 from valor.data.sampler import SUBSET_STREAM, shuffled, subset
 from valor.errors import UserError
@@ -44,10 +44,10 @@ class Preference:
 
 class PreferenceDataset(Sequence[Preference]):
     """Pairs in the given order, tokenised when the object is made, without those whose texts are the same tokens once
-    they are rendered and cut, from which nothing can be learnt. `limits`: the model's, which every text must keep."""
+    they are rendered and cut. `fits` looks at every text's tokens."""
 
     def __init__(
-        self, pairs: Sequence[Preference], texts: RewardTexts, margin: float, limits: ModelLimits | None = None
+        self, pairs: Sequence[Preference], texts: RewardTexts, margin: float, fits: Fits = lambda ids, where: None
     ) -> None:
         self._pairs: list[Preference] = []
         self._ids: list[tuple[array[int], array[int]]] = []
@@ -60,12 +60,11 @@ class PreferenceDataset(Sequence[Preference]):
             rejected = texts.encode(prompts, [pair.rejected for pair in part], where, options)
             for pair, better, worse in zip(part, chosen, rejected, strict=True):
                 num_cut += better.is_cut + worse.is_cut
-                if better.ids == worse.ids:
-                    continue
-                for text in (better, worse) if limits is not None else ():
-                    limits.check(text.ids, pair.where)
-                self._pairs.append(pair)
-                self._ids.append((array("i", better.ids), array("i", worse.ids)))
+                if better.ids != worse.ids:
+                    fits(better.ids, pair.where)
+                    fits(worse.ids, pair.where)
+                    self._pairs.append(pair)
+                    self._ids.append((array("i", better.ids), array("i", worse.ids)))
             report_progress(start + len(part), len(pairs))
         if num_cut:
             said = "%d of %d texts are longer than %d tokens and lost their beginning"
@@ -97,7 +96,7 @@ class PreferenceDataset(Sequence[Preference]):
 
 
 def load_preferences(
-    config: RMConfig, texts: RewardTexts, limits: ModelLimits | None = None
+    config: RMConfig, texts: RewardTexts, fits: Fits = lambda ids, where: None
 ) -> tuple[PreferenceDataset, PreferenceDataset | None]:
     """Training and validation pairs. Where no file is given for the latter, `data.val_share` of the prompts of each
     source are held out, with all their pairs. UserError names the first bad row."""
@@ -113,8 +112,8 @@ def load_preferences(
         for pairs, limit in ((train, data.train_max_samples), (val, data.val_max_samples))
     )
     margin = config.loss.margin
-    made = PreferenceDataset(train, texts, margin, limits)
-    return made, PreferenceDataset(val, texts, margin, limits) if val else None
+    made = PreferenceDataset(train, texts, margin, fits)
+    return made, PreferenceDataset(val, texts, margin, fits) if val else None
 
 
 def read_preferences(paths: Sequence[str], data: RMDataConfig) -> list[Preference]:
@@ -183,7 +182,7 @@ def pair_of(record: Mapping[str, Any], where: str, data: RMDataConfig) -> Prefer
         if isinstance(margin, bool) or not isinstance(margin, int | float):
             raise UserError(f"{where}: '{data.margin_key}' must be a number, got {type(margin).__name__}")
     source = record.get(data.source_key)
-    template = data.apply_chat_template_kwargs | template_options(record, where, data.tools_key)
+    template = data.apply_chat_template_kwargs | row_options(record, where, data.tools_key)
     named = "unnamed" if source is None else str(source)
     return Preference(where, question, chosen, rejected, named, margin, template)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from valor.config import DataConfig
 from valor.data.files import DataRow, parse_row, read_rows
@@ -22,8 +22,6 @@ logger = logging.getLogger(__name__)
 GIVEN_BY_THE_RUN = ("completions", "prompts", "completion_ids", "solution_str", "messages", "uid", "data_source")
 """What reward functions and environments are given beside a row's columns, and never from them."""
 
-# Encoders whose positions begin behind the number of the padding token.
-_BEHIND_PADDING = ("roberta", "xlm-roberta", "xlm-roberta-xl", "roberta-prelayernorm", "camembert", "xmod", "mpnet")
 _TEXTS_AT_ONCE = 512  # given to the tokenizer: enough for its threads, few enough for live progress
 
 
@@ -124,16 +122,13 @@ class PromptDataset(Sequence[PromptRow]):
         return [row for _, _, row in self._rows if row.style == "rule" and row.lacks_truth]
 
 
-def _tell_of_columns(rows: Sequence[DataRow], split: str, *, plays_episodes: bool) -> None:
-    """A line about columns in whose place graders and environments, or templates, are given what the run has."""
-    names = sorted({name for row in rows for name in row.extra_info if name in GIVEN_BY_THE_RUN})
+def _tell_of_columns(rows: Iterable[DataRow], split: str, *, plays_episodes: bool) -> None:
+    """A line about what rows bring that graders, environments or the templates of episodes have from the run."""
+    names = {name for row in rows for name in row.extra_info if name in GIVEN_BY_THE_RUN}
+    names |= {name for row in rows for name in row.template} if plays_episodes else set()
     if names:
-        said = "%s: extra_info has %s: reward functions and environments are given what the run has under that name"
-        logger.warning(said, split, ", ".join(names))
-    unseen = sorted({name for row in rows for name in row.template}) if plays_episodes else []
-    if unseen:
-        said = "%s: rows have %s of their own, which episodes do not show: their templates get what the run has"
-        logger.warning(said, split, ", ".join(unseen))
+        said = "%s: the rows' own %s: not shown, since graders, environments and episodes have these from the run"
+        logger.warning(said, split, ", ".join(sorted(names)))
 
 
 def rows_of_class(
@@ -192,79 +187,49 @@ def token_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     return tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
 
 
-class ModelLimits(NamedTuple):
-    """How many tokens a model knows, and how many positions it has (None: any number)."""
-
-    path: str
-    tokens: int
-    positions: int | None
-
-    @staticmethod
-    def of(path: str, text_config: Any) -> "ModelLimits":
-        positions = getattr(text_config, "max_position_embeddings", None)
-        if positions is not None and text_config.model_type in _BEHIND_PADDING:
-            positions -= (text_config.pad_token_id or 0) + 1
-        return ModelLimits(path, int(text_config.vocab_size), positions)
-
-    def check(self, ids: Sequence[int], where: str) -> None:
-        """UserError: the model has no such token, or too few positions."""
-        if max(ids) >= self.tokens:
-            raise UserError(
-                f"{where}: has token {max(ids)}, and the model '{self.path}' knows {self.tokens} tokens: set "
-                "model.tokenizer_path to the model's own tokenizer"
-            )
-        if self.positions is not None and len(ids) > self.positions:
-            raise UserError(
-                f"{where}: has {len(ids)} tokens, and the model '{self.path}' has {self.positions} positions: leave "
-                "it out, cut it (data.max_length, data.truncation), or take a model that reads longer texts"
-            )
+def check_fits(path: str, text_config: Any, ids: Sequence[int], where: str) -> None:
+    """UserError: the model at `path` has too few tokens or positions for these token ids, of the row `where`."""
+    size, positions = int(text_config.vocab_size), getattr(text_config, "max_position_embeddings", None)
+    if max(ids) >= size:
+        raise UserError(
+            f"{where}: has token {max(ids)}, and the model '{path}' knows {size} tokens: set model.tokenizer_path to "
+            "the model's own tokenizer"
+        )
+    if positions is not None and len(ids) > positions:
+        raise UserError(
+            f"{where}: has {len(ids)} tokens, and the model '{path}' has {positions} positions: leave it out, cut it "
+            "(data.max_length, data.truncation), or take a model that reads longer texts"
+        )
 
 
-class Marked(NamedTuple):
-    """A rendered text with spans [start, end) of its characters, in order and not empty; `where` names it."""
-
-    text: str
-    spans: Sequence[tuple[int, int]]
-    where: str = "text"
+Fits = Callable[[Sequence[int], str], None]  # `check_fits` of some model
+Spans = Sequence[tuple[int, int]]  # [start, end) of characters, in order and not empty
 
 
-def token_owners(tokenizer: Any, rows: Sequence[Marked]) -> list[tuple[list[int], list[int]]]:
-    """Token ids of whole texts, and for each token the number of the span that it has a part in; -1: of none.
+def token_owners(tokenizer: Any, rows: Sequence[tuple[str, Spans]]) -> list[tuple[list[int], list[int]]]:
+    """Token ids of whole rendered texts, and for each token the number of the span that it has a part in; -1: of none.
 
     A text is tokenised once: pieces of it have other tokens than the whole wherever a tokenizer puts a space before a
-    text or merges across an edge. UserError: a tokenizer without character offsets does so at the edge of a span.
+    text or merges across an edge. UserError: the tokenizer knows no character offsets.
     """
-    texts = [row.text for row in rows]
-    if getattr(tokenizer, "is_fast", False):
-        found = tokenizer(texts, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
-        pairs = zip(found["input_ids"], found["offset_mapping"], rows, strict=True)
-        return [(ids, _owners(offsets, row.spans)) for ids, offsets, row in pairs]
-    owned = []
-    for row, ids in zip(rows, token_ids(tokenizer, texts), strict=True):
-        before = token_ids(tokenizer, [row.text[:edge] for span in row.spans for edge in span])
-        if any(ids[: len(part)] != part for part in before):
-            raise UserError(
-                f"{row.where}: this tokenizer merges text across the beginning or the end of a turn, and has no "
-                "character offsets to tell whose the token is: take a fast tokenizer (a tokenizer.json)"
-            )
-        edges, owners = [len(part) for part in before], [-1] * len(ids)
-        for number, (start, end) in enumerate(zip(edges[::2], edges[1::2], strict=True)):
-            owners[start:end] = [number] * (end - start)
-        owned.append((ids, owners))
-    return owned
+    if not getattr(tokenizer, "is_fast", False):
+        raise UserError(
+            f"{type(tokenizer).__name__} has no character offsets, by which an answer's tokens are told from the "
+            "prompt's: take a fast tokenizer (one with a tokenizer.json)"
+        )
+    texts, spans = [text for text, _ in rows], [spans for _, spans in rows]
+    found = tokenizer(texts, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
+    return list(zip(found["input_ids"], map(_owners, found["offset_mapping"], spans), strict=True))
 
 
 def continued(tokenizer: Any, prompts: Sequence[str], responses: Sequence[str]) -> list[tuple[list[int], list[int]]]:
     """Token ids of rendered prompts and of the responses behind them, as the whole texts have them."""
-    rows = [
-        Marked(prompt + response, [(len(prompt), len(prompt) + len(response))] if response else [])
-        for prompt, response in zip(prompts, responses, strict=True)
-    ]
-    firsts = [(ids, owners.index(0) if 0 in owners else len(ids)) for ids, owners in token_owners(tokenizer, rows)]
-    return [(ids[:first], ids[first:]) for ids, first in firsts]
+    both = [(prompt + response, len(prompt)) for prompt, response in zip(prompts, responses, strict=True)]
+    owned = token_owners(tokenizer, [(text, [(start, len(text))] if start < len(text) else []) for text, start in both])
+    return [(ids[: owners.count(-1)], ids[owners.count(-1) :]) for ids, owners in owned]
 
 
-def _owners(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[int]:
+def _owners(offsets: Spans, spans: Spans) -> list[int]:
     owners, number = [-1] * len(offsets), 0
     for i, (start, end) in enumerate(offsets):
         start = min(start, end - 1)  # byte-level tokenizers give a lone space the empty range behind it

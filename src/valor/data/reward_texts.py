@@ -56,14 +56,14 @@ class RewardTexts:
         prompts: Sequence[Messages],
         responses: Sequence[str | Mapping[str, Any]],
         where: str = "prompt",
-        template_options: Sequence[Mapping[str, Any]] | None = None,
+        row_options: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[Encoded]:
-        """One text a response, which is text or a message of the assistant; `template_options` are those of its row.
+        """One text a response, which is text or a message of the assistant; `row_options` are those of its row.
 
         UserError: the chat template refuses a conversation (`where` names it), or none could show its tools.
         """
         options: dict[str, Any] = {"return_special_tokens_mask": True, "verbose": False}
-        given = template_options or [{}] * len(prompts)
+        given = row_options or [{}] * len(prompts)
         answers = [{"role": "assistant", "content": r} if isinstance(r, str) else r for r in responses]
         if self.as_chat:
             texts = [

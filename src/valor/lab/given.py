@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from valor.data.messages import TEMPLATE_KWARGS, check_text, without_filled_nulls
+from valor.data.messages import TEMPLATE_KWARGS, check_text, drop_nulls
 from valor.errors import UserError
 from valor.rewards.functions import PROMPT
 from valor.tracking.rundir import write_atomically
@@ -97,7 +97,7 @@ def given_data(name: str, data: Any, made: Callable[[Row], Row]) -> list[str] | 
             raise UserError(f"{name}_data is files, a data set or a list of dicts: item {i} is {type(row).__name__}")
         check_text(row, f"{name}_data, row {i}")
         try:
-            record = made(without_filled_nulls(row) if from_arrow else dict(row))
+            record = made(drop_nulls(row) if from_arrow else dict(row))
             lines.append(json.dumps(record, ensure_ascii=False, default=_plain) + "\n")
         except (TypeError, ValueError) as error:
             raise UserError(f"{name}_data, row {i}: {error}: leave that column out, or make it text") from None

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from valor.config.engine import BackboneConfig, CriticModelConfig
 from valor.config.reward import RewardModelConfig
-from valor.data.prompts import ModelLimits
 from valor.errors import UserError
 from valor.models.hf import input_device
 from valor.models.load import load_model_config, load_sequence_classifier, load_value_model
@@ -160,7 +159,7 @@ def reward_model_kind(model: RewardModelConfig) -> RewardModelKind:
     if model.label is not None and (labels == 1 or not 0 <= model.label < labels):
         raise UserError(f"reward.reward_model.label={model.label}: '{path}' has {labels} label{'s' * (labels > 1)}")
     head = ValueHead("label", labels, label=model.label) if process and model.label is not None else None
-    return RewardModelKind(by_token, ModelLimits.of(str(path), config.get_text_config()).positions, head)
+    return RewardModelKind(by_token, getattr(config.get_text_config(), "max_position_embeddings", None), head)
 
 
 def load_reward_model(

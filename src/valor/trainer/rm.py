@@ -1,6 +1,7 @@
 """Training of a reward model from preference pairs, on the engine and the loop of supervised training."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -8,7 +9,7 @@ from valor.algorithms import bradley_terry_loss
 from valor.config import RMConfig
 from valor.data.batch import Batch
 from valor.data.preferences import PreferenceDataset, load_preferences, preference_metrics, read_preferences
-from valor.data.prompts import ModelLimits
+from valor.data.prompts import check_fits
 from valor.data.reward_texts import RewardTexts, longest_text
 from valor.models.load import load_model_config, load_model_tokenizer
 from valor.trainer.supervised import Samples, SupervisedRun
@@ -29,10 +30,12 @@ class RewardModelRun(SupervisedRun):
 
     def __init__(self, config: RMConfig, command: str) -> None:
         tokenizer = load_model_tokenizer(config.model)
-        self.limits = ModelLimits.of(config.model.path, load_model_config(config.model).get_text_config())
-        longest = min(config.data.max_length, longest_text(tokenizer, self.limits.positions) or config.data.max_length)
+        described = load_model_config(config.model).get_text_config()
+        positions = getattr(described, "max_position_embeddings", None)
+        longest = min(config.data.max_length, longest_text(tokenizer, positions) or config.data.max_length)
+        self.fits = partial(check_fits, config.model.path, described)
         self.texts = RewardTexts(tokenizer, longest)
-        train, val = load_preferences(config, self.texts, self.limits)
+        train, val = load_preferences(config, self.texts, self.fits)
         super().__init__(config, command, tokenizer, train, val)
 
     def role_spec(self) -> RoleSpec:
@@ -42,7 +45,7 @@ class RewardModelRun(SupervisedRun):
     def evaluate(self, files: Sequence[str]) -> dict[str, float]:
         """What `measure` finds on the pairs in these files."""
         pairs = read_preferences(files, self.config.data)
-        return self.measure(PreferenceDataset(pairs, self.texts, self.config.loss.margin, self.limits))
+        return self.measure(PreferenceDataset(pairs, self.texts, self.config.loss.margin, self.fits))
 
     def measure(self, samples: Samples) -> dict[str, float]:
         """`loss` (without centering), accuracy over all pairs and by source, and what length has to do with it."""

@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 from valor.config import SFTConfig, SupervisedConfig, TrainerConfig
@@ -11,7 +12,7 @@ from valor.controller.placement import resolve_pool
 from valor.controller.start import start_pools
 from valor.data.batch import Batch
 from valor.data.demonstrations import DemonstrationDataset
-from valor.data.prompts import ModelLimits
+from valor.data.prompts import check_fits
 from valor.data.sampler import PromptSampler
 from valor.engines.microbatch import plan_micro_batches
 from valor.models.load import load_model_config, load_model_tokenizer
@@ -128,15 +129,15 @@ class SFTRun(SupervisedRun):
 
     def __init__(self, config: SFTConfig, command: str) -> None:
         data, seed, tokenizer = config.data, config.trainer.seed, load_model_tokenizer(config.model, chat=True)
-        self.limits = ModelLimits.of(config.model.path, load_model_config(config.model).get_text_config())
-        train = DemonstrationDataset(data, tokenizer, "train", seed, self.limits)
-        val = DemonstrationDataset(data, tokenizer, "val", seed, self.limits) if data.val_files else None
+        self.fits = partial(check_fits, config.model.path, load_model_config(config.model).get_text_config())
+        train = DemonstrationDataset(data, tokenizer, "train", seed, self.fits)
+        val = DemonstrationDataset(data, tokenizer, "val", seed, self.fits) if data.val_files else None
         super().__init__(config, command, tokenizer, train, val)
 
     def evaluate(self, files: Sequence[str]) -> dict[str, float]:
         """`loss` and `token_accuracy` of the present weights on the demonstrations in these files."""
         data = self.config.data.model_copy(update={"val_files": list(files), "val_max_samples": -1})
-        return self.measure(DemonstrationDataset(data, self.tokenizer, "val", self.config.trainer.seed, self.limits))
+        return self.measure(DemonstrationDataset(data, self.tokenizer, "val", self.config.trainer.seed, self.fits))
 
     def role_spec(self) -> RoleSpec:
         return RoleSpec(SFTWorker, {"config": self.role_config, "total_steps": self.total_steps})
