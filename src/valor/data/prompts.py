@@ -5,7 +5,6 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
@@ -61,8 +60,10 @@ class PromptDataset(Sequence[PromptRow]):
     ) -> None:
         paths = data.train_files if split == "train" else data.val_files
         limit = data.train_max_samples if split == "train" else data.val_max_samples
-        read = read_rows if data.custom_cls.path is None else partial(rows_of_class, data, tokenizer, limit)
-        rows = read(paths or [], data.prompt_key, data.reward_fn_key, data.tools_key)
+        if data.custom_cls.path is None:
+            rows = read_rows(paths or [], data.prompt_key, data.reward_fn_key, data.tools_key)
+        else:
+            rows = rows_of_class(data, tokenizer, limit, paths or [])
         numbers = subset(len(rows), limit, data.seed, 0, SUBSET_STREAM, shuffle=data.shuffle)
         if split == "val" and data.validation_shuffle:
             numbers = [numbers[i] for i in shuffled(len(numbers), data.seed, 0, VALIDATION_STREAM)]
@@ -131,15 +132,7 @@ def _tell_of_columns(rows: Iterable[DataRow], split: str, *, plays_episodes: boo
         logger.warning(said, split, ", ".join(sorted(names)))
 
 
-def rows_of_class(
-    data: DataConfig,
-    tokenizer: Any,
-    limit: int,
-    paths: Sequence[str],
-    prompt_key: str,
-    source_key: str,
-    tools_key: str | None,
-) -> list[DataRow]:
+def rows_of_class(data: DataConfig, tokenizer: Any, limit: int, paths: Sequence[str]) -> list[DataRow]:
     """The items of `data.custom_cls`, called as verl calls it, as rows: records with the columns of prompt files.
 
     Messages may also be in `raw_prompt`, where verl's own class has them. UserError: the class or an item is no good.
@@ -153,9 +146,9 @@ def rows_of_class(
         raise UserError(f"{where} fails ({type(error).__name__}: {error})") from error
     rows = []
     for i, record in enumerate(records):
-        record.setdefault(prompt_key, record.get("raw_prompt"))
+        record.setdefault(data.prompt_key, record.get("raw_prompt"))
         check_text(record, f"{where}, item {i}")
-        rows.append(parse_row(record, f"{where}, item {i}", prompt_key, source_key, tools_key))
+        rows.append(parse_row(record, f"{where}, item {i}", data.prompt_key, data.reward_fn_key, data.tools_key))
     return rows
 
 

@@ -14,6 +14,7 @@ from valor.config import CriticRunConfig, DataConfig, PPOConfig, RMConfig, SFTCo
 from valor.controller.placement import resolve_pool
 from valor.data.demonstrations import chat_of
 from valor.data.files import OPTIONAL_COLUMNS, existing_file, parse_row, read_records, read_rows
+from valor.data.messages import row_options
 from valor.data.preferences import pair_of
 from valor.data.prompts import render, token_ids
 from valor.errors import UserError
@@ -104,8 +105,9 @@ def _check_folder(folder: Path) -> None:
 def _check_prompts(path: str, data: DataConfig, tokenizer: Callable[[], Any] | None, graded: bool) -> None:
     """The first rows: their columns, that somebody can grade them, and that the first one fits."""
     required = (data.prompt_key, data.reward_fn_key, "reward_model")
-    records = islice(read_records(existing_file(path), required, OPTIONAL_COLUMNS), _FIRST_ROWS)
-    rows = [parse_row(record, where, data.prompt_key, data.reward_fn_key) for where, record in records]
+    optional = (*OPTIONAL_COLUMNS, *([data.tools_key] if data.tools_key else ()))
+    records = islice(read_records(existing_file(path), required, optional), _FIRST_ROWS)
+    rows = [parse_row(record, where, data.prompt_key, data.reward_fn_key, data.tools_key) for where, record in records]
     if graded:
         require_graders(row.data_source for row in rows)
         for row in rows:
@@ -114,7 +116,7 @@ def _check_prompts(path: str, data: DataConfig, tokenizer: Callable[[], Any] | N
                 raise UserError(f"{row.where}: there is no reward_model.ground_truth, which {grader}")
     if tokenizer is None or data.filter_overlong_prompts or data.truncation != "error":
         return
-    text = render(tokenizer(), rows[0].messages, data.apply_chat_template_kwargs, rows[0].where)
+    text = render(tokenizer(), rows[0].messages, data.apply_chat_template_kwargs | rows[0].template, rows[0].where)
     length = len(token_ids(tokenizer(), [text])[0])
     if length > data.max_prompt_length:
         raise UserError(
@@ -129,3 +131,4 @@ def _check_texts(path: str, config: SupervisedConfig) -> None:
     required = (config.data.chosen_key, config.data.rejected_key) if pairs else ()
     for where, record in islice(read_records(existing_file(path), required), _FIRST_ROWS):
         parse(record, where, config.data)
+        row_options(record, where, config.data.tools_key)
