@@ -62,9 +62,9 @@ def row_options(record: Mapping[str, Any], where: str, tools_key: str | None) ->
 def check_text(record: Mapping[str, Any], where: str) -> None:
     """UserError: a column has half of a surrogate pair, which is no text: nothing encodes, tokenises or stores it."""
     for name, value in record.items():
-        if _has_half(value):
+        if _has_half([name, value]):
             raise UserError(
-                f"{where}: '{name}' has half of a surrogate pair (half a character), which is no text: repair the row "
+                f"{where}: {name!a} has half of a surrogate pair (half a character), which is no text: repair the row "
                 "or leave it out"
             )
 
