@@ -129,7 +129,8 @@ def demonstration_row(row: Row) -> Row:
         return row | {"response": completion}
     if completion is None:
         return row
-    return row | {"messages": [*({**message, "loss_mask": 0} for message in _messages(row)), *completion]}
+    before = ({**m, "loss_mask": 0} if m.get("role") == "assistant" else m for m in _messages(row))
+    return row | {"messages": [*before, *completion]}
 
 
 def _messages(row: Row) -> Any:
