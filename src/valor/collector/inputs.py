@@ -144,21 +144,25 @@ def _check_truths(rows: PromptDataset, rewards: RewardExecutor, agents: Agents |
 
 
 def check_positions(config: PPOConfig) -> Any:
-    """The policy's text config. UserError: it has too few positions for what the policy is to read and write."""
-    model, data = config.actor_rollout_ref.model, config.data
-    described = load_model_config(model).get_text_config()
-    positions = num_positions(described)
+    """The policy's text config. UserError: it, or the critic, has too few positions for what is read and written."""
+    data, models = config.data, [config.actor_rollout_ref.model]
+    models += [config.critic.model] if config.critic.enable else []
+    described = [load_model_config(model).get_text_config() for model in models]
     whole = data.max_prompt_length + data.max_response_length
     lengths = {"data.max_prompt_length + data.max_response_length": whole}
-    if config.plays_episodes or rope_limit(described):  # its rows, or what an engine prepares for, may be that long
+    if config.plays_episodes or any(
+        map(rope_limit, described)
+    ):  # its rows, or what an engine prepares for, may be that long
         lengths["actor_rollout_ref.rollout.max_model_len"] = config.actor_rollout_ref.rollout.max_model_len
-    for key, longest in lengths.items():
-        if positions is not None and longest > positions:
-            raise UserError(
-                f"{key} is {longest} tokens, and the model '{model.path}' has {positions} positions (of longrope and "
-                "dynamic RoPE the original ones count): set it lower, or take a model that reads longer texts"
-            )
-    return described
+    for model, text_config in zip(models, described, strict=True):
+        positions = num_positions(text_config)
+        for key, longest in lengths.items():
+            if positions is not None and longest > positions:
+                raise UserError(
+                    f"{key} is {longest} tokens, and the model '{model.path}' has {positions} positions (of longrope "
+                    "and dynamic RoPE the original ones count): set it lower, or take a model that reads longer texts"
+                )
+    return described[0]
 
 
 def load_reward_texts(model: RewardModelConfig, policy_tokenizer: Any) -> RewardTexts | CriticTexts:

@@ -82,10 +82,11 @@ class ModelGrading:
         assert isinstance(texts, CriticTexts), "it reads tokens"
         found: list[list[tuple[Place, int]]] = []
         lengths = rows["response_lengths"].tolist()
-        for text, row, length in zip(batch.objects["response_text"], rows["responses"].tolist(), lengths, strict=True):
+        columns = (batch.objects["messages"], batch.objects["response_text"], rows["responses"].tolist(), lengths)
+        for messages, text, row, length in zip(*columns, strict=True):
             steps: list[tuple[Place, int]] = [(token, token) for token in range(length)]
             if separator is not None:
-                starts = texts.token_starts(text)
+                starts = texts.token_starts(messages, text)
                 steps = []
                 for span in split_steps(text, separator):
                     if starts is None:

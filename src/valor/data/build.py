@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from valor.data.files import SUFFIXES, Messages, existing_file, parse_row, read_records, same_text, write_parquet
+from valor.data.files import SUFFIXES, existing_file, parse_row, read_records, same_text, write_parquet
+from valor.data.messages import Messages
 from valor.data.recipes.records import QUESTION, Pair, Recipe, Record
 from valor.data.sampler import subset
 from valor.errors import UserError

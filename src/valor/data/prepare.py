@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from valor.arguments import PATH, command, option
-from valor.data.files import Messages
+from valor.data.messages import Messages
 from valor.data.recipes.catalogue import PREFIX, RECIPES, find_recipe
 from valor.data.recipes.records import QUESTION, Example, Recipe, Record, conversation, number, value
 from valor.errors import UserError

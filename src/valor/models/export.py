@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from valor.data.templates import end_tokens
-from valor.models.hf import quiet_transformers, tied_names
+from valor.models.hf import published_config, quiet_transformers, tied_names
 from valor.models.lora import ADAPTER_DIR, has_adapters, merged, save_adapter
 from valor.models.policy import PolicyModel
 from valor.models.reward import RewardModel
@@ -35,7 +35,7 @@ def export_hf(
     """
     weights = dict(state_dict if state_dict is not None else model.state_dict())
     plain = dict(plain_weights(model, weights.items()))
-    with quiet_transformers():
+    with quiet_transformers(), published_config(model.hf):
         model.hf.save_pretrained(path, state_dict=plain)
     if tokenizer is not None:
         write_tokenizer(tokenizer, path)

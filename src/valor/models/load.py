@@ -26,7 +26,7 @@ from valor.config.engine import BackboneConfig, CriticModelConfig, ModelConfig
 from valor.data.templates import template_text
 from valor.errors import UserError
 from valor.hub import hub_answers
-from valor.models.hf import disable_dropout_in_config, quiet_transformers
+from valor.models.hf import quiet_transformers
 from valor.models.lora import add_adapters
 from valor.models.override import override
 from valor.models.policy import PolicyModel
@@ -148,7 +148,6 @@ def load_value_model(
     config = load_model_config(model)
     path, described = _where_head_is(model, config)
     _agreed_head(path, described, head).write(config)
-    config.classifier_dropout = 0.0
     if type(config) not in transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
         raise UserError(
             f"transformers has no token-classification model of type '{config.model_type}', so '{model.path}' cannot "
@@ -167,7 +166,7 @@ def load_value_model(
 def load_sequence_classifier(
     model: BackboneConfig, *, dtype: torch.dtype = torch.float32, new_head_seed: int | None = None
 ) -> Any:
-    """The *ForSequenceClassification model at `model.path` on the CPU in `dtype`, dropout off.
+    """The *ForSequenceClassification model at `model.path` on the CPU in `dtype`.
 
     new_head_seed: give a checkpoint without a classification head one of one label, drawn from this seed as the
     architecture does it; None: a UserError.
@@ -189,7 +188,7 @@ def load_sequence_classifier(
 
 
 def load_encoder(path: str) -> Any:
-    """The model without a head at `path` on the CPU, in float32, dropout off: what turns texts into hidden states."""
+    """The model without a head at `path` on the CPU, in float32: what turns texts into hidden states."""
     model = BackboneConfig(path=path)
     hf, info = _from_pretrained(AutoModel, model, load_model_config(model), torch.float32)
     _require_all_weights(model, {key for key in info["missing_keys"] if "pooler" not in key})
@@ -267,7 +266,7 @@ def import_model_code(model: BackboneConfig) -> None:
 
 
 def load_model_config(model: BackboneConfig) -> Any:
-    """The Hugging Face config at `model.path`, `override_config` applied, dropout 0. UserError when there is none."""
+    """The Hugging Face config at `model.path`, `override_config` applied. UserError when there is none."""
     import_model_code(model)
     source = _resolve(model.path)
     if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
@@ -278,7 +277,6 @@ def load_model_config(model: BackboneConfig) -> Any:
     with _as_user_errors(model.path, "model"), quiet_transformers():
         config = AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code)
     config = override(config, overrides, "model.override_config")
-    disable_dropout_in_config(config)
     return config
 
 

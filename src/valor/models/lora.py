@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from valor.config.engine import BackboneConfig
 from valor.errors import UserError
+from valor.models.hf import published_config
 from valor.models.value import HEAD_NAMES
 
 logger = logging.getLogger(__name__)
@@ -210,7 +211,8 @@ def save_adapter(hf: Any, path: Path, weights: Mapping[str, Tensor]) -> None:
     write_adapter_config(hf, path)
     trained = {_in_file(name): tensor.contiguous() for name, tensor in weights.items() if is_trained(name)}
     save_file(trained, path / WEIGHTS_FILE, metadata={"format": "pt"})
-    hf.config.save_pretrained(path)  # how a value is read from a critic's head
+    with published_config(hf) as config:
+        config.save_pretrained(path)  # how a value is read from a critic's head
 
 
 def write_adapter_config(hf: Any, path: Path) -> None:

@@ -24,7 +24,7 @@ class RewardFunctions:
     """One grader of several functions: the sum of their scores, each times its weight.
 
     A function in verl's form gets one sample. One in TRL's form gets lists: `completions` (texts, or messages where the
-    prompt was messages), `prompts`, and the columns of the rows; it returns a list, in which None leaves the sample to
+    prompt was messages), `prompts`, and the rows' other columns; it returns a list, in which None leaves the sample to
     the other functions. The lists have one sample, and a whole batch under `reward.reward_manager.name=batch`. The
     score of each of several functions is a component under its name.
     """
@@ -72,7 +72,8 @@ class RewardFunctions:
         if columns is None:
             return [function(**dict(zip(_FIELDS, sample, strict=True))) for sample in samples]
         infos = [sample[3] or {} for sample in samples]
-        given: dict[str, Any] = {
+        names = {name: None for info in infos for name in info if name not in (PROMPT, *_NOT_HERE)}
+        given: dict[str, Any] = {name: [info.get(name) for info in infos] for name in names} | {
             "prompts": [info.get(PROMPT) for info in infos],
             "completions": [
                 [{"role": "assistant", "content": text}] if isinstance(info.get(PROMPT), list) else text
@@ -80,8 +81,6 @@ class RewardFunctions:
             ],
             "ground_truth": [sample[2] for sample in samples],
         }
-        names = dict.fromkeys(name for info in infos for name in info if name != PROMPT)
-        given |= {name: [info.get(name) for info in infos] for name in names}
         found = function(**{name: value for name, value in given.items() if "**" in columns or name in columns})
         if not (inspect.isawaitable(found) or hasattr(found, "__len__")):
             raise TypeError(f"{self._names[i]}() returned {found!r}, not a list with a score for each completion")

@@ -15,6 +15,7 @@ from valor.config.critic_runs import CriticSearchConfig
 from valor.controller.placement import resolve_pool
 from valor.data.demonstrations import chat_of
 from valor.data.files import OPTIONAL_COLUMNS, existing_file, parse_row, read_records, read_rows
+from valor.data.messages import row_options
 from valor.data.preferences import pair_of
 from valor.data.prompts import render, token_ids
 from valor.data.templates import ask_template, parts_of
@@ -119,8 +120,9 @@ def _check_prompts(
 ) -> None:
     """The first rows: their columns, that somebody can grade them, and that the first one fits; `parts` gets theirs."""
     required = (data.prompt_key, data.reward_fn_key, "reward_model")
-    records = islice(read_records(existing_file(path), required, OPTIONAL_COLUMNS), _FIRST_ROWS)
-    rows = [parse_row(record, where, data.prompt_key, data.reward_fn_key) for where, record in records]
+    optional = (*OPTIONAL_COLUMNS, *([data.tools_key] if data.tools_key else ()))
+    records = islice(read_records(existing_file(path), required, optional), _FIRST_ROWS)
+    rows = [parse_row(record, where, data.prompt_key, data.reward_fn_key, data.tools_key) for where, record in records]
     parts |= parts_of(row.messages for row in rows)
     if graded:
         require_graders(row.data_source for row in rows)
@@ -130,7 +132,7 @@ def _check_prompts(
                 raise UserError(f"{row.where}: there is no reward_model.ground_truth, which {grader}")
     if tokenizer is None or data.filter_overlong_prompts or data.truncation != "error":
         return
-    text = render(tokenizer(), rows[0].messages, data.apply_chat_template_kwargs, rows[0].where)
+    text = render(tokenizer(), rows[0].messages, data.apply_chat_template_kwargs | rows[0].template, rows[0].where)
     length = len(token_ids(tokenizer(), [text])[0])
     if length > data.max_prompt_length:
         raise UserError(
@@ -145,4 +147,5 @@ def _check_texts(path: str, config: SupervisedConfig, parts: set[str]) -> None:
     required = (config.data.chosen_key, config.data.rejected_key) if pairs else ()
     for where, record in islice(read_records(existing_file(path), required), _FIRST_ROWS):
         row = parse(record, where, config.data)
-        parts |= parts_of([row.prompt] if pairs else row[:1]) | ({"tools"} if not pairs and row[1] else set())
+        options = row_options(record, where, config.data.tools_key)
+        parts |= parts_of([row.prompt] if pairs else row[:1]) | ({"tools"} if "tools" in options else set())

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import Any
 
 from valor import algorithms
@@ -23,9 +24,10 @@ from valor.controller.group import Pools
 from valor.controller.start import start_pools
 from valor.data.balance import grouped
 from valor.data.batch import Batch, Episodes
+from valor.data.prompts import check_fits
 from valor.data.sampler import PromptSampler, shuffled
 from valor.errors import UserError
-from valor.models.load import check_critic, load_policy_tokenizer
+from valor.models.load import check_critic, load_model_config, load_policy_tokenizer
 from valor.tracking.metrics import Timer, explained_variance, summarize
 from valor.tracking.progress import phase
 from valor.trainer.checks import placed
@@ -139,7 +141,9 @@ class CriticPretrainRun(Run):
         """From the given files; else from the policy, and kept in the run's folder for a resumed run to read."""
         kept, given = self.record.run_dir / ROLLOUTS_FILE, self.config.pretrain.rollouts
         if given or (resuming and kept.exists()):
-            return read_rollouts(given or [str(kept)], self.tokenizer)
+            critic = self.config.critic.model
+            fits = partial(check_fits, critic.path, load_model_config(critic).get_text_config())
+            return read_rollouts(given or [str(kept)], self.tokenizer, fits)
         assert self.inputs is not None, "made where no files are given"
         group = policy_group(self.config, self.inputs, self.placement, self.record.say)
         with closing(self.inputs), group as collector:
