@@ -123,13 +123,40 @@ def _is_answer(error: Exception) -> bool:
 
 
 def _text(answer: Any) -> str:
-    """The texts of an answer. Raises TypeError for images and other things that no text is."""
-    kinds = {block.type for block in answer.content} - {"text"}
-    if kinds:
-        raise TypeError(f"it answered with {', '.join(sorted(kinds))}, and only text is supported")
-    if not answer.content and answer.structured_content is not None:
-        return json.dumps(answer.structured_content, ensure_ascii=False)
-    return "\n".join(block.text for block in answer.content)
+    """An answer's texts, addresses of resources, and structured content that its texts do not have; it says what kinds
+    are left out. Raises TypeError where nothing else is in it."""
+    parts, texts, left_out = [], [], set[str]()
+    for block in answer.content:
+        resource = getattr(block, "resource", block)
+        if (text := getattr(resource, "text", None)) is not None:
+            texts.append(text)
+            parts.append(text)
+        elif hasattr(resource, "uri"):
+            name = getattr(resource, "description", None) or getattr(resource, "name", None) or block.type
+            parts.append(f"{name}: {resource.uri}")
+        else:
+            left_out.add(block.type)
+    structured = answer.structured_content
+    if structured is not None and not _carries(texts, structured):
+        parts.append(json.dumps(structured, ensure_ascii=False))
+    kinds = ", ".join(sorted(left_out))
+    if kinds and not parts:
+        raise TypeError(f"it answered with {kinds}, and only text is supported")
+    return "\n".join([*parts, *([f"({kinds} left out: only text is supported)"] if kinds else [])])
+
+
+def _carries(texts: Sequence[str], structured: Mapping[str, Any]) -> bool:
+    """Whether the texts are the structured content as JSON, or the only value in it, or the items of that."""
+    values = [structured, *(structured.values() if len(structured) == 1 else ())]
+    written = [[*texts], [_json_or_text(text) for text in texts]]
+    return any(one == value or one == [value] for one in written for value in values)
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _reason(error: BaseException) -> str:

@@ -169,7 +169,8 @@ def _serve(config: PPOConfig, play: Any) -> None:
     longest = min(rollout.max_model_len, positions or rollout.max_model_len)
     chat = Chat(tokenizer, config.data.apply_chat_template_kwargs)
     context = LoopContext(config, chat, Limits(config.episode_length, longest))
-    specs = role_specs(config, total_steps=1, eos_token_ids=[tokenizer.eos_token_id])
+    ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    specs = role_specs(config, total_steps=1, eos_token_ids=ends)
     host = WorkerHost(0, 1, pool.device, pool.num_threads)
     host.connect()
     try:
