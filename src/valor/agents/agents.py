@@ -84,6 +84,10 @@ class Agents:
             deterministic=self._options.deterministic,
         )
 
+    def close(self) -> None:
+        for loop in self._loops.values():
+            loop.close()
+
     async def _play(self, task: Task, runner: EpisodeRunner) -> Episode:
         """One episode. What a loop or an environment raises is that episode's error, and no other's; so is a reward
         that is not finite."""

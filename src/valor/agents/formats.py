@@ -2,13 +2,12 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, NamedTuple, NoReturn
 
 from jsonschema import Draft202012Validator
-from jsonschema.exceptions import ValidationError, best_match
+from jsonschema.exceptions import ValidationError
 
 from valor.algorithms.registry import Named
 
@@ -54,9 +53,6 @@ class BadCall:
 
     text: str
     reason: str
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "text", valid_text(self.text))
 
 
 Call = ToolCall | BadCall
@@ -130,26 +126,23 @@ def _parse_tagged(
             calls, thought = calls if thought else [], True
         elif mark[0] == _END_CALL:
             if not calls or (not exact and isinstance(calls[-1], ToolCall)):
-                bad = BadCall(text[called_at : mark.start()], f"there is a {_END_CALL} without a {_CALL}: is one of the tags of a call in an argument?")
+                bad = BadCall(
+                    text[called_at : mark.start()],
+                    f"there is a {_END_CALL} without a {_CALL}: is one of the tags of a call in an argument?",
+                )
                 calls[-1:] = [bad]
         else:
             body_ends = body_end(text, at)
             end = text.find(_END_CALL, body_ends or at)
-            if not thought and body_ends is None and _in_thinking(text, at, end):
-                continue
-            called_at, body = at, text[at : end if end >= 0 else None]
-            calls.append(read(body) if end >= 0 else BadCall(body, f"{_CALL} has no {_END_CALL}"))
+            call = text[at : end if end >= 0 else None]
+            _, thinking_ends, rest = call.partition(_END_THINK)
+            begins = end >= 0 or _BEGINNING.match(call)
+            if not thought and body_ends is None and thinking_ends and (_CALL in rest or not begins):
+                continue  # thinking, which the prompt has opened, names the tag
+            calls.append(read(call) if end >= 0 else BadCall(call, f"{_CALL} has no {_END_CALL}"))
+            called_at = at
             at = end + len(_END_CALL) if end >= 0 else len(text)
     return Parsed(calls, "".join([*content, text[at:]]).strip())
-
-
-def _in_thinking(text: str, start: int, end: int) -> bool:
-    """Whether the tag before `start` belongs to thinking that began in the prompt: this ends before the call does (at
-    `end`; -1: nowhere), which has another beginning or does not even begin like one."""
-    thinking_ends = text.find(_END_THINK, start, end if end >= 0 else None)
-    if thinking_ends < 0:
-        return False
-    return _CALL in text[thinking_ends : end if end >= 0 else None] or (end < 0 and not _BEGINNING.match(text, start))
 
 
 def _json_end(text: str, at: int) -> int | None:
@@ -220,32 +213,26 @@ def _xml_call(body: str, schemas: Mapping[str, Schema]) -> Call:
 
 
 def _typed(key: str, text: str, check: Draft202012Validator) -> Any:
-    """A value written without quotes: what JSON makes of it, or the text; the first that the schema takes, else the
-    first of the right type, so that the check of the arguments says what else is wrong with it."""
+    """A value written without quotes: what JSON makes of it, or the text; the first that the schema takes, else the one
+    that it has least against, so that the check of the arguments says what."""
     value = _decoded({"True": "true", "False": "false", "None": "null"}.get(text.strip(), text))
-    if isinstance(value, BadCall):
-        return text
-    candidates = [text, value] if isinstance(value, str) else [value, text]
+
+    def wrong(one: Any) -> int:
+        return sum([*error.absolute_path][:1] == [key] for error in _all(check.iter_errors({key: one})))
+
+    def rank(one: Any) -> tuple[int, bool]:
+        return wrong(one), bool(wrong(one)) and not wrong("") and one is not text
+
     try:
-        ranks = [_rank(check, key, one) for one in candidates]
-        if not any(ranks) and not any(_rank(check, key, one) for one in (None, True, 1, "", [], {})):
-            return text  # the schema says nothing of it
+        if isinstance(value, BadCall) or not any(map(wrong, (None, True, 1, "", [], {}))):
+            return text
+        return min([text, value] if isinstance(value, str) else [value, text], key=rank)
     except Exception:  # too deeply nested, or a reference in the schema that leads nowhere
         return text
-    return candidates[ranks.index(min(ranks))]
 
 
-def _rank(check: Draft202012Validator, key: str, value: Any) -> int:
-    """0: the schema takes the value for this argument; 1: it has the right type; 2: it has not."""
-    errors = [own for error in check.iter_errors({key: value}) for own in _errors_of(key, error)]
-    return 0 if not errors else 1 + all(e.validator == "type" and len(e.absolute_path) == 1 for e in errors)
-
-
-def _errors_of(key: str, error: ValidationError) -> list[ValidationError]:
-    """The errors of one argument in an error of all; of alternatives for all, where none takes it."""
-    if error.absolute_path:
-        return [best_match([error])] if error.absolute_path[0] == key else []
-    alternatives: dict[Any, list[ValidationError]] = {}
-    for one in error.context or ():
-        alternatives.setdefault(one.schema_path[0], []).extend(_errors_of(key, one))
-    return [*chain.from_iterable(alternatives.values())] if all(alternatives.values()) else []
+def _all(errors: Iterable[ValidationError]) -> Iterator[ValidationError]:
+    """Errors, and those of the alternatives of each."""
+    for error in errors:
+        yield error
+        yield from _all(error.context or ())

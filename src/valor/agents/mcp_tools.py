@@ -123,33 +123,26 @@ def _is_answer(error: Exception) -> bool:
 
 
 def _text(answer: Any) -> str:
-    """An answer's texts, addresses of resources, and structured content that its texts do not have; it says what kinds
-    are left out. Raises TypeError where nothing else is in it."""
-    parts, texts, left_out = [], [], set[str]()
-    for block in answer.content:
-        resource = getattr(block, "resource", block)
-        if (text := getattr(resource, "text", None)) is not None:
-            texts.append(text)
-            parts.append(text)
-        elif hasattr(resource, "uri"):
-            name = getattr(resource, "description", None) or getattr(resource, "name", None) or block.type
-            parts.append(f"{name}: {resource.uri}")
-        else:
-            left_out.add(block.type)
+    """An answer's texts, addresses of resources, and structured content that its texts do not have; it names images and
+    other things that no text is. Raises TypeError where there are only those."""
+    found = [getattr(block, "resource", block) for block in answer.content]
+    texts = [one.text for one in found if hasattr(one, "text")]
+    parts = texts + [str(one.uri) for one in found if hasattr(one, "uri") and not hasattr(one, "text")]
     structured = answer.structured_content
-    if structured is not None and not _carries(texts, structured):
-        parts.append(json.dumps(structured, ensure_ascii=False))
+    if structured is not None:
+        values = [
+            structured,
+            *(structured.values() if len(structured) == 1 else ()),
+        ]  # the only one may be written alone
+        written = [[*texts], [*map(_json_or_text, texts)]]
+        if not any(text in (value, [value]) for text in written for value in values):
+            parts.append(json.dumps(structured, ensure_ascii=False))
+    left_out = {one.type for one in answer.content if one.type in ("image", "audio")}
+    left_out |= {"a file" for one in found if hasattr(one, "blob")}
     kinds = ", ".join(sorted(left_out))
     if kinds and not parts:
         raise TypeError(f"it answered with {kinds}, and only text is supported")
     return "\n".join([*parts, *([f"({kinds} left out: only text is supported)"] if kinds else [])])
-
-
-def _carries(texts: Sequence[str], structured: Mapping[str, Any]) -> bool:
-    """Whether the texts are the structured content as JSON, or the only value in it, or the items of that."""
-    values = [structured, *(structured.values() if len(structured) == 1 else ())]
-    written = [[*texts], [_json_or_text(text) for text in texts]]
-    return any(one == value or one == [value] for one in written for value in values)
 
 
 def _json_or_text(text: str) -> Any:
