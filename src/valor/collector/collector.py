@@ -186,23 +186,24 @@ def _add_reward_info(batch: Batch, results: Sequence[RewardResult]) -> None:
 
 
 def _failing_tool(batch: Batch, most: float) -> str | None:
-    """A line on the tool whose calls fail most, where at least half of them do. StepRefused: tools have failed in more
-    than this share `most` of the calls that the policy made as it should."""
+    """A line on the tool with the most failed calls, where at least half of its calls failed. StepRefused: of all calls
+    but the policy's mistakes a larger share than `most` failed."""
     rows = Episodes(batch).rows if "episode_info" in batch else ()
     calls = [call for one in rows for call in batch.objects["episode_info"][one[0]].get("calls", ())]
-    errors = Counter((call["name"] or "?", call["text"]) for call in calls if call["error"] is not None)
-    if not errors:
+    failures = [(call["name"], " ".join(call["text"].split())) for call in calls if call["error"] is not None]
+    if not failures:
         return None
-    (name, text), _ = errors.most_common(1)[0]
-    ends = [call["error"] for call in calls if (call["name"] or "?") == name]
-    failed = len(ends) - ends.count(None)
-    line = f"tool {name}: {failed} of {len(ends)} calls failed; most often: {text}"
+    ((name, failed),) = Counter(name for name, _ in failures).most_common(1)
+    count = sum(call["name"] == name for call in calls)
+    ((text, _),) = Counter(text for tool, text in failures if tool == name).most_common(1)
+    what = "tool calls that cannot be read" if name is None else f"tool {name}"
+    line = f"{what}: {failed} of {count} calls failed; most often: {text}"
     made = [call["error"] for call in calls if call["error"] in (None, "exception", "timeout", "failed")]
     if len(made) - made.count(None) > most * len(made):
         raise StepRefused(
             f"{line}; more than actor_rollout_ref.rollout.multi_turn.max_tool_error_ratio={most:g} allows"
         )
-    return line if 2 * failed >= len(ends) else None
+    return line if 2 * failed >= count else None
 
 
 def _informative_rows(batch: Batch, results: Sequence[RewardResult], scores: Tensor, config: PPOConfig) -> Batch:

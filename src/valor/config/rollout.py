@@ -106,7 +106,7 @@ class MultiTurnConfig(Section):
     tool_timeout: PositiveFloat = key(30.0, _TURNS)
     """Seconds that one call of a tool, or of a text environment, may take."""
     max_tool_error_ratio: Share = key(1.0, ".enable or do_search")
-    """Stop when tools fail in more than this share of a step's calls that are not the policy's mistakes; 1 never does."""
+    """Stop when tools fail in more than this share of a step's calls, the policy's mistakes left out; 1 never does."""
     format: str = key("hermes", ".enable or actor_rollout_ref.rollout.agent.default_agent_loop=gateway_agent")
     """How the policy writes a call: hermes, qwen3_coder, or one that was registered."""
 
