@@ -62,7 +62,7 @@ def test_answers_that_are_believed(answer, reason):
         (reply([10.0, END]), "which the policy does not have"),
         (reply(["10", END]), "which the policy does not have"),
         (reply([10, END], "content_filter"), "for the reason 'content_filter'"),
-        (reply([10, END], None), "for the reason 'None'"),
+        (reply([10, END], ""), "for the reason ''"),
     ],
 )
 def test_answers_that_nothing_can_be_learnt_from(answer, fault):
