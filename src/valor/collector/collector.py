@@ -197,7 +197,7 @@ def _failing_tool(batch: Batch, most: float) -> str | None:
     count = sum(call["name"] == name for call in calls)
     ((text, _),) = Counter(text for tool, text in failures if tool == name).most_common(1)
     what = "tool calls that cannot be read" if name is None else f"tool {name}"
-    line = f"{what}: {failed} of {count} calls failed; most often: {text}"
+    line = f"{what}: {failed} of {count} calls failed; most often: {text[:300]}"
     made = [call["error"] for call in calls if call["error"] in (None, "exception", "timeout", "failed")]
     if len(made) - made.count(None) > most * len(made):
         raise StepRefused(
