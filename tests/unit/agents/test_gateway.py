@@ -66,9 +66,9 @@ def talk(gateway, conversation):
         async with httpx2.AsyncClient(timeout=20) as client:
 
             async def post(body, path="chat/completions", key=session.key, **headers):
-                content = {"content": body} if isinstance(body, bytes) else {"json": body}
+                content = body if isinstance(body, bytes) else json.dumps(body).encode()
                 headers |= {"Authorization": f"Bearer {key}"}
-                return await client.post(f"{url}/{path}", headers=headers, **content)
+                return await client.post(f"{url}/{path}", headers=headers, content=content)
 
             await conversation(post, session)
             gateway.remove(url)
