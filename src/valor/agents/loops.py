@@ -123,6 +123,9 @@ class AgentLoop(ABC):
     async def run(self, task: Task, generate: Generate) -> Episode:
         """Play one episode."""
 
+    def close(self) -> None:  # noqa: B027
+        """Let go of what it has made."""
+
     def play(self, task: Task, generate: Generate, prompt_ids: Sequence[int] | None = None) -> Play:
         """An episode to write turns into, from the task's prompt or another one."""
         prompt_ids = task.prompt_ids if prompt_ids is None else prompt_ids

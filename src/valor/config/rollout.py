@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from valor.config.base import CountOrOff, DType, PathStr, PositiveShare, Section, inherits, key, section
+from valor.config.base import CountOrOff, DType, PathStr, PositiveShare, Section, Share, inherits, key, section
 from valor.config.engine import ProfilerConfig
 
 _AGENT = "actor_rollout_ref.rollout.agent"
@@ -94,6 +94,8 @@ class MultiTurnConfig(Section):
     """Where a longer result is cut."""
     tool_timeout: PositiveFloat = key(30.0, _TURNS)
     """Seconds that one call of a tool, or of a text environment, may take."""
+    max_tool_error_ratio: Share = key(1.0, ".enable or do_search")
+    """Stop when tools fail in more than this share of a step's calls, the policy's mistakes left out; 1 never does."""
     format: str = key("hermes", ".enable or actor_rollout_ref.rollout.agent.default_agent_loop=gateway_agent")
     """How the policy writes a call: hermes, qwen3_coder, or one that was registered."""
 

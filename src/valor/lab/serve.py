@@ -18,7 +18,8 @@ import torch
 from valor.agents.chat import Chat, Message
 from valor.agents.episode import Episode, episode_rows
 from valor.agents.formats import FORMATS
-from valor.agents.gateway import Gateway, Session, read_messages
+from valor.agents.gateway import Gateway, Session
+from valor.agents.gateway_requests import read_messages
 from valor.agents.http_server import (
     Refused,
     authorise,

@@ -20,7 +20,8 @@ _HARMLESS = """
     trainer.validation_data_dir trainer.episode_data_dir trainer.logger trainer.log_* trainer.report
     trainer.save_freq trainer.test_freq
     trainer.val_before_train trainer.val_only trainer.max_* trainer.keep_best trainer.resume_*
-    trainer.rollout_probs_diff_warn reward.max_error_ratio *.checkpoint.save_contents checkpoint.save_contents
+    trainer.rollout_probs_diff_warn reward.max_error_ratio *.max_tool_error_ratio
+    *.checkpoint.save_contents checkpoint.save_contents
     trainer.device trainer.n_gpus_per_node trainer.num_threads trainer.nnodes trainer.node_* trainer.master_*
     trainer.controller ray_kwargs.* resource_pools* *_per_gpu *offload* *.reshard_after_forward *.forward_prefetch
     global_profiler.* *.profiler.* *.fsdp_size *.tensor_model_parallel_size *.ulysses_sequence_parallel_size

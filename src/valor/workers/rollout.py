@@ -94,6 +94,8 @@ class RolloutWorker:
         """End the engine, and the episodes under way."""
         if self._ahead is not None:
             self._ahead.runner.close()
+        if self._agents is not None:
+            self._agents.close()
         self.engine.close()
 
     @Dispatch("dp", keep_together="uid", stays=TOKEN_COLUMNS, sent_weights=True)
