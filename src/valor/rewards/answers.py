@@ -39,9 +39,11 @@ _REPORTED = re.compile(
     r"|(?<![我们])(?:说|认为|以为|声称|觉得)|误以为|不认为|不觉得|如果|假如|假设|倘若|若)[^.,;?!\n]{0,40}$",
     re.IGNORECASE,
 )
-_DENIAL = r"(?:\b(?:not|never)\b|n't\b|不是|并非|不等于|不为|不可能是|\u2260|\\neq?\b)(?: equal)?(?: to)?\s*"
+_DENIAL = (
+    r"(?:\b(?:not|never|cannot)\b|n't\b|不是|并非|不等于|不为|不可能是|\u2260|\\neq?\b)(?: be)?(?: equal)?(?: to)?\s*"
+)
 _DENIED = re.compile(rf"[\s*_]*{_DENIAL}(?:[-$\\(\d*]|[A-Z]\b)")
-_DENIED_BEFORE = re.compile(rf"{_DENIAL}[$(\\*+-]*$")
+DENIED_BEFORE = re.compile(rf"{_DENIAL}[$(\\*+-]*$")
 _REFUTED = re.compile(
     r"\S{1,20}?[\s,;*]*(?:\b(?:but|and|yet)\b\s*)?(?:\b(?:that|this|it|which)\b\s*)?(?:\b(?:is|was)|'s)\s+"
     r"(?:wrong|incorrect|false|not (?:right|correct|true))\b"
@@ -53,14 +55,14 @@ _MATH = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$([^$\n]+?)(?<!\\)\$|\\\((.+?)\\\)|\\
 _PROSE = re.compile(r"(?<![\\A-Za-z])(?!(?:and|or|pi|sqrt|sin|cos|tan|log|ln|exp)\b)[A-Za-z]{2,}|[\u4e00-\u9fff]")
 _GROUP = r"[(\[][^()\[\]\n=<>:]{1,80},[^()\[\]\n=<>:]{1,80}[)\]]"
 _GROUP_AT_END = re.compile(rf"(?<![A-Za-z0-9_)])({_GROUP}(?:\s*(?:\u222a|\\cup|U)\s*{_GROUP}){{0,8}})[\s.*]*$")
-_JOIN = r"\s*(?:,\s*(?:or|and)\b|,|\bor\b|\band\b|或者?|还是|和|与)\s*"
+_JOIN = r"\s*(?:,\s*(?:or|and)\b|,|\bor\b(?: maybe| perhaps)?|\band\b|或者?|还是|和|与)\s*"
 _LIST_BEFORE = re.compile(rf"(?:(?>[-+]?\$?(?<![\w.])\d+(?:[.,/]\d+)*)(?>{UNIT})?{_JOIN})+$")
 # Of a Chinese sentence: a formula at its end, and what comes behind the answer.
 _FORMULA_AT_END = re.compile(r"[^\u4e00-\u9fff]+(?:(?:或者?|和|与|且|以及)[^\u4e00-\u9fff]+){0,9}$")
 _AFTERTHOUGHT = re.compile(r"[,;(] ?(?:因为|由于|其中|此时|理由|验证|所以|即|也就是|而不是|不是|而非|而)")
 _TERM = re.compile(r"(?<![A-Za-z])[a-z]\s*[-+*/^]\s*$")
 _REACH = 10_000  # characters at the end in which "the answer is" counts
-_LEADING = re.compile(r"(?:\\?\$)?-?\d[\d,.]*(?:/\d+)?(?:" + UNIT + r")?(?=\s|$|,)|\$[^$]+\$")
+_LEADING = re.compile(r"(?:\\?\$)?-?\d[\d,.]*(?:/\d+)?(?:" + UNIT + r")?(?=\s|$|,)(?!\s*or\b)|\$[^$]+\$")
 _CLAUSE = 100  # characters before an announcement that say whose it is
 _TAIL = 2000  # characters of a statement, and in which an unannounced answer is looked for
 _UNIT = re.compile(UNIT)
@@ -209,7 +211,7 @@ def _with_its_expression(text: str) -> list[str]:
         return [text]
     first = None if "=" in text else _LEADING.match(text)
     at_end = _FORMULA_AT_END.search(text) if not text.isascii() and not first else None
-    if at_end and re.search(r"\w", at_end[0]) and not _DENIED_BEFORE.search(text[: at_end.start()]):
+    if at_end and re.search(r"\w", at_end[0]) and not DENIED_BEFORE.search(text[: at_end.start()]):
         return [at_end[0].strip(" ,;:"), text]
     last = first[0] if first else last_expression(text)
     return [last, text] if last else [text]
@@ -217,7 +219,7 @@ def _with_its_expression(text: str) -> list[str]:
 
 def last_expression(text: str) -> str | None:
     """The last formula between dollars or LaTeX brackets, or the last number, whichever ends later; with its unit, and
-    with the list, the point or the interval that it ends. None where the text says that it is not this."""
+    with the list, the point or the interval that it ends; what the text says that it is not does not count."""
     text = text[-_TAIL:]
     formula = next(reversed(list(_MATH.finditer(text))), None)
     rest = text[formula.end() :] if formula else text
@@ -226,14 +228,17 @@ def last_expression(text: str) -> str | None:
     if group:
         return group[1]
     if not number:
-        denied = formula and _DENIED_BEFORE.search(text[: formula.start()])
+        denied = formula and DENIED_BEFORE.search(text[: formula.start()])
         return next((g for g in formula.groups() if g), None) if formula and not denied else None
     start = rest.rfind(number[0])
     if start < 0:
         return number[0]
-    if _TERM.search(rest[:start]) or _DENIED_BEFORE.search(rest[:start]):
-        return None  # the 2 of 3x + 2
+    denial = DENIED_BEFORE.search(rest[:start])
+    if denial:
+        return last_expression(rest[: denial.start()])
     unit = _UNIT.match(rest, start + len(number[0]))
+    if _TERM.search(rest[:start]) or (not unit and re.match(r"[A-Za-z^]", rest[start + len(number[0]) :])):
+        return None  # the 2 of 3x + 2, the 5 of 5xy
     others = _LIST_BEFORE.search(rest[max(start - _CLAUSE, 0) : start])
     return f"{others[0] if others else ''}{number[0]}{unit[0].rstrip() if unit else ''}"
 
