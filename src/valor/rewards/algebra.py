@@ -12,15 +12,16 @@ from typing import Any
 from latex2sympy2_extended.logic import And
 from math_verify import LatexExtractionConfig, parse, verify
 from math_verify.parser import extract_latex, parse_expr_cached, parse_latex_cached
-from sympy import Basic, Expr, Float, Integral, Limit, Product, Rational, Sum, UnevaluatedExpr, Union, floor, log
+from sympy import Basic, Expr, Float, Integral, Limit, Product, Rational, Sum, UnevaluatedExpr, Union
 from sympy.core.cache import clear_cache
 from sympy.core.function import AppliedUndef
 from sympy.core.parameters import global_parameters
 from sympy.core.relational import Relational
 
-from valor.rewards.quantities import FLOAT_DIGITS, read_quantities
+from valor.rewards.quantities import FLOAT_DIGITS, Quantity, read_quantities
 
 _DIGITS = 400  # at math-verify's 15, all numbers below 1e-15 are the same
+_MODEST = 10**9999  # larger rational numbers are not written out
 _LIBRARY_DIGITS = 15  # for integrals, sums and limits, which it may have to work out numerically
 _ANALYSIS = (Integral, Sum, Product, Limit)
 _CONFIG = LatexExtractionConfig(boxed_match_priority=0)
@@ -36,13 +37,15 @@ def same(truth: str, answer: str) -> bool:
     verdict = _same_constant(first, second) if first is not None and second is not None else None
     if verdict is not None:
         return verdict
-    numbers = read_quantities(truth)
+    numbers, decimals = read_quantities(truth), read_quantities(answer)
     places = numbers[0].rounding if len(numbers) == 1 else None
+    if first is not None and not numbers and len(decimals) == 1 and decimals[0].places is not None:
+        return _same_decimal(first, decimals[0])
     is_analysis = any(isinstance(part, Basic) and part.has(*_ANALYSIS) for part in [*gold, *pred])
     return verify(
         gold,
         pred,
-        float_rounding=_float_places(first) if places is None else places,
+        float_rounding=FLOAT_DIGITS if places is None else places,
         numeric_precision=_LIBRARY_DIGITS if is_analysis else _DIGITS,
         allow_set_relation_comp=True,
         timeout_seconds=None,
@@ -72,24 +75,26 @@ def _constant(parsed: Sequence[Any]) -> Expr | None:
     value = parsed[0] if parsed else None
     if not isinstance(value, Expr) or value.free_symbols or value.has(AppliedUndef, *_ANALYSIS):
         return None
-    return None if value.has(UnevaluatedExpr(Rational(1, 100))) else value.doit()  # a percentage may mean two numbers
+    return None if value.has(UnevaluatedExpr(Rational(1, 100))) else value  # a percentage may mean two numbers
 
 
 def _same_constant(first: Expr, second: Expr) -> bool | None:
-    """Whether two constants agree to 400 digits; None when one is a decimal or not computed so exactly."""
+    """Whether two constants are equal, rational ones exactly and others to 400 digits; None when one is a decimal or
+    was not computed so exactly."""
     if first.has(Float) or second.has(Float):
         return None
-    if first == second or (first.is_Rational and second.is_Rational):
-        return first == second
     near, other = first.evalf(_DIGITS), second.evalf(_DIGITS)
     exact = all(part._prec > 1 for value in (near, other) for part in value.atoms(Float))
     if not exact or not (near.is_finite and other.is_finite and near.is_number and other.is_number):
         return None
-    return bool(abs(near - other) <= abs(near) * Rational(10) ** (10 - _DIGITS))
+    if not abs(near - other) <= abs(near) * Rational(10) ** (10 - _DIGITS):
+        return False
+    is_exact = first.is_rational and second.is_rational and abs(near) < _MODEST
+    return bool(first.doit() == second.doit()) if is_exact else True
 
 
-def _float_places(value: Expr | None) -> int:
-    """The decimal places to which a number that was calculated with floats has to agree with a constant."""
-    size = abs(value.evalf(_LIBRARY_DIGITS)) if value is not None else None
-    is_sizable = size is not None and size.is_Float and size > 0 and size.is_finite
-    return FLOAT_DIGITS - int(floor(log(size, 10))) if is_sizable else FLOAT_DIGITS
+def _same_decimal(value: Expr, decimal: Quantity) -> bool:
+    """Whether a constant is the decimal, or was calculated with floats to give it."""
+    exact = value.evalf(_DIGITS)
+    digits = FLOAT_DIGITS if decimal.digits >= FLOAT_DIGITS else _DIGITS - 10
+    return bool(abs(exact - Rational(decimal.value)) <= abs(exact) * Rational(10) ** -digits)

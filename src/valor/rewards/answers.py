@@ -40,7 +40,8 @@ _REPORTED = re.compile(
     re.IGNORECASE,
 )
 _DENIAL = (
-    r"(?:\b(?:not|never|cannot)\b|n't\b|不是|并非|不等于|不为|不可能是|\u2260|\\neq?\b)(?: be)?(?: equal)?(?: to)?\s*"
+    r"(?:\b(?:not|never|cannot)\b|n't\b|并非|不(?:会|能|可能|应该?)?(?:是|为|等于)|\u2260|\\neq?\b)"
+    r"(?: be)?(?: equal)?(?: to)?\s*"
 )
 _DENIED = re.compile(rf"[\s*_]*{_DENIAL}(?:[-$\\(\d*]|[A-Z]\b)")
 DENIED_BEFORE = re.compile(rf"{_DENIAL}[$(\\*+-]*$")
@@ -59,7 +60,9 @@ _JOIN = r"\s*(?:,\s*(?:or|and)\b|,|\bor\b(?: maybe| perhaps)?|\band\b|或者?|�
 _LIST_BEFORE = re.compile(rf"(?:(?>[-+]?\$?(?<![\w.])\d+(?:[.,/]\d+)*)(?>{UNIT})?{_JOIN})+$")
 # Of a Chinese sentence: a formula at its end, and what comes behind the answer.
 _FORMULA_AT_END = re.compile(r"[^\u4e00-\u9fff]+(?:(?:或者?|和|与|且|以及)[^\u4e00-\u9fff]+){0,9}$")
-_AFTERTHOUGHT = re.compile(r"[,;(] ?(?:因为|由于|其中|此时|理由|验证|所以|即|也就是|而不是|不是|而非|而)")
+_AFTERTHOUGHT = re.compile(
+    r"[,;(] ?(?:因为|由于|其中|此时|理由|验证|所以|即|也就是|而不是|不是|而非|而|舍|不合)|\([^()]*(?:舍|不合)[^()]*\)"
+)
 _TERM = re.compile(r"(?<![A-Za-z])[a-z]\s*[-+*/^]\s*$")
 _REACH = 10_000  # characters at the end in which "the answer is" counts
 _LEADING = re.compile(r"(?:\\?\$)?-?\d[\d,.]*(?:/\d+)?(?:" + UNIT + r")?(?=\s|$|,)(?!\s*or\b)|\$[^$]+\$")
@@ -138,11 +141,8 @@ def _announcement(text: str) -> tuple[str | None, str]:
     for phrase in reversed(list(_ANNOUNCED.finditer(text))):
         statement, begin, end = _statement(text, phrase.end())
         refuted = _REFUTED.match(statement)
-        if (
-            refuted
-            or _DENIED.match(statement)
-            or _REPORTED.search(text[: phrase.start()].rpartition("\n")[2][-_CLAUSE:])
-        ):
+        before = text[: phrase.start()].rpartition("\n")[2][-_CLAUSE:]
+        if refuted or statement.endswith("吗") or _DENIED.match(statement) or _REPORTED.search(before):
             text = text[: phrase.start()] + text[begin + refuted.end() if refuted else end :]
         elif re.search(r"[^\s.,:;*_]", statement):
             return statement, text

@@ -24,6 +24,7 @@ _MAX_FORMULA, _MAX_NESTING = 400, 12
 # What Python would compute in one call that nothing can interrupt: powers of powers, long numbers, huge factorials.
 _HUGE = re.compile(
     r"\^\s*\{[^{}]*\^|\^\s*\([^()]*\^|\^\s*\w+\s*\^"  # a power in an exponent
+    r"|\^[^()]{0,20}\)\s*\}?\s*\^\s*\{?\s*-?\d{3}"  # a large power of a power
     r"|(?:\^|\*\*)\s*[{(]?\s*-?\d{5}|\*\*[^*]{0,20}\*\*|\d{40}|\d{4}\s*\)?!|!\s*\)?\s*!|binom\s*\{\s*(?:\d{5}|[^{}]*\^)"
 )
 
@@ -34,7 +35,6 @@ _CHARACTERS = str.maketrans(
         "½": r"\frac{1}{2}", "°": r"^\circ ", "±": r"\pm ", "∅": r"\emptyset ", "∪": r"\cup ",
         "∈": r"\in ", "θ": r"\theta ", "√": r"\sqrt ", "≈": r"\approx ",
         "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}",
-        
         "∩": r"\cap ", "△": r"\triangle ", "∠": r"\angle ", "℃": r"^\circ C", "㎡": "m^2", "㎝": "cm", "㎏": "kg",
         "\u00a0": " ", "\u2009": " ", "\u202f": " ", "′": "'",
     }
@@ -72,7 +72,10 @@ _RULES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"\\(?:boxed|fbox|mathbf|boldsymbol|overline|mathit|underline|emph)\s*\{([^{}]*)\}"), r"{\1}"),
     (re.compile(r"\\(?:mbox|textbf|textit|textrm|textup|textnormal)\s*(?=\{)"), r"\\text"),
     (
-        re.compile(r"\\(text|mathrm|mathsf|mathop|operatorname\*?|rm)\s*\{ *([A-Za-z]+) *\}|\{?\\rm ([A-Za-z]+)\b\}?"),
+        re.compile(
+            r"\\(text|mathrm|mathsf|mathop|operatorname\*?|rm)\s*\{ *([A-Za-z]+) *\}"
+            r"|\{?\\(?:rm|mathrm) +([A-Za-z]+)\b\}?"
+        ),
         _upright,
     ),
     (re.compile(r"\\(?:mathrm|mathsf|operatorname)\s*(?=\{)"), r"\\text"),
@@ -93,6 +96,7 @@ _RULES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"\\varnothing"), r"\\emptyset "),
     (re.compile(r"\^\s*\{?\s*(?:\\circ(?![a-z])|\\text\s*\{o\})\s*\}?"), r"^\\circ "),
     (re.compile(r"(?<![A-Za-z\\])(pi|theta|ln|log|sin|cos|tan)(?![a-z])"), r"\\\1 "),
+    (re.compile("(?<=[①-⑳]) ?, ?(?=[①-⑳])"), ""),
     (re.compile("^一半$"), r"\\frac{1}{2}"),
     (re.compile(r"(?<![\d.,/])(\d{1,3}) (\d{3})(?![\d.,/])"), r"\1\2"),  # 10 000
     (re.compile(r"\b([ap])\. ?m\b\.?", re.I), r"\1m"),
@@ -103,11 +107,12 @@ _NAME = re.compile(
     r"([A-Za-z](?:'|_\{?\w\}?|\([a-z0-9]\))?|\\[a-z]+(?: ?[A-Z])*|\|[A-Z]+\||[A-Z] ?\\c[au]p ?[A-Z])"
     r" ?(?:=|\\approx) ?(?!.*=)"
 )
+_ROOT = re.compile(r"(?<![A-Za-z\\])([a-z])(?:_\{?\d\}?)? ?= ?")
 _SET = re.compile(r"^\\?\{([^{}]*?)\\?\}$")
 _CHOSEN = re.compile(r"(?:option |choice )?[(\[]?([A-J])(?:[)\].:,](?!\w)|$| [-:] )", re.IGNORECASE | re.ASCII)
 _LABELLED = re.compile(r"\(?([A-J])\s*[:.)]\s*(\S.*)")
 _PLAIN_WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:and|mod|sin|cos|tan|log|exp)\b)[A-Za-z]{3,}|[\u4e00-\u9fff]")
-_PREDICATE = re.compile("^.*(?<!不)[是为](?:.{0,12}的)?(?=.)|^.*(?<!不)在(?=第)")
+_PREDICATE = re.compile("^.*(?<!不)[是为](?:.{0,12}的)?(?=.)|^.*(?<!不)在(?=第)|^.*与.{1,6}?(?=相|平行|垂直|异面)")
 _NOTHING = re.compile(
     r"\\emptyset|(?:\\text ?\{ ?)?(?:empty set|no(?: real)? solutions?|none|does not exist|dne"
     r"|(?:.{0,6}[为是])?空集|.{0,8}?(?:无|没有)(?:实数?)?[解根]|.{0,8}不存在)\}?",
@@ -244,7 +249,12 @@ def _same_number(truth: str, answer: str) -> bool | None:
     named, other = _NAME.match(truth), _NAME.match(answer)
     if bool(named) != bool(other) or (named and other and named[1] == other[1]):
         truth, answer = _NAME.sub("", truth, count=1), _NAME.sub("", answer, count=1)
+    letters = [{match[1] for match in _ROOT.finditer(text)} for text in (truth, answer)]
+    if len(letters[0] | letters[1]) == 1:
+        truth, answer = _ROOT.sub("", truth), _ROOT.sub("", answer)
     truths, answers = (read_quantities(_SET.sub(r"\1", text)) for text in (truth, answer))
+    if not answers and any(quantity.unit.dimensions for quantity in truths):
+        answers = read_quantities(re.sub(r"(?<=\d)([A-Za-z])$", r" \1", answer))  # 500g where grams are meant
     if not truths or not answers:
         return None
     for a in truths:

@@ -123,6 +123,20 @@ GROUPS = [
          ("a^n", "n^a"), (r"m^2 + n^2 + p^2", "m^2 + n^2 - p^2"), (r"\infty", r"-\infty"), ("x+y", "x-y")],
     ),
     Group(
+        "upright letters are the letters, names of functions the functions",
+        [(r"\mathrm{e}^2", "e^2"), (r"3+2\mathrm{i}", "3+2i"), (r"1-\frac{1}{\mathrm{e}}", r"1-\frac{1}{e}"), (r"{\rm e}^2", "e^2"), (r"\mathrm e^{2}", "e^2"),
+         (r"\ln 2", r"\mathrm{ln}\,2"), (r"\log_2 3", r"\operatorname{log}_2 3"), (r"\arctan 2", r"\operatorname{arctan} 2"), (r"\lg 2", r"\log_{10} 2"),
+         (r"\mathbb{R}", r"\mathbf{R}"), (r"\mathbb{R}", "R"), (r"\triangle\mathrm{ABC}", r"\triangle ABC"), (r"\int_0^1 x\,\mathrm{d}x", r"\int_0^1 x dx"), (r"5\,\mathrm{m}", "5")],
+        [(r"1-\frac{1}{\mathrm{e}}", r"1+\frac{1}{\mathrm{e}}"), (r"\mathrm{e}^2", "e^3"), (r"3+2\mathrm{i}", "3-2i"), (r"2\mathrm{e}", "2"), (r"\mathbf{Z}", r"\mathbb{R}")],
+    ),
+    Group(
+        "constants are the same when they are exactly, whatever their size",
+        [(r"\frac{1}{2^{99}}", "2^{-99}"), (r"1-3^{-2000}", r"\frac{3^{2000}-1}{3^{2000}}"), (r"\sqrt{2}+\sqrt{3}", r"\sqrt{5+2\sqrt{6}}"), (r"\frac{\sqrt2}{10^{12}}", "1.4142135623730951e-12")],
+        [(r"\frac{1}{52!}", r"\frac{1}{51!}"), (r"1-\frac{1}{2^{60}}", r"1-\frac{1}{2^{61}}"), (r"1-3^{-2000}", "1-3^{-2001}"), (r"\frac{99!}{100^{99}}", r"\frac{1}{100^{99}}"),
+         (r"\frac{2^{2005}+1}{3\cdot 2^{2006}}", r"\frac{1}{3\cdot 2^{2006}}"), ("10^{-20}", "10^{-21}"), (r"\sqrt{10^{20}+1}", "10^{10}"), (r"\sqrt2+10^{-17}", r"\sqrt2"),
+         (r"\frac{\sqrt2}{10^{12}}", "0.0"), (r"(\frac{1}{52!},1)", r"(\frac{1}{51!},1)"), (r"\frac{1}{2^{60}}<x<1", "2^{-61}<x<1"), ("x^2+1", "(3^{9999})^{9999}")],
+    ),
+    Group(
         "matrices and vectors entry by entry, definitions case by case",
         [(r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{bmatrix}1\\2\end{bmatrix}"), (r"\begin{pmatrix}1&2\\2&3\end{pmatrix}", r"\left[\begin{array}{cc}1&2\\2&3\end{array}\right]"),
          ],
