@@ -56,8 +56,10 @@ def _parsed(text: str) -> list[Any]:
     """What math-verify reads; inequalities with "or" between them are the union of their sets."""
     parts = re.split(r" (?:\\text ?\{ ?)?or(?: ?\})? ", text)
     if len(parts) > 1 and all(re.search(r"[<>]|\\[lg]eq?(?:slant)?\b|\\neq?\b", part) for part in parts):
-        relations = [next(iter(_parsed(part)), None) for part in parts]
-        if all(isinstance(relation, Relational | And) and len(relation.free_symbols) == 1 for relation in relations):
+        relations = [relation for part in parts for relation in _parsed(part)[:1]]
+        if len(relations) == len(parts) and all(
+            isinstance(relation, Relational | And) and len(relation.free_symbols) == 1 for relation in relations
+        ):
             return [Union(*(relation.as_set() for relation in relations))]
     return parse(f"\\boxed{{{text}}}", _CONFIGS, parsing_timeout=None)  # type: ignore[arg-type]
 

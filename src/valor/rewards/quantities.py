@@ -166,8 +166,7 @@ def read_unit(text: str) -> tuple[int, Unit] | None:
             scale *= _SCALE[name.lower()]
         elif name.lower() in _POWERS:
             power = _POWERS[name.lower()]
-        elif unit or (token["power"] and latest):
-            latest = unit or latest
+        elif latest := unit or (latest if token["power"] else None):
             times = sign * (power if unit else int(token["power"]) - 1)
             powers[latest[0]] += latest[1] * times
             size *= latest[2] ** times
