@@ -1,6 +1,6 @@
 """Rewards for how a response is written, as functions to be added to a grader's score: format and repetition.
 
-All take the text and return a number; `combine` makes a grader of a grader and some of them. Where a chat template opens
+All take the text and return a number; `combine` makes a grader of a grader and some of them. Where a template opens
 `<think>` in the prompt, a response begins inside the thoughts: their opening tag may be missing.
 """
 
