@@ -3,7 +3,7 @@
 import re
 from typing import NamedTuple
 
-from valor.rewards.numerals import last_number
+from valor.rewards.numerals import half_width, last_number
 
 
 class Answer(NamedTuple):
@@ -16,19 +16,45 @@ class Answer(NamedTuple):
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
 _BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s*([^\s{}$\\]+)")
 _BETWEEN_BOXES = re.compile(r"[\s$\\()\[\],;.]*(?:(?:and|or)[\s$\\()\[\]]*)?")
+# In half-width text. What ends with the mark, the verb or the line; Chinese has no spaces around it.
 _ANNOUNCED = re.compile(
     r"\b(?:answers?|correct (?:option|choice))\b"
     r"(?:[^\n.:=]{0,60}?\b(?:is|are|equals|(?:would|should|must|will) be)\b[*_\s]*[:=]?|[*_\s]*[:=]|\*\*\s*\n)"
-    r"|\u7b54\u6848[\u662f\u4e3a]?\s*[:\uff1a]?",  # "the answer is" in Chinese
+    r"|(?:答案|正确选项|正确的选项|正确结果|最终结果)[\]】*_”」\s]*"
+    r"(?:(?:应该?|应当|就|即|分别|也)*(?:是|为|选|等于)|[:=]|(?<=[\]】])|(?=\n|[-\d$\\(]))\s*[:=]?"
+    r"|(?:^|(?<=[\n.,;*]))\s*答\s*[:,]"
+    r"|(?<![不没可若如])(?:故|应该?|应当|因此|所以|我|本题)?选(?:择|项是|项为)?\s*[:,]?\s*(?=[(*$]{0,3}[A-Z](?![A-Za-z]))",
+    re.IGNORECASE | re.MULTILINE,
+)
+# What counts when nothing is announced: the first of these that is there.
+_CONCLUDED = [
+    re.compile(r"综上(?:所述|可知|可得|得)?\s*[:,]?"),
+    re.compile(r"(?:解得|可得|求得|因此|所以|从而|于是|∴|(?<![原缘无何])故)\s*[:,]?"),
+]
+# Before an announcement: it is somebody else's, or only thought of.
+_REPORTED = re.compile(
+    r"(?:\b(?:if|suppose|assum\w+|whether|says|said|claim(?:s|ed)|told|(?:people|they|some|others) (?:say|think))\b"
+    r"|(?<!\bI )(?<!\bwe )\b(?:think|believe|thought|thinks|believes)\b|n't (?:think|believe|say)|\bdoubt\b"
+    r"|(?<![我们])(?:说|认为|以为|声称|觉得)|误以为|不认为|不觉得|如果|假如|假设|倘若|若)[^.,;?!\n]{0,40}$",
     re.IGNORECASE,
 )
-_SENTENCE_END = re.compile(r"(?<!\bRs)[.?](?=[\s*\"')\]]|$)|\n|</")
+_DENIAL = r"(?:\b(?:not|never)\b|n't\b|不是|并非|不等于|不为|不可能是|\u2260|\\neq?\b)(?: equal)?(?: to)?\s*"
+_DENIED = re.compile(rf"[\s*_]*{_DENIAL}(?:[-$\\(\d*]|[A-Z]\b)")
+_DENIED_BEFORE = re.compile(rf"{_DENIAL}[$(\\*+-]*$")
+_REFUTED = re.compile(
+    r"\S{1,20}?[\s,;*]*(?:\b(?:but|and|yet)\b\s*)?(?:\b(?:that|this|it|which)\b\s*)?(?:\b(?:is|was)|'s)\s+"
+    r"(?:wrong|incorrect|false|not (?:right|correct|true))\b"
+    r"|\S{1,20}?[\s,;*]*(?:但|可|而)?是?(?:这|那|他|她|它|该|此)?\S{0,4}?(?:是错|错了|错误|不对|不正确)",
+    re.IGNORECASE,
+)
+_SENTENCE_END = re.compile(r"(?<!\bRs)[.?](?=[\s*\"')\]\u4e00-\u9fff]|$)|\n|</")
 _MATH = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$([^$\n]+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _PROSE = re.compile(r"(?<![\\A-Za-z])(?!(?:and|or|pi|sqrt|sin|cos|tan|log|ln|exp)\b)[A-Za-z]{2,}")
 _GROUP_AT_END = re.compile(r"(?<![\w)])([(\[][^()\[\]\n=<>:]{1,80},[^()\[\]\n=<>:]{1,80}[)\]])[\s.*]*$")
 _TERM = re.compile(r"(?<![A-Za-z])[a-z]\s*[-+*/^]\s*$")
 _REACH = 10_000  # characters at the end in which "the answer is" counts
 _LEADING = re.compile(r"(?:\\?\$)?-?\d[\d,.]*(?:/\d+)?(?:\s*\\?%)?(?=\s|$)|\$[^$]+\$")
+_CLAUSE = 100  # characters before an announcement that say whose it is
 _TAIL = 2000  # characters of a statement, and in which an unannounced answer is looked for
 _CALCULATOR = re.compile(r"<<[^<>\n]{0,200}>>")  # GSM8K's annotations
 _LINES_AFTER_MARKS = 2
@@ -87,20 +113,45 @@ def answer_part(text: str) -> tuple[str, bool]:
 
 
 def announced(text: str) -> str | None:
-    """What follows the last "the answer is", "Answer:" and the like, up to the end of the sentence; or an "A:" line."""
-    text = text[-_REACH:]
+    """What follows the last "the answer is", "Answer:", "答案是" and the like up to the end of the sentence, or an "A:"
+    line, half-width. One that is denied or refuted, supposed, or said by others is passed over.
+    """
+    return _announcement(half_width(text[-_REACH:]))[0]
+
+
+def _announcement(text: str) -> tuple[str | None, str]:
+    """The announced statement, and the text without the statements that are not the response's own."""
     last_line = text.rstrip().rpartition("\n")[2]
     if last_line.startswith("A:") and last_line[2:].strip():
-        return last_line[2:].strip()
+        return last_line[2:].strip(), text
     for phrase in reversed(list(_ANNOUNCED.finditer(text))):
-        rest = text[phrase.end() : phrase.end() + _TAIL].lstrip()
-        math = _MATH.match(rest)
-        start = math.end() if math else 0  # a formula may contain what looks like the end of a sentence
-        end = _SENTENCE_END.search(rest, start)
-        statement = rest[: end.start() if end else len(rest)].lstrip(" *_\t").removesuffix("**").rstrip(" _\t")
-        if re.search(r"[^\s.,:;*_]", statement):
-            return statement
-    return None
+        statement, begin, end = _statement(text, phrase.end())
+        refuted = _REFUTED.match(statement)
+        if (
+            refuted
+            or _DENIED.match(statement)
+            or _REPORTED.search(text[: phrase.start()].rpartition("\n")[2][-_CLAUSE:])
+        ):
+            text = text[: phrase.start()] + text[begin + refuted.end() if refuted else end :]
+        elif re.search(r"[^\s.,:;*_]", statement):
+            return statement, text
+    for pattern in _CONCLUDED:
+        for phrase in reversed(list(pattern.finditer(text))):
+            statement, _, _ = _statement(text, phrase.end())
+            if re.search(r"[A-Za-z0-9$]", statement):
+                return statement, text
+    return None, text
+
+
+def _statement(text: str, start: int) -> tuple[str, int, int]:
+    """The sentence from `start` on without bold marks, where it begins and ends; a formula may hold a full stop."""
+    rest = text[start : start + _TAIL]
+    begin = len(rest) - len(rest.lstrip())
+    math = _MATH.match(rest, begin)
+    end = _SENTENCE_END.search(rest, math.end() if math else begin)
+    stop = end.start() if end else len(rest)
+    statement = rest[begin:stop].lstrip(" *_\t")
+    return statement.removesuffix("**").rstrip(" _\t"), start + stop - len(statement), start + stop
 
 
 def after_marks(text: str) -> str | None:
@@ -111,24 +162,30 @@ def after_marks(text: str) -> str | None:
 
 
 def final_answers(text: str) -> list[Answer]:
-    """What may be meant as the final answer, the likeliest first; empty when there is none.
+    """What may be meant as the final answer, the likeliest first; empty when there is none. Half-width.
 
     Announced ones, from the first of these that is there: `<answer>`, a box, `####` near the end, "the answer is".
-    Otherwise the last formula or number, and the whole response if it is one line; but one that ends in a loop has no
-    answer.
+    Otherwise the last formula or number, and the whole response if it is one line; but one that ends in a loop or
+    with a question has no answer.
     """
-    text = _CALCULATOR.sub("", after_thinking(text)).strip()
+    text = half_width(_CALCULATOR.sub("", after_thinking(text))).strip()
     inside = tagged(text)
     scope = text if inside is None else inside
     box = boxed(scope)
     if box:
         return [Answer(box, True)]
-    statement = after_marks(scope) or announced(scope) or inside
+    statement, rest = after_marks(scope), text
+    if not statement:
+        statement, rest = _announcement(scope[-_REACH:])
+    statement = statement or inside
     if statement:
         return [Answer(t, True) for t in _with_its_expression(statement)]
-    if "\n" not in text and 0 < len(text) <= _LINE:
+    rest = rest.strip()
+    if rest.endswith("?"):
+        return []
+    if rest == text and "\n" not in text and 0 < len(text) <= _LINE:
         return [Answer(t, False) for t in _with_its_expression(text)]
-    last = None if ends_in_a_loop(text) else last_expression(text)
+    last = None if ends_in_a_loop(rest) else last_expression(rest)
     return [Answer(last, False)] if last else []
 
 

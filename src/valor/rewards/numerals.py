@@ -3,12 +3,19 @@
 import re
 from fractions import Fraction
 
+# Full-width marks, digits and letters; the tilde is a range in Chinese and a space in LaTeX.
+_HALF_WIDTH = {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5E)} | str.maketrans(
+    {"\u3000": " ", "\u3002": ". ", "\u3001": ", ", "\uff61": ". "}
+)
+
 # Sign and currency in either order, then 1,234.5 or 1234.5 or .5, an exponent, or a simple fraction 3/4.
 # A minus is a sign unless it follows a digit, letter or closing bracket (10-3); digits inside a word (x2, H2O) are
 # no numbers.
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 NUMBER = (
-    r"(?P<sign>(?<![\w)\]}])[-\u2212+])?(?:[$€£](?P<inner>[-\u2212])?)?(?<![A-Za-z0-9_])(?P<digits>" + _DIGITS + r")"
+    r"(?P<sign>(?<![A-Za-z0-9_)\]}])[-\u2212+])?(?:[$€£](?P<inner>[-\u2212])?)?(?<![A-Za-z0-9_])(?P<digits>"
+    + _DIGITS
+    + r")"
     r"(?P<exponent>[eE][-+]?[0-9]{1,3}(?![0-9]))?(?:/(?P<denominator>[0-9]+)(?![0-9.]))?"
 )
 _NUMBER = re.compile(NUMBER)
@@ -29,14 +36,19 @@ _TAIL = 100
 _MAX_DIGITS = 100
 
 
+def half_width(text: str) -> str:
+    """The text with ASCII marks, digits and letters for full-width ones, as Chinese is written with."""
+    return text if text.isascii() else text.translate(_HALF_WIDTH)
+
+
 def with_digits(text: str) -> str:
     """The text with number words up to ninety-nine as digits."""
     return _NUMBER_WORDS.sub(lambda m: str(sum(_WORDS[word.lower()] for word in m.groups() if word)), text)
 
 
 def plain(text: str) -> str:
-    """The text without LaTeX spellings around numbers: `\\$36`, `10{,}000`, `10\\,000`, `10\\!000`."""
-    return text.replace("\\$", "$").replace("{,}", ",").replace("\\,", "").replace("\\!", "")
+    """The text without LaTeX spellings around numbers: `\\$36`, `10{,}000`, `10\\,000`; half-width."""
+    return half_width(text).replace("\\$", "$").replace("{,}", ",").replace("\\,", "").replace("\\!", "")
 
 
 def number_value(match: re.Match[str]) -> Fraction | None:
