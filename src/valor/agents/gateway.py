@@ -183,6 +183,8 @@ class Session:
         """The message of a turn: with its calls where the request offers tools."""
         parsed = self._parse(text, tools) if tools else None
         calls = [call for call in parsed.calls if isinstance(call, ToolCall)] if parsed else []
+        if parsed and parsed.calls and self.play:
+            self.play.say(parsed.content)
         if parsed is None or not calls:
             return {"role": "assistant", "content": text}
         number = len(self.play.turns) if self.play else 0

@@ -3,7 +3,7 @@
 import fnmatch
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from valor.arguments import command
@@ -62,14 +62,24 @@ def require_graders(data_sources: Iterable[str]) -> None:
 
 
 def compute_score(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    turns: Sequence[str] | None = None,
+    transcript: str | None = None,
 ) -> float | dict[str, Any]:
     """Score of one response: a number, or a dict with `score` and named components.
 
+    Of an episode the last of the policy's `turns` is graded; the `transcript` where the grader says that it reads it.
     Raises UserError when the source has no grader, and whatever the grader raises.
     """
     require_graders([data_source])
     grader: Any = find_grader(data_source)
+    if turns:
+        solution_str = turns[-1]
+    if transcript is not None and getattr(grader, "reads_transcript", False):
+        solution_str = transcript
     return grader(data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info)
 
 

@@ -39,6 +39,9 @@ def grade(
     }
 
 
+grade.reads_transcript = True  # type: ignore[attr-defined]  # what documents hold is a component
+
+
 def split_documents(text: str) -> tuple[str, list[str]]:
     """The text without what the policy was told, and each part of it that stands between `<information>` tags.
 
