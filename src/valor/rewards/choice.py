@@ -85,7 +85,8 @@ _FILLER_WORDS = _any(
     "guess say said correct right best one letter leaving leaves left so therefore thus hence then to has definitely "
     "probably likely most maybe perhaps clearly certainly surely only remains remaining question in conclusion wait no "
     "nope actually correction rather instead but however sorry and or either yes vote statement conclude confident "
-    "sure am are of get got have which possible lean[a-z]* towards? easy opinion second reflection meant both as given above"
+    "sure am are of get got have which possible lean[a-z]* towards? easy opinion second reflection meant both as "
+    "given above"
 )
 _FILLER = re.compile(
     rf"(?:\W|_|\b{_FILLER_WORDS}\b|"

@@ -27,11 +27,16 @@ class CustomFunction:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     whole_batch: bool = False
 
-    def arguments(self, function: Callable[..., Any]) -> tuple[str, ...]:
-        """The names under which it gets a Sample's fields, in their order; "" for those that it does not ask for."""
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The names under which it gets a Sample's first fields, in their order."""
+        return tuple(name + "s" * self.whole_batch for name in _ARGUMENTS)
+
+    def names(self, function: Callable[..., Any]) -> tuple[str, ...]:
+        """Those of all fields; "" for what the function does not ask for."""
         plural = "s" * self.whole_batch
-        wants = f"{_TRANSCRIPT}{plural}" not in self.kwargs and reads_transcript(function, plural)
-        return (*(name + plural for name in _ARGUMENTS), "", f"{_TRANSCRIPT}{plural}" * wants)
+        asks = reads_transcript(function, plural) and f"{_TRANSCRIPT}{plural}" not in self.kwargs
+        return (*self.arguments, "", f"{_TRANSCRIPT}{plural}" if asks else "")
 
     def load(self) -> Callable[..., Any]:
         """The function, known to take compute_score's arguments. Sync or async.
@@ -42,7 +47,7 @@ class CustomFunction:
             function = unpickled(self.path)
         else:
             function = load_object(f"{self.path.removeprefix(_MODULE)}:{self.name}", "reward.custom_reward_function")
-        names = [name for name in self.arguments(function) if name]
+        names = [name for name in self.names(function) if name]
         given = dict.fromkeys(names) | dict(self.kwargs)
         try:
             inspect.signature(function).bind(**given)

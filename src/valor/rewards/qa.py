@@ -40,9 +40,9 @@ _STATEMENT = re.compile(
 )
 _PASSIVE = re.compile(r"(?:[a-z-]+ ){0,4}?(?:in|by|on|at|to be|to|as|from|called|named) (.+)")
 _NAMELESS = re.compile(
-    r"\W*(?:(?:[Tt]he|[Aa]n?|[IiTt]t|[Tt]h(?:is|at|ey|ere)|[Ss]?[Hh]e|[Ww]ho|[Ww]hich)\b|[a-z]|$)|.*的|[答它他她这那]"
+    r"\W*(?:(?:[Tt]he|[Aa]n?|[IiTt]t|[Tt]h(?:is|at|ey|ere)|[Ss]?[Hh]e|[Ww]ho|[Ww]hich)\b|[a-z]|$)|.*[的最]|[答它他她这那]"
 )
-_DESCRIBED = re.compile(r"(?:the|an?|one of|considered)\b|.*的")
+_DESCRIBED = re.compile(r"(?:the|an?|one of|considered)\b|.*[的最]|世界|首")
 _END = re.compile(r"(?<!\b[A-Z])(?<!\b(?:Dr|St|Mr|Jr|Ms))[.!?](?=[\s\"'\u201d)]|$)|[;\n]")
 _BEFORE_NAME = re.compile(
     r"(?:The |An? )?(?:(?!(?:of|not|never|nor) )[a-z-]+ )+(?=\W?[A-Z])|(?:about|around|approximately|exactly) "

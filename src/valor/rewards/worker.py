@@ -122,7 +122,7 @@ class Grading:
             self._names = Sample._fields
             if setup.custom:
                 self._grader = setup.custom.load()
-                self._names = setup.custom.arguments(self._grader)
+                self._names = setup.custom.names(self._grader)
         except BaseException as error:  # raising here would end the process, and the next one, for ever
             self._broken = describe_error(error)
 
