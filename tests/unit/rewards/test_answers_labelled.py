@@ -4,6 +4,7 @@ A line of `answers/*.jsonl`: `source` ("judge": a judge's reply), `truth` (of a 
 `score` (of a judge None for no verdict), `language`, `kind`; perhaps `choices`, other `extra`, and `doc` for the page.
 """
 
+import functools
 import json
 from collections import Counter
 from pathlib import Path
@@ -26,15 +27,17 @@ def read(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
+@functools.cache
+def judge(low: float, high: float) -> Judge:
+    return Judge(JudgeConfig(url="http://127.0.0.1:9/v1", model="m", score_range=(low, high)), 0.0)
+
+
 def graded(row: dict[str, Any]) -> float | None:
     if row["source"] == "judge":
-        judge = Judge(JudgeConfig(url="http://127.0.0.1:9/v1", model="m", score_range=tuple(row["truth"])), 0.0)
         try:
-            return judge.read(row["response"])
+            return judge(*row["truth"]).read(row["response"])
         except RuntimeError:
             return None
-        finally:
-            judge.close()
     extra = {**row.get("extra", {}), **({"choices": row["choices"]} if "choices" in row else {})}
     return compute_score(row["source"], row["response"], row["truth"], extra)["score"]  # type: ignore[index]
 
@@ -57,7 +60,7 @@ def test_the_labels_cover_two_languages_and_hostile_answers() -> None:
     assert 3 * sum(not row["score"] for row in rows) >= len(rows)
     assert {row["kind"] for row in rows} >= HOSTILE
     assert all(not row["score"] for row in rows if row["kind"] in HOSTILE - {"quotation"})
-    texts = Counter((row["source"], row["response"], str(row["truth"]), str(row.get("extra"))) for row in rows)
+    texts = Counter(json.dumps({**row, "doc": None}) for row in rows)
     assert max(texts.values()) == 1
 
 
