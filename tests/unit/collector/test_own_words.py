@@ -39,6 +39,7 @@ def say(text: str) -> str:
     \"\"\"
     return text
 """
+ROLES: Any = {}
 ENTRY = {"answer": "3", "question": "", "metadata": {"source_dataset": "letter_counting"}}
 RIGHT: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "math": ("42", r"\boxed{42}", {}),
@@ -84,7 +85,8 @@ class Graders:
     one_by_one = grades_everything = True
 
     def __init__(self, custom: CustomFunction | None = None) -> None:
-        self.worker, self.graded = Worker(WorkerSetup(custom, 0.0, 8.0, None)), []
+        self.worker: Any = Worker(WorkerSetup(custom, 0.0, 8.0, None))
+        self.graded: list[Sample] = []
 
     def submit(self, sample: Sample) -> Future[RewardResult]:
         self.graded.append(sample)
@@ -115,7 +117,7 @@ def graded(episode: Episode, source: str, truth: Any, extra: dict[str, Any], cus
     for early in (True, False):
         graders = Graders(custom)
         inputs: Any = SimpleNamespace(rewards=graders, has_grader=lambda source: True, decode=decode, judge=None)
-        grading = Grading(PPOConfig(), inputs, {})
+        grading = Grading(PPOConfig(), inputs, ROLES)
         if early:
             sink = grading.sink(batch)
             assert sink is not None
@@ -191,7 +193,7 @@ def test_steps_of_the_own_words_lie_on_their_tokens(loop: ToolLoop, tmp_path: Pa
     inputs: Any = SimpleNamespace(
         rewards=Graders(CustomFunction(str(path), "steps")), has_grader=lambda source: True, decode=decode, judge=None
     )
-    (result,) = Grading(PPOConfig(), inputs, {}).training(batch)
+    (result,) = Grading(PPOConfig(), inputs, ROLES).training(batch)
     assert result.error is None and result.score == 0.75
     (row,) = batch["step_rewards"].tolist()
     texts = [decode([batch["responses"][0, : i + 1].tolist()])[0] for i in range(len(row))]
@@ -200,7 +202,7 @@ def test_steps_of_the_own_words_lie_on_their_tokens(loop: ToolLoop, tmp_path: Pa
     assert result.score == 0.75
     inputs.rewards = Graders(CustomFunction(str(path), "outside"))
     config = PPOConfig.model_validate({"reward": {"max_error_ratio": 1.0}})
-    (result,) = Grading(config, inputs, {}).training(batch_of(episode, "mine", None, {}))
+    (result,) = Grading(config, inputs, ROLES).training(batch_of(episode, "mine", None, {}))
     assert result.error == "step_rewards: there are no characters 0 to 99 in the policy's own words"
 
 
