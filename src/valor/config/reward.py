@@ -40,7 +40,7 @@ class JudgeConfig(Section):
     model: str | None = None
     """The model's name on that server."""
     prompt_template: str | None = None
-    """What is asked, with {prompt}, {response}, {transcript}, {ground_truth} in it; null asks for a score in the range."""
+    """What is asked, with {prompt}, {response}, {transcript}, {ground_truth} in it; null: for a score in the range."""
     score_regex: str | None = None
     """Its first group in the last match in the reply is the score; null reads the last line such as Score: 7."""
     score_range: tuple[float, float] = (0.0, 10.0)
