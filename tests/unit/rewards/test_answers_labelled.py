@@ -20,7 +20,7 @@ from valor.user_files import load_file
 ROOT = Path(__file__).parents[3]
 FILES = sorted((Path(__file__).parent / "answers").glob("*.jsonl"))
 PAGE = load_file(str(ROOT / "benchmarks" / "grader_docs.py"), "path")
-HOSTILE = {"list", "denial", "quotation", "empty"}
+HOSTILE = {"listing", "denial", "quotation", "empty"}
 
 
 def read(file: Path) -> list[dict[str, Any]]:
