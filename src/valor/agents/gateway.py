@@ -208,6 +208,8 @@ class Session:
         """The message of a turn: with its calls where the request offers tools."""
         parsed = self._parse(text, tools) if tools else None
         calls = [call for call in parsed.calls if isinstance(call, ToolCall)] if parsed else []
+        if parsed and parsed.calls and self.play:
+            self.play.say(parsed.content)
         if parsed is None or not calls:
             return {"role": "assistant", "content": text}
         number = len(self.play.turns) if self.play else 0
@@ -336,7 +338,7 @@ def _copied(value: Any) -> Any:
     if not isinstance(value, Play | Conversation):
         return value
     made = copy(value)
-    vars(made).update({name: [*part] for name, part in vars(value).items() if isinstance(part, list)})
+    vars(made).update({name: copy(part) for name, part in vars(value).items() if isinstance(part, list | dict)})
     return made
 
 

@@ -53,7 +53,10 @@ class SearchLoop(AgentLoop):
             output = await play.turn(most=self._turn_length, stop=self._stop)
             if output.finish_reason == "abort":
                 return play.end("abort", info=info)
-            action = _ACTION.search(self.chat.decode(output.token_ids))
+            text = self.chat.decode(output.token_ids)
+            action = _ACTION.search(text)
+            if action is not None and action[1] == "search":
+                play.say(text[: action.start()] + text[action.end() :])
             if action is not None and action[1] == "answer":
                 return play.end("stop", info=info)
             if len(play.turns) > self._max_turns:

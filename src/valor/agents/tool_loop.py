@@ -44,9 +44,11 @@ class ToolLoop(AgentLoop):
         while True:
             output = await play.turn()
             text = talk.answer(output)
+            asked, content = self._parse(text, toolbox.schemas)
+            if asked:
+                play.say(content)
             if output.finish_reason != "stop":
                 return output.finish_reason
-            asked = self._parse(text, toolbox.schemas).calls
             if not asked:
                 return "stop"
             if len(play.turns) >= self._most_turns:

@@ -115,7 +115,8 @@ class RolloutWorker:
         def told(episode: Episode) -> None:
             assert sink is not None
             texts[episode.key] = text = self._decoded([episode.response_ids])[0]
-            sink(replace(episode, turns=(), prompt_ids=None, info={}, text=text))
+            said = episode.turn_texts_by(self._decoded)
+            sink(replace(episode, turns=(), prompt_ids=None, info={}, text=text, turn_texts=said))
 
         with self._generating():
             if self._agents is not None and follows:  # and that one plays
