@@ -6,10 +6,10 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,52 +24,37 @@ Settings = dict[str, Any]
 def pairwise(values: Mapping[str, Sequence[Any]], refused: Sequence[Mapping[str, Sequence[Any]]]) -> list[Settings]:
     """Settings of every key, none with all of a `refused` combination, in which each pair of values of two keys occurs.
 
-    Greedy: each row begins with the first pair that has not been met and takes, key by key in random order, the value
-    that brings most pairs. A pair that leads to no row twenty times cannot be had.
+    Greedy: each row begins with the first pair that has not been met and takes, key by key in random order (those of
+    refused combinations first), the value that brings most pairs. A pair that leads to no row in twenty tries cannot be
+    had.
     """
-    draw, keys = random.Random(0), list(values)
-    number = {key: k for k, key in enumerate(keys)}
-    combinations_of = [[one for one in refused if key in one] for key in keys]
+    draw = random.Random(0)
+    every = [(key, value) for key, some in values.items() for value in some]  # a value's place here is its number
+    of = {key: [n for n, one in enumerate(every) if one[0] == key] for key in values}
+    bound = {key: [one for one in refused if key in one] for key in values}
+    todo = np.array([[a[0] != b[0] for b in every] for a in every])
 
-    def fits(row: dict[int, int], key: int, i: int) -> bool:
-        chosen = {keys[k]: values[keys[k]][j] for k, j in (*row.items(), (key, i))}
-        return not any(
-            all(name in chosen and chosen[name] in some for name, some in one.items()) for one in combinations_of[key]
-        )
+    def fits(row: list[int], n: int) -> bool:
+        chosen = dict(every[m] for m in (*row, n))
+        return not any(all(chosen.get(key) in some for key, some in one.items()) for one in bound[every[n][0]])
 
-    def fill(row: dict[int, int]) -> bool:
-        bound = {number[key] for one in refused for key in one}
-        order = sorted(draw.sample(range(len(keys)), len(keys)), key=lambda k: k not in bound)
-        for key in order:
-            if key not in row:
-                options = [i for i in range(len(values[keys[key]])) if key not in bound or fits(row, key, i)]
+    def filled(row: list[int]) -> list[int]:
+        chosen = {every[n][0] for n in row}
+        for key in sorted(draw.sample([*of], len(of)), key=lambda key: not bound[key]):
+            if key not in chosen:
+                options = [n for n in draw.sample(of[key], len(of[key])) if fits(row, n)]
                 if not options:
-                    return False
-                draw.shuffle(options)
-                row[key] = max(options, key=lambda i: sum(_pair((key, i), one) in todo for one in row.items()))
-        return True
+                    return []
+                row.append(max(options, key=lambda n: todo[n, row].sum()))
+        return row
 
-    todo = {
-        ((a, i), (b, j))
-        for a, b in combinations(range(len(keys)), 2)
-        for i in range(len(values[keys[a]]))
-        for j in range(len(values[keys[b]]))
-    }
     rows: list[Settings] = []
-    while todo:
-        first = min(todo)
-        (a, i), (b, j) = first
-        row = {a: i, b: j}
-        if not fits({a: i}, b, j) or not any(fill(row := {a: i, b: j}) for _ in range(20)):
-            todo.remove(first)
-            continue
-        rows.append({keys[key]: values[keys[key]][i] for key, i in sorted(row.items())})
-        todo -= {_pair(*both) for both in combinations(row.items(), 2)}
+    while todo.any():
+        a, b = (int(n) for n in np.argwhere(todo)[0])
+        row = next((row for _ in range(20 * fits([a], b)) if (row := filled([a, b]))), [])
+        rows += [{every[n][0]: every[n][1] for n in sorted(row)}] if row else []
+        todo[np.ix_(row, row)] = todo[a, b] = todo[b, a] = False
     return rows
-
-
-def _pair(a: tuple[int, int], b: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
-    return (a, b) if a < b else (b, a)
 
 
 @dataclass
@@ -96,7 +81,7 @@ class Pass:
     role: str
     step: int
     limits: dict[str, Any]
-    lengths: list[int]
+    rows: Batch
     micro_batches: list[list[int]]
 
 
@@ -154,12 +139,10 @@ def watched() -> Iterator[Seen]:
         return found
 
     def forward(original: Any, engine: FSDPEngine, rows: Batch, **limits: Any) -> Any:
-        role = "ref" if engine.optimizer is None else "actor" if "with_entropy" in limits else "critic"
-        lengths = (rows["prompt_lengths"] + rows["response_lengths"]).tolist()
-        seen.passes.append(Pass(role, step[0], limits, lengths, []))
-        micro.append(seen.passes[-1].micro_batches)
+        micro.append([])
         found = original(engine, rows, **limits)
-        micro.pop()
+        role = "critic" if "values" in found else "actor" if "with_entropy" in limits else "ref"
+        seen.passes.append(Pass(role, step[0], limits, rows, micro.pop()))
         return found
 
     def outputs(original: Any, engine: FSDPEngine, rows: Batch, indices: list[int], options: Any) -> Any:

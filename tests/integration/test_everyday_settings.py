@@ -8,6 +8,7 @@ against transformers, which computes losses, gradients and samples anew.
 
 import json
 import math
+import re
 import shutil
 import sys
 import types
@@ -20,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from everyday import Oracle, Seen, Settings, Update, pairwise, watched
+from everyday import Oracle, Pass, Seen, Settings, Update, pairwise, watched
 from runs import read_metrics
 
 from valor.lab import arithmetic
@@ -96,8 +97,9 @@ class Run:
     def prompts(self, key: str) -> list[list[int]]:
         """Token ids of the prompts of data.train_files or data.val_files, in file order, cut or left out."""
         limit, side, found = self["data.max_prompt_length"], self["data.truncation"], []
-        for name, texts in (("{a}", FIRST), ("{b}", SECOND), ("{val}", HELD_OUT)):
-            for text in texts if name in self[key] else ():
+        files = {"a": FIRST, "b": SECOND, "val": HELD_OUT}
+        for name in re.findall(r"{(\w+)}", self[key]):
+            for text in files[name]:
                 asked = f"7{text}" if self["data.prompt_key"] == "question" else text
                 messages = [{"role": "user", "content": asked}]
                 ids = self.tiny_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
@@ -372,19 +374,19 @@ PROMISES[f"{REWARD}.log"] = says_so(f"{REWARD}.log")
 
 
 def assert_sampled(run: Run, batch: Any, temperature: float, top_p: float, top_k: int) -> None:
-    """Every token is one of those that may be drawn, and its log-prob that of the distribution it was drawn from."""
+    """Every token is one of those that may be drawn, and its log-prob that of the whole distribution."""
     with torch.no_grad():
         for i in range(len(batch)):
             logits = run.oracle.load(None).logits(batch, i) / temperature
-            if top_k > 0:
-                logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
-            probs, order = logits.softmax(-1).sort(descending=True)
-            outside = torch.zeros_like(logits, dtype=torch.bool).scatter(1, order, probs.cumsum(-1) - probs >= top_p)
-            log_probs = logits.masked_fill(outside, -torch.inf).log_softmax(-1)
             tokens = batch["responses"][i, : len(logits), None]
-            found = log_probs.gather(1, tokens)[:, 0]
-            assert found.isfinite().all(), "a token that top_k or top_p leaves out"
-            assert torch.allclose(found, batch["rollout_log_probs"][i, : len(found)], atol=1e-4)
+            log_probs = logits.log_softmax(-1).gather(1, tokens)[:, 0]
+            assert torch.allclose(log_probs, batch["rollout_log_probs"][i, : len(logits)], atol=1e-4)
+            if top_k > 0:
+                logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:] - 1e-5, -torch.inf)
+            probs, order = logits.softmax(-1).sort(descending=True)
+            before = torch.zeros_like(probs).scatter(1, order, probs.cumsum(-1) - probs)
+            assert logits.gather(1, tokens).isfinite().all(), "a token that top_k leaves out"
+            assert (before.gather(1, tokens) < top_p + 1e-5).all(), "a token that top_p leaves out"
 
 
 @promise(f"{ROLLOUT}.temperature", f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k")
@@ -454,7 +456,7 @@ def _(run: Run, value: Any) -> None:
         "algorithm.gamma": name not in ("gae", "reinforce_plus_plus"),
         "algorithm.lam": name != "gae",
     }
-    assert all(run.notes(key) == unused for key, unused in unread.items())
+    assert {key: run.notes(key) for key in unread} == unread
 
 
 @promise("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef")
@@ -501,11 +503,20 @@ def _(run: Run, value: int) -> None:
             assert [len(update.rows) for update in run.seen.of(role, step)] == expected
 
 
-def assert_micro_batches(lengths: list[int], micro: list[list[int]], most_rows: int | None, most_tokens: int) -> None:
-    assert sorted(i for rows in micro for i in rows) == list(range(len(lengths))), "a row is left out, or read twice"
-    for rows in micro:
-        assert most_rows is None or len(rows) <= most_rows
-        assert len(rows) == 1 or sum(lengths[i] for i in rows) <= most_tokens
+def assert_micro_batches(one: Update | Pass, most_rows: int | None, most_tokens: int, *, packed: bool) -> None:
+    """No row is left out or read twice, and none but a single one is beyond the limits. Packed rows share what they
+    begin with; others are padded to the longest."""
+    rows, micro = one.rows, one.micro_batches
+    assert sorted(i for part in micro for i in part) == list(range(len(rows)))
+    texts = [
+        rows["prompts"][i, : int(rows["prompt_lengths"][i])].tolist()
+        + rows["responses"][i, : int(rows["response_lengths"][i])].tolist()
+        for i in range(len(rows))
+    ]
+    for part in micro:
+        assert most_rows is None or len(part) <= most_rows
+        read = len({(*texts[i][:end],) for i in part for end in range(1, len(texts[i]) + 1)})
+        assert len(part) == 1 or (read if packed else len(part) * max(len(texts[i]) for i in part)) <= most_tokens
 
 
 @promise(
@@ -520,9 +531,9 @@ def _(run: Run, value: Any) -> None:
         section = {"actor": ACTOR, "critic": CRITIC}[update.role]
         rows = None if dynamic else run[f"{section}.ppo_micro_batch_size_per_gpu"]
         tokens = run[f"{ACTOR}.ppo_max_token_len_per_gpu"] if update.role == "actor" else 32768
-        lengths = (update.rows["prompt_lengths"] + update.rows["response_lengths"]).tolist()
-        assert_micro_batches(lengths, update.micro_batches, rows, tokens)
-        if dynamic and tokens > sum(lengths):
+        packed = run[f"{MODEL if update.role == 'actor' else 'critic.model'}.use_remove_padding"]
+        assert_micro_batches(update, rows, tokens, packed=packed)
+        if dynamic and tokens >= 16384:
             assert len(update.micro_batches) == 1
 
 
@@ -541,7 +552,7 @@ def _(run: Run, value: Any) -> None:
             rows = run[f"{section}.log_prob_micro_batch_size_per_gpu"]
             rows = None if run[f"{section}.log_prob_use_dynamic_bsz"] else rows
             most = run[f"{section}.log_prob_max_token_len_per_gpu"]
-            assert_micro_batches(one.lengths, one.micro_batches, rows, most)
+            assert_micro_batches(one, rows, most, packed=run[f"{MODEL}.use_remove_padding"])
     name = f"{REF}.log_prob_micro_batch_size_per_gpu"
     assert run.notes(name) == (not run.needs_reference)
 
@@ -616,6 +627,10 @@ def policy_losses(run: Run, new: torch.Tensor, old: torch.Tensor, advantages: to
         return -advantages * new
     if run.loss == "gspo":
         log_ratio = log_ratio.mean().detach() + new - new.detach()
+    if run.loss == "geo_mean":
+        side = advantages.sign()
+        bounded = torch.minimum(side * log_ratio, side * log_ratio.clamp(low - 1, high - 1)) * side
+        return (-advantages.mean() * bounded.mean().exp()).expand_as(new)
     ratio = log_ratio.exp()
     losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(low, high))
     if run.loss == "vanilla":
@@ -682,7 +697,7 @@ def _(run: Run, value: Any) -> None:
     assert run.notes(f"{REF}.fsdp_config.param_offload") == (not run.needs_reference or bool(run[f"{MODEL}.lora_rank"]))
     if run[f"{MODEL}.lora_rank"]:
         return
-    rough = {"rel": 1e-3, "abs": 1e-5} if run.exact else {"rel": 0.15, "abs": 0.03}
+    rough = {"rel": 1e-3, "abs": 1e-5} if run.exact else {"rel": 0.3, "abs": 0.03}
     for update in (run.seen.of("actor")[0], run.seen.of("actor")[-1]):
         for name, number in expected_update(run, update).items():
             assert update.metrics[name] == pytest.approx(number, **rough), (name, update.step)
