@@ -26,6 +26,7 @@ from runs import read_metrics
 
 from valor.lab import arithmetic
 from valor.tracking import loggers
+from valor.trainer.checkpoints import CheckpointStore
 from valor.trainer.main_ppo import main
 
 pytestmark = pytest.mark.slow
@@ -653,7 +654,9 @@ def expected_update(run: Run, update: Update) -> dict[str, float]:
         if run[f"{ACTOR}.use_kl_loss"]:
             gap = new - rows["ref_log_probs"][i, :n]
             kind = run[f"{ACTOR}.kl_loss_type"]
-            kls.append({"kl": gap, "mse": gap.square() / 2, "low_var_kl": ((-gap).exp() - 1 + gap).clamp(-10, 10)}[kind])
+            kls.append(
+                {"kl": gap, "mse": gap.square() / 2, "low_var_kl": ((-gap).exp() - 1 + gap).clamp(-10, 10)}[kind]
+            )
         clipped += n
     found = {"pg_loss": aggregated(run, pg)}
     loss = found["pg_loss"]
@@ -851,3 +854,33 @@ def test_a_run_keeps_what_its_settings_promise(number, inputs, oracle, service, 
             settings = ", ".join(f"{key}={run[key]}" for key in keys)
             broken.append(f"{settings}: {str(error)[:600]}")
     assert not broken, "\n".join(broken)
+
+
+def test_every_value_is_tried_and_held_to_a_promise():
+    assert PROMISES.keys() == VALUES.keys()
+    assert all({str(run[key]) for run in RUNS} == {str(one) for one in some} for key, some in VALUES.items())
+    counts = [row["scripts"] for row in TABLE]
+    assert counts == sorted(counts, reverse=True) and len(counts) >= 60
+
+
+@pytest.mark.parametrize("together", REFUSED, ids=lambda one: "+".join(key.rpartition(".")[2] for key in one))
+def test_what_cannot_be_had_together_is_refused_before_anything_is_written(
+    together, inputs, oracle, service, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    others = next(run for run in RUNS if all(run[key] in some for key, some in list(together.items())[1:]))
+    run = Run(others | {key: some[0] for key, some in together.items()}, tmp_path, inputs, oracle)
+    assert run.start("trainer.resume_mode=auto").code == 2
+    error = capsys.readouterr().err
+    assert any(key.rpartition(".")[2] in error for key in together) and "Traceback" not in error
+    assert not run.run_dir.exists()
+
+
+@pytest.mark.parametrize("newest", range(1, 8))
+def test_the_newest_checkpoints_stay(newest, tmp_path):
+    """Of ten, and after going on from the eighth."""
+    for steps in (range(1, 11), range(9, 13)):
+        store = CheckpointStore(tmp_path, newest)
+        for step in steps:
+            store.save("PPO", {"step": step}, lambda folder: None, set())
+        assert store.steps() == [*range(steps[-1] - newest + 1, steps[-1] + 1)]
