@@ -869,7 +869,7 @@ def test_what_cannot_be_had_together_is_refused_before_anything_is_written(
 ):
     monkeypatch.chdir(tmp_path)
     others = next(run for run in RUNS if all(run[key] in some for key, some in list(together.items())[1:]))
-    run = Run(others | {key: some[0] for key, some in together.items()}, tmp_path, inputs, oracle)
+    run = Run(others | {key: some[-1] for key, some in together.items()}, tmp_path, inputs, oracle)
     assert run.start("trainer.resume_mode=auto").code == 2
     error = capsys.readouterr().err
     assert any(key.rpartition(".")[2] in error for key in together) and "Traceback" not in error
