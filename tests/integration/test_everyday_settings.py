@@ -703,6 +703,8 @@ def _(run: Run, value: Any) -> None:
     rough = {"rel": 1e-3, "abs": 1e-4} if run.exact else {"rel": 0.3, "abs": 0.03}
     for update in (run.seen.of("actor")[0], run.seen.of("actor")[-1]):
         for name, number in expected_update(run, update).items():
+            if name == "pg_loss" and not run.exact:
+                continue  # a sum that cancels: rounding of the ratios decides it
             assert update.metrics[name] == pytest.approx(number, **rough), (name, update.step)
 
 
