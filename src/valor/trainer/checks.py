@@ -294,6 +294,8 @@ def _not_read(config: PPOConfig, keys: Collection[str]) -> Iterator[tuple[str, s
     special = [pattern for patterns in reads.values() for pattern in patterns] + ["engine_kwargs.*"]
     estimator = ADVANTAGES[algorithm.adv_estimator]
     of_estimators = offered_settings(algorithm).keys() - {"whitening"} | {"lam"}
+    if not config.always_critic:  # a critic alone learns discounted outcomes, whatever the estimator
+        of_estimators |= {"gamma"}
     for key in keys:
         section, _, name = key.rpartition(".")
         below_rollout = key.removeprefix("actor_rollout_ref.rollout.")
