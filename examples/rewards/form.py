@@ -1,6 +1,7 @@
 """Rewards for how a response is written, as functions to be added to a grader's score: format and repetition.
 
-All take the text and return a number; `combine` makes a grader of a grader and some of them.
+All take the text and return a number; `combine` makes a grader of a grader and some of them. Where a template opens
+`<think>` in the prompt, a response begins inside the thoughts: their opening tag may be missing.
 """
 
 from __future__ import annotations
@@ -15,19 +16,20 @@ TextReward = Callable[[str], float]
 Grader = Callable[..., Any]
 
 _THINK_ANSWER = re.compile(
-    r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL
+    r"\s*(?:<think>)?(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL
 )
 
 
 def has_think_and_answer(text: str) -> float:
-    """1 when the whole response is `<think>…</think><answer>…</answer>`, each tag once, else 0 (DeepSeek-R1-Zero)."""
+    """1 when all of the response is `<think>…</think><answer>…</answer>`, each tag once, else 0 (DeepSeek-R1-Zero)."""
     return float(_THINK_ANSWER.fullmatch(text) is not None)
 
 
 def has_think_and_box(text: str) -> float:
     r"""1 when thoughts in `<think>` are followed by a `\boxed{…}`, else 0."""
     before, tag, after = text.partition("</think>")
-    return float(bool(tag) and before.lstrip().startswith("<think>") and boxed(after) is not None)
+    opened = "<think>" not in before.lstrip().removeprefix("<think>")
+    return float(bool(tag) and opened and "</think>" not in after and boxed(after) is not None)
 
 
 def repetition_penalty(text: str, n: int = 4) -> float:

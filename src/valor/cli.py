@@ -28,14 +28,17 @@ COMMANDS = {
     "publish": ("valor.lab.publish:actor", "CKPT_OR_HF_DIR OUT: a policy as a model with a card, and on the hub"),
     "lab sweep": ("valor.lab.sweep:main", "FILE.yaml: arms x seeds of a command, with intervals and tests"),
     "config keys": ("valor.cli:config_keys", "[PREFIX or WORD …]: keys with type, default and meaning"),
-    "plan": ("valor.lab.planner:main", "[--gpus N --memory GIB]: memory and time of a run before it: key=value …"),
+    "plan": ("valor.lab.commands:plan", "[--gpus N --memory GIB]: memory and time of a run before it: key=value …"),
     "doctor": ("valor.lab.doctor:main", "what this machine has, and whether a run works on it, in seconds"),
     "algorithms": ("valor.cli:algorithms", "the advantage estimators and losses, and what each needs"),
     "data prepare": ("valor.data.prepare:main", "[NAME]: a public data set, or your own, as files to train on"),
     "rewards list": ("valor.rewards.registry:main", "which grader scores which data_source, and its components"),
     "rewards sandbox": ("valor.sandbox.levels:main", "how this machine encloses code of models"),
     "retrieve": ("valor.agents.search.server:main", "CORPUS: a search server for agents over documents of yours"),
-    "serve": ("valor.lab.serve:main", "MODEL: an OpenAI-compatible server to try agents with, which records episodes"),
+    "serve": (
+        "valor.lab.commands:serve",
+        "MODEL: an OpenAI-compatible server to try agents with, which records episodes",
+    ),
     "export": ("valor.cli:export", "CKPT OUT [--role critic]: a checkpoint as a Hugging Face directory"),
     "report": ("valor.cli:report", "RUN_DIR: report.html from what a run has left so far; --compare A B …"),
 }
@@ -52,11 +55,16 @@ RUNS = {
 
 @command("config keys", "valor config keys temperature", "configuration")
 @click.argument("words", nargs=-1, metavar="[PREFIX or WORD …]")
-def config_keys(words: tuple[str, ...]) -> int:
-    """Print keys with type, default and meaning: those below PREFIX, or those whose name or meaning has every WORD."""
-    from valor.config import describe_keys
+@option("--of", type=click.Choice(list(RUNS)), help="The keys of this command alone.")
+def config_keys(words: tuple[str, ...], of: str | None) -> int:
+    """Print keys with type, default and meaning: those below PREFIX, or those whose name or meaning has every WORD.
 
-    print(describe_keys(*words))
+    The keys of `valor ppo` come first; under each other command are those that differ from them.
+    """
+    from valor.config import describe_commands, describe_keys
+    from valor.config.presets import COMMANDS as TREES
+
+    print(describe_commands(*words) if of is None else describe_keys(*words, root=TREES[of]))
     return 0
 
 

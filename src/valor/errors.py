@@ -48,7 +48,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 class StepRefused(TrainingStopped):
-    """The step cannot be done, and nothing has been learnt from it yet: the run is saved as it was before."""
+    """The step cannot be done, and nothing has been learnt from it yet."""
 
 
 class WorkersReplaced(TrainingStopped):
@@ -84,15 +84,17 @@ def exit_code(command: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except UserError as error:
-        print(error, file=sys.stderr)
+        print(_with_notes(error, error), file=sys.stderr)
         return 2
     except TrainingStopped as reason:
-        print(f"stopped: {reason}", file=sys.stderr)
+        print(_with_notes(f"stopped: {reason}", reason), file=sys.stderr)
         return 1
     except Interrupted as interrupt:
         _ignore_further()
         name = signal.Signals(interrupt.args[0]).name
-        print(f"{name}: stopped at once; the same command goes on from its last checkpoint", file=sys.stderr)
+        if not hasattr(interrupt, "__notes__"):  # before the first step
+            interrupt.add_note("the same command goes on from its last checkpoint")
+        print(_with_notes(f"{name}: stopped at once", interrupt), file=sys.stderr)
         return 128 + interrupt.args[0]
     except KeyboardInterrupt:
         _ignore_further()
@@ -101,6 +103,10 @@ def exit_code(command: Callable[[], int]) -> int:
     finally:
         if first and signal.getsignal(signal.SIGINT) is _on_sigint:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _with_notes(text: object, error: BaseException) -> str:
+    return "; ".join([str(text), *getattr(error, "__notes__", ())])
 
 
 def _ignore_further() -> None:

@@ -18,6 +18,7 @@ HOUSE = house.House(SOURCE.parent)
 # Floor of each room; a room may import from its own floor only within itself.
 FLOORS = {
     "errors": 0,
+    "hub": 0,
     "user_files": 1,
     "http_client": 1,
     "arguments": 1,

@@ -148,6 +148,18 @@ def test_the_length_matters_where_a_learning_rate_depends_on_it(schedule):
     assert change == ("trainer.total_training_steps: 10 -> 20", False)
 
 
+@pytest.mark.parametrize("value", [None, 0, 3, "x", [], {}])
+def test_keys_of_another_version_are_named_and_ignored(value):
+    before, now = identity(PPOConfig()), identity(PPOConfig())
+    before["settings"] |= {"trainer.gone": value, "actor_rollout_ref.old.deep.key": value}
+    del before["settings"]["algorithm.lam"]  # and one that the earlier version did not have
+    line = "ignored, this version has no such keys: trainer.gone, actor_rollout_ref.old.deep.key"
+    assert list(changes(PPOConfig, before, now)) == [(line, True)]
+    before["settings"] |= {"algorithm.gamma": 0.5, "algorithm.adv_kwargs.mine": 1}  # real differences stay ones
+    found = {change.line.partition(":")[0]: change.exact for change in changes(PPOConfig, before, now)}
+    assert not found["algorithm.gamma"] and not found["algorithm.adv_kwargs.mine"]
+
+
 # ---- what files hold
 
 

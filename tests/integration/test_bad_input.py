@@ -82,6 +82,22 @@ def test_a_tokenizer_without_chat_template(tiny, overrides, tmp_path, capsys):
     stops_with(overrides(tmp_path / "run", override), tmp_path / "run", capsys, "chat template")
 
 
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("chat.jinja", "custom_chat_template='chat.jinja' is no Jinja text, and no file"),
+        ('"{{ eos_token }}"', "the chat template leaves out what the user says"),
+        ('"{% if %}"', "refuses these messages"),
+    ],
+)
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["run", "dry run"])
+def test_a_chat_template_of_no_use(template, words, dry, overrides, tmp_path, capsys):
+    override = f"actor_rollout_ref.model.custom_chat_template={template}"
+    assert main([*overrides(tmp_path / "run", override), *dry]) == 2
+    error = capsys.readouterr().err
+    assert words in error and "Traceback" not in error and not (tmp_path / "run").exists()
+
+
 def test_a_prompt_longer_than_the_limit(overrides, tmp_path, capsys):
     arguments = overrides(tmp_path / "run", "data.max_prompt_length=3", "data.truncation=error")
     stops_with(arguments, tmp_path / "run", capsys, "max_prompt_length", "truncation")

@@ -149,6 +149,8 @@ def test_rows_and_tokenizers_as_others_write_them():
     said = [{"role": "assistant", "content": "2"}]
     chat = [{"role": "user", "content": "1+1="}, *said]
     assert demonstration_row({"prompt": "1+1=", "completion": said})["messages"] == chat
+    begun = demonstration_row({"prompt": chat, "completion": said})["messages"]
+    assert begun == [chat[0], {**said[0], "loss_mask": 0}, *said]  # a prompt's own turns are not learnt
     assert demonstration_row({"prompt": chat[:1], "completion": said})["messages"] == chat
     with pytest.raises(UserError, match="a row has no 'prompt'"):
         demonstration_row({"completion": said})

@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ import yaml
 from valor.agents.chat import Chat
 from valor.agents.environment_loop import EnvironmentLoop
 from valor.agents.episode import Episode, Turn, episode_rows
+from valor.agents.formats import valid_text
 from valor.agents.gateway_loop import GatewayLoop
 from valor.agents.loops import LOOPS, AgentLoop, Limits, LoopContext, Task
 from valor.agents.runner import EpisodeRunner, Sink
 from valor.agents.search_loop import SearchLoop
 from valor.agents.tool_loop import ToolLoop
+from valor.agents.tool_runner import exception_text
 from valor.agents.verl_loop import VerlLoop
 from valor.config import PPOConfig
 from valor.data.batch import Batch
@@ -81,6 +84,10 @@ class Agents:
             deterministic=self._options.deterministic,
         )
 
+    def close(self) -> None:
+        for loop in self._loops.values():
+            loop.close()
+
     async def _play(self, task: Task, runner: EpisodeRunner) -> Episode:
         """One episode. What a loop or an environment raises is that episode's error, and no other's; so is a reward
         that is not finite."""
@@ -91,14 +98,14 @@ class Agents:
             rewards = [*(turn.reward for turn in episode.turns), episode.outcome or 0.0]
             if not all(map(math.isfinite, rewards)):
                 raise ValueError(f"its rewards are {rewards}")
-            return episode
+            return replace(episode, info=valid_text(episode.info))
         except (UserError, TrainingStopped):
             raise
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             me = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and me is not None and me.cancelling():
                 raise  # the run ends; else the loop has cancelled itself
-            return _failed(task, f"{type(error).__name__}: {error}".removesuffix(": "))
+            return _failed(task, valid_text(exception_text(error)))
 
     def _name_of(self, extra_info: Mapping[str, Any]) -> str:
         return extra_info.get("agent_name") or self._context.config.default_agent_loop

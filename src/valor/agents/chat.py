@@ -6,18 +6,21 @@ rewrites history (Qwen3 drops the thinking of earlier turns), the conversation g
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
 from valor.data.prompts import render
+from valor.data.templates import keeps
 from valor.errors import UserError
 from valor.rollout.base import Output, StopTexts
 
 Message = Mapping[str, Any]
 
-_HIDDEN = "\ue000{}\ue001"  # stands for a text that must not be read as a special token
-_HIDDEN_TEXT = re.compile("\ue000([0-9]+)\ue001")
+_HIDDEN = "\ue000{}\ue001"  # around the bytes, in hexadecimal, of a text that must not be read as a special token
+_HIDDEN_TEXT = re.compile("\ue000((?:[0-9a-f]{2})+)\ue001")
+_ANSWER = "\ue000\ue001"  # in the place of an answer
 
 
 class Chat:
@@ -25,8 +28,10 @@ class Chat:
 
     def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> None:
         self.tokenizer, self._template_kwargs = tokenizer, dict(template_kwargs or {})
-        added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
-        self._special = re.compile("|".join(map(re.escape, sorted({*added, "\ue000"}, key=len, reverse=True))))
+        added = [*tokenizer.added_tokens_decoder.values()]
+        self._control = {"\ue000", *(str(token) for token in added if token.special)}
+        names = sorted(self._control.union(map(str, added)), key=len, reverse=True)
+        self._names = re.compile("|".join(map(re.escape, names)))
         if self.decode(self.ids("a b")) != "a b":
             raise UserError(
                 "this tokenizer puts a space before each text, so the turns of an episode cannot be put together: "
@@ -38,23 +43,35 @@ class Chat:
         more = {"tools": list(tools)} if tools else {}
         return render(self.tokenizer, messages, {**self._template_kwargs, **more})
 
-    def ids(self, text: str, hidden: Sequence[str] = ()) -> list[int]:
-        """Token ids of a rendered text; the texts that `hide` has taken out are put back as plain characters."""
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether the template has a place for the schemas of tools."""
+        return keeps(self.tokenizer, "tools", self._template_kwargs)
+
+    def ids(self, text: str) -> list[int]:
+        """Token ids of a rendered text; what `safe` has hidden in it becomes plain characters."""
         pieces = _HIDDEN_TEXT.split(text)
         # Character by character, no token of several characters can be found in them.
-        parts = [part for i, piece in enumerate(pieces) for part in (hidden[int(piece)] if i % 2 else [piece]) if part]
+        plain = (bytes.fromhex(piece).decode(errors="replace") if i % 2 else [piece] for i, piece in enumerate(pieces))
+        parts = [part for piece in plain for part in piece if part]
         if not parts:
             return []
         return [*chain.from_iterable(self.tokenizer(parts, add_special_tokens=False, verbose=False)["input_ids"])]
 
-    def hide(self, text: str, hidden: list[str]) -> str:
-        """`text` with the names of special tokens replaced by marks, which are appended to `hidden`."""
+    def safe(self, value: Any, *, answer: bool = False) -> Any:
+        """A text of others, or messages and schemas, with the names of special tokens hidden from template and
+        tokenizer. An `answer` of the assistant has tokens for thoughts and calls: there only control tokens are."""
 
-        def mark(match: re.Match[str]) -> str:
-            hidden.append(match[0])
-            return _HIDDEN.format(len(hidden) - 1)
+        def hidden(name: re.Match[str]) -> str:
+            is_own = answer and name[0] not in self._control
+            return name[0] if is_own else _HIDDEN.format(name[0].encode(errors="replace").hex())
 
-        return self._special.sub(mark, text)
+        if isinstance(value, str):
+            return self._names.sub(hidden, value)
+        if isinstance(value, Mapping):
+            said = "content" if value.get("role") == "assistant" else None
+            return {key: part if key == "role" else self.safe(part, answer=key == said) for key, part in value.items()}
+        return [self.safe(part) for part in value] if isinstance(value, list | tuple) else value
 
     def stop_texts(self, *texts: str) -> StopTexts:
         last = {text[-1] for text in texts}
@@ -67,13 +84,19 @@ class Chat:
 
 
 class Conversation:
-    """One episode's messages, and the token ids of the row that is being written."""
+    """One episode's messages, and the token ids of the row that is being written.
+
+    `messages` are read as they are, but for the text under a message's key `opening`, which others have added.
+    """
 
     def __init__(self, chat: Chat, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        self._chat, self._tools = chat, tools
-        self._hidden: list[str] = []
+        self._chat, self._tools = chat, chat.safe(tools)
         self.messages: list[Message] = list(messages)
-        self._text = chat.render(self.messages, tools)  # up to where the policy is to speak
+        if "opening" in messages[-1]:
+            last = dict(messages[-1])
+            parts = (last.get("content"), chat.safe(last.pop("opening")))
+            self.messages[-1] = {**last, "content": "\n".join(part for part in parts if part)}
+        self._text = chat.render(self.messages, self._tools)  # up to where the policy is to speak
         self.token_ids = chat.ids(self._text)
         self._answer, self._end = "", ""
 
@@ -90,24 +113,35 @@ class Conversation:
 
         Returns the ids that follow its turn; None: `token_ids` are a new prompt in place of all before.
         """
-        self.messages.append({"role": "assistant", "content": self._answer})
-        for message in messages:
-            content = message.get("content")
-            safe = self._chat.hide(content, self._hidden) if isinstance(content, str) else content
-            self.messages.append({**message, "content": safe})
-        before, self._text = self._text, self._chat.render(self.messages, self._tools)
-        prefix = next((one for one in self._as_rendered(before) if self._end and self._text.startswith(one)), None)
-        if prefix is not None:
-            told = self._chat.ids(self._text[len(prefix) :], self._hidden)
-            self.token_ids += told
-            return told
-        self.token_ids = self._chat.ids(self._text, self._hidden)
-        return None
+        before, earlier, told = self._text, self.messages, self._chat.safe(messages)
 
-    def _as_rendered(self, before: str) -> Iterator[str]:
-        """How the text up to the end of the last turn may look: templates trim messages, and what was sampled stays."""
-        said = self._answer
-        spaces_before, spaces_after = len(said) - len(said.lstrip()), len(said) - len(said.rstrip())
-        for start in range(spaces_before + 1):
-            for end in range(spaces_after + 1):
-                yield before + said[start : len(said) - end] + self._end
+        def rendered(answer: str) -> str:
+            self.messages = [*earlier, {"role": "assistant", "content": answer}, *told]
+            return self._chat.render(self.messages, self._tools)
+
+        self._text = rendered(self._answer)
+        start = self._end_of_answer(before)
+        if start is None:
+            # The prompt may have opened what the answer goes on with, such as a thought: then it is part of the answer.
+            header, mark, _ = rendered(_ANSWER).partition(_ANSWER)
+            opened = before.removeprefix(header) if mark and before.startswith(header) else ""
+            self._text = rendered(opened + self._answer)
+            start = self._end_of_answer(before)
+        if start is None:
+            self.token_ids = self._chat.ids(self._text)
+            return None
+        ids = self._chat.ids(self._text[start:])
+        self.token_ids += ids
+        return ids
+
+    def _end_of_answer(self, before: str) -> int | None:
+        """Where, in the text, the token ends that ended the answer to `before`. None: the text has another answer, or
+        another end. Templates trim messages, and what was sampled stays: spaces around the answer may be missing."""
+        if not (self._end and self._text.startswith(before)):
+            return None
+        rest, words = self._text[len(before) :], self._answer.strip()
+        end = rest.find(self._end, rest.find(words) + len(words))
+        shown = rest[: max(end, 0)]
+        if end < 0 or shown.strip() != words or shown not in self._answer:
+            return None
+        return len(before) + end + len(self._end)

@@ -3,12 +3,14 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 from valor.agents.chat import Conversation
 from valor.agents.environment import Step, TextEnvironment
 from valor.agents.episode import Episode, EpisodeEnd, EpisodeFailed
+from valor.agents.formats import valid_text
 from valor.agents.loops import AgentLoop, Generate, LoopContext, Play, Task, register_loop
 from valor.agents.tool_loop import with_opening
 from valor.agents.tool_runner import ToolFailed, ToolRunner
@@ -39,7 +41,9 @@ class EnvironmentLoop(AgentLoop):
         self._name, self._make = name, find_environment(name, rollout.agent.environment_kwargs)
         self._most_turns, self._seconds = rollout.multi_turn.most_turns, rollout.multi_turn.tool_timeout
         self._runner = ToolRunner()
-        self._make()  # a mistake is told before the run
+        first = self._make()  # a mistake is told before the run
+        with ThreadPoolExecutor(1) as apart:  # an event loop may be running here
+            apart.submit(asyncio.run, self._close(partial(self._call_method, first, asyncio.Lock()))).result()
 
     async def run(self, task: Task, generate: Generate) -> Episode:
         environment = await self._call(self._make, "the constructor", self._seconds)
@@ -48,7 +52,9 @@ class EnvironmentLoop(AgentLoop):
             opening = await call("open", task.row)
             if opening is None or isinstance(opening, str):
                 opening = with_opening(task.row["messages"], opening)
-            talk = Conversation(self.chat, list(opening))
+            else:
+                opening = self.chat.safe(list(opening))
+            talk = Conversation(self.chat, opening)
             play = self.play(task, generate, talk.token_ids)
             if play.room < 1:
                 raise EpisodeFailed(
@@ -58,10 +64,7 @@ class EnvironmentLoop(AgentLoop):
             reason = await self._turns(play, talk, call)
             outcome = await call("score")
         finally:
-            try:
-                await call("close")
-            except EpisodeFailed as failure:
-                _log.warning("%s: %s", self._name, failure)
+            await self._close(call)
         return play.end(reason, None if outcome is None else float(outcome), {"environment": self._name})
 
     async def _turns(self, play: Play, talk: Conversation, call: Call) -> EpisodeEnd:
@@ -84,6 +87,12 @@ class EnvironmentLoop(AgentLoop):
             if not play.tell(talk, [{"role": "user", "content": said}] if isinstance(said, str) else said):
                 return "length"
 
+    async def _close(self, call: Call) -> None:
+        try:
+            await call("close")
+        except EpisodeFailed as failure:
+            _log.warning("%s: %s", self._name, failure)
+
     async def _call_method(self, environment: TextEnvironment, lock: asyncio.Lock, method: str, *arguments: Any) -> Any:
         seconds = environment.open_seconds if method == "open" else None
         function = partial(getattr(environment, method), *arguments)
@@ -93,7 +102,7 @@ class EnvironmentLoop(AgentLoop):
         self, function: Callable[..., Any], what: str, seconds: float, lock: asyncio.Lock | None = None
     ) -> Any:
         try:
-            return await self._runner.run(function, {}, seconds, lock)
+            return valid_text(await self._runner.run(function, {}, seconds, lock))
         except ToolFailed as failure:
             if isinstance(failure.__cause__, UserError):
                 raise failure.__cause__ from None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, repeat
+from itertools import chain, groupby, repeat
 from typing import Any, Literal
 
 import torch
@@ -23,6 +23,8 @@ EpisodeKey = tuple[int, ...]
 
 TOKEN_COLUMNS = ("responses", "response_mask", "rollout_log_probs", "turn_ids", "weights_versions", "turn_rewards")
 """Columns [R, T] of `episode_rows`."""
+
+Decode = Callable[[list[list[int]]], list[str]]
 
 EpisodeEnd = FinishReason | Literal["turns"]
 """stop: it came to its end; length, turns: cut off by a limit on tokens or turns; abort: it failed."""
@@ -56,7 +58,8 @@ class Episode:
 
     `prompt_ids`: of the first row; None: the prompt that was given. `outcome`: the environment's score of the whole;
     None: graders judge. `info`: counters and records, for metrics and for reading. `error`: why it could not be played.
-    `text`: the response, decoded, of one that is told without its turns.
+    `text`, `turn_texts`: all of the response, and what the policy said in each turn, of one that is told without its
+    turns.
     """
 
     key: EpisodeKey
@@ -67,6 +70,7 @@ class Episode:
     info: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
     text: str | None = None
+    turn_texts: Sequence[str] | None = None
 
     @classmethod
     def of_one_turn(cls, key: EpisodeKey, output: Output) -> Episode:
@@ -77,6 +81,13 @@ class Episode:
     def response_ids(self) -> list[int]:
         """All tokens after the first prompt: observations and the policy's own; of later rows the policy's own."""
         return [*chain.from_iterable((*turn.observation_ids, *turn.token_ids) for turn in self.turns)]
+
+    def turn_texts_by(self, decode: Decode) -> Sequence[str] | None:
+        """What the policy said in each turn; None of a single answer, which is all that it said."""
+        if self.turn_texts is not None or self.prompt_ids is None:
+            return self.turn_texts
+        turns = {number: turn.token_ids for number, turn in enumerate(self.turns, 1) if turn.token_ids}
+        return turn_texts(turns, self.info, decode)
 
     @property
     def rows(self) -> list[range]:
@@ -140,12 +151,40 @@ def episode_rows(episodes: Sequence[Episode]) -> Batch:
     return batch
 
 
-def with_text(rows: Batch, decode: Callable[[list[list[int]]], list[str]]) -> Batch:
-    """The rows with `response_text`, unless they have it."""
+def with_text(rows: Batch, decode: Decode) -> Batch:
+    """The rows with `response_text`, unless they have it; those of loops also with `turn_texts`, what the policy said
+    in each turn of the row."""
+    lengths = rows["response_lengths"].tolist()
+    responses = [row[:length] for row, length in zip(rows["responses"].tolist(), lengths, strict=True)]
     if "response_text" not in rows:
-        pairs = zip(rows["responses"].tolist(), rows["response_lengths"].tolist(), strict=True)
-        rows.objects["response_text"] = decode([row[:length] for row, length in pairs])
+        rows.objects["response_text"] = decode(responses)
+    if "episode_info" in rows and "turn_texts" not in rows:
+        infos, numbers = rows.objects["episode_info"], rows["turn_ids"].tolist()
+        rows.objects["turn_texts"] = [
+            turn_texts({number: ids for number, _, ids in turn_tokens(row, of_turns)}, info, decode)
+            for row, of_turns, info in zip(responses, numbers, infos, strict=True)
+        ]
     return rows
+
+
+def turn_tokens(ids: Sequence[int], numbers: Sequence[int]) -> list[tuple[int, int, list[int]]]:
+    """Of each turn in a row: its number, its first token, and the ids of the policy's tokens in it."""
+    groups = (list(group) for number, group in groupby(range(len(ids)), numbers.__getitem__) if number)
+    return [(numbers[places[0]], places[0], [ids[i] for i in places]) for places in groups]
+
+
+def turn_texts(turns: Mapping[int, Sequence[int]], info: Mapping[str, Any], decode: Decode) -> list[str]:
+    """What graders read of turns, by number: their tokens' text, or what the loop has written down as said there, where
+    calls stood beside it."""
+    said = info.get("said", {})
+    texts = decode([list(ids) for ids in turns.values()])
+    return [said.get(str(number), text) for number, text in zip(turns, texts, strict=True)]
+
+
+def own_words(batch: Batch) -> list[str]:
+    """What the policy said in each episode of a batch by `last_rows`, a line break between turns."""
+    turns = batch.objects.get("turn_texts")
+    return batch.objects["response_text"] if turns is None else ["\n".join(texts) for texts in turns]
 
 
 def last_rows(batch: Batch) -> Batch:
@@ -156,6 +195,9 @@ def last_rows(batch: Batch) -> Batch:
     ends = batch.take([one[-1] for one in rows])
     texts, lengths = batch.objects["response_text"], batch["response_lengths"]
     ends.objects["response_text"] = ["".join(texts[i] for i in one) for one in rows]
+    if "turn_texts" in batch:
+        said = batch.objects["turn_texts"]
+        ends.objects["turn_texts"] = [[text for i in one for text in said[i]] for one in rows]
     ends["response_lengths"] = torch.stack([lengths[one].sum() for one in rows])
     if "turn_rewards" in batch:
         ends["turn_rewards"] = turn_rewards(batch)[:, None]

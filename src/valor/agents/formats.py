@@ -2,9 +2,12 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import ValidationError
 
 from valor.algorithms.registry import Named
 
@@ -13,10 +16,23 @@ Schema = Mapping[str, Any]
 
 _THINK, _END_THINK = "<think>", "</think>"
 _CALL, _END_CALL = "<tool_call>", "</tool_call>"
-_MARK = re.compile(f"{_CALL}|{_THINK}")
-_NAMED = re.compile(r'\{\s*"name"\s*:')
-_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
-_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+_MARK = re.compile("|".join((_CALL, _END_CALL, _THINK, _END_THINK)))
+_END_PARAMETER = rf"\n?</parameter>(?=\s*(?:<parameter=[^>\n]+>|</function>\s*(?:{_END_CALL}|\Z)))"
+_PARAMETER = re.compile(rf"\s*<parameter=([^>\n]+)>\n?(.*?){_END_PARAMETER}", re.DOTALL)
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>")
+_END_FUNCTION = re.compile(r"\s*</function>\s*")
+_BEGINNING = re.compile(r'\s*(?:\{\s*"|<function=)')
+
+
+def valid_text(value: Any) -> Any:
+    """A value of JSON with U+FFFD for every half of a surrogate pair: no file, tokenizer or request takes those."""
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, Mapping):
+        return {valid_text(key): valid_text(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return (list if isinstance(value, list) else tuple)(map(valid_text, value))
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +41,10 @@ class ToolCall:
 
     name: str
     arguments: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", valid_text(self.name))
+        object.__setattr__(self, "arguments", valid_text(self.arguments))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,51 +82,85 @@ def parse_hermes(text: str, schemas: Sequence[Schema] = ()) -> Parsed:
 def parse_qwen3_coder(text: str, schemas: Sequence[Schema] = ()) -> Parsed:
     """`<tool_call><function=NAME><parameter=P>value</parameter></function></tool_call>`: Qwen3-Coder, Qwen3.5.
 
-    A value is converted to the type that the tool's schema has for it.
+    A value becomes what the tool's schema takes: JSON, or the text as it is written.
     """
-    functions = [schema["function"] for schema in schemas]
-    types = {f["name"]: (f.get("parameters") or {}).get("properties") or {} for f in functions}
-    return _parse_tagged(text, lambda body: _xml_call(body, types))
+    by_name = {schema["function"]["name"]: schema for schema in schemas}
+    return _parse_tagged(text, lambda body: _xml_call(body, by_name), _xml_end, exact=False)
+
+
+def parameters_of(schema: Schema) -> Any:
+    """The JSON schema of a tool's arguments, `"nullable": true` (transformers' Optional) in JSON Schema's own words."""
+    return _with_nulls(schema["function"].get("parameters") or {"type": "object", "properties": {}})
+
+
+def _with_nulls(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_with_nulls(part) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    plain = {key: _with_nulls(part) for key, part in schema.items() if key != "nullable" or part is not True}
+    return {"anyOf": [plain, {"type": "null"}]} if len(plain) < len(schema) else plain
 
 
 def _parse_tagged(
-    text: str, read: Callable[[str], Call], skip: Callable[[str, int], int | None] = lambda text, at: None
+    text: str, read: Callable[[str], Call], body_end: Callable[[str, int], int | None], *, exact: bool = True
 ) -> Parsed:
-    """Split at the tags of calls and of thinking. `skip` may find the end of what a call's closing tag comes after."""
-    text = _without_leading_thinking(text)
-    content, calls, at = [], [], 0
+    """Split at the tags of calls and of thinking.
+
+    `body_end(text, start)` is where a well-formed call ends, whatever tags its arguments hold, else None. `exact`:
+    arguments are quoted, so that this end is certain; else one more closing tag behind it makes the call a bad one. An
+    end of thinking without a beginning (chat templates open it in the prompt): all before it was thinking.
+    """
+    content: list[str] = []
+    calls: list[Call] = []
+    at = called_at = 0
+    thought = False
     while (mark := _MARK.search(text, at)) is not None:
-        is_call = mark[0] == _CALL
-        closing = _END_CALL if is_call else _END_THINK
-        end = text.find(closing, (is_call and skip(text, mark.end())) or mark.end())
-        if is_call:
-            body = text[mark.end() : end if end >= 0 else None]
-            calls.append(read(body) if end >= 0 else BadCall(body, f"{_CALL} has no {_END_CALL}"))
         content.append(text[at : mark.start()])
-        at = end + len(closing) if end >= 0 else len(text)
-    content.append(text[at:])
-    return Parsed(calls, "".join(content).strip())
-
-
-def _without_leading_thinking(text: str) -> str:
-    """The text behind thinking; this may have begun in the prompt (an end without a beginning), as some chat templates
-    have it."""
-    before, end, rest = text.partition(_END_THINK)
-    starts = [name.start() for name in _NAMED.finditer(before)]
-    in_call = any((_json_end(text, start) or 0) > len(before) for start in starts)  # a text among its arguments
-    if end and _THINK not in before and not in_call:
-        return rest
-    stripped = text.lstrip()
-    return stripped.partition(_END_THINK)[2] if stripped.startswith(_THINK) else text
+        at = mark.end()
+        if mark[0] == _THINK:
+            end = text.find(_END_THINK, at)
+            at, thought = end + len(_END_THINK) if end >= 0 else len(text), True
+        elif mark[0] == _END_THINK:
+            content = [*content, _END_THINK] if thought else []
+            calls, thought = calls if thought else [], True
+        elif mark[0] == _END_CALL:
+            if not calls or (not exact and isinstance(calls[-1], ToolCall)):
+                bad = BadCall(
+                    text[called_at : mark.start()],
+                    f"there is a {_END_CALL} without a {_CALL}: is one of the tags of a call in an argument?",
+                )
+                calls[-1:] = [bad]
+        else:
+            body_ends = body_end(text, at)
+            end = text.find(_END_CALL, body_ends or at)
+            call = text[at : end if end >= 0 else None]
+            _, thinking_ends, rest = call.partition(_END_THINK)
+            begins = end >= 0 or _BEGINNING.match(call)
+            if not thought and body_ends is None and thinking_ends and (_CALL in rest or not begins):
+                continue  # thinking, which the prompt has opened, names the tag
+            calls.append(read(call) if end >= 0 else BadCall(call, f"{_CALL} has no {_END_CALL}"))
+            called_at = at
+            at = end + len(_END_CALL) if end >= 0 else len(text)
+    return Parsed(calls, "".join([*content, text[at:]]).strip())
 
 
 def _json_end(text: str, at: int) -> int | None:
-    """Where the JSON that begins at `at`, or after white space, ends. A closing tag inside its texts is text."""
     start = _SPACE.match(text, at).end()  # type: ignore[union-attr]  # matches everywhere
     try:
         return _DECODER.raw_decode(text, start)[1]
     except (ValueError, RecursionError):
         return None
+
+
+def _xml_end(text: str, at: int) -> int | None:
+    if (function := _FUNCTION.match(text, at)) is None:
+        return None
+    at = function.end()
+    while (parameter := _PARAMETER.match(text, at)) is not None:
+        at = parameter.end()
+    end = _END_FUNCTION.match(text, at)
+    return end.end() if end is not None and (text.startswith(_END_CALL, end.end()) or end.end() == len(text)) else None
 
 
 def _refuse(constant: str) -> NoReturn:
@@ -130,7 +184,7 @@ def _json_call(body: str) -> Call:
 
 def _decoded(body: str) -> Any:
     try:
-        return json.loads(body, parse_constant=_refuse)
+        return valid_text(json.loads(body, parse_constant=_refuse))
     except RecursionError:
         return BadCall(body, "it is nested too deeply")
     except json.JSONDecodeError as error:
@@ -139,42 +193,46 @@ def _decoded(body: str) -> Any:
         return BadCall(body, "it is not valid JSON: a number is too long or not finite")
 
 
-def _xml_call(body: str, types: Mapping[str, Mapping[str, Schema]]) -> Call:
-    function = _FUNCTION.fullmatch(body)
+def _xml_call(body: str, schemas: Mapping[str, Schema]) -> Call:
+    function = _FUNCTION.match(body)
     if function is None:
         return BadCall(body, "it must be <function=NAME> ... </function>")
-    name, text = function[1].strip(), function[2]
-    arguments, at = {}, 0
-    while at < len(text) and (argument := _PARAMETER.match(text, at)):
+    name, at = function[1].strip(), function.end()
+    arguments: dict[str, Any] = {}
+    check = Draft202012Validator(parameters_of(schemas[name]) if name in schemas else {})
+    while (argument := _PARAMETER.match(body, at)) is not None:
         key = argument[1].strip()
-        arguments[key] = _converted(argument[2], types.get(name, {}).get(key, {}))
+        if key in arguments:
+            return BadCall(body, f"<parameter={key[:60]}> is there twice")
+        arguments[key] = _typed(key, argument[2], check)
         at = argument.end()
-    if text[at:].strip():
-        return BadCall(text, "between <function> and </function> there must be only <parameter=NAME> ... </parameter>")
+    end = _END_FUNCTION.match(body, at)
+    if end is None or end.end() < len(body):
+        return BadCall(body, "between <function> and </function> there must be only <parameter=NAME> ... </parameter>")
     return ToolCall(name, arguments)
 
 
-def _converted(text: str, schema: Schema) -> Any:
-    """A value written without quotes, as the type that the schema has for it.
-
-    What is not of that type stays text, and the check of the arguments says so.
-    """
-    given = schema.get("type", "any" if "anyOf" in schema else "string")
-    kinds = {given} if isinstance(given, str) else set(given)
-    if schema.get("nullable"):
-        kinds.add("null")
-    if kinds == {"string"}:
-        return text
+def _typed(key: str, text: str, check: Draft202012Validator) -> Any:
+    """A value written without quotes: what JSON makes of it, or the text; the first that the schema takes, else the one
+    that it has least against, so that the check of the arguments says what."""
     value = _decoded({"True": "true", "False": "false", "None": "null"}.get(text.strip(), text))
-    fits = "any" in kinds or kinds & _KINDS.get(type(value), set())
-    return value if fits and not isinstance(value, BadCall) else text
+
+    def wrong(one: Any) -> int:
+        return sum([*error.absolute_path][:1] == [key] for error in _all(check.iter_errors({key: one})))
+
+    def rank(one: Any) -> tuple[int, bool]:
+        return wrong(one), bool(wrong(one)) and not wrong("") and one is not text
+
+    try:
+        if isinstance(value, BadCall) or not any(map(wrong, (None, True, 1, "", [], {}))):
+            return text
+        return min([text, value] if isinstance(value, str) else [value, text], key=rank)
+    except Exception:  # too deeply nested, or a reference in the schema that leads nowhere
+        return text
 
 
-_KINDS: dict[type, set[str]] = {
-    bool: {"boolean"},
-    int: {"integer", "number"},
-    float: {"number"},
-    type(None): {"null"},
-    list: {"array"},
-    dict: {"object"},
-}
+def _all(errors: Iterable[ValidationError]) -> Iterator[ValidationError]:
+    """Errors, and those of the alternatives of each."""
+    for error in errors:
+        yield error
+        yield from _all(error.context or ())

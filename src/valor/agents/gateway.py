@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import asynccontextmanager, suppress
+from copy import copy
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from valor.agents.chat import Chat, Conversation, Message
 from valor.agents.episode import Episode
-from valor.agents.formats import Format, ToolCall
+from valor.agents.formats import BadCall, Format, ToolCall
+from valor.agents.gateway_requests import essence, read_limit, read_messages, read_token_ids
 from valor.agents.http_server import Refused, address, authorise, read_object, uvicorn_server
 from valor.agents.loops import Generate, Limits, Play, Task
 from valor.errors import UserError
@@ -29,11 +34,14 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-_KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
+logger = logging.getLogger(__name__)
+
+_STATE = ("play", "_last", "_opening", "_talk", "_known", "_tools", "_request")
 
 
 class Session:
-    """The turns of one episode, as they are asked for; those of one session come one after the other.
+    """The turns of one episode, as they are asked for; those of one session come one after the other. What was not
+    answered, or whose answer the client has not seen, has not happened.
 
     It lives on `loop`, by default the running one. `after_turn` is called there with the episode so far.
     """
@@ -59,16 +67,21 @@ class Session:
         self._talk: Conversation | None = None
         self._known: list[Message] = []  # the messages of the last request, and our answer
         self._tools: Sequence[Any] = ()
+        self._request: Mapping[str, Any] | None = None  # the last one
+        self._before: Mapping[str, Any] = {}  # the state before it
         self._answering: set[asyncio.Task[dict[str, Any]]] = set()
 
-    def answer(self, method: str, asked: Mapping[str, Any]) -> Future[dict[str, Any]]:
-        """What `chat` or `generate` returns, for other threads; cancelled when the episode ends before."""
+    def answer(self, method: str, asked: Mapping[str, Any], *, repeated: bool = False) -> Future[dict[str, Any]]:
+        """What `chat` or `generate` returns, for other threads; cancelled when the episode ends before. `repeated`: the
+        client says that it has sent the request before, and has seen no answer to it."""
 
         async def work() -> dict[str, Any]:
             me = asyncio.current_task()
             assert me is not None
             self._answering.add(me)
             try:
+                if repeated and asked == self._request:
+                    self.forget(self._request)
                 return await getattr(self, method)(asked)
             finally:
                 self._answering.discard(me)
@@ -78,6 +91,12 @@ class Session:
     def close(self) -> None:
         for task in [*self._answering]:
             task.cancel()
+
+    def forget(self, asked: Mapping[str, Any] | None) -> None:
+        """Take back the turn of a request, if it is the last one; on the session's loop."""
+        if asked is self._request and asked is not None:
+            vars(self).update(self._before)
+            self._tell()
 
     @property
     def busy(self) -> bool:
@@ -94,19 +113,20 @@ class Session:
         """The episode as it is; None without a turn."""
         if self.play is None or self._last is None or not self.play.turns:
             return None
-        return self.play.end("length" if self._last.finish_reason == "length" else "stop", reward)
+        return self.play.end(self._last.finish_reason, reward)
 
     async def chat(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """A chat completion. Sampling is the run's own; only the number of tokens may be lowered."""
         messages, tools = read_messages(asked), asked.get("tools") or ()
         newer = asked.get("max_completion_tokens")
-        most = _read_limit(asked.get("max_tokens") if newer is None else newer)
-        async with self._turns:
+        most = read_limit(asked.get("max_tokens") if newer is None else newer)
+        async with self._turn_of(asked):
             self._continue(messages, tools)
             output = await self._turn(most)
             assert self._talk is not None
             text = self._talk.answer(output)
-            message, reason = self._answer(text, tools), output.finish_reason
+            offered = () if asked.get("tool_choice") == "none" else tools
+            message, reason = self._answer(text, offered), output.finish_reason
             self._known = [*messages, message]
         if message.get("tool_calls") and reason == "stop":
             reason = "tool_calls"
@@ -115,19 +135,8 @@ class Session:
 
     async def generate(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """A completion of token ids (vLLM's /inference/v1/generate)."""
-        ids = asked.get("token_ids")
-        if not isinstance(ids, list) or not ids or not all(type(one) is int for one in ids):
-            raise Refused(400, '"token_ids" must be a list of whole numbers')
-        size = len(self._chat.tokenizer)
-        if not 0 <= min(ids) <= max(ids) < size:
-            raise Refused(400, f"a token id is outside the vocabulary of {size} tokens")
-        if asked.get("stream"):
-            raise Refused(400, '"stream" is not served with token ids: leave it out')
-        params = asked.get("sampling_params") or {}
-        if not isinstance(params, dict):
-            raise Refused(400, '"sampling_params" must be an object')
-        most = _read_limit(params.get("max_tokens"))
-        async with self._turns:
+        ids, most = read_token_ids(asked, len(self._chat.tokenizer))
+        async with self._turn_of(asked):
             self._talk, self._known = None, []
             if self.play is not None and self.goes_on(asked):
                 self._check_room(self.play.observe(ids[len(self.play.row) :]))
@@ -147,7 +156,9 @@ class Session:
         if goes_on and self.play is not None and self._talk is not None:
             self._check_room(self.play.tell(self._talk, messages[known:]))
             return
-        self._talk = Conversation(self._chat, messages, tools)
+        if tools:
+            _tell_hidden_tools(self._chat)
+        self._talk = Conversation(self._chat, self._chat.safe(messages), tools)
         if self.play is None:
             self._opening = messages
         self._begin(self._talk.token_ids)
@@ -156,7 +167,7 @@ class Session:
         """Whether `messages` are those of the last request, our answer, and more."""
         known = self._known
         more = self._talk is not None and tools == self._tools and len(messages) > len(known)
-        return more and all(_essence(one) == _essence(other) for one, other in zip(messages, known, strict=False))
+        return more and all(essence(one) == essence(other) for one, other in zip(messages, known, strict=False))
 
     def _begin(self, prompt_ids: Sequence[int]) -> None:
         """A row with this prompt: the episode's first, or one more."""
@@ -168,21 +179,37 @@ class Session:
 
     def _check_room(self, fits: bool) -> None:
         if not fits:
-            self._talk, self._known = None, []  # what was refused has not been told: the next request begins anew
             most = f"{self._limits.model} tokens in all, {self._limits.response} after a prompt"
             raise Refused(400, f"context_length_exceeded: there is no room for a further turn ({most})")
+
+    @asynccontextmanager
+    async def _turn_of(self, asked: Mapping[str, Any]) -> AsyncIterator[None]:
+        """The block is the turn that answers a request, if it comes to its end."""
+        async with self._turns:
+            before = {name: _copied(getattr(self, name)) for name in _STATE}
+            try:
+                yield
+            except BaseException:
+                vars(self).update(before)
+                raise
+            self._request, self._before = asked, before
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._after_turn is not None and (episode := self.end()) is not None:
+            self._after_turn(episode, self._opening)
 
     async def _turn(self, most: int | None) -> Output:
         assert self.play is not None
         self._last = await self.play.turn(most=most)
-        if self._after_turn is not None and (episode := self.end()) is not None:
-            self._after_turn(episode, self._opening)
         return self._last
 
     def _answer(self, text: str, tools: Sequence[Any]) -> Message:
         """The message of a turn: with its calls where the request offers tools."""
         parsed = self._parse(text, tools) if tools else None
         calls = [call for call in parsed.calls if isinstance(call, ToolCall)] if parsed else []
+        if parsed and parsed.calls and self.play:
+            self.play.say(parsed.content)
         if parsed is None or not calls:
             return {"role": "assistant", "content": text}
         number = len(self.play.turns) if self.play else 0
@@ -194,7 +221,9 @@ class Session:
             }
             for i, call in enumerate(calls)
         ]
-        return {"role": "assistant", "content": parsed.content.strip() or None, "tool_calls": listed}
+        bad = [call.text for call in parsed.calls if isinstance(call, BadCall)]
+        said = "\n".join(part for part in (parsed.content, *bad) if part.strip())
+        return {"role": "assistant", "content": said or None, "tool_calls": listed}
 
     def _facts(self, asked: Mapping[str, Any], output: Output) -> dict[str, Any]:
         prompt = len(self.play.row) - len(output.token_ids) if self.play else 0
@@ -239,7 +268,7 @@ class Gateway:
             async def answer(request: Request) -> Response:
                 try:
                     session, asked = await self.find(request)
-                    reply = await _answer_of(session, method, asked)
+                    reply = await _answer_of(session, method, asked, request)
                 except Refused as refusal:
                     why = str(refusal)
                     error = {"message": why, "type": "invalid_request_error", "code": why.split(":")[0]}
@@ -269,69 +298,48 @@ class Gateway:
         return session, await read_object(request)
 
 
-async def _answer_of(session: Session, method: str, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Refused: the request, or its episode has ended."""
+async def _answer_of(session: Session, method: str, asked: Mapping[str, Any], request: Request) -> dict[str, Any]:
+    """Refused: the request, or its episode has ended, or the client has gone."""
+    repeated = request.headers.get("x-stainless-retry-count", "0") != "0"  # sent by OpenAI's clients
     try:
-        answer = session.answer(method, asked)
+        answer = asyncio.wrap_future(session.answer(method, asked, repeated=repeated))
     except RuntimeError:  # its loop is closed
         raise Refused(410, "the episode has ended") from None
+    gone = asyncio.ensure_future(_client_gone(request))
     try:
-        return await asyncio.wrap_future(answer)
+        await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if gone.done():
+            answer.cancel()
+            with suppress(RuntimeError):
+                session.loop.call_soon_threadsafe(session.forget, asked)
+            raise Refused(499, "the client has gone")
+        return await answer
     except asyncio.CancelledError:
         raise Refused(410, "the episode has ended") from None
     except UserError as error:  # the chat template's
         raise Refused(400, str(error)) from None
+    finally:
+        gone.cancel()
 
 
-def _read_limit(most: Any) -> int | None:
-    """How many tokens an answer may have. Refused: that is no such number."""
-    if most is not None and (type(most) is not int or most < 1):
-        raise Refused(400, "the number of tokens must be a whole number above 0")
-    return most
+@cache
+def _tell_hidden_tools(chat: Chat) -> None:
+    if not chat.shows_tools:
+        logger.warning("the chat template leaves out the tools of requests: the model never reads them")
 
 
-def read_messages(asked: Mapping[str, Any]) -> list[Message]:
-    """The request's messages, text alone. Refused: there are none, or what cannot be done is asked for."""
-    messages = asked.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise Refused(400, '"messages" must be a list with at least one message')
-    try:
-        named = all(isinstance(tool["function"]["name"], str) for tool in asked.get("tools") or [])
-    except (TypeError, LookupError):
-        named = False
-    if not named:
-        raise Refused(400, '"tools" must be a list of functions with names')
-    if asked.get("n") not in (None, 1):
-        raise Refused(400, '"n" must be 1: an episode has one answer a turn')
-    for name in ("stop", "logprobs", "logit_bias", "response_format"):
-        if asked.get(name) not in (None, False, [], {}, {"type": "text"}):
-            raise Refused(400, f'"{name}" is not served: leave it out')
-    found: list[Message] = []
-    for message in messages:
-        if not isinstance(message, dict) or message.get("role") not in _KNOWN_ROLES:
-            raise Refused(400, f"a message must be an object with one of the roles {', '.join(_KNOWN_ROLES)}")
-        content = message.get("content")
-        if isinstance(content, list):
-            if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-                raise Refused(400, "a message may have text alone")
-            content = "".join(part["text"] for part in content)
-        if content is not None and not isinstance(content, str):
-            raise Refused(400, "the content of a message must be text")
-        _essence(message)
-        found.append({**message, "content": content or ""})
-    return found
+async def _client_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
-def _essence(message: Message) -> tuple[Any, ...]:
-    """What makes two messages the same; so are None and what is left out. Refused: its tool calls are none."""
-    try:
-        calls = [
-            (call["function"]["name"], json.loads(call["function"]["arguments"] or "{}"))
-            for call in message.get("tool_calls") or ()
-        ]
-    except (TypeError, LookupError, ValueError, RecursionError):
-        raise Refused(400, "tool_calls must be a list of functions with a name and arguments in JSON") from None
-    return message["role"], message.get("content") or "", calls
+def _copied(value: Any) -> Any:
+    """A Play or a Conversation that goes on without changing this one; anything else as it is."""
+    if not isinstance(value, Play | Conversation):
+        return value
+    made = copy(value)
+    vars(made).update({name: copy(part) for name, part in vars(value).items() if isinstance(part, list | dict)})
+    return made
 
 
 def _streamed(reply: dict[str, Any]) -> Response:

@@ -45,6 +45,10 @@ class GatewayLoop(AgentLoop):
     def _gateway(self) -> Gateway:
         return Gateway(listen(self._config.host, 0))
 
+    def close(self) -> None:
+        if "_gateway" in vars(self):
+            self._gateway.close()
+
     async def run(self, task: Task, generate: Generate) -> Episode:
         session = Session(task, generate, self.chat, self.context.limits, self._parse)
         base_url = self._gateway.add(session)

@@ -54,6 +54,7 @@ class Play:
         self._observed: tuple[int, ...] = ()  # since the last turn
         self._new_prompt: Sequence[int] | None = None
         self.turns: list[Turn] = []
+        self._said: dict[str, str] = {}
 
     @property
     def room(self) -> int:
@@ -92,11 +93,16 @@ class Play:
         told = talk.tell(messages)
         return self.new_row(talk.token_ids) if told is None else self.observe(told)
 
+    def say(self, text: str) -> None:
+        """What graders read of the last turn, if that is not all of it: its text without its calls."""
+        self._said[str(len(self.turns))] = text
+
     def reward(self, reward: float) -> None:
         self.turns[-1] = replace(self.turns[-1], reward=self.turns[-1].reward + reward)
 
     def end(self, reason: EpisodeEnd, outcome: float | None = None, info: Mapping[str, Any] | None = None) -> Episode:
-        return Episode(self.task.key, tuple(self.turns), reason, self.prompt_ids, outcome, info or {})
+        info = {**(info or {}), **({"said": self._said} if self._said else {})}
+        return Episode(self.task.key, tuple(self.turns), reason, self.prompt_ids, outcome, info)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +128,9 @@ class AgentLoop(ABC):
     @abstractmethod
     async def run(self, task: Task, generate: Generate) -> Episode:
         """Play one episode."""
+
+    def close(self) -> None:  # noqa: B027
+        """Let go of what it has made."""
 
     def play(self, task: Task, generate: Generate, prompt_ids: Sequence[int] | None = None) -> Play:
         """An episode to write turns into, from the task's prompt or another one."""

@@ -123,13 +123,33 @@ def _is_answer(error: Exception) -> bool:
 
 
 def _text(answer: Any) -> str:
-    """The texts of an answer. Raises TypeError for images and other things that no text is."""
-    kinds = {block.type for block in answer.content} - {"text"}
-    if kinds:
-        raise TypeError(f"it answered with {', '.join(sorted(kinds))}, and only text is supported")
-    if not answer.content and answer.structured_content is not None:
-        return json.dumps(answer.structured_content, ensure_ascii=False)
-    return "\n".join(block.text for block in answer.content)
+    """An answer's texts, addresses of resources, and structured content that its texts do not have; it names images and
+    other things that no text is. Raises TypeError where there are only those."""
+    found = [getattr(block, "resource", block) for block in answer.content]
+    texts = [one.text for one in found if hasattr(one, "text")]
+    parts = texts + [str(one.uri) for one in found if hasattr(one, "uri") and not hasattr(one, "text")]
+    structured = answer.structured_content
+    if structured is not None:
+        values = [
+            structured,
+            *(structured.values() if len(structured) == 1 else ()),
+        ]  # the only one may be written alone
+        written = [[*texts], [*map(_json_or_text, texts)]]
+        if not any(text in (value, [value]) for text in written for value in values):
+            parts.append(json.dumps(structured, ensure_ascii=False))
+    left_out = {one.type for one in answer.content if one.type in ("image", "audio")}
+    left_out |= {"a file" for one in found if hasattr(one, "blob")}
+    kinds = ", ".join(sorted(left_out))
+    if kinds and not parts:
+        raise TypeError(f"it answered with {kinds}, and only text is supported")
+    return "\n".join([*parts, *([f"({kinds} left out: only text is supported)"] if kinds else [])])
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _reason(error: BaseException) -> str:

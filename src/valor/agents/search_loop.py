@@ -53,7 +53,10 @@ class SearchLoop(AgentLoop):
             output = await play.turn(most=self._turn_length, stop=self._stop)
             if output.finish_reason == "abort":
                 return play.end("abort", info=info)
-            action = _ACTION.search(self.chat.decode(output.token_ids))
+            text = self.chat.decode(output.token_ids)
+            action = _ACTION.search(text)
+            if action is not None and action[1] == "search":
+                play.say(text[: action.start()] + text[action.end() :])
             if action is not None and action[1] == "answer":
                 return play.end("stop", info=info)
             if len(play.turns) > self._max_turns:
@@ -70,8 +73,7 @@ class SearchLoop(AgentLoop):
         call = ToolCall("search", {"query": query})
         result = await toolbox.call(call)
         calls.append(call_record(turn, call, result))
-        hidden: list[str] = []
-        documents = self.chat.ids(self.chat.hide(result.text.strip(), hidden), hidden)
+        documents = self.chat.ids(self.chat.safe(result.text.strip()))
         return [*self._before, *documents[: self._most], *self._after]
 
     async def _search(self, query: str) -> ToolResult:

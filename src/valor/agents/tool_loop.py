@@ -44,9 +44,11 @@ class ToolLoop(AgentLoop):
         while True:
             output = await play.turn()
             text = talk.answer(output)
+            asked, content = self._parse(text, toolbox.schemas)
+            if asked:
+                play.say(content)
             if output.finish_reason != "stop":
                 return output.finish_reason
-            asked = self._parse(text, toolbox.schemas).calls
             if not asked:
                 return "stop"
             if len(play.turns) >= self._most_turns:
@@ -60,11 +62,11 @@ class ToolLoop(AgentLoop):
 
 
 def with_opening(messages: Sequence[Message], said: str | None) -> list[Message]:
-    """The prompt, with what an environment says at the start at the end of its last message."""
+    """The prompt for a Conversation, with what an environment says at the start at the end of its last message."""
     if not said:
         return list(messages)
     *before, last = messages
-    return [*before, {**last, "content": f"{last['content']}\n{said}" if last.get("content") else said}]
+    return [*before, {**last, "opening": said}]
 
 
 def call_record(turn: int, call: Call, result: ToolResult) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from jsonschema import Draft202012Validator, SchemaError
 from jsonschema.exceptions import best_match
 
 from valor.agents.episode import EpisodeFailed
-from valor.agents.formats import BadCall, Call, Schema
+from valor.agents.formats import BadCall, Call, Schema, parameters_of, valid_text
 from valor.agents.tool_runner import ToolFailed, ToolRunner, exception_text
 from valor.config.rollout import MultiTurnConfig
 from valor.errors import TrainingStopped, UserError, did_you_mean
@@ -126,7 +126,7 @@ class Toolbox:
             used = [name for name in names if name in self._owners]
             if used:
                 texts.append(await self._whole_episode(part.open(row, used), f"opening {', '.join(used)}"))
-        return "\n".join(text for text in texts if text) or None
+        return valid_text("\n".join(text for text in texts if text)) or None
 
     async def call_all(self, calls: Sequence[Call]) -> list[ToolResult]:
         """The results of one turn's calls, which run at the same time.
@@ -207,7 +207,7 @@ class Toolbox:
             right = {"left": most, "right": 0, "middle": most // 2}[side]
             marks = ("..." if left else "", "..." if right else "")
             text = f"{text[:left]}{marks[0]}(truncated){marks[1]}{text[len(text) - right :]}"
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").replace("\0", "\ufffd")
+        return valid_text(text).replace("\0", "\ufffd")
 
 
 def name_of(schema: Schema) -> str:
@@ -249,7 +249,7 @@ class ArgumentCheck:
     """
 
     def __init__(self, schema: Schema) -> None:
-        parameters = _with_nulls(schema["function"].get("parameters") or {"type": "object", "properties": {}})
+        parameters = parameters_of(schema)
         try:
             Draft202012Validator.check_schema(parameters)
         except SchemaError as error:
@@ -274,13 +274,3 @@ class ArgumentCheck:
             return None
         place = ".".join(map(str, error.absolute_path))
         return f"{place}: {error.message}"[:_MAX_COMPLAINT] if place else error.message[:_MAX_COMPLAINT]
-
-
-def _with_nulls(schema: Any) -> Any:
-    """A schema that says `"nullable": true`, as transformers writes Optional, in JSON Schema's own words."""
-    if isinstance(schema, list):
-        return [_with_nulls(part) for part in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    plain = {key: _with_nulls(part) for key, part in schema.items() if key != "nullable" or part is not True}
-    return {"anyOf": [plain, {"type": "null"}]} if len(plain) < len(schema) else plain

@@ -91,7 +91,7 @@ class VerlLoop(AgentLoop):
         outputs: list[Any] = found if isinstance(found, list) else [found]
         turns = [turn for i, output in enumerate(outputs) for turn in server.turns(output, new_row=i > 0)]
         last = outputs[-1]
-        reason = "length" if server.calls and server.calls[-1][1].finish_reason == "length" else "stop"
+        reason = server.calls[-1][1].finish_reason if server.calls else "stop"
         info = {"metrics": last.metrics, **(last.extra_fields or {})}
         return Episode(task.key, tuple(turns), reason, outputs[0].prompt_ids, last.reward_score, info)
 

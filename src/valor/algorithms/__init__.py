@@ -20,6 +20,7 @@ from valor.algorithms.reductions import (
     aggregate_loss,
     keep_masked,
     last_token,
+    log_ratio,
     loss_denominator,
     masked_count,
     masked_mean,
@@ -56,7 +57,16 @@ __all__ = ["ADVANTAGES", "LOSS_AGG_MODES", "POLICY_LOSSES", "VALUE_LOSSES", "Cap
 __all__ += ["advantages_with_missing_rewards", "advantages_with_progress", "aggregate_loss", "apply_missing_reward"]
 __all__ += ["binarize", "bradley_terry_loss", "compute_advantages", "critic_advantages", "describe_algorithms"]
 __all__ += ["draw_reward_mask", "filter_groups", "full_kl_from_logits", "hl_gauss_value", "keep_masked", "kl_penalty"]
-__all__ += ["last_token", "load_custom", "loss_denominator", "masked_count", "masked_mean", "masked_sum", "masked_var"]
+__all__ += [
+    "last_token",
+    "load_custom",
+    "log_ratio",
+    "loss_denominator",
+    "masked_count",
+    "masked_mean",
+    "masked_sum",
+    "masked_var",
+]
 __all__ += ["masked_whiten", "mismatch_sums", "off_policy_metrics", "overlong_penalty", "pf_ppo_resample"]
 __all__ += ["pf_ppo_weights", "place_at_end", "policy_loss", "positive_nll", "progress", "quantile_targets"]
 __all__ += ["quantiles_of", "ratio_metrics", "register_advantage", "register_policy_loss", "register_value_loss"]

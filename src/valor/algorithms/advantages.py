@@ -29,7 +29,8 @@ def compute_advantages(
 
     rewards, values [B, T]; response_mask [B, T], 1 where the policy produced the token; group_ids: one int or string
     per sample, equal for samples of one prompt; reward_baselines [B]: reward of the greedy response (remax).
-    sample_mask [B]: samples with 0 take no part, neither in group nor in batch statistics, and come out 0.
+    sample_mask [B]: samples with 0 take no part, neither in group nor in batch statistics, and come out 0; nor do
+        those without any policy token, which rollout correction has rejected.
     options: the estimator's own keywords; an unknown one is a UserError that names the nearest.
     Estimators that know only outcomes (group_relative) return the same tensor twice.
     """
@@ -52,12 +53,17 @@ def compute_advantages(
         "lam": lam,
     }
     with torch.no_grad():
-        if sample_mask is None:
+        takes_part = (response_mask != 0).any(1)
+        if sample_mask is not None:
+            takes_part &= sample_mask.bool()
+        if bool(takes_part.all()):
             return entry.call(common, options)
-        keep = torch.nonzero(sample_mask).squeeze(1)
+        keep = torch.nonzero(takes_part).squeeze(1)
+        if not len(keep):
+            return torch.zeros_like(rewards), torch.zeros_like(rewards)
         if group_ids is not None and not isinstance(group_ids, Tensor):
             common["group_ids"] = [group_ids[row] for row in keep.tolist()]
-        parts = entry.call(*(_of_samples(given, keep, len(sample_mask)) for given in (common, options)))
+        parts = entry.call(*(_of_samples(given, keep, len(rewards)) for given in (common, options)))
         advantages, returns = (torch.zeros_like(rewards).index_copy_(0, keep, part) for part in parts)
         return advantages, returns
 

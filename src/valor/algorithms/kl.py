@@ -3,10 +3,9 @@
 http://joschu.net/blog/kl-approx.html derives k1, k2 and k3.
 """
 
-import torch
 from torch import Tensor
 
-from valor.algorithms.reductions import keep_masked, masked_mean
+from valor.algorithms.reductions import keep_masked, log_ratio, masked_mean
 from valor.algorithms.registry import choose
 from valor.errors import UserError
 
@@ -27,7 +26,7 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str = "low_var_kl
     if kind == "full":
         raise UserError("kl kind 'full' needs whole distributions: use full_kl_from_logits on the logits")
     choose(kind, KL_KINDS, "kl kind")
-    x = log_probs - ref_log_probs
+    x = log_ratio(log_probs, ref_log_probs)
     value = _estimate(x, _ALIASES[kind.removesuffix("+")])
     if kind.endswith("+"):
         surrogate = _estimate(x, "k2")
@@ -52,9 +51,7 @@ def full_kl_from_logits(logits: Tensor, ref_logits: Tensor) -> Tensor:
     Logits [..., V]; result float32 [...].
     """
     log_probs, ref_log_probs = logits.float().log_softmax(-1), ref_logits.float().log_softmax(-1)
-    # A token ruled out by −inf contributes 0, not 0 · −inf.
-    gap = (log_probs - ref_log_probs).masked_fill(log_probs == -torch.inf, 0.0)
-    return (log_probs.exp() * gap).sum(-1)
+    return (log_probs.exp() * log_ratio(log_probs, ref_log_probs)).sum(-1)  # a token ruled out by −inf contributes 0
 
 
 def subtract_divergence(

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from valor.algorithms.ppo import LOG_RATIO_BOUND
-from valor.algorithms.reductions import keep_masked, masked_mean, masked_sum, masked_var
+from valor.algorithms.reductions import keep_masked, log_ratio, masked_mean, masked_sum, masked_var
 
 
 @torch.no_grad()
@@ -20,7 +20,7 @@ def off_policy_metrics(log_probs: Tensor, rollout_log_probs: Tensor, response_ma
         return {}
     train = -masked_mean(log_probs, response_mask, -1)[rows]
     rollout = -masked_mean(rollout_log_probs, response_mask, -1)[rows]
-    raw = keep_masked(log_probs - rollout_log_probs, response_mask)
+    raw = keep_masked(log_ratio(log_probs, rollout_log_probs), response_mask)
     x = raw.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     sequence = masked_sum(raw, response_mask, -1)[rows].clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     gap = train - rollout
@@ -48,8 +48,8 @@ def mismatch_sums(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, nu
 
     num_tokens: of the whole mini-batch, so that the means of its parts add up.
     """
-    logs = (log_probs - rollout_log_probs).abs() * mask
-    probs = (log_probs.exp() - rollout_log_probs.exp()).abs() * mask
+    logs = keep_masked(log_ratio(log_probs, rollout_log_probs).abs(), mask)
+    probs = keep_masked((log_probs.exp() - rollout_log_probs.exp()).abs(), mask)
     return {
         "training/rollout_probs_diff_mean": probs.sum() / num_tokens,
         "training/rollout_probs_diff_max": probs.max(),
@@ -109,7 +109,7 @@ def ratio_metrics(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, num_to
     """Mean, smallest and largest π/π_old of the policy tokens [B, T], none without any; `num_tokens` as above."""
     if not mask.any():
         return {}
-    ratio = (log_probs.detach() - old_log_probs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    ratio = log_ratio(log_probs.detach(), old_log_probs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
     other = mask == 0
     return {
         "ppo_ratio_mean": ratio.masked_fill(other, 0.0).sum() / num_tokens,

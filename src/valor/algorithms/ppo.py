@@ -6,7 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from valor.algorithms.reductions import Denominator, aggregate_loss, keep_masked, loss_denominator, token_fraction
+from valor.algorithms.reductions import (
+    LOWEST_LOG_PROB,
+    Denominator,
+    aggregate_loss,
+    keep_masked,
+    log_ratio,
+    loss_denominator,
+    token_fraction,
+)
 from valor.algorithms.registry import POLICY_LOSSES, Entry, register_policy_loss
 from valor.errors import UserError
 
@@ -37,7 +45,7 @@ class LossInputs:
 
     def log_ratio(self, bound: float | None = LOG_RATIO_BOUND) -> Tensor:
         """log π/π_old [B, T], clamped to ±bound."""
-        difference = self.log_probs - self.old_log_probs
+        difference = log_ratio(self.log_probs, self.old_log_probs)
         return difference if bound is None else difference.clamp(-bound, bound)
 
     def aggregate(self, per_token: Tensor) -> Tensor:
@@ -93,7 +101,7 @@ def policy_loss(
             f"{tuple(response_mask.shape)} must have one shape"
         )
     inputs = LossInputs(
-        log_probs=keep_masked(log_probs, response_mask),
+        log_probs=keep_masked(log_probs, response_mask).clamp(min=LOWEST_LOG_PROB),
         old_log_probs=keep_masked(log_probs.detach() if old_log_probs is None else old_log_probs, response_mask),
         advantages=keep_masked(advantages, response_mask),
         response_mask=response_mask,

@@ -24,6 +24,8 @@ LOSS_AGG_MODES: tuple[str, ...] = (
 )
 WHITENING_SCOPES: tuple[str, ...] = ("batch", "none")
 
+LOWEST_LOG_PROB = -1e6  # what a token that is ruled out has instead of −∞: its square, and differences, are finite
+
 # Elements per block of rows: temporaries of this size stay in the outer cache, and their memory is used again.
 _BLOCK_ELEMENTS = 2**18
 _WIDE_ELEMENTS = 2**16  # of a float64 copy that stays in the inner cache
@@ -41,6 +43,11 @@ def zeroed(x: Tensor, mask: Tensor, out: Tensor | None = None) -> Tensor:
     """`keep_masked` without gradient, by a product: half the time. mask 0/1; out: may be x itself."""
     product = torch.mul(x, mask, out=out)
     return product if bool(product.sum().isfinite()) else product.masked_fill_(mask == 0, 0.0)
+
+
+def log_ratio(log_probs: Tensor, other_log_probs: Tensor) -> Tensor:
+    """log π − log π' of the same tokens, finite also where one of them, or both, are −∞."""
+    return log_probs.clamp(min=LOWEST_LOG_PROB) - other_log_probs.clamp(min=LOWEST_LOG_PROB)
 
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:

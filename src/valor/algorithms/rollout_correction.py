@@ -13,7 +13,7 @@ from torch import Tensor
 
 from valor.algorithms.mismatch import importance_metrics, rejection_metrics
 from valor.algorithms.ppo import LOG_RATIO_BOUND
-from valor.algorithms.reductions import keep_masked, masked_mean, masked_sum
+from valor.algorithms.reductions import keep_masked, log_ratio, masked_mean, masked_sum
 from valor.algorithms.registry import choose
 from valor.errors import UserError
 
@@ -51,17 +51,17 @@ def rollout_correction(
     The weights come from the full mask; the rejected tokens leave the returned mask, from which loss denominators must
     be counted.
     """
-    log_ratio = keep_masked(log_probs - rollout_log_probs, response_mask)
+    x = keep_masked(log_ratio(log_probs, rollout_log_probs), response_mask)
     weights, kept, metrics = None, response_mask, {}
     if rollout_is is not None:
         weights, more = importance_weights(
-            log_ratio, response_mask, rollout_is, rollout_is_threshold, batch_normalize=rollout_is_batch_normalize
+            x, response_mask, rollout_is, rollout_is_threshold, batch_normalize=rollout_is_batch_normalize
         )
         metrics |= more
     if rollout_rs is not None:
         if rollout_rs_threshold is None:
             raise UserError(f"rollout_rs={rollout_rs} needs rollout_rs_threshold")
-        kept, more = rejection_mask(log_ratio, response_mask, rollout_rs, rollout_rs_threshold)
+        kept, more = rejection_mask(x, response_mask, rollout_rs, rollout_rs_threshold)
         metrics |= more
     return RolloutCorrection(weights, kept, metrics)
 

@@ -137,7 +137,7 @@ def clip_cov(
 
     Metrics: pg_clipfrac, pg_clipfrac_cov (tokens held back), ppo_kl.
     """
-    log_ratio, covariance = inputs.log_ratio(bound=None), _covariance(inputs)
+    log_ratio, covariance = inputs.log_ratio(), _covariance(inputs)
     loss, binds = clipped(inputs, log_ratio.exp(), clip_ratio_low, clip_ratio_high)
     eligible = (covariance > clip_cov_lb) & (covariance < clip_cov_ub) & ~binds
     candidates = (eligible & (inputs.response_mask != 0)).flatten().nonzero().squeeze(1)
@@ -161,7 +161,7 @@ def kl_cov(inputs: LossInputs, *, kl_cov_ratio: float = 2e-4, ppo_kl_coef: float
     """
     if not 0.0 <= kl_cov_ratio <= 1.0:
         raise UserError("kl_cov_ratio is a fraction of the tokens, between 0 and 1")
-    log_ratio = inputs.log_ratio(bound=None)
+    log_ratio = inputs.log_ratio()
     loss = -inputs.advantages * log_ratio.exp()
     present = inputs.response_mask != 0
     tokens = int(present.sum())

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from valor.algorithms.gae import add_end_values, token_gae
 from valor.algorithms.ppo import LOG_RATIO_BOUND
-from valor.algorithms.reductions import masked_whiten, zeroed
+from valor.algorithms.reductions import log_ratio, masked_whiten, zeroed
 from valor.algorithms.registry import register_advantage
 from valor.algorithms.scan import Packing, credit_policy_tokens, suffix_scan
 from valor.errors import UserError
@@ -24,14 +24,15 @@ def vtrace(
     lam_actor: float | None = None,
     lam_critic: float | None = None,
     rho_bar: float = 5.0,
-    c_bar: float = 1.2,
+    c_bar: float = 1.0,
     bootstrap_mask: Tensor | None = None,
     bootstrap_values: Tensor | None = None,
     whitening: str = "batch",
     reward_on_masked: str = "carry",
 ) -> tuple[Tensor, Tensor]:
-    """GAE whose returns are of the policy that trains, where an older one has sampled: D_t = ρ_t δ_t + γλ c_t D_{t'},
-    return_t = V_t + D_t, A_t = δ_t + γλ D_{t'} (V-trace, https://arxiv.org/abs/1802.01561, with the λ of its remark 2).
+    """GAE whose returns are of the policy that trains, where an older one has sampled: D_t = ρ_t δ_t + b_t D_{t'},
+    b_t = min(1, γλ c_t), return_t = V_t + D_t, A_t = δ_t + γλ D_{t'} (V-trace, https://arxiv.org/abs/1802.01561, with
+    the λ of its remark 2).
 
     δ_t = r_t + γ V_{t'} − V_t, t' the next policy token; ρ_t = min(rho_bar, e^x) and c_t = min(c_bar, e^x), with
     x = old_log_probs − rollout_log_probs [B, T], |x| ≤ 20. rho_bar, c_bar: at least 1. Other inputs as in `gae`, to
@@ -39,7 +40,8 @@ def vtrace(
     A return estimates the value of the state before token t, so it weighs token t. An advantage estimates what token t
     itself is worth, so it does not: the weights of the policy loss do (`rollout_is`).
     Where no ratio exceeds rho_bar, the critic's fixed point is V of the policy that trains, for any c_bar; otherwise it
-    is V of a policy between the two. A larger c_bar relies less on the critic, with more variance.
+    is V of a policy between the two. With the paper's c_bar of 1 the bound of b_t does nothing. A larger one makes up
+    for γλ < 1 where a ratio is above 1; without the bound the product of c_t grows exponentially with the length.
     """
     of_actor, of_critic = (lam if own is None else own for own in (lam_actor, lam_critic))
     if not all(0.0 <= share <= 1.0 for share in (gamma, of_actor, of_critic)):
@@ -47,9 +49,9 @@ def vtrace(
     if not (rho_bar >= 1.0 and c_bar >= 1.0):
         raise UserError(f"rho_bar and c_bar of vtrace must be at least 1, got {rho_bar:g} and {c_bar:g}")
     mask = response_mask.to(values.dtype)
-    log_ratio = zeroed(old_log_probs - rollout_log_probs, mask).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    x = zeroed(log_ratio(old_log_probs, rollout_log_probs), mask).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     end, rewards = None if bootstrap_mask is None else (bootstrap_mask, bootstrap_values), rewards.to(values.dtype)
-    if not bool(log_ratio.any()):
+    if not bool(x.any()):
         settings = (gamma, (of_actor, of_critic), end, None, None, reward_on_masked)
         advantages, returns, moments = token_gae(rewards, values, mask, *settings)
         return masked_whiten(advantages, mask, scope=whitening, moments=moments, out=advantages), returns
@@ -58,12 +60,11 @@ def vtrace(
     if end is not None:
         reward = add_end_values(reward, value, mask, *end, gamma)
     packing = Packing(mask)
-    ratio, packed_value = packing.pack(log_ratio).exp(), packing.pack(value)
+    ratio, packed_value = packing.pack(x).exp(), packing.pack(value)
     delta = packing.pack(reward) - packed_value
     delta[:, :-1] += gamma * packed_value[:, 1:]
     weighted, traces = ratio.clamp(max=rho_bar) * delta, ratio.clamp(max=c_bar)
-    following = suffix_scan(weighted, gamma * of_actor * traces)
-    target = suffix_scan(weighted, gamma * of_critic * traces)
+    following, target = (suffix_scan(weighted, (gamma * lam * traces).clamp(max=1.0)) for lam in (of_actor, of_critic))
     delta[:, :-1] += gamma * of_actor * following[:, 1:]
     advantages, returns = (packing.unpack(x, out=torch.empty_like(values)) for x in (delta, target))
     return masked_whiten(advantages, mask, scope=whitening), returns.add_(value)

@@ -3,7 +3,7 @@
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from threading import Condition
@@ -106,7 +106,8 @@ class SamplesAhead(Supply):
         return out
 
     def items(self, step: int) -> list[tuple[dict[str, Any], Batch | None]]:
-        self._check_alive()
+        with suppress(Exception):  # what generation has failed with is told when the next batch is taken
+            self._check_alive()
         with self._changed:
             again = [group for of_step, group in self._taken if of_step > step]
             groups = sorted({*again, *self.queue.groups}, key=lambda one: one.number)

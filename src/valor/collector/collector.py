@@ -1,5 +1,6 @@
 """The first half of a step: prompts in, graded episodes out, as one batch."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -20,7 +21,7 @@ from valor.config import PPOConfig
 from valor.controller.group import Pools
 from valor.data.batch import Batch, Episodes
 from valor.data.prompts import PromptDataset, PromptRow
-from valor.errors import TrainingStopped, UserError
+from valor.errors import StepRefused, TrainingStopped, UserError
 from valor.rewards.executor import RewardResult
 from valor.rewards.manager import summarize
 from valor.tracking.metrics import Timer
@@ -76,6 +77,8 @@ class Collector:
             else:
                 rows = [self.inputs.train[i] for i in self.inputs.sampler.next_batch()]
                 batch, graded = self._answer_and_grade(rows, step, first=len(results) // self.rollout.n, timer=timer)
+            if line := _failing_tool(batch, self.rollout.multi_turn.max_tool_error_ratio):
+                self._say(line)
             rounds += 1
             results += graded
             sources += last_rows(batch).objects["data_source"]
@@ -180,6 +183,27 @@ def _add_reward_info(batch: Batch, results: Sequence[RewardResult]) -> None:
     """`reward_info`: what the grader of a row's episode said beside the score."""
     pairs = zip(results, Episodes(batch).rows, strict=True)
     batch.objects["reward_info"] = [result.components for result, rows in pairs for _ in rows]
+
+
+def _failing_tool(batch: Batch, most: float) -> str | None:
+    """A line on the tool with the most failed calls, where at least half of its calls failed. StepRefused: of all calls
+    but the policy's mistakes a larger share than `most` failed."""
+    rows = Episodes(batch).rows if "episode_info" in batch else ()
+    calls = [call for one in rows for call in batch.objects["episode_info"][one[0]].get("calls", ())]
+    failures = [(call["name"], " ".join(call["text"].split())) for call in calls if call["error"] is not None]
+    if not failures:
+        return None
+    ((name, failed),) = Counter(name for name, _ in failures).most_common(1)
+    count = sum(call["name"] == name for call in calls)
+    ((text, _),) = Counter(text for tool, text in failures if tool == name).most_common(1)
+    what = "tool calls that cannot be read" if name is None else f"tool {name}"
+    line = f"{what}: {failed} of {count} calls failed; most often: {text[:300]}"
+    made = [call["error"] for call in calls if call["error"] in (None, "exception", "timeout", "failed")]
+    if len(made) - made.count(None) > most * len(made):
+        raise StepRefused(
+            f"{line}; more than actor_rollout_ref.rollout.multi_turn.max_tool_error_ratio={most:g} allows"
+        )
+    return line if 2 * failed >= count else None
 
 
 def _informative_rows(batch: Batch, results: Sequence[RewardResult], scores: Tensor, config: PPOConfig) -> Batch:

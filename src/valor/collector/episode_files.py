@@ -31,7 +31,9 @@ class EpisodeFiles:
         """What is played from now on belongs to the file `name`. UserError: there is none to replay."""
         self._file, self._lines = f"{name}.jsonl", []
         if self._written is not None and self._agents is not None:
-            write_atomically(self._written / TOOLS_FILE, json.dumps(self._agents.schemas, indent=1, default=str) + "\n")
+            schemas = self._agents.schemas
+            shown = schemas if not any(schemas.values()) or self._agents.chat.shows_tools else {}
+            write_atomically(self._written / TOOLS_FILE, json.dumps(shown, indent=1, default=str) + "\n")
         if self._replayed is not None:
             self._recorded = _read(self._replayed / self._file)
 

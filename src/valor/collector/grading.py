@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from threading import Lock
+from typing import Any
 
 import torch
 
 from valor import algorithms
-from valor.agents.episode import Episode, EpisodeKey, last_rows, turn_rewards
+from valor.agents.episode import Episode, EpisodeKey, last_rows, turn_rewards, turn_tokens
 from valor.algorithms.scan import credit_policy_tokens
 from valor.collector.inputs import RunInputs
 from valor.collector.model_grading import ModelGrading
@@ -21,10 +22,10 @@ from valor.controller.group import Pools
 from valor.data.batch import Batch, Episodes
 from valor.errors import StepRefused
 from valor.rewards.executor import RewardResult
-from valor.rewards.steps import scaled, token_rewards
+from valor.rewards.steps import scaled, spans_in_turns, token_rewards
 from valor.rewards.worker import Sample, gather
 
-_SAMPLE_COLUMNS = ("data_source", "response_text", "ground_truth", "extra_info")
+_SAMPLE_COLUMNS = ("response_text", "data_source", "ground_truth", "extra_info")
 
 
 class Grading:
@@ -39,7 +40,7 @@ class Grading:
         self.config, self.inputs = config.reward, inputs
         self.model = ModelGrading(config, inputs, roles)
         self._max_response_length = config.data.max_response_length
-        self._early: dict[EpisodeKey, tuple[str, Future[RewardResult]]] = {}
+        self._early: dict[EpisodeKey, tuple[Sample, Future[RewardResult]]] = {}
 
     def sink(self, prompts: Batch, *, validation: bool = False) -> Callable[[Episode], None] | None:
         """For episodes that answer `prompts`: gives each to its grader at once. None where graders have to wait."""
@@ -56,8 +57,9 @@ class Grading:
             source = columns["data_source"][i]
             if self.inputs.has_grader(source):
                 text = self._decode(episode.response_ids) if episode.text is None else episode.text
-                sample = Sample(source, text, columns["ground_truth"][i], columns["extra_info"][i])
-                self._early[episode.key] = text, self.inputs.rewards.submit(sample)
+                turns = episode.turn_texts_by(self.inputs.decode)
+                sample = Sample.of_turns(turns, text, source, columns["ground_truth"][i], columns["extra_info"][i])
+                self._early[episode.key] = sample, self.inputs.rewards.submit(sample)
 
         return grade
 
@@ -90,7 +92,7 @@ class Grading:
         more errors than `reward.max_error_ratio` allows.
         """
         model, ends = self.config.reward_model, last_rows(batch)
-        results = [] if model.replaces_rule else self._by_rule(ends)
+        results = [] if model.replaces_rule else self._on_tokens(batch, self._by_rule(ends))
         if model.enable and not model.scores:
             batch["progress"] = self.model.progress(batch)
         if model.scores:
@@ -120,6 +122,26 @@ class Grading:
             of_turns = turn_rewards(batch).tolist()
             results |= {i: results[i]._replace(score=results[i].score + of_turns[i]) for i in judged}
         return [results[i] for i in range(len(batch))]
+
+    def _on_tokens(self, batch: Batch, results: list[RewardResult]) -> list[RewardResult]:
+        """With tokens for the spans of steps, which graders of episodes give in the policy's own words."""
+        if "turn_texts" not in batch or not any(result.steps for result in results):
+            return results
+        results, episodes = list(results), Episodes(batch).rows
+        for i, rows in enumerate(episodes):
+            turns, first = list[tuple[int, list[int], str]](), 0
+            for row in rows:
+                length = int(batch["response_lengths"][row])
+                ids, numbers = (batch[name][row, :length].tolist() for name in ("responses", "turn_ids"))
+                texts = batch.objects["turn_texts"][row]
+                found = zip(turn_tokens(ids, numbers), texts, strict=True)
+                turns += [(first + at, own, text) for (_, at, own), text in found]
+                first += length
+            try:
+                results[i] = results[i]._replace(steps=spans_in_turns(results[i].steps, turns, self._decode))
+            except ValueError as error:
+                results[i] = RewardResult(self.config.error_score, {}, str(error))
+        return results
 
     def _with_steps(self, batch: Batch, results: list[RewardResult]) -> list[RewardResult]:
         """Where there are any: adds `step_rewards` to the batch, and to the scores what they sum to. A step that the
@@ -181,12 +203,13 @@ class Grading:
         outcomes = enumerate(batch.objects.get("outcome", ()))
         found = {i: RewardResult(outcome, {}) for i, outcome in outcomes if outcome is not None} | self._unplayed(batch)
         rows = enumerate(zip(*(batch.objects[name] for name in _SAMPLE_COLUMNS), strict=True))
-        samples = {i: Sample(*row) for i, row in rows if i not in found}
+        turns = batch.objects.get("turn_texts", [None] * len(batch))
+        samples = {i: Sample.of_turns(turns[i], *row) for i, row in rows if i not in found}
         futures: dict[int, Future[RewardResult]] = {}
         for i, key in enumerate(batch["episode_key"].tolist() if "episode_key" in batch else ()):
-            text, future = self._early.pop(tuple(key), (None, None))
-            if future is not None and i in samples and text == samples[i].solution_str:
-                futures[i] = future
+            early = self._early.pop(tuple(key), None)
+            if early is not None and i in samples and _texts(early[0]) == _texts(samples[i]):
+                futures[i] = early[1]
         rest = [i for i in samples if i not in futures]
         futures |= zip(rest, self.inputs.rewards.submit_all([samples[i] for i in rest]), strict=True)
         found |= zip(samples, gather([futures[i] for i in samples]), strict=True)
@@ -225,3 +248,7 @@ class Grading:
             r._replace(score=r.score + p, components={"acc": r.correct, **r.components, "overlong_reward": p})
             for r, p in zip(results, penalties.tolist(), strict=True)
         ]
+
+
+def _texts(sample: Sample) -> tuple[Any, ...]:
+    return sample.solution_str, sample.turns, sample.transcript

@@ -7,9 +7,11 @@ from valor.agents.agents import Agents
 from valor.agents.episode import with_text
 from valor.config import PPOConfig, RewardModelConfig
 from valor.data.batch import Batch
+from valor.data.positions import num_positions, rope_limit
 from valor.data.prompts import PromptDataset
 from valor.data.reward_texts import CriticTexts, RewardTexts, longest_text
 from valor.data.sampler import PromptSampler
+from valor.data.templates import ask_template, end_tokens, parts_of
 from valor.errors import UserError
 from valor.models.load import load_model_config, load_policy_tokenizer, load_tokenizer
 from valor.models.reward import reward_model_kind
@@ -30,6 +32,9 @@ class RunInputs:
         self._tools_of = None if self.agents is None else self.agents.schemas_of
         self.train = PromptDataset(data, self.tokenizer, "train", self._tools_of)
         self.val = PromptDataset(data, self.tokenizer, "val", self._tools_of) if data.val_files else None
+        tools = {"tools", "tool"} if self.agents and any(self.agents.schemas.values()) else set[str]()
+        parts = tools | parts_of(row.messages for rows in (self.train, self.val or ()) for row in rows)
+        ask_template(self.tokenizer, parts, data.apply_chat_template_kwargs, needed=tools - {"tools"})
         dynamic = config.algorithm.filter_groups.enable
         at_once = data.gen_batch_size if dynamic and data.gen_batch_size else data.train_batch_size
         self.sampler = PromptSampler(len(self.train), at_once, seed=data.seed, shuffle=data.shuffle)
@@ -58,7 +63,7 @@ class RunInputs:
 
     @property
     def eos_token_ids(self) -> list[int]:
-        return [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+        return end_tokens(self.tokenizer)
 
     @property
     def separator_id(self) -> int | None:
@@ -139,21 +144,25 @@ def _check_truths(rows: PromptDataset, rewards: RewardExecutor, agents: Agents |
 
 
 def check_positions(config: PPOConfig) -> Any:
-    """The policy's text config. UserError: it has too few positions for what the policy is to read and write."""
-    model, data = config.actor_rollout_ref.model, config.data
-    described = load_model_config(model).get_text_config()
-    positions = getattr(described, "max_position_embeddings", None)
+    """The policy's text config. UserError: it, or the critic, has too few positions for what is read and written."""
+    data, models = config.data, [config.actor_rollout_ref.model]
+    models += [config.critic.model] if config.critic.enable else []
+    described = [load_model_config(model).get_text_config() for model in models]
     whole = data.max_prompt_length + data.max_response_length
     lengths = {"data.max_prompt_length + data.max_response_length": whole}
-    if config.plays_episodes:  # its rows may be that long
+    if config.plays_episodes or any(
+        map(rope_limit, described)
+    ):  # its rows, or what an engine prepares for, may be that long
         lengths["actor_rollout_ref.rollout.max_model_len"] = config.actor_rollout_ref.rollout.max_model_len
-    for key, longest in lengths.items():
-        if positions is not None and longest > positions:
-            raise UserError(
-                f"{key} is {longest} tokens, and the model '{model.path}' has {positions} positions: set it lower, "
-                "or take a model that reads longer texts"
-            )
-    return described
+    for model, text_config in zip(models, described, strict=True):
+        positions = num_positions(text_config)
+        for key, longest in lengths.items():
+            if positions is not None and longest > positions:
+                raise UserError(
+                    f"{key} is {longest} tokens, and the model '{model.path}' has {positions} positions (of longrope "
+                    "and dynamic RoPE the original ones count): set it lower, or take a model that reads longer texts"
+                )
+    return described[0]
 
 
 def load_reward_texts(model: RewardModelConfig, policy_tokenizer: Any) -> RewardTexts | CriticTexts:

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from valor import algorithms
+from valor.agents.episode import own_words
 from valor.collector.inputs import RunInputs
 from valor.config import PPOConfig
 from valor.controller.group import Pools
@@ -28,9 +29,10 @@ class ModelGrading:
         """Scores with the component `rm_score`; from a model here also `rm_cut`, whether the text had to be cut."""
         if self.inputs.judge is not None:
             columns = batch.objects
-            texts = zip(columns["messages"], columns["response_text"], columns["ground_truth"], strict=True)
+            names = ("ground_truth", "response_text")
+            texts = zip(columns["messages"], own_words(batch), *(columns[name] for name in names), strict=True)
             with phase("judge", len(batch), unit="sample"):
-                results = self.inputs.judge.score([Question(prompt_text(m), r, truth) for m, r, truth in texts])
+                results = self.inputs.judge.score([Question(prompt_text(first), *rest) for first, *rest in texts])
             return [r._replace(components={"rm_score": r.score}) if r.error is None else r for r in results]
         assert self.inputs.reward_texts is not None, "the reward model has its tokenizer"
         rows, cut = self.inputs.reward_texts.rows(batch)
@@ -82,10 +84,11 @@ class ModelGrading:
         assert isinstance(texts, CriticTexts), "it reads tokens"
         found: list[list[tuple[Place, int]]] = []
         lengths = rows["response_lengths"].tolist()
-        for text, row, length in zip(batch.objects["response_text"], rows["responses"].tolist(), lengths, strict=True):
+        columns = (batch.objects["messages"], batch.objects["response_text"], rows["responses"].tolist(), lengths)
+        for messages, text, row, length in zip(*columns, strict=True):
             steps: list[tuple[Place, int]] = [(token, token) for token in range(length)]
             if separator is not None:
-                starts = texts.token_starts(text)
+                starts = texts.token_starts(messages, text)
                 steps = []
                 for span in split_steps(text, separator):
                     if starts is None:

@@ -23,10 +23,11 @@ from valor.controller.placement import Placement
 from valor.controller.start import start_pools
 from valor.data.batch import Batch, Episodes, pad_rows
 from valor.data.files import read_records
-from valor.data.prompts import PromptRow, render, token_ids
+from valor.data.messages import parse_messages
+from valor.data.prompts import Fits, PromptRow, continued, render
+from valor.data.templates import end_tokens
 from valor.errors import UserError
 from valor.rewards.executor import RewardResult
-from valor.rollout.registry import GENERATION_ENGINES
 from valor.tracking.rundir import write_atomically
 from valor.workers.roles import role_specs
 
@@ -41,7 +42,6 @@ def policy_group(
     config: PPOConfig, inputs: RunInputs, placement: Placement, say: Callable[[str], None]
 ) -> Iterator[Collector]:
     """The roles that answer and score, alive within the block; no critic and no reference among them."""
-    GENERATION_ENGINES[config.actor_rollout_ref.rollout.name].check_start(config, placement.world_size)
     specs = role_specs(config, total_steps=1, eos_token_ids=inputs.eos_token_ids, separator_id=inputs.separator_id)
     specs = {name: spec for name, spec in specs.items() if name in ("actor", "rollout", "reward_model")}
     with closing(start_pools(placement, specs, config.ray_kwargs.ray_init.model_dump())) as roles:
@@ -117,15 +117,17 @@ def write_rollouts(path: Path, records: Iterator[dict[str, Any]]) -> None:
     write_atomically(path, "".join(line + "\n" for line in lines))
 
 
-def read_rollouts(paths: Sequence[str], tokenizer: Any) -> Batch:
+def read_rollouts(paths: Sequence[str], tokenizer: Any, fits: Fits = lambda ids, where: None) -> Batch:
     """The rollouts in jsonl or parquet files, or in all such files of a folder.
 
     A row is what `trainer.rollout_data_dir` and `validation_data_dir` hold (prompt_ids, response_ids), or messages with
     a text response; either has a score. Neighbours with the same `episode` (and `step`) are rows of one rollout.
-    UserError: anything else.
+    UserError: anything else. `fits` looks at every row's tokens.
     """
     records = [(path, *one) for path in _files(paths) for one in read_records(path)]
     found = [_parse(record, where, tokenizer) for _, where, record in records]
+    for row, (_, where, _) in zip(found, records, strict=True):
+        fits([*row["prompt"], *row["response"]], where)
     batch = Batch({}, {name: [row[name] for row in found] for name in OBJECTS})
     batch["prompts"], batch["prompt_lengths"] = pad_rows([row["prompt"] for row in found], torch.long)
     batch["responses"], batch["response_lengths"] = pad_rows([row["response"] for row in found], torch.long)
@@ -153,9 +155,9 @@ def _parse(record: Mapping[str, Any], where: str, tokenizer: Any) -> dict[str, A
     if "prompt_ids" in record and "response_ids" in record:
         prompt, response = list(record["prompt_ids"]), list(record["response_ids"])
     elif "messages" in record and isinstance(record.get("response"), str):
-        text = render(tokenizer, record["messages"], where=where)
-        prompt, answer = token_ids(tokenizer, [text, record["response"]])
-        response = [*answer, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])]
+        text = render(tokenizer, parse_messages(record["messages"], where, "messages"), where=where)
+        prompt, answer = continued(tokenizer, [text], [record["response"]])[0]
+        response = [*answer, *end_tokens(tokenizer)[:1]]
     else:
         raise UserError(
             f"{where}: not a rollout: it needs prompt_ids and response_ids (as trainer.rollout_data_dir writes them), "

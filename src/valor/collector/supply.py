@@ -170,13 +170,15 @@ class BatchesAhead(Supply):
 
     def items(self, step: int) -> list[tuple[dict[str, Any], Batch | None]]:
         again = [one for of_step, one in self._taken if of_step > step]
-        return [(vars(one.drawn), self._result(one)) for one in [*again, *self._queue]]
+        return [(vars(one.drawn), self._rows(one)) for one in [*again, *self._queue]]
 
     def restore(self, items: Sequence[tuple[Mapping[str, Any], Batch | None]]) -> None:
         for facts, rows in items:
-            assert rows is not None, "a batch is saved when it is whole"
             drawn, done = Drawn(**facts), Future[Batch]()
-            done.set_result(rows)
+            if rows is None:
+                done.set_exception(WorkersReplaced("generation had failed when the run was saved"))
+            else:
+                done.set_result(rows)
             self._queue.append(_Ahead(drawn, self.prompts_of(drawn), done))
 
     def _submit(self, prompts: Batch) -> Future[Batch]:
@@ -200,6 +202,13 @@ class BatchesAhead(Supply):
                 if not other.rows.done() or other.rows.exception() is not None:
                     other.rows = self._submit(other.prompts)
             return self._result(one)
+
+    def _rows(self, one: _Ahead) -> Batch | None:
+        """The rows of a batch; None where its generation has failed, which who takes the batch is told."""
+        try:
+            return self._result(one)
+        except Exception:
+            return None
 
     def _settle(self) -> None:
         for one in self._queue:

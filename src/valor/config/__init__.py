@@ -11,7 +11,7 @@ from valor.config.critic_runs import (
     held_out,
 )
 from valor.config.data import DataConfig
-from valor.config.describe import describe_keys
+from valor.config.describe import describe_commands, describe_keys
 from valor.config.engine import BackboneConfig, CriticModelConfig, FSDPConfig, ModelConfig, OptimConfig
 from valor.config.loading import LoadedConfig, dump_yaml, inert_settings, load
 from valor.config.ppo import ActorRolloutRefConfig, PPOConfig
@@ -28,4 +28,4 @@ __all__ += ["PPOConfig", "PoolConfig", "RMConfig", "RMDataConfig"]
 __all__ += ["RewardConfig", "RewardModelConfig", "RolloutConfig", "RolloutCorrectionConfig", "RunConfig", "SFTConfig"]
 __all__ += ["SFTDataConfig", "Section", "SupervisedConfig", "TrainerConfig", "UpdateConfig"]
 __all__ += ["ValidationSamplingConfig"]
-__all__ += ["describe_keys", "dump_yaml", "held_out", "inert_settings", "load"]
+__all__ += ["describe_commands", "describe_keys", "dump_yaml", "held_out", "inert_settings", "load"]

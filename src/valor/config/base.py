@@ -4,7 +4,8 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from copy import copy
-from typing import Annotated, Any, Literal, get_args
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 from pydantic.fields import FieldInfo
@@ -106,16 +107,25 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_disguised_types(cls, value: Any, info: Any) -> Any:
+    def _as_typed(cls, value: Any, info: Any) -> Any:
+        """The value, in a list where the key takes lists alone. ValueError: a type that pydantic would convert."""
+        annotation = cls.model_fields[info.field_name].annotation
         if value == "None":
             raise ValueError("write null, not None")
         if isinstance(value, int) and abs(value) > _LARGEST:
             raise ValueError("whole numbers go up to 2**62, this one is beyond")
         if isinstance(value, str) and not _FIT.fullmatch(value):
             raise ValueError(f"{value[:40]!r} has characters that are no text")
-        if isinstance(value, bool) and not _mentions(cls.model_fields[info.field_name].annotation, bool):
+        if isinstance(value, bool) and not _mentions(annotation, bool):
             raise ValueError("true/false is not a value for this key")
-        return value
+        return [value] if isinstance(value, str | int | float) and takes_lists(annotation) else value
+
+
+def takes_lists(annotation: Any) -> bool:
+    """Whether every value of this type is a list, or null."""
+    if get_origin(annotation) in (Union, UnionType):
+        return all(part is NoneType or takes_lists(part) for part in get_args(annotation))
+    return get_origin(annotation) is list
 
 
 def _mentions(annotation: Any, kind: type) -> bool:
@@ -140,10 +150,7 @@ def as_path(text: str) -> str:
 PathStr = Annotated[str, AfterValidator(as_path)]
 """A path (a leading ~ is expanded) or a Hugging Face hub id."""
 
-BARE_ITEM = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
-"""Marks a list whose single item may be written without brackets."""
-
-PathList = Annotated[list[PathStr], BARE_ITEM]
+PathList = list[PathStr]
 """One path or a list of paths; always a list after validation."""
 
 Seed = Annotated[int, Field(ge=0)]
@@ -167,7 +174,7 @@ def step_range(text: str) -> range:
     return range(first, last + 1)
 
 
-StepRanges = Annotated[list[Annotated[str, AfterValidator(lambda text: step_range(text) and text)]], BARE_ITEM]
+StepRanges = list[Annotated[str, AfterValidator(lambda text: step_range(text) and text)]]
 """One range of steps, counted from 1 (`1-50`, `7`, `80-`), or a list of them."""
 
 CountOrOff = Annotated[int, Field(ge=-1)]

@@ -25,12 +25,11 @@ _TWO_BOUNDS = re.compile(r"[\d.eE+-]+_[\d.eE+-]+")
 
 
 def _complete(ctx: click.Context, _: click.Parameter, start: str) -> list[str]:
-    """For a shell: the keys that begin so."""
-    from valor.config.presets import DEFAULTS
+    """For a shell: the keys of this command that begin so."""
+    from valor.config.presets import COMMANDS
 
-    words = (ctx.info_name or "").removeprefix("train")
-    root = next((tree for tree, name in DEFAULTS.items() if words and name.startswith(words)), next(iter(DEFAULTS)))
-    return [f"{key.name}=" for key in plain_keys(root) if key.name.startswith(start)]
+    name = ctx.command_path.partition(" ")[2]
+    return [f"{key.name}=" for key in plain_keys(COMMANDS[name]) if key.name.startswith(start)]
 
 
 LINE = click.Command(

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from valor.config.base import BARE_ITEM, PathList, PathStr, Section, key, section
+from valor.config.base import PathList, PathStr, Section, key, section
 from valor.config.ppo import PPOConfig
 from valor.config.trainer import TrainerConfig
 
@@ -30,6 +30,7 @@ _OF_CRITIC_TRAINING = """
 _OF_ROLES = """
     actor_rollout_ref.actor.* critic.fsdp_config.* critic.ensemble_* critic.strategy critic.use_dynamic_bsz
     critic.ppo_micro* critic.checkpoint.* trainer.controller trainer.nnodes trainer.n_gpus_per_node ray_kwargs.*
+    trainer.node_* trainer.master_*
     actor_rollout_ref.rollout.name actor_rollout_ref.rollout.n
 """
 
@@ -62,6 +63,7 @@ class CriticRunConfig(PPOConfig):
 
     def contradictions(self, at: str) -> Iterator[str]:
         yield from self._lengths()
+        yield from self._cluster()
         if not self.critic.enable:
             yield "critic.enable=false leaves nothing to do here: leave it at true"
         if self.reward.reward_model.enable and self.reward.reward_model.gives != "outcome":
@@ -74,6 +76,10 @@ class CriticPretrainConfig(CriticRunConfig):
 
     pretrain: PretrainConfig = section(PretrainConfig)
     trainer: PretrainTrainerConfig = section(PretrainTrainerConfig)
+
+    @property
+    def generator(self) -> str | None:
+        return super().generator if self.pretrain.rollouts is None else None
 
     def unused(self) -> dict[str, str]:
         held_out = {"pretrain.holdout keeps prompts back": "data.val_* data.validation_shuffle"}
@@ -107,6 +113,10 @@ class CriticScoreConfig(CriticRunConfig):
 
     score: ScoreConfig = section(ScoreConfig)
 
+    @property
+    def generator(self) -> str | None:
+        return super().generator if self.score.rollouts is None else None
+
     def unused(self) -> dict[str, str]:
         return super().unused() | {"nothing is trained here": _OF_CRITIC_TRAINING}
 
@@ -123,7 +133,7 @@ class SearchConfig(Section):
 
     out: PathStr = "search"
     """Folder for search.json and search.md."""
-    samples: Annotated[list[PositiveInt], BARE_ITEM] = key([1, 4, 16])
+    samples: list[PositiveInt] = key([1, 4, 16])
     """N: answers from which one is chosen."""
 
 
@@ -131,6 +141,10 @@ class CriticSearchConfig(CriticRunConfig):
     """Answers to held-out prompts, chosen or searched for by a critic."""
 
     search: SearchConfig = section(SearchConfig)
+
+    @property
+    def generator(self) -> str | None:
+        return "native"
 
     def unused(self) -> dict[str, str]:
         one = "policy and critic are in this process, and `search` says how many answers"

@@ -22,6 +22,10 @@ class FilesConfig(Section):
     """Use only this many validation rows; -1 all."""
     prompt_key: str = "prompt"
     """Column with the prompt: chat messages (supervised runs: or text)."""
+    tools_key: str | None = "tools"
+    """Column with the schemas of the tools that a row's chat template shows; may be missing."""
+    apply_chat_template_kwargs: dict[str, Any] = key({})
+    """Extra arguments of the tokenizer's chat template, such as enable_thinking."""
     shuffle: bool = True
     """Draw training rows in random order, anew in each epoch."""
 
@@ -63,5 +67,3 @@ class DataConfig(FilesConfig):
     """Leave out prompts longer than max_prompt_length."""
     truncation: Truncation = "error"
     """What happens to a prompt that is too long and was not filtered: stop, or cut that part."""
-    apply_chat_template_kwargs: dict[str, Any] = key({})
-    """Extra arguments of the tokenizer's chat template, such as enable_thinking."""

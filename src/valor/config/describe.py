@@ -9,13 +9,13 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import AfterValidator, BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from valor.config.base import BARE_ITEM, as_path
+from valor.config.base import as_path
 from valor.config.ppo import PPOConfig
+from valor.config.presets import COMMANDS
 from valor.config.tree import Key, is_section, plain_keys, schema
 from valor.errors import UserError, did_you_mean
 
 _WORDS = {int: "integer", float: "number", bool: "true/false", str: "text", dict: "dict", type(None): "null"}
-_PLURALS = {"integer": "integers", "number": "numbers", "text": "texts", "path": "paths"}
 _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
@@ -31,14 +31,13 @@ def _text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if origin is Literal:
         return ("one of " if len(arguments) > 1 else "") + ", ".join(map(str, arguments))
     if origin in (Union, types.UnionType):
-        return " or ".join(_text(part, () if part is type(None) else metadata) for part in arguments)
-    if origin in (list, tuple):
-        item = _text(arguments[0])
-        if BARE_ITEM in metadata:
-            return f"{item} or a list of them"
-        word, *bounds = item.replace("one of", "any of").split(" ")
-        items = " ".join([_PLURALS.get(word, word), *bounds])
-        return f"list of {len(arguments)} {items}" if origin is tuple else f"list of {items}"
+        texts = [_text(part, () if part is type(None) else metadata) for part in arguments]
+        return " or ".join(text for text in texts if f"{text} or a list of them" not in texts)
+    if origin is list:
+        return f"{_text(arguments[0])} or a list of them"
+    if origin is tuple:
+        word, *bounds = _text(arguments[0]).split(" ")
+        return f"list of {len(arguments)} {' '.join([f'{word}s', *bounds])}"
     if any(isinstance(item, AfterValidator) and item.func is as_path for item in metadata):
         return "path"
     return _WORDS.get(origin or annotation, "value") + _bounds(metadata)
@@ -54,7 +53,7 @@ def _bounds(metadata: Sequence[Any]) -> str:
 
 def key_row(key: Key) -> tuple[str, str, str, str]:
     """Name, type, default and meaning."""
-    choices = type_text(key).replace("one of ", "").replace("any of ", "").replace(", ", "|")
+    choices = type_text(key).replace("one of ", "").replace(", ", "|")
     return key.name, choices, default_text(key), key.info.description or ""
 
 
@@ -72,6 +71,24 @@ def describe_keys(*words: str, root: type[BaseModel] = PPOConfig) -> str:
         raise UserError(unknown_key(root, " ".join(words)))
     rows = map(key_row, keys)
     return "\n".join(f"{name:<68} {kind:<28} {default:<24} {doc}" for name, kind, default, doc in rows)
+
+
+def describe_commands(*words: str) -> str:
+    """`describe_keys` of `valor ppo`; then, below the name of each other command, of the keys that differ there.
+
+    UserError: no command has such a key.
+    """
+    lines, mistakes = list[str](), list[str]()
+    for command, root in COMMANDS.items():
+        try:
+            own = [line for line in describe_keys(*words, root=root).splitlines() if line not in lines]
+        except UserError as error:
+            mistakes.append(str(error))
+            continue
+        lines += [f"\nvalor {command}:", *own] if own and root is not PPOConfig else own
+    if not lines:
+        raise UserError(next((line for line in mistakes if "did you mean" in line), mistakes[0]))
+    return "\n".join(lines).strip()
 
 
 def default_text(key: Key) -> str:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from valor.config.base import BARE_ITEM, CountOrOff, DType, PathStr, Section, Share, inherits, key
+from valor.config.base import CountOrOff, DType, PathStr, Section, Share, inherits, key
 
 Part = Literal["model", "optimizer", "extra", "hf_model"]
 Content = Literal["cpu", "cuda", "memory", "shapes", "stack"]
@@ -63,7 +63,7 @@ class ModelConfig(BackboneConfig):
     tokenizer_path: PathStr | None = None
     """Tokenizer, if it is not beside the model."""
     custom_chat_template: str | None = None
-    """Jinja text that replaces the tokenizer's chat template."""
+    """Chat template in place of the tokenizer's: Jinja text, or a file with it."""
 
 
 class CriticModelConfig(
@@ -93,7 +93,7 @@ class FSDPConfig(Section):
     forward_prefetch: bool = False
     """Gather the next layer's parameters while the present one computes."""
     model_dtype: DType = "float32"
-    """Precision in which parameters and optimizer state are kept; gradients are summed in float32."""
+    """Precision in which parameters and optimizer state are kept; in bfloat16 a small update is lost in rounding."""
     dtype: DType = "bfloat16"
     """Precision of the forward and backward pass."""
 
@@ -188,7 +188,7 @@ class OptimConfig(Section):
     lr_warmup_steps: CountOrOff = -1
     """Linear warm-up steps (the last one has the full rate); -1 takes lr_warmup_steps_ratio of the run."""
     lr_warmup_steps_ratio: Share = key(0.0, ".lr_warmup_steps=-1")
-    """Warm-up as a share of all training steps, used when lr_warmup_steps is -1."""
+    """Warm-up as a share of the steps in which the role learns, used when lr_warmup_steps is -1."""
     lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
     """Learning rate after warm-up."""
     min_lr_ratio: Share = key(0.0, ".lr_scheduler_type!=constant")
@@ -228,12 +228,12 @@ class GlobalProfilerConfig(Section):
 
     tool: Literal["torch"] | None = None
     """torch writes traces for chrome://tracing and Perfetto; null none."""
-    steps: Annotated[list[PositiveInt] | None, BARE_ITEM] = key(None, ".tool")
+    steps: list[PositiveInt] | None = key(None, ".tool")
     """Steps to trace."""
     save_path: PathStr = key("outputs/profile", ".tool")
     """Folder of the traces: step_N/rankR.ROLE.METHOD.CALL.json.gz."""
 
-    contents: Annotated[list[Content], BARE_ITEM] = key(["cpu", "cuda"], ".tool")
+    contents: list[Content] = key(["cpu", "cuda"], ".tool")
     """What is recorded: cpu always, cuda where there is one; memory, shapes and stack make traces large."""
 
     def contradictions(self, at: str) -> Iterator[str]:

@@ -14,7 +14,7 @@ from valor.config.command_line import parse_overrides, read_arguments
 from valor.config.composition import Reading, compose_tree, translate
 from valor.config.describe import describe_errors, show, wrong_keys
 from valor.config.ppo import PPOConfig
-from valor.config.tree import absolute, flatten, matches, nested, schema
+from valor.config.tree import absolute, flatten, get_at, matches, nested, schema
 from valor.errors import UserError
 
 Root = TypeVar("Root", bound=Section)
@@ -37,11 +37,16 @@ class LoadedConfig(Generic[Root]):
 
 
 def load(
-    argv: Sequence[str], root: type[Root] = PPOConfig, check: Callable[[Root], list[str]] | None = None
+    argv: Sequence[str],
+    root: type[Root] = PPOConfig,
+    check: Callable[[Root], list[str]] | None = None,
+    derive: Callable[[Root], Mapping[str, Any]] = lambda config: {},
 ) -> LoadedConfig[Root]:
     """The configuration that a command line asks for. UserError: every mistake in it, one line each.
 
-    `check` is asked for the mistakes that a valid tree still has in the eyes of those who act on it, a line each.
+    `check` finds the mistakes, a line each, that a valid tree still has for those who act on it. It imports torch and
+    more, so that it is called only for a valid tree, and by --dry-run, which tells all mistakes at once. Before it
+    `derive` gives values to keys that are null.
     """
     line = read_arguments(argv)
     reading = Reading(*parse_overrides(line.overrides))
@@ -59,7 +64,11 @@ def load(
             config = root.model_validate(nested(rest))
         except ValidationError:
             raise UserError("\n".join(dict.fromkeys(mistakes))) from error
-    found = [*contradictions(config), *(check(config) if check is not None else [])]
+    asked = check if line.dry_run or not mistakes else None
+    values = derive(config) if asked is not None else {}
+    if values := {key: value for key, value in values.items() if get_at(reading.tree, key) is None}:
+        config = root.model_validate(nested(flatten(config.model_dump()) | values))
+    found = contradictions(config) + (asked(config) if asked is not None else [])
     mistakes += [line for line in found if not any(key in line for key in wrong)]
     if mistakes:
         raise UserError("\n".join(dict.fromkeys(mistakes)))
@@ -74,15 +83,15 @@ def dump_yaml(config: Section) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(tree))
 
 
-def contradictions(section: Section, at: str = "") -> list[str]:
-    """What `section` and those below it find in themselves; one that is off (`enable`: false) is not asked."""
-    if getattr(section, "enable", True) is False:
-        return []
-    lines = [*section.contradictions(at)]
-    for name in type(section).model_fields:
-        value = getattr(section, name)
-        if isinstance(value, Section):
-            lines += contradictions(value, f"{at}{name}.")
+def contradictions(config: Section) -> list[str]:
+    """What the sections of a tree find in themselves, but for those that are off or that this kind of run ignores."""
+    lines, off = [*config.contradictions("")], tuple[str, ...]()
+    for name in (key.name for key in schema(type(config)).values() if key.section is not None):
+        section: Any = _value(config, name)
+        if getattr(section, "enable", True) is False:
+            off += (f"{name}.",)
+        if not f"{name}.".startswith(off) and next(_reasons(config, f"{name}.*"), None) is None:
+            lines += section.contradictions(f"{name}.")
     return lines
 
 

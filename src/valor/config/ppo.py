@@ -74,6 +74,11 @@ class PPOConfig(Section):
         return {"no optimizer": " ".join(f"{section}.fsdp_config.optimizer_offload" for section in sections)}
 
     @property
+    def generator(self) -> str | None:
+        """Name of the engine by which the policy answers prompts; None where it answers none."""
+        return self.actor_rollout_ref.rollout.name
+
+    @property
     def default_agent_loop(self) -> str:
         """The loop of rows that name none."""
         return self.actor_rollout_ref.rollout.agent.default_agent_loop or next(iter(self._loops), SINGLE_TURN)
@@ -109,7 +114,8 @@ class PPOConfig(Section):
         return self.data.max_prompt_length - self.start_length + self.data.max_response_length
 
     def contradictions(self, at: str) -> Iterator[str]:
-        for check in (self._lengths, self._batches, self._critic, self._losses, self._asynchronous, self._reward_steps):
+        checks = (self._lengths, self._batches, self._critic, self._losses, self._asynchronous, self._reward_steps)
+        for check in (*checks, self._cluster):
             yield from check()
         for name in ("val_only", "keep_best"):
             if getattr(self.trainer, name) and self.data.val_files is None:
@@ -149,10 +155,15 @@ class PPOConfig(Section):
             limit = f"data.max_response_length={data.max_response_length}"
             yield f"reward.reward_kwargs.overlong_buffer_cfg.len={buffer.len} is more than {limit}: set it to less"
 
+    def _cluster(self) -> Iterator[str]:
+        if self.trainer.node_rank is not None and self.ray_kwargs.ray_init.address is not None:
+            yield "trainer.node_rank starts Ray itself and ray_kwargs.ray_init.address joins a cluster: drop one"
+
     def _batches(self) -> Iterator[str]:
-        prompts = self.data.train_batch_size
-        sizes = {self.actor_rollout_ref.actor.ppo_mini_batch_size: "actor_rollout_ref.actor"}
-        if self.critic.enable:
+        prompts, sizes = self.data.train_batch_size, dict[int, str]()
+        if not self.always_critic:
+            sizes[self.actor_rollout_ref.actor.ppo_mini_batch_size] = "actor_rollout_ref.actor"
+        if self.critic.enable and not self.critic.freeze:
             sizes.setdefault(self.critic.ppo_mini_batch_size, "critic")
         for size, role in sizes.items():
             if size > prompts:
@@ -212,8 +223,6 @@ class PPOConfig(Section):
             )
         if v1.by_batches and self.steps_per_transfer > 1:
             yield "trainer.v1.deterministic=true transfers weights every step: leave parameter_sync_step at null"
-        if self.algorithm.adv_estimator == "remax":
-            yield f"{mode}: ReMax compares with greedy responses of the same weights: set trainer_mode=sync"
         if self.algorithm.branch_values.share:
             yield f"{mode}: branches go on by the weights that answered: set trainer_mode=sync"
         if self.actor_rollout_ref.rollout.agent.replay_dir is not None:

@@ -19,6 +19,15 @@ DEFAULTS: dict[type[BaseModel], str] = {
     CriticSearchConfig: "critic_search",
 }
 """Name of each tree's defaults, for the `defaults:` list of a yaml file."""
+COMMANDS: dict[str, type[BaseModel]] = {
+    "ppo": PPOConfig,
+    "sft": SFTConfig,
+    "rm train": RMConfig,
+    "critic pretrain": CriticPretrainConfig,
+    "critic score": CriticScoreConfig,
+    "critic search": CriticSearchConfig,
+}
+"""The tree of each command, as `valor` calls it."""
 
 _GSM8K = {
     "data.train_files": "~/data/gsm8k/train.parquet",

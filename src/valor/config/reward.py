@@ -40,9 +40,9 @@ class JudgeConfig(Section):
     model: str | None = None
     """The model's name on that server."""
     prompt_template: str | None = None
-    """What is asked, with {prompt}, {response} and {ground_truth} in it; null asks for a score from 0 to 10."""
-    score_regex: str = r"(?i)\bscore\W{0,5}(-?\d+(?:\.\d+)?)"
-    """Its first group in the last match in the reply is the score; no match is a failure."""
+    """What is asked, with {prompt}, {response}, {transcript}, {ground_truth} in it; null: for a score in the range."""
+    score_regex: str | None = None
+    """Its first group in the last match in the reply is the score; null reads the last line such as Score: 7."""
     score_range: tuple[float, float] = (0.0, 10.0)
     """Scores outside are failures."""
     request: dict[str, Any] = key({"temperature": 0.0, "max_tokens": 512})
@@ -62,7 +62,7 @@ class JudgeConfig(Section):
         if self.model is None:
             yield f"{at}url needs {at}model: the model's name on that server"
         try:
-            if re.compile(self.score_regex).groups < 1:
+            if self.score_regex is not None and re.compile(self.score_regex).groups < 1:
                 yield f"{at}score_regex needs a group, (...), around the number"
         except re.error as error:
             yield f"{at}score_regex is no regular expression: {error}"
@@ -86,7 +86,7 @@ class RewardModelConfig(Section):
     tokenizer_path: PathStr | None = inherits(".model_path", _OWN)
     """Its tokenizer, if that is not beside the model."""
     custom_chat_template: str | None = key(None, _OWN)
-    """Jinja text that replaces its tokenizer's chat template."""
+    """Chat template in place of its tokenizer's: Jinja text, or a file with it."""
     trust_remote_code: bool = key(False, _OWN)
     """Run Python code that the model directory brings along."""
     label: int | None = key(None, _OWN)

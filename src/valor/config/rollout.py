@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 from math import inf
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from valor.config.base import BARE_ITEM, CountOrOff, DType, PathStr, PositiveShare, Section, inherits, key, section
+from valor.config.base import CountOrOff, DType, PathStr, PositiveShare, Section, Share, inherits, key, section
 from valor.config.engine import ProfilerConfig
 
 _AGENT = "actor_rollout_ref.rollout.agent"
@@ -53,7 +53,7 @@ class WeightSyncConfig(Section):
 class ServerConfig(Section):
     """Servers (name=server: OpenAI-compatible ones, sglang, trtllm)."""
 
-    base_url: Annotated[list[str], BARE_ITEM] = key([])
+    base_url: list[str] = key([])
     """Address of a server that is running, such as http://localhost:8000/v1, or a list; sglang: [] starts some."""
     model: str = inherits("actor_rollout_ref.model.path")
     """The model's name on the server."""
@@ -94,6 +94,8 @@ class MultiTurnConfig(Section):
     """Where a longer result is cut."""
     tool_timeout: PositiveFloat = key(30.0, _TURNS)
     """Seconds that one call of a tool, or of a text environment, may take."""
+    max_tool_error_ratio: Share = key(1.0, ".enable or do_search")
+    """Stop when tools fail in more than this share of a step's calls, the policy's mistakes left out; 1 never does."""
     format: str = key("hermes", ".enable or actor_rollout_ref.rollout.agent.default_agent_loop=gateway_agent")
     """How the policy writes a call: hermes, qwen3_coder, or one that was registered."""
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import NonNegativeFloat, PositiveInt, model_validator
 
-from valor.config.base import Section, Share, key, section
+from valor.config.base import Section, Share, section
 from valor.config.data import FilesConfig, Truncation
 from valor.config.engine import CheckpointConfig, FastOptimConfig, FSDPConfig, ModelConfig
 from valor.config.trainer import RunConfig
@@ -47,12 +47,8 @@ class SFTDataConfig(SupervisedDataConfig, train_files=["~/data/gsm8k_sft/train.p
     """Column with the chat messages; where it is missing, prompt_key and response_key are read."""
     response_key: str = "response"
     """Column with the response text."""
-    tools_key: str = "tools"
-    """Column with the schemas of the tools that a chat's template shows; may be missing."""
     truncation: Truncation = "error"
     """What happens to a longer sample: stop, or cut that part."""
-    apply_chat_template_kwargs: dict[str, Any] = key({})
-    """Extra arguments of the tokenizer's chat template."""
 
 
 class SFTTrainerConfig(RunConfig, experiment_name="sft", total_epochs=4):

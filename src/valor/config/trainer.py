@@ -1,11 +1,11 @@
 """`trainer`, `resource_pools` and `ray_kwargs`: the run's length, processes, logging, validation, checkpoints."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 
-from valor.config.base import BARE_ITEM, CountOrOff, PathStr, Section, Seed, inherits, key, section
+from valor.config.base import CountOrOff, PathStr, Section, Seed, inherits, key, section
 
 MovableRole = Literal["critic", "ref", "reward_model", "rollout"]
 
@@ -19,7 +19,7 @@ class RunConfig(Section):
     """Second part of the run's name."""
     default_local_dir: PathStr = inherits("checkpoints/${.project_name}/${.experiment_name}")
     """Folder of the run: checkpoints, logs, report."""
-    logger: Annotated[list[str], BARE_ITEM] = key(["console", "file"])
+    logger: list[str] = key(["console", "file"])
     """console, file (jsonl in the folder), tensorboard, wandb, trackio, mlflow, swanlab, or module:Name of your own."""
     total_epochs: PositiveInt = 30
     """Passes over the training prompts."""
@@ -173,7 +173,7 @@ class TrainerConfig(RunConfig):
 class PoolConfig(Section):
     """Processes for the named roles; the others share those of `trainer.nnodes` and `trainer.n_gpus_per_node`."""
 
-    roles: Annotated[list[MovableRole], BARE_ITEM]
+    roles: list[MovableRole]
     """Who lives there: critic (with its ensemble), ref, reward_model, rollout (with weights of its own)."""
     nnodes: PositiveInt = 1
     """Nodes."""

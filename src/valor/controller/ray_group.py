@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 import ray
 import torch
+from ray._private import services
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -30,6 +32,7 @@ from valor.workers.dispatch import dispatch_of
 from valor.workers.host import HOST, RoleSpec, WorkerHost
 
 _POLL_SECONDS = 0.5
+_ANSWER_SECONDS = 5.0  # in which the head of a cluster answers
 _FEED_SECONDS = 0.05  # where ranks wait for what they are to be told
 _PLACEMENT_SECONDS = 120.0
 _DEATH_SECONDS = 30.0  # in which Ray notices that a node is gone
@@ -126,6 +129,7 @@ class RayGroup(WorkerGroup):
         self._nodes: list[str] = []  # each rank's
         self._placement: PlacementGroup | None = None
         self._numbers = itertools.count()  # of calls with a sink
+        self._unfinished: list[Any] = []  # results of the last call that ended by an error
         self._own_ray = None if ray.is_initialized() else _start_ray(pool, ray_init)
         try:
             _check_nodes(pool)
@@ -232,6 +236,10 @@ class RayGroup(WorkerGroup):
                     batch[name] = StoredColumn.of(_RayPart(ref, *kind))
         return [batch for batch, _ in found]
 
+    def settled(self, seconds: float) -> bool:
+        count = len(self._unfinished)
+        return not count or not ray.wait(self._unfinished, num_returns=count, timeout=seconds, fetch_local=False)[1]
+
     def _end_processes(self) -> None:
         actors, self._actors = self._actors, []
         for actor in actors:
@@ -251,6 +259,7 @@ class RayGroup(WorkerGroup):
         """Results in order. While waiting, progress and what call `number` reports are passed on, and what `feed` has
         for it. A rank's error is raised as its own type."""
         waiting, found = list(refs), {}
+        self._unfinished = list(refs)
         try:
             while waiting:
                 seconds = _POLL_SECONDS if feed is None else _FEED_SECONDS
@@ -265,6 +274,7 @@ class RayGroup(WorkerGroup):
                     relay([progress for progress, _ in seen])
                     for item in (item for _, items in seen for item in items):
                         sink(item)  # type: ignore[misc]  # without a sink there are no items
+            self._unfinished = []
             return [found[ref] for ref in refs]
         except RayTaskError as error:
             if isinstance(error.cause, UserError | TrainingStopped):
@@ -325,7 +335,7 @@ def _interface(address: str) -> str:
 def _start_ray(pool: ResourcePool, ray_init: dict[str, Any]) -> Watchdog:
     settings = {k: v for k, v in ray_init.items() if v is not None}
     least = settings.pop("min_cpus", pool.world_size * pool.num_threads)  # of all pools, where there are several
-    if "address" not in settings and "RAY_ADDRESS" not in os.environ:
+    if "address" not in settings and not os.environ.get("RAY_ADDRESS"):
         if pool.num_nodes > 1:
             raise UserError(
                 f"{pool} needs {pool.num_nodes} nodes, and this machine alone is known: start the same command once on "
@@ -336,11 +346,33 @@ def _start_ray(pool: ResourcePool, ray_init: dict[str, Any]) -> Watchdog:
         # A laptop may well run more processes than it has cores: the bundles only have to add up.
         settings.setdefault("num_cpus", max(available_cores(), least))
         settings.setdefault("include_dashboard", False)
+    else:
+        _require_cluster(settings.get("address"))
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         return start_ray(pool.device, **settings)
     except ConnectionError as error:
-        raise UserError(f"no Ray cluster at ray_kwargs.ray_init.address={settings.get('address')}: {error}") from None
+        raise UserError(f"Ray does not start, or join a cluster, with {settings}: {error}") from None
+
+
+def _require_cluster(address: str | None) -> None:
+    """UserError: nothing answers at the address of the cluster to join, which Ray would try to reach for minutes."""
+    key, remedy = "ray_kwargs.ray_init.address", "leave it out"
+    if address in (None, "auto") and os.environ.get("RAY_ADDRESS"):
+        address, key, remedy = os.environ["RAY_ADDRESS"], "RAY_ADDRESS", "unset it"
+    if address in (None, "local"):
+        return
+    try:
+        joined = str(services.canonicalize_bootstrap_address(address)) if address == "auto" else address
+        parts = urlsplit(joined if "://" in joined else f"//{joined}")
+        if parts.scheme not in ("", "ray") or not parts.hostname or not parts.port:
+            raise ValueError("an address is HOST:PORT, ray://HOST:PORT or auto")
+        socket.create_connection((parts.hostname, parts.port), timeout=_ANSWER_SECONDS).close()
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"no Ray cluster answers at {key}={address} ({str(error).partition('. ')[0]}): start it there (ray start "
+            f"--head), correct the address, or {remedy} to run on this machine alone"
+        ) from None
 
 
 def _bundle(pool: ResourcePool) -> dict[str, float]:

@@ -4,15 +4,18 @@ Records come from the Hugging Face hub, a clone of its repository, local files, 
 """
 
 import csv
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from valor.data.files import SUFFIXES, Messages, existing_file, parse_row, read_records, same_text, write_parquet
+from valor.data.files import SUFFIXES, existing_file, parse_row, read_records, same_text, write_parquet
+from valor.data.messages import Messages
 from valor.data.recipes.records import QUESTION, Pair, Recipe, Record
 from valor.data.sampler import subset
 from valor.errors import UserError
+from valor.hub import hub_answers
 
 Row = dict[str, Any]
 
@@ -233,6 +236,8 @@ def from_hub(recipe: Recipe, split: str, clone: Path | None = None) -> list[Sour
 
     Raises UserError when they are out of reach.
     """
+    if clone is None:
+        hub_answers()  # before `datasets` asks whether it is offline
     from datasets import load_dataset
     from huggingface_hub.utils import logging as hub_logging
 
@@ -245,7 +250,8 @@ def from_hub(recipe: Recipe, split: str, clone: Path | None = None) -> list[Sour
         except Exception as error:  # whatever network, proxy, cache and hub errors there are
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             raise UserError(
-                f"{path} cannot be loaded ({reason}); without a network, give the files: --local PATH …"
+                f"{path} cannot be loaded ({reason}); without a network, give the files: --local PATH (the same as "
+                f"--local_dataset_path), {split}=FILE or a folder with {recipe.name}_{split}.jsonl"
             ) from None
         where = f"{path} {place.split}"
         sources.append(Source(((f"{where}, row {i}", dict(row)) for i, row in enumerate(rows)), place.data_source))
@@ -253,15 +259,18 @@ def from_hub(recipe: Recipe, split: str, clone: Path | None = None) -> list[Sour
 
 
 def from_local(recipe: Recipe, splits: Sequence[str], given: Sequence[str]) -> dict[str, list[Source]]:
-    """The records of each split in `given`: SPLIT=FILE, a FILE of the only split, or a clone of the hub's repository.
+    """The records of each split in `given`: SPLIT=FILE, a FILE of the only split, a folder with NAME_SPLIT.jsonl (or
+    another kind of file, with or without NAME), or a clone of the hub's repository.
 
     Raises UserError when a file's split is unknown or a split has no file.
     """
     found: dict[str, list[Source]] = {split: [] for split in splits}
     for named, path in map(split_and_path, given):
-        if recipe.hub and path.is_dir():
-            for split in [named] if named else splits:
-                found[split] += from_hub(recipe, split, path)
+        if path.is_dir():
+            files = {split: _files_of(recipe, split, path) for split in ([named] if named else splits)}
+            for split, inside in files.items():
+                found[split] += [Source(_file_records(file)) for file in inside]
+                found[split] += [] if any(files.values()) or not recipe.hub else from_hub(recipe, split, path)
             continue
         if named is None and len(splits) > 1:
             raise UserError(f"{path}: which split is it? say {' or '.join(f'{s}={path.name}' for s in splits)}")
@@ -270,11 +279,17 @@ def from_local(recipe: Recipe, splits: Sequence[str], given: Sequence[str]) -> d
             found[split].append(Source(_file_records(path)))
     for split in splits:
         if not found[split]:
-            raise UserError(
-                f"{', '.join(given)}: no file for the {split} split; give it as {split}=FILE, or take "
-                f"the rest alone with --split {' '.join(one for one in splits if one != split)}"
-            )
+            rest = " ".join(one for one in splits if found[one])
+            alone = f", or take the rest alone with --split {rest}" if rest else ""
+            raise UserError(f"{', '.join(given)}: no file for the {split} split; give it as {split}=FILE{alone}")
     return found
+
+
+def _files_of(recipe: Recipe, split: str, folder: Path) -> list[Path]:
+    """The files of a folder that are named after the split, or after a recipe of one split."""
+    name, kinds = re.escape(recipe.name), "|".join(map(re.escape, _KINDS))
+    stem = rf"({name}[-_.])?{split}(-\d+-of-\d+)?" + (f"|{name}" if len(recipe.hub) == 1 else "")
+    return sorted(file for file in folder.iterdir() if re.fullmatch(f"({stem})({kinds})", file.name))
 
 
 def split_and_path(given: str) -> tuple[str | None, Path]:

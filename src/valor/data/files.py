@@ -1,8 +1,8 @@
 """Prompt files: parquet, jsonl and json in the columns that verl made common, read into checked rows.
 
 A row has `prompt` (a list of messages, each with `role` and `content`), `data_source` (which grader scores it),
-`reward_model` ({"style": "rule", "ground_truth": ...}), and optionally `ability`, `extra_info`, and `agent_name`
-(which loop plays its episodes; it is kept in `extra_info`).
+`reward_model` ({"style": "rule", "ground_truth": ...}), and optionally `ability`, `extra_info`, `agent_name` (which
+loop plays its episodes; it is kept in `extra_info`), `tools` and `chat_template_kwargs` (what the template shows).
 """
 
 import gzip
@@ -11,24 +11,24 @@ import os
 import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from valor.data.messages import TEMPLATE_KWARGS, Messages, check_text, drop_nulls, kind_of, parse_messages, row_options
 from valor.errors import UserError
-
-Messages = Sequence[Mapping[str, Any]]
 
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".json.gz")
 REQUIRED_COLUMNS = ("prompt", "data_source", "reward_model")
-OPTIONAL_COLUMNS = ("extra_info", "agent_name")
+OPTIONAL_COLUMNS = ("extra_info", "agent_name", TEMPLATE_KWARGS)
 
 
 @dataclass(frozen=True)
 class DataRow:
-    """One checked row; `where` names its file and place for messages."""
+    """One checked row; `where` names its file and place for messages, `template` is what it gives the chat template."""
 
     where: str
     messages: list[dict[str, Any]]
@@ -36,6 +36,7 @@ class DataRow:
     ground_truth: Any = None
     style: str = "rule"
     extra_info: dict[str, Any] = field(default_factory=dict)
+    template: dict[str, Any] = field(default_factory=dict)
 
     @property
     def lacks_truth(self) -> bool:
@@ -45,19 +46,23 @@ class DataRow:
 
 
 def read_rows(
-    paths: str | Path | Sequence[str | Path], prompt_key: str = "prompt", source_key: str = "data_source"
+    paths: str | Path | Sequence[str | Path],
+    prompt_key: str = "prompt",
+    source_key: str = "data_source",
+    tools_key: str | None = "tools",
 ) -> list[DataRow]:
     """All rows of one file or several, in order. The first bad row raises a UserError that names it.
 
-    `prompt_key` and `source_key` name the two columns that may be called otherwise (`data.prompt_key`,
-    `data.reward_fn_key`).
+    `prompt_key`, `source_key` and `tools_key` name the columns that may be called otherwise (`data.prompt_key`,
+    `data.reward_fn_key`, `data.tools_key`).
     """
     files = [paths] if isinstance(paths, str | Path) else list(paths)
     if not files:
         raise UserError("no data file given: set data.train_files to a parquet or jsonl file, or a list of them")
     required = (prompt_key, source_key, "reward_model")
-    records = (one for path in files for one in read_records(path, required, OPTIONAL_COLUMNS))
-    return [parse_row(record, where, prompt_key, source_key) for where, record in records]
+    optional = (*OPTIONAL_COLUMNS, *([tools_key] if tools_key else ()))
+    records = (one for path in files for one in read_records(path, required, optional))
+    return [parse_row(record, where, prompt_key, source_key, tools_key) for where, record in records]
 
 
 def read_records(
@@ -75,6 +80,7 @@ def read_records(
     else:
         records = _json_records(file, required)
     for where, record in records:
+        check_text(record, where)
         yield where, record
     if not where:
         raise UserError(f"{path}: the file holds no rows; prepare it again (valor data prepare)")
@@ -97,23 +103,27 @@ def existing_file(path: str | Path, kinds: Sequence[str] = SUFFIXES) -> Path:
 
 
 def parse_row(
-    record: Mapping[str, Any], where: str, prompt_key: str = "prompt", source_key: str = "data_source"
+    record: Mapping[str, Any],
+    where: str,
+    prompt_key: str = "prompt",
+    source_key: str = "data_source",
+    tools_key: str | None = "tools",
 ) -> DataRow:
     """One record as a DataRow. Raises UserError that says which value has the wrong type and what it should be."""
     source = record.get(source_key)
     if not isinstance(source, str):
-        raise UserError(f"{where}: '{source_key}' must be text that names a grader, got {_kind(source)}")
+        raise UserError(f"{where}: '{source_key}' must be text that names a grader, got {kind_of(source)}")
     reward_model = record.get("reward_model")
     if not isinstance(reward_model, Mapping):
         raise UserError(
-            f'{where}: \'reward_model\' must be {{"style": "rule", "ground_truth": ...}}, got {_kind(reward_model)}'
+            f'{where}: \'reward_model\' must be {{"style": "rule", "ground_truth": ...}}, got {kind_of(reward_model)}'
         )
     extra_info = record.get("extra_info")
     if extra_info is not None and not isinstance(extra_info, Mapping):
-        raise UserError(f"{where}: 'extra_info' must be a dictionary or absent, got {_kind(extra_info)}")
+        raise UserError(f"{where}: 'extra_info' must be a dictionary or absent, got {kind_of(extra_info)}")
     agent = record.get("agent_name")
     if not isinstance(agent, str | None):
-        raise UserError(f"{where}: 'agent_name' must be the name of an agent loop or absent, got {_kind(agent)}")
+        raise UserError(f"{where}: 'agent_name' must be the name of an agent loop or absent, got {kind_of(agent)}")
     return DataRow(
         where=where,
         messages=parse_messages(record.get(prompt_key), where, prompt_key),
@@ -121,33 +131,8 @@ def parse_row(
         ground_truth=reward_model.get("ground_truth"),
         style=str(reward_model.get("style") or "rule"),
         extra_info={**(extra_info or {}), **({"agent_name": agent} if agent is not None else {})},
+        template=row_options(record, where, tools_key),
     )
-
-
-def parse_messages(value: Any, where: str, name: str, text_role: str | None = None) -> list[dict[str, Any]]:
-    """The column `name` of a record as messages. Text is one message of `text_role`, where that is given.
-
-    Raises UserError when it is no list of messages with `role` and `content`.
-    """
-    if text_role is not None and isinstance(value, str):
-        value = [{"role": text_role, "content": value}]
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise UserError(
-            f"{where}: '{name}' must be a list of messages like "
-            f'[{{"role": "user", "content": "..."}}], got {_kind(value)}'
-        )
-    if not value:
-        raise UserError(f"{where}: '{name}' is an empty list; it needs at least one message")
-    messages = []
-    for i, message in enumerate(value):
-        if not isinstance(message, Mapping):
-            raise UserError(f"{where}: message {i} of '{name}' must have 'role' and 'content', got {_kind(message)}")
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                raise UserError(f"{where}: '{key}' of message {i} must be text, got {_kind(message.get(key))}")
-        # Parquet gives every message the union of all keys, filled with nulls that chat templates would render.
-        messages.append({k: v for k, v in message.items() if v is not None})
-    return messages
 
 
 def same_text(messages: Messages) -> str:
@@ -194,21 +179,36 @@ def _parquet_records(
             names = parquet.schema_arrow.names
             _require_columns(str(file), names, required)
             wanted = names if optional is None else [c for c in dict.fromkeys((*required, *optional)) if c in names]
-            rows = (row for batch in parquet.iter_batches(columns=wanted) for row in batch.to_pylist())
-            yield from ((f"{file}, row {i}", row) for i, row in enumerate(rows))
+            batches = parquet.iter_batches(columns=wanted)
+            yield from ((f"{file}, row {i}", drop_nulls(row)) for i, row in enumerate(_rows_of(batches, str(file))))
     except (pa.ArrowException, OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"{file}: is not a readable parquet file ({reason}); prepare it again") from None
 
 
+def _rows_of(batches: Iterable[pa.RecordBatch], where: str) -> Iterator[dict[str, Any]]:
+    first = 0
+    for batch in batches:
+        try:
+            yield from batch.to_pylist()
+        except UnicodeDecodeError:
+            for name, i in product(batch.schema.names, range(len(batch))):
+                try:
+                    batch[name][i].as_py()
+                except UnicodeDecodeError as error:
+                    text = f"{where}, row {first + i}: '{name}' has bytes that are no text ({error}): repair the row"
+                    raise UserError(text) from None
+        first += len(batch)
+
+
 def _json_records(file: Path, required: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     opener = gzip.open if file.name.endswith(".gz") else open
     try:
-        with opener(file, "rt", encoding="utf-8") as stream:
+        with opener(file, "rt", encoding="utf-8", errors="surrogatepass") as stream:  # check_text names the row
             values = _json_lines(file, stream) if ".jsonl" in file.name else _json_list(file, stream.read())
             for where, value in values:
                 if not isinstance(value, dict):
-                    raise UserError(f"{where}: a row must be a JSON object, got {_kind(value)}")
+                    raise UserError(f"{where}: a row must be a JSON object, got {kind_of(value)}")
                 _require_columns(where, value, required)
                 yield where, value
     except (OSError, EOFError, UnicodeDecodeError) as error:
@@ -225,17 +225,14 @@ def _json_lines(file: Path, lines: Iterable[str]) -> Iterator[tuple[str, Any]]:
 def _json_list(file: Path, text: str) -> Iterator[tuple[str, Any]]:
     records = _parse_json(text, str(file), "for one object a line, name the file .jsonl")
     if not isinstance(records, list):
-        raise UserError(f"{file}: must hold a list of rows, got {_kind(records)}")
+        raise UserError(f"{file}: must hold a list of rows, got {kind_of(records)}")
     yield from ((f"{file}, row {i}", record) for i, record in enumerate(records))
 
 
 def _parse_json(text: str, where: str, advice: str) -> Any:
     try:
-        value = json.loads(text)
-        if "\\ud" in text.lower():  # half of a surrogate pair is no text, and no tokenizer takes it
-            json.dumps(value, ensure_ascii=False).encode()
-        return value
-    except (json.JSONDecodeError, UnicodeEncodeError, RecursionError) as error:
+        return json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
         raise UserError(f"{where}: is not JSON ({error}); {advice}") from None
 
 
@@ -245,7 +242,3 @@ def _require_columns(where: str, present: Collection[str], required: Sequence[st
         listed = ", ".join(f"'{c}'" for c in missing)
         hint = "; data.prompt_key and data.reward_fn_key say under which name" if "reward_model" in required else ""
         raise UserError(f"{where}: column {listed} missing (it has {', '.join(present)}); add or rename it{hint}")
-
-
-def _kind(value: Any) -> str:
-    return "nothing" if value is None else f"{type(value).__name__} ({str(value)[:40]!r})"

@@ -3,7 +3,7 @@
 import logging
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,9 @@ import torch
 from valor.config import RMConfig, RMDataConfig
 from valor.data.balance import grouped
 from valor.data.batch import Batch
-from valor.data.files import parse_messages, read_records
+from valor.data.files import read_records
+from valor.data.messages import parse_messages, row_options
+from valor.data.prompts import Fits
 from valor.data.reward_texts import RewardTexts, text_rows
 from valor.data.sampler import SUBSET_STREAM, shuffled, subset
 from valor.errors import UserError
@@ -26,36 +28,58 @@ _HOLDOUT_STREAM = 4  # third word of a random key
 
 @dataclass(frozen=True)
 class Preference:
-    """One checked pair. `margin` None: the file says nothing about it."""
+    """One checked pair: the messages before the responses, and these as messages of the assistant.
+
+    `margin` None: the file says nothing about it. `template`: what the row gives the chat template.
+    """
 
     where: str
     prompt: list[dict[str, Any]]
-    chosen: str
-    rejected: str
+    chosen: dict[str, Any]
+    rejected: dict[str, Any]
     source: str
     margin: float | None
+    template: dict[str, Any] = field(default_factory=dict)
 
 
 class PreferenceDataset(Sequence[Preference]):
-    """Pairs in the given order, tokenised when the object is made."""
+    """Pairs in the given order, tokenised when the object is made, without those whose texts are the same tokens once
+    they are rendered and cut. `fits` looks at every text's tokens."""
 
-    def __init__(self, pairs: Sequence[Preference], texts: RewardTexts, margin: float) -> None:
-        self._pairs = list(pairs)
-        self._margins = [margin if p.margin is None else p.margin for p in pairs]
+    def __init__(
+        self, pairs: Sequence[Preference], texts: RewardTexts, margin: float, fits: Fits = lambda ids, where: None
+    ) -> None:
+        self._pairs: list[Preference] = []
         self._ids: list[tuple[array[int], array[int]]] = []
         num_cut = 0
         for start in range(0, len(pairs), _ROWS_AT_ONCE):
-            part = self._pairs[start : start + _ROWS_AT_ONCE]
+            part = pairs[start : start + _ROWS_AT_ONCE]
             prompts, where = [pair.prompt for pair in part], f"{part[0].where} and following"
-            chosen = texts.encode(prompts, [pair.chosen for pair in part], where)
-            rejected = texts.encode(prompts, [pair.rejected for pair in part], where)
-            for better, worse in zip(chosen, rejected, strict=True):
-                self._ids.append((array("i", better.ids), array("i", worse.ids)))
+            options = [pair.template for pair in part]
+            chosen = texts.encode(prompts, [pair.chosen for pair in part], where, options)
+            rejected = texts.encode(prompts, [pair.rejected for pair in part], where, options)
+            for pair, better, worse in zip(part, chosen, rejected, strict=True):
                 num_cut += better.is_cut + worse.is_cut
+                if better.ids != worse.ids:
+                    fits(better.ids, pair.where)
+                    fits(worse.ids, pair.where)
+                    self._pairs.append(pair)
+                    self._ids.append((array("i", better.ids), array("i", worse.ids)))
             report_progress(start + len(part), len(pairs))
         if num_cut:
             said = "%d of %d texts are longer than %d tokens and lost their beginning"
             logger.warning(said, num_cut, 2 * len(pairs), texts.max_length)
+        num_same = len(pairs) - len(self._pairs)
+        if num_same == len(pairs):
+            raise UserError(f"{pairs[0].where}: its two texts are the same tokens, as those of all other pairs are")
+        if num_same:
+            logger.warning("%d of %d pairs are left out: their two texts are the same tokens", num_same, len(pairs))
+        self._margins = [margin if pair.margin is None else pair.margin for pair in self._pairs]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of both texts of each pair."""
+        return [len(better) + len(worse) for better, worse in self._ids]
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -71,7 +95,9 @@ class PreferenceDataset(Sequence[Preference]):
         return rows
 
 
-def load_preferences(config: RMConfig, texts: RewardTexts) -> tuple[PreferenceDataset, PreferenceDataset | None]:
+def load_preferences(
+    config: RMConfig, texts: RewardTexts, fits: Fits = lambda ids, where: None
+) -> tuple[PreferenceDataset, PreferenceDataset | None]:
     """Training and validation pairs. Where no file is given for the latter, `data.val_share` of the prompts of each
     source are held out, with all their pairs. UserError names the first bad row."""
     data, seed = config.data, config.trainer.seed
@@ -86,7 +112,8 @@ def load_preferences(config: RMConfig, texts: RewardTexts) -> tuple[PreferenceDa
         for pairs, limit in ((train, data.train_max_samples), (val, data.val_max_samples))
     )
     margin = config.loss.margin
-    return PreferenceDataset(train, texts, margin), PreferenceDataset(val, texts, margin) if val else None
+    made = PreferenceDataset(train, texts, margin, fits)
+    return made, PreferenceDataset(val, texts, margin, fits) if val else None
 
 
 def read_preferences(paths: Sequence[str], data: RMDataConfig) -> list[Preference]:
@@ -149,23 +176,23 @@ def pair_of(record: Mapping[str, Any], where: str, data: RMDataConfig) -> Prefer
         )
     if question != other_question:
         raise UserError(f"{where}: '{data.chosen_key}' and '{data.rejected_key}' answer different prompts")
-    if chosen == rejected:
-        raise UserError(f"{where}: '{data.chosen_key}' and '{data.rejected_key}' are the same text: remove such pairs")
     margin = None
     if data.margin_key is not None:
         margin = record.get(data.margin_key)
         if isinstance(margin, bool) or not isinstance(margin, int | float):
             raise UserError(f"{where}: '{data.margin_key}' must be a number, got {type(margin).__name__}")
     source = record.get(data.source_key)
-    return Preference(where, question, chosen, rejected, "unnamed" if source is None else str(source), margin)
+    template = data.apply_chat_template_kwargs | row_options(record, where, data.tools_key)
+    named = "unnamed" if source is None else str(source)
+    return Preference(where, question, chosen, rejected, named, margin, template)
 
 
-def _response(value: Any, where: str, key: str) -> tuple[list[dict[str, Any]], str]:
-    """What comes before the response, if anything, and its text."""
+def _response(value: Any, where: str, key: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """What comes before the response, if anything, and the response."""
     chat = parse_messages(value, where, key, text_role="assistant")
     if chat[-1]["role"] != "assistant":
         raise UserError(f"{where}: '{key}' must end with an assistant message")
-    return chat[:-1], chat[-1]["content"]
+    return chat[:-1], chat[-1]
 
 
 def _hold_out(pairs: list[Preference], share: float, seed: int) -> tuple[list[Preference], list[Preference]]:

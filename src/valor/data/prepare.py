@@ -11,8 +11,7 @@ from typing import Any
 import click
 
 from valor.arguments import PATH, command, option
-from valor.data.build import SPLITS, Request, prepare
-from valor.data.files import Messages
+from valor.data.messages import Messages
 from valor.data.recipes.catalogue import PREFIX, RECIPES, find_recipe
 from valor.data.recipes.records import QUESTION, Example, Recipe, Record, conversation, number, value
 from valor.errors import UserError
@@ -29,9 +28,10 @@ _ROWS = click.IntRange(min=0)
     "--local_dataset_path",
     multiple=True,
     metavar="PATH…",
-    help="Files (train=FILE, test=FILE) or a clone of the hub's repository, to read instead of the hub.",
+    help="Files (train=FILE, test=FILE), a folder with NAME_train.jsonl and NAME_test.jsonl, or a clone of the hub's "
+    "repository, to read instead of the hub.",
 )
-@option("--split", "splits", multiple=True, type=click.Choice(SPLITS), help="Only these splits.")
+@option("--split", "splits", multiple=True, type=click.Choice(("train", "test")), help="Only these splits.")
 @option("--limit", type=_ROWS, metavar="N", help="N rows a split, drawn by --seed; of a generator: training rows.")
 @option("--test-size", type=_ROWS, metavar="N", help="Rows of the test split, where the data has none of its own.")
 @option("--seed", type=int, default=0, help="For everything that is drawn or generated.")
@@ -63,6 +63,8 @@ def main(name: str | None, out: Path | None, **asked: Any) -> int:
     args = SimpleNamespace(name=name, **asked)
     args.options = dict(map(_option, args.options))
     recipe = _recipe(args)
+    from valor.data.build import Request, prepare  # torch with it, after the mistakes in what was typed
+
     request = Request(recipe, **{one.name: getattr(args, one.name) for one in fields(Request) if one.name != "recipe"})
     print("\n".join(prepare(request, out or Path("~/data") / name.replace("/", "_"))))
     return 0

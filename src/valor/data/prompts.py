@@ -5,18 +5,22 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
 from valor.config import DataConfig
 from valor.data.files import DataRow, parse_row, read_rows
+from valor.data.messages import check_text
+from valor.data.positions import num_positions
 from valor.data.sampler import SUBSET_STREAM, VALIDATION_STREAM, shuffled, subset
 from valor.errors import UserError
 from valor.tracking.progress import report_progress
 from valor.user_files import load_object
 
 logger = logging.getLogger(__name__)
+
+GIVEN_BY_THE_RUN = ("completions", "prompts", "completion_ids", "solution_str", "messages", "uid", "data_source")
+"""What reward functions and environments are given beside a row's columns, and never from them."""
 
 _TEXTS_AT_ONCE = 512  # given to the tokenizer: enough for its threads, few enough for live progress
 
@@ -44,8 +48,8 @@ class PromptDataset(Sequence[PromptRow]):
     Prompts over `data.max_prompt_length` tokens are left out (`filter_overlong_prompts`), cut (`truncation` left,
     right, middle) or raise a UserError that names the first such row (`truncation: error`). `train_max_samples` /
     `val_max_samples` above 0 keep that many rows: a random subset by `data.seed` with `data.shuffle`, else the first
-    ones. Validation prompts stay in file order unless `validation_shuffle`. `tools_of`: the tools that the template
-    describes to a row with this extra_info.
+    ones. Validation prompts stay in file order unless `validation_shuffle`. `tools_of`: in a run with agents, the tools
+    that the template describes to a row with this extra_info, in place of those that the row brings.
     """
 
     def __init__(
@@ -57,8 +61,10 @@ class PromptDataset(Sequence[PromptRow]):
     ) -> None:
         paths = data.train_files if split == "train" else data.val_files
         limit = data.train_max_samples if split == "train" else data.val_max_samples
-        read = read_rows if data.custom_cls.path is None else partial(rows_of_class, data, tokenizer, limit)
-        rows = read(paths or [], data.prompt_key, data.reward_fn_key)
+        if data.custom_cls.path is None:
+            rows = read_rows(paths or [], data.prompt_key, data.reward_fn_key, data.tools_key)
+        else:
+            rows = rows_of_class(data, tokenizer, limit, paths or [])
         numbers = subset(len(rows), limit, data.seed, 0, SUBSET_STREAM, shuffle=data.shuffle)
         if split == "val" and data.validation_shuffle:
             numbers = [numbers[i] for i in shuffled(len(numbers), data.seed, 0, VALIDATION_STREAM)]
@@ -69,8 +75,10 @@ class PromptDataset(Sequence[PromptRow]):
 
         def text(row: DataRow) -> str:
             tools = list(tools_of(row.extra_info)) if tools_of else []
-            return render(tokenizer, row.messages, {**kwargs, **({"tools": tools} if tools else {})}, row.where)
+            options = ({"tools": tools} if tools else {}) if tools_of else row.template
+            return render(tokenizer, row.messages, {**kwargs, **options}, row.where)
 
+        _tell_of_columns([rows[n] for n in numbers], split, plays_episodes=tools_of is not None)
         texts = (text(rows[n]) for n in numbers)
         for number, ids in zip(numbers, tokenized(tokenizer, texts, len(numbers)), strict=True):
             if not ids:
@@ -116,9 +124,16 @@ class PromptDataset(Sequence[PromptRow]):
         return [row for _, _, row in self._rows if row.style == "rule" and row.lacks_truth]
 
 
-def rows_of_class(
-    data: DataConfig, tokenizer: Any, limit: int, paths: Sequence[str], prompt_key: str, source_key: str
-) -> list[DataRow]:
+def _tell_of_columns(rows: Iterable[DataRow], split: str, *, plays_episodes: bool) -> None:
+    """A line about what rows bring that graders, environments or the templates of episodes have from the run."""
+    names = {name for row in rows for name in row.extra_info if name in GIVEN_BY_THE_RUN}
+    names |= {name for row in rows for name in row.template} if plays_episodes else set()
+    if names:
+        said = "%s: the rows' own %s: not shown, since graders, environments and episodes have these from the run"
+        logger.warning(said, split, ", ".join(sorted(names)))
+
+
+def rows_of_class(data: DataConfig, tokenizer: Any, limit: int, paths: Sequence[str]) -> list[DataRow]:
     """The items of `data.custom_cls`, called as verl calls it, as rows: records with the columns of prompt files.
 
     Messages may also be in `raw_prompt`, where verl's own class has them. UserError: the class or an item is no good.
@@ -130,9 +145,12 @@ def rows_of_class(
         records = [dict(items[i]) for i in range(len(items))]
     except Exception as error:
         raise UserError(f"{where} fails ({type(error).__name__}: {error})") from error
-    for record in records:
-        record.setdefault(prompt_key, record.get("raw_prompt"))
-    return [parse_row(record, f"{where}, item {i}", prompt_key, source_key) for i, record in enumerate(records)]
+    rows = []
+    for i, record in enumerate(records):
+        record.setdefault(data.prompt_key, record.get("raw_prompt"))
+        check_text(record, f"{where}, item {i}")
+        rows.append(parse_row(record, f"{where}, item {i}", data.prompt_key, data.reward_fn_key, data.tools_key))
+    return rows
 
 
 def render(
@@ -163,11 +181,66 @@ def token_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     return tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def tokenized(tokenizer: Any, texts: Iterable[str], total: int) -> Iterator[list[int]]:
-    """Token ids of each of `total` rendered texts, with live progress."""
-    texts, done = iter(texts), 0
-    while chunk := list(islice(texts, _TEXTS_AT_ONCE)):
-        yield from token_ids(tokenizer, chunk)
+def check_fits(path: str, text_config: Any, ids: Sequence[int], where: str) -> None:
+    """UserError: the model at `path` has too few tokens or positions for these token ids, of the row `where`."""
+    size, positions = int(text_config.vocab_size), num_positions(text_config)
+    if max(ids) >= size:
+        raise UserError(
+            f"{where}: has token {max(ids)}, and the model '{path}' knows {size} tokens: set model.tokenizer_path to "
+            "the model's own tokenizer"
+        )
+    if positions is not None and len(ids) > positions:
+        raise UserError(
+            f"{where}: has {len(ids)} tokens, and the model '{path}' has {positions} positions: leave it out, cut it "
+            "(data.max_length, data.truncation), or take a model that reads longer texts"
+        )
+
+
+Fits = Callable[[Sequence[int], str], None]  # `check_fits` of some model
+Spans = Sequence[tuple[int, int]]  # [start, end) of characters, in order and not empty
+
+
+def token_owners(tokenizer: Any, rows: Sequence[tuple[str, Spans]]) -> list[tuple[list[int], list[int]]]:
+    """Token ids of whole rendered texts, and for each token the number of the span that it has a part in; -1: of none.
+
+    A text is tokenised once: pieces of it have other tokens than the whole wherever a tokenizer puts a space before a
+    text or merges across an edge. UserError: the tokenizer knows no character offsets.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        raise UserError(
+            f"{type(tokenizer).__name__} has no character offsets, by which an answer's tokens are told from the "
+            "prompt's: take a fast tokenizer (one with a tokenizer.json)"
+        )
+    texts, spans = [text for text, _ in rows], [spans for _, spans in rows]
+    found = tokenizer(texts, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
+    return list(zip(found["input_ids"], map(_owners, found["offset_mapping"], spans), strict=True))
+
+
+def continued(tokenizer: Any, prompts: Sequence[str], responses: Sequence[str]) -> list[tuple[list[int], list[int]]]:
+    """Token ids of rendered prompts and of the responses behind them, as the whole texts have them."""
+    both = [(prompt + response, len(prompt)) for prompt, response in zip(prompts, responses, strict=True)]
+    owned = token_owners(tokenizer, [(text, [(start, len(text))] if start < len(text) else []) for text, start in both])
+    return [(ids[: owners.count(-1)], ids[owners.count(-1) :]) for ids, owners in owned]
+
+
+def _owners(offsets: Spans, spans: Spans) -> list[int]:
+    owners, number = [-1] * len(offsets), 0
+    for i, (start, end) in enumerate(offsets):
+        start = min(start, end - 1)  # byte-level tokenizers give a lone space the empty range behind it
+        while number < len(spans) and spans[number][1] <= start:
+            number += 1
+        if number < len(spans) and end > spans[number][0]:
+            owners[i] = number
+    return owners
+
+
+def tokenized(
+    tokenizer: Any, rows: Iterable[Any], total: int, read: Callable[[Any, Sequence[Any]], Iterable[Any]] = token_ids
+) -> Iterator[Any]:
+    """What `read` makes of each of `total` rendered texts, with live progress."""
+    rows, done = iter(rows), 0
+    while chunk := list(islice(rows, _TEXTS_AT_ONCE)):
+        yield from read(tokenizer, chunk)
         done += len(chunk)
         report_progress(done, total)
 

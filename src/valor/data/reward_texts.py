@@ -3,14 +3,16 @@
 The same function makes the texts that a reward model is trained on and those that it scores in a run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from valor.data.batch import Batch, pad_rows
-from valor.data.files import Messages
-from valor.data.prompts import render
+from valor.data.messages import Messages
+from valor.data.prompts import continued, render
+from valor.data.templates import end_tokens
+from valor.errors import UserError
 
 _TOO_LARGE = 1_000_000  # tokenizers without a limit name one such as 1e30
 
@@ -50,21 +52,35 @@ class RewardTexts:
         has_types = self.as_pair and "token_type_ids" in self.tokenizer.model_input_names
         return self.tokenizer.sep_token_id if has_types else None
 
-    def encode(self, prompts: Sequence[Messages], responses: Sequence[str], where: str = "prompt") -> list[Encoded]:
-        """One text a response. UserError when the chat template refuses a conversation (`where` names it)."""
+    def encode(
+        self,
+        prompts: Sequence[Messages],
+        responses: Sequence[str | Mapping[str, Any]],
+        where: str = "prompt",
+        row_options: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[Encoded]:
+        """One text a response, which is text or a message of the assistant; `row_options` are those of its row.
+
+        UserError: the chat template refuses a conversation (`where` names it), or none could show its tools.
+        """
         options: dict[str, Any] = {"return_special_tokens_mask": True, "verbose": False}
+        given = row_options or [{}] * len(prompts)
+        answers = [{"role": "assistant", "content": r} if isinstance(r, str) else r for r in responses]
         if self.as_chat:
-            chats = [
-                [*prompt, {"role": "assistant", "content": response}]
-                for prompt, response in zip(prompts, responses, strict=True)
+            texts = [
+                render(self.tokenizer, [*prompt, answer], {**more, "add_generation_prompt": False}, where)
+                for prompt, answer, more in zip(prompts, answers, given, strict=True)
             ]
-            texts = [render(self.tokenizer, chat, {"add_generation_prompt": False}, where) for chat in chats]
-            out = self.tokenizer(texts, add_special_tokens=False, **options)
-        elif self.as_pair:
-            out = self.tokenizer([prompt_text(p) for p in prompts], list(responses), **options)
-        else:
-            both = zip(prompts, responses, strict=True)
-            out = self.tokenizer([f"{prompt_text(p)}\n\n{r}" for p, r in both], **options)
+            return self._fitted(self.tokenizer(texts, add_special_tokens=False, **options))
+        if any("tools" in more for more in given) or any("tool_calls" in answer for answer in answers):
+            raise UserError(f"{where}: rows have tools, and the tokenizer has no chat template to show them")
+        contents = [str(answer["content"]) for answer in answers]
+        if self.as_pair:
+            return self._fitted(self.tokenizer([prompt_text(p) for p in prompts], contents, **options))
+        both = zip(prompts, contents, strict=True)
+        return self._fitted(self.tokenizer([f"{prompt_text(p)}\n\n{r}" for p, r in both], **options))
+
+    def _fitted(self, out: Mapping[str, Any]) -> list[Encoded]:
         return [
             self._fit(ids, special) for ids, special in zip(out["input_ids"], out["special_tokens_mask"], strict=True)
         ]
@@ -115,14 +131,15 @@ class CriticTexts:
         cut = [len(short) < len(prompt) for short, prompt in zip(kept, prompts, strict=True)]
         return text_rows(kept, responses), cut
 
-    def token_starts(self, response: str) -> list[int] | None:
+    def token_starts(self, messages: Messages, response: str) -> list[int] | None:
         """The character at which each token of a response begins; None where the tokens are the policy's own."""
         if self.agrees:
             return None
-        offsets = self.tokenizer(response, add_special_tokens=False, verbose=False, return_offsets_mapping=True)[
-            "offset_mapping"
-        ]
-        return [start for start, _ in offsets]
+        before = render(self.tokenizer, messages)
+        found = self.tokenizer(before + response, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
+        _, ids = continued(self.tokenizer, [before], [response])[0]
+        offsets = found["offset_mapping"]
+        return [max(start - len(before), 0) for start, _ in offsets[len(offsets) - len(ids) :]]
 
     def _own(self, batch: Batch) -> tuple[list[list[int]], list[list[int]]]:
         prompts, responses = (
@@ -133,11 +150,12 @@ class CriticTexts:
 
     def _tokenized(self, batch: Batch) -> tuple[list[list[int]], list[list[int]]]:
         texts = [render(self.tokenizer, messages) for messages in batch.objects["messages"]]
-        prompts = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        found = self.tokenizer(batch.objects["response_text"], add_special_tokens=False, verbose=False)["input_ids"]
-        end = [self.tokenizer.eos_token_id]
+        pairs = continued(self.tokenizer, texts, batch.objects["response_text"])
+        end = end_tokens(self.tokenizer)[:1]
         finished = [reason == "stop" for reason in batch.objects["finish_reason"]]
-        return prompts, [ids + end if done or not ids else ids for ids, done in zip(found, finished, strict=True)]
+        return [prompt for prompt, _ in pairs], [
+            ids + end if done or not ids else ids for (_, ids), done in zip(pairs, finished, strict=True)
+        ]
 
 
 def text_rows(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]] | None = None) -> Batch:

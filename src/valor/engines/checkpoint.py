@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from valor.errors import Diverged, UserError
-from valor.models.hf import tied_names
+from valor.models.hf import published_config, tied_names
 from valor.models.lora import ADAPTER_DIR, adapter_record, has_adapters, is_trained, write_adapter_config
 
 STATE_FILE = "engine.json"
@@ -89,7 +89,8 @@ def write(
         (path / STATE_FILE).write_text(json.dumps(state))
         hf = cast(Any, module).hf
         hf.config.architectures = [type(hf).__name__.removeprefix("FSDP")]  # not that of the files it was loaded from
-        hf.config.save_pretrained(path / MODEL_CONFIG_DIR)
+        with published_config(hf) as config:
+            config.save_pretrained(path / MODEL_CONFIG_DIR)
         if has_adapters(hf):
             write_adapter_config(hf, path / MODEL_CONFIG_DIR / ADAPTER_DIR)
     dist.barrier()

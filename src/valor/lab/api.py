@@ -20,7 +20,7 @@ from valor.errors import Interrupted, UserError
 from valor.lab.given import Given, demonstration_row, given_bytes, given_data, given_model, prompt_row
 from valor.rewards.functions import RewardFunctions
 from valor.tracking.rundir import disk_errors
-from valor.trainer.command import tell_notes
+from valor.trainer.command import check, derived, tell_notes
 from valor.user_files import pickled
 
 _INPUTS = "inputs"  # in the folder of the run
@@ -70,9 +70,7 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
         with disk_errors(self.folder):
             for one in files.values():
                 one.into(self._inputs)
-        from valor.trainer.checks import check  # after the mistakes that are told without torch
-
-        loaded = load(arguments(self._inputs), self.root, check)
+        loaded = load(arguments(self._inputs), self.root, check, derived)
         tell_notes(loaded)
         self.config: Any = loaded.config
         self.command = shlex.join(["valor", *self.words.split(), *arguments(self._inputs)])
@@ -176,7 +174,7 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
         folder, run = self.folder / "huggingface" / role, self._run
         if run is not None:
             folder = self._inputs / f"{role}.now"
-            run.roles[role].export(folder)
+            run.write_model(role, folder)
         elif not folder.is_dir():
             raise UserError(f"there is no {role} in '{self.folder}' yet: train first")
         with quiet_transformers():

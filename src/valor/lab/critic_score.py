@@ -1,7 +1,7 @@
 """`valor critic score`: is this critic any good? Its values on held-out rollouts against what came of them."""
 
 import json
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +22,8 @@ from valor.collector.rollouts import (
     write_rollouts,
 )
 from valor.config import CriticScoreConfig, held_out
-from valor.controller.placement import Placement, resolve_pool
+from valor.controller.nodes import node_zero, serve
+from valor.controller.placement import Placement
 from valor.controller.start import start_pools
 from valor.data.batch import Batch, Episodes
 from valor.data.sampler import subset
@@ -34,6 +35,7 @@ from valor.report.run_data import evenly_spaced
 from valor.tracking.console import say
 from valor.tracking.progress import phase
 from valor.tracking.rundir import write_atomically
+from valor.trainer.checks import placed
 from valor.workers.roles import role_specs
 
 ROLLOUTS_FILE = "rollouts.jsonl"
@@ -41,8 +43,12 @@ _CHOICE_STREAM = 4  # last word of a random key
 
 
 def start(config: CriticScoreConfig, command: str) -> int:
-    """Measure, and write the numbers and the page to `score.out`."""
-    judged, branches = _measure(config)
+    """Measure, and write the numbers and the page to `score.out`; a node after the first serves the first one."""
+    trainer, placement = config.trainer, placed(config)
+    if trainer.node_rank:
+        return serve(trainer, placement)
+    with nullcontext() if trainer.node_rank is None else node_zero(trainer, placement):
+        judged, branches = _measure(config, placement)
     card = {
         "critic": config.critic.model.path,
         "weights": fingerprint(Path(config.critic.model.path)),
@@ -64,11 +70,10 @@ def start(config: CriticScoreConfig, command: str) -> int:
     return 0
 
 
-def _measure(config: CriticScoreConfig) -> tuple[Judged, Branches | None]:
+def _measure(config: CriticScoreConfig, placement: Placement) -> tuple[Judged, Branches | None]:
     """Rollouts, branches if asked for, and the critic's values of the rollouts: policy and critic take turns."""
     tokenizer = load_policy_tokenizer(config)
     check_critic(config, tokenizer)
-    placement = resolve_pool(config.trainer, config.ray_kwargs.ray_init.address)
     rollouts, branches = _rollouts(config, placement)
     frozen = config.model_copy(update={"critic": config.critic.model_copy(update={"freeze": True})})
     critic = replace(role_specs(frozen, total_steps=0, eos_token_ids=[])["critic"], replaceable=True)

@@ -18,6 +18,7 @@ import click
 import pyarrow.parquet as pq
 
 from valor.arguments import PATH, command, option
+from valor.config import load
 from valor.lab import arithmetic, lookup, walk
 from valor.tracking.console import format_seconds, say
 from valor.tracking.rundir import METRICS_FILE
@@ -52,13 +53,16 @@ def main(out: Path, task: str, algorithm: str, seed: int, overrides: tuple[str, 
     embedded.make_model(out / "model", seed)
     files = embedded.make_data(out / "data", seed)
 
+    run_dir, start = out / algorithm, out / "sft" / "huggingface" / "actor"
+    asked = [*ppo_overrides(start, files, run_dir, algorithm, seed), *overrides]
+    load(asked)  # a mistake is told before the warm start
+
     say(f"[2/4] warm start: supervised training on the answers of a teacher who {embedded.TEACHER}")
     if code := _run("sft", sft_overrides(out / "model", files, out / "sft", seed)):
         return code
 
     say(f"[3/4] {algorithm.upper()} on the same kind of problems, rewarded for right results alone")
-    run_dir, start = out / algorithm, out / "sft" / "huggingface" / "actor"
-    if code := _run("ppo", [*ppo_overrides(start, files, run_dir, algorithm, seed), *overrides]):
+    if code := _run("ppo", asked):
         return code
 
     say("[4/4] what came out, loaded with plain transformers")

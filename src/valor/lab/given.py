@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from valor.data.messages import TEMPLATE_KWARGS, check_text, drop_nulls
 from valor.errors import UserError
 from valor.rewards.functions import PROMPT
 from valor.tracking.rundir import write_atomically
@@ -89,12 +90,15 @@ def given_data(name: str, data: Any, made: Callable[[Row], Row]) -> list[str] | 
         raise UserError(f"{name}_data has no rows")
     if all(isinstance(one, str | Path) for one in several):
         return list(map(str, several))
+    from_arrow = type(data).__module__.partition(".")[0] == "datasets"
     lines = []
     for i, row in enumerate(several):
         if not isinstance(row, Mapping):
             raise UserError(f"{name}_data is files, a data set or a list of dicts: item {i} is {type(row).__name__}")
+        check_text(row, f"{name}_data, row {i}")
         try:
-            lines.append(json.dumps(made(dict(row)), ensure_ascii=False, default=_plain) + "\n")
+            record = made(drop_nulls(row) if from_arrow else dict(row))
+            lines.append(json.dumps(record, ensure_ascii=False, default=_plain) + "\n")
         except (TypeError, ValueError) as error:
             raise UserError(f"{name}_data, row {i}: {error}: leave that column out, or make it text") from None
     return given_bytes(name, ".jsonl", "".join(lines).encode())
@@ -113,7 +117,7 @@ def prompt_row(row: Row, *, keep_prompt: bool) -> Row:
         "prompt": messages,
         "data_source": "own" if source is None else source,
         "reward_model": row.get("reward_model") or {"style": "rule", "ground_truth": truth},
-        "agent_name": row.get("agent_name"),
+        **{name: row.get(name) for name in ("agent_name", "tools", TEMPLATE_KWARGS)},
         "extra_info": {**info, PROMPT: row["prompt"]} if keep_prompt else info,
     }
 
@@ -123,7 +127,10 @@ def demonstration_row(row: Row) -> Row:
     completion = row.get("completion")
     if isinstance(completion, str):
         return row | {"response": completion}
-    return row if completion is None else row | {"messages": [*_messages(row), *completion]}
+    if completion is None:
+        return row
+    before = ({**m, "loss_mask": 0} if m.get("role") == "assistant" else m for m in _messages(row))
+    return row | {"messages": [*before, *completion]}
 
 
 def _messages(row: Row) -> Any:

@@ -5,7 +5,7 @@ response as long as it may be. benchmarks/planner.py compares them with what run
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.utils.benchmark import Timer
 
-from valor.arguments import command, option
 from valor.config import BackboneConfig, FSDPConfig, PPOConfig, load
 from valor.config.actor import UpdateConfig
 from valor.controller.placement import available_cores
@@ -23,7 +22,8 @@ from valor.errors import UserError
 from valor.models.hf import cache_bytes_per_token, quiet_transformers
 from valor.models.linear import bfloat16_is_slow
 from valor.models.load import load_model_config
-from valor.trainer.checks import check
+from valor.models.lora import linear_layers
+from valor.trainer.command import check, derived
 from valor.trainer.estimator import own_targets
 
 GIB = 2.0**30
@@ -108,7 +108,8 @@ def shape_of(model: BackboneConfig, *, value_head: bool = False) -> Shape:
     products = weights if tied else weights - hf.get_input_embeddings().weight.numel()
     trained = weights
     if model.lora_rank:
-        named = {"target_modules": model.target_modules, "exclude_modules": model.exclude_modules}
+        targets = list(linear_layers(hf)) if model.target_modules == "all-linear" else model.target_modules
+        named = {"target_modules": targets, "exclude_modules": model.exclude_modules}
         try:
             with torch.device("meta"):
                 inject_adapter_in_model(LoraConfig(r=model.lora_rank, task_type="SEQ_CLS", **named), hf)  # type: ignore[arg-type]
@@ -292,7 +293,7 @@ def remedy(arguments: Sequence[str], machine: Machine) -> str | None:
     """Settings with which a run fits, as few as possible; None: none of those that there are does."""
 
     def would_fit(*more: str) -> bool:
-        return estimate(load([*arguments, *more], PPOConfig, check).config, machine).fits(machine)
+        return estimate(load([*arguments, *more], PPOConfig, check, derived).config, machine).fits(machine)
 
     given: list[str] = []
     for override in _remedies(load(arguments).config, machine):
@@ -335,19 +336,10 @@ def table(found: Estimate, machine: Machine) -> str:
     return "\n".join([*lines, f"at {machine.flops / 1e12:.2f} TFLOP/s and {each}"])
 
 
-@command("plan", "valor plan --gpus 8 --memory 80 actor_rollout_ref.model.path=MODEL", "memory", passes_options=True)
-@click.argument("settings", nargs=-1, type=click.UNPROCESSED, metavar="[KEY=VALUE]…")
-@option("--gpus", type=click.IntRange(1), help="GPUs of a node that is not here; else this machine.")
-@option("--nodes", type=click.IntRange(1), help="Nodes of these (else trainer.nnodes).")
-@option("--memory", type=_POSITIVE, help="GiB of each GPU (else 80), or of each process here.")
-@option("--tflops", "flops", type=_POSITIVE, help="What a GPU reaches in training (else 300; what is measured here).")
-@option("--bandwidth", type=_POSITIVE, help="GB/s that it reaches (else 2000; what is measured here).")
-def main(settings: tuple[str, ...], gpus: int | None, nodes: int | None, **given: float | None) -> int:
-    """Memory by role and phase and the time of a step of valor ppo, before anything is loaded.
-
-    The exit code is 1 where the run does not fit.
-    """
-    config = load(settings, PPOConfig, check).config
+def run(
+    config: PPOConfig, settings: Sequence[str], gpus: int | None, nodes: int | None, given: Mapping[str, float | None]
+) -> int:
+    """Print the memory and the time of the run of `config`, which `settings` asked for; 1 where it does not fit."""
     trainer, actor = config.trainer, config.actor_rollout_ref.actor
     if config.pools or actor.strategy == "megatron":
         what = f"the pool {', '.join(config.pools)}" if config.pools else "strategy=megatron"

@@ -7,43 +7,36 @@ import json
 import re
 import secrets
 import signal
-import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
 import torch
 
 from valor.agents.chat import Chat, Message
 from valor.agents.episode import Episode, episode_rows
 from valor.agents.formats import FORMATS
-from valor.agents.gateway import Gateway, Session, read_messages
+from valor.agents.gateway import Gateway, Session
+from valor.agents.gateway_requests import read_messages
 from valor.agents.http_server import (
     Refused,
-    address_options,
     authorise,
-    key_for,
     listen,
     read_object,
-    require_libraries,
 )
 from valor.agents.loops import Limits, LoopContext, Task
 from valor.agents.record import episode_records
 from valor.agents.runner import EpisodeRunner
-from valor.arguments import PATH, command, option
 from valor.collector.generation import sampling_params
-from valor.config import PPOConfig, load
+from valor.config import PPOConfig
 from valor.data.batch import Batch
-from valor.errors import UserError
 from valor.tracking.rundir import write_atomically
 
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-_READS = ("actor_rollout_ref.", "data.", "trainer.")  # sections that say how a model is loaded, sampled from and placed
 _UNNAMED = "v1-"  # begins the names of sessions that were not given one
 _NAME = re.compile(r"[\w.-]{1,100}", re.ASCII)
 
@@ -111,22 +104,8 @@ class OpenGateway(Gateway):
         write_atomically(file, json.dumps(record, default=str, ensure_ascii=False) + "\n")
 
 
-@command("serve", "valor serve runs/demo/ppo/huggingface/actor --record episodes", "agents", passes_options=True)
-@click.argument("model")
-@click.argument("settings", nargs=-1, type=click.UNPROCESSED, metavar="[KEY=VALUE]…")
-@address_options
-@option("--record", type=PATH, metavar="DIR", help="Write each session's episode there.")
-def main(
-    model: str, settings: tuple[str, ...], port: int, host: str, api_key_env: str | None, record: Path | None
-) -> int:
-    """Serve a model as `valor ppo` would sample from it, by an OpenAI-compatible address, until a signal ends it.
-
-    MODEL: a Hugging Face directory (valor export makes one) or hub name. KEY=VALUE are keys of `valor ppo`, and
-    --config-path RUN --config-name config takes over those of a run.
-    """
-    api_key = key_for(host, api_key_env)
-    require_libraries()
-    config = _config(model, list(settings))
+def run(config: PPOConfig, model: str, port: int, host: str, api_key: str | None, record: Path | None) -> int:
+    """Serve the model that `config` names, which the console calls `model`, until a signal ends it."""
     listening = listen(host, port)
     if record is not None:
         record.mkdir(parents=True, exist_ok=True)
@@ -156,6 +135,8 @@ def main(
 def _serve(config: PPOConfig, play: Any) -> None:
     """Run `play(context, task, runner)` beside the engine that the configuration names, with the policy's weights."""
     from valor.controller.placement import MAIN, resolve_pool
+    from valor.data.positions import num_positions
+    from valor.data.templates import ask_template, end_tokens
     from valor.models.load import load_model_config, load_policy_tokenizer
     from valor.rollout.registry import GENERATION_ENGINES
     from valor.workers.host import WorkerHost
@@ -163,13 +144,14 @@ def _serve(config: PPOConfig, play: Any) -> None:
 
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     tokenizer = load_policy_tokenizer(config)
+    ask_template(tokenizer, (), config.data.apply_chat_template_kwargs)
     pool = resolve_pool(config.trainer).pools[MAIN]
     GENERATION_ENGINES[rollout.name].check_start(config, pool.world_size)
-    positions = getattr(load_model_config(model).get_text_config(), "max_position_embeddings", None)
+    positions = num_positions(load_model_config(model).get_text_config())
     longest = min(rollout.max_model_len, positions or rollout.max_model_len)
     chat = Chat(tokenizer, config.data.apply_chat_template_kwargs)
     context = LoopContext(config, chat, Limits(config.episode_length, longest))
-    specs = role_specs(config, total_steps=1, eos_token_ids=[tokenizer.eos_token_id])
+    specs = role_specs(config, total_steps=1, eos_token_ids=end_tokens(tokenizer))
     host = WorkerHost(0, 1, pool.device, pool.num_threads)
     host.connect()
     try:
@@ -186,19 +168,3 @@ def _serve(config: PPOConfig, play: Any) -> None:
             runner.run(host.context.roles["rollout"].engine, [Task((), (), sampling_params(config), {})])
     finally:
         host.close()
-
-
-def _config(model: str, settings: list[str]) -> PPOConfig:
-    """UserError: a setting that is none, or that changes nothing here."""
-    from valor.trainer.checks import check
-
-    own = [f"actor_rollout_ref.model.path={model}", "trainer.controller=local", "trainer.n_gpus_per_node=1"]
-    typed = [one.lstrip("+") for one in settings if "=" in one and not one.startswith("-")]
-    if unread := [one for one in typed if not one.startswith(_READS)]:
-        raise UserError(f"{unread[0]}: valor serve reads {', '.join(f'{one}*' for one in _READS)}: leave it out")
-    loaded = load([*own, *settings], PPOConfig, check)
-    if loaded.dry_run:
-        raise UserError("valor serve has no --dry-run: leave it out")
-    for note in loaded.notes:
-        print(f"note: {note}", file=sys.stderr)
-    return loaded.config

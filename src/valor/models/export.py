@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from valor.models.hf import quiet_transformers, tied_names
+from valor.data.templates import end_tokens
+from valor.models.hf import published_config, quiet_transformers, tied_names
 from valor.models.lora import ADAPTER_DIR, has_adapters, merged, save_adapter
 from valor.models.policy import PolicyModel
 from valor.models.reward import RewardModel
@@ -33,12 +35,23 @@ def export_hf(
     """
     weights = dict(state_dict if state_dict is not None else model.state_dict())
     plain = dict(plain_weights(model, weights.items()))
-    with quiet_transformers():
+    with quiet_transformers(), published_config(model.hf):
         model.hf.save_pretrained(path, state_dict=plain)
     if tokenizer is not None:
-        tokenizer.save_pretrained(path)
+        write_tokenizer(tokenizer, path)
     if has_adapters(model.hf):
         save_adapter(model.hf, Path(path) / ADAPTER_DIR, weights)
+
+
+def write_tokenizer(tokenizer: Any, path: Path | str) -> None:
+    """Write it beside a model, and add the tokens with which it ends a turn to those of generation_config.json."""
+    tokenizer.save_pretrained(path)
+    if (Path(path) / "generation_config.json").is_file():
+        config: Any = GenerationConfig.from_pretrained(path)
+        own = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        every = list(dict.fromkeys(end for end in [*own, *end_tokens(tokenizer)] if end is not None))
+        config.eos_token_id = every if len(every) > 1 else next(iter(every), None)
+        config.save_pretrained(path)
 
 
 def published_weights(model: PolicyModel, weights: NamedTensors) -> Iterator[tuple[str, Tensor]]:

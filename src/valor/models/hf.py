@@ -9,26 +9,35 @@ from torch import nn
 from transformers.utils import logging as hf_logging
 
 
-def disable_dropout_in_config(config: Any) -> None:
-    """Zero every dropout rate of a transformers config and of its text part, so that models built from it have none.
-
-    A policy ratio or a value must not depend on a random mask.
-    """
-    for part in {id(c): c for c in (config, config.get_text_config())}.values():
-        for key, value in part.to_dict().items():
-            if "drop" in key and isinstance(value, float):
-                setattr(part, key, 0.0)
-
-
 def disable_dropout(hf: Any) -> None:
-    """Zero the rates of a built model, those that its modules copied from the config too."""
-    disable_dropout_in_config(hf.config)
+    """Zero every dropout rate of a built model: a policy ratio or a value must not depend on a random mask.
+
+    Those of its config are zeroed too, since some models read them in a pass; `published_config` has them back.
+    """
+    if not hasattr(hf, "config_dropout"):
+        configs = {id(c): c for c in (hf.config, hf.config.get_text_config())}.values()
+        rates = [(config, key, value) for config in configs for key, value in config.to_dict().items()]
+        hf.config_dropout = [rate for rate in rates if "drop" in rate[1] and isinstance(rate[2], float)]
+    for config, key, _ in hf.config_dropout:
+        setattr(config, key, 0.0)
     for module in hf.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
         for name, value in vars(module).items():
             if "drop" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
+
+
+@contextmanager
+def published_config(hf: Any) -> Iterator[Any]:
+    """The model's config, inside with the dropout rates of the checkpoint that it was loaded from."""
+    for config, key, rate in hf.config_dropout:
+        setattr(config, key, rate)
+    try:
+        yield hf.config
+    finally:
+        for config, key, _ in hf.config_dropout:
+            setattr(config, key, 0.0)
 
 
 def tied_names(module: nn.Module) -> set[str]:

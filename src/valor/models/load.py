@@ -23,9 +23,12 @@ from transformers.dynamic_module_utils import init_hf_modules
 
 from valor.config import PPOConfig
 from valor.config.engine import BackboneConfig, CriticModelConfig, ModelConfig
+from valor.data.templates import template_text
 from valor.errors import UserError
-from valor.models.hf import disable_dropout_in_config, quiet_transformers
+from valor.hub import hub_answers
+from valor.models.hf import quiet_transformers
 from valor.models.lora import add_adapters
+from valor.models.override import override
 from valor.models.policy import PolicyModel
 from valor.models.value import ALL_LEVELS, HEAD_NAMES, ValueHead, ValueModel
 
@@ -51,7 +54,7 @@ def load_tokenizer(
         # transformers makes an empty tokenizer of the model's type when a directory has no tokenizer files.
         raise UserError(f"'{path}' holds no tokenizer files: save the tokenizer there or set {path_key}")
     if custom_chat_template is not None:
-        tokenizer.chat_template = custom_chat_template
+        tokenizer.chat_template = template_text(custom_chat_template)
     if require_chat_template and not tokenizer.chat_template:
         raise UserError(
             f"the tokenizer at '{path}' has no chat template: set model.custom_chat_template or use a chat model's"
@@ -121,7 +124,7 @@ def load_policy(model: ModelConfig, *, dtype: torch.dtype = torch.float32, seed:
     """
     config = load_model_config(model)
     hf, info = _from_pretrained(AutoModelForCausalLM, model, config, dtype)
-    _require_all_weights(model.path, info["missing_keys"])
+    _require_all_weights(model, info["missing_keys"])
     if info["unexpected_keys"]:
         logger.warning("weights in '%s' that the policy does not use: %s", model.path, _some(info["unexpected_keys"]))
     _prepare(hf, model, seed)
@@ -145,7 +148,6 @@ def load_value_model(
     config = load_model_config(model)
     path, described = _where_head_is(model, config)
     _agreed_head(path, described, head).write(config)
-    config.classifier_dropout = 0.0
     if type(config) not in transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
         raise UserError(
             f"transformers has no token-classification model of type '{config.model_type}', so '{model.path}' cannot "
@@ -154,7 +156,7 @@ def load_value_model(
     hf, info = _from_pretrained(AutoModelForTokenClassification, model, config, dtype)
     head_keys = {f"{name}.{part}" for name in HEAD_NAMES for part in ("weight", "bias")}
     missing = set(info["missing_keys"])
-    _require_all_weights(model.path, missing - head_keys)
+    _require_all_weights(model, missing - head_keys)
     value = ValueModel(hf, packed=model.use_remove_padding, shared=model.share_prefixes, levels=levels)
     _fill_head(value.head, missing & head_keys, model.value_head_init, config, seed)
     _prepare(hf, model, seed)
@@ -164,7 +166,7 @@ def load_value_model(
 def load_sequence_classifier(
     model: BackboneConfig, *, dtype: torch.dtype = torch.float32, new_head_seed: int | None = None
 ) -> Any:
-    """The *ForSequenceClassification model at `model.path` on the CPU in `dtype`, dropout off.
+    """The *ForSequenceClassification model at `model.path` on the CPU in `dtype`.
 
     new_head_seed: give a checkpoint without a classification head one of one label, drawn from this seed as the
     architecture does it; None: a UserError.
@@ -180,16 +182,16 @@ def load_sequence_classifier(
         hf, info = _from_pretrained(AutoModelForSequenceClassification, model, config, dtype)
     inside = f"{hf.base_model_prefix}."
     missing = {key for key in info["missing_keys"] if new_head_seed is None or has_head or key.startswith(inside)}
-    _require_all_weights(model.path, missing)
+    _require_all_weights(model, missing)
     _prepare(hf, model, new_head_seed or 0)
     return hf
 
 
 def load_encoder(path: str) -> Any:
-    """The model without a head at `path` on the CPU, in float32, dropout off: what turns texts into hidden states."""
+    """The model without a head at `path` on the CPU, in float32: what turns texts into hidden states."""
     model = BackboneConfig(path=path)
     hf, info = _from_pretrained(AutoModel, model, load_model_config(model), torch.float32)
-    _require_all_weights(path, {key for key in info["missing_keys"] if "pooler" not in key})
+    _require_all_weights(model, {key for key in info["missing_keys"] if "pooler" not in key})
     return hf.eval()
 
 
@@ -247,6 +249,7 @@ def _resolve(path: str) -> str:
         raise UserError(f"'{path}' is a file; a model path is a directory with a config.json, or a hub name")
     if path.startswith(("/", "~", ".")) or path.count("/") > 1:
         raise UserError(f"there is no model directory '{path}'")
+    hub_answers()
     return path
 
 
@@ -263,26 +266,22 @@ def import_model_code(model: BackboneConfig) -> None:
 
 
 def load_model_config(model: BackboneConfig) -> Any:
-    """The Hugging Face config at `model.path`, `override_config` applied, dropout 0. UserError when there is none."""
+    """The Hugging Face config at `model.path`, `override_config` applied. UserError when there is none."""
     import_model_code(model)
     source = _resolve(model.path)
     if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
         raise UserError(f"'{model.path}' is not a model: it has no config.json")
-    with _as_user_errors(model.path, "model"), quiet_transformers():
-        config = AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code)
     overrides = dict(model.override_config)
     overrides.update(overrides.pop("model_config", None) or {})
     overrides.pop("attn_implementation", None)
-    for key, value in overrides.items():
-        if not hasattr(config, key):
-            raise UserError(f"model.override_config.{key}: the config of '{model.path}' has no such key")
-        setattr(config, key, value)
-    disable_dropout_in_config(config)
+    with _as_user_errors(model.path, "model"), quiet_transformers():
+        config = AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code)
+    config = override(config, overrides, "model.override_config")
     return config
 
 
 def _from_pretrained(auto: Any, model: BackboneConfig, config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
-    with _as_user_errors(model.path, "model"), quiet_transformers():
+    with _as_user_errors(model.path, "model", _with_overrides(model)), quiet_transformers():
         hf, info = auto.from_pretrained(
             _resolve(model.path),
             config=config,
@@ -324,9 +323,14 @@ def _prepare(hf: Any, model: BackboneConfig, seed: int) -> None:
         ) from error
 
 
-def _require_all_weights(path: str, missing: set[str]) -> None:
+def _require_all_weights(model: BackboneConfig, missing: set[str]) -> None:
     if missing:
-        raise UserError(f"the checkpoint '{path}' lacks weights that its config.json promises: {_some(missing)}")
+        promise = f"config.json{_with_overrides(model)} promises"
+        raise UserError(f"the checkpoint '{model.path}' lacks weights that its {promise}: {_some(missing)}")
+
+
+def _with_overrides(model: BackboneConfig) -> str:
+    return f" with model.override_config={model.override_config}" if model.override_config else ""
 
 
 def _some(keys: set[str]) -> str:
@@ -335,27 +339,33 @@ def _some(keys: set[str]) -> str:
 
 
 @contextmanager
-def _as_user_errors(path: str, what: str) -> Iterator[None]:
-    """One clear line in place of transformers' exceptions about files, architectures and the network."""
+def _as_user_errors(path: str, what: str, more: str = "") -> Iterator[None]:
+    """One clear line, which ends with `more`, in place of exceptions about files, architectures and the network."""
     try:
         yield
     except Exception as error:
         if type(error).__name__ == "SafetensorError":
             raise UserError(f"the weight files in '{path}' are damaged: {error}") from error
-        raise UserError(_explain(path, what, str(error))) from error
+        raise UserError(_explain(path, what, str(error)) + more) from error
 
 
 def _explain(path: str, what: str, text: str) -> str:
     first = " ".join(text.split())[:200] or "no reason given"
     if "couldn't connect" in text or "offline mode" in text:
-        return f"'{path}' is no local directory and the Hugging Face hub cannot be reached: give a local path"
-    if "not a valid model identifier" in text or "Repo id must be" in text:
+        download = f"give a directory that holds it (`hf download {path} --local-dir DIR` where there is a network)"
+        return (
+            f"'{path}' is no local directory, it is not in the cache of the Hugging Face hub, and the hub cannot be "
+            f"reached: {download}, or set HF_ENDPOINT to a mirror"
+        )
+    if "not a valid model identifier" in text or "Repo id must" in text:
         return f"'{path}' is neither a local directory nor a {what} on the Hugging Face hub"
     if "does not recognize this architecture" in text or "Unrecognized" in text:
         version = transformers.__version__
         return f"the {what} at '{path}' has an architecture that transformers {version} cannot build: {first}"
     if "instantiate the backend tokenizer" in text:
         return f"'{path}' holds no tokenizer that can be read: save the tokenizer there, or name another directory"
+    if "ignore_mismatched_sizes" in text:
+        return f"the weights in '{path}' have other sizes than its config.json says"
     if "no file named" in text:
         return f"'{path}' has a config.json but no weights: {first}"
     return f"the {what} at '{path}' cannot be loaded: {first}"

@@ -8,6 +8,7 @@ base, bit for bit: the reference policy needs no weights of its own.
 import copy
 import dataclasses
 import json
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,10 +18,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from valor.config.engine import BackboneConfig
 from valor.errors import UserError
+from valor.models.hf import published_config
 from valor.models.value import HEAD_NAMES
+
+logger = logging.getLogger(__name__)
 
 # peft is imported where it is used: it takes a second, and most runs have no adapters.
 
@@ -77,8 +82,12 @@ def inject(hf: Any, config: Any, *, seed: int = 0) -> None:
     heads = [name for name in HEAD_NAMES if isinstance(getattr(hf, name, None), nn.Module)]
     config.inference_mode, config.lora_dropout, config.modules_to_save = False, 0.0, None
     config.task_type = "SEQ_CLS"  # peft's word for: "all-linear" leaves out a head of any kind
-    targets = config.target_modules
-    output = hf.get_output_embeddings()
+    targets, linear = config.target_modules, linear_layers(hf)
+    names = ",".join(dict.fromkeys(name.rpartition(".")[2] for name in linear))
+    remedy = f"adapters are for linear layers below the head: set it to all-linear, or to some of [{names}]"
+    if targets == "all-linear":  # peft's own "all-linear" has routers and fused experts among them
+        config.target_modules = list(linear)
+        _tell_frozen(hf, linear.values())
     record = _record(hf, config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -86,13 +95,10 @@ def inject(hf: Any, config: Any, *, seed: int = 0) -> None:
             inject_adapter_in_model(config, hf, _NAME)
         except (ValueError, re.error) as error:
             first = str(error).strip().splitlines()[0]
-            raise UserError(f"model.target_modules={targets} of {type(hf).__name__}: {first}") from error
+            raise UserError(f"model.target_modules={targets} of {type(hf).__name__}: {first}; {remedy}") from error
     for name, layer in adapted_layers(hf).items():
-        if not isinstance(layer, Linear) or layer.base_layer is output or name.split(".")[0] in heads:
-            raise UserError(
-                f"model.target_modules: {name} of {type(hf).__name__} can have no adapter, which is for linear layers "
-                "below the head: name it in model.exclude_modules"
-            )
+        if not isinstance(layer, Linear) or name not in linear:
+            raise UserError(f"model.target_modules: {name} of {type(hf).__name__} can have no adapter; {remedy}")
     config.target_modules = sorted(t) if isinstance(t := config.target_modules, set) else t
     config.task_type = next((task for kind, task in _TASKS.items() if type(hf).__name__.endswith(kind)), None)
     config.modules_to_save = heads or None
@@ -101,6 +107,34 @@ def inject(hf: Any, config: Any, *, seed: int = 0) -> None:
         parameter.requires_grad_(is_trained(name))
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+
+
+def linear_layers(hf: Any) -> dict[str, Any]:
+    """The layers that may have adapters, by name: those that compute a product of their input and their weight alone,
+    without the head. A router, or experts in one tensor, is none."""
+    forwards, heads = (nn.Linear.forward, Conv1D.forward), [getattr(hf, name, None) for name in HEAD_NAMES]
+    others = {*map(id, heads), id(hf.get_output_embeddings())}
+    modules = hf.named_modules()
+    return {name: one for name, one in modules if type(one).forward in forwards and id(one) not in others}
+
+
+def _tell_frozen(hf: Any, linear: Iterable[nn.Module]) -> None:
+    """Log the matrices that no adapter reaches, such as fused experts, and their share of all weights."""
+    reached = {id(module) for module in (*linear, hf.get_output_embeddings())}
+    left = {
+        f"{name}.{key}": weight.numel()
+        for name, module in hf.named_modules()
+        if id(module) not in reached and not isinstance(module, nn.Embedding) and name.split(".")[0] not in HEAD_NAMES
+        for key, weight in module.named_parameters(recurse=False)
+        if weight.ndim > 1
+    }
+    if left:
+        kinds = ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in left))
+        share = sum(left.values()) / sum(weight.numel() for weight in hf.parameters())
+        what = "experts, routers and all else" if "expert" in kinds else "all"
+        logger.warning(
+            "LoRA on all-linear leaves frozen %s that is no linear layer, %.0f%%: %s", what, 100 * share, kinds
+        )
 
 
 def adapted_layers(hf: Any) -> dict[str, Any]:
@@ -177,7 +211,8 @@ def save_adapter(hf: Any, path: Path, weights: Mapping[str, Tensor]) -> None:
     write_adapter_config(hf, path)
     trained = {_in_file(name): tensor.contiguous() for name, tensor in weights.items() if is_trained(name)}
     save_file(trained, path / WEIGHTS_FILE, metadata={"format": "pt"})
-    hf.config.save_pretrained(path)  # how a value is read from a critic's head
+    with published_config(hf) as config:
+        config.save_pretrained(path)  # how a value is read from a critic's head
 
 
 def write_adapter_config(hf: Any, path: Path) -> None:

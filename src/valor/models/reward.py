@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from valor.config.engine import BackboneConfig, CriticModelConfig
 from valor.config.reward import RewardModelConfig
+from valor.data.positions import num_positions
 from valor.errors import UserError
 from valor.models.hf import input_device
 from valor.models.load import load_model_config, load_sequence_classifier, load_value_model
@@ -159,7 +160,7 @@ def reward_model_kind(model: RewardModelConfig) -> RewardModelKind:
     if model.label is not None and (labels == 1 or not 0 <= model.label < labels):
         raise UserError(f"reward.reward_model.label={model.label}: '{path}' has {labels} label{'s' * (labels > 1)}")
     head = ValueHead("label", labels, label=model.label) if process and model.label is not None else None
-    return RewardModelKind(by_token, getattr(config.get_text_config(), "max_position_embeddings", None), head)
+    return RewardModelKind(by_token, num_positions(config.get_text_config()), head)
 
 
 def load_reward_model(

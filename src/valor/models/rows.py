@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from valor.data.positions import rope_limit
+from valor.errors import UserError
 from valor.models.attention import Segments
 from valor.models.hf import disable_dropout, input_device
 from valor.models.packing import PutTogether, enable_packing, packing
@@ -101,9 +103,16 @@ class RowReader(nn.Module):
         self.eval()
         self.packed = packed and enable_packing(hf)
         self.shared = shared and self.packed
+        self._longest = rope_limit(hf.config.get_text_config())
 
     def compact(self, rows: Mapping[str, Tensor]) -> CompactRows:
-        """What this rank's model reads of `rows`, on its device."""
+        """What this rank's model reads of `rows`, on its device. UserError: a row is too long for it."""
+        longest = int((rows["prompt_lengths"] + rows["response_lengths"]).max())
+        if self._longest is not None and longest > self._longest:
+            raise UserError(
+                f"a row has {longest} tokens, and the rotary embedding of '{self.hf.config.name_or_path}' changes with "
+                f"the batch beyond {self._longest}: set the lengths so that no row is longer, or take another model"
+            )
         layout = {"packed": self.packed, "shared": self.shared, "sharing": self.sharing}
         return compact_rows(rows, **layout).to(input_device(self.hf))
 

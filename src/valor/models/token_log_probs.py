@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from valor.algorithms import full_kl_from_logits
+from valor.algorithms.reductions import LOWEST_LOG_PROB
 from valor.models.linear import product, weight_gradient
 
 # Elements of one head product (kept for the backward pass when it is the only one), and of one float32 softmax block
@@ -88,7 +89,7 @@ def log_probs_from_logits(
     log_p = torch.log_softmax(logits.float() / temperature, dim=-1)
     return TokenNumbers(
         log_p.gather(-1, targets[:, None]).squeeze(-1),
-        -(log_p.exp() * log_p).sum(-1) if with_entropy else None,
+        -(log_p.exp() * log_p.clamp(min=LOWEST_LOG_PROB)).sum(-1) if with_entropy else None,
         None if ref_logits is None else full_kl_from_logits(log_p, ref_logits.float() / temperature),
     )
 
@@ -144,10 +145,12 @@ class _TokenLogProbs(torch.autograd.Function):
                 rows = slice(start + at, start + at + len(product[block]))
                 log_p = _log_softmax(product[block], temperature, logit_map)
                 log_probs[rows] = log_p.gather(1, targets[rows, None]).squeeze(1)
+                if with_entropy or other is not None:
+                    log_p.clamp_(min=LOWEST_LOG_PROB)
                 if with_entropy:
                     entropy[rows] = -(log_p.exp().mul_(log_p)).sum(1)
                 if other is not None:
-                    gap = log_p - _log_softmax(other[block], temperature, logit_map)
+                    gap = log_p - _log_softmax(other[block], temperature, logit_map).clamp_(min=LOWEST_LOG_PROB)
                     full_kl[rows] = log_p.exp_().mul_(gap).sum(1)
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, full_kl)
         ctx.reference = reference
@@ -228,8 +231,11 @@ def _logit_gradient(
         delta = log_p.exp_().mul_(-grad_log_probs[:, None])
     else:
         delta = -grad_log_probs[:, None]
+        log_p.clamp_(min=LOWEST_LOG_PROB)
         for other, minus_kl, grad in pulls:
-            gap = log_p if other is None else log_p - _log_softmax(other, temperature, logit_map)
+            gap = log_p
+            if other is not None:
+                gap = log_p - _log_softmax(other, temperature, logit_map).clamp_(min=LOWEST_LOG_PROB)
             delta = (gap + minus_kl[:, None]).mul_(grad[:, None]).add_(delta)
         delta.mul_(log_p.exp_())
     delta.scatter_add_(1, targets[:, None], grad_log_probs[:, None].to(delta.dtype))

@@ -1,38 +1,124 @@
 """Multiple choice (MMLU, GPQA, ARC, HellaSwag …): the letter, the letter in brackets, or the text of the option."""
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from valor.rewards.answers import after_thinking, announced, answer_part, boxed
+from valor.rewards.answers import announced, answer_part, boxed
+from valor.rewards.numerals import half_width
 from valor.rewards.qa import normalize
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _DEFAULT_CHOICES = 10
+_TAIL = 1500  # characters in which a choice is looked for
 _WRAPPED = re.compile(r"\\(?:text|mathrm|textbf|mathbf|bf)\s*\{([^{}]*)\}")
-# A letter that is an answer and not a word: in brackets, in bold, before a mark, or alone.
+_QUOTED = re.compile(r"^\W{0,4}([A-Z])[.):]\s+\S.*$", re.MULTILINE)  # an option as the question has it
+
+
+def _any(words: str) -> str:
+    return f"(?:{'|'.join(words.split())})"
+
+
+# The letter of an option: A is an article and I a pronoun where a word follows that says nothing of a letter.
+_SAYS = _any(
+    "is isn't was are and or but because since as seems looks fits works matches must can can't cannot could would "
+    "should may might does doesn't has then over instead which for given too also if only holds it"
+)
 _LETTER = (
-    r"(?:[(\[]\s*([A-Z])\s*[)\]]|\*\*\(?([A-Z])\)?[.:)]?\*\*"
-    r"|([A-Z])(?=\s*(?:[).:,;\]]|$|\n| [-\u2013:] |\s(?:or|and)\s\W?[A-Z]\b)))"
+    r"(?:[(\[][A-Za-z][)\]]|(?<![A-Za-z0-9_'\u2019+.$%-])(?:[B-HJ-Z]"
+    rf"|A(?!['\u2019]|\s+(?!{_SAYS}\b|[A-Z]\b)[A-Za-z])|I(?=\s*(?:[,.;:!?)*]|$|(?:and|or|is)\b)))(?![A-Za-z0-9_'\u2019+-]))"
 )
-_FIRST = re.compile(
-    rf"\W{{0,3}}(?:(?:option|choice|letter|answer|statement)s?\W{{0,3}}(?:is\W{{0,3}})?)?{_LETTER}", re.IGNORECASE
+_JOINED = r"(?:,\s*(?:and|or)|[,/&]|and|or|nor|和|与|或者?|及|以及|(?=\s))\s*(?:option\s+)?"
+_GROUP = re.compile(
+    rf"(?:\b{_any('options? choices? answers? statements? letters?')}\s+|选项)?{_LETTER}(?:\s*{_JOINED}{_LETTER})*"
+    r"(?!\s*(?:major|minor)\b)"
 )
-_SECOND = re.compile(r"[^\w\n]{0,4}(?:and|or|/|,|&)[^\w\n]{0,4}(?:option )?[(\[]?([A-Z])(?![\w'])", re.IGNORECASE)
-_CHOSEN = re.compile(
-    r"(?i:option|choice|choose|select|pick|answer|correct(?: one)?)\W{1,3}(?i:is\W{1,3}|option\W{1,3}){0,2}"
-    r"[(\[]?([A-Z])\b(?!')"
-    r"|\b([A-Z])\b[)\]*]{0,3}\s+(?i:is|seems|must be)\W+(?i:the\W+)?(?i:correct|right|best|answer)"
+_LONE = re.compile(r"\W*(?:(?:the )?(?:answer|option|choice|letter)\s*(?:is|[:=])?\s*)?([a-z])\W*", re.IGNORECASE)
+_LOWER = re.compile(r"(?:(?<=nswer: )|(?<=nswer is )|(?<=ption )|(?<=hoice ))[a-z](?=\)?(?:[.,;:\n]|$))")
+_IN_QUOTES = re.compile(r"['\"`\u2018\u201c]([A-Za-z])['\"`\u2019\u201d]")
+_NO_OPTION = re.compile(rf"\b{_any('vitamin hepatitis type grade plan group class point figure table part')}\s+$", re.I)
+_BOUNDARY = re.compile(
+    r"[.;!?\n]+(?=\s|$|[\u3400-\u9fff])|(?<=[\u3400-\u9fff])[.;!?]|[\u2013\u2014]"
+    r"|,(?!\s*(?:and\s+|or\s+)?[(\[]?[A-HJ-Z]\b)|,(?=\s*(?:and\s+|or\s+)?[(\[]?[A-Z][)\]]?\s+(?:is|isn't|was)\b)"
+    rf"|\b{_any('but however because since although though while whereas so therefore thus hence over')}\b"
+    r"|\b(?:rather than|instead of)\b|而是|但是?|因为|所以|因此|故(?!选)|而(?!非)"
 )
-_BRACKETED = re.compile(r"\(([A-Z])\)")
+_CORRECTION = re.compile(
+    rf"\b{_any('wait no nope actually correction rather instead but however sorry reconsider')}\b"
+    r"|\bon (?:reflection|second thought)\b|^\W*哦?不\W*$|不对|更正|其实|等等|而是|但|改选|改为|应该是",
+    re.IGNORECASE,
+)
+_NOT_BEFORE = re.compile(
+    rf"\b{_any('not never neither nor cannot except unlike eliminat[a-z]+ exclud[a-z]+ reject[a-z]* discard[a-z]*')}\b"
+    r"|\b(?:(?<!no )doubt\w*|dismiss\w*|(?:rul\w+|cross\w*) out|rather than|instead of|other than|anything but)\b"
+    r"|n['\u2019]t\b|不是|并非|不认为|不觉得|不选|不能选|不应|不会|不可能|不为|排除|而非|除了?|否定",
+    re.IGNORECASE,
+)
+_VERB = (
+    r"\s*(?:[)*:]\s*)?(?:(?:is|are|was|were|seems?|looks?|(?:must|would|can|has to|appears to) be)\s+)?"
+    rf"(?:{_any('the an? all both also just only [a-z]+ly')}\s+(?:likely\s+)?)*"
+)
+_CHINESE_VERB = r"\s*(?:这个)?(?:选?项)?(?:显然|明显|都|均|也|是|的说法|说法|为)*"
+_NOT_AFTER = re.compile(
+    rf"{_VERB}(?:not?\b(?! (?:wrong|incorrect|false|ruled))|ruled out|out\b|too\b"
+    rf"|{_any('wrong incorrect false eliminated excluded impossible unlikely irrelevant implausible invalid untrue')}"
+    r"|distractor|mistaken)|\s*(?:isn|aren|wasn|weren|couldn|doesn|don|can|won|wouldn)['\u2019]t\b"
+    rf"|\s*(?:cannot|(?:can|could|does|do) not|fails|contradicts)\b|{_CHINESE_VERB}(?:错|不|有误|被?排除|无关|并非)"
+    r"|\s*[\u2717\u274c]",
+    re.IGNORECASE,
+)
+_RIGHT_AFTER = re.compile(
+    rf"{_VERB}(?:\w+\s+)?{_any('correct right best true answer accurate choice valid')}|\s*[\u2713\u2705]"
+    r"|\s*(?:it is|fits|matches|works|wins|holds|makes (?:the most |more )?sense|is the (?:one|only))\b"
+    rf"|{_CHINESE_VERB}(?:正确|对|符合|成立|答案|最?合适)",
+    re.IGNORECASE,
+)
+_ANNOUNCED = re.compile(
+    rf"\b{_any('answers? correct right best final choose chose chosen pick select selected meant')}\b"
+    r"|\b(?:go with|going with|went with|opt for|opting for|settle on|vote for)\b|答案|选|答",
+    re.IGNORECASE,
+)
+# Words that may stand before a letter which a clause is about, and behind it.
+_FILLER_WORDS = _any(
+    "the a my our final answers? options? choices? choose chose chosen pick picked select selected go going went "
+    "with opt for settle on is be must should would will could might may it that this s i d m we think thought believe "
+    "guess say said correct right best one letter leaving leaves left so therefore thus hence then to has definitely "
+    "probably likely most maybe perhaps clearly certainly surely only remains remaining question in conclusion wait no "
+    "nope actually correction rather instead but however sorry and or either yes vote statement conclude confident "
+    "sure am are of get got have which possible lean[a-z]* towards? easy opinion second reflection meant both as "
+    "given above"
+)
+_FILLER = re.compile(
+    rf"(?:\W|_|\b{_FILLER_WORDS}\b|"
+    + _any(
+        "答案 正确 选项? 择 故 应该? 当 是 为 我 认 觉 得 本题 综上所?述? 最终 最后 的 所以 因此 就 可能 大概 可知 "
+        "题 答 改 其实 不对 更正 等等 剩下? 只 有 能 即 也 第 猜 倾向于 哦 由此 可以 填 而 但 项 此"
+    )
+    + ")*",
+    re.IGNORECASE,
+)
+_BARE_AFTER = re.compile(
+    rf"(?:\W|\b{_any('is it i think believe guess for sure definitely probably instead please option choice only')}\b"
+    r"|选?项|吧|了)*",
+    re.IGNORECASE,
+)
 _TWO = "?"  # more than one option was named
-_TAIL = 1500  # characters in which an unannounced choice is looked for
+
+
+class _Clause(NamedTuple):
+    """What a clause says: letters that it denies, and letters that it chooses. `rank` 3: announced as the answer, 2:
+    called right, 1: merely named. `corrects`: it takes back what was said before."""
+
+    denied: set[str]
+    chosen: set[str]
+    rank: int
+    corrects: bool
 
 
 def grade(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Score 1 when the option that the response chooses is the right one, else 0; naming two is no choice.
+    """Score 1 when the option that the response chooses in the end is the right one, else 0; naming two is no choice.
 
     docs/rewards.md says how the ground truth and the options are written.
     Components: `format` 1 when the choice is announced ("Answer: B", a box, `<answer>`), `pred` the letter.
@@ -40,52 +126,111 @@ def grade(
     options = _options((extra_info or {}).get("choices"))
     right = _right_letter(ground_truth, options)
     scope, is_tagged = answer_part(solution_str)
-    answer = boxed(scope) or announced(scope) or (scope if is_tagged else "")
-    announced_letter = _read(answer, options) if answer else ""
-    letter = announced_letter or _last_choice(after_thinking(solution_str)[-_TAIL:], options)
-    return {
-        "score": float(letter == right),
-        "format": float(bool(announced_letter)),
-        "pred": letter.replace(_TWO, ""),
+    box = boxed(scope)
+    text = box or scope[-_TAIL:]
+    letter = _choice(text, options)
+    is_announced = bool(letter) and (is_tagged or box is not None or announced(text) is not None)
+    return {"score": float(letter == right), "format": float(is_announced), "pred": letter.replace(_TWO, "")}
+
+
+def _choice(text: str, options: Mapping[str, str]) -> str:
+    """The letter of the option that a text chooses, "" for none."""
+    text = _WRAPPED.sub(r"\1", half_width(text)).replace("$", "").replace("**", "").strip()
+    text = _IN_QUOTES.sub(r"(\1)", text)
+    text = _LOWER.sub(lambda match: match[0].upper(), text)
+    lone = _LONE.fullmatch(text)
+    if lone:
+        return lone[1].upper() if lone[1].upper() in (options or LETTERS) else ""
+    quoted = {match[1] for match in _QUOTED.finditer(text) if not _judged(match[0])}
+    if len(quoted) > 1:
+        text = _QUOTED.sub(lambda line: line[0] if _judged(line[0]) else "", text).strip()
+    text = _QUOTED.sub(lambda line: line[0].replace(".", ":", 1) if _judged(line[0]) else line[0], text)
+    letter = _last_verdict(text, options)
+    return letter or (_last_verdict(_with_letters(text, options), options) if options else "")
+
+
+def _judged(line: str) -> bool:
+    """Whether a line says of an option that it is right or wrong, and does not only quote it."""
+    rest = re.sub(r"^\W*[A-Z][.):]", "", line)
+    return bool(_NOT_AFTER.match(rest) or _RIGHT_AFTER.match(rest))
+
+
+def _last_verdict(text: str, options: Mapping[str, str]) -> str:
+    chosen: set[str] = set()
+    rank, pending = 0, False
+    for clause in _clauses(text, options):
+        corrects, pending = clause.corrects or pending, clause.corrects and not clause.chosen
+        chosen -= clause.denied
+        if not clause.chosen:
+            continue
+        if corrects or clause.rank > rank or (clause.rank == rank > 1):
+            chosen, rank = set(clause.chosen), max(clause.rank, rank)
+        elif clause.rank == 1:
+            chosen |= clause.chosen
+    return "" if not chosen else chosen.pop() if len(chosen) == 1 else _TWO
+
+
+def _clauses(text: str, options: Mapping[str, str]) -> Iterator[_Clause]:
+    start = 0
+    for end in [*_BOUNDARY.finditer(text), None]:
+        clause = text[start : end.start() if end else None]
+        if not (end and "?" in end[0]):
+            yield _read(clause, options)
+        start = len(text) if end is None else end.start() if end[0][0].isalpha() else end.end()
+
+
+def _read(clause: str, options: Mapping[str, str]) -> _Clause:
+    denied, chosen, named, rank, end = set[str](), set[str](), set[str](), 0, 0
+    groups = list(_GROUP.finditer(clause))
+    for number, group in enumerate(groups):
+        letters = {re.sub(r"\W", "", one).upper() for one in re.findall(_LETTER, group[0])}
+        letters &= set(options or LETTERS)
+        before, end = clause[end : group.start()], group.end()
+        after = clause[end : groups[number + 1].start() if number + 1 < len(groups) else None]
+        if not letters or _NO_OPTION.search(before):
+            continue
+        if _NOT_BEFORE.search(before) or _NOT_AFTER.match(after):
+            denied |= letters
+            continue
+        found = _rank(before, after, number == 0, group[0], [options.get(letter, "") for letter in letters])
+        named |= letters
+        if found >= rank > 0 or found > rank:
+            chosen = letters | (chosen if found == rank else set())
+            rank = found
+    chosen = named if rank == 1 else chosen
+    return _Clause(denied, chosen, rank, _CORRECTION.search(clause) is not None)
+
+
+def _rank(before: str, after: str, is_first: bool, letters: str, texts: Sequence[str]) -> int:
+    announcement = next(reversed(list(_ANNOUNCED.finditer(before))), None)
+    if announcement:
+        gap = before[announcement.end() :]
+        if _FILLER.fullmatch(gap) or re.search(r"(?:\bis|:|是|为)\W*$", gap):
+            return 3
+    if _RIGHT_AFTER.match(after):
+        return 2
+    is_bare = _BARE_AFTER.fullmatch(after) or after[:1] in ":)" or normalize(after) in map(normalize, texts)
+    return int(bool(is_first and is_bare and (_FILLER.fullmatch(before) or letters[0] in "([")))
+
+
+def _with_letters(text: str, options: Mapping[str, str]) -> str:
+    """The text with (B) for the text of option B."""
+    names = {
+        re.sub(r"^(?:the|an?) ", "", half_width(option).strip().lower()): letter for letter, option in options.items()
     }
-
-
-def _read(text: str, options: Mapping[str, str]) -> str:
-    """The letter that a short statement names, "" when it names none."""
-    text = _WRAPPED.sub(r"\1", text).replace("$", "").strip()
-    match = _FIRST.match(text)
-    if match:
-        letter = _group(match)
-        second = _SECOND.match(text, match.end())
-        if letter in options or not options:
-            return _TWO if second and second[1].upper() != letter else letter
-    return _by_text(text, options)
-
-
-def _last_choice(text: str, options: Mapping[str, str]) -> str:
-    """The choice of a response that announces none: a bare letter or text, else the last one that is called right."""
-    for line in (text.strip(), text.strip().rpartition("\n")[2]):
-        letter = _read(line, options)
-        if letter:
-            return letter
-    found = [(m.end(), _group(m)) for pattern in (_CHOSEN, _BRACKETED) for m in pattern.finditer(text)]
-    found = [(end, letter) for end, letter in found if letter in options or not options]
-    return max(found)[1] if found else ""
+    longest = sorted(filter(None, names), key=len, reverse=True)
+    pattern = "|".join(
+        re.escape(name) if not name.isascii() else rf"(?<![\w.-]){re.escape(name)}(?!\w)" for name in longest
+    )
+    article = r"(?:\b(?:the|an?) )?"
+    found = re.compile(f"{article}({pattern})", re.IGNORECASE)
+    return found.sub(lambda match: f"({names[match[1].lower()]})", text) if longest else text
 
 
 def _by_text(text: str, options: Mapping[str, str]) -> str:
-    """The letter of the one option whose text this is; else of the one that it contains."""
-    plain = normalize(text)
-    same = [letter for letter, option in options.items() if normalize(option) == plain]
-    inside = [letter for letter, option in options.items() if f" {normalize(option)} " in f" {plain} "]
-    if len(inside) > 1:  # one option may be part of another: "iron", "iron oxide"
-        longest = max(inside, key=lambda letter: len(options[letter]))
-        inside = [longest] if all(normalize(options[i]) in normalize(options[longest]) for i in inside) else []
-    return next((found[0] for found in (same, inside) if len(found) == 1), "")
-
-
-def _group(match: re.Match[str]) -> str:
-    return next(group for group in match.groups() if group).upper()
+    """The letter of the one option whose text this is."""
+    same = [letter for letter, option in options.items() if normalize(option) == normalize(text)]
+    return same[0] if len(same) == 1 else ""
 
 
 def _options(choices: Any) -> dict[str, str]:

@@ -13,6 +13,7 @@ import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
@@ -22,6 +23,8 @@ from valor.sandbox.payload import same
 
 _PYTHON = ("python", "py", "python3")
 _FENCE = re.compile(r"(`{3,}|~{3,})\s*([\w+#.-]*)")
+_LONG = 4000  # digits of an integer that stays text: Python refuses to read or print one of more than 4,300
+_LONG_LITERAL = re.compile(rf"\d{{{_LONG},}}")
 _NUMBER = re.compile(r"[-+]?(?:\d{1,40}\.?\d{0,40}|\.\d{1,40})(?:[eE][-+]?\d{1,2})?")
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # What solutions of LeetCode's form take for granted.
@@ -135,7 +138,7 @@ def read_tests(ground_truth: Any) -> ProgramTests | FunctionTests:
     given = ground_truth
     if isinstance(given, str):
         try:
-            given = json.loads(given)
+            given = _from_json(given)
         except ValueError:
             given = [given]
     if isinstance(given, Mapping):
@@ -161,7 +164,7 @@ def _tests_of_mapping(given: Mapping[str, Any]) -> ProgramTests | FunctionTests:
     elif given.get("test") and given.get("entry_point"):
         name, prompt = given["entry_point"], given.get("prompt") or ""
         try:
-            compile(prompt, "prompt", "exec")
+            compile(_LONG_LITERAL.sub("0", prompt), "prompt", "exec")
             setup = [prompt]  # its helpers, as they were given and not as they are answered
         except (SyntaxError, ValueError):
             setup = []
@@ -198,7 +201,7 @@ def _called(node: ast.AST) -> str | None:
 def _nodes(test: str) -> list[ast.AST]:
     """What a test consists of, in the order of the text."""
     try:
-        tree = ast.parse(test)
+        tree = ast.parse(_LONG_LITERAL.sub("0", test))  # what is called counts here, and no value
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"the ground truth has a test that is not Python: {test[:80]!r} ({error})") from None
     # Definitions alone check nothing: HumanEval's check() has to be called.
@@ -212,10 +215,10 @@ def _call_tests(name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> Fun
     if not name.isidentifier():
         raise ValueError(f"fn_name {name!r} is no name of a function")
     calls = [
-        [json.loads(line) for line in i.splitlines() if line.strip()] if isinstance(i, str) else list(i) for i in inputs
+        [_from_json(line) for line in i.splitlines() if line.strip()] if isinstance(i, str) else list(i) for i in inputs
     ]
-    results = [json.loads(output) if isinstance(output, str) else output for output in outputs]
-    data = f"nan, inf = float('nan'), float('inf')\nCALLS = {calls!r}\nRESULTS = {results!r}"
+    results = [_from_json(output) if isinstance(output, str) else output for output in outputs]
+    data = f"nan, inf = float('nan'), float('inf')\nCALLS = {_printable(calls)!r}\nRESULTS = {_printable(results)!r}"
     # APPS wraps every result in a list of one.
     wrapped = all(isinstance(result, list) and len(result) == 1 for result in results)
     test = "got = {0}(*CALLS[{1}]); assert __same__(got, RESULTS[{1}])" + (
@@ -276,8 +279,31 @@ def _defines(code: str, name: str) -> bool:
     return bool(name) and re.search(start, code, re.MULTILINE) is not None
 
 
+class _Digits(str):
+    """A long integer as its digits, which is also how it is written in Python."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _from_json(text: str) -> Any:
+    return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < _LONG else _Digits(digits))
+
+
+def _printable(value: Any) -> Any:
+    """The value with its long integers as `_Digits`."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(_printable, value))
+    if isinstance(value, dict):
+        return {_printable(key): _printable(item) for key, item in value.items()}
+    is_long = isinstance(value, int) and value.bit_length() > 3 * _LONG  # a digit is 3.3 bits
+    return _Digits(f"{Decimal(value):f}") if is_long else value
+
+
 def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else "\n".join(map(str, value))
+    return value if isinstance(value, str) else "\n".join(map(str, _printable(value)))
 
 
 def _same_token(ours: str, right: str) -> bool:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from valor.rewards.answers import answer_part, boxed
+from valor.rewards.answers import DENIED_BEFORE, answer_part, boxed
+from valor.rewards.numerals import half_width
 
 
 class Expression(NamedTuple):
@@ -22,10 +23,13 @@ _LATEX = [
     (re.compile(r"\*\*(?![\d(\s])|(?<![\d)\s])\*\*|\*\*$"), ""),  # bold; a power stays, and is refused
     (re.compile(r"\\(?:left|right|quad|displaystyle)\b|\\[,;!()\[\]]|[$`]"), " "),
     (re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}"), r"((\1)/(\2))"),
-    (re.compile(r"\\(?:times|cdot)\b"), "*"),
-    (re.compile(r"\\div\b"), "/"),
+    (re.compile(r"\\(?:times|cdot)(?![a-z])"), "*"),
+    (re.compile(r"\\div(?![a-z])"), "/"),
 ]
-_ANNOUNCED = re.compile(r"^.*\b(?:answer|expression|solution|equation)\b[^:=\n\d(]*(?::|\bis\b)[\s*]*", re.IGNORECASE)
+_ANNOUNCED = re.compile(
+    r"^.*(?:\b(?:answer|expression|solution|equation)\b|答案|表达式|算式)[^:=\n\d(]*(?::|\bis\b|[是为】])[\s*]*",
+    re.IGNORECASE,
+)
 _ARITHMETIC = re.compile(r"[-+*/().\d\s]*\d[-+*/().\d\s]*")
 _OPERATOR = re.compile(r"[\d)]\s*[-+*/]")
 _NOT_BEFORE, _NOT_AFTER = re.compile(r"[A-Za-z_^!%]$|[\^%]\s*$"), re.compile(r"[A-Za-z_^!%]")
@@ -72,12 +76,13 @@ def puzzle(ground_truth: Any, extra_info: Mapping[str, Any]) -> tuple[Fraction, 
 
 def final_expression(text: str) -> str:
     """The expression that the response ends with, "" when there is none."""
-    scope, _ = answer_part(text)
+    scope, _ = answer_part(half_width(text))
     scope = boxed(scope) or scope
     lines = [line for line in scope.splitlines() if line.strip()]
     announced = [i for i, line in enumerate(lines) if _ANNOUNCED.match(line[:_MAX_LENGTH])]
     if announced:
-        rest = _ANNOUNCED.sub("", lines[announced[-1]][:_MAX_LENGTH])
+        rest = lines[announced[-1]][:_MAX_LENGTH]
+        rest = rest if "不" in rest else _ANNOUNCED.sub("", rest)
         lines = [rest] if rest.strip() else lines[announced[-1] + 1 :][:1]
     return _expression(lines[-1]) if lines and len(lines[-1]) <= _MAX_LENGTH else ""
 
@@ -116,7 +121,8 @@ def _expression(line: str) -> str:
         pieces = [piece for piece in _ARITHMETIC.finditer(side) if _OPERATOR.search(piece[0])]
         if pieces and not re.search(rf"\d{{{_MAX_DIGITS + 1}}}", side):
             longest = max(pieces, key=lambda piece: len(piece[0]))
-            if _NOT_BEFORE.search(side[: longest.start()]) or _NOT_AFTER.match(side[longest.end() :]):
-                return ""  # round(…), 4!, a power
+            before = side[: longest.start()]
+            if _NOT_BEFORE.search(before) or _NOT_AFTER.match(side[longest.end() :]) or DENIED_BEFORE.search(before):
+                return ""  # round(…), 4!, a power, "is not …"
             return longest[0].strip().rstrip(".")
     return ""

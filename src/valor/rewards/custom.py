@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from valor.errors import UserError
+from valor.rewards.functions import reads_transcript
 from valor.user_files import load_object, unpickled
 
 _MODULE = "pkg://"  # begins the path of a module
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-_BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+_TRANSCRIPT = "transcript"  # one that names it gets all that was said, by tools too
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,14 @@ class CustomFunction:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The names under which it gets a Sample's fields, in their order."""
-        return _BATCH_ARGUMENTS if self.whole_batch else _ARGUMENTS
+        """The names under which it gets a Sample's first fields, in their order."""
+        return tuple(name + "s" * self.whole_batch for name in _ARGUMENTS)
+
+    def names(self, function: Callable[..., Any]) -> tuple[str, ...]:
+        """Those of all fields; "" for what the function does not ask for."""
+        plural = "s" * self.whole_batch
+        asks = reads_transcript(function, plural) and f"{_TRANSCRIPT}{plural}" not in self.kwargs
+        return (*self.arguments, "", f"{_TRANSCRIPT}{plural}" if asks else "")
 
     def load(self) -> Callable[..., Any]:
         """The function, known to take compute_score's arguments. Sync or async.
@@ -40,13 +47,14 @@ class CustomFunction:
             function = unpickled(self.path)
         else:
             function = load_object(f"{self.path.removeprefix(_MODULE)}:{self.name}", "reward.custom_reward_function")
-        given = dict.fromkeys(self.arguments) | dict(self.kwargs)
+        names = [name for name in self.names(function) if name]
+        given = dict.fromkeys(names) | dict(self.kwargs)
         try:
             inspect.signature(function).bind(**given)
         except TypeError as error:
             raise UserError(
                 f"{self.path}: {self.name}() cannot be called with {', '.join(f'{k}=' for k in given)} ({error}): it "
-                f"must take {', '.join(self.arguments)} and the given reward_kwargs"
+                f"must take {', '.join(names)} and the given reward_kwargs"
             ) from None
         except ValueError:  # a builtin or extension function without a signature: the first call will tell
             pass

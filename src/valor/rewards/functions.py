@@ -12,13 +12,14 @@ PROMPT = "prompt"
 
 _NOT_HERE = ("completion_ids", "trainer_state", "log_extra", "log_metric")  # which TRL's trainer passes
 _FIELDS = ("data_source", "solution_str", "ground_truth", "extra_info")
+_TRANSCRIPT = "transcript"
 
 
 class RewardFunctions:
     """One grader of several functions: the sum of their scores, each times its weight.
 
     A function in verl's form gets one sample. One in TRL's form gets lists: `completions` (texts, or messages where the
-    prompt was messages), `prompts`, and the columns of the rows; it returns a list, in which None leaves the sample to
+    prompt was messages), `prompts`, and the rows' other columns; it returns a list, in which None leaves the sample to
     the other functions. The lists have one sample, and a whole batch under `reward.reward_manager.name=batch`. The
     score of each of several functions is a component under its name.
     """
@@ -37,12 +38,13 @@ class RewardFunctions:
             raise UserError(f"reward functions have the same name ({', '.join(self._names)}): name them apart")
         self._columns = [_columns_of(one, name) for one, name in zip(functions, self._names, strict=True)]
         self.reads_prompts = any(columns is not None for columns in self._columns)  # rows have it in `extra_info` then
+        self.reads_transcript = any(reads_transcript(one) for one in functions)
         self.cpu_bound = any(getattr(one, "cpu_bound", False) for one in functions)
 
     def __call__(self, **given: Any) -> Any:
         """The fields of a sample, or (plural names) lists of them; the score, or a list."""
         single = "solution_str" in given
-        if len(given) > len(_FIELDS):
+        if len(given) > len(_FIELDS) + self.reads_transcript:
             raise TypeError("reward_kwargs are for functions in files: use functools.partial")
         samples = [tuple(given.values())] if single else list(zip(*given.values(), strict=True))
         found = [self._scores(i, samples) for i in range(len(self._functions))]
@@ -64,18 +66,20 @@ class RewardFunctions:
     def _scores(self, i: int, samples: Sequence[tuple[Any, ...]]) -> Any:
         function, columns = self._functions[i], self._columns[i]
         if columns is None:
-            return [function(**dict(zip(_FIELDS, sample, strict=True))) for sample in samples]
+            names = (*_FIELDS, _TRANSCRIPT) if reads_transcript(function) else _FIELDS
+            return [function(**dict(zip(names, sample, strict=False))) for sample in samples]
         infos = [sample[3] or {} for sample in samples]
-        given: dict[str, Any] = {
+        names = {name: None for info in infos for name in info if name not in (PROMPT, *_NOT_HERE)}
+        given: dict[str, Any] = {name: [info.get(name) for info in infos] for name in names} | {
             "prompts": [info.get(PROMPT) for info in infos],
             "completions": [
                 [{"role": "assistant", "content": text}] if isinstance(info.get(PROMPT), list) else text
-                for (_, text, _, _), info in zip(samples, infos, strict=True)
+                for (_, text, *_), info in zip(samples, infos, strict=True)
             ],
             "ground_truth": [sample[2] for sample in samples],
         }
-        names = dict.fromkeys(name for info in infos for name in info if name != PROMPT)
-        given |= {name: [info.get(name) for info in infos] for name in names}
+        if self.reads_transcript:
+            given[_TRANSCRIPT] = [sample[-1] for sample in samples]
         found = function(**{name: value for name, value in given.items() if "**" in columns or name in columns})
         if not (inspect.isawaitable(found) or hasattr(found, "__len__")):
             raise TypeError(f"{self._names[i]}() returned {found!r}, not a list with a score for each completion")
@@ -110,7 +114,18 @@ def _columns_of(function: Callable[..., Any], name: str) -> tuple[str, ...] | No
                 raise UserError(f"reward function {name}() asks for {one}, which graders are not given: leave it out")
         return tuple("**" if one.kind is one.VAR_KEYWORD else one.name for one in parameters.values())
     try:
-        inspect.signature(function).bind(**dict.fromkeys(_FIELDS))
+        names = (*_FIELDS, _TRANSCRIPT) if reads_transcript(function) else _FIELDS
+        inspect.signature(function).bind(**dict.fromkeys(names))
     except TypeError:
         raise UserError(f"reward function {name}({', '.join(parameters)}) must take {FORMS}") from None
     return None
+
+
+def reads_transcript(function: Callable[..., Any], plural: str = "") -> bool:
+    """Whether a function asks for all that was said in an episode: by an argument of this name, or an attribute."""
+    attribute = getattr(function, "reads_transcript", None)
+    try:
+        by_name = f"{_TRANSCRIPT}{plural}" in inspect.signature(function).parameters
+        return by_name if attribute is None else attribute
+    except (TypeError, ValueError):  # one in C that does not say what it takes
+        return False

@@ -10,21 +10,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from valor.http_client import Server
+from valor.rewards.verdict import read_verdict, without_thoughts
 from valor.rewards.worker import RewardResult, gather
 
 if TYPE_CHECKING:
     from valor.config.reward import JudgeConfig
 
 _PROMPT = Path(__file__).with_name("judge_prompt.txt")
-_FIELD = re.compile(r"\{(prompt|response|ground_truth)\}")
+_FIELD = re.compile(r"\{(prompt|response|transcript|ground_truth)\}")
 
 
 class Question(NamedTuple):
-    """What the judge is asked about."""
+    """What the judge is asked about. `transcript`: the response with what tools and environments said in it."""
 
     prompt: str
     response: str
     ground_truth: Any = None
+    transcript: str = ""
 
 
 class Judge:
@@ -33,8 +35,10 @@ class Judge:
     def __init__(self, config: JudgeConfig, error_score: float) -> None:
         assert config.url is not None and config.model is not None, "a configuration that enables a judge names both"
         self.config, self.error_score, self.url = config, error_score, config.url.rstrip("/")
-        self._score = re.compile(config.score_regex)
-        self._template = config.prompt_template or _PROMPT.read_text(encoding="utf-8")
+        self._score = None if config.score_regex is None else re.compile(config.score_regex)
+        low, high = (f"{bound:g}" for bound in config.score_range)
+        asked = _PROMPT.read_text(encoding="utf-8").replace("{low}", low).replace("{high}", high)
+        self._template = config.prompt_template or asked
         self._server = Server(config.url, api_key_env=config.api_key_env, max_concurrent=config.concurrency)
 
     def check(self) -> None:
@@ -54,10 +58,14 @@ class Judge:
         began, config = time.perf_counter(), self.config
         body = {**config.request, "model": config.model, "messages": [{"role": "user", "content": self.ask(question)}]}
         try:
-            url, attempts = f"{self.url}/chat/completions", 1 + config.retries
-            reply = await self._server.post(url, json.dumps(body), seconds=config.timeout, attempts=attempts)
-            score = self.read(reply.json()["choices"][0]["message"]["content"] or "")
-            return RewardResult(score, {}, None, time.perf_counter() - began)
+            url = f"{self.url}/chat/completions"
+            for attempts in range(1 + config.retries, 0, -1):
+                reply = await self._server.post(url, json.dumps(body), seconds=config.timeout, attempts=attempts)
+                choice = reply.json()["choices"][0]
+                if choice.get("finish_reason") != "length":
+                    score = self.read(choice["message"]["content"] or "")
+                    return RewardResult(score, {}, None, time.perf_counter() - began)
+            reason = "the reply was cut at its limit: raise max_tokens in reward.reward_model.judge.request"
         except (TimeoutError, RuntimeError) as error:
             reason = str(error)
         except Exception as error:
@@ -69,17 +77,20 @@ class Judge:
         values = question._asdict()
         return _FIELD.sub(lambda field: str(values[field[1]]), self._template)
 
-    def read(self, text: str) -> float:
-        """The score in a reply. Raises RuntimeError when it has none."""
-        found = self._score.findall(text)
-        if not found:
-            raise RuntimeError(f"no score in the reply: {' '.join(text.split())[-80:]!r}")
-        last = found[-1] if isinstance(found[-1], str) else found[-1][0]
-        low, high = self.config.score_range
-        try:
-            score = float(last)
-        except ValueError:
-            raise RuntimeError(f"the score is no number: {last[:40]!r}") from None
+    def read(self, reply: str) -> float:
+        """The score in a reply, its thoughts aside. Raises RuntimeError when it has none, or one out of range."""
+        text, (low, high) = without_thoughts(reply), self.config.score_range
+        if self._score is None:
+            score = read_verdict(text, high)
+        else:
+            matches = self._score.findall(text)
+            last = matches[-1] if matches else None
+            try:
+                score = None if last is None else float(last if isinstance(last, str) else last[0])
+            except ValueError:
+                raise RuntimeError(f"the score is no number: {last!r:.40}") from None
+        if score is None:
+            raise RuntimeError(f"no score in the reply: {' '.join(reply.split())[-80:]!r}")
         if not low <= score <= high:
             raise RuntimeError(f"the score {score:g} is outside {low:g} to {high:g}")
         return score

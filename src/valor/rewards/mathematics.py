@@ -7,17 +7,16 @@ math-verify does not know are rewritten first. Its time limits are signals, whic
 into a silent "wrong"; they are switched off, and `run_within` ends a comparison in any thread with an error.
 """
 
-import functools
-import logging
 import re
+import unicodedata
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 from valor.rewards.answers import after_marks, boxed, final_answers
 from valor.rewards.deadline import run_within
-from valor.rewards.quantities import CONJUNCTION, FLOAT_DIGITS, read_quantities, same_quantity
+from valor.rewards.numerals import half_width
+from valor.rewards.quantities import CONJUNCTION, read_quantities, same_quantity
 
 SECONDS = 1.3  # of computing, for one comparison by math-verify
 _MAX_LENGTH, _MAX_TRUTHS = 2000, 10  # characters of an answer; a longer one is degenerate output, and wrong
@@ -25,6 +24,7 @@ _MAX_FORMULA, _MAX_NESTING = 400, 12
 # What Python would compute in one call that nothing can interrupt: powers of powers, long numbers, huge factorials.
 _HUGE = re.compile(
     r"\^\s*\{[^{}]*\^|\^\s*\([^()]*\^|\^\s*\w+\s*\^"  # a power in an exponent
+    r"|\^[^()]{0,20}\)\s*\}?\s*\^\s*\{?\s*-?\d{3}"  # a large power of a power
     r"|(?:\^|\*\*)\s*[{(]?\s*-?\d{5}|\*\*[^*]{0,20}\*\*|\d{40}|\d{4}\s*\)?!|!\s*\)?\s*!|binom\s*\{\s*(?:\d{5}|[^{}]*\^)"
 )
 
@@ -32,47 +32,97 @@ _CHARACTERS = str.maketrans(
     {
         "−": "-", "–": "-", "—": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∗": "*", "÷": "/", "∕": "/",
         "≠": r"\neq ", "≤": r"\leq ", "⩽": r"\leq ", "≥": r"\geq ", "⩾": r"\geq ", "∞": r"\infty ", "π": r"\pi ",
-        "²": "^2", "³": "^3", "½": r"\frac{1}{2}", "°": r"^\circ ", "±": r"\pm ", "∅": r"\emptyset ", "∪": r"\cup ",
-        "∈": r"\in ", "θ": r"\theta ", "√": r"\sqrt ", "≈": r"\approx ", "（": "(", "）": ")", "，": ",", "％": "%",
+        "½": r"\frac{1}{2}", "°": r"^\circ ", "±": r"\pm ", "∅": r"\emptyset ", "∪": r"\cup ",
+        "∈": r"\in ", "θ": r"\theta ", "√": r"\sqrt ", "≈": r"\approx ",
+        "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}",
+        "∩": r"\cap ", "△": r"\triangle ", "∠": r"\angle ", "℃": r"^\circ C", "㎡": "m^2", "㎝": "cm", "㎏": "kg",
         "\u00a0": " ", "\u2009": " ", "\u202f": " ", "′": "'",
     }
 )  # fmt: skip
+_RAISED = re.compile("[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 # "\\text" and the like in data that went through a Python string without the r
 _DAMAGED = re.compile(
     r"\t(?=ext|imes|heta|frac|an\b|au\b|riangle)|\f(?=rac|orall)|\x08(?=oxed|inom|eta\b)|\x07(?=lpha|ngle|pprox)"
 )
 _ESCAPES = {"\t": r"\t", "\f": r"\f", "\b": r"\b", "\a": r"\a"}
 _REPEATING = re.compile(r"(\d{0,15})\.(\d{0,15})(?:\\(?:overline|bar|dot)\s*\{?(\d{1,15})\}?|(?<=\.)\((\d{1,15})\))")
-_RULES: list[tuple[re.Pattern[str], str]] = [
+_FUNCTION = r"(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|arcc?tg|c?tg|log|ln|lg|exp|lim|max|min|gcd|lcm|det|bmod"
+_OTHER_NAMES = {"lg": r"\log_{10} ", "tg": r"\tan ", "ctg": r"\cot ", "arctg": r"\arctan ", "arcctg": r"\arccot "}
+_UNIT_BEFORE = re.compile(r"(?:[\d})]|\\circ) ?$|/ ?$")
+
+
+def _upright(match: re.Match[str]) -> str:
+    """Upright letters are the letters, and names of functions the functions; anything else is a unit or text."""
+    command, name = match[1] or "rm", match[2] or match[3]
+    if re.fullmatch(_FUNCTION, name):
+        return _OTHER_NAMES.get(name, f"\\{name} ")
+    after_number = _UNIT_BEFORE.search(match.string[: match.start()])
+    if name in ("e", "i", "d") or (len(name) == 1 and not after_number):
+        return name
+    return name if name.isupper() and command != "text" and not after_number else rf"\text{{{name}}}"
+
+
+_RULES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"(?<=\d)(?:\\[,!;: ]\s?|\{,\}\s?)+(?=\d{3}(?!\d))"), ""),  # 10\,000  10{,}000  10\ 000
     (re.compile(r",\\!\s*(?=\d{3})"), ","),  # 11,\! 111
     (re.compile(r"\\(?:!|displaystyle|textstyle|phantom\{[^{}]*\}|(?:text)?color\{[^{}]*\})"), ""),
     (re.compile(r"\\[,;:> ]|~|\\q?quad(?![a-z])|\s+"), " "),
     (re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?![a-z])"), ""),
+    (re.compile(r"\\math(?:bf|bb) ?\{? ?([RNZQ])(?![A-Za-z]) ?\}?|(?<=\\in) ?([RNZQ])(?![A-Za-z])"), r"\\mathbb{\1\2}"),
     (re.compile(r"\\(?:boxed|fbox|mathbf|boldsymbol|overline|mathit|underline|emph)\s*\{([^{}]*)\}"), r"{\1}"),
-    (re.compile(r"\\(?:mbox|mathrm|textbf|textit|textrm|operatorname)\s*(?=\{)"), r"\\text"),
+    (re.compile(r"\\(?:mbox|textbf|textit|textrm|textup|textnormal)\s*(?=\{)"), r"\\text"),
+    (
+        re.compile(
+            r"\\(text|mathrm|mathsf|mathop|operatorname\*?|rm)\s*\{ *([A-Za-z]+) *\}"
+            r"|\{?\\(?:rm|mathrm) +([A-Za-z]+)\b\}?"
+        ),
+        _upright,
+    ),
+    (re.compile(r"\\(?:mathrm|mathsf|operatorname)\s*(?=\{)"), r"\\text"),
+    (re.compile(r"\\(lg|c?tg|arcc?tg)(?![a-z])"), lambda m: _OTHER_NAMES[m[1]]),
     (re.compile(r"\\text\s*\{\s*([-+]?\.?\d[^{}]*|\(?[A-J]\)?)\s*\}"), r"\1"),
+    (
+        re.compile(r"^\\?\{ ?([a-z]) ?(?:\\in ?\\mathbb\{R\} ?)?(?:\\mid|\\vert|\||:) ?([^|:]*\1[^|:]*?)\\?\}$"),
+        r"\2",
+    ),  # {x | x > 1}
     (re.compile(r"^\{([^{},]*)\}$"), r"\1"),
+    (re.compile(r"(?<=[\w})\]]) ?(?:\\text ?\{ ?)?(?:或者?|和|与|以及) ?\}? ?(?=[-\w({\[\\])", re.A), " or "),
+    (re.compile(r"(?<=[\w})\]]) ?(?:\\text ?\{ ?)?且 ?\}? ?(?=[-\w({\[\\])", re.A), " and "),
+    (re.compile(r"负(?=[\d\\])"), "-"),
     (re.compile(r"\\langle"), "("),
     (re.compile(r"\\rangle"), ")"),
     (re.compile(r"\\[dtc]frac"), r"\\frac"),
     (re.compile(r"\\frac ?(\d) ?(\d)(?!\d)"), r"\\frac{\1}{\2}"),
     (re.compile(r"\\varnothing"), r"\\emptyset "),
     (re.compile(r"\^\s*\{?\s*(?:\\circ(?![a-z])|\\text\s*\{o\})\s*\}?"), r"^\\circ "),
-    (re.compile(r"(?<![A-Za-z\\])(pi|theta)(?![a-z])"), r"\\\1 "),
+    (re.compile(r"(?<![A-Za-z\\])(pi|theta|ln|log|sin|cos|tan)(?![a-z])"), r"\\\1 "),
+    (re.compile("(?<=[①-⑳]) ?, ?(?=[①-⑳])"), ""),
+    (re.compile("^一半$"), r"\\frac{1}{2}"),
     (re.compile(r"(?<![\d.,/])(\d{1,3}) (\d{3})(?![\d.,/])"), r"\1\2"),  # 10 000
     (re.compile(r"\b([ap])\. ?m\b\.?", re.I), r"\1m"),
     (re.compile(r"(?<=\d)[eE]([-+]?\d+)(?!\d)"), r" \\times 10^{\1}"),
     (re.compile(r"^\\(?:approx|text ?\{ ?(?:approximately|about) ?\}) ?|^(?:approximately|about) ", re.I), ""),
 ]
-_NAME = re.compile(r"([A-Za-z](?:'|_\{?\w\}?|\([a-z0-9]\))?|\\[a-z]+(?: ?[A-Z])*|\|[A-Z]+\|) ?(?:=|\\approx) ?(?!.*=)")
-_CHOSEN = re.compile(r"(?:option |choice )?[(\[]?([A-J])(?:[)\].:,](?!\w)|$| [-:] )", re.IGNORECASE)
-_LABELLED = re.compile(r"\(?([A-J])\s*[:.)]\s*(\S.*)")
-_PLAIN_WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:and|mod|sin|cos|tan|log|exp)\b)[A-Za-z]{3,}")
-_NOTHING = re.compile(
-    r"\\emptyset|(?:\\text ?\{ ?)?(?:empty set|no(?: real)? solutions?|none|does not exist|dne)\}?", re.I
+_NAME = re.compile(
+    r"([A-Za-z](?:'|_\{?\w\}?|\([a-z0-9]\))?|\\[a-z]+(?: ?[A-Z])*|\|[A-Z]+\||[A-Z] ?\\c[au]p ?[A-Z])"
+    r" ?(?:=|\\approx) ?(?!.*=)"
 )
-_TRAILING_UNIT = re.compile(r"(?<=[\d})]) ?(?:\\text ?\{[^{}]*\}|[a-z]+)(?:\^\{?\d\}?)?$")
+_ROOT = re.compile(r"(?<![A-Za-z\\])([a-z])(?:_\{?\d\}?)? ?= ?")
+_SET = re.compile(r"^\\?\{([^{}]*?)\\?\}$")
+_CHOSEN = re.compile(r"(?:option |choice )?[(\[]?([A-J])(?:[)\].:,](?!\w)|$| [-:] )", re.IGNORECASE | re.ASCII)
+_LABELLED = re.compile(r"\(?([A-J])\s*[:.)]\s*(\S.*)")
+_PLAIN_WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:and|mod|sin|cos|tan|log|exp)\b)[A-Za-z]{3,}|[\u4e00-\u9fff]")
+_PREDICATE = re.compile("^.*(?<!不)[是为](?:.{0,12}的)?(?=.)|^.*(?<!不)在(?=第)|^.*与.{1,6}?(?=相|平行|垂直|异面)")
+_NOTHING = re.compile(
+    r"\\emptyset|(?:\\text ?\{ ?)?(?:empty set|no(?: real)? solutions?|none|does not exist|dne"
+    r"|(?:.{0,6}[为是])?空集|.{0,8}?(?:无|没有)(?:实数?)?[解根]|.{0,8}不存在)\}?",
+    re.I,
+)
+_VERDICTS = [
+    {"yes"}, {"no"}, {"true"}, {"false"}, {"正确", "对", "√", r"\sqrt", "是"},
+    {"错误", "错", "不正确", "不对", "否", "不是", "×", r"\times"},
+]  # fmt: skip
+_TRAILING_UNIT = re.compile(r"(?<=[\d})]) ?(?:\\text ?\{[^{}]*\}|[a-z]+|[\u4e00-\u9fff]{1,6})(?:\^\{?\d\}?)?$")
 
 
 class Undecided(Exception):
@@ -111,13 +161,17 @@ def equal(truth: str, answer: str) -> bool | None:
     truth, answer = clean(truth), clean(answer)
     if not truth or not answer:
         return False
-    if truth.replace(" ", "") == answer.replace(" ", ""):
+    if _characters(truth) == _characters(answer):
         return True
     for compare in (_same_choice, _same_number, _same_words):
         verdict = compare(truth, answer)
         if verdict is not None:
             return verdict
     return None
+
+
+def _characters(text: str) -> str:
+    return re.sub(r"\\(?:text|mathbb) ?\{([^{}]*)\}", r"\1", text).replace(" ", "")
 
 
 def one_spelling(answer: str) -> str:
@@ -129,8 +183,9 @@ def one_spelling(answer: str) -> str:
 
 def clean(text: str) -> str:
     """The text in LaTeX that math-verify reads: without dollars and spacing, one spelling for each command."""
-    text = _without_delimiters(_DAMAGED.sub(lambda m: _ESCAPES[m[0]], text).strip())
-    text = _REPEATING.sub(_as_fraction, text.replace(r"\$", "$").translate(_CHARACTERS))
+    text = _without_delimiters(_DAMAGED.sub(lambda m: _ESCAPES[m[0]], half_width(text)).strip())
+    text = _RAISED.sub(lambda m: f"^{{{unicodedata.normalize('NFKC', m[0])}}}", text.replace(r"\$", "$"))
+    text = _REPEATING.sub(_as_fraction, text.translate(_CHARACTERS))
     text = re.sub(r"\$(?! ?[-+]?[\d.])", "", text)
     for pattern, new in _RULES:
         text = pattern.sub(new, text)
@@ -166,24 +221,26 @@ def _same_choice(truth: str, answer: str) -> bool | None:
 def _same_words(truth: str, answer: str) -> bool | None:
     if _NOTHING.fullmatch(truth) or _NOTHING.fullmatch(answer):
         return bool(_NOTHING.fullmatch(truth) and _NOTHING.fullmatch(answer))
+    for verdict in _VERDICTS:
+        if truth.lower() in verdict:
+            return re.split(r"[\s,.:;]|because|因为|的", answer.lower())[0] in verdict
     if not _has_words(truth):
         return False if _has_words(answer) else None
-    if _words(truth) == _words(answer):
+    if _words(truth) in (_words(answer), _words(_PREDICATE.sub("", answer))):
         return True
-    if truth.lower() in ("yes", "no", "true", "false"):
-        return re.match(rf"{truth}\b", answer, re.IGNORECASE) is not None
     return None if re.search(r"\d|\\(?!text)|[=<>]", truth) else False
 
 
 def _words(text: str) -> list[str]:
-    """In lower case, without articles; the items of a list in alphabetical order."""
+    """In lower case, without articles and conjunctions in Chinese terms; the items of a list in alphabetical order."""
+    text = re.sub("[而且也又既]|条件$", "", text).replace("充分必要", "充要")
     items = text.lower().replace("\\text", "").split(",")
     found = [re.findall(r"\w+|[^\w\s{}.;:!?'()\\-]", item) for item in items]
     return sorted(" ".join(word for word in words if word not in ("the", "a", "an")) for words in found)
 
 
 def _has_words(text: str) -> bool:
-    """Whether there is a word of three letters or more that is no command, apart from a unit at the end."""
+    """Whether there is a word that is no command, apart from a unit at the end: of three letters, or Chinese."""
     return bool(_PLAIN_WORD.search(_TRAILING_UNIT.sub("", CONJUNCTION.sub(",", text))))
 
 
@@ -192,7 +249,12 @@ def _same_number(truth: str, answer: str) -> bool | None:
     named, other = _NAME.match(truth), _NAME.match(answer)
     if bool(named) != bool(other) or (named and other and named[1] == other[1]):
         truth, answer = _NAME.sub("", truth, count=1), _NAME.sub("", answer, count=1)
-    truths, answers = read_quantities(truth), read_quantities(answer)
+    letters = [{match[1] for match in _ROOT.finditer(text)} for text in (truth, answer)]
+    if len(letters[0] | letters[1]) == 1:
+        truth, answer = _ROOT.sub("", truth), _ROOT.sub("", answer)
+    truths, answers = (read_quantities(_SET.sub(r"\1", text)) for text in (truth, answer))
+    if not answers and any(quantity.unit.dimensions for quantity in truths):
+        answers = read_quantities(re.sub(r"(?<=\d)([A-Za-z])$", r" \1", answer))  # 500g where grams are meant
     if not truths or not answers:
         return None
     for a in truths:
@@ -222,45 +284,17 @@ def any_equal_by_algebra(pairs: Sequence[tuple[str, str]]) -> bool:
             if run_within(SECONDS, lambda: any(same(truth, answer) for truth, answer in safe)):
                 return True
         except TimeoutError:
-            forget()  # a computation that was cut off leaves half-made facts in sympy's caches
+            forget()
             raise Undecided(f"computer algebra did not decide within {SECONDS:g} s") from None
     if any(is_too_large(truth) for truth, _ in pairs):
         raise Undecided("the ground truth is too large for computer algebra")
     return False
 
 
-@functools.cache
 def _library() -> tuple[Callable[[str, str], bool], Callable[[], None]]:
-    """math-verify, imported at first use: it takes most of a second and 60 MB."""
-    from math_verify import LatexExtractionConfig, parse, verify
-    from math_verify.parser import extract_latex, parse_expr_cached, parse_latex_cached
-    from sympy.core.cache import clear_cache
-    from sympy.core.parameters import global_parameters
+    from valor.rewards import algebra  # most of a second and 60 MB
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
-    config = LatexExtractionConfig(boxed_match_priority=0)
-    # Without its units, or it would take the t of 2t for one.
-    configs = [replace(config, normalization_config=replace(config.normalization_config, units=False))]
-
-    def same(truth: str, answer: str) -> bool:
-        gold, pred = (parse(f"\\boxed{{{text}}}", configs, parsing_timeout=None) for text in (truth, answer))  # type: ignore[arg-type]
-        numbers = read_quantities(truth)
-        places = numbers[0].rounding if len(numbers) == 1 else None
-        return verify(
-            gold,
-            pred,
-            float_rounding=FLOAT_DIGITS if places is None else places,
-            allow_set_relation_comp=True,
-            timeout_seconds=None,
-        )
-
-    def forget() -> None:
-        for cached in (extract_latex, parse_expr_cached, parse_latex_cached):
-            cached.cache_clear()
-        clear_cache()
-        global_parameters.evaluate = True
-
-    return same, forget
+    return algebra.same, algebra.forget
 
 
 def _truths(ground_truth: Any) -> list[str]:

@@ -1,14 +1,22 @@
 """Numbers in model text: finding them, and their exact value."""
 
 import re
+import unicodedata
 from fractions import Fraction
+
+# Full-width marks, digits and letters; the tilde is a range in Chinese and a space in LaTeX.
+_HALF_WIDTH = {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5E)} | str.maketrans(
+    {"\u3000": " ", "\u3002": ". ", "\u3001": ", ", "\uff61": ". "}
+)
 
 # Sign and currency in either order, then 1,234.5 or 1234.5 or .5, an exponent, or a simple fraction 3/4.
 # A minus is a sign unless it follows a digit, letter or closing bracket (10-3); digits inside a word (x2, H2O) are
 # no numbers.
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 NUMBER = (
-    r"(?P<sign>(?<![\w)\]}])[-\u2212+])?(?:[$€£](?P<inner>[-\u2212])?)?(?<![A-Za-z0-9_])(?P<digits>" + _DIGITS + r")"
+    r"(?P<sign>(?<![A-Za-z0-9_)\]}])[-\u2212+])?(?:[$€£](?P<inner>[-\u2212])?)?(?<![A-Za-z0-9_])(?P<digits>"
+    + _DIGITS
+    + r")"
     r"(?P<exponent>[eE][-+]?[0-9]{1,3}(?![0-9]))?(?:/(?P<denominator>[0-9]+)(?![0-9.]))?"
 )
 _NUMBER = re.compile(NUMBER)
@@ -22,6 +30,11 @@ _TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ni
 _WORDS = {word: i for i, word in enumerate(_ONES)} | {word: 10 * i for i, word in enumerate(_TENS, start=2)}
 _NUMBER_WORDS = re.compile(rf"\b(?:({'|'.join(_TENS)})(?:[- ]({'|'.join(_ONES[1:10])}))?|({'|'.join(_ONES)}))\b", re.I)
 
+_CHINESE = re.compile(
+    r"(?P<minus>负)?(?:(?P<bottom>[一二两三四五六七八九十百千万]{1,20})分之)?"
+    r"(?P<top>[〇零一二两三四五六七八九十百千万亿]{1,30})(?:点(?P<places>[〇零一二三四五六七八九]{1,20}))?"
+)
+
 # The last number of a long response is nearly always here; looking there first is ten times faster.
 _TAIL = 100
 
@@ -29,14 +42,43 @@ _TAIL = 100
 _MAX_DIGITS = 100
 
 
+def half_width(text: str) -> str:
+    """The text with ASCII marks, digits and letters for full-width ones, as Chinese is written with."""
+    return text if text.isascii() else text.translate(_HALF_WIDTH)
+
+
 def with_digits(text: str) -> str:
     """The text with number words up to ninety-nine as digits."""
     return _NUMBER_WORDS.sub(lambda m: str(sum(_WORDS[word.lower()] for word in m.groups() if word)), text)
 
 
+def chinese_number(text: str) -> tuple[str, str]:
+    """The Chinese numeral that the text starts with, in digits ("" without one), and the rest of the text."""
+    found = _CHINESE.match(text)
+    if not found:
+        return "", text
+    bottom, top, places = (found[name] or "" for name in ("bottom", "top", "places"))
+    digits = f"{_chinese_integer(top)}{'.' if places else ''}{''.join(str(_chinese_integer(c)) for c in places)}"
+    over = "%" if bottom == "百" else f"/{_chinese_integer(bottom)}" if bottom else ""
+    return f"{'-' if found['minus'] else ''}{digits}{over}", text[found.end() :]
+
+
+def _chinese_integer(text: str) -> int:
+    total = section = digit = 0
+    for character in text:
+        value = 2 if character == "两" else int(unicodedata.numeric(character))
+        if value < 10:
+            digit = 10 * digit + value
+        elif value < 10_000:
+            section, digit = section + (digit or 1) * value, 0
+        else:
+            total, section, digit = (total + section + digit) * value, 0, 0
+    return total + section + digit
+
+
 def plain(text: str) -> str:
-    """The text without LaTeX spellings around numbers: `\\$36`, `10{,}000`, `10\\,000`, `10\\!000`."""
-    return text.replace("\\$", "$").replace("{,}", ",").replace("\\,", "").replace("\\!", "")
+    """The text without LaTeX spellings around numbers: `\\$36`, `10{,}000`, `10\\,000`; half-width."""
+    return half_width(text).replace("\\$", "$").replace("{,}", ",").replace("\\,", "").replace("\\!", "")
 
 
 def number_value(match: re.Match[str]) -> Fraction | None:

@@ -1,4 +1,4 @@
-"""Short answers to questions (NQ, TriviaQA, HotpotQA, 2Wiki …): exact match, F1, and agreement with people."""
+"""Short answers to questions (NQ, TriviaQA, HotpotQA, 2Wiki …): exact match of the one answer that is given."""
 
 import re
 import string
@@ -7,44 +7,92 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from valor.rewards.answers import answer_part
-from valor.rewards.numerals import with_digits
+from valor.rewards.answers import announced, answer_part, boxed
+from valor.rewards.numerals import half_width, with_digits
 
 _ARTICLES = frozenset(("a", "an", "the"))
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
-_SUFFIXES = frozenset(("jr", "sr", "2", "3", "4"))
+_PUNCTUATION = str.maketrans("", "", string.punctuation + "\u201c\u201d\u2018\u2019《》〈〉「」『』【】·…—")
+_HAN = r"\u3400-\u9fff"
+_BETWEEN_HAN = re.compile(rf"(?<=[{_HAN}])\s+(?=[{_HAN}])")
+_TOKEN = re.compile(rf"[{_HAN}]|[^\s{_HAN}]+")  # Chinese is compared by characters
 _ROMAN = "ii iii iv v vi vii viii ix x xi xii xiii xiv xv xvi"  # no i: that is a word
 _ORDINALS = "first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth"
+_MONTHS = {
+    *("january", "february", "march", "april", "may", "june", "july", "august"),
+    *("september", "october", "november", "december"),
+}
 _SAME = {
     **{word: str(i) for i, word in enumerate(_ROMAN.split(), start=2)},
     **{word: str(i) for i, word in enumerate(_ORDINALS.split(), start=1)},
     **{"ltd": "limited", "inc": "incorporated", "corp": "corporation", "co": "company", "ave": "avenue", "mt": "mount"},
-    **{"jan": "january", "feb": "february", "mar": "march", "apr": "april", "aug": "august", "sept": "september"},
-    **{"sep": "september", "oct": "october", "nov": "november", "dec": "december"},
+    **{month[:3]: month for month in _MONTHS},
+    "sept": "september",
 }
+# A sentence around an answer: a subject, a verb, what is said of it; and where that ends.
+_LEAD = re.compile(
+    r"(?:\W|(?:well|so|thus|therefore|hence|yes|no|i (?:think|believe|guess)(?: that)?)\b|所以|因此|我认为|我觉得)*",
+    re.IGNORECASE,
+)
+_STATEMENT = re.compile(
+    r"(.*?)(?:(?<=[Ii]t)['\u2019]s\b|\b(?:is|was|are|were|has|have|had|has been|must be)\b|:\s"
+    r"|(?<![不非])[是为](?!否)|叫做?|位于)\s*"
+    r"(?:(?:also|probably|currently|usually|originally|approximately|about)\s)*(.+)"
+)
+_PASSIVE = re.compile(r"(?:[a-z-]+ ){0,4}?(?:in|by|on|at|to be|to|as|from|called|named) (.+)")
+_NAMELESS = re.compile(
+    r"\W*(?:(?:[Tt]he|[Aa]n?|[IiTt]t|[Tt]h(?:is|at|ey|ere)|[Ss]?[Hh]e|[Ww]ho|[Ww]hich)\b|[a-z]|$)|.*[的最]|[答它他她这那]"
+)
+_DESCRIBED = re.compile(r"(?:the|an?|one of|considered)\b|.*[的最]|世界|首")
+_END = re.compile(r"(?<!\b[A-Z])(?<!\b(?:Dr|St|Mr|Jr|Ms))[.!?](?=[\s\"'\u201d)]|$)|[;\n]")
+_BEFORE_NAME = re.compile(
+    r"(?:The |An? )?(?:(?!(?:of|not|never|nor) )[a-z-]+ )+(?=\W?[A-Z])|(?:about|around|approximately|exactly) "
+)
 _NAME = re.compile(r"(?:[A-Z][\w.'-]*\s*){3,}")
-_SLACK = 3  # words that may stand between those of the right answer
-_SHORT = 8  # words of an answer that is compared by F1
-_F1 = 0.6
+_CONCLUSION = re.compile(r"(?:^|[.!?\n]\s*)(?:so|thus|therefore|hence|所以|因此|综上)\b", re.IGNORECASE)
+_ASIDE = re.compile(
+    r"\s\(|, (?:an?|the|who|which|where|in|on|at)\b|\s(?:in|for|on|at|from|when|during|who|after|since|while)\b"
+)
+_DENIED = (
+    r"(?:(?:\b(?:not|never|neither|nor|cannot|except|unlike|rather than|instead of|other than)\b|nt\b)"
+    r"(?: (?!but |rather )\w+){0,4}? ?"
+    rf"|(?:不|非|没|除了)[{_HAN}]{{0,3}})"
+)
+_REFUTED = r"(?: (?:isnt|wasnt)\b| (?:is|was) (?:\w+ )?(?:not|wrong|incorrect|false)\b|(?:不对|不是|是?错))"
+_GRAMMAR = re.compile(
+    r"\b(?:is|was|are|were|be|been|has|had|have|in|on|at|by|of|to|for|from|as|it|that|but|called)\b|[是为在的]"
+)
+_LIST = 3  # words beside an answer that make a list of it where no grammar joins them
+_SENTENCE = 400  # characters of a sentence that may frame an answer
 MAX_LENGTH = 20_000  # characters of an answer; nobody reads further
 _MAX_TRUTHS = 500
 MAX_PRED = 200  # characters
+_MATCHES = ("exact", "f1", "contains")
 
 
 def grade(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Score 1 when the answer says what one of the aliases says, as people judge it, else 0.
+    """Score 1 when the answer is one of the aliases, else 0; `extra_info["match"]` asks for "f1" or "contains" instead.
 
-    The answer is what stands in `<answer>`, otherwise the whole response; docs/rewards.md says when it is right.
-    Components: `em` and `f1` (SQuAD's), `contains`, `format` 1 with `<answer>`, `pred`.
+    The answer is what stands in `<answer>` or a box, is announced, or is the first sentence; docs/rewards.md says when
+    it is an alias. Components: `em` and `f1` (SQuAD's), `contains`, `format` 1 with `<answer>`, `pred`.
     """
-    answer, is_tagged = answer_part(solution_str)
-    answer, truths = answer[:MAX_LENGTH], aliases(ground_truth)
+    match = (extra_info or {}).get("match") or "exact"
+    if match not in _MATCHES:
+        raise ValueError(f"extra_info has match={match!r:.40}: it is one of {', '.join(_MATCHES)}")
+    part, is_tagged = answer_part(solution_str)
+    answer = half_width(part[:MAX_LENGTH])
+    answer, truths = (boxed(answer) or announced(answer) or answer).strip(), aliases(ground_truth)
+    phrase = answer_phrase(answer)
     result = measures(answer, truths)
-    plain, words = normalize(answer), content_words(answer)
-    right = result["em"] or any(says(plain, words, truth) for truth in truths)
-    return {"score": float(right), **result, "format": float(is_tagged), "pred": plain[:MAX_PRED]}
+    meant = [truth for truth in truths if not is_denied(answer, truth)]
+    if match == "exact":
+        score = float(any(agrees(text, truth) for truth in meant for text in (answer, phrase)))
+    else:
+        meant = [truth for truth in meant if not is_listed(answer, truth)]
+        found = [measures(answer, [t])["f1"] if match == "f1" else agrees(answer, t, inside=True) for t in meant]
+        score = float(max(found, default=0.0))
+    return {"score": score, **result, "format": float(is_tagged), "pred": normalize(phrase)[:MAX_PRED]}
 
 
 def aliases(ground_truth: Any) -> list[str]:
@@ -67,8 +115,9 @@ def aliases(ground_truth: Any) -> list[str]:
 
 
 def normalize(text: str) -> str:
-    """SQuAD's: lower case, no punctuation, no articles, single spaces."""
-    return " ".join(word for word in text.lower().translate(_PUNCTUATION).split() if word not in _ARTICLES)
+    """SQuAD's: lower case, no punctuation, no articles, single spaces; Chinese half-width and without spaces."""
+    words = half_width(text).lower().translate(_PUNCTUATION).split()
+    return _BETWEEN_HAN.sub("", " ".join(word for word in words if word not in _ARTICLES))
 
 
 def f1_score(answer: list[str], truth: list[str]) -> float:
@@ -77,30 +126,72 @@ def f1_score(answer: list[str], truth: list[str]) -> float:
     return 2 * common / (len(answer) + len(truth)) if common else 0.0
 
 
-def says(plain: str, words: list[str], truth: str) -> bool:
-    """Whether a person would find the truth in an answer, given normalized and as content words."""
-    in_full, truth = truth, re.sub(r" \([^()]*\)$", "", truth)  # "Nash (mathematician)"
-    wanted = content_words(truth)
-    if not wanted:
-        return False
-    if wanted in (["yes"], ["no"]):
-        return next(([word] for word in words if word in ("yes", "no")), None) == wanted
-    if _contains(plain, normalize(in_full)) or _stand_together(words, wanted, _SLACK):
-        return True
-    if len(words) <= _SHORT and f1_score(words, wanted) >= _F1:
-        return True
-    family = [word for word in wanted[1:] if word not in _SUFFIXES]
-    is_name = len(wanted) > 2 and bool(family) and bool(_NAME.fullmatch(truth))
-    return is_name and _stand_together(words, [wanted[0], family[-1]], 2)
+def answer_phrase(text: str) -> str:
+    """What the first sentence of an answer names: "It is Paris in France." and "Paris was the capital." name Paris.
+
+    One side of the verb alone is read, or two guesses would fit into a sentence.
+    """
+    concluded = list(_CONCLUSION.finditer(text))
+    text = text[concluded[-1].start() :] if concluded else text
+    text = text[_LEAD.match(text).end() :]  # type: ignore[union-attr]  # matches everywhere
+    end = _END.search(text)
+    if end and end[0] == "?":
+        return ""
+    sentence = text[: end.start() if end else None].strip().rstrip("吧呢啊")
+    parts = _STATEMENT.match(sentence) if len(sentence) <= _SENTENCE else None
+    if parts is None:
+        return sentence
+    subject, rest = parts[1].strip(" ,"), parts[2]
+    if not _NAMELESS.match(subject) and _DESCRIBED.match(rest):
+        return subject
+    passive = _PASSIVE.match(rest)
+    rest = passive[1] if passive else rest
+    aside = _ASIDE.search(rest)
+    return rest[: aside.start() if aside else None]
+
+
+def agrees(text: str, truth: str, *, inside: bool = False) -> bool:
+    """Whether two names, dates or numbers are the same but for spelling: accents, plurals, number words, middle names,
+    a description before a name. `inside`: whether the text has such words side by side."""
+    readings = [content_words(_BEFORE_NAME.sub("", text, count=1)), content_words(text)]
+    without = re.sub(r" ?\([^()]*\)$", "", truth)  # "Nash (mathematician)"
+    for written in dict.fromkeys((truth, without, _BEFORE_NAME.sub("", without, count=1))):
+        wanted = content_words(written)
+        if not wanted:  # The The, "+"
+            if normalized(text) == normalized(written):
+                return True
+            continue
+        if wanted in (["yes"], ["no"]):
+            return next(([word] for word in readings[-1] if word in ("yes", "no")), None) == wanted
+        forms = [wanted, [wanted[0], wanted[-1]]] if _NAME.fullmatch(written) else [wanted]
+        size, is_date = len(wanted), not _MONTHS.isdisjoint(wanted)
+        parts = [words[i : i + size] for words in readings for i in range(len(words))] if inside else readings
+        if any(part in forms or (is_date and sorted(part) == sorted(wanted)) for part in parts):
+            return True
+    return False
+
+
+def is_denied(text: str, truth: str) -> bool:
+    """Whether every mention of the truth is negated or called wrong."""
+    plain, name = normalize(text), re.escape(normalize(truth))
+    mentions, denials = re.findall(name, plain), re.findall(f"{_DENIED}{name}|{name}{_REFUTED}", plain)
+    return 0 < len(mentions) <= len(denials)
+
+
+def is_listed(text: str, truth: str) -> bool:
+    """Whether the truth is one of several names that nothing joins to a sentence."""
+    plain = normalize(text)
+    more = len(_TOKEN.findall(plain)) - len(_TOKEN.findall(normalize(truth)))
+    return more >= _LIST and ":" not in text and not _GRAMMAR.search(plain)
 
 
 def measures(answer: str, truths: list[str]) -> dict[str, Any]:
     """`em`, `f1` and `contains` of an answer: the best over the truths."""
     plain, wanted = normalized(answer), [normalized(truth) for truth in truths]
-    words = plain.split()
+    words = _TOKEN.findall(plain)
     return {
         "em": float(plain in wanted),
-        "f1": max(f1_score(words, truth.split()) for truth in wanted),
+        "f1": max(f1_score(words, _TOKEN.findall(truth)) for truth in wanted),
         "contains": float(any(_contains(plain, truth) for truth in wanted)),
     }
 
@@ -111,25 +202,19 @@ def normalized(text: str) -> str:
 
 
 def _contains(text: str, truth: str) -> bool:
-    # Four letters or fewer are too often part of another word.
-    return truth in text if len(truth) > 4 else bool(truth) and f" {truth} " in f" {text} "
-
-
-def _stand_together(words: list[str], wanted: list[str], slack: int) -> bool:
-    """Whether some stretch of the words, `slack` longer than what is wanted, has all of it."""
-    need, size = Counter(wanted), len(wanted) + slack
-    found = (need <= Counter(words[i : i + size]) for i in range(len(words)))
-    return need.keys() <= set(words) and any(found)
+    # Four letters or fewer are too often part of another word; Chinese has no spaces between words.
+    is_word = len(truth) > 4 or re.search(f"[{_HAN}]", truth)
+    return truth in text if is_word else bool(truth) and f" {truth} " in f" {text} "
 
 
 def content_words(text: str) -> list[str]:
     """Words for comparison: no accents, plurals, possessives, articles; numbers as digits."""
-    text = unicodedata.normalize("NFKD", text).lower().replace("&", " and ").replace("\u2019", "'")
+    text = unicodedata.normalize("NFKD", half_width(text)).lower().replace("&", " and ").replace("\u2019", "'")
     text = "".join(c for c in text if not unicodedata.combining(c))
     text = re.sub(r"(?<=\d),(?=\d{3})|'s?\b|(?<=\d)(?:st|nd|rd|th)\b|(?<=[a-z]{4})\d+\b|(?<=\d)\.0\b", "", text)
     text = re.sub(r"\b(?:[a-z]\.){2,}", lambda m: m[0].replace(".", ""), text)  # u.s.
     text = re.sub(r"\b(\w*(?:met|lit|cent|theat))re(s?)\b", r"\1er\2", text)
-    found = re.findall(r"\d+(?:\.\d+)?|\w+", with_digits(text))
+    found = re.findall(rf"\d+(?:\.\d+)?|[{_HAN}]|[^\W{_HAN}]+", with_digits(text))
     return [_SAME.get(word) or _singular(word) for word in found if word not in _ARTICLES]
 
 

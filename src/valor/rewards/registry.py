@@ -3,12 +3,13 @@
 import fnmatch
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from valor.arguments import command
 from valor.errors import UserError, did_you_mean
 from valor.rewards import choice, code, countdown, gsm8k, mathematics, qa, reasoning_gym, search_r1, walk
+from valor.rewards.functions import reads_transcript
 
 # Called by keyword: data_source, solution_str, ground_truth, extra_info. Returns a number, or a dict with "score".
 Grader = Callable[..., Any]
@@ -62,15 +63,28 @@ def require_graders(data_sources: Iterable[str]) -> None:
 
 
 def compute_score(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    turns: Sequence[str] | None = None,
+    transcript: str | None = None,
 ) -> float | dict[str, Any]:
     """Score of one response: a number, or a dict with `score` and named components.
 
+    Of an episode the last of the policy's `turns` is graded; a grader that asks for it has the `transcript` too.
     Raises UserError when the source has no grader, and whatever the grader raises.
     """
     require_graders([data_source])
     grader: Any = find_grader(data_source)
-    return grader(data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info)
+    more = {"transcript": transcript} if turns and reads_transcript(grader) else {}
+    return grader(
+        data_source=data_source,
+        solution_str=turns[-1] if turns else solution_str,
+        ground_truth=ground_truth,
+        extra_info=extra_info,
+        **more,
+    )
 
 
 def find_grader(data_source: str) -> Grader | None:

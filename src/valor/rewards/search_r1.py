@@ -16,16 +16,23 @@ INVALID_ACTION = (
 
 
 def grade(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    transcript: str | None = None,
 ) -> dict[str, Any]:
     """Score 1 when the last `<answer>` is exactly an alias after SQuAD's normalization, else 0 (Search-R1's rule).
 
-    What the policy is told, documents between `<information>` tags and `INVALID_ACTION`, is no answer.
+    What the policy is told, documents between `<information>` tags and `INVALID_ACTION`, is no answer. The documents of
+    an episode are in its `transcript`, which has them all.
 
     Components: `acc` 1 when right, `em`, `f1`, `contains` of what stands in `<answer>`, `format` 1 with `<answer>`,
     `retrieved` 1 when a document holds an alias, `searches` with documents, `pred`.
     """
     own, documents = split_documents(solution_str)
+    if transcript is not None:
+        documents = split_documents(transcript)[1]
     inside, truths = tagged(own), aliases(ground_truth)
     result = measures((inside or "")[:MAX_LENGTH], truths)
     return {

@@ -58,6 +58,31 @@ def last_token(end: int, ids: Sequence[int], text: str, decode: Decode) -> int:
     return token
 
 
+def spans_in_turns(
+    steps: Sequence[Step], turns: Sequence[tuple[int, Sequence[int], str]], decode: Decode
+) -> tuple[Step, ...]:
+    """The steps with tokens in the place of spans of the turns' texts, which are joined by a line break.
+
+    `turns`: of each its first token, its tokens, and its text: all that they spell, or a part of it, else a span lies
+    on the turn's last token. Raises ValueError: a span is not in the texts.
+    """
+    ends = list(accumulate(len(text) + 1 for _, _, text in turns))
+    found: list[Step] = []
+    for place, reward in steps:
+        if not isinstance(place, int):
+            start, end = place
+            number = bisect_left(ends, end)
+            if not 0 <= start < end or number == len(ends):
+                raise ValueError(f"step_rewards: there are no characters {start} to {end} in the policy's own words")
+            first, ids, text = turns[number]
+            spelt = decode(ids)
+            at = spelt.find(text)
+            within = at + min(end - (ends[number] - len(text) - 1), len(text))
+            place = first + (last_token(within, ids, spelt, decode) if at >= 0 and within > 0 else len(ids) - 1)
+        found.append((place, reward))
+    return tuple(found)
+
+
 def token_rewards(steps: Sequence[Step], rows: Sequence[Sequence[int]], decode: Decode) -> list[list[float]]:
     """The steps' rewards on the tokens of an episode's rows: that of a span on the token which completes it; those on
     one token add up.

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection, parent_process
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import psutil
 
@@ -35,12 +35,26 @@ _MAX_TEXT = 300  # characters of an error or of a component that is neither numb
 
 
 class Sample(NamedTuple):
-    """One response to be graded."""
+    """One response to be graded: the policy's own words.
+
+    Of an episode: `turns`, what it said in each turn (`solution_str` is all of them), and the `transcript`, with what
+    tools and environments said. None of a single answer.
+    """
 
     data_source: str
     solution_str: str
     ground_truth: Any
     extra_info: dict[str, Any] | None = None
+    turns: Sequence[str] | None = None
+    transcript: str | None = None
+
+    @classmethod
+    def of_turns(cls, turns: Sequence[str] | None, transcript: str, *others: Any) -> Self:
+        """`others`: data source, ground truth, extra_info."""
+        source, truth, info = others
+        if turns is None or list(turns) == [transcript]:
+            return cls(source, transcript, truth, info)
+        return cls(source, "\n".join(turns), truth, info, turns, transcript)
 
 
 class RewardResult(NamedTuple):
@@ -101,13 +115,14 @@ class Grading:
         self.error_score = setup.error_score
         self._memory = (setup.memory_mb or 0) * 2**20
         self._kwargs = dict(setup.custom.kwargs) if setup.custom else {}
-        self._names = setup.custom.arguments if setup.custom else Sample._fields
         self._loop: asyncio.Runner | None = None
         self._broken: str | None = None
         self._grader: Callable[..., Any] = registry.compute_score
         try:
+            self._names = Sample._fields
             if setup.custom:
                 self._grader = setup.custom.load()
+                self._names = setup.custom.names(self._grader)
         except BaseException as error:  # raising here would end the process, and the next one, for ever
             self._broken = describe_error(error)
 
@@ -118,8 +133,7 @@ class Grading:
             if self._broken:
                 raise RuntimeError(self._broken)
             sample: Sample | list[Sample] = pickle.loads(pickled)
-            fields = map(list, zip(*sample, strict=True)) if isinstance(sample, list) else sample
-            value = self._grader(**dict(zip(self._names, fields, strict=True)), **self._kwargs)
+            value = self._grader(**self._arguments(sample), **self._kwargs)
             if inspect.iscoroutine(value):
                 # One loop for the life of the process: clients that a grader keeps open belong to their loop.
                 self._loop = self._loop or asyncio.Runner()
@@ -138,6 +152,14 @@ class Grading:
         if failed.kind == "memory" and limited and psutil.Process().memory_info().data > self._memory // 2:
             os._exit(OUT_OF_MEMORY)
         return failed
+
+    def _arguments(self, sample: Sample | list[Sample]) -> dict[str, Any]:
+        """What the grader asks for, by its names for a Sample's fields; lists for a function of batches."""
+        samples = sample if isinstance(sample, list) else [sample]
+        filled = [one._replace(transcript=one.solution_str) if one.transcript is None else one for one in samples]
+        columns = [list(column) for column in zip(*filled, strict=True)]
+        values = columns if isinstance(sample, list) else [column[0] for column in columns]
+        return {name: value for name, value in zip(self._names, values, strict=True) if name}
 
 
 def as_result(value: Any, seconds: float, error_score: float) -> RewardResult:

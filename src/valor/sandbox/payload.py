@@ -357,6 +357,7 @@ def check(wire: Wire, setup: Sequence[str], tests: Sequence[str], candidates: Se
 
 
 def _compiled(codes: Sequence[str]) -> types.CodeType:
+    sys.set_int_max_str_digits(0)  # integers of any length may be read and printed: the CPU limit is the limit
     *others, last = codes
     for code in others:
         try:

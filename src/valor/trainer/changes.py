@@ -10,7 +10,7 @@ from huggingface_hub import try_to_load_from_cache
 from pydantic import BaseModel
 
 from valor.config.describe import show, type_text
-from valor.config.tree import flatten, follows, get_at, matches, plain_keys, schema
+from valor.config.tree import flatten, follows, get_at, is_open, matches, plain_keys, schema
 from valor.trainer.checkpoints import file_sha256
 
 # Settings that change what a run writes, where it works and how fast, not what it computes (but for the rounding that
@@ -20,7 +20,8 @@ _HARMLESS = """
     trainer.validation_data_dir trainer.episode_data_dir trainer.logger trainer.log_* trainer.report
     trainer.save_freq trainer.test_freq
     trainer.val_before_train trainer.val_only trainer.max_* trainer.keep_best trainer.resume_*
-    trainer.rollout_probs_diff_warn reward.max_error_ratio *.checkpoint.save_contents checkpoint.save_contents
+    trainer.rollout_probs_diff_warn reward.max_error_ratio *.max_tool_error_ratio
+    *.checkpoint.save_contents checkpoint.save_contents
     trainer.device trainer.n_gpus_per_node trainer.num_threads trainer.nnodes trainer.node_* trainer.master_*
     trainer.controller ray_kwargs.* resource_pools* *_per_gpu *offload* *.reshard_after_forward *.forward_prefetch
     global_profiler.* *.profiler.* *.fsdp_size *.tensor_model_parallel_size *.ulysses_sequence_parallel_size
@@ -67,10 +68,15 @@ def changes(
 ) -> Iterator[Change]:
     """How `now` differs from `before`, each the `settings` and the `digests` of a run of `root`.
 
-    A key that only follows another one is left out, and so is one that the earlier version did not have.
+    A key that only follows another one is left out, and so is one that the earlier version did not have. Those that
+    this version does not have are named together, and ignored.
     """
     settings, digests = (before["settings"], now["settings"]), (before["digests"], now["digests"])
-    for key in {**settings[0], **settings[1]}:
+    known = {key.name for key in plain_keys(root)}
+    unknown = [key for key in settings[0] if key not in known | {*settings[1]} and not is_open(root, key)]
+    if unknown:
+        yield Change(f"ignored, this version has no such keys: {', '.join(unknown)}", exact=True)
+    for key in [key for key in {**settings[0], **settings[1]} if key not in unknown]:
         old, new = settings[0].get(key), settings[1].get(key)
         contents = digests[0].get(key), digests[1].get(key)
         same_content = contents[0] == contents[1] if all(contents) else old == new

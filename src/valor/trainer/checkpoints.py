@@ -52,7 +52,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 class CheckpointStore:
     """The `global_step_*` folders of one run directory, which no other process writes to (`tracking.rundir.locked`).
-    Of the newest `max_to_keep` stay (None: all), and the best one besides these."""
+    The newest `max_to_keep` stay (None: all), and the best one."""
 
     def __init__(self, run_dir: Path, max_to_keep: int | None = None) -> None:
         self.run_dir = run_dir
@@ -127,13 +127,21 @@ class CheckpointStore:
         if free < need:
             raise UserError(
                 f"'{self.run_dir}' has {free / 1e9:.2f} GB left and a checkpoint needs {need / 1e9:.2f} GB: make room "
-                f"(trainer.max_ckpt_to_keep keeps fewer) and start the same command again; {self.last_good}"
+                "(trainer.max_ckpt_to_keep keeps fewer) and start the same command again"
             )
 
     @property
     def last_good(self) -> str:
         """Where the run stands on disk, in words."""
         return f"the last good checkpoint is '{self.last.folder}'" if self.last else "there is no checkpoint yet"
+
+    def way_on(self, resume_mode: str) -> str:
+        """How a run that has ended early goes on."""
+        if self.last is None:
+            return self.last_good
+        same = resume_mode == "auto" or (resume_mode == "resume_path" and self.last.folder.parent != self.run_dir)
+        command = "the same command" if same else "the same command with trainer.resume_mode=auto"
+        return f"{command} goes on from '{self.last.folder}'"
 
     def _marked(self, step: int, mark: str) -> Path:
         return self.run_dir / f"global_step_{step}.{mark}"
@@ -153,12 +161,11 @@ class CheckpointStore:
     def _remove_old(self, keep: set[int]) -> None:
         if self.max_to_keep is None:
             return
-        old = [s for s in self.steps() if s not in keep]
-        spared = max(0, self.max_to_keep - 1)  # the one just written counts, and is in `keep`
-        for step in old[: len(old) - spared]:
-            removed = self._marked(step, "removed")
-            self.path(step).rename(removed)
-            _remove(removed)
+        for step in self.steps()[: -self.max_to_keep]:
+            if step not in keep:
+                removed = self._marked(step, "removed")
+                self.path(step).rename(removed)
+                _remove(removed)
 
 
 def _remove(path: Path) -> None:

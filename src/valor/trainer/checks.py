@@ -1,6 +1,8 @@
 """What contradicts the algorithms, engines and places that a configuration names: asked before any model is loaded."""
 
 from collections.abc import Collection, Iterator
+from contextlib import suppress
+from typing import Any
 
 import torch
 from pydantic import BaseModel
@@ -11,8 +13,8 @@ from valor.algorithms.ppo import aggregation
 from valor.algorithms.registry import Entry
 from valor.config import CriticRunConfig, PPOConfig, Section
 from valor.config import inert_settings as inert_by_rules
-from valor.config.tree import get_at, matches
-from valor.controller.placement import Placement, check_placement, resolve_placement
+from valor.config.tree import flatten, get_at, matches
+from valor.controller.placement import Placement, check_placement, resolve_placement, resolve_pool
 from valor.data.batch import Batch
 from valor.engines.registry import TRAINING_ENGINES
 from valor.errors import UserError
@@ -22,6 +24,7 @@ from valor.trainer.estimator import COMPONENTS, FROM_THE_RUN, compute_advantages
 from valor.workers.actor import policy_loss_options
 from valor.workers.critic import value_head
 
+_BFLOAT16_STEPS = 2**9  # of a weight: what is less than that part of it is rounded away
 _LOG_PROBS = ("old_log_probs", "rollout_log_probs")
 
 
@@ -34,8 +37,7 @@ def check(config: BaseModel) -> list[str]:
         load_custom(config.algorithm.custom_path)
     except UserError as error:  # its algorithms are not known
         return [*loggers, *str(error).splitlines()]
-    engine = config.actor_rollout_ref.rollout.name
-    checks = [_value_loss, lambda config: GENERATION_ENGINES[engine].check(config), _training_engines]
+    checks = [_value_loss, _generator, _training_engines]
     if not isinstance(config, CriticRunConfig):
         checks += [_estimator, _policy_loss, _correction, check_placement]
     lines = loggers
@@ -45,6 +47,16 @@ def check(config: BaseModel) -> list[str]:
         except UserError as error:
             lines += str(error).splitlines()
     return lines
+
+
+def derived(config: BaseModel) -> dict[str, Any]:
+    """Values of keys that are null by the algorithms that `config` names. Runs the file `algorithm.custom_path`."""
+    if not isinstance(config, PPOConfig):
+        return {}
+    with suppress(UserError):  # `check` tells it
+        load_custom(config.algorithm.custom_path)
+        return {"critic.enable": True} if ADVANTAGES[config.algorithm.adv_estimator].capability.needs_critic else {}
+    return {}
 
 
 def _loggers(config: BaseModel) -> list[str]:
@@ -57,6 +69,10 @@ def _loggers(config: BaseModel) -> list[str]:
         except UserError as error:
             lines.append(str(error))
     return lines
+
+
+def _generator(config: PPOConfig) -> list[str]:
+    return [] if config.generator is None else GENERATION_ENGINES[config.generator].check(config)
 
 
 def _training_engines(config: PPOConfig) -> list[str]:
@@ -100,6 +116,10 @@ def _estimator(config: PPOConfig) -> list[str]:
         ),
         f"{name} weighs what follows a token itself, as algorithm.rollout_correction.rollout_is=sequence does: use "
         "rollout_is=token or prefix": weighs_returns and algorithm.rollout_correction.rollout_is == "sequence",
+        f"trainer.v1.trainer_mode={config.trainer.v1.trainer_mode}: {algorithm.adv_estimator} compares with greedy "
+        "responses of the same weights: set trainer_mode=sync": (
+            needs.needs_greedy_baseline and config.trainer.v1.runs_ahead
+        ),
         f"algorithm.truncation_bootstrap=true is not for {name}: use gae": (
             algorithm.truncation_bootstrap and "bootstrap_mask" not in options
         ),
@@ -228,10 +248,30 @@ def _options(
 
 def placed(config: PPOConfig) -> Placement:
     """Where the run's roles live. UserError: there is no room, or the generation engine does not start there."""
-    placement = resolve_placement(config)
-    engine = GENERATION_ENGINES[config.actor_rollout_ref.rollout.name]
-    engine.check_start(config, placement.pools[placement.pool_of("rollout")].world_size)
+    if isinstance(config, CriticRunConfig):  # policy and critic take turns
+        placement = resolve_pool(config.trainer, config.ray_kwargs.ray_init.address)
+    else:
+        placement = resolve_placement(config)
+    if config.generator is not None:
+        engine = GENERATION_ENGINES[config.generator]
+        engine.check_start(config, placement.pools[placement.pool_of("rollout")].world_size)
     return placement
+
+
+def lost_in_rounding(config: Section) -> Iterator[str]:
+    """Of each role that is trained on bfloat16 weights: which of them an update cannot move."""
+    flat = flatten(config.model_dump())
+    for key, dtype in flat.items():
+        at, is_dtype, _ = key.partition("fsdp_config.model_dtype")
+        lr = flat.get(f"{at}optim.lr")
+        untrained = at == "critic." and (not flat["critic.enable"] or flat["critic.freeze"])
+        untrained |= isinstance(config, CriticRunConfig) and at != "critic."
+        untrained |= flat.get(f"{at}strategy") == "megatron"  # which keeps float32 copies
+        if is_dtype and dtype == "bfloat16" and lr is not None and not untrained:
+            yield (
+                f"{key}=bfloat16: an update of about {at}optim.lr={lr:g} is lost in rounding for every weight above "
+                f"{lr * _BFLOAT16_STEPS:.1g}, and so are small changes of the optimizer's averages: take float32"
+            )
 
 
 def inert_settings(config: Section, explicit_keys: Collection[str]) -> dict[str, str]:
@@ -254,6 +294,8 @@ def _not_read(config: PPOConfig, keys: Collection[str]) -> Iterator[tuple[str, s
     special = [pattern for patterns in reads.values() for pattern in patterns] + ["engine_kwargs.*"]
     estimator = ADVANTAGES[algorithm.adv_estimator]
     of_estimators = offered_settings(algorithm).keys() - {"whitening"} | {"lam"}
+    if not config.always_critic:  # a critic alone learns discounted outcomes, whatever the estimator
+        of_estimators |= {"gamma"}
     for key in keys:
         section, _, name = key.rpartition(".")
         below_rollout = key.removeprefix("actor_rollout_ref.rollout.")

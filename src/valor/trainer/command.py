@@ -2,7 +2,8 @@
 
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pkgutil import resolve_name
 from typing import Any, TypeVar
@@ -28,15 +29,36 @@ def run_command(words: str, argv: Sequence[str] | None, root: type[Root], start:
 
 def trains(name: str) -> Start[Any]:
     """The start of the run that `name`, a class as `module:Class`, makes of a configuration and a command, and makes
-    again where it ends early."""
+    again where it ends early. On a node after the first (trainer.node_rank) it serves that run."""
 
-    def start(config: Section, command: str) -> int:
+    def start(config: Any, command: str) -> int:
+        from valor.controller.nodes import node_zero, serve
+        from valor.trainer.checks import placed
         from valor.trainer.run import fit_again
 
+        rank = getattr(config.trainer, "node_rank", None)
+        if rank:
+            return serve(config.trainer, placed(config))
         again = partial(resolve_name(name), config, command)
-        return fit_again(again(), again)
+        run = again()
+        with nullcontext() if rank is None else node_zero(config.trainer, run.placement):
+            return fit_again(run, again)
 
     return start
+
+
+def check(config: Any) -> list[str]:
+    """As `valor.trainer.checks.check`, which imports torch."""
+    from valor.trainer import checks
+
+    return checks.check(config)
+
+
+def derived(config: Any) -> Mapping[str, Any]:
+    """As `valor.trainer.checks.derived`, which imports torch."""
+    from valor.trainer import checks
+
+    return checks.derived(config)
 
 
 def _run(words: str, arguments: Sequence[str], root: type[Root], start: Start[Root]) -> int:
@@ -50,12 +72,10 @@ def _run(words: str, arguments: Sequence[str], root: type[Root], start: Start[Ro
             lacks.extend(lacking(config))
         else:
             print("the configuration is read; loading torch and what the run needs", flush=True)
-        from valor.trainer.checks import check
-
         return check(config)
 
     try:
-        loaded = load(arguments, root, look)
+        loaded = load(arguments, root, look, derived)
     except UserError as error:
         raise UserError("\n".join(dict.fromkeys([*str(error).splitlines(), *lacks]))) from None
     from valor.trainer.plan import plan
@@ -72,10 +92,10 @@ def _run(words: str, arguments: Sequence[str], root: type[Root], start: Start[Ro
 
 def tell_notes(loaded: LoadedConfig[Root]) -> None:
     """Say what was read otherwise than it was written, and (but for a plan, which says it) what has no effect."""
-    notes = list(loaded.notes)
-    if not loaded.dry_run:
-        from valor.trainer.checks import inert_settings
+    from valor.trainer.checks import inert_settings, lost_in_rounding
 
+    notes = [*loaded.notes, *lost_in_rounding(loaded.config)]
+    if not loaded.dry_run:
         inert = inert_settings(loaded.config, loaded.explicit_keys)
         notes += [f"{key}: {reason}" for key, reason in inert.items()]
     for note in notes:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import Any
 
 from valor import algorithms
@@ -20,15 +21,16 @@ from valor.collector.rollouts import (
 )
 from valor.config import CriticPretrainConfig
 from valor.controller.group import Pools
-from valor.controller.placement import resolve_pool
 from valor.controller.start import start_pools
 from valor.data.balance import grouped
 from valor.data.batch import Batch, Episodes
+from valor.data.prompts import check_fits
 from valor.data.sampler import PromptSampler, shuffled
 from valor.errors import UserError
-from valor.models.load import check_critic, load_policy_tokenizer
+from valor.models.load import check_critic, load_model_config, load_policy_tokenizer
 from valor.tracking.metrics import Timer, explained_variance, summarize
 from valor.tracking.progress import phase
+from valor.trainer.checks import placed
 from valor.trainer.recorder import PPORecorder
 from valor.trainer.run import Run
 from valor.trainer.step_metrics import critic_diagnostics
@@ -51,8 +53,8 @@ class CriticPretrainRun(Run):
     critics: Critics
 
     def __init__(self, config: CriticPretrainConfig, command: str) -> None:
-        self.placement = resolve_pool(config.trainer, config.ray_kwargs.ray_init.address)
-        self.inputs = None if config.pretrain.rollouts else RunInputs(config)
+        self.placement = placed(config)
+        self.inputs = RunInputs(config) if config.generator else None
         tokenizer = self.inputs.tokenizer if self.inputs else load_policy_tokenizer(config)
         check_critic(config, tokenizer)
         super().__init__(config, tokenizer, PPORecorder(config, tokenizer, command))
@@ -139,7 +141,9 @@ class CriticPretrainRun(Run):
         """From the given files; else from the policy, and kept in the run's folder for a resumed run to read."""
         kept, given = self.record.run_dir / ROLLOUTS_FILE, self.config.pretrain.rollouts
         if given or (resuming and kept.exists()):
-            return read_rollouts(given or [str(kept)], self.tokenizer)
+            critic = self.config.critic.model
+            fits = partial(check_fits, critic.path, load_model_config(critic).get_text_config())
+            return read_rollouts(given or [str(kept)], self.tokenizer, fits)
         assert self.inputs is not None, "made where no files are given"
         group = policy_group(self.config, self.inputs, self.placement, self.record.say)
         with closing(self.inputs), group as collector:

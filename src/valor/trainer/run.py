@@ -1,15 +1,16 @@
 """What every training run does, whatever it trains: start, resume, take steps, log, save, stop, export."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
 from valor.config import PPOConfig, SupervisedConfig
 from valor.controller.group import Pools
 from valor.data.sampler import PromptSampler
-from valor.errors import Diverged, StepRefused, UserError, WorkerDied
+from valor.errors import Diverged, UserError, WorkerDied
+from valor.models.export import write_tokenizer
 from valor.tracking.console import format_seconds
 from valor.tracking.metrics import Timer
 from valor.tracking.progress import phase, report_progress
@@ -22,6 +23,7 @@ from valor.trainer.rollbacks import Rollbacks
 from valor.trainer.signals import StopRequest
 
 _SHOWN_CHANGES = 4  # in the one line of a refusal
+_SETTLE_SECONDS = 30.0  # in which processes end the call in which one of them has failed
 
 Steps = Generator[dict[str, Any], None, int]
 """A run under way: what was measured before its first step, then each step's metrics; at the end the exit code."""
@@ -48,6 +50,8 @@ class Run(ABC):
         self.resume_from: Path | None = None  # a checkpoint, whatever trainer.resume_mode says
         self.stop = StopRequest(at_once=True)
         self._save_is_due = False
+        self._began = False  # whether there was a first step
+        self._unsaved: dict[str, Any] | None = None  # the driver's state after the last complete step
 
     @abstractmethod
     def start(self, stack: ExitStack, *, resuming: bool) -> Pools:
@@ -75,15 +79,19 @@ class Run(ABC):
         """Run to the last step. The exit code is 0, or 128 + n when signal n asked to stop (progress is saved).
 
         UserError: another run has the folder, it cannot be written, its checkpoints are damaged or of another run.
-        Diverged, WorkerDied: the weights are lost; the last good checkpoint is not. StepRefused: the run has been saved
-        as it was before that step.
+        Diverged: the weights are lost; the last good checkpoint is not. Whatever else ends the run during its steps:
+        the last complete one has been saved where that was possible, and a note of the exception says how to go on.
         """
-        with disk_errors(self.record.run_dir), locked(self.record.run_dir, self.record.say):
-            try:
+        try:
+            with disk_errors(self.record.run_dir), locked(self.record.run_dir, self.record.say):
                 return (yield from self._steps())
-            except Diverged as reason:
-                last_good = self.record.checkpoints.last_good
-                raise Diverged(f"{reason}. That was in step {self.step}; {last_good}") from reason
+        except Diverged as reason:
+            last_good = self.record.checkpoints.last_good
+            raise Diverged(f"{reason}. That was in step {self.step}; {last_good}") from reason
+        except (Exception, KeyboardInterrupt) as reason:
+            if self._began:
+                reason.add_note(self.record.checkpoints.way_on(self.config.trainer.resume_mode))
+            raise
 
     def _steps(self) -> Steps:
         with ExitStack() as stack:
@@ -102,14 +110,15 @@ class Run(ABC):
             stopping = False
             while not (self.finished or stopping):
                 stop.at_once = False
-                metrics = self._next_step()
-                if self.validates_now():
-                    metrics |= self.validate()
-                # Logged before it is saved: a run killed in between repeats the step, and its line with it.
-                self.log(metrics)
-                stopping = stop.signum is not None  # asked once: a signal after the question is the next step's
-                if self.finished or stopping or self.record.best_is_new or self.save_is_due():
-                    self.save()
+                with self._saved_at_an_early_end():
+                    metrics = self._next_step()
+                    if self.validates_now():
+                        metrics |= self.validate()
+                    # Logged before it is saved: a run killed in between repeats the step, and its line with it.
+                    self.log(metrics)
+                    stopping = stop.signum is not None  # asked once: a signal after the question is the next step's
+                    if self.finished or stopping or self.record.best_is_new or self.save_is_due():
+                        self.save()
                 report_progress(self.step)
                 yield metrics
             stop.at_once = False
@@ -118,17 +127,42 @@ class Run(ABC):
             return 0 if stop.signum is None else 128 + stop.signum
 
     def _next_step(self) -> dict[str, Any]:
-        before = self.state_dict()
+        self._began, self._unsaved, self.skips.updating = True, self.state_dict(), False
         self.step += 1
         if self.rollbacks.leaves_out(self.step):
             self.sampler.next_batch()
+        metrics = self.train_step() | self.rollbacks.metrics()
+        self._unsaved, self.skips.updating = self.state_dict(), False
+        return metrics
+
+    @contextmanager
+    def _saved_at_an_early_end(self) -> Iterator[None]:
+        """Whatever ends the block but a loss of the weights: the last complete step is saved, if it is not yet."""
         try:
-            return self.train_step() | self.rollbacks.metrics()
-        except StepRefused:
-            self.step -= 1
-            if self.step and not self.record.checkpoints.path(self.step).exists():
-                self.save(before)
+            yield
+        except Diverged:
+            # Skipped updates leave the weights as they were: better than nothing, where there is no checkpoint.
+            only_skips = max(self.skips.in_a_row.values(), default=0) >= self.config.trainer.max_skipped_updates
+            if only_skips and self._unsaved and self._unsaved["step"] and self.record.checkpoints.last is None:
+                self._save_early(self._unsaved)
             raise
+        except (Exception, KeyboardInterrupt):
+            state, last = self._unsaved, self.record.checkpoints.last
+            if state is not None and state["step"] > (last.step if last else 0):
+                self._save_early(state)
+            raise
+
+    def _save_early(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+        if self.skips.updating:
+            state = state | {"part_of_next_step": True}
+            self.record.say(f"the weights have a part of the updates of step {self.step + 1}, which had begun")
+        try:
+            if not all(self.roles[role].group.settled(_SETTLE_SECONDS) for role in self.trained_roles):
+                raise TimeoutError("its processes are waiting for one that has failed")
+            self.save(state)
+        except Exception as error:
+            self.record.say(f"step {self.step} could not be saved: {error}")
 
     @property
     def finished(self) -> bool:
@@ -161,7 +195,7 @@ class Run(ABC):
 
     def save(self, state: dict[str, Any] | None = None) -> None:
         """Write a complete checkpoint of this step, with the driver's present state or the given one."""
-        timer = Timer()
+        timer, self._unsaved = Timer(), None
         self.record.checkpoints.check_space(self._checkpoint_bytes())
         with timer("save"), phase("checkpoint"):
             folder = self.record.save_checkpoint(state or self.state_dict(), self._write_roles)
@@ -175,7 +209,8 @@ class Run(ABC):
             self.roles[role].load(checkpoint.folder / role)
         self.load_state_dict(checkpoint.state)
         self.record.best = checkpoint.state["best"]
-        self.record.say(f"resumed from {checkpoint.folder} after step {self.step}")
+        partly = ", with a part of the next step's updates" if checkpoint.state.get("part_of_next_step") else ""
+        self.record.say(f"resumed from {checkpoint.folder} after step {self.step}{partly}")
 
     def _find_checkpoint(self) -> Checkpoint | None:
         """What to resume from, once it is known to be of this run."""
@@ -213,7 +248,7 @@ class Run(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """What the driver must remember besides the models, as JSON."""
-        return {"step": self.step, "sampler": self.sampler.state_dict(), "skipped_in_a_row": self.skips.in_a_row}
+        return {"step": self.step, "sampler": self.sampler.state_dict(), "skipped_in_a_row": {**self.skips.in_a_row}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.step, self.skips.in_a_row = state["step"], dict(state["skipped_in_a_row"])
@@ -224,11 +259,11 @@ class Run(ABC):
         for role in self.trained_roles:
             self.record.say(f"{role} saved as a Hugging Face model: {self.write_model(role)}")
 
-    def write_model(self, role: str) -> Path:
+    def write_model(self, role: str, folder: Path | None = None) -> Path:
         """Export one role; the folder."""
-        folder = self.export_dir(role)
+        folder = folder or self.export_dir(role)
         self.roles[role].export(folder)
-        self.tokenizer.save_pretrained(folder)
+        write_tokenizer(self.tokenizer, folder)
         return folder
 
     def export_dir(self, role: str) -> Path:
@@ -244,12 +279,13 @@ class Run(ABC):
 class SkippedUpdates:
     """Counts each role's optimizer steps without effect (non-finite gradients), and stops a run that only skips.
 
-    `in_a_row` is part of a checkpoint.
+    `in_a_row` is part of a checkpoint. `updating`: whether an update of the present step has begun.
     """
 
     def __init__(self, limit: int, say: Callable[[str], None]) -> None:
         self._limit, self._say = limit, say
         self.in_a_row: dict[str, int] = {}
+        self.updating = False
 
     def count(self, role: str, skipped: bool, step: int) -> None:
         """Note one update. Diverged after `limit` skipped ones in a row."""

@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGHUP ask the run to stop after the present step; a second one stops it at once."""
+"""SIGINT, SIGTERM and SIGHUP ask the run to stop after the present step; a second one stops it within the step."""
 
 import signal
 from contextlib import suppress

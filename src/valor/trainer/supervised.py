@@ -1,8 +1,9 @@
 """Runs that learn from given texts: one role, a shuffled batch, an optimizer step; and fine-tuning."""
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 from valor.config import SFTConfig, SupervisedConfig, TrainerConfig
@@ -11,8 +12,10 @@ from valor.controller.placement import resolve_pool
 from valor.controller.start import start_pools
 from valor.data.batch import Batch
 from valor.data.demonstrations import DemonstrationDataset
+from valor.data.prompts import check_fits
 from valor.data.sampler import PromptSampler
-from valor.models.load import load_model_tokenizer
+from valor.engines.microbatch import plan_micro_batches
+from valor.models.load import load_model_config, load_model_tokenizer
 from valor.tracking.console import summary_line
 from valor.tracking.metrics import Timer
 from valor.tracking.progress import part, phase
@@ -26,6 +29,9 @@ _CONSOLE_LINES = 20  # of a whole run: its steps are short
 
 class Samples(Protocol):
     """A data set; its batches have the columns that engines read and, in `meta`, the counts that losses divide by."""
+
+    @property
+    def lengths(self) -> Sequence[int]: ...
 
     def __len__(self) -> int: ...
 
@@ -77,6 +83,7 @@ class SupervisedRun(Run):
         timer = Timer()
         with timer("step"), part(self.step - 1, self.total_steps):
             batch = self.train.batch(self.sampler.next_batch())
+            self.skips.updating = True
             metrics = self.roles[self.role].update(batch)
         self.skips.count(self.role, bool(metrics["skipped"]), self.step)
         tokens = int((batch["prompt_lengths"] + batch["response_lengths"]).sum())
@@ -96,6 +103,15 @@ class SupervisedRun(Run):
         with phase("validation", len(self.val), unit="sample"):
             return {f"val/{name}": value for name, value in self.measure(self.val).items()}
 
+    def validation_batches(self, samples: Samples) -> Iterator[list[int]]:
+        """Numbers of all samples in batches of at most a micro-batch a process, so that one long sample is padding in
+        its own batch alone; while one is worked on, progress is that of its part."""
+        budget = self.config.data.max_token_len_per_gpu * self.placement.world_size
+        groups = plan_micro_batches(samples.lengths, max_tokens=budget)
+        for i, group in enumerate(groups):
+            with part(i, len(groups)):
+                yield sorted(group)
+
     def log(self, metrics: Mapping[str, float]) -> None:
         """Write the metrics of this step; on the console some twenty lines a run."""
         super().log(metrics)
@@ -114,18 +130,24 @@ class SFTRun(SupervisedRun):
 
     def __init__(self, config: SFTConfig, command: str) -> None:
         data, seed, tokenizer = config.data, config.trainer.seed, load_model_tokenizer(config.model, chat=True)
-        train = DemonstrationDataset(data, tokenizer, "train", seed)
-        val = DemonstrationDataset(data, tokenizer, "val", seed) if data.val_files else None
+        self.fits = partial(check_fits, config.model.path, load_model_config(config.model).get_text_config())
+        train = DemonstrationDataset(data, tokenizer, "train", seed, self.fits)
+        val = DemonstrationDataset(data, tokenizer, "val", seed, self.fits) if data.val_files else None
         super().__init__(config, command, tokenizer, train, val)
 
     def evaluate(self, files: Sequence[str]) -> dict[str, float]:
         """`loss` and `token_accuracy` of the present weights on the demonstrations in these files."""
         data = self.config.data.model_copy(update={"val_files": list(files), "val_max_samples": -1})
-        return self.measure(DemonstrationDataset(data, self.tokenizer, "val", self.config.trainer.seed))
+        return self.measure(DemonstrationDataset(data, self.tokenizer, "val", self.config.trainer.seed, self.fits))
 
     def role_spec(self) -> RoleSpec:
         return RoleSpec(SFTWorker, {"config": self.role_config, "total_steps": self.total_steps})
 
     def measure(self, samples: Samples) -> dict[str, float]:
         """`loss` and `token_accuracy`."""
-        return self.roles[self.role].evaluate(samples.batch(range(len(samples))))
+        found: list[tuple[dict[str, float], float]] = []
+        for indices in self.validation_batches(samples):
+            batch = samples.batch(indices)
+            found.append((self.roles[self.role].evaluate(batch), batch.meta["num_tokens"]))
+        total = sum(count for _, count in found)
+        return {name: sum(means[name] * (count / total) for means, count in found) for name in found[0][0]}

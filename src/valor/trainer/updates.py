@@ -58,6 +58,7 @@ class Updates:
         ahead = int(worker.group.apart and not asks_actor)
         started: deque[tuple[dict[str, float], Callable[[], dict[str, float]]]] = deque()
         waiting = self.mini_batches(role, batch, step, member)
+        self.skips.updating = True
         with phase(f"train {role}", count, unit="mini-batch"):
             for done in range(count):
                 with part(done, count):
@@ -127,6 +128,8 @@ class Updates:
         mini_batch, metrics = corrected(mini_batch, present, self.config.algorithm.rollout_correction)
         if mini_batch.meta["update"] > 1:  # from here on the distance is the training's own, not the engine's
             del mini_batch.tensors["rollout_log_probs"]
+        if self._whiten:
+            mini_batch["advantages"] = algorithms.masked_whiten(mini_batch["advantages"], mini_batch["response_mask"])
         return counted(mini_batch), metrics
 
     def _with_ratios(self, mini_batch: Batch) -> Batch:
@@ -137,7 +140,7 @@ class Updates:
             return mini_batch
         present = self.roles["actor"].compute_log_probs(mini_batch, with_entropy=False)["old_log_probs"]
         mask = mini_batch["response_mask"]
-        sums = episodes.sums(algorithms.keep_masked(present - mini_batch["old_log_probs"], mask))
+        sums = episodes.sums(algorithms.keep_masked(algorithms.log_ratio(present, mini_batch["old_log_probs"]), mask))
         means = sums / episodes.sums(mask).clamp(min=1.0)
         return mini_batch.union(Batch({"sequence_log_ratio": episodes.spread(means)}))
 
@@ -165,6 +168,7 @@ class Critics:
         that update."""
         (name,) = self.names
         (rows,) = self.updates.mini_batches("critic", batch, step)
+        self.updates.skips.updating = True
         with phase("train critic", 1, unit="mini-batch"):
             found = self.roles[name].update_with_values(rows, self._estimator)
         metrics = found.meta.pop("metrics")

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from valor.algorithms import bradley_terry_loss
 from valor.config import RMConfig
@@ -43,7 +43,7 @@ class RewardModelWorker(ModelRole):
 
 
 class PreferenceWorker(ModelRole):
-    """One rank of the reward model under training. `pad_token_id`: for a backbone whose config names none."""
+    """One rank of the reward model under training. `pad_token_id`: that of the tokenizer."""
 
     def __init__(
         self,
@@ -61,7 +61,8 @@ class PreferenceWorker(ModelRole):
         def load(dtype: torch.dtype) -> PreferenceModel:
             hf = load_sequence_classifier(config.model, dtype=dtype, new_head_seed=config.trainer.seed)
             text_config = hf.config.get_text_config()
-            if text_config.pad_token_id is None:
+            by_padding = isinstance(getattr(hf, "score", None), nn.Linear)  # it looks for the last token before padding
+            if pad_token_id is not None and (by_padding or text_config.pad_token_id is None):
                 text_config.pad_token_id = pad_token_id
             layout = {"packed": config.model.use_remove_padding, "shared": config.model.share_prefixes}
             return PreferenceModel(hf, separator_id=separator_id, **layout)

@@ -21,16 +21,19 @@ def role_specs(
 ) -> dict[str, RoleSpec]:
     """The roles of a run in building order (the rollout engine may live on the actor's weights, so that comes first).
 
-    `separator_id`: the token between the texts of a pair, for a reward model that reads pairs.
+    `separator_id`: the token between the texts of a pair, for a reward model that reads pairs. Learning rates are
+    scheduled over those of the `total_steps` in which the role learns.
     """
+    actor_steps = max(total_steps - config.trainer.critic_warmup, 0)
+    critic_steps = sum(not config.critic.frozen_at(step) for step in range(1, total_steps + 1))
     specs = {
-        "actor": RoleSpec(ActorWorker, {"config": config, "total_steps": total_steps}),
+        "actor": RoleSpec(ActorWorker, {"config": config, "total_steps": actor_steps}),
         "rollout": RoleSpec(RolloutWorker, {"config": config, "eos_token_ids": eos_token_ids}, True),
     }
     if config.needs_reference:
         specs["ref"] = RoleSpec(ReferenceWorker, {"config": config.actor_rollout_ref}, True)
     for member, name in enumerate(critic_names(config)):
-        specs[name] = RoleSpec(CriticWorker, {"config": config, "total_steps": total_steps, "member": member})
+        specs[name] = RoleSpec(CriticWorker, {"config": config, "total_steps": critic_steps, "member": member})
     if config.reward.reward_model.is_role:
         specs["reward_model"] = RoleSpec(
             RewardModelWorker, {"config": config.reward.reward_model, "separator_id": separator_id}, True

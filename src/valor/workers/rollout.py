@@ -94,6 +94,8 @@ class RolloutWorker:
         """End the engine, and the episodes under way."""
         if self._ahead is not None:
             self._ahead.runner.close()
+        if self._agents is not None:
+            self._agents.close()
         self.engine.close()
 
     @Dispatch("dp", keep_together="uid", stays=TOKEN_COLUMNS, sent_weights=True)
@@ -113,7 +115,8 @@ class RolloutWorker:
         def told(episode: Episode) -> None:
             assert sink is not None
             texts[episode.key] = text = self._decoded([episode.response_ids])[0]
-            sink(replace(episode, turns=(), prompt_ids=None, info={}, text=text))
+            said = episode.turn_texts_by(self._decoded)
+            sink(replace(episode, turns=(), prompt_ids=None, info={}, text=text, turn_texts=said))
 
         with self._generating():
             if self._agents is not None and follows:  # and that one plays

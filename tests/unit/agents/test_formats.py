@@ -126,3 +126,127 @@ def test_formats_are_found_by_name():
     register_format("mine")(FORMATS["hermes"])
     assert FORMATS["mine"] is FORMATS["hermes"]
     del FORMATS["mine"]
+
+
+DEFINED = {
+    "Period": {"type": "object", "properties": {"days": {"type": "integer"}}, "required": ["days"]},
+    "Count": {"type": ["integer", "null"]},
+    "Mixed": {"enum": ["1", 2, None, True, 1.5]},
+}
+WRITTEN = [  # schema of an argument, what is written, what the tool gets
+    ({"$ref": "#/$defs/Period"}, '{"days": 7}', {"days": 7}),
+    ({"$ref": "#/$defs/Period"}, '{"days": "x"}', {"days": "x"}),  # wrong in one place, and so it is said
+    ({"type": "array", "items": {"$ref": "#/$defs/Period"}}, '[{"days": 1}]', [{"days": 1}]),
+    ({"allOf": [{"$ref": "#/$defs/Period"}]}, '{"days": 7}', {"days": 7}),
+    ({"$ref": "#/$defs/Count"}, "null", None),
+    ({"$ref": "#/$defs/Count"}, "3", 3),
+    ({"$ref": "#/$defs/Mixed"}, "1", "1"),
+    ({"$ref": "#/$defs/Mixed"}, "2", 2),
+    ({"$ref": "#/$defs/Mixed"}, "None", None),
+    ({"$ref": "#/$defs/Mixed"}, "True", True),
+    ({"$ref": "#/$defs/Mixed"}, "1.5", 1.5),
+    ({"const": 3}, "3", 3),
+    ({"const": "3"}, "3", "3"),
+    ({"enum": ["a"]}, '"a"', "a"),
+    ({"oneOf": [{"type": "integer"}, {"type": "array"}]}, "[1]", [1]),
+    ({"anyOf": [{"type": "string"}, {"type": "object"}]}, "plain", "plain"),
+    ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "soon", "soon"),
+    ({"if": {"type": "integer"}, "then": {"minimum": 1}, "else": {"type": "null"}}, "5", 5),
+    ({"type": "integer", "maximum": 5}, "7", 7),
+    ({"type": "string", "maxLength": 2}, "12345", "12345"),
+    ({"type": "string"}, '"7"', '"7"'),
+    ({"type": "string"}, "True", "True"),
+    ({"type": "number"}, "NaN", "NaN"),
+    ({"description": "anything"}, "5", "5"),
+    ({"$ref": "#/$defs/Nowhere"}, "5", "5"),
+]
+
+
+def _coder(**arguments):
+    body = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    return f"<tool_call>\n<function=f>\n{body}</function>\n</tool_call>"
+
+
+def _tool(parameters):
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+@pytest.mark.parametrize(("schema", "written", "value"), WRITTEN)
+def test_a_value_without_quotes_is_what_its_json_schema_takes(schema, written, value):
+    tool = _tool({"type": "object", "properties": {"x": schema}, "$defs": DEFINED})
+    (call,) = FORMATS["qwen3_coder"](_coder(x=written), [tool]).calls
+    assert call == ToolCall("f", {"x": value}) and type(call.arguments["x"]) is type(value)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"$ref": "#/$defs/All", "$defs": {"All": {"properties": {"x": {"type": "integer"}}}}},
+        {"allOf": [{"properties": {"x": {"type": "integer"}}}]},
+        {"oneOf": [{"properties": {"x": {"type": "integer"}}, "required": ["x", "y"]}, {"required": ["z"]}]},
+        {"additionalProperties": {"type": "integer"}},
+        {"patternProperties": {"^x": {"type": "integer"}}},
+    ],
+)
+def test_the_schema_of_an_argument_may_be_anywhere(parameters):
+    (call,) = FORMATS["qwen3_coder"](_coder(x="5"), [_tool(parameters)]).calls
+    assert call.arguments == {"x": 5}
+
+
+TAGS = ["</think>", "<think>", "</tool_call>", "<tool_call>", "</parameter>", "</function>", "<parameter=y>"]
+TAGS += [
+    "<function=f>",
+    "</parameter>\n</function>",
+    "</function>\n</tool_call>",
+    "<think>x</think>",
+    "</think><tool_call>",
+]
+
+
+@pytest.mark.parametrize("before", ["", "a thought\n</think>\n", "<think>a thought</think>", "Let me see. "])
+@pytest.mark.parametrize("tag", TAGS)
+def test_tags_in_an_argument_are_text(tag, before):
+    arguments = {"x": f"s {tag} e", "y": "z"}
+    swapped = json.dumps({"arguments": arguments, "name": "f"})
+    for name, call in (
+        ("hermes", _hermes("f", arguments)),
+        ("hermes", f"<tool_call>{swapped}</tool_call>"),
+        ("qwen3_coder", _coder(**arguments)),
+    ):
+        parsed = FORMATS[name](f"{before}{call} Bye.", [_tool({"properties": {"x": {}, "y": {}}})])
+        assert parsed.calls == [ToolCall("f", arguments)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": "</think>"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": "</think>"}}'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": "</think>'),
+        ("hermes", '{"name": "f", "arguments": {}}\n</tool_call>'),
+        ("qwen3_coder", _coder(x="a\n</parameter>\n</function>\n</tool_call>\nb")),
+        ("qwen3_coder", _coder(x="a\n</parameter>\n<parameter=x>\nb")),
+        ("qwen3_coder", _coder(x="</think>").removesuffix("</tool_call>")),
+        ("qwen3_coder", "<tool_call><function=f><parameter=x></think></function></tool_call>"),
+        ("qwen3_coder", "<tool_call><function=f><parameter=x></think>"),
+        ("qwen3_coder", _coder(x="1").removeprefix("<tool_call>")),
+    ],
+)
+def test_a_call_that_cannot_be_told_from_its_argument_is_complained_of(name, text):
+    (call,) = FORMATS[name](text, [_tool({"properties": {"x": {}}})]).calls
+    assert isinstance(call, BadCall)
+
+
+def test_thinking_may_name_the_tag():
+    thought = "I could use <tool_call> here.\n</think>\n"
+    assert FORMATS["hermes"](f"{thought}It is 4.", []) == ([], "It is 4.")
+    assert FORMATS["hermes"](thought + _hermes("f", {}), []).calls == [ToolCall("f", {})]
+    assert FORMATS["hermes"](f"{_hermes('f', {})} or so\n</think> 4 </think>", []) == ([], "4 </think>")
+
+
+def test_half_a_surrogate_pair_is_replaced():
+    call = '<tool_call>{"name": "f", "arguments": {"x": ["\\ud83d", {"\\udc00": "\\ud83d\\ude00"}]}}</tool_call>'
+    assert FORMATS["hermes"](call, []).calls == [ToolCall("f", {"x": ["\ufffd", {"\ufffd": "\U0001f600"}]})]
+    assert ToolCall("\ud83d", {"x": ("\ud83d", 1)}) == ToolCall("\ufffd", {"x": ("\ufffd", 1)})
+    (call,) = FORMATS["qwen3_coder"](_coder(x='["\\ud83d"]'), [_tool({"properties": {"x": {"type": "array"}}})]).calls
+    assert call.arguments == {"x": ["\ufffd"]}

@@ -11,9 +11,18 @@ from typing import Any
 
 import pytest
 import yaml
+from mcp_types import (
+    BlobResourceContents,
+    CallToolResult,
+    EmbeddedResource,
+    ImageContent,
+    ResourceLink,
+    TextContent,
+    TextResourceContents,
+)
 
 from valor.agents.formats import ToolCall
-from valor.agents.mcp_tools import mcp_tools
+from valor.agents.mcp_tools import _text, mcp_tools
 from valor.agents.tool_files import load_sources
 from valor.agents.tool_sources import function_source
 from valor.agents.tools import ToolResult, Toolset, name_of
@@ -81,6 +90,33 @@ def test_a_call_that_takes_too_long_holds_up_no_later_one(toolset: Toolset) -> N
     impatient = Toolset(toolset.sources, MultiTurnConfig(tool_timeout=0.5))
     assert call(impatient, "sleep", seconds=3.0).error == "timeout"
     assert call(toolset, "add", a=2, b=3).text == "5"
+
+
+TEXT = TextContent(type="text", text="the number is 42")
+PICTURE = ImageContent(type="image", data="aGk=", mime_type="image/png")
+NOTE = EmbeddedResource(type="resource", resource=TextResourceContents(uri="file:///n", text="noted"))
+FILE = EmbeddedResource(type="resource", resource=BlobResourceContents(uri="file:///b", blob="aGk="))
+LINK = ResourceLink(type="resource_link", uri="file:///l", name="log")
+
+
+@pytest.mark.parametrize(
+    ("content", "structured", "said"),
+    [
+        ([TEXT], {"found": [42]}, 'the number is 42\n{"found": [42]}'),
+        ([], {"found": [42]}, '{"found": [42]}'),
+        ([TextContent(type="text", text='{ "found": [42] }')], {"found": [42]}, '{ "found": [42] }'),
+        ([TEXT], {"result": "the number is 42"}, "the number is 42"),
+        ([TextContent(type="text", text=one) for one in "12"], {"result": [1, 2]}, "1\n2"),
+        ([TextContent(type="text", text="5 of 15")], {"answer": 5}, '5 of 15\n{"answer": 5}'),
+        ([TEXT, PICTURE], None, "the number is 42\n(image left out: only text is supported)"),
+        ([PICTURE], {"found": [42]}, '{"found": [42]}\n(image left out: only text is supported)'),
+        ([NOTE, LINK], None, "noted\nfile:///l"),
+        ([TEXT, FILE], None, "the number is 42\nfile:///b\n(a file left out: only text is supported)"),
+        ([], None, ""),
+    ],
+)
+def test_an_answer_is_all_that_a_text_can_say(content: list[Any], structured: Any, said: str) -> None:
+    assert _text(CallToolResult(content=content, structured_content=structured)) == said
 
 
 @pytest.fixture(scope="module")

@@ -333,6 +333,23 @@ def test_a_reward_that_is_not_finite_is_the_episodes_error_and_not_in_the_batch(
     assert batch.objects["outcome"] == [1.0, None, None, None, None]
 
 
+def test_no_text_of_an_episode_holds_half_a_surrogate_pair():
+    class Notes(AgentLoop):
+        def __init__(self):
+            pass
+
+        async def run(self, task, generate):
+            if task.key[2]:
+                raise RuntimeError("half: \ud83d")
+            play = Play(task, generate, LIMITS, task.prompt_ids)
+            await play.turn()
+            return play.end("stop", info={"calls": [{"metrics": {"\udc00": "half: \ud83d"}}]})
+
+    played, failed = run(ThreadedEngine(), agents_with(Notes())._play, 2)
+    assert played.info == {"calls": [{"metrics": {"\ufffd": "half: \ufffd"}}]}
+    assert failed.error == "RuntimeError: half: \ufffd"
+
+
 def test_an_episode_without_a_turn_is_an_error_and_not_the_end_of_the_batch():
     class Silent(AgentLoop):
         def __init__(self):

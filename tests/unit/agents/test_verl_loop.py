@@ -1,12 +1,14 @@
 """What a loop of verl's shape calls `server_manager`: a seed for every call, and no prompt that is too long."""
 
 import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from threaded_engine import echo
 
-from valor.agents.loops import Task
-from valor.agents.verl_loop import AgentLoopOutput, _Server
+from valor.agents.loops import Limits, Task
+from valor.agents.verl_loop import AgentLoopBase, AgentLoopOutput, VerlLoop, _Server
 from valor.rollout.base import Output, Request, SamplingParams, Span
 
 TASK = Task((7, 1, 3), [1, 2], SamplingParams(max_tokens=5), {"extra_info": {}})
@@ -28,6 +30,24 @@ def test_calls_at_the_same_time_draw_other_numbers():
         return asked
 
     assert asyncio.run(play()) == [(5, (7, 1, 3)), (3, (7, 1, 3, 1)), (1, (7, 1, 3, 2))]
+
+
+@pytest.mark.parametrize("reason", ["stop", "length", "abort"])
+def test_an_episode_ends_as_its_last_turn_did(reason):
+    class Loop(AgentLoopBase):
+        async def run(self, sampling_params, **kwargs):
+            said = await self.server_manager.generate(prompt_ids=[1, 2], sampling_params=sampling_params)
+            note = {"note": "half: \ud83d"}
+            return AgentLoopOutput([1, 2], said.token_ids, [1] * len(said.token_ids), extra_fields=note)
+
+    async def generate(prompt_ids, params, seed):
+        return Output("", [3], [-0.5], reason, (Span(1, 0),))
+
+    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=None))
+    context = SimpleNamespace(config=config, chat=SimpleNamespace(tokenizer=None), limits=Limits(10, 20))
+    row = {"extra_info": {}, "messages": []}
+    played = asyncio.run(VerlLoop(context, cls=Loop, options={}).run(replace(TASK, row=row), generate))
+    assert (played.finish_reason, played.info["note"]) == (reason, "half: \ud83d")
 
 
 def test_a_prompt_that_is_too_long_is_the_loops_own_error():

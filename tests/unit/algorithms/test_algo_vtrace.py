@@ -33,9 +33,9 @@ def test_three_tokens_by_hand() -> None:
     torch.testing.assert_close(advantages, torch.tensor([[0.2 + 0.2, -0.1 + 0.5, 0.5]]))  # δ_t + D_{t+1}
     _, truncated = by_hand(rho_bar=1.0)
     torch.testing.assert_close(truncated, torch.tensor([[0.4 + 0.2 + 0.2, 0.8, 1.0]]))
-    advantages, longer = by_hand(c_bar=2.0)
-    torch.testing.assert_close(longer, torch.tensor([[0.4 + 2 * 0.2 + 2 * 0.2, 0.8, 1.0]]))
-    torch.testing.assert_close(advantages, torch.tensor([[0.4, 0.4, 0.5]]))
+    assert torch.equal(by_hand(c_bar=2.0)[1], returns)  # γλc is at most 1
+    halved, longer = by_hand(c_bar=1.5, lam=0.5)[1], 0.6 - 0.05 + 0.25 * 0.5  # γλc: 0.75, 0.25
+    torch.testing.assert_close(halved, torch.tensor([[0.4 + 2 * 0.2 + 0.75 * (longer - 0.6), longer, 1.0]]))
     advantages, returns = by_hand(lam=1.0, lam_actor=0.5, lam_critic=0.0)
     torch.testing.assert_close(returns, torch.tensor([[0.4 + 2 * 0.2, 0.6 - 0.5 * 0.1, 1.0]]))
     torch.testing.assert_close(advantages, torch.tensor([[0.2 + 0.5 * 0.075, -0.1 + 0.5 * 0.5, 0.5]]))  # D_2 = 0.075
@@ -44,8 +44,8 @@ def test_three_tokens_by_hand() -> None:
 def sum_of_definition(
     row: dict[str, list[float]], mask: list[float], gamma: float, lam: float, bounds: tuple[float, float], end: float
 ) -> tuple[list[float], list[float]]:
-    """v_s − V_s = Σ_t γ^(t−s) (Π_{s ≤ i < t} λ c_i) ρ_t δ_t over policy tokens, each sum on its own; r + γ v' − V,
-    where a share 1 − λ of v' is V'."""
+    """v_s − V_s = Σ_t γ^(t−s) (Π_{s ≤ i < t} λ c_i) ρ_t δ_t over policy tokens, each sum on its own, γλc at most
+    1; r + γ v' − V, where a share 1 − λ of v' is V'."""
     places = [t for t, is_policy in enumerate(mask) if is_policy]
     value = [row["values"][t] for t in places] + [end]
     ratio = [row["ratio"][t] for t in places]
@@ -56,7 +56,7 @@ def sum_of_definition(
         total, product = 0.0, 1.0
         for k in range(start, len(places)):
             total += product * rho[k] * delta[k]
-            product *= gamma * lam * c[k]
+            product *= min(gamma * lam * c[k], 1.0)
         return total
 
     advantages, returns = [0.0] * len(mask), [0.0] * len(mask)

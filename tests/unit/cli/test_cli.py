@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from valor.arguments import PAGES
-from valor.cli import COMMANDS, main
+from valor.cli import COMMANDS, RUNS, main
+from valor.config.presets import COMMANDS as TREES
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -75,12 +76,54 @@ def test_each_commands_help_has_an_example_and_a_page_that_exists(name, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "found"), [("valor crit", "critic"), ("valor ppo data.train_f", "data.train_files=")]
+    ("words", "found"),
+    [
+        ("valor crit", "critic"),
+        ("valor ppo data.train_f", "data.train_files="),
+        ("valor rm train loss.ma", "loss.margin="),
+        ("valor critic pretrain pretrain.h", "pretrain.holdout="),
+    ],
 )
 def test_a_shell_completes_commands_and_keys(words, found):
     env = {**os.environ, "_VALOR_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
     done = subprocess.run([sys.executable, "-m", "valor"], capture_output=True, text=True, env=env)
     assert f"plain,{found}" in done.stdout.splitlines()
+
+
+def test_config_keys_knows_every_command(capsys):
+    assert TREES.keys() == RUNS.keys()
+    for words, heading in (
+        (["search.samples"], "critic search"),
+        (["loss.margin"], "rm train"),
+        (["optim.eps"], "sft"),
+    ):
+        assert main(["config", "keys", *words]) == 0
+        assert f"valor {heading}:\n{words[0]} " in capsys.readouterr().out
+        assert main(["config", "keys", "--of", heading, *words]) == 0
+        assert capsys.readouterr().out.startswith(words[0])
+    assert main(["config", "keys", "serch.samples"]) == 2
+    assert "did you mean 'search.samples'" in capsys.readouterr().err
+
+
+def test_a_mistake_is_told_before_anything_heavy_is_imported():
+    """Every command in one process, which has imported neither torch nor transformers nor Ray at the end."""
+    typo = "trainer.sed=1"
+    given = [
+        [*name.split(), *(["data.val_files=a"] if "score" in name or "search" in name else []), typo] for name in RUNS
+    ]
+    given += [
+        ["plan", typo],
+        ["serve", "model", typo],
+        ["serve", "--sed"],
+        ["lab", "sweep", "--sed"],
+        ["demo", "--sed"],
+    ]
+    given += [["data", "prepare", "gsm9k"], ["retrieve", "--sed"], ["publish", "--sed"], ["config", "keys", "--sed"]]
+    code = "import sys\nfrom valor.cli import main\nfor words in eval(sys.argv[1]): assert main(words) == 2, words\n"
+    code += "print({'torch', 'transformers', 'ray'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code, repr(given)], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1:] == ["set()"], done.stderr
+    assert done.stderr.count("unknown key 'trainer.sed': did you mean 'trainer.seed'?\n") == len(RUNS) + 2
 
 
 def test_help_imports_nothing_heavy():

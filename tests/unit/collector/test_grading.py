@@ -3,12 +3,15 @@
 from concurrent.futures import Future
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from valor.agents.episode import Episode, place_rewards
+from valor.collector.collector import _failing_tool
 from valor.collector.grading import Grading
 from valor.config import PPOConfig
 from valor.data.batch import Batch, pad_rows
+from valor.errors import StepRefused
 from valor.rewards.executor import RewardResult
 from valor.rollout.base import Output, Span
 
@@ -174,3 +177,47 @@ def test_a_step_that_is_not_in_the_response_is_an_error_of_its_sample():
     batch, results = graded_with(((0, 9), 1.0))
     assert results[0].error == "step_rewards: there is no characters 0 to 9 in a response of 4"
     assert results[0].score == 0.0 and not batch["step_rewards"].any()
+
+
+def played(*calls: tuple[str | None, str | None, str]) -> Batch:
+    """Rows of two episodes with these calls (name, error, text) in the first one."""
+    told = [{"name": name, "error": error, "text": text} for name, error, text in calls]
+    batch = batch_of([1, 1])
+    batch.objects["episode_info"] = [{"calls": told}, {}]
+    return batch
+
+
+DOWN = ("search", "failed", "Error: search: no\n answer.")
+FOUND = ("search", None, "found")
+
+
+@pytest.mark.parametrize(
+    ("calls", "line"),
+    [
+        ([], None),
+        ([FOUND], None),
+        ([DOWN, FOUND, FOUND], None),
+        ([DOWN] * 3, "tool search: 3 of 3 calls failed; most often: Error: search: no answer."),
+        ([DOWN, FOUND], "tool search: 1 of 2 calls failed; most often: Error: search: no answer."),
+        ([("add", "timeout", str(i)) for i in range(3)] + [DOWN] * 2, "tool add: 3 of 3 calls failed; most often: 0"),
+        (
+            [(None, "malformed", "Error: bad.")],
+            "tool calls that cannot be read: 1 of 1 calls failed; most often: Error",
+        ),
+        ([("serch", "unknown", "Error: unknown.")], "tool serch: 1 of 1 calls failed; most often: Error: unknown."),
+    ],
+)
+def test_a_tool_that_fails_is_told(calls, line):
+    found = _failing_tool(played(*calls), 1.0)
+    assert found is None if line is None else found is not None and found.startswith(line)
+
+
+def test_a_step_with_too_many_failed_calls_is_refused():
+    mistakes = [(None, "malformed", "Error: bad."), ("search", "arguments", "Error: wrong.")]
+    assert _failing_tool(played(DOWN, FOUND, *mistakes), 0.5)
+    with pytest.raises(StepRefused, match=r"tool search: 2 of 3 .*max_tool_error_ratio=0.5 allows"):
+        _failing_tool(played(DOWN, DOWN, FOUND), 0.5)
+    with pytest.raises(StepRefused, match="max_tool_error_ratio=0 allows"):
+        _failing_tool(played(DOWN, FOUND, FOUND), 0.0)
+    assert _failing_tool(played(*mistakes), 0.0)
+    assert _failing_tool(batch_of([1, 2]), 0.0) is None

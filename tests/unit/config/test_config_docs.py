@@ -54,7 +54,10 @@ def test_prefixes():
         ("trainer.resume_from_path", "path or null"),
         ("actor_rollout_ref.actor.optim.betas", "list of 2 numbers >= 0 and < 1"),
         ("actor_rollout_ref.model.override_config", "dict"),
-        ("actor_rollout_ref.actor.checkpoint.save_contents", "list of any of model, optimizer, extra, hf_model"),
+        (
+            "actor_rollout_ref.actor.checkpoint.save_contents",
+            "one of model, optimizer, extra, hf_model or a list of them",
+        ),
         ("algorithm.rollout_correction.rollout_rs_threshold", "number or text or null"),
     ],
 )

@@ -1,10 +1,16 @@
 """Overrides, yaml files, and mistakes: all at once, one line each."""
 
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
-from valor.config import PPOConfig, SFTConfig, dump_yaml, load
+from valor.config import CriticPretrainConfig, PPOConfig, SFTConfig, dump_yaml, load
+from valor.config.base import takes_lists
+from valor.config.critic_runs import CriticSearchConfig
+from valor.config.presets import DEFAULTS
+from valor.config.tree import nested, plain_keys
 from valor.errors import UserError
 
 
@@ -340,11 +346,11 @@ def test_higher_rooms_are_asked_once_the_tree_is_valid():
         load(["trainer.seed=3", "trainer.val_only=true"], PPOConfig, check)
     needs = "trainer.val_only=true needs validation prompts: set data.val_files"
     assert str(caught.value).splitlines() == [needs, "seed 3 is taken"]
-    with pytest.raises(UserError) as caught:  # of a key that is wrong in itself, nothing more is told
-        load(
-            ["trainer.seed=x", "trainer.val_only=true"], PPOConfig, lambda config: ["trainer.seed is taken", "so is it"]
-        )
-    assert str(caught.value).splitlines() == ["trainer.seed: expected integer >= 0, got 'x'", needs, "so is it"]
+    wrong, needs_too = ["trainer.seed=x", "trainer.val_only=true"], ["trainer.seed is taken", "so is it"]
+    for typed, more in ((wrong, []), (["--dry-run", *wrong], ["so is it"])):  # of a wrong key nothing more is told
+        with pytest.raises(UserError) as caught:
+            load(typed, PPOConfig, lambda config: needs_too)
+        assert str(caught.value).splitlines() == ["trainer.seed: expected integer >= 0, got 'x'", needs, *more]
 
 
 def test_no_contradiction_without_a_critic_to_train():
@@ -358,3 +364,75 @@ def test_no_contradiction_without_a_critic_to_train():
 def test_two_bounds_of_a_threshold_are_not_a_number(bounds):
     config = load([f"algorithm.rollout_correction.rollout_is_threshold={bounds}"]).config
     assert config.algorithm.rollout_correction.rollout_is_threshold == bounds
+
+
+LIST_KEYS = [(root, key) for root in DEFAULTS for key in plain_keys(root) if takes_lists(key.info.annotation)]
+
+
+@pytest.mark.parametrize(("root", "key"), LIST_KEYS, ids=[f"{root.__name__}:{key.name}" for root, key in LIST_KEYS])
+def test_a_single_value_is_a_list_of_one(root, key):
+    """Whatever the type of the items is: of each list key of each tree, read as the command line reads it."""
+    default = key.info.get_default(call_default_factory=True)
+    item = next(iter(default or ()), None)
+    for value in {"text", 7} if item is None else {item}:
+        scalar, listed = (nested({key.name: given}) for given in (value, [value]))
+        try:
+            wanted = root.model_validate(listed)
+        except ValidationError:  # an item of another type
+            with pytest.raises(ValidationError):
+                root.model_validate(scalar)
+        else:
+            assert root.model_validate(scalar) == wanted
+
+
+@pytest.mark.parametrize(
+    ("override", "root", "value"),
+    [
+        ("critic.freeze_steps=7", PPOConfig, ["7"]),
+        ("critic.unclipped_steps=1-5", PPOConfig, ["1-5"]),
+        ("global_profiler.steps=2", PPOConfig, [2]),
+        ("critic.profiler.ranks=0", PPOConfig, [0]),
+        ("search.samples=4", CriticSearchConfig, [4]),
+        ("data.val_files=a.parquet", SFTConfig, ["a.parquet"]),
+    ],
+)
+def test_a_single_value_on_the_command_line(override, root, value):
+    required = ["data.val_files=a.parquet"] if root is CriticSearchConfig else []
+    config = load([*required, override], root).config
+    assert attrgetter(override.partition("=")[0])(config) == value
+
+
+def test_a_typo_is_told_without_asking_higher_rooms():
+    def check(config: PPOConfig) -> list[str]:
+        raise AssertionError("this imports torch")
+
+    with pytest.raises(UserError, match=r"unknown key 'trainer.sed': did you mean 'trainer.seed'"):
+        load(["trainer.sed=1"], PPOConfig, check, check)
+
+
+@pytest.mark.parametrize(
+    ("typed", "enabled"), [((), True), (("critic.enable=null",), True), (("critic.enable=false",), False)]
+)
+def test_null_keys_take_what_is_derived(typed, enabled):
+    loaded = load(
+        [*typed, "algorithm.adv_estimator=rloo"], PPOConfig, lambda config: [], lambda config: {"critic.enable": True}
+    )
+    assert loaded.config.critic.enable is enabled
+
+
+@pytest.mark.parametrize(
+    ("root", "override"),
+    [
+        (CriticPretrainConfig, "actor_rollout_ref.actor.ppo_mini_batch_size=2048"),
+        (CriticPretrainConfig, "actor_rollout_ref.ref.profiler.ranks=3"),
+        (CriticPretrainConfig, "trainer.v1={trainer_mode: colocate_async, sampler: {max_off_policy_threshold: 0}}"),
+        (CriticSearchConfig, "trainer.node_rank=1"),
+        (PPOConfig, "critic.freeze_steps=3"),
+    ],
+)
+def test_keys_of_what_does_not_run_refuse_nothing(root, override):
+    needs = ["data.val_files=a.parquet"] if root is CriticSearchConfig else []
+    more = ["critic.ppo_mini_batch_size=4"] if root is CriticPretrainConfig else []
+    more += ["algorithm.adv_estimator=grpo"] if root is PPOConfig else []
+    loaded = load([*needs, *more, override], root)
+    assert override.partition("=")[0].partition("{")[0] in " ".join(loaded.explicit_keys)

@@ -154,6 +154,39 @@ def test_a_value_of_the_wrong_type(tmp_path: Path, change: dict[str, Any], words
     fails(jsonl(tmp_path / "a.jsonl", record(), record(**change)), "a.jsonl, line 2", words)
 
 
+@pytest.mark.parametrize(
+    "column",
+    [
+        '"prompt": [{"role": "user", "content": "a HALF"}]',
+        '"extra_info": {"deep": [{"a": ["HALF"]}]}',
+        '"x": {"HALF": 1}',
+    ],
+)
+@pytest.mark.parametrize("half", [b"\\ud83d", b"\\udE00", "\ud83d".encode(errors="surrogatepass")])
+def test_half_of_a_surrogate_pair_is_told_with_row_and_column(tmp_path: Path, column: str, half: bytes) -> None:
+    line = json.dumps(record())[:-1].encode() + b", " + column.encode().replace(b"HALF", half) + b"}"
+    (tmp_path / "a.jsonl").write_bytes(json.dumps(record()).encode() + b"\n" + line + b"\n")
+    fails(
+        tmp_path / "a.jsonl", "a.jsonl, line 2", f"'{column[1 : column.index(':') - 1]}' has half of a surrogate pair"
+    )
+    (tmp_path / "b.jsonl").write_bytes(line.replace(half, b"\\ud83d\\ude00"))
+    assert len(read_rows(tmp_path / "b.jsonl")) == 1
+
+
+def test_half_of_a_pair_in_json_text_and_in_parquet(tmp_path: Path) -> None:
+    call = {"function": {"name": "f", "arguments": '{"q": "\\ud83d"}'}}
+    chat = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    fails(jsonl(tmp_path / "a.jsonl", record(prompt=chat)), "a.jsonl, line 1", "'prompt' has half of a surrogate pair")
+    fails(jsonl(tmp_path / "b.jsonl", record(tools='[{"name": "\\ud83d"}]')), "line 1", "'tools' has half of a")
+    texts = pa.array([b"fine", "\ud83d".encode(errors="surrogatepass")], pa.binary())
+    broken = pa.StringArray.from_buffers(2, texts.buffers()[1], texts.buffers()[2])
+    table = pa.Table.from_pylist([record(), record()])
+    pq.write_table(
+        table.set_column(table.column_names.index("data_source"), "data_source", broken), tmp_path / "c.parquet"
+    )
+    fails(tmp_path / "c.parquet", "c.parquet, row 1", "'data_source' has bytes that are no text")
+
+
 def test_writing_replaces_whole_files(tmp_path: Path) -> None:
     path = tmp_path / "new" / "a.parquet"
     with pytest.raises(UserError, match="no rows"):

@@ -122,7 +122,8 @@ def test_mistakes_are_one_line_and_write_nothing(
     write(gsm8k / "gsm8k_test.jsonl", {"question": "?"})
     assert "gsm8k_test.jsonl, line 1: has no 'answer' (it has question)" in mistake("gsm8k", "--local", *files)
     assert "no file for the test split" in mistake("gsm8k", "--local", files[0])
-    assert "cannot be loaded" in mistake("gsm8k", "--local", str(gsm8k))  # no clone of the hub's repository
+    (gsm8k / "empty").mkdir()
+    assert "cannot be loaded" in mistake("gsm8k", "--local", str(gsm8k / "empty"))  # no clone of the hub's repository
     train = str(gsm8k / "gsm8k_train.jsonl")
     assert "which split is it? say train=" in mistake("gsm8k", "--local", str(write(tmp_path / "a.jsonl", {})))
     assert "has no train split; it has test" in mistake("math500", "--split", "train", "--local", train)
@@ -273,3 +274,16 @@ def test_real_files(shared_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert read_rows(tmp_path / "nq" / "test.parquet")[0].ground_truth == {
         "target": ["14 December 1972 UTC", "December 1972"]
     }
+
+
+def test_a_folder_with_a_file_for_each_split(gsm8k: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the quick start says, under verl's name of the option; other files in the folder are left alone."""
+    (gsm8k / "a_test.jsonl").write_text("no JSON")
+    assert script("gsm8k", ["--out", str(tmp_path / "a"), "--local_dataset_path", str(gsm8k)]) == 0
+    (gsm8k / "gsm8k_train.jsonl").rename(gsm8k / "train.jsonl")
+    assert script("gsm8k", ["--out", str(tmp_path / "b"), "--local", str(gsm8k)]) == 0
+    for split in ("train", "test"):
+        assert (tmp_path / "a" / f"{split}.parquet").read_bytes() == (tmp_path / "b" / f"{split}.parquet").read_bytes()
+    (gsm8k / "train.jsonl").unlink()
+    assert script("gsm8k", ["--out", str(tmp_path / "c"), "--local", str(gsm8k)]) == 2
+    assert "no file for the train split; give it as train=FILE" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Prompts as tokens: template, limits, subsets."""
 
+import copy
 import json
 import logging
 from pathlib import Path
@@ -52,6 +53,31 @@ def test_template_arguments(tmp_path: Path, tokenizer: Any) -> None:
     options = {"think": False, "add_generation_prompt": False}
     dataset = PromptDataset(config(path, apply_chat_template_kwargs=options), tokenizer)
     assert tokenizer.decode(dataset[0].prompt_ids) == "<user>hi<think=False>"
+
+
+SHOWS = "{{ tools | tojson if tools else '' }}{{ mood }}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def test_a_row_brings_its_tools_and_its_arguments_of_the_template(tmp_path: Path, tokenizer: Any, caplog: Any) -> None:
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = SHOWS
+    more = {"tools": [{"name": "f", "default": None}], "chat_template_kwargs": '{"mood": "calm"}'}
+    path = data_file(tmp_path / "a.jsonl", ["hi"], **more)
+    options = {"apply_chat_template_kwargs": {"mood": "cross"}}
+    (row,) = PromptDataset(config(path, **options), tokenizer)
+    assert tokenizer.decode(row.prompt_ids) == '[{"name": "f", "default": null}]calmhi'
+    (row,) = PromptDataset(config(path, tools_key="functions", **options), tokenizer)
+    assert tokenizer.decode(row.prompt_ids) == "calmhi" and not caplog.text
+    # A run with agents shows its own tools, and says so.
+    (row,) = PromptDataset(config(path, **options), tokenizer, tools_of=lambda info: [{"name": "g"}])
+    assert tokenizer.decode(row.prompt_ids) == '[{"name": "g"}]crosshi'
+    assert "train: the rows' own mood, tools: not shown" in caplog.text
+
+
+def test_columns_with_the_names_of_what_the_run_gives_are_told(tmp_path: Path, tokenizer: Any, caplog: Any) -> None:
+    info = {"completions": ["a"], "uid": 3, "answer": "4"}
+    PromptDataset(config(data_file(tmp_path / "a.jsonl", ["hi"], extra_info=info)), tokenizer)
+    assert "train: the rows' own completions, uid: not shown" in caplog.text
 
 
 # The second prompt is <user>abcdefg<assistant>: 24 tokens.

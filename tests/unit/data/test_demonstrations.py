@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
 from tiny_reward_models import character_tokenizer
 from valor.config import SFTConfig
 from valor.data.demonstrations import Demonstration, DemonstrationDataset
+from valor.data.prompts import check_fits, continued, token_owners
 from valor.errors import UserError
 
 # In the manner of Qwen2.5: ChatML, tools in the system message, calls as JSON, tool messages inside a user turn.
@@ -84,6 +89,16 @@ def test_every_assistant_turn_is_learnt_and_nothing_else(template: str, tmp_path
     assert text_of(template, row.tokens) == whole.rstrip("\n")  # nothing is learnt of what follows the last turn
 
 
+def test_the_token_that_ends_a_turn_is_learnt_whatever_the_tokenizer_ends_with(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    made = tokenizer(CHATML)
+    made.add_special_tokens({"eos_token": "<|endoftext|>"})
+    monkeypatch.setattr(sys.modules[__name__], "tokenizer", lambda template: made)
+    (row,) = demonstrations(CHATML, tmp_path / "c.jsonl", messages=CHAT)
+    assert learnt(CHATML, row) == [m["content"] + "<|end|>" for m in CHAT if m["role"] == "assistant"]
+
+
 def test_a_template_that_drops_thoughts_makes_rows_of_what_each_turn_was_given(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -137,3 +152,157 @@ def test_calls_and_tools_are_shown_as_the_template_wants_them(kind: str, as_text
 def test_what_cannot_be_shown_is_one_line(columns: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=words):
         demonstrations(CHATML, tmp_path / "c.jsonl", **columns)
+
+
+SENTENCEPIECE = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|' + m['role'] + '|>' + before + m['content'] }}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' + before }}{% endif %}"
+)
+
+
+def prefixing_tokenizer(kind: str, before: str) -> PreTrainedTokenizerFast:
+    """Puts a space (as "▁" or "Ġ") before texts, or not, as `kind` says; `before` stands before every message."""
+    space = "Ġ" if kind.startswith("bytes") else "▁"
+    byte_level = pre_tokenizers.ByteLevel.alphabet() if space == "Ġ" else []
+    letters = [*byte_level] or list("▁abcdefghijklmnopqrstuvwxyzTY0123456789.,?!+=<>|\n")
+    merges = [(word[:i], word[i]) for word in (f"{space}The", "The", f"{space}is") for i in range(1, len(word))]
+    tokens = dict.fromkeys(["<s>", "</s>", "<unk>", *sorted(letters), *(a + b for a, b in merges)])
+    model = models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges, unk_token="<unk>")
+    made = Tokenizer(model)
+    if space == "Ġ":
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=kind == "bytes behind a space")
+        made.post_processor = processors.ByteLevel(trim_offsets=kind != "bytes with whole offsets")
+        made.decoder = decoders.ByteLevel()
+    elif kind == "normalizer":  # Llama 2's older files
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        made.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=kind, split=False)
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    fast.chat_template = SENTENCEPIECE.replace("before", repr(before))
+    return fast
+
+
+KINDS = ["never", "first", "always", "normalizer", "bytes", "bytes with whole offsets", "bytes behind a space"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("before", ["", " ", "\n", ": </s>"])
+@pytest.mark.parametrize("answers", [("The is 4", "Yes"), (" The", "\nthe")])
+def test_what_is_learnt_is_what_the_whole_text_has(
+    kind: str, before: str, answers: tuple[str, str], tmp_path: Path
+) -> None:
+    made = prefixing_tokenizer(kind, before)
+    said = iter(answers)
+    chat = [
+        {"role": role, "content": next(said) if role == "assistant" else "a?"} for role in ("user", "assistant") * 2
+    ]
+    path = tmp_path / "c.jsonl"
+    path.write_text(json.dumps({"messages": chat}))
+    config = SFTConfig.model_validate({"data": {"train_files": [str(path)]}})
+    (row,) = DemonstrationDataset(config.data, made, "train", seed=0)
+    whole = made(made.apply_chat_template(chat, tokenize=False), add_special_tokens=False)["input_ids"]
+    assert list(row.tokens) == whole[: len(row.tokens)] and set(whole[len(row.tokens) :]) <= {*made("\n")["input_ids"]}
+    counted = [[token for token, counts in zip(row.tokens, row.loss_mask, strict=True) if counts]]
+    assert sum(token == made.eos_token_id for token in counted[0]) == 2
+    # Each answer's tokens, wherever the prompt's own tokens are the beginning of the whole text's.
+    expected: list[int] = []
+    for end in (2, 4):
+        text = made.apply_chat_template(chat[:end], tokenize=False)
+        asked = made.apply_chat_template(chat[: end - 1], tokenize=False, add_generation_prompt=True)
+        ids, prompt = (made(one, add_special_tokens=False)["input_ids"] for one in (text, asked))
+        if ids[: len(prompt)] != prompt:
+            return
+        rest = ids[len(prompt) :]
+        expected += rest[: rest.index(made.eos_token_id) + 1]
+    assert counted[0] == expected
+
+
+def test_a_token_across_an_edge_is_the_answers_and_nothing_is_said_without_offsets() -> None:
+    made = prefixing_tokenizer("never", "")
+    across = [-1, 0]  # "The" begins in the prompt and ends in the answer
+    assert token_owners(made, [("aThe", [(2, 4)])])[0][1] == across
+    assert token_owners(made, [("ab", [])]) == [(made("ab")["input_ids"], [-1, -1])]
+    ((prompt, answer),) = continued(prefixing_tokenizer("always", ""), ["a</s>"], ["The"])
+    assert prefixing_tokenizer("always", "").convert_ids_to_tokens([*prompt, *answer]) == ["▁", "a", "</s>", "▁The"]
+    assert len(prompt) == 3 and continued(made, ["ab"], [""]) == [(made("ab")["input_ids"], [])]
+
+    class Slow:
+        is_fast = False
+
+    with pytest.raises(UserError, match="Slow has no character offsets"):
+        token_owners(Slow(), [("a", [])])
+
+
+@pytest.mark.parametrize("key", ["loss_mask", "weight", "train", "training", "loss"])
+@pytest.mark.parametrize("off", [0, 0.0, False])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_messages_that_are_not_to_be_learnt_are_not(key: str, off: Any, kind: str, tmp_path: Path) -> None:
+    on = type(off)(1)
+    chat = [CHAT[0], {**CHAT[1], key: off}, CHAT[4], {**CHAT[5], key: on}, CHAT[4], CHAT[3]]
+    (row,) = demonstrations(CHATML, tmp_path / f"c.{kind}", messages=chat)
+    assert learnt(CHATML, row) == [m["content"] + "<|end|>" for m in chat[3::2]]
+    assert text_of(CHATML, row.tokens[: row.prompt_length]).endswith("More?<|end|>\n<|assistant|>")
+    with pytest.raises(UserError, match="no sample has an assistant token"):
+        demonstrations(CHATML, tmp_path / "d.jsonl", messages=[CHAT[0], {**CHAT[1], key: off}])
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ({"weight": 0.5}, "message 1 has weight=0.5: a message is learnt"),
+        ({"loss_mask": "no"}, "message 1 has loss_mask='no'"),
+        ({"train_detail": []}, "train_detail=.* is not known here: name it loss_mask"),
+        ({"is_masked": True}, "is_masked=True"),
+        ({"loss_weight": 0}, "loss_weight=0"),
+    ],
+)
+def test_flags_that_are_not_understood_are_refused(flag: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=words):
+        demonstrations(CHATML, tmp_path / "c.jsonl", messages=[CHAT[0], {**CHAT[1], **flag}])
+    demonstrations(CHATML, tmp_path / "d.jsonl", messages=[CHAT[0], {**CHAT[1], "train_note": "a text", "index": 0}])
+
+
+def test_a_prompts_own_turns_are_not_learnt(tmp_path: Path) -> None:
+    (row,) = demonstrations(CHATML, tmp_path / "c.jsonl", prompt=CHAT[:5], response="A3")
+    assert learnt(CHATML, row) == ["A3<|end|>"]
+    greeting = [{"role": "assistant", "content": "Hello", "weight": 0}, *CHAT[:2]]
+    (row,) = demonstrations(CHATML, tmp_path / "d.jsonl", messages=greeting)
+    assert learnt(CHATML, row) == [CHAT[1]["content"] + "<|end|>"]
+
+
+SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {"limit": {"default": None, "enum": [None, 1]}}}}
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_nulls_that_a_row_has_are_shown_and_those_of_arrow_are_not(as_text: bool, tmp_path: Path) -> None:
+    arguments = {"q": None, "ids": [{"a": None}]}
+    call = {"id": None, "function": {"name": "f", "arguments": json.dumps(arguments) if as_text else arguments}}
+    chat = [CHAT[0], {"role": "assistant", "content": None, "name": None, "tool_calls": [call]}]
+    tools = json.dumps([SCHEMA]) if as_text else [SCHEMA]
+    (row,) = demonstrations(CHATML, tmp_path / "c.jsonl", messages=chat, tools=tools)
+    text = text_of(CHATML, row.tokens)
+    assert json.dumps(arguments) in text and json.dumps(SCHEMA) in text
+    (row,) = demonstrations(CHATML, tmp_path / "c.parquet", messages=chat, tools=tools)
+    assert (json.dumps(arguments) in text_of(CHATML, row.tokens)) == as_text
+    two = [{"function": {"name": "f", "arguments": arguments}} for arguments in ({"a": 1}, {"b": [{"c": 2}, {"d": 3}]})]
+    chat = [CHAT[0], {"role": "assistant", "content": "", "tool_calls": two}]
+    (row,) = demonstrations(CHATML, tmp_path / "d.parquet", messages=chat)
+    assert "null" not in text_of(CHATML, row.tokens) and '{"b": [{"c": 2}, {"d": 3}]}' in text_of(CHATML, row.tokens)
+
+
+@pytest.mark.parametrize("tokens", [5, 10**6])
+@pytest.mark.parametrize("positions", [9, None])
+def test_rows_beyond_the_model_are_named(tokens: int, positions: int | None) -> None:
+    class Described:
+        vocab_size, max_position_embeddings = tokens, positions
+
+    ids = torch.arange(12).tolist()
+    if tokens == 5:
+        with pytest.raises(UserError, match="row 3: has token 11, and the model 'm' knows 5 tokens"):
+            check_fits("m", Described, ids, "row 3")
+    elif positions is not None:
+        with pytest.raises(UserError, match="row 3: has 12 tokens, and the model 'm' has 9 positions"):
+            check_fits("m", Described, ids, "row 3")
+    else:
+        check_fits("m", Described, ids, "row 3")

@@ -50,20 +50,22 @@ def read(path: Path, **data) -> list:
 )
 def test_text_messages_and_whole_chats_are_the_same_pair(tmp_path, row):
     (pair,) = read(write(tmp_path / "p.jsonl", row))
-    assert (pair.prompt, pair.chosen, pair.rejected, pair.source) == ([USER], "So.", "No.", "s")
+    assert (pair.prompt, pair.chosen, pair.rejected, pair.source) == ([USER], GOOD, BAD, "s")
 
 
 def test_columns_may_have_other_names(tmp_path):
     row = {"question": "Why?", "better": "So.", "worse": "", "strength": 2, "set": "x"}
     keys = {"prompt_key": "question", "chosen_key": "better", "rejected_key": "worse"}
     (pair,) = read(write(tmp_path / "p.jsonl", row), source_key="set", margin_key="strength", **keys)
-    assert (pair.chosen, pair.rejected, pair.source, pair.margin) == ("So.", "", "x", 2)
+    assert (pair.chosen, pair.rejected, pair.source, pair.margin) == (GOOD, {**BAD, "content": ""}, "x", 2)
 
 
 @pytest.mark.parametrize(
     ("row", "data", "message"),
     [
-        ({**PAIR, "rejected": "So."}, {}, "'chosen' and 'rejected' are the same text"),
+        ({**PAIR, "tools": ["f"]}, {}, "'tools' must be a list of function schemas"),
+        ({**PAIR, "chat_template_kwargs": 3}, {}, "'chat_template_kwargs' must be a dictionary"),
+        ({**PAIR, "chosen": "a\ud83d"}, {}, "'chosen' has half of a surrogate pair"),
         ({"prompt": "Why?", "chosen": "So."}, {}, "column 'rejected' missing"),
         ({"chosen": "So.", "rejected": "No."}, {}, "there is no prompt"),
         ({**PAIR, "chosen": [USER]}, {}, "'chosen' must end with an assistant message"),
@@ -122,6 +124,54 @@ def test_a_batch_is_two_texts_a_row(tmp_path):
     assert texts[0] == ["<s>[user]Why?</s>[assistant]So.</s>"] * 2
     assert texts[1] == ["<s>[user]Why?</s>[assistant]Never.</s>", "<s>[user]Why?</s>[assistant]No.</s>"]
     assert val is None and batch["margin"].tolist() == [0.25, 0.25] and batch.meta == {"num_pairs": 2.0}
+
+
+TRIMS = TEMPLATE.replace("{{ m.content }}", "{{ m.content | trim }}")
+
+
+@pytest.mark.parametrize(
+    ("template", "longest", "chosen", "rejected"),
+    [
+        (TEMPLATE, None, "So.", "So."),
+        (TEMPLATE, None, "", ""),
+        (TEMPLATE, 24, "GOOD" + "x" * 40, "BAD!" + "x" * 40),
+        (TRIMS, None, "yes", " yes\n"),
+        (None, 10, "a" + "x" * 40, "b" + "x" * 40),
+    ],
+)
+def test_pairs_of_the_same_tokens_are_left_out_and_counted(tmp_path, caplog, template, longest, chosen, rejected):
+    texts = RewardTexts(character_tokenizer(template=template), longest)
+    same = {**PAIR, "chosen": chosen, "rejected": rejected}
+    config = config_of(write(tmp_path / "p.jsonl", same, PAIR, same))
+    train, _ = load_preferences(config, texts)
+    assert [pair.chosen["content"] for pair in train] == ["So."] and len(train) == len(train.lengths) == 1
+    assert "2 of 3 pairs are left out: their two texts are the same tokens" in caplog.text
+    assert train.batch([0])["margin"].tolist() == [0.0]
+    with pytest.raises(UserError, match=r"p\.jsonl, line 1: its two texts are the same tokens"):
+        load_preferences(config_of(write(tmp_path / "p.jsonl", same)), texts)
+
+
+CALLS = TEMPLATE.replace(
+    "{{ m.content }}", "{{ m.content }}{{ (m.tool_calls or []) | tojson }}{{ tools | tojson }}{{ mood }}"
+)
+
+
+def test_what_a_row_gives_the_template_is_shown_and_calls_are_read(tmp_path):
+    call = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "f", "arguments": '{"q": null}'}}],
+    }
+    row = {"prompt": "Why?", "chosen": [call], "rejected": "No.", "tools": [{"name": "f"}]}
+    row |= {"chat_template_kwargs": {"mood": "calm"}}
+    train, _ = load_preferences(
+        config_of(write(tmp_path / "p.jsonl", row)), RewardTexts(character_tokenizer(template=CALLS))
+    )
+    batch = train.batch([0])
+    text = "".join(character_tokenizer().convert_ids_to_tokens(batch["prompts"][0].tolist()))
+    assert '{"q": null}' in text and text.count('[{"name": "f"}]') == 2 and text.count("calm") == 2
+    with pytest.raises(UserError, match="rows have tools, and the tokenizer has no chat template to show them"):
+        load_preferences(config_of(write(tmp_path / "p.jsonl", row)), RewardTexts(character_tokenizer()))
 
 
 def test_accuracy_counts_by_hand():

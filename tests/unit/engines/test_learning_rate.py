@@ -2,8 +2,10 @@
 
 import pytest
 
+from valor.config import PPOConfig
 from valor.config.engine import OptimConfig
 from valor.engines.optim import lr_factor
+from valor.workers.roles import role_specs
 
 
 def factors(total: int, **keys) -> list[float]:
@@ -41,3 +43,25 @@ def test_cosine_after_warm_up():
 def test_beyond_the_end_stays_at_the_floor(kind):
     config = OptimConfig(lr_scheduler_type=kind, min_lr_ratio=0.1)
     assert lr_factor(8, config, 8) == pytest.approx(0.1) and lr_factor(20, config, 8) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "actor", "critic"),
+    [
+        ({}, 8, 8),
+        ({"trainer": {"critic_warmup": 3}}, 5, 8),
+        ({"trainer": {"critic_warmup": 8}}, 0, 8),
+        ({"trainer": {"critic_warmup": 20}}, 0, 8),
+        ({"critic": {"freeze_steps": ["2-4", "7"]}}, 8, 4),
+        ({"critic": {"freeze_steps": ["1-3", "2-5", "8-99"]}, "trainer": {"critic_warmup": 1}}, 7, 2),
+    ],
+)
+def test_a_schedule_ends_with_the_last_update_of_its_role(settings, actor, critic):
+    optim = {"lr_scheduler_type": "cosine", "lr_warmup_steps_ratio": 0.2}
+    settings = {"critic": {}, **settings, "actor_rollout_ref": {"actor": {"optim": optim}}}
+    config = PPOConfig.model_validate({**settings, "critic": {**settings["critic"], "optim": optim}})
+    specs = role_specs(config, total_steps=8, eos_token_ids=[])
+    for role, updates in (("actor", actor), ("critic", critic)):
+        assert specs[role].kwargs["total_steps"] == updates
+        rates = [*factors(updates, **optim), lr_factor(updates, OptimConfig(**optim), updates)]
+        assert min(rates) == rates[-1] == 0

@@ -8,13 +8,13 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB, build_hf
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PhimoeConfig
 
 from valor.config.engine import CriticModelConfig, ModelConfig
 from valor.errors import UserError
 from valor.models.export import export_hf, published_weights
 from valor.models.load import load_policy, load_value_model
-from valor.models.lora import adapters_off
+from valor.models.lora import adapted_layers, adapters_off
 from valor.models.value import ValueHead
 
 IDS = torch.arange(24).view(2, 12) % VOCAB
@@ -233,3 +233,19 @@ def test_an_adapter_that_does_not_fit_is_one_line(bases, tmp_path):
     assert refused().endswith("is not plain LoRA: it sets use_dora")
     (folder / "adapter_config.json").write_text(json.dumps({**described, "peft_type": "IA3"}))
     assert "peft's type IA3" in refused()
+
+
+def test_fused_experts_and_routers_stay_frozen_and_that_is_told(tmp_path, caplog, rows):
+    """A router that is a subclass of nn.Linear and gives a tuple, and experts in one tensor."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": VOCAB}
+    hf = PhimoeConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
+    AutoModelForCausalLM.from_config(hf).save_pretrained(tmp_path)
+    model = {"path": str(tmp_path), "lora_rank": 2, "enable_gradient_checkpointing": False}
+    policy = load_policy(ModelConfig(**model))
+    assert policy(rows)["log_probs"].isfinite().all()
+    assert {name.rpartition(".")[2] for name in adapted_layers(policy.hf)} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    told = [line for line in caplog.messages if "leaves frozen" in line]
+    assert len(told) == 1 and "model.layers.*.mlp.experts.gate_up_proj" in told[0] and "mlp.router.weight" in told[0]
+    for modules in (["router"], ["experts"], ["lm_head"]):
+        with pytest.raises(UserError, match=r"set it to all-linear, or to some of \[q_proj,k_proj,v_proj,o_proj\]"):
+            load_policy(ModelConfig(**model, target_modules=modules))

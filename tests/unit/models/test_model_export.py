@@ -50,3 +50,17 @@ def test_given_weights_are_what_is_written(tmp_path):
     from safetensors.torch import load_file
 
     assert all(not t.any() for t in load_file(tmp_path / "model.safetensors").values())
+
+
+@pytest.mark.parametrize("family", ["llama_dropout", "gpt2_dropout", "gpt_neox"])
+def test_the_config_keeps_the_dropout_that_training_is_without(family, tmp_path):
+    hf = build_hf(family)
+    rates = {key: value for key, value in hf.config.to_dict().items() if "drop" in key}
+    policy = PolicyModel(hf)
+    assert any(rates.values())
+    for folder in (tmp_path / "once", tmp_path / "twice"):
+        export_hf(policy, folder)
+        written = json.loads((folder / "config.json").read_text())
+        assert {key: value for key, value in written.items() if "drop" in key} == rates
+        assert not any(value for key, value in hf.config.to_dict().items() if "drop" in key)
+        assert not any(m.p for m in policy.modules() if isinstance(m, torch.nn.Dropout))

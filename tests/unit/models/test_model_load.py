@@ -1,7 +1,9 @@
 """What a user hears when a model or tokenizer cannot be loaded."""
 
 import json
+import os
 
+import huggingface_hub.utils
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -11,14 +13,13 @@ from transformers import PreTrainedTokenizerFast
 
 from valor.config.engine import ModelConfig
 from valor.errors import UserError
+from valor.hub import hub_answers
 from valor.models.load import load_policy, load_tokenizer
 
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch):
     """No retries against a hub: the constant is read when huggingface_hub is imported."""
-    import huggingface_hub.constants
-
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
 
@@ -85,6 +86,32 @@ def test_damaged_weights(model_dir):
 
 def test_hub_name_without_a_hub():
     assert "cannot be reached" in refused("nobody/no-such-model")
+
+
+def test_a_hub_out_of_reach_is_asked_once_and_not_by_the_libraries(monkeypatch, capsys):
+    class Session:
+        asked = 0
+
+        def head(self, url, timeout):
+            assert timeout <= 5
+            Session.asked += 1
+            raise OSError("no route")
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(huggingface_hub.utils, "get_session", Session)
+    hub_answers.cache_clear()
+    try:
+        for name in ("nobody/no-such-model", "nobody/another"):
+            assert "give a directory that holds it (`hf download" in refused(name)
+    finally:
+        hub_answers.cache_clear()
+    assert Session.asked == 1 and capsys.readouterr().err.count("cannot be reached (no route)") == 1
+
+
+@pytest.mark.parametrize("path", ["/no/where", "./model", "~/model", "models/of/mine"])
+def test_a_path_that_is_no_directory(path):
+    assert refused(path) == f"there is no model directory '{path}'".replace("~", os.path.expanduser("~"))
 
 
 def test_missing_library(model_dir):

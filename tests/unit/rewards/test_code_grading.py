@@ -466,3 +466,28 @@ def test_numbers_are_compared_by_their_size(expected: str, right: str, wrong: st
 def test_printed_numbers_are_compared_by_their_size() -> None:
     assert code.same_output("0.33333331", "0.33333333") and code.same_output("4.0000001e-7", "0.0000004")
     assert not code.same_output("0", "0.0000004") and not code.same_output("0.000001", "0.0")
+
+
+LONG = "1" + "0" * 5000  # Python refuses to read or print an integer of more than 4,300 digits
+NEXT = LONG[:-1] + "1"
+PLUS = "```python\ndef f(n):\n    return n + 1\n```"
+READS = "```python\nprint(int(input()) + 1)\n```"
+
+
+@pytest.mark.parametrize(
+    ("tests", "response", "right"),
+    [
+        ({"inputs": [LONG], "outputs": [NEXT]}, READS, 1),
+        (f'{{"inputs": [[{LONG}]], "outputs": [[{NEXT}]]}}', READS, 1),
+        ({"inputs": [[10**5000]], "outputs": [[10**5000 + 1]]}, READS, 1),
+        ({"fn_name": "f", "inputs": [[10**5000]], "outputs": [10**5000 + 1]}, PLUS, 1),
+        ({"fn_name": "f", "inputs": [[10**5000]], "outputs": [10**5000]}, PLUS, 0),
+        ({"fn_name": "f", "inputs": [LONG], "outputs": [NEXT]}, PLUS, 1),
+        (f'{{"fn_name": "f", "inputs": [[{LONG}]], "outputs": [[{NEXT}]]}}', PLUS, 1),
+        ([f"assert f({LONG}) == {NEXT}"], PLUS, 1),
+        ([f"assert f({LONG}) == {LONG}"], PLUS, 0),
+        ({"test_list": ["assert f(X) == X + 1"], "test_setup_code": f"X = {LONG}"}, PLUS, 1),
+    ],
+)
+def test_integers_of_any_length(tests, response, right):
+    assert compute_score("apps", response, tests)["score"] == right

@@ -41,7 +41,7 @@ from valor.rewards.mathematics import grade
         ("<think>\\boxed{1}</think>\nThe answer is 2", "2", True),
         ("<answer>5</answer> \\boxed{6}", "5", True),
         (r"<answer>\boxed{5}</answer>", "5", True),
-        ("We get 4.\nSo it takes 12 minutes.", "12", False),
+        ("We get 4.\nSo it takes 12 minutes.", "12 minutes", False),
         ("We get\n$$x = \\frac{3}{2}$$", r"x = \frac{3}{2}", False),
         ("Half of it.\nThat is 40% of all.", "40%", False),
         ("The answer is 5!", "5!", True),

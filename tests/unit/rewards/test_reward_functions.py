@@ -55,6 +55,19 @@ def test_scores_are_added_with_their_weights_and_none_is_left_out():
         call([only_chats], None, ("s", "bb", None, {"prompt": "plain"}))
 
 
+def test_a_column_never_takes_the_place_of_what_is_generated():
+    seen = {}
+
+    def keeps(completions, prompts=None, completion_ids="none", **columns):
+        seen.update(columns, completions=completions, prompts=prompts, completion_ids=completion_ids)
+        return [0.0] * len(completions)
+
+    names = ("completions", "prompts", "completion_ids", "ground_truth", "solution_str", "level")
+    call([keeps], None, ("s", "said", "4", {**dict.fromkeys(names, "from the row"), "prompt": "asked"}))
+    assert (seen["completions"], seen["prompts"], seen["ground_truth"]) == (["said"], ["asked"], ["4"])
+    assert seen["completion_ids"] == "none" and seen["level"] == ["from the row"]
+
+
 def test_a_whole_batch_is_one_call():
     rows = [("s", "a", None, {"level": 1}), ("s", "abcd", None, {"level": 2})]
     assert call([by_length], None, *rows) == [1, 8]

@@ -20,6 +20,12 @@ FORM = load_file(str(Path(__file__).parents[3] / "examples" / "rewards" / "form.
     [
         ("<think>a</think><answer>b</answer>", 1),
         ("<think>a\nb</think>\n<answer>b</answer>\n", 1),
+        ("a\n</think>\n<answer>b</answer>", 1),  # the template has opened the thoughts
+        ("</think><answer>b</answer>", 1),
+        ("<answer>b</answer>", 0),
+        ("a</think>b</think><answer>b</answer>", 0),
+        ("a<think>b</think><answer>b</answer>", 0),
+        ("a</think>so <answer>b</answer>", 0),
         ("<think>a</think>", 0),
         ("so <think>a</think><answer>b</answer>", 0),
         ("<think>a</think><answer>b</answer><answer>c</answer>", 0),
@@ -33,6 +39,8 @@ def test_think_and_answer(text: str, good: int) -> None:
 def test_think_and_box() -> None:
     assert FORM.has_think_and_box(r"<think>x</think> \boxed{5}") == 1.0
     assert FORM.has_think_and_box(r"<think>x \boxed{5}</think> y") == 0.0
+    assert FORM.has_think_and_box("x\n</think>\n\\boxed{5}") == 1.0
+    assert FORM.has_think_and_box(r"x \boxed{5}") == FORM.has_think_and_box(r"a<think>x</think> \boxed{5}") == 0.0
 
 
 def test_repetition_penalty() -> None:

@@ -104,8 +104,12 @@ def test_an_integer_at_the_end_is_found_whatever_stands_before(number: int, befo
         ("The answer is 72.", 0, 1),  # right, but not as asked
         ("#### **72**", 0, 1),
         ("#### 72\nThat took me 3 steps.", 1, 0),  # flexible takes the last number anywhere
-        ("#### 72" + " " * 293, 1, 1),  # 300 characters
-        ("#### 72" + " " * 294, 0, 1),  # the first one of them is out of the strict rule's sight
+        ("#### 72\n" + "and the steps above agree. " * 40, 1, 1),  # wherever it stands
+        ("#### 72 " + "Note 5. " * 100, 1, 0),
+        ("#### 72\n" * 50 + "#### 71\n" + "so it is. " * 100, 0, 0),
+        ("####\u3000\uff17\uff12", 1, 1),  # full-width
+        ("一共有72个。\n#### 72个", 1, 1),
+        ("温度是-72度", 0, 0),
         ("", 0, 0),
     ],
 )

@@ -21,6 +21,8 @@ class FakeServer:
 
     def __init__(self) -> None:
         self.answer: Answer = lambda asked: (200, "Fine. Score: 7")
+        self.more: dict = {}  # of the message
+        self.reasons = iter(())  # why replies end, else none is given
         self.requests: list[dict] = []
         self.keys: list[str | None] = []
         self.at_once = self.most_at_once = 0
@@ -43,7 +45,8 @@ class FakeServer:
                 finally:
                     with fake.lock:
                         fake.at_once -= 1
-                self.reply(status, {"choices": [{"message": {"role": "assistant", "content": text}}]})
+                message = {"role": "assistant", "content": text, **fake.more}
+                self.reply(status, {"choices": [{"message": message, "finish_reason": next(fake.reasons, None)}]})
 
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
@@ -160,6 +163,43 @@ def test_a_template_and_an_expression_of_ones_own(server):
         server, prompt_template="Rate: {response}", score_regex=r"<verdict>(.*?)</verdict>", score_range=(0, 1)
     )
     assert judge.score(questions())[0].score == 0.25
+
+
+def test_a_reply_that_was_cut_is_asked_for_again(server):
+    server.answer, server.reasons = lambda asked: (200, "Score: 1"), iter(["length", "stop"])
+    assert make(server, retries=1).score(questions())[0].score == 1.0
+    server.reasons = iter(["length"] * 3)
+    (result,) = make(server, retries=2).score(questions())
+    assert result.score == -1.0 and len(server.requests) == 5
+    assert (
+        result.error == "judge: the reply was cut at its limit: raise max_tokens in reward.reward_model.judge.request"
+    )
+
+
+def test_thoughts_are_no_verdict(server):
+    server.answer, server.more = lambda asked: (200, ""), {"reasoning_content": "Score: 9"}
+    (result,) = make(server).score(questions())
+    assert result.error is not None and "no score" in result.error
+    server.answer = lambda asked: (200, "<think>Score: 9</think>\nScore: 2")
+    assert make(server).score(questions())[0].score == 2.0
+    own = make(server, score_regex=r"Score: (\d+)")
+    assert own.score(questions())[0].score == 2.0
+    server.answer = lambda asked: (200, "<think>Score: 9")
+    assert own.score(questions())[0].score == -1.0
+
+
+def test_the_range_of_scores_is_asked_for_and_told(server):
+    judge = make(server, score_range=(-1, 1))
+    assert "from -1 (worthless) to 1 (perfect)" in judge.ask(questions()[0])
+    server.answer = lambda asked: (200, "Score: 7/10")
+    assert judge.score(questions())[0].score == 0.7
+    server.answer = lambda asked: (200, "Score: -3")
+    assert judge.score(questions())[0].error == "judge: the score -3 is outside -1 to 1"
+
+
+def test_a_template_may_ask_for_all_that_was_said(server):
+    asked = make(server, prompt_template="{response}|{transcript}").ask(Question("p", "own", None, "own and told"))
+    assert asked == "own|own and told"
 
 
 def test_who_is_not_there_or_refuses_the_key_is_told_before_the_run(server, monkeypatch):

@@ -99,7 +99,8 @@ class FakeServer:
         scale = body["temperature"] if self.mode.startswith("processed") and body["temperature"] else 1.0
         norm = 0.0 if self.mode.endswith("logits") else math.log(sum(math.exp(x / scale) for x in LOGITS))
         told = [x / scale - norm for x in LOGITS]
-        tokens = [(body.get("seed", 0) + i) % 6 for i in range(length)]
+        drawn = [(body.get("seed", 0) + i) % 6 for i in range(length)]
+        tokens = [5 if one in body.get("stop_token_ids", ()) else one for one in drawn]
         choice: dict[str, Any] = {"finish_reason": reason}
         if self.with_tokens:
             choice |= {"token_ids": tokens, "prompt_token_ids": prompt}

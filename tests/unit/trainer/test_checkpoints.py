@@ -1,8 +1,12 @@
 """Checkpoints on disk: whole or absent, found again, cleared away."""
 
+import random
+from contextlib import suppress
+
 import pytest
 
 from valor.errors import UserError
+from valor.tracking.rundir import rewind
 from valor.trainer.checkpoints import CheckpointStore, open_checkpoint
 
 
@@ -57,3 +61,36 @@ def test_retention_keeps_the_newest_and_the_best_after_a_restart_too(tmp_path):
 def test_resuming_needs_a_checkpoint(tmp_path):
     with pytest.raises(UserError, match="not a Valor checkpoint"):
         open_checkpoint(tmp_path / "global_step_9")
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 10, None])
+@pytest.mark.parametrize("seed", range(6))
+def test_after_every_save_the_newest_and_the_best_are_there_and_nothing_else(seed, number, tmp_path):
+    """Any rhythm of saves, with new bests, resumes and rollbacks to earlier ones, saves that fail or are killed."""
+    draw = random.Random(seed)
+    store, there, best, step = CheckpointStore(tmp_path, number), [], None, 0
+    for _ in range(40):
+        step += draw.choice([1, 1, 1, 2, 7])
+        event = draw.choice(["saved"] * 5 + ["best", "fails", "killed", "resumed"])
+        end = {"fails": RuntimeError, "killed": KeyboardInterrupt}.get(event)
+        if event == "resumed" and there:
+            step = draw.choice(there)
+            rewind(tmp_path, step)
+            store, there = CheckpointStore(tmp_path, number), [one for one in there if one <= step]
+            assert found(store).step == step
+            continue
+        best = step if event == "best" else best
+
+        def write_roles(folder, source=store.last, end=end):
+            (folder / "actor").mkdir()
+            assert source is None or open_checkpoint(source.folder) == source  # until the next one is complete
+            if end is not None:
+                raise end
+
+        with suppress(RuntimeError, KeyboardInterrupt):
+            store.save("PPO", {"step": step}, write_roles, {best} - {None})
+            there = sorted({*[*there, step][-number if number else None :], *({*there, step} & {best})})
+        assert store.steps() == there
+        assert event == "killed" or {one.name for one in tmp_path.glob("global_*")} == {
+            f"global_step_{n}" for n in there
+        }

@@ -4,8 +4,9 @@ import pytest
 
 from valor.algorithms import ADVANTAGES
 from valor.config import PPOConfig, load
+from valor.config.tree import nested
 from valor.errors import UserError
-from valor.trainer.checks import check, inert_settings
+from valor.trainer.checks import check, derived, inert_settings, lost_in_rounding
 
 SERVER = ["actor_rollout_ref.rollout.name=server", "actor_rollout_ref.rollout.server.base_url=http://h:1/v1"]
 SERVER += ["actor_rollout_ref.rollout.top_k=5"]
@@ -168,3 +169,61 @@ def test_settings_that_the_chosen_algorithms_do_not_read():
     assert inert("actor_rollout_ref.actor.policy_loss.loss_mode=sapo", "actor_rollout_ref.actor.tau_pos=2") == {}
     clipped = inert("critic.value_loss=bce", "critic.cliprange_value=0.2")
     assert clipped == {"critic.cliprange_value": "no effect with critic.value_loss=bce, which does not clip"}
+
+
+BF16 = "fsdp_config.model_dtype=bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("argv", "roles"),
+    [
+        ([], []),
+        ([f"actor_rollout_ref.actor.{BF16}"], ["actor_rollout_ref.actor", "critic"]),  # which follows the actor
+        ([f"actor_rollout_ref.actor.{BF16}", "critic.freeze=true", "critic.model.path=x"], ["actor_rollout_ref.actor"]),
+        ([f"actor_rollout_ref.actor.{BF16}", "algorithm.adv_estimator=grpo"], ["actor_rollout_ref.actor"]),
+        ([f"critic.{BF16}"], ["critic"]),
+        ([f"actor_rollout_ref.ref.{BF16}"], []),
+    ],
+)
+def test_a_rate_too_small_for_bfloat16_weights_is_told(argv, roles):
+    flat = dict(one.split("=", 1) for one in argv)
+    lines = list(lost_in_rounding(PPOConfig.model_validate(nested(flat))))
+    assert [line.partition(".fsdp_config")[0] for line in lines] == roles
+    assert all("lost in rounding for every weight above" in line for line in lines)
+
+
+OWN = """
+import torch
+from valor.algorithms import register_advantage, register_policy_loss, register_value_loss
+
+@register_advantage("needs_values", needs_critic=True)
+def needs_values(*, rewards, response_mask, values, scale=1.0):
+    return (rewards - values) * scale * response_mask, rewards
+
+@register_advantage("needs_greedy", needs_greedy_baseline=True)
+def needs_greedy(*, rewards, response_mask, reward_baselines):
+    return rewards * response_mask, rewards
+
+@register_policy_loss("own_loss")
+def own_loss(inputs):
+    return inputs.aggregate(-inputs.advantages), {}
+
+@register_value_loss("own_value_loss")
+def own_value_loss(*, values, returns):
+    return (values - returns) ** 2, torch.zeros_like(values), values
+"""
+
+
+def test_algorithms_of_a_users_file(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+
+    def run(*typed):
+        return load([f"algorithm.custom_path={tmp_path / 'own.py'}", *typed], PPOConfig, check, derived).config
+
+    losses = ("actor_rollout_ref.actor.policy_loss.loss_mode=own_loss", "critic.value_loss=own_value_loss")
+    assert run("algorithm.adv_estimator=needs_values", "trainer.critic_warmup=1", *losses).critic.enable
+    assert not run("algorithm.adv_estimator=needs_greedy").critic.enable
+    with pytest.raises(UserError, match=r"needs_values needs a critic: set critic\.enable=true"):
+        run("algorithm.adv_estimator=needs_values", "critic.enable=false")
+    with pytest.raises(UserError, match="needs_greedy compares with greedy responses of the same weights"):
+        run("algorithm.adv_estimator=needs_greedy", "trainer.v1.trainer_mode=separate_async")

@@ -1,9 +1,12 @@
 """Validation metrics against hand-worked numbers and brute force."""
 
+from functools import partial
 from itertools import combinations
+from types import SimpleNamespace
 
 import pytest
 
+from valor.trainer.supervised import SFTRun
 from valor.trainer.validation import headline, majority_score, pass_at_k, validation_metrics
 
 
@@ -41,3 +44,27 @@ def test_metrics_are_means_over_prompts_of_each_source():
     assert "val-core/y/reward/maj@2" not in metrics  # its grader tells no answers, so nothing was voted on
     assert headline(metrics) == pytest.approx((0.25 + 0.5) / 2)
     assert headline({"actor/lr": 1.0}) is None
+
+
+@pytest.mark.parametrize("budget", [1, 40, 100, 10**6])
+def test_one_long_sample_is_padding_in_its_own_batch_alone(budget):
+    lengths = [5, 90, 7, 5, 30, 31, 6]
+
+    class Samples:
+        def __init__(self):
+            self.lengths = lengths
+
+        def batch(self, indices):
+            self.asked = [*getattr(self, "asked", []), *indices]
+            chosen = [lengths[i] for i in indices]
+            assert len(chosen) == 1 or max(chosen) * len(chosen) <= 2 * budget
+            return SimpleNamespace(meta={"num_tokens": float(sum(chosen))}, total=float(sum(n * n for n in chosen)))
+
+    role = SimpleNamespace(evaluate=lambda batch: {"loss": batch.total / batch.meta["num_tokens"]})
+    data = SimpleNamespace(max_token_len_per_gpu=budget)
+    run = SimpleNamespace(config=SimpleNamespace(data=data), placement=SimpleNamespace(world_size=2))
+    run.roles, run.role, samples = {"actor": role}, "actor", Samples()
+    run.validation_batches = partial(SFTRun.validation_batches, run)
+    loss = SFTRun.measure(run, samples)["loss"]
+    assert loss == pytest.approx(sum(n * n for n in lengths) / sum(lengths)) and sorted(samples.asked) == [*range(7)]
+    assert budget < 10**6 or (loss == sum(n * n for n in lengths) / sum(lengths) and samples.asked == [*range(7)])

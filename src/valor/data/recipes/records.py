@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from valor.data.files import Messages
+from valor.data.messages import Messages
 
 Record = Mapping[str, Any]
 

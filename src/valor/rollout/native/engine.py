@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from valor.data.positions import num_positions
 from valor.errors import TrainingStopped, out_of_memory
 from valor.models.export import plain_weights
 from valor.models.hf import cache_bytes_per_token, input_device
@@ -45,7 +46,7 @@ class NativeEngine(RolloutEngine):
 
     `unsharded` is entered around all model calls of one `generate` (FSDP2: parameters gathered and kept).
     `max_num_seqs` bounds the rows decoded together, and so does a GPU's free memory. A row that reaches the model's
-    `max_position_embeddings` ends with "length".
+    `num_positions` ends with "length".
     """
 
     weight_mode: WeightMode = "shared"
@@ -65,7 +66,7 @@ class NativeEngine(RolloutEngine):
         self._unsharded = unsharded
         self._max_num_seqs = max_num_seqs
         self._config = hf.config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
-        self._max_model_len = getattr(self._config, "max_position_embeddings", None) or 2**31
+        self._max_model_len = num_positions(self._config) or 2**31
         self._layout: ExitStack | None = None  # while it generates
         self._decoder: Decoder | None = None
         self._direct: bool | None = None  # whether it can be driven by a Decoder, once that is known

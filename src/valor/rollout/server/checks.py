@@ -10,7 +10,7 @@ from valor.errors import UserError
 from valor.http_client import describe, json_headers
 from valor.rollout.base import SamplingParams
 from valor.rollout.server.connection import CONNECT_SECONDS, root
-from valor.rollout.server.dialects import AS_TOKENS, Ask, Reply
+from valor.rollout.server.dialects import AS_TOKENS, Ask, Reply, checked
 from valor.rollout.server.fleet import DIALECTS
 
 _KEY = "actor_rollout_ref.rollout"
@@ -122,17 +122,15 @@ def _check_dialect(server: _Server, config: RolloutConfig, tokenizer: Any) -> No
 
     def ask(temperature: float, **cut: Any) -> Reply:
         params = SamplingParams(temperature, **cut)
-        body = dialect.body(Ask(ids, 1, params, 0, [], "valor-probe", None))
-        status, reply = server.ask(dialect.address(server.url), body)
+        probe = Ask(ids, 1, params, 0, [], "valor-probe", None)
+        status, reply = server.ask(dialect.address(server.url), dialect.body(probe))
         if status != 200:
             asleep = " (an earlier run may have left it asleep: start it again)" if config.server.sleep else ""
             raise server.lack(f"refuses a completion (status {status}): {reply}{asleep}")
         try:
             if (counted := dialect.prompt_tokens(reply)) != len(ids):
                 raise server.lack(f"counts {counted} tokens in a prompt of {len(ids)}")
-            told = dialect.read(reply)
-            if len(told.token_ids) != 1 or len(told.log_probs) != 1:
-                raise ValueError(f"{told.token_ids} with log-probs {told.log_probs}")
+            told = checked(dialect.read(reply), probe, None)
         except (LookupError, TypeError, ValueError) as error:
             raise server.lack(
                 f"is no {config.name} server of a release that docs/servers.md tells of: {error!r}"

@@ -14,6 +14,8 @@ from valor.rollout.server.connection import Connection, root
 
 AS_TOKENS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 
+_ROUNDING = 1e-3  # by which the log-prob of a sure token may be above 0
+
 Leave = Callable[[], bool]
 
 
@@ -41,6 +43,36 @@ class Reply(NamedTuple):
     log_probs: list[float]
     reason: str
     weights: Sequence[str | None] | None = None
+
+
+def checked(reply: Reply, ask: Ask, vocabulary: int | None) -> Reply:
+    """The reply, if it can be learnt from: with the finish reason "stop" where it ends with a stop token, and "lost"
+    where it has a log-prob that is not finite. ValueError, in words that go on from the server's name: it cannot."""
+    ids, most, ends, stop = reply.token_ids, ask.max_tokens, frozenset(ask.stop_ids), ask.params.stop
+    counts = (len(ids), len(reply.log_probs), len(reply.weights or ids))
+    foreign = [one for one in ids if type(one) is not int or not 0 <= one < (vocabulary or one + 1)]
+    ended = bool(ids) and ids[-1] in ends
+    known = [*ask.prompt, *ids]
+    stopped = ended or (stop is not None and any(stop.complete(known[: len(known) - i]) for i in range(len(ids))))
+    faults = {
+        f"gives {counts[0]} tokens with {counts[1]} log-probs and {counts[2]} weights": len({*counts}) > 1,
+        f"ends a response for the reason '{reply.reason}'": reply.reason not in ("stop", "length", "abort"),
+        f"gives the token {foreign[:1]}, which the policy does not have: is it the same model?": bool(foreign),
+        f"gives {len(ids)} tokens where {most} were asked for": len(ids) > most,
+        "gives log-probs above 0": any(one > _ROUNDING for one in reply.log_probs),
+        "gives tokens behind a stop token": not ends.isdisjoint(ids[:-1]),
+        f"says that a response has stopped, and leaves out the stop token (of {[*ends]}): have it return it": (
+            reply.reason == "stop" and not stopped
+        ),
+        f"cut a response of up to {most} tokens at {len(ids)}: let it take responses as long as "
+        "data.max_response_length (vLLM: --generation-config vllm)": reply.reason == "length"
+        and len(ids) < most
+        and not stopped,
+    }
+    if fault := next((text for text, there in faults.items() if there), None):
+        raise ValueError(f"{fault}. Nothing can be learnt from that: docs/servers.md tells what a server has to do")
+    lost = not all(map(math.isfinite, reply.log_probs))
+    return reply._replace(reason="lost" if lost else "stop" if ended and reply.reason == "length" else reply.reason)
 
 
 class Written(NamedTuple):
@@ -100,7 +132,7 @@ class Dialect:
         """LookupError, TypeError or ValueError where it is no completion with token ids and log-probs."""
         choice = reply["choices"][0]
         log_probs = [math.nan if one is None else float(one) for one in choice["logprobs"]["token_logprobs"]]
-        return Reply(choice["token_ids"], log_probs, choice["finish_reason"])
+        return Reply(list(choice["token_ids"]), log_probs, choice["finish_reason"])
 
     def prompt_tokens(self, reply: Any) -> int:
         """How many tokens the server counts in the prompt of a completion."""

@@ -24,7 +24,7 @@ from valor.errors import TrainingStopped, WorkersReplaced
 from valor.rollout.base import Abort, FinishReason, Request, RequestSource, RolloutEngine, UnderWay, WeightMode
 from valor.rollout.sampling import uniform_stream
 from valor.rollout.server.connection import Away
-from valor.rollout.server.dialects import Ask, Reply, Written
+from valor.rollout.server.dialects import Ask, Reply, Written, checked
 from valor.rollout.server.fleet import Fleet
 from valor.rollout.server.launch import StartedServer
 from valor.rollout.server.weights import Sent, compare, send_weights, written
@@ -60,12 +60,17 @@ class ServerEngine(RolloutEngine):
     parallel_size = 1
 
     def __init__(
-        self, config: RolloutConfig, *, eos_token_ids: Sequence[int], started: Sequence[StartedServer] = ()
+        self,
+        config: RolloutConfig,
+        *,
+        eos_token_ids: Sequence[int],
+        started: Sequence[StartedServer] = (),
+        vocabulary: int | None = None,
     ) -> None:
         self.weight_mode: WeightMode = "fixed" if config.server.weight_updates == "none" else "copied"
         self.weights_checksum: int | None = None
         self._version: int | None = None
-        self._config, self._eos = config, frozenset(eos_token_ids)
+        self._config, self._eos, self._vocabulary = config, frozenset(eos_token_ids), vocabulary
         self._fleet = Fleet(config, started)
         self._connection, self._dialect = self._fleet.connection, self._fleet.dialect
         self._asked: dict[str, _Asked] = {}
@@ -211,8 +216,9 @@ class ServerEngine(RolloutEngine):
             try:
                 lost = check if self.weight_mode == "copied" else None
                 leave = partial(self._fleet.leave, url)
-                at, body = self._dialect.address(url), self._body(asked)
-                return self._read(asked, await self._connection.ask(at, body, lost=lost, leave=leave))
+                at, ask = self._dialect.address(url), self._ask(asked)
+                told = await self._connection.ask(at, self._dialect.body(ask), lost=lost, leave=leave)
+                return self._read(asked, ask, told)
             except Away:
                 return Reply([], [], "lost")
             finally:
@@ -237,19 +243,13 @@ class ServerEngine(RolloutEngine):
                 asked.times_lost += 1
                 if asked.times_lost > _MOST_LOST:
                     raise TrainingStopped(
-                        f"the rollout server at {asked.url} breaks off the same request again and again"
+                        f"the rollout server at {asked.url} breaks off the same request again and again, or "
+                        "gives log-probs that are not finite: look for the cause in its log"
                     )
                 self._begin_anew(asked, self._version or 0)
                 continue
             del self._asked[asked.name]
             output = asked.output(reply.token_ids, reply.log_probs, cast(FinishReason, reply.reason))
-            most = asked.request.params.max_tokens
-            if output.finish_reason == "length" and len(output.token_ids) < most:
-                raise TrainingStopped(
-                    f"the rollout server at {asked.url} cut a response of up to {most} tokens at "
-                    f"{len(output.token_ids)}: let it take responses as long as data.max_response_length (vLLM: "
-                    "--generation-config vllm)"
-                )
             if asked.request.on_finish is not None:
                 asked.request.on_finish(output)
 
@@ -274,26 +274,26 @@ class ServerEngine(RolloutEngine):
         asked.versions += versions
         return True
 
-    def _body(self, asked: _Asked) -> dict[str, Any]:
+    def _ask(self, asked: _Asked) -> Ask:
         request, params = asked.request, asked.request.params
         begun = len(request.begun.token_ids)
         seed = int(uniform_stream(request.seed, begun + 1)[begun] * 2**53)
         ends = sorted({*params.stop_token_ids} | (set() if params.ignore_eos else self._eos))
         most = params.max_tokens - begun
         weights = self._fleet.name or None
-        return self._dialect.body(Ask([*request.known_ids], most, params, seed, ends, asked.name, weights))
+        return Ask([*request.known_ids], most, params, seed, ends, asked.name, weights)
 
-    def _read(self, asked: _Asked, told: Any) -> Reply:
+    def _read(self, asked: _Asked, ask: Ask, told: Any) -> Reply:
         try:
             reply = self._dialect.read(told)
-            counts = {len(reply.token_ids), len(reply.log_probs), len(reply.weights or reply.token_ids)}
-            if len(counts) > 1 or reply.reason not in ("stop", "length", "abort"):
-                raise ValueError(f"{sorted(counts)} tokens, log-probs and weights, finish reason {reply.reason}")
-            if not (reply.token_ids or asked.ending):
-                raise ValueError("no tokens")
-            return reply
         except (LookupError, TypeError, ValueError) as error:
             raise TrainingStopped(
                 f"the reply of the rollout server at {asked.url} is no completion with token ids and log-probs: "
-                f"{error!r}"
+                f"{error!r}; take a release of it that docs/servers.md tells of"
             ) from None
+        if asked.ending and not reply.token_ids:
+            return reply
+        try:
+            return checked(reply, ask, self._vocabulary)
+        except ValueError as error:
+            raise TrainingStopped(f"the rollout server at {asked.url} {error}") from None

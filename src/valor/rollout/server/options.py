@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 from valor.config import PPOConfig, RolloutConfig
 from valor.errors import UserError
-from valor.models.load import load_tokenizer
+from valor.models.load import load_model_config, load_tokenizer
 from valor.rollout.base import RolloutEngine
 from valor.rollout.server.checks import check_server
 from valor.rollout.server.engine import ServerEngine
@@ -101,7 +101,8 @@ def _build(context: BuildContext) -> RolloutEngine:
     if _starts(config):
         started, server = started_servers(config, context.model, context.device)
         config = config.model_copy(update={"server": server})
-    return ServerEngine(config, eos_token_ids=context.eos_token_ids, started=started)
+    size = int(load_model_config(context.model).get_text_config().vocab_size)
+    return ServerEngine(config, eos_token_ids=context.eos_token_ids, started=started, vocabulary=size)
 
 
 def _spec(name: str, *reads: str) -> GenerationEngineSpec:

@@ -63,7 +63,7 @@ class SGLang(Dialect):
         }
 
     def read(self, reply: Any) -> Reply:
-        told, ids = reply["meta_info"], reply["output_ids"]
+        told, ids = reply["meta_info"], list(reply["output_ids"])
         given = told.get("output_token_logprobs") or []
         if [one[1] for one in given] != ids:
             raise ValueError(f"{len(ids)} tokens, and log-probs of {len(given)} others")

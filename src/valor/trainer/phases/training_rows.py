@@ -39,7 +39,10 @@ class TrainingRows(Phase):
         if self.config.algorithm.missing_reward == "exclude" and "reward_missing" in batch:
             missing = batch["reward_missing"].tolist()
             chosen = [number for number in chosen if not missing[episodes.rows[number][0]]]
-        if self.config.algorithm.use_pf_ppo:
+        written = episodes.sums(batch["response_mask"]) > 0  # the others were rejected
+        present = [number for number in chosen if written[number]]
+        if self.config.algorithm.use_pf_ppo and present:
+            chosen = present
             scores = episodes.sums(batch["token_level_scores"])[chosen]
             config = self.config.algorithm.pf_ppo
             drawn = algorithms.pf_ppo_resample(

@@ -1,0 +1,119 @@
+"""Chats as rows of all runs have them: messages with tool calls, and what else their row gives the chat template."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from valor.errors import UserError
+
+Messages = Sequence[Mapping[str, Any]]
+
+TEMPLATE_KWARGS = "chat_template_kwargs"
+"""The column with a row's own arguments of the chat template."""
+
+_HALF = re.compile("[\ud800-\udfff]")
+
+
+def parse_messages(value: Any, where: str, name: str, text_role: str | None = None) -> list[dict[str, Any]]:
+    """The column `name` of a record as messages. Text is one message of `text_role`, where that is given.
+
+    A message's null fields are left out. `tool_calls` become what templates expect: arguments as a dictionary, and
+    content beside them, if empty. UserError: no list of messages with `role` and `content`.
+    """
+    if text_role is not None and isinstance(value, str):
+        value = [{"role": text_role, "content": value}]
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise UserError(
+            f"{where}: '{name}' must be a list of messages like "
+            f'[{{"role": "user", "content": "..."}}], got {kind_of(value)}'
+        )
+    if not value:
+        raise UserError(f"{where}: '{name}' is an empty list; it needs at least one message")
+    messages = []
+    for i, raw in enumerate(value):
+        if not isinstance(raw, Mapping):
+            raise UserError(f"{where}: message {i} of '{name}' must have 'role' and 'content', got {kind_of(raw)}")
+        message = _without_nulls(raw)
+        if isinstance(message.get("tool_calls"), list):
+            message["content"] = message.get("content") or ""
+            message["tool_calls"] = [_call(call, where, name) for call in message["tool_calls"]]
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise UserError(f"{where}: '{key}' of message {i} must be text, got {kind_of(message.get(key))}")
+        messages.append(message)
+    return messages
+
+
+def row_options(record: Mapping[str, Any], where: str, tools_key: str | None) -> dict[str, Any]:
+    """What a row itself gives the chat template: `tools`, and the entries of its column `chat_template_kwargs`.
+
+    Each may be JSON text. UserError: no list of schemas, or no dictionary.
+    """
+    tools = _from_json(record.get(tools_key), where, tools_key) or [] if tools_key else []
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise UserError(f"{where}: '{tools_key}' must be a list of function schemas, or such a list as JSON")
+    kwargs = _from_json(record.get(TEMPLATE_KWARGS), where, TEMPLATE_KWARGS) or {}
+    if not isinstance(kwargs, Mapping):
+        raise UserError(f"{where}: '{TEMPLATE_KWARGS}' must be a dictionary, got {kind_of(kwargs)}")
+    return {**_without_nulls(kwargs), **({"tools": tools} if tools else {})}
+
+
+def check_text(record: Mapping[str, Any], where: str) -> None:
+    """UserError: a column has half of a surrogate pair, which is no text: nothing encodes, tokenises or stores it."""
+    for name, value in record.items():
+        if _has_half([name, value]):
+            raise UserError(
+                f"{where}: {name!a} has half of a surrogate pair (half a character), which is no text: repair the row "
+                "or leave it out"
+            )
+
+
+def drop_nulls(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record of an Arrow table, without the nulls by which each dictionary in a list (messages, schemas) has the keys
+    of all, and which chat templates would render."""
+    return {name: _deep_without_nulls(value) if isinstance(value, list) else value for name, value in record.items()}
+
+
+def kind_of(value: Any) -> str:
+    """A value's type and beginning, for an error's line."""
+    return "nothing" if value is None else f"{type(value).__name__} ({str(value)[:40]!r})"
+
+
+def _call(call: Any, where: str, name: str) -> Any:
+    """Nulls inside the arguments are the row's own, and stay."""
+    if not isinstance(call, Mapping):
+        return call
+    call = _without_nulls(call)
+    if isinstance(function := call.get("function"), Mapping):
+        arguments = _from_json(function.get("arguments"), where, name)
+        call["function"] = {**_without_nulls(function), "arguments": {} if arguments is None else arguments}
+    return call
+
+
+def _from_json(value: Any, where: str, name: str) -> Any:
+    """What a text says as JSON; the text where it is none."""
+    try:
+        parsed = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+    if parsed is not value:
+        check_text({name: parsed}, where)
+    return parsed
+
+
+def _has_half(value: Any) -> bool:
+    if isinstance(value, str):
+        return _HALF.search(value) is not None
+    parts = [*value, *value.values()] if isinstance(value, Mapping) else value
+    return isinstance(parts, list) and any(map(_has_half, parts))
+
+
+def _without_nulls(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if value is not None}
+
+
+def _deep_without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _deep_without_nulls(entry) for key, entry in value.items() if entry is not None}
+    return [_deep_without_nulls(entry) for entry in value] if isinstance(value, list) else value

@@ -1,0 +1,93 @@
+"""Chat templates are asked, before a run, what they make of a conversation: small ones are rendered and looked at."""
+
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+from valor.data.prompts import render
+from valor.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+_MARK = "Probe7"
+_FUNCTION = {"name": _MARK, "description": _MARK, "arguments": {}, "parameters": {"type": "object", "properties": {}}}
+_CALL = {"id": "call00001", "type": "function", "function": _FUNCTION}
+_ASKED, _SAID = {"role": "user", "content": "Question"}, {"role": "assistant", "content": "Answer"}
+# Parts of conversations that a template may leave out: what users call them, and a conversation with a mark there.
+_PARTS: dict[str, tuple[str, list[dict[str, Any]]]] = {
+    "user": ("what the user says", [{"role": "user", "content": _MARK}]),
+    "assistant": ("what the assistant says", [_ASKED, {**_SAID, "content": _MARK}, _ASKED]),
+    "system": ("system messages", [{"role": "system", "content": _MARK}, _ASKED]),
+    "developer": ("developer messages", [{"role": "developer", "content": _MARK}, _ASKED]),
+    "tool": ("what tools answer", [_ASKED, _SAID, {"role": "tool", "name": "lookup", "content": _MARK}]),
+    "tools": ("tools (their schemas)", [_ASKED]),
+    "tool_calls": ("tool_calls", [_ASKED, {**_SAID, "tool_calls": [_CALL]}]),
+    "reasoning_content": ("reasoning_content", [_ASKED, {**_SAID, "reasoning_content": _MARK}]),
+    "thoughts": ("what stands before </think>", [_ASKED, {**_SAID, "content": f"<think>\n{_MARK}\n</think>\n\nSo"}]),
+}
+
+
+def template_text(given: str) -> str:
+    """The Jinja text of a `custom_chat_template`: itself, or what the file that it names holds. UserError: neither."""
+    if "{{" in given or "{%" in given:
+        return given
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError, RuntimeError) as error:
+        why = f"custom_chat_template={given[:99]!r} is no Jinja text, and no file that can be read ({error})"
+        raise UserError(why[:300]) from None
+
+
+def keeps(tokenizer: Any, part: str, kwargs: Mapping[str, Any] | None = None) -> bool:
+    """Whether the template renders `part`, one of `_PARTS`. UserError: it refuses a conversation that has it."""
+    name, messages = _PARTS[part]
+    options = {**(kwargs or {}), "add_generation_prompt": False, **({"tools": [_CALL]} if part == "tools" else {})}
+    return _MARK in render(tokenizer, messages, options, f"a conversation with {name}")
+
+
+def parts_of(chats: Iterable[Sequence[Mapping[str, Any]]]) -> set[str]:
+    """What these conversations have of the parts that a template may leave out; schemas of tools are not in them."""
+    messages = [message for chat in chats for message in chat]
+    found = {message["role"] for message in messages} | {key for message in messages for key in message if message[key]}
+    thinks = any(one["role"] == "assistant" and "</think>" in str(one.get("content")) for one in messages)
+    return _PARTS.keys() & (found | ({"thoughts"} if thinks else set()))
+
+
+def ask_template(
+    tokenizer: Any, parts: Collection[str], kwargs: Mapping[str, Any] | None = None, needed: Collection[str] = ()
+) -> None:
+    """Say in a line what the template leaves out of a run's `parts`, and in one with what it ends a turn, if not with
+    the tokenizer's end token. UserError: it cannot be rendered, or leaves out what the user says or a `needed` part."""
+    lost, needed = [], {"user", *needed}
+    for part, (name, _) in _PARTS.items():
+        with nullcontext() if part in needed else suppress(UserError):  # rows that it refuses are refused by themselves
+            if part in {*needed, *parts} and not keeps(tokenizer, part, kwargs):
+                lost.append(name)
+                if part in needed:
+                    raise UserError(f"the chat template leaves out {name}: give another as custom_chat_template")
+    end = end_of_turn(tokenizer)
+    lost += ["an end token behind the assistant's texts"] if end is None and "end" in parts else []
+    if lost:
+        logger.warning("the chat template leaves out %s: the model never reads them", " and ".join(lost))
+    if end not in (None, tokenizer.eos_token_id):
+        what = tokenizer.convert_ids_to_tokens(end)
+        logger.warning("the chat template ends a turn with %s: so do generation and the exported model", what)
+
+
+def end_of_turn(tokenizer: Any) -> int | None:
+    """The token that the template writes behind an assistant's text; None: it writes none."""
+    try:
+        text = render(tokenizer, [_ASKED, {**_SAID, "content": _MARK}], {"add_generation_prompt": False})
+    except UserError:
+        return None
+    added = {number: token for number, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+    tail = tokenizer(text.rpartition(_MARK)[2], add_special_tokens=False)["input_ids"]
+    ends = sorted((number for number in tail if number in added), key=lambda number: not added[number].special)
+    return ends[0] if ends else None
+
+
+def end_tokens(tokenizer: Any) -> list[int]:
+    """The token with which the template ends a turn, then the tokenizer's end token, where there are such."""
+    return list(dict.fromkeys(end for end in (end_of_turn(tokenizer), tokenizer.eos_token_id) if end is not None))

@@ -1,0 +1,25 @@
+"""The Hugging Face hub, which may be out of reach."""
+
+import os
+import sys
+from functools import cache
+
+_SECONDS = 5.0
+
+
+@cache
+def hub_answers() -> bool:
+    """Whether the hub answers, asked once. Where it does not, this process and those that it starts read its cache
+    alone: the hub's own libraries would try each file again for a minute."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_SECONDS)
+    except Exception as error:  # of whichever HTTP library the hub's client has
+        print(f"note: {constants.ENDPOINT} cannot be reached ({error}): only its cache is read", file=sys.stderr)
+        os.environ["HF_HUB_OFFLINE"], constants.HF_HUB_OFFLINE = "1", True
+        return False
+    return True

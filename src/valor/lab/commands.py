@@ -1,0 +1,70 @@
+"""`valor plan` and `valor serve`, whose settings are checked before torch is imported."""
+
+import sys
+from pathlib import Path
+
+import click
+
+from valor.agents.http_server import address_options, key_for, require_libraries
+from valor.arguments import PATH, command, option
+from valor.config import PPOConfig, load
+from valor.errors import UserError
+from valor.trainer.command import check, derived
+
+_POSITIVE = click.FloatRange(0, min_open=True)
+_READS = ("actor_rollout_ref.", "data.", "trainer.")  # sections that say how a model is loaded, sampled from and placed
+
+
+@command("plan", "valor plan --gpus 8 --memory 80 actor_rollout_ref.model.path=MODEL", "memory", passes_options=True)
+@click.argument("settings", nargs=-1, type=click.UNPROCESSED, metavar="[KEY=VALUE]…")
+@option("--gpus", type=click.IntRange(1), help="GPUs of a node that is not here; else this machine.")
+@option("--nodes", type=click.IntRange(1), help="Nodes of these (else trainer.nnodes).")
+@option("--memory", type=_POSITIVE, help="GiB of each GPU (else 80), or of each process here.")
+@option("--tflops", "flops", type=_POSITIVE, help="What a GPU reaches in training (else 300; what is measured here).")
+@option("--bandwidth", type=_POSITIVE, help="GB/s that it reaches (else 2000; what is measured here).")
+def plan(settings: tuple[str, ...], gpus: int | None, nodes: int | None, **given: float | None) -> int:
+    """Memory by role and phase and the time of a step of valor ppo, before anything is loaded.
+
+    The exit code is 1 where the run does not fit.
+    """
+    config = load(settings, PPOConfig, check, derived).config
+    from valor.lab.planner import run
+
+    return run(config, settings, gpus, nodes, given)
+
+
+@command("serve", "valor serve runs/demo/ppo/huggingface/actor --record episodes", "agents", passes_options=True)
+@click.argument("model")
+@click.argument("settings", nargs=-1, type=click.UNPROCESSED, metavar="[KEY=VALUE]…")
+@address_options
+@option("--record", type=PATH, metavar="DIR", help="Write each session's episode there.")
+def serve(
+    model: str, settings: tuple[str, ...], port: int, host: str, api_key_env: str | None, record: Path | None
+) -> int:
+    """Serve a model as `valor ppo` would sample from it, by an OpenAI-compatible address, until a signal ends it.
+
+    MODEL: a Hugging Face directory (valor export makes one) or hub name. KEY=VALUE are keys of `valor ppo`, and
+    --config-path RUN --config-name config takes over those of a run.
+    """
+    api_key = key_for(host, api_key_env)
+    require_libraries()
+    config = _config(model, list(settings))
+    from valor.lab.serve import run
+
+    return run(config, model, port, host, api_key, record)
+
+
+def _config(model: str, settings: list[str]) -> PPOConfig:
+    """UserError: a setting that is none, or that changes nothing here."""
+    if model.startswith("-"):
+        raise UserError(f"valor serve has no option '{model}'; see valor serve --help")
+    own = [f"actor_rollout_ref.model.path={model}", "trainer.controller=local", "trainer.n_gpus_per_node=1"]
+    typed = [one.lstrip("+") for one in settings if "=" in one and not one.startswith("-")]
+    if unread := [one for one in typed if not one.startswith(_READS)]:
+        raise UserError(f"{unread[0]}: valor serve reads {', '.join(f'{one}*' for one in _READS)}: leave it out")
+    loaded = load([*own, *settings], PPOConfig, check, derived)
+    if loaded.dry_run:
+        raise UserError("valor serve has no --dry-run: leave it out")
+    for note in loaded.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return loaded.config

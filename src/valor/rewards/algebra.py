@@ -1,0 +1,102 @@
+"""Equality by computer algebra: math-verify's parser and comparison; constants are compared to 400 digits.
+
+Imported at first use: it takes most of a second and 60 MB.
+"""
+
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from latex2sympy2_extended.logic import And
+from math_verify import LatexExtractionConfig, parse, verify
+from math_verify.parser import extract_latex, parse_expr_cached, parse_latex_cached
+from sympy import Basic, Expr, Float, Integral, Limit, Product, Rational, Sum, UnevaluatedExpr, Union
+from sympy.core.cache import clear_cache
+from sympy.core.function import AppliedUndef
+from sympy.core.parameters import global_parameters
+from sympy.core.relational import Relational
+
+from valor.rewards.quantities import FLOAT_DIGITS, Quantity, read_quantities
+
+_DIGITS = 400  # at math-verify's 15, all numbers below 1e-15 are the same
+_MODEST = 10**9999  # larger rational numbers are not written out
+_LIBRARY_DIGITS = 15  # for integrals, sums and limits, which it may have to work out numerically
+_ANALYSIS = (Integral, Sum, Product, Limit)
+_CONFIG = LatexExtractionConfig(boxed_match_priority=0)
+# Without its units, or it would take the t of 2t for one.
+_CONFIGS = [replace(_CONFIG, normalization_config=replace(_CONFIG.normalization_config, units=False))]
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
+
+
+def same(truth: str, answer: str) -> bool:
+    """Whether two formulas in LaTeX are equal, without a time limit."""
+    gold, pred = _parsed(truth), _parsed(answer)
+    first, second = _constant(gold), _constant(pred)
+    verdict = _same_constant(first, second) if first is not None and second is not None else None
+    if verdict is not None:
+        return verdict
+    numbers, decimals = read_quantities(truth), read_quantities(answer)
+    places = numbers[0].rounding if len(numbers) == 1 else None
+    if first is not None and not numbers and len(decimals) == 1 and decimals[0].places is not None:
+        return _same_decimal(first, decimals[0])
+    is_analysis = any(isinstance(part, Basic) and part.has(*_ANALYSIS) for part in [*gold, *pred])
+    return verify(
+        gold,
+        pred,
+        float_rounding=FLOAT_DIGITS if places is None else places,
+        numeric_precision=_LIBRARY_DIGITS if is_analysis else _DIGITS,
+        allow_set_relation_comp=True,
+        timeout_seconds=None,
+    )
+
+
+def _parsed(text: str) -> list[Any]:
+    """What math-verify reads; inequalities with "or" between them are the union of their sets."""
+    parts = re.split(r" (?:\\text ?\{ ?)?or(?: ?\})? ", text)
+    if len(parts) > 1 and all(re.search(r"[<>]|\\[lg]eq?(?:slant)?\b|\\neq?\b", part) for part in parts):
+        relations = [relation for part in parts for relation in _parsed(part)[:1]]
+        if len(relations) == len(parts) and all(
+            isinstance(relation, Relational | And) and len(relation.free_symbols) == 1 for relation in relations
+        ):
+            return [Union(*(relation.as_set() for relation in relations))]
+    return parse(f"\\boxed{{{text}}}", _CONFIGS, parsing_timeout=None)  # type: ignore[arg-type]
+
+
+def forget() -> None:
+    """Clear the caches: a computation that was cut off leaves half-made facts in them."""
+    for cached in (extract_latex, parse_expr_cached, parse_latex_cached):
+        cached.cache_clear()
+    clear_cache()
+    global_parameters.evaluate = True
+
+
+def _constant(parsed: Sequence[Any]) -> Expr | None:
+    """The number that was parsed; None for what has letters, is no number or would have to be worked out."""
+    value = parsed[0] if parsed else None
+    if not isinstance(value, Expr) or value.free_symbols or value.has(AppliedUndef, *_ANALYSIS):
+        return None
+    return None if value.has(UnevaluatedExpr(Rational(1, 100))) else value  # a percentage may mean two numbers
+
+
+def _same_constant(first: Expr, second: Expr) -> bool | None:
+    """Whether two constants are equal, rational ones exactly and others to 400 digits; None when one is a decimal or
+    was not computed so exactly."""
+    if first.has(Float) or second.has(Float):
+        return None
+    near, other = first.evalf(_DIGITS), second.evalf(_DIGITS)
+    exact = all(part._prec > 1 for value in (near, other) for part in value.atoms(Float))
+    if not exact or not (near.is_finite and other.is_finite and near.is_number and other.is_number):
+        return None
+    if not abs(near - other) <= abs(near) * Rational(10) ** (10 - _DIGITS):
+        return False
+    is_exact = first.is_rational and second.is_rational and abs(near) < _MODEST
+    return bool(first.doit() == second.doit()) if is_exact else True
+
+
+def _same_decimal(value: Expr, decimal: Quantity) -> bool:
+    """Whether a constant is the decimal, or was calculated with floats to give it."""
+    exact = value.evalf(_DIGITS)
+    digits = FLOAT_DIGITS if decimal.digits >= FLOAT_DIGITS else _DIGITS - 10
+    return bool(abs(exact - Rational(decimal.value)) <= abs(exact) * Rational(10) ** -digits)

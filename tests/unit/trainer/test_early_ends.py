@@ -1,0 +1,214 @@
+"""However a run ends, what it has learnt is saved, and its last line says where and how to go on."""
+
+import errno
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from valor.config import SFTConfig
+from valor.data.sampler import PromptSampler
+from valor.errors import Diverged, StepRefused, TrainingStopped, UserError, WorkerDied, exit_code
+from valor.trainer import checkpoints
+from valor.trainer.checkpoints import CheckpointStore, open_checkpoint
+from valor.trainer.recorder import RunRecorder
+from valor.trainer.run import Run, fit_again
+
+
+class Role:
+    """A model of one number, which is how many updates it has had."""
+
+    def __init__(self, *, dead: bool = False, stuck: bool = False) -> None:
+        self.updates, self.dead = 0, dead
+        self.group = SimpleNamespace(settled=lambda seconds: not stuck)
+
+    def save(self, folder: Path) -> None:
+        if self.dead:
+            raise WorkerDied("rank 1 died")
+        folder.mkdir(parents=True)
+        (folder / "weights").write_text(str(self.updates))
+
+    def load(self, folder: Path) -> None:
+        self.updates = int((folder / "weights").read_text())
+
+    def checkpoint_bytes(self) -> int:
+        return 10
+
+    def export(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+
+
+class Counting(Run):
+    """Ten steps; `at(step, place)` may end one, place: collect | update | validate | log."""
+
+    trained_roles = ("actor",)
+
+    def __init__(self, folder: Path, at=lambda step, place: None, role: Role | None = None, **trainer) -> None:
+        trainer = {"default_local_dir": str(folder), "logger": ["file"], **trainer}
+        config = SFTConfig(model={"path": "m"}, data={"train_files": ["t"]}, trainer=trainer)
+        tokenizer = SimpleNamespace(save_pretrained=lambda folder: folder.mkdir(exist_ok=True))
+        super().__init__(config, tokenizer, RunRecorder(config, "valor count", config.trainer.logger))
+        self.sampler, self.total_steps, self.at, self.role = PromptSampler(100, 4), 10, at, role or Role()
+
+    def start(self, stack, *, resuming):
+        return {"actor": self.role}
+
+    def train_step(self):
+        rows = self.sampler.next_batch()
+        self.at(self.step, "collect")
+        self.skips.updating = True
+        self.role.updates += 1
+        self.at(self.step, "update")
+        return {"rows": sum(rows)}
+
+    def validates_now(self):
+        return True
+
+    def validate(self):
+        self.at(self.step, "validate")
+        return {}
+
+    def log(self, metrics):
+        self.at(self.step, "log")
+        super().log(metrics)
+
+
+def ends(*where, by):
+    """At this step and place `by` is raised, or called."""
+
+    def at(step, place):
+        if (step, place) == where:
+            if isinstance(by, BaseException):
+                raise by
+            by()
+
+    return at
+
+
+def twice():
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def last_line(run: Run, capsys) -> tuple[int, str]:
+    code = exit_code(lambda: fit_again(run, lambda: pytest.fail("no restart")))
+    return code, capsys.readouterr().err.strip()
+
+
+CAUSES = {
+    "too many batches filtered": TrainingStopped("step 4: 0 of 4 prompts have samples that differ"),
+    "tools that hang": TrainingStopped("257 calls of tools hang"),
+    "graders that fail": StepRefused("9 of 16 samples could not be graded"),
+    "a bad row": UserError("data row 7 has no ground truth"),
+    "out of memory": TrainingStopped("out of memory in a micro-batch of one sample"),
+    "a server that has gone": TrainingStopped("the rollout server at http://x failed"),
+    "a rollout process that died": WorkerDied("the process of rank 0 died"),
+    "two signals": twice,
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> dict:
+    """What the driver knew at the end."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    assert fit_again(Counting(folder), pytest.fail) == 0
+    return open_checkpoint(folder / "global_step_10").state
+
+
+@pytest.mark.parametrize(
+    ("cause", "place"), [*((cause, "collect") for cause in CAUSES), ("two signals", "validate"), ("a bad row", "log")]
+)
+def test_the_last_complete_step_is_saved_and_goes_on_to_the_same_end(cause, place, undisturbed, tmp_path, capsys):
+    code, line = last_line(Counting(tmp_path / "run", ends(4, place, by=CAUSES[cause])), capsys)
+    step = 3 if place == "collect" else 4
+    assert code in (1, 2, 128 + signal.SIGTERM) and len(line.splitlines()) == 1
+    assert line.endswith(f"the same command goes on from '{tmp_path / 'run' / f'global_step_{step}'}'")
+    again = Counting(tmp_path / "run")
+    assert fit_again(again, pytest.fail) == 0 and again.role.updates == 10
+    assert open_checkpoint(tmp_path / "run" / "global_step_10").state["sampler"] == undisturbed["sampler"]
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("a bug"), MemoryError(), KeyError("x"), StopIteration(), ZeroDivisionError()]
+)
+def test_an_error_that_nobody_expects_keeps_its_traceback_and_names_the_checkpoint(error, tmp_path):
+    run = Counting(tmp_path / "run", ends(3, "collect", by=error))
+    with pytest.raises((type(error), RuntimeError)) as raised:
+        fit_again(run, pytest.fail)
+    assert raised.value.__notes__ == [f"the same command goes on from '{tmp_path / 'run' / 'global_step_2'}'"]
+    assert open_checkpoint(tmp_path / "run" / "global_step_2").step == 2
+
+
+def test_one_signal_lets_the_step_end_and_saves_it(tmp_path, capsys):
+    run = Counting(tmp_path / "run", ends(4, "collect", by=lambda: os.kill(os.getpid(), signal.SIGTERM)))
+    assert last_line(run, capsys) == (128 + signal.SIGTERM, "")
+    assert CheckpointStore(tmp_path / "run").steps() == [4]
+
+
+def test_a_step_that_was_learning_says_so_when_it_is_saved_and_when_it_is_resumed(tmp_path, capsys):
+    run = Counting(tmp_path / "run", ends(4, "update", by=MemoryError()))
+    with pytest.raises(MemoryError):
+        fit_again(run, pytest.fail)
+    assert "a part of the updates of step 4" in " ".join(capsys.readouterr().out.split())
+    again = Counting(tmp_path / "run")
+    assert fit_again(again, pytest.fail) == 0
+    assert "after step 3, with a part of the next step's updates" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("role", [Role(dead=True), Role(stuck=True)], ids=["dead", "stuck"])
+def test_where_the_weights_cannot_be_had_the_last_checkpoint_is_named(role, tmp_path, capsys):
+    whole = Counting(tmp_path / "run", ends(3, "collect", by=TrainingStopped("first")))
+    assert last_line(whole, capsys)[0] == 1
+    error = WorkerDied("the process of rank 1 died")
+    code, line = last_line(Counting(tmp_path / "run", ends(7, "collect", by=error), role=role), capsys)
+    assert code == 1 and line.endswith(f"goes on from '{tmp_path / 'run' / 'global_step_2'}'")
+    assert CheckpointStore(tmp_path / "run").steps() == [2] and not list((tmp_path / "run").glob("*.partial"))
+
+
+def test_a_disk_that_is_full_is_told_with_the_checkpoint_that_is_left(tmp_path, capsys, monkeypatch):
+    run, writes = Counting(tmp_path / "run", save_freq=2), []
+
+    def write_manifest(folder, **facts):
+        writes.append(folder.name)
+        if len(writes) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+        original(folder, **facts)
+
+    original = checkpoints.write_manifest
+    monkeypatch.setattr(checkpoints, "write_manifest", write_manifest)
+    code, line = last_line(run, capsys)
+    assert (
+        code == 2 and "No space left" in line and line.endswith(f"goes on from '{tmp_path / 'run' / 'global_step_2'}'")
+    )
+    assert writes == ["global_step_2.partial", "global_step_4.partial"]
+
+
+def test_lost_weights_are_not_saved(tmp_path, capsys):
+    code, line = last_line(Counting(tmp_path / "run", ends(4, "update", by=Diverged("gone")), save_freq=2), capsys)
+    assert code == 1 and CheckpointStore(tmp_path / "run").steps() == [2] and "global_step_2" in line
+
+
+@pytest.mark.parametrize("mode", ["disable", "auto"])
+def test_the_way_on_is_one_that_resumes(mode, tmp_path, capsys):
+    run = Counting(tmp_path / "run", ends(3, "collect", by=TrainingStopped("no")), resume_mode=mode)
+    line = last_line(run, capsys)[1]
+    assert ("the same command with trainer.resume_mode=auto goes on from" in line) == (mode == "disable")
+
+
+def test_an_end_before_anything_was_learnt_says_that_too(tmp_path, capsys):
+    line = last_line(Counting(tmp_path / "run", ends(1, "collect", by=TrainingStopped("no"))), capsys)[1]
+    assert line == "stopped: no; there is no checkpoint yet" and CheckpointStore(tmp_path / "run").steps() == []
+
+
+@pytest.mark.parametrize(("skipped", "steps"), [(True, [3]), (False, [])])
+def test_a_run_that_only_skips_is_saved_where_there_is_no_checkpoint_yet(skipped, steps, tmp_path, capsys):
+    def skip():
+        for _ in range(run.config.trainer.max_skipped_updates):
+            run.skips.count("actor", True, 4)
+
+    run = Counting(tmp_path / "run", ends(4, "update", by=skip if skipped else Diverged("exploded")))
+    code, line = last_line(run, capsys)
+    assert code == 1 and CheckpointStore(tmp_path / "run").steps() == steps
+    assert ("the last good checkpoint is" in line) == skipped
