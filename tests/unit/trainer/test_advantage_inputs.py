@@ -125,7 +125,8 @@ def test_components_of_a_failed_grader_and_of_none():
 
 def test_resampling_is_a_function_of_its_key_and_moves_whole_rows():
     scores = torch.arange(16.0)
-    batch = Batch({"token_level_scores": scores[:, None], "same": scores}, {"uid": [str(i) for i in range(16)]})
+    columns = {"token_level_scores": scores[:, None], "response_mask": torch.ones(16, 1), "same": scores}
+    batch = Batch(columns, {"uid": [str(i) for i in range(16)]})
     phase = made(TrainingRows, {"use_pf_ppo": True}, seed=42)
     (drawn, metrics), (again, _), (other, _) = (after(phase, batch, step) for step in (1, 1, 2))
     drawn, again, other = map(trained, (drawn, again, other))
