@@ -69,7 +69,7 @@ def main() -> int:
         [
             *("critic", "search", f"data.val_files={val}", f"search.samples=[{args.samples}]", *common),
             *(f"actor_rollout_ref.model.path={run}/huggingface/actor", f"actor_rollout_ref.rollout.dtype={args.dtype}"),
-            *(f"critic.model.path={run}/huggingface/critic", "search.block=4", "search.tree_block=1"),
+            *(f"critic.model.path={run}/huggingface/critic"),
             f"search.out={args.out}/search",
         ]
     )

@@ -2,11 +2,16 @@
 
 import importlib
 import importlib.util
+import pickle
 import sys
 import zlib
+from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
+
+import cloudpickle
 
 from valor.errors import UserError, did_you_mean
 
@@ -68,3 +73,37 @@ def load_object(name: str, key: str) -> Any:
         there = did_you_mean(member, known) or f" (it has {', '.join(known[:10]) or 'none'})"
         raise UserError(f"{key}: {place} has no '{member}'{there}")
     return getattr(module, member)
+
+
+def pickled(function: Any, what: str, key: str) -> bytes:
+    """A function for `unpickled` in another process, where its module need not be. The bytes are the same for the same
+    code in another session. UserError: something in it cannot travel; `what` it is, and the `key` that takes a file."""
+    buffer = BytesIO()
+    try:
+        _Pickler(buffer).dump(function)
+    except Exception as error:  # of whatever objects they hold on to
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(
+            f"{what} cannot travel to other processes ({reason}): make what it holds on to inside it, or give a file "
+            f"with {key.replace('.', '__')}"
+        ) from None
+    return buffer.getvalue()
+
+
+def unpickled(path: str) -> Callable[..., Any]:
+    """What `pickled` wrote into a file. UserError: it cannot be read here."""
+    try:
+        return pickle.loads(Path(path).expanduser().read_bytes())
+    except Exception as error:
+        text = f"{path}: cannot be read ({type(error).__name__}: {error}); check what was given to the run"
+        raise UserError(text) from None
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Code knows the folder that it was compiled in, and that of a notebook's cell has the number of a process."""
+
+    @staticmethod
+    def _code(code: CodeType) -> Any:
+        return cloudpickle.Pickler.dispatch_table[CodeType](code.replace(co_filename=Path(code.co_filename).name))
+
+    dispatch_table: Any = {**cloudpickle.Pickler.dispatch_table, CodeType: _code}  # noqa: RUF012

@@ -15,6 +15,7 @@ import torch
 
 from valor.data.batch import Batch
 from valor.engines.fsdp.engine import FSDPEngine
+from valor.trainer.phases.schedule import Schedule
 from valor.trainer.ppo import PPORun
 from valor.trainer.recorder import PPORecorder, RunRecorder
 
@@ -117,9 +118,9 @@ def watched() -> Iterator[Seen]:
         step[0] = run.step
         return original(run)
 
-    def update_actor(original: Any, run: PPORun, batch: Batch, timer: Any) -> Any:
-        seen.batches[run.step] = batch
-        return original(run, batch, timer)
+    def phases(original: Any, schedule: Schedule, batch: Batch, at: int, *resources: Any) -> Any:
+        seen.batches[at], metrics = original(schedule, batch, at, *resources)
+        return seen.batches[at], metrics
 
     def log(original: Any, recorder: RunRecorder, at: int, metrics: Mapping[str, Any]) -> None:
         seen.metrics.append((at, dict(metrics)))
@@ -164,7 +165,7 @@ def watched() -> Iterator[Seen]:
         return found
 
     around(PPORun, "train_step", train_step)
-    around(PPORun, "update_actor", update_actor)
+    around(Schedule, "run", phases)
     around(RunRecorder, "log", log)
     around(PPORecorder, "validation", validation)
     around(FSDPEngine, "forward_backward", forward_backward)

@@ -10,8 +10,12 @@ from two_turns import settings
 from valor.cli import main as valor
 from valor.collector.collector import Collector
 from valor.data.batch import Batch
-from valor.trainer import ppo
 from valor.trainer.main_ppo import main
+from valor.trainer.phases.old_log_probs import RecomputedLogProbs
+from valor.trainer.phases.reference import ReferenceLogProbs
+from valor.trainer.phases.update_actor import UpdateActor
+from valor.trainer.phases.update_critic import UpdateCritic
+from valor.trainer.phases.values import Values
 
 pytestmark = pytest.mark.slow
 
@@ -51,38 +55,41 @@ def test_observations_have_no_gradient(two_turns, tmp_path, monkeypatch):
     settings = ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.entropy_coeff=0.01"]
     settings += ["trainer.val_before_train=false", "trainer.test_freq=0", "algorithm.use_kl_in_reward=true"]
     assert main(two_turns(tmp_path / "plain", *settings)) == 0
-    next_batch, trained_rows = Collector.next_batch, ppo.rows_to_train_on
+    next_batch, collected = Collector.next_batch, list[Batch]()
 
-    def disturbed_batch(*args):
+    def collect(disturb, *args):
         batch, metrics = next_batch(*args)
-        return disturbed(batch), metrics
+        collected.append(disturb(batch))
+        return collected[-1], metrics
 
-    def disturbed_rows(*args):
-        batch, metrics = trained_rows(*args)
-        return disturbed(batch), metrics
-
-    def disturbed_columns(compute, self, batch, timer):
-        columns, metrics = compute(self, batch, timer)
-        masked = disturbed(Batch({"response_mask": batch["response_mask"], **columns.tensors}))
+    def evaluate(run, self, batch, step):
+        columns, metrics = run(self, batch, step)
+        masked = disturbed(Batch({"response_mask": collected[-1]["response_mask"], **columns.tensors}))
         return masked.select(list(columns.tensors)), metrics
 
-    with monkeypatch.context() as patched:
-        patched.setattr(Collector, "next_batch", disturbed_batch)
-        patched.setattr(ppo, "rows_to_train_on", disturbed_rows)
-        for name in ("compute_old_log_probs", "compute_ref_log_probs", "compute_values"):
-            compute = getattr(ppo.PPORun, name)
-            patched.setattr(ppo.PPORun, name, lambda self, *args, c=compute: disturbed_columns(c, self, *args))
-        assert main(two_turns(tmp_path / "disturbed", *settings)) == 0
+    def update(run, change, self, batch, step):
+        return run(self, change(batch), step)
 
-    def flipped_rows(*args):
-        batch, metrics = trained_rows(*args)
-        mask, ids = batch["response_mask"], batch["turn_ids"]
+    def flipped(batch):
+        mask, ids = batch["response_mask"].clone(), collected[-1]["turn_ids"]
         row, place = next((r, t) for r, t in (mask == 0).nonzero().tolist() if ids[r, t:].any())
         mask[row, place] = 1.0
-        return batch, metrics
+        return batch.union(Batch({"response_mask": mask}))
 
-    monkeypatch.setattr(ppo, "rows_to_train_on", flipped_rows)
-    assert main(two_turns(tmp_path / "flipped", *settings)) == 0
+    def patch_phases(patched, change):
+        for kind in (UpdateCritic, UpdateActor):
+            patched.setattr(kind, "run", lambda *args, run=kind.run: update(run, change, *args))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Collector, "next_batch", lambda *args: collect(disturbed, *args))
+        for kind in (RecomputedLogProbs, ReferenceLogProbs, Values):
+            patched.setattr(kind, "run", lambda *args, run=kind.run: evaluate(run, *args))
+        patch_phases(patched, disturbed)
+        assert main(two_turns(tmp_path / "disturbed", *settings)) == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(Collector, "next_batch", lambda *args: collect(lambda batch: batch, *args))
+        patch_phases(patched, flipped)
+        assert main(two_turns(tmp_path / "flipped", *settings)) == 0
     for role in ("actor", "critic"):
         plain, other, flipped = (weights(tmp_path / name, role) for name in ("plain", "disturbed", "flipped"))
         assert all(torch.equal(plain[name], other[name]) for name in plain), role

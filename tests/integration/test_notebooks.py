@@ -48,7 +48,7 @@ def test_a_notebook_runs(path, tmp_path):
     said = json.dumps([cell.get("outputs") for cell in notebook.cells])
     told = {
         "first_run": "(?s)reward 0.*val-core/own/reward/mean@1.*True.*valor ppo",
-        "own_reward": "(?s)reward/own/starts_right.*cannot travel to the grader processes",
+        "own_reward": "(?s)reward/own/starts_right.*cannot travel to other processes",
         "own_estimator": r"(?s)-0\.5.*0\.5",
         "reading_a_critic": "(?s)explained variance.*2 .*1 ",
     }

@@ -97,6 +97,8 @@ class AlgorithmConfig(Section):
     """Name of a registered advantage estimator: gae, grpo, rloo, ..."""
     custom_path: PathStr | None = None
     """Python file that registers advantage estimators or losses of your own."""
+    phases_path: PathStr | None = None
+    """Python file with `phases(standard, config)`, which returns the list of phases of each training step."""
     gamma: Share = 1.0
     """Discount per token."""
     lam: Share = key(1.0, _OF_REWARDS)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Annotated, ClassVar
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from valor.config.base import PathList, PathStr, Section, key, section
 from valor.config.ppo import PPOConfig
@@ -129,24 +129,12 @@ class CriticScoreConfig(CriticRunConfig):
 
 
 class SearchConfig(Section):
-    """How the critic searches."""
+    """Among how many answers the critic chooses."""
 
     out: PathStr = "search"
     """Folder for search.json and search.md."""
     samples: list[PositiveInt] = key([1, 4, 16])
-    """N: answers from which one is chosen, or that a beam search has under way."""
-    beam: PositiveInt = 2
-    """Beam search: beginnings that go on after each block, N / beam ways each."""
-    block: PositiveInt = 16
-    """Beam search: tokens of a block."""
-    simulations: list[PositiveInt] = key([8])
-    """Tree search: simulations before each of its blocks; [] leaves it out."""
-    width: PositiveInt = 4
-    """Tree search: blocks that are sampled where the tree grows."""
-    tree_block: PositiveInt = 4
-    """Tree search: tokens of a block; 1 as in PPO-MCTS."""
-    c_puct: PositiveFloat = 1.0
-    """Tree search: weight of what has been visited rarely."""
+    """N: answers from which one is chosen."""
 
 
 class CriticSearchConfig(CriticRunConfig):
@@ -167,7 +155,7 @@ class CriticSearchConfig(CriticRunConfig):
         if self.data.val_files is None:
             yield "search answers held-out prompts: set data.val_files"
         if self.plays_episodes:
-            yield "search goes on with single answers: drop the keys of agents"
+            yield "search chooses among single answers: drop the keys of agents"
         if self.reward.reward_model.enable:
             yield "search compares answers by rule: set reward.reward_model.enable=false"
 

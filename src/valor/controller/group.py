@@ -95,14 +95,18 @@ class Pools:
         self.placement = placement
         self._groups = groups
         # One thread a pool: what is submitted to a pool runs in order, and beside what other pools do.
-        self._threads = {name: ThreadPoolExecutor(1, thread_name_prefix=name) for name in groups if len(groups) > 1}
+        self._threads = {
+            name: ThreadPoolExecutor(1, thread_name_prefix=name)
+            for name, group in groups.items()
+            if len(groups) > 1 or group.apart
+        }
         self._last: dict[str, Future[Any]] = {}  # what was submitted to each pool
 
     def __getitem__(self, role: str) -> RoleHandle:
         return self._groups[self.placement.pool_of(role)][role]
 
     def submit(self, role: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Start `function`, which calls `role`, in that role's pool. With one pool it has run when this returns."""
+        """Start `function`, which calls `role`, in that role's pool. In one process it has run when this returns."""
         pool = self.placement.pool_of(role)
         if pool in self._threads:
             self._last[pool] = self._threads[pool].submit(function, *args, **kwargs)
@@ -110,6 +114,11 @@ class Pools:
         done: Future[T] = Future()
         done.set_result(function(*args, **kwargs))
         return done
+
+    @property
+    def apart(self) -> bool:
+        """Whether ranks are processes of their own, which work beside this one."""
+        return any(group.apart for group in self._groups.values())
 
     @property
     def roles(self) -> list[str]:

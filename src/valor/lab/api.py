@@ -18,9 +18,10 @@ from valor.config import PPOConfig, RMConfig, SFTConfig, SupervisedConfig, load
 from valor.config.command_line import overrides
 from valor.errors import Interrupted, UserError
 from valor.lab.given import Given, demonstration_row, given_bytes, given_data, given_model, prompt_row
-from valor.rewards.functions import RewardFunctions, pickled
+from valor.rewards.functions import RewardFunctions
 from valor.tracking.rundir import disk_errors
 from valor.trainer.command import check, derived, tell_notes
+from valor.user_files import pickled
 
 _INPUTS = "inputs"  # in the folder of the run
 Reward = Callable[..., Any] | Sequence[Callable[..., Any]]
@@ -195,6 +196,7 @@ class PPO(PythonRun):
     reward: a function that takes (data_source, solution_str, ground_truth, extra_info) or (completions, **columns), or
     several, whose scores are added with `reward_weights`; without one the built-in graders go by the rows' data_source.
     algorithm: the name of an advantage estimator. critic: where the critic starts, as `model`; default: there too.
+    phases: a function (standard, config) that returns the list of phases of each step (docs/phases.md).
     """
 
     words, root, makes = "ppo", PPOConfig, "valor.trainer.ppo:PPORun"
@@ -210,6 +212,7 @@ class PPO(PythonRun):
         reward_weights: Sequence[float] | None = None,
         algorithm: str | Mapping[str, Any] | None = None,
         critic: Any = None,
+        phases: Callable[..., Any] | None = None,
         **arguments: Any,
     ) -> None:
         sections = {"reward": reward, "algorithm": algorithm, "critic": critic}
@@ -218,11 +221,17 @@ class PPO(PythonRun):
             several = reward if isinstance(reward, list | tuple) else [cast(Any, reward)]
             functions = RewardFunctions(several, reward_weights)
             self._row = partial(prompt_row, keep_prompt=functions.reads_prompts)
-            given["reward.custom_reward_function.path"] = given_bytes("reward", ".pkl", pickled(functions))
+            given["reward.custom_reward_function.path"] = given_bytes(
+                "reward", ".pkl", pickled(functions, "reward", "reward.custom_reward_function.path")
+            )
         elif reward_weights is not None:
             raise UserError("reward_weights are those of reward functions: give reward=[...]")
         if algorithm is not None and "algorithm" not in given:
             given["algorithm.adv_estimator"] = algorithm
+        if phases is not None:
+            given["algorithm.phases_path"] = given_bytes(
+                "phases", ".pkl", pickled(phases, "phases", "algorithm.phases_path")
+            )
         if "critic" not in given:
             given |= given_model("critic.model", critic)
         super().__init__(model, train_data, **given | arguments)

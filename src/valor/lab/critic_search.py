@@ -76,15 +76,6 @@ def _measure(config: CriticSearchConfig, inputs: RunInputs) -> Iterator[dict[str
         for how, name in _CHOICES.items():
             yield _result(name, n, right(some, how), Spent(sampled, 0 if how == "majority" else read))
         yield _result("any right (pass@N)", n, [any(verdicts) for _, _, verdicts in some], Spent(sampled, 0))
-    for n in search.samples:
-        searcher.spent = Spent()
-        beams = _graded(inputs, searcher.beam(n, search.beam, search.block))
-        for how, name in (("best", "best"), ("weighted", _CHOICES["weighted"])):
-            yield _result(f"beam, {name}", n, right(beams, how), searcher.spent)
-    for n in search.simulations:
-        searcher.spent = Spent()
-        found = _graded(inputs, searcher.tree(n, search.width, search.tree_block, search.c_puct))
-        yield _result("tree search (simulations)", n, right(found, "best"), searcher.spent)
 
 
 def _result(method: str, n: int, right: Sequence[bool], spent: Spent) -> dict[str, Any]:

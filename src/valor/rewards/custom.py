@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from valor.errors import UserError
-from valor.rewards.functions import reads_transcript, unpickled
-from valor.user_files import load_object
+from valor.rewards.functions import reads_transcript
+from valor.user_files import load_object, unpickled
 
 _MODULE = "pkg://"  # begins the path of a module
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")

@@ -1,14 +1,8 @@
 """Functions of a Python session as the grader of a run: in verl's form or in TRL's, several of them with weights."""
 
 import inspect
-import pickle
 from collections.abc import Callable, Mapping, Sequence
-from io import BytesIO
-from pathlib import Path
-from types import CodeType
 from typing import Any
-
-import cloudpickle
 
 from valor.errors import UserError
 
@@ -129,42 +123,9 @@ def _columns_of(function: Callable[..., Any], name: str) -> tuple[str, ...] | No
 
 def reads_transcript(function: Callable[..., Any], plural: str = "") -> bool:
     """Whether a function asks for all that was said in an episode: by an argument of this name, or an attribute."""
-    told = getattr(function, "reads_transcript", None)
+    attribute = getattr(function, "reads_transcript", None)
     try:
-        return f"{_TRANSCRIPT}{plural}" in inspect.signature(function).parameters if told is None else told
+        by_name = f"{_TRANSCRIPT}{plural}" in inspect.signature(function).parameters
+        return by_name if attribute is None else attribute
     except (TypeError, ValueError):  # one in C that does not say what it takes
         return False
-
-
-def pickled(functions: RewardFunctions) -> bytes:
-    """What `unpickled` reads in another process, where the functions' modules need not be. The bytes are the same
-    for the same code in another session. UserError: something in them cannot travel."""
-    buffer = BytesIO()
-    try:
-        _Pickler(buffer).dump(functions)
-    except Exception as error:  # of whatever objects they hold on to
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(
-            f"the reward functions cannot travel to the grader processes ({reason}): make what they hold on to inside "
-            "them, or give a file with reward__custom_reward_function__path"
-        ) from None
-    return buffer.getvalue()
-
-
-def unpickled(path: str) -> Callable[..., Any]:
-    """What `pickled` wrote into a file. UserError: it cannot be read here."""
-    try:
-        return pickle.loads(Path(path).expanduser().read_bytes())
-    except Exception as error:
-        text = f"{path}: cannot be read ({type(error).__name__}: {error}); check the reward function"
-        raise UserError(text) from None
-
-
-class _Pickler(cloudpickle.Pickler):
-    """Code knows the folder that it was compiled in, and that of a notebook's cell has the number of a process."""
-
-    @staticmethod
-    def _code(code: CodeType) -> Any:
-        return cloudpickle.Pickler.dispatch_table[CodeType](code.replace(co_filename=Path(code.co_filename).name))
-
-    dispatch_table: Any = {**cloudpickle.Pickler.dispatch_table, CodeType: _code}  # noqa: RUF012

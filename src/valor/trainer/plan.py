@@ -24,9 +24,8 @@ from valor.config import (
 from valor.config.describe import show
 from valor.config.tree import flatten
 from valor.rollout.registry import GENERATION_ENGINES
-from valor.trainer.advantage import own_targets
 from valor.trainer.checks import inert_settings
-from valor.trainer.old_log_probs import OldLogProbs
+from valor.trainer.phases.standard import phases_of
 
 Rows = list[tuple[str, str]]
 
@@ -88,7 +87,7 @@ def _ppo_rows(config: PPOConfig) -> Rows:
         nodes = f" on each of {pool.nnodes} nodes" if pool.nnodes > 1 else ""
         each = f"{_count(pool.n_gpus_per_node, 'process')}{nodes}"
         rows.append(("placement", f"pool {name}: {each}: {_and(*pool.roles)}"))
-    return [*rows, *(("batch", text) for text in _batch(config)), ("old log-probs", _old_log_probs(config))]
+    return [*rows, *(("batch", text) for text in _batch(config)), *(("step", text) for text in _step(config))]
 
 
 def _critic_rows(config: CriticPretrainConfig | CriticScoreConfig | CriticSearchConfig) -> Rows:
@@ -214,8 +213,7 @@ def _batch(config: PPOConfig) -> list[str]:
         )
     if not critic.enable or critic.freeze:
         return lines
-    found = "; its values come with the update" if own_targets(config) is not None else ""
-    return [*lines, f"critic: {_updates(config, critic)}{found}"]
+    return [*lines, f"critic: {_updates(config, critic)}"]
 
 
 def _updates(config: PPOConfig, role: UpdateConfig) -> str:
@@ -230,15 +228,12 @@ def _updates(config: PPOConfig, role: UpdateConfig) -> str:
     )
 
 
-def _old_log_probs(config: PPOConfig) -> str:
-    old, correction = OldLogProbs.of(config), config.algorithm.rollout_correction
-    if not (old.bypass or old.recompute):
-        return "none needed: one update per batch, the ratio is exactly 1"
-    return _and(
-        "the rollout's own (bypass_mode)" if old.bypass else "recomputed once per step",
-        correction.weighs and f"{correction.rollout_is} importance weights",
-        correction.rollout_rs is not None and f"rejection by {correction.rollout_rs}",
-    )
+def _step(config: PPOConfig) -> list[str]:
+    lines = ["collect: prompts, answers and their scores"]
+    for phase in phases_of(config):
+        added = f"; adds {', '.join(sorted(phase.adds))}" if phase.adds else ""
+        lines.append(f"{phase.name} ({phase.role or 'driver'}): {phase.plan()}{added}")
+    return lines
 
 
 def _validation(config: PPOConfig | SupervisedConfig) -> str:

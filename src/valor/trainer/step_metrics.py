@@ -1,7 +1,5 @@
 """Metrics of a step's batch, under verl's names, and what they show of the critic."""
 
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -16,29 +14,6 @@ _SPREAD = ("values", "returns", "advantages")
 _NUM_PARTS = 5
 _BLOCK_ELEMENTS = 2**20  # of rows whose errors are sorted out at once: their temporaries stay small
 _NUM_TURNS = 8  # that have an explained variance of their own
-
-
-class Aside(ThreadPoolExecutor):
-    """Metrics that nothing waits for before the end of a step: with `beside`, a thread computes them while the roles,
-    which are processes of their own, are at work."""
-
-    def __init__(self, beside: bool) -> None:
-        # The number of threads decides the order of sums, and is a thread's own.
-        super().__init__(1, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),))
-        self.beside, self._found = beside, list[Future[dict[str, Any] | None]]()
-
-    def measure(self, function: Callable[..., dict[str, Any] | None], *args: Any) -> None:
-        if self.beside:
-            self._found.append(self.submit(function, *args))
-            return
-        # In this thread: another one that calls torch has a team of OpenMP threads of its own, and with more threads
-        # than cores every team sleeps between two operations: updates took a quarter longer.
-        self._found.append(Future())
-        self._found[-1].set_result(function(*args))
-
-    def metrics(self) -> dict[str, Any]:
-        """All of them, once they are there."""
-        return {key: value for found in self._found for key, value in (found.result() or {}).items()}
 
 
 def old_log_prob_metrics(batch: Batch) -> dict[str, float]:

@@ -1,12 +1,16 @@
 """Search with a critic, on a language of digits whose values are known."""
 
+from pathlib import Path as Path_
+
 import pytest
 import torch
 
-from valor.lab.search import Node, Path, Searcher, choose
+from valor.lab.search import Path, Searcher, choose
 from valor.rollout.base import Output, SamplingParams
+from valor.user_files import load_file
 
 END = 9
+EXAMPLE = load_file(str(Path_(__file__).parents[3] / "examples/search/beam_and_tree.py"), "the example")
 
 
 class Digits:
@@ -60,7 +64,7 @@ def test_the_values_do_not_depend_on_how_many_are_read_at_once():
 
 def test_a_beam_goes_on_with_the_best_beginnings():
     search = searcher(3)
-    beams, drawn = search.beam(8, 2, 1), searcher(3).samples(8)
+    beams, drawn = EXAMPLE.beam(search, 8, 2, 1), searcher(3).samples(8)
     assert all(len(beam) == 8 and all(path.ended for path in beam) for beam in beams)
     best = [sum(max(p.value for p in one) for one in found) for found in (beams, drawn)]
     assert best[0] > best[1]  # of a sum, greedy is best
@@ -71,15 +75,15 @@ def test_a_beam_goes_on_with_the_best_beginnings():
 
 
 def test_a_tree_finds_large_sums_and_depends_on_the_seed_alone():
-    found = searcher(3).tree(8, 4, 1, 1.0)
-    assert found == searcher(3).tree(8, 4, 1, 1.0)
+    found = EXAMPLE.tree(searcher(3), 8, 4, 1, 1.0)
+    assert found == EXAMPLE.tree(searcher(3), 8, 4, 1, 1.0)
     assert all(path.ended and len(path.ids) == 4 for (path,) in found)
     drawn = searcher(3).samples(1)
     assert sum(p.value for (p,) in found) > sum(p.value for (p,) in drawn)
 
 
 def test_puct_by_hand():
-    root = Node(Path(), visits=4)
+    root = EXAMPLE.Node(Path(), visits=4)
     root.expand([Path((1,), value=1.0), Path((2,), value=0.0), Path((1,), value=1.0), Path((3,), True, 0.5)])
     assert [child.prior for child in root.children] == [0.5, 0.25, 0.25]
     assert root.mean_of_children() == pytest.approx(0.5 + 0.125)

@@ -11,8 +11,9 @@ import pytest
 from valor.errors import UserError
 from valor.rewards.custom import CustomFunction
 from valor.rewards.executor import RewardExecutor
-from valor.rewards.functions import RewardFunctions, pickled
+from valor.rewards.functions import RewardFunctions
 from valor.rewards.worker import Sample
+from valor.user_files import pickled
 
 CHAT = [{"role": "user", "content": "?"}]
 
@@ -77,7 +78,9 @@ def test_a_whole_batch_is_one_call():
 def test_graders_in_their_processes_take_closures_and_async_functions(tmp_path):
     factor = 3.0
     path = tmp_path / "reward.pkl"
-    path.write_bytes(pickled(RewardFunctions([lambda completions, level: [factor * level[0]], slow], [1.0, 10.0])))
+    path.write_bytes(
+        pickled(RewardFunctions([lambda completions, level: [factor * level[0]], slow], [1.0, 10.0]), "reward", "key")
+    )
     with RewardExecutor(num_workers=1, custom=CustomFunction(str(path))) as graders:
         result = graders.score([Sample("s", "abc", None, {"level": 2})])[0]
     assert (result.error, result.score) == (None, 11.0)
@@ -86,8 +89,8 @@ def test_graders_in_their_processes_take_closures_and_async_functions(tmp_path):
 
 def test_what_cannot_travel_is_one_line():
     lock = threading.Lock()
-    with pytest.raises(UserError, match=r"cannot travel to the grader processes .*lock") as error:
-        pickled(RewardFunctions([lambda completions: [float(lock.locked())]]))
+    with pytest.raises(UserError, match=r"cannot travel to other processes .*lock") as error:
+        pickled(RewardFunctions([lambda completions: [float(lock.locked())]]), "reward", "key")
     assert "\n" not in str(error.value)
 
 
@@ -122,11 +125,12 @@ def test_one_score_for_a_list_of_completions_is_told_apart():
 def test_the_same_code_in_two_sessions_is_the_same_file():
     code = """
 import sys
-from valor.rewards.functions import RewardFunctions, pickled
+from valor.rewards.functions import RewardFunctions
+from valor.user_files import pickled
 made = compile("def reward(completions, **columns):\\n    return [help_with(c) for c in completions]\\n"
                "def help_with(text):\\n    return len(text)", f"/tmp/ipykernel_{sys.argv[1]}/17.py", "exec")
 exec(made)  # as two notebooks compile their cells
-sys.stdout.buffer.write(pickled(RewardFunctions([reward])))
+sys.stdout.buffer.write(pickled(RewardFunctions([reward]), "reward", "key"))
 """
     first, second = (
         subprocess.run([sys.executable, "-c", code, number], capture_output=True, check=True).stdout for number in "12"

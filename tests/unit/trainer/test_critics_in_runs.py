@@ -9,11 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phase_runs import after, made
 from valor.config import AlgorithmConfig, CriticConfig, PPOConfig, load
 from valor.data.batch import Batch
 from valor.errors import Diverged, UserError
-from valor.trainer.advantage import compute_advantages, leave_out_by_critics, right_answers
 from valor.trainer.checks import check
+from valor.trainer.estimator import compute_advantages, right_answers
+from valor.trainer.phases.critic_masks import CriticMasks
 from valor.trainer.plan import plan
 from valor.trainer.run import SkippedUpdates
 from valor.trainer.updates import Critics, Updates, counted
@@ -96,12 +98,17 @@ def test_what_critics_tell_reaches_advantages_and_the_entropy() -> None:
     apart = torch.arange(8.0).view(4, 2)
     columns = {"values/critic": apart, "values/critic_2": -apart, "advantages": torch.ones(4, 2)}
     batch = four_rows(**columns)
-    metrics = leave_out_by_critics(batch, AlgorithmConfig(agreement_mask=0.25, divergence_mask=0.25))
+    batch, metrics = after(
+        made(
+            CriticMasks,
+            {"agreement_mask": 0.25, "divergence_mask": 0.25},
+            critic={"ensemble_size": 2, "model": {"value_head_init": "normal"}},
+        ),
+        batch,
+    )
     assert batch["advantages"].flatten().tolist() == [0, 0, 1, 1, 1, 1, 1, 1]
     assert batch["entropy_mask"].flatten().tolist() == [1, 1, 1, 1, 1, 1, 0, 0]
     assert metrics == {"critic/agreement_masked": 0.25, "critic/divergence_masked": 0.25}
-    untouched = four_rows(**columns)
-    assert leave_out_by_critics(untouched, AlgorithmConfig()) == {} and "entropy_mask" not in untouched
 
 
 class Learner:

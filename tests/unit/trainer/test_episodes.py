@@ -6,12 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from phase_runs import after, made
 from valor import algorithms
-from valor.config import AlgorithmConfig, PFPPOConfig, PPOConfig, RolloutCorrectionConfig, load
+from valor.config import PPOConfig, RolloutCorrectionConfig, load
 from valor.data.batch import Batch, Episodes, pad_rows
 from valor.errors import StepRefused
-from valor.trainer.advantage import RewardShaping, compute_advantages, resample, rows_to_train_on
 from valor.trainer.old_log_probs import corrected
+from valor.trainer.phases.advantages import Advantages
+from valor.trainer.phases.rewards import Rewards
+from valor.trainer.phases.training_rows import TrainingRows, trained
 from valor.trainer.run import SkippedUpdates
 from valor.trainer.step_metrics import batch_metrics, critic_diagnostics
 from valor.trainer.updates import Critics, Updates, counted
@@ -75,14 +78,15 @@ def at_policy_tokens(batch: Batch, name: str) -> Tensor:
 
 
 def through_the_step(batch: Batch, **settings) -> tuple[Batch, dict]:
-    """Shaping, advantages and metrics, as a step makes them."""
-    config, episodes = AlgorithmConfig(**settings), Episodes(batch)
-    whole = episodes.joined()
-    metrics = dict(RewardShaping(config, seed=0).shape_rewards(whole, step=1))
-    whole["advantages"], whole["returns"] = compute_advantages(whole, config)
+    """Rewards, advantages and metrics, as a step makes them."""
+    metrics = {}
+    for phase in (Rewards, Advantages):
+        batch, more = after(made(phase, settings), batch)
+        metrics |= more
+    joined = Episodes(batch).joined()
     run = PPOConfig.model_validate({"data": {"train_files": ["x"]}, "algorithm": settings})
-    metrics |= batch_metrics(whole) | critic_diagnostics(whole, run)
-    return episodes.split(whole), {key: value for key, value in metrics.items() if isinstance(value, float)}
+    metrics |= batch_metrics(joined) | critic_diagnostics(joined, run)
+    return batch, {key: value for key, value in metrics.items() if isinstance(value, float)}
 
 
 @pytest.mark.parametrize(
@@ -118,10 +122,10 @@ def test_rewards_advantages_returns_and_metrics(settings: dict) -> None:
     assert at_policy_tokens(one, "advantages").unique().numel() > 2
     if "reward_missing" in one:
         assert torch.equal(one["reward_missing"][several["episode"]], several["reward_missing"])
-        kept = rows_to_train_on(several, AlgorithmConfig(**settings), 0, 1)[0]
+        kept = trained(after(made(TrainingRows, settings), several)[0])
         whole = set(several["episode"].tolist()) - set(several["episode"][several["reward_missing"]].tolist())
         if settings["missing_reward"] == "exclude":
-            assert len(whole) == 3 and set(kept["episode"].tolist()) == whole
+            assert len(whole) == 3 and len(Episodes(kept).rows) == 3 and not kept["reward_missing"].any()
     assert metrics == pytest.approx(others, abs=1e-5, nan_ok=True)
 
 
@@ -244,9 +248,9 @@ def test_rollout_correction_weighs_and_rejects_episodes() -> None:
 
 def test_pf_ppo_draws_episodes() -> None:
     one, several = batches()
-    config = PFPPOConfig(reweight_method="pow")
-    drawn, metrics = resample(one, config, 1, 2)
-    rows, others = resample(several, config, 1, 2)
+    phase = made(TrainingRows, {"use_pf_ppo": True}, seed=1)
+    (drawn, metrics), (rows, others) = (after(phase, batch, step=2) for batch in (one, several))
+    drawn, rows = trained(drawn), trained(rows)
     assert metrics == pytest.approx(others)
     assert len(Episodes(rows).rows) == 6 and len(drawn) == 6
     assert torch.equal(at_policy_tokens(drawn, "values"), at_policy_tokens(rows, "values"))

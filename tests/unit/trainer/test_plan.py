@@ -15,6 +15,12 @@ def row(text: str, title: str) -> str:
     return line.removeprefix(title).strip()
 
 
+def step(text: str, phase: str) -> str:
+    """What the plan says of a phase; empty where the run has no such."""
+    lines = [line.removeprefix("step").strip() for line in text.splitlines()]
+    return next((line.partition(": ")[2] for line in lines if line.startswith(f"{phase} (")), "")
+
+
 def test_batch_arithmetic_in_prompts_samples_and_tokens():
     argv = ["data.train_batch_size=256", "actor_rollout_ref.actor.ppo_mini_batch_size=64"]
     argv += ["actor_rollout_ref.rollout.n=4", "data.max_response_length=1024"]
@@ -24,7 +30,7 @@ def test_batch_arithmetic_in_prompts_samples_and_tokens():
     )
     assert "actor: 64-prompt mini-batches = 256 samples -> 4 updates x 1 epoch;" in text
     assert row(text, "length") == "30 epochs x (prompts in the training data / 256) steps"
-    assert row(text, "old log-probs") == "recomputed once per step"
+    assert step(text, "old_log_prob").startswith("one pass of the actor over the batch")
 
 
 def test_uneven_mini_batches_and_row_bounds():
@@ -37,21 +43,47 @@ def test_uneven_mini_batches_and_row_bounds():
 
 def test_one_update_needs_no_old_log_probs():
     argv = ["data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=64"]
-    assert row(plan(load(argv).config), "old log-probs").startswith("none needed")
+    alone = plan(load(argv).config)
+    assert not step(alone, "old_log_prob") and "the ratio is 1" in step(alone, "update_actor")
     for also in (["algorithm.use_kl_in_reward=true"], [*OTB, "actor_rollout_ref.rollout.n=4"]):
-        assert row(plan(load([*argv, *also]).config), "old log-probs") == "recomputed once per step"
+        assert step(plan(load([*argv, *also]).config), "old_log_prob")
     argv.append("algorithm.rollout_correction.bypass_mode=true")
-    assert row(plan(load(argv).config), "old log-probs") == "the rollout's own (bypass_mode)"
+    bypass = plan(load(argv).config)
+    assert step(bypass, "rollout_as_old_log_probs") and not step(bypass, "old_log_prob")
 
 
 def test_rollout_correction_recomputes_and_says_so():
     head = "algorithm.rollout_correction"
     argv = ["data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=64"]
     argv += [f"{head}.rollout_is=token", f"{head}.rollout_rs=seq_mean_k3", f"{head}.rollout_rs_threshold=0.1"]
-    said = row(plan(load(argv).config), "old log-probs")
-    assert said == "recomputed once per step, token importance weights, rejection by seq_mean_k3"
-    bypass = row(plan(load([*argv, f"{head}.bypass_mode=true"]).config), "old log-probs")
-    assert bypass == "the rollout's own (bypass_mode), rejection by seq_mean_k3"
+    text = plan(load(argv).config)
+    assert step(text, "old_log_prob")
+    assert step(text, "rollout_correction").startswith("token importance weights, rejection by seq_mean_k3; adds")
+    bypass = plan(load([*argv, f"{head}.bypass_mode=true"]).config)
+    assert not step(bypass, "old_log_prob") and "rejection by seq_mean_k3" in step(bypass, "update_actor")
+
+
+def test_the_phases_of_a_step_are_in_the_plan_with_roles_and_columns():
+    text = plan(load(["actor_rollout_ref.actor.ppo_mini_batch_size=64"]).config)
+    names = [
+        line.removeprefix("step").split()[0]
+        for line in text.splitlines()[
+            text.splitlines().index(next(line for line in text.splitlines() if line.startswith("step"))) :
+        ]
+        if "): " in line
+    ]
+    assert names == [
+        "values",
+        "old_log_prob",
+        "old_log_prob_metrics",
+        "rewards",
+        "advantages",
+        "update_critic",
+        "update_actor",
+        "metrics",
+        "samples",
+    ]
+    assert "values (critic): one pass of the critic over the batch; adds values" in text
 
 
 def test_roles():

@@ -3,10 +3,13 @@
 import pytest
 import torch
 
+from phase_runs import after, made
 from valor import algorithms
 from valor.config import AlgorithmConfig, CriticConfig, KLControlConfig, PPOConfig
 from valor.data.batch import Batch
-from valor.trainer.advantage import RewardShaping, compute_advantages, rows_to_train_on
+from valor.trainer.estimator import compute_advantages
+from valor.trainer.phases.rewards import Rewards
+from valor.trainer.phases.training_rows import TrainingRows, trained
 from valor.trainer.step_metrics import critic_diagnostics
 
 MASK = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
@@ -31,7 +34,7 @@ def batch_of(scores: list[float], rows: int = 2) -> Batch:
 
 def shaped(batch: Batch, step: int = 1, **settings) -> tuple[Batch, AlgorithmConfig, dict[str, float]]:
     config = AlgorithmConfig(adv_whitening="none", **settings)
-    metrics = RewardShaping(config, seed=0).shape_rewards(batch, step)
+    metrics = made(Rewards, config).shape_rewards(batch, step)  # type: ignore[attr-defined]
     return batch, config, metrics
 
 
@@ -92,7 +95,7 @@ def test_what_a_missing_reward_means(policy, flip, first, second) -> None:
     )
     advantages, _ = compute_advantages(batch, config)
     torch.testing.assert_close(advantages, torch.tensor([first, second]))
-    assert len(rows_to_train_on(batch, config, 0, 1)[0]) == 2
+    assert len(trained(after(made(TrainingRows, config), batch)[0])) == 2
 
 
 @pytest.mark.parametrize(
@@ -114,7 +117,7 @@ def test_where_the_gradient_pushes_a_trajectory_without_reward(policy, flip, fir
     )
     batch["advantages"], _ = compute_advantages(batch, config)
     log_probs = torch.full((2, 3), -1.0, requires_grad=True)
-    rows = rows_to_train_on(batch, config, 0, 1)[0]
+    rows = trained(after(made(TrainingRows, config), batch)[0])
     loss, _ = algorithms.policy_loss(
         "ppo",
         log_probs=log_probs[: len(rows)],
@@ -146,30 +149,30 @@ def test_bootstrap_decays_with_lambda_and_critic_does_not() -> None:
 def test_excluded_trajectories_are_not_trained_on() -> None:
     batch, config, _ = shaped(batch_of([1.0, 1.0], rows=8), reward_mask_ratio=0.25, missing_reward="exclude")
     batch["advantages"], batch["returns"] = compute_advantages(batch, config)
-    kept = rows_to_train_on(batch, config, 0, 1)[0]
+    kept = trained(after(made(TrainingRows, config), batch)[0])
     assert len(kept) == 6 and not kept["reward_missing"].any()
     assert not batch["advantages"][batch["reward_missing"]].any()
     batch, config, _ = shaped(batch_of([1.0, 1.0]), reward_mask_ratio=1.0, missing_reward="exclude")
-    assert len(rows_to_train_on(batch, config, 0, 1)[0]) == 0
+    assert len(trained(after(made(TrainingRows, config), batch)[0])) == 0
 
 
 def test_a_fixed_ratio_is_kept_over_steps_and_over_a_resume() -> None:
     """A tenth of four trajectories: two in five steps, whenever the run was interrupted."""
     config = AlgorithmConfig(reward_mask_ratio=0.1)
-    whole, first = RewardShaping(config, seed=3), RewardShaping(config, seed=3)
+    whole, first = made(Rewards, config, seed=3), made(Rewards, config, seed=3)
 
-    def draw(shaping: RewardShaping, step: int) -> list[bool]:
+    def draw(rewards: Rewards, step: int) -> list[bool]:
         batch = batch_of([1.0, 1.0], rows=4)
-        shaping.shape_rewards(batch, step)
+        rewards.shape_rewards(batch, step)
         return batch["reward_missing"].tolist()
 
     drawn = [draw(whole, step) for step in range(1, 11)]
     assert sum(map(sum, drawn)) == 4
     again = [draw(first, step) for step in range(1, 6)]
-    resumed = RewardShaping(config, seed=3)
+    resumed = made(Rewards, config, seed=3)
     resumed.load_state_dict(first.state_dict())
     assert again + [draw(resumed, step) for step in range(6, 11)] == drawn
-    other = RewardShaping(config, seed=4)
+    other = made(Rewards, config, seed=4)
     assert [draw(other, step) for step in range(1, 11)] != drawn
 
 

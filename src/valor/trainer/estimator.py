@@ -1,8 +1,4 @@
-"""From scores to rewards and advantages: where the configuration's `algorithm` section meets the pure functions.
-
-Runs on the driver over the whole batch, so group statistics and whitening see every sample whatever the number of
-workers.
-"""
+"""Advantages of a batch: where the configuration's `algorithm` section meets the estimators."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,17 +11,16 @@ from valor import algorithms
 from valor.algorithms.turns import Turns
 from valor.collector.inputs import RunInputs
 from valor.collector.rollouts import correct
-from valor.config import AlgorithmConfig, PFPPOConfig, PPOConfig
-from valor.data.batch import Batch, Episodes
-from valor.data.sampler import keyed_generator
+from valor.config import AlgorithmConfig, PPOConfig
+from valor.data.batch import Batch
 from valor.errors import UserError
 from valor.rewards.worker import Sample
 from valor.trainer.old_log_probs import OldLogProbs
 
 # What an estimator may name beyond the common inputs, where the run has it.
-_OFFERED_COLUMNS = ("old_log_probs", "rollout_log_probs", "sum_pi_squared", "rollout_is_weights", "turn_ids")
+OFFERED_COLUMNS = ("old_log_probs", "rollout_log_probs", "sum_pi_squared", "rollout_is_weights", "turn_ids")
 FROM_THE_RUN = (
-    *_OFFERED_COLUMNS,
+    *OFFERED_COLUMNS,
     "component_scores",
     "component_weights",
     "bootstrap_mask",
@@ -33,73 +28,6 @@ FROM_THE_RUN = (
     "report",
 )
 COMPONENTS = ("reward_keys", "reward_weights")  # in adv_kwargs, of an estimator that compares reward components
-_RESAMPLING_STREAM, _MASK_STREAM, _NOISE_STREAM = 1, 2, 5  # last words of random keys
-
-
-class RewardShaping:
-    """`algorithm`'s settings at work on the batches of a run; its state is part of a checkpoint.
-
-    `remainder` is what `reward_mask_type=fixed_ratio` owes to the next step.
-    """
-
-    def __init__(self, config: AlgorithmConfig, seed: int) -> None:
-        self.config, self.seed = config, seed
-        self.remainder = 0.0
-        self.kl_controller: algorithms.KLController | None = None
-        if config.use_kl_in_reward:
-            control = config.kl_ctrl
-            target = control.target_kl if control.type == "adaptive" else None
-            self.kl_controller = algorithms.KLController(control.kl_coef, target, control.horizon)
-
-    def shape_rewards(self, batch: Batch, step: int) -> dict[str, float]:
-        """Adds `token_level_rewards` [B, T], and `reward_missing` [B] where rewards are taken away. Returns metrics."""
-        config, mask = self.config, batch["response_mask"]
-        scores = batch["token_level_scores"]
-        if config.reward_noise > 0:
-            draw = keyed_generator(self.seed, step, _NOISE_STREAM)
-            noise = config.reward_noise * torch.randn(len(batch), generator=draw)
-            scores = scores + algorithms.place_at_end(noise, mask)
-        if config.reward_source == "critic":
-            scores = algorithms.place_at_end(algorithms.value_at_end(batch["values"], mask), mask)
-        batch["token_level_rewards"], metrics = self._minus_kl(scores, batch)
-        if config.reward_mask_ratio > 0:
-            batch["reward_missing"], self.remainder = algorithms.draw_reward_mask(
-                len(batch),
-                config.reward_mask_ratio,
-                generator=keyed_generator(self.seed, step, _MASK_STREAM),
-                kind=config.reward_mask_type,
-                level=config.reward_mask_level,
-                group_ids=batch.objects["uid"],
-                remainder=self.remainder,
-            )
-            missing = batch["reward_missing"]
-            batch["token_level_rewards"] = algorithms.apply_missing_reward(
-                batch["token_level_rewards"], mask, missing, config.missing_reward, batch.tensors.get("values")
-            )
-            metrics["reward/missing_ratio"] = float(missing.float().mean())
-        return metrics
-
-    def state_dict(self) -> dict[str, Any]:
-        kl = {"value": self.kl_controller.value} if self.kl_controller else None
-        return {"kl_controller": kl, "reward_mask_remainder": self.remainder}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What `state_dict` gave; a controller that is new to the run starts afresh."""
-        if self.kl_controller and state["kl_controller"]:
-            self.kl_controller.value = float(state["kl_controller"]["value"])
-        self.remainder = float(state["reward_mask_remainder"])
-
-    def _minus_kl(self, scores: Tensor, batch: Batch) -> tuple[Tensor, dict[str, float]]:
-        """Scores − β · KL(old ‖ ref) under `use_kl_in_reward`, else the scores."""
-        if self.kl_controller is None:
-            return scores, {}
-        beta = self.kl_controller.value
-        divergence = batch.tensors.get("full_kl")
-        if divergence is None:
-            divergence = algorithms.kl_penalty(batch["old_log_probs"], batch["ref_log_probs"], self.config.kl_penalty)
-        rewards, current_kl = algorithms.subtract_divergence(scores, divergence, batch["response_mask"], kl_coef=beta)
-        self.kl_controller.update(current_kl, n_steps=len(batch))
-        return rewards, {"actor/reward_kl_penalty": current_kl, "actor/reward_kl_penalty_coeff": beta}
 
 
 def compute_advantages(
@@ -120,7 +48,7 @@ def compute_advantages(
     offered: dict[str, Any] = offered_settings(config) | {"report": ({} if metrics is None else metrics).__setitem__}
     name, options = config.adv_estimator, {**config.adv_kwargs}
     entry = algorithms.ADVANTAGES[name]
-    read = [column for column in _OFFERED_COLUMNS if column in tensors and column in entry.options]
+    read = [column for column in OFFERED_COLUMNS if column in tensors and column in entry.options]
     if {**offered, **options}.get("gae_unit") == "token" and "gae_unit" in entry.options:
         read = [column for column in read if column != "turn_ids"]
     offered |= {column: tensors[column] for column in read}
@@ -165,22 +93,6 @@ def compute_advantages(
     return advantages, returns
 
 
-def leave_out_by_critics(batch: Batch, config: AlgorithmConfig) -> dict[str, float]:
-    """Where the critics of an ensemble agree most, advantages become 0; the batch gains `entropy_mask` [B, T], 0 where
-    they agree least. Returns metrics."""
-    if not (config.agreement_mask or config.divergence_mask):
-        return {}
-    mask = batch["response_mask"]
-    opinions = torch.stack([column for name, column in batch.tensors.items() if name.startswith("values/")])
-    kept, explored = algorithms.where_critics_tell(opinions, mask, config.agreement_mask, config.divergence_mask)
-    batch["advantages"], batch["entropy_mask"] = batch["advantages"] * kept, explored
-    count = mask.sum().clamp(min=1.0)
-    return {
-        "critic/agreement_masked": float((mask - kept).sum() / count),
-        "critic/divergence_masked": float((mask - explored).sum() / count),
-    }
-
-
 def right_answers(batch: Batch) -> Tensor:
     """[B] 1 where the grader calls the answer right; nobody is told so where the reward is missing."""
     scores = batch["token_level_scores"].sum(-1)
@@ -192,13 +104,6 @@ def from_critic(config: AlgorithmConfig) -> bool:
     """Whether V(last) - V is the advantage: the critic's value is the reward, and the estimator would compare it with
     the critic's values again. Estimators that do without a critic take the value as they take any score."""
     return config.reward_source == "critic" and algorithms.ADVANTAGES[config.adv_estimator].capability.needs_critic
-
-
-def reads_log_probs(config: PPOConfig) -> bool:
-    """Whether rewards or advantages need the passes over old and reference policy, or the mask that they correct."""
-    entry = algorithms.ADVANTAGES[config.algorithm.adv_estimator]
-    reads = {"old_log_probs", "sum_pi_squared", "rollout_is_weights"} & {*entry.options}
-    return config.algorithm.use_kl_in_reward or OldLogProbs.of(config).correct_batch or bool(reads)
 
 
 def own_targets(config: PPOConfig) -> tuple[str, dict[str, Any]] | None:
@@ -223,20 +128,6 @@ def own_targets(config: PPOConfig) -> tuple[str, dict[str, Any]] | None:
     settings = {"gamma": algorithm.gamma, "lam": algorithm.lam, **offered_settings(algorithm), **algorithm.adv_kwargs}
     known = algorithms.ADVANTAGES["gae"].parameters
     return "gae", {name: value for name, value in settings.items() if name in known} | {"whitening": "none"}
-
-
-def rows_to_train_on(batch: Batch, config: AlgorithmConfig, *key: int) -> tuple[Batch, dict[str, float]]:
-    """The rows that critic and actor learn from, with metrics: all, but for those that `missing_reward=exclude` leaves
-    out; with PF-PPO as many episodes as before, drawn by their scores and `key` (run seed, step)."""
-    metrics: dict[str, float] = {}
-    if "reward_missing" in batch and config.missing_reward == "exclude":
-        batch = batch.take(torch.nonzero(~batch["reward_missing"]).squeeze(1))
-    if config.use_pf_ppo and bool(batch["response_mask"].any()):
-        present = (Episodes(batch).sums(batch["response_mask"]) > 0).nonzero().squeeze(1).tolist()  # not rejected
-        if len(present) < len(Episodes(batch).rows):
-            batch = Episodes(batch).take(present)
-        batch, metrics = resample(batch, config.pf_ppo, *key)
-    return batch, metrics
 
 
 def offered_settings(config: AlgorithmConfig) -> dict[str, Any]:
@@ -280,22 +171,3 @@ def check_components(config: PPOConfig, inputs: RunInputs) -> None:
     samples = [Sample(row.data_source, "", row.ground_truth, row.extra_info) for row in first.values()]
     if found := [result.components for result in inputs.rewards.score(samples) if result.error is None]:
         component_scores(found, keys, config.reward.error_score)
-
-
-def resample(batch: Batch, config: PFPPOConfig, *key: int) -> tuple[Batch, dict[str, float]]:
-    """PF-PPO: as many episodes as before, drawn with replacement by their scores; all their rows and columns follow.
-
-    `key` (run seed, step) decides the draw.
-    """
-    episodes = Episodes(batch)
-    scores = episodes.sums(batch["token_level_scores"])
-    chosen = algorithms.pf_ppo_resample(
-        scores,
-        reweight_method=config.reweight_method,
-        weight_pow=config.weight_pow,
-        generator=keyed_generator(*key, _RESAMPLING_STREAM),
-    )
-    return episodes.take(chosen.tolist()), {
-        "training/pf_ppo/distinct_ratio": len(chosen.unique()) / len(chosen),
-        "training/pf_ppo/score_after": float(scores[chosen].mean()),
-    }

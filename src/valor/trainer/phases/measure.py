@@ -1,0 +1,30 @@
+"""What a step's batch shows, and its samples in the run's folder: nothing waits for these."""
+
+from valor.data.batch import Batch, Episodes
+from valor.trainer.phases.base import COLLECTED, EVERY_COLUMN, Metrics, Phase
+from valor.trainer.step_metrics import batch_metrics, critic_diagnostics
+
+
+class BatchMetrics(Phase):
+    """Scores, rewards, advantages, values and lengths of the whole batch, and how good the critic is."""
+
+    name = "metrics"
+    reads = frozenset(("response_mask", "response_lengths", "prompt_lengths", "token_level_scores", "finish_reason"))
+    reads = reads | {"uid", "token_level_rewards", "advantages", "returns"}
+    reads_if_there = frozenset(("episode", "turn_ids", "values", "value_mask"))
+
+    def run(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
+        joined = Episodes(batch).joined()
+        return Batch(), {**batch_metrics(joined), **critic_diagnostics(joined, self.config)}
+
+
+class Samples(Phase):
+    """The first episodes of the batch, token by token, for the report and the files of rollouts."""
+
+    name = "samples"
+    keys = "trainer.log_generations trainer.rollout_data_dir"
+    reads = EVERY_COLUMN | COLLECTED
+
+    def run(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
+        self.resources.record.samples(step, batch)
+        return Batch(), {}

@@ -1,0 +1,67 @@
+"""Values of the critic: by a pass of their own, or by the one update that a batch has."""
+
+from valor.config import PPOConfig
+from valor.data.batch import Batch
+from valor.models.rows import ROW_FIELDS
+from valor.tracking.progress import phase
+from valor.trainer.estimator import own_targets
+from valor.trainer.phases.base import Metrics, Phase
+from valor.workers.roles import critic_names
+
+CRITIC_IS_UPDATED = "critic_is_updated"  # in a batch's meta: the step's update has given the values
+
+
+class Values(Phase):
+    """One pass of the critic over the batch."""
+
+    name = "values"
+    role = "critic"
+    reads = frozenset((*ROW_FIELDS, "response_mask"))
+    reads_if_there = frozenset(("episode",))
+
+    def __init__(self, config: PPOConfig) -> None:
+        super().__init__(config)
+        members = critic_names(config)
+        self.with_end, self.with_quantiles = config.algorithm.truncation_bootstrap, config.learns_quantiles
+        adds = ["values", *(f"values/{name}" for name in members if len(members) > 1)]
+        adds += ["bootstrap_values"] * self.with_end + ["quantiles"] * self.with_quantiles
+        self.adds = frozenset(adds)
+
+    @classmethod
+    def wanted(cls, config: PPOConfig) -> bool:
+        return config.critic.enable and own_targets(config) is None
+
+    def run(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
+        with phase("values", len(batch), unit="sample"):
+            return self.resources.critics.compute_values(
+                batch, with_end=self.with_end, with_quantiles=self.with_quantiles
+            )
+
+
+class ValuesInTheUpdate(Values):
+    """The critic's one update of a batch: its forward pass gives the values, from which its ranks make the targets.
+
+    In a step where that cannot be (a frozen critic, episodes of several rows, several updates) it is a pass for values.
+    """
+
+    reads = Values.reads | {"token_level_rewards"}
+
+    def __init__(self, config: PPOConfig) -> None:
+        super().__init__(config)
+        self.adds = self.adds | {CRITIC_IS_UPDATED}
+
+    @classmethod
+    def wanted(cls, config: PPOConfig) -> bool:
+        return own_targets(config) is not None
+
+    def plan(self) -> str:
+        return "the critic's update, whose forward pass gives the values"
+
+    def timing(self, batch: Batch, step: int) -> str | None:
+        return "update_critic" if self.resources.critics.in_one_pass(batch, step) else "values"
+
+    def run(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
+        if self.resources.critics.in_one_pass(batch, step):
+            values, metrics = self.resources.critics.update_with_values(batch, step)
+            return values.union(Batch(meta={CRITIC_IS_UPDATED: True})), metrics
+        return super().run(batch, step)
