@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from valor.rewards.answers import announced, answer_part, boxed
+from valor.rewards.answers import NOT, WRONG, announced, answer_part, boxed
 from valor.rewards.numerals import half_width, with_digits
 
 _ARTICLES = frozenset(("a", "an", "the"))
@@ -55,12 +55,8 @@ _CONCLUSION = re.compile(r"(?:^|[.!?\n]\s*)(?:so|thus|therefore|hence|所以|因
 _ASIDE = re.compile(
     r"\s\(|, (?:an?|the|who|which|where|in|on|at)\b|\s(?:in|for|on|at|from|when|during|who|after|since|while)\b"
 )
-_DENIED = (
-    r"(?:(?:\b(?:not|never|neither|nor|cannot|except|unlike|rather than|instead of|other than|anything but)\b|nt\b)"
-    r"(?: (?!but |rather )\w+){0,4}? ?"
-    rf"|(?:不|非|没|除了)[{_HAN}]{{0,3}})"
-)
-_REFUTED = r"(?: (?:isnt|wasnt)\b| (?:is|was) (?:\w+ )?(?:not|wrong|incorrect|false)\b|(?:不对|不是|是?错))"
+_DENIED = rf"(?:{NOT}(?: (?!but |rather )\w+){{0,4}}? ?|(?:{NOT}|[不非没])[{_HAN}]{{0,3}})"
+_REFUTED = rf"(?: (?:is|was) (?:\w+ )?(?:not|{WRONG})\b|不对|不是|是?错)"
 _GRAMMAR = re.compile(
     r"\b(?:is|was|are|were|be|been|has|had|have|in|on|at|by|of|to|for|from|as|it|that|but|called|his|her|its|their)\b"
     r"|['\u2019]s \w|[是为在的叫于]"
@@ -203,7 +199,7 @@ def _stand_together(words: list[str], wanted: list[str], slack: int) -> bool:
 
 def is_denied(text: str, truth: str) -> bool:
     """Whether every mention of the truth is negated or called wrong."""
-    plain, name = normalize(text), re.escape(normalize(truth))
+    plain, name = normalize(re.sub(r"n['\u2019]t\b", " not", text)), re.escape(normalize(truth))
     mentions, denials = re.findall(name, plain), re.findall(f"{_DENIED}{name}|{name}{_REFUTED}", plain)
     return 0 < len(mentions) <= len(denials)
 

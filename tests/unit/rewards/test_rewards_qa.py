@@ -24,6 +24,7 @@ def test_squad_normalization_and_f1() -> None:
         ("the paris.", "Paris", 1),
         ("The capital is Paris.", "Paris", 1),
         ("London", "Paris", 0),
+        ("The president Obama", "Obama", 1),
         ("It is in Paris, of course.", "Paris", 0),
         ("It has 13 episodes.", "3", 0),
         ("36", "36.0", 1),
