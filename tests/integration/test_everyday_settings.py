@@ -53,7 +53,7 @@ REFUSED: list[dict[str, list[Any]]] = [
         f"{ACTOR}.loss_agg_mode": ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm"],
     },
 ]
-"""What a run cannot have together, and is told so before it starts."""
+"""What a run cannot have together: refused before it starts; gspo with token-mean, the default, is noted."""
 
 RUNS = pairwise(VALUES, REFUSED)
 

@@ -190,7 +190,7 @@ _NO_EFFECT = {
     "each call has a trace of its own, in global_profiler.save_path": "*.profiler.tool_config.torch.discrete "
     "global_profiler.relocate_results global_profiler.profile_continuous_steps",
     "an export holds merged weights": f"{MODEL}.lora.merge",
-    "rollout log-probs are those of the sampling distribution": f"{ROLLOUT}.logprobs_mode",
+    "rollout log-probs are those at rollout.temperature, before top_k and top_p": f"{ROLLOUT}.logprobs_mode",
     "expert load is not measured": f"{ROLLOUT}.moe_load_balance_metrics_interval",
     "generation takes and gives token ids one by one, always with their log-probs": _at(
         ROLLOUT,

@@ -292,7 +292,7 @@ def _not_read(config: PPOConfig, keys: Collection[str]) -> Iterator[tuple[str, s
     if kind in keys and shared.actor.use_kl_loss and shared.actor.kl_loss_type in ("kl", "k1"):
         yield kind, "as a loss this estimator pulls nowhere (its gradient has mean 0): use low_var_kl, k2 or kl+"
     special = [pattern for patterns in reads.values() for pattern in patterns] + ["engine_kwargs.*"]
-    estimator = ADVANTAGES[algorithm.adv_estimator]
+    estimator, loss = ADVANTAGES[algorithm.adv_estimator], POLICY_LOSSES[config.policy_loss]
     of_estimators = offered_settings(algorithm).keys() - {"whitening"} | {"lam"}
     if not config.always_critic:  # a critic alone learns discounted outcomes, whatever the estimator
         of_estimators |= {"gamma"}
@@ -307,6 +307,8 @@ def _not_read(config: PPOConfig, keys: Collection[str]) -> Iterator[tuple[str, s
                 yield key, f"no effect: adv_estimator={estimator.name} does not read it"
         elif key == "critic.cliprange_value" and not _takes(VALUE_LOSSES[config.critic.value_loss], name):
             yield key, f"no effect with critic.value_loss={config.critic.value_loss}, which does not clip"
+        elif key == "actor_rollout_ref.actor.loss_agg_mode" and (mode := loss.capability.aggregation):
+            yield key, f"no effect: policy loss {loss.name} always aggregates as {mode}"
 
 
 def _takes(entry: Entry, option: str) -> bool:

@@ -8,6 +8,7 @@ from valor.config.tree import nested
 from valor.errors import UserError
 from valor.trainer.checks import check, derived, inert_settings, lost_in_rounding
 
+ACTOR = "actor_rollout_ref.actor"
 SERVER = ["actor_rollout_ref.rollout.name=server", "actor_rollout_ref.rollout.server.base_url=http://h:1/v1"]
 SERVER += ["actor_rollout_ref.rollout.top_k=5"]
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -169,6 +170,9 @@ def test_settings_that_the_chosen_algorithms_do_not_read():
     assert inert("actor_rollout_ref.actor.policy_loss.loss_mode=sapo", "actor_rollout_ref.actor.tau_pos=2") == {}
     clipped = inert("critic.value_loss=bce", "critic.cliprange_value=0.2")
     assert clipped == {"critic.cliprange_value": "no effect with critic.value_loss=bce, which does not clip"}
+    gspo = [f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.loss_agg_mode=token-mean"]
+    noted = inert_settings(load(gspo).config, {f"{ACTOR}.loss_agg_mode"})
+    assert noted == {f"{ACTOR}.loss_agg_mode": "no effect: policy loss gspo always aggregates as seq-mean-token-mean"}
 
 
 BF16 = "fsdp_config.model_dtype=bfloat16"
