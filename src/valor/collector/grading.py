@@ -22,7 +22,7 @@ from valor.controller.group import Pools
 from valor.data.batch import Batch, Episodes
 from valor.errors import StepRefused
 from valor.rewards.executor import RewardResult
-from valor.rewards.steps import scaled, spans_in_turns, token_rewards
+from valor.rewards.steps import on_tokens, scaled, token_rewards
 from valor.rewards.worker import Sample, gather
 
 _SAMPLE_COLUMNS = ("response_text", "data_source", "ground_truth", "extra_info")
@@ -138,7 +138,9 @@ class Grading:
                 turns += [(first + at, own, text) for (_, at, own), text in found]
                 first += length
             try:
-                results[i] = results[i]._replace(steps=spans_in_turns(results[i].steps, turns, self._decode))
+                results[i] = results[i]._replace(
+                    steps=tuple(on_tokens(results[i].steps, turns, self._decode, between=1))
+                )
             except ValueError as error:
                 results[i] = RewardResult(self.config.error_score, {}, str(error))
         return results

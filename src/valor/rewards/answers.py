@@ -39,15 +39,18 @@ _REPORTED = re.compile(
     r"|(?<![我们])(?:说|认为|以为|声称|觉得)|误以为|不认为|不觉得|如果|假如|假设|倘若|若)[^.,;?!\n]{0,40}$",
     re.IGNORECASE,
 )
-_DENIAL = (
-    r"(?:\b(?:not|never|cannot)\b|n't\b|并非|不(?:会|能|可能|应该?)?(?:是|为|等于)|\u2260|\\neq?\b)"
-    r"(?: be)?(?: equal)?(?: to)?\s*"
+# Words of denial, in front of what is denied or behind it.
+NOT = (
+    r"(?:\b(?:not|never|neither|nor|cannot|except|unlike|rather than|instead of|other than|anything but)\b"
+    r"|n['\u2019]t\b|并非|而非|排除|除了?|不(?:会|能|可能|应该?|认为|觉得)?(?:是|为|选|等于)|\u2260|\\neq?\b)"
 )
+WRONG = r"(?:wrong|incorrect|false|mistaken|untrue)"
+_DENIAL = rf"{NOT}(?: be)?(?: equal)?(?: to)?\s*"
 _DENIED = re.compile(rf"[\s*_]*{_DENIAL}(?:[-$\\(\d*]|[A-Z]\b)")
 DENIED_BEFORE = re.compile(rf"{_DENIAL}[$(\\*+-]*$")
 _REFUTED = re.compile(
     r"\S{1,20}?[\s,;*]*(?:\b(?:but|and|yet)\b\s*)?(?:\b(?:that|this|it|which)\b\s*)?(?:\b(?:is|was)|'s)\s+"
-    r"(?:wrong|incorrect|false|not (?:right|correct|true))\b"
+    rf"(?:{WRONG}|not (?:right|correct|true))\b"
     r"|\S{1,20}?[\s,;*]*(?:但|可|而)?是?(?:这|那|他|她|它|该|此)?\S{0,4}?(?:是错|错了|错误|不对|不正确)",
     re.IGNORECASE,
 )

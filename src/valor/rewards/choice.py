@@ -4,14 +4,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from valor.rewards.answers import announced, answer_part, boxed
+from valor.rewards.answers import NOT, WRONG, announced, answer_part, boxed
 from valor.rewards.numerals import half_width
 from valor.rewards.qa import normalize
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _DEFAULT_CHOICES = 10
 _TAIL = 1500  # characters in which a choice is looked for
-_WRAPPED = re.compile(r"\\(?:text|mathrm|textbf|mathbf|bf)\s*\{([^{}]*)\}")
 _QUOTED = re.compile(r"^\W{0,4}([A-Z])[.):]\s+\S.*$", re.MULTILINE)  # an option as the question has it
 
 
@@ -49,22 +48,22 @@ _CORRECTION = re.compile(
     re.IGNORECASE,
 )
 _NOT_BEFORE = re.compile(
-    rf"\b{_any('not never neither nor cannot except unlike eliminat[a-z]+ exclud[a-z]+ reject[a-z]* discard[a-z]*')}\b"
-    r"|\b(?:(?<!no )doubt\w*|dismiss\w*|(?:rul\w+|cross\w*) out|rather than|instead of|other than|anything but)\b"
-    r"|n['\u2019]t\b|不是|并非|不认为|不觉得|不选|不能选|不应|不会|不可能|不为|排除|而非|除了?|否定",
+    rf"{NOT}|\b(?:(?<!no )doubt|dismiss|eliminat|exclud|reject|discard|(?:rul|cross)\w* out\b)"
+    r"|不[认觉选能应会可为]|否定",
     re.IGNORECASE,
 )
+# Between a letter and what is said of it.
 _VERB = (
-    r"\s*(?:[)*:]\s*)?(?:(?:is|are|was|were|seems?|looks?|(?:must|would|can|has to|appears to) be)\s+)?"
-    rf"(?:{_any('the an? all both also just only [a-z]+ly')}\s+(?:likely\s+)?)*"
+    rf"\s*(?:[)*:]\s*)?(?:{_any('is are was were be seems? looks? must would can has to appears')}\s+)*"
+    r"(?:(?:the|an?|all|both|also|just|only|likely|[a-z]+ly)\s+)*"
 )
 _CHINESE_VERB = r"\s*(?:这个)?(?:选?项)?(?:显然|明显|都|均|也|是|的说法|说法|为)*"
 _NOT_AFTER = re.compile(
-    rf"{_VERB}(?:not?\b(?! (?:wrong|incorrect|false|ruled))|ruled out|out\b|too\b"
-    rf"|{_any('wrong incorrect false eliminated excluded impossible unlikely irrelevant implausible invalid untrue')}"
-    r"|distractor|mistaken)|\s*(?:isn|aren|wasn|weren|couldn|doesn|don|can|won|wouldn)['\u2019]t\b"
-    rf"|\s*(?:cannot|(?:can|could|does|do) not|fails|contradicts)\b|{_CHINESE_VERB}(?:错|不|有误|被?排除|无关|并非)"
-    r"|\s*[\u2717\u274c]",
+    rf"{_VERB}(?:not?\b(?! (?:{WRONG}|ruled))|{WRONG}|(?:ruled )?out\b|too\b|eliminated|excluded|distractor"
+    r"|impossible|unlikely|irrelevant|implausible|invalid)"
+    rf"|\s*(?:(?:is|are|was|were|could|does|do|ca|wo|would)n['\u2019]t|cannot|(?:can|could|does|do) not|fails"
+    rf"|contradicts)\b"
+    rf"|{_CHINESE_VERB}(?:错|不|有误|被?排除|无关|并非)|\s*[\u2717\u274c]",
     re.IGNORECASE,
 )
 _RIGHT_AFTER = re.compile(
@@ -78,25 +77,13 @@ _ANNOUNCED = re.compile(
     r"|\b(?:go with|going with|went with|opt for|opting for|settle on|vote for)\b|答案|选|答",
     re.IGNORECASE,
 )
-# Words that may stand before a letter which a clause is about, and behind it.
-_FILLER_WORDS = _any(
-    "the a my our final answers? options? choices? choose chose chosen pick picked select selected go going went "
-    "with opt for settle on is be must should would will could might may it that this s i d m we think thought believe "
-    "guess say said correct right best one letter leaving leaves left so therefore thus hence then to has definitely "
-    "probably likely most maybe perhaps clearly certainly surely only remains remaining question in conclusion wait no "
-    "nope actually correction rather instead but however sorry and or either yes vote statement conclude confident "
-    "sure am are of get got have which possible lean[a-z]* towards? easy opinion second reflection meant both as "
-    "given above"
-)
-_FILLER = re.compile(
-    rf"(?:\W|_|\b{_FILLER_WORDS}\b|"
-    + _any(
-        "答案 正确 选项? 择 故 应该? 当 是 为 我 认 觉 得 本题 综上所?述? 最终 最后 的 所以 因此 就 可能 大概 可知 "
-        "题 答 改 其实 不对 更正 等等 剩下? 只 有 能 即 也 第 猜 倾向于 哦 由此 可以 填 而 但 项 此"
-    )
-    + ")*",
+# A letter right behind one of these is only talked about, and not chosen.
+_MENTIONED = re.compile(
+    rf"\b(?:{_any('if of at by over like about among between try says said')}"
+    r"|(?:consider|compar|look|check|test)[a-z]*)\b\W*(?:\w+\W+)?$|(?:看|比较?|若|如果)[\u4e00-\u9fff]?$",
     re.IGNORECASE,
 )
+_GAP = re.compile(r"(?:\W*\w+){0,6}\W*|(?:\W*[\u4e00-\u9fff]){0,12}\W*")
 _BARE_AFTER = re.compile(
     rf"(?:\W|\b{_any('is it i think believe guess for sure definitely probably instead please option choice only')}\b"
     r"|选?项|吧|了)*",
@@ -135,24 +122,24 @@ def grade(
 
 def _choice(text: str, options: Mapping[str, str]) -> str:
     """The letter of the option that a text chooses, "" for none."""
-    text = _WRAPPED.sub(r"\1", half_width(text)).replace("$", "").replace("**", "").strip()
+    text = half_width(text).replace("$", "").replace("**", "").strip()
     text = _IN_QUOTES.sub(r"(\1)", text)
     text = _LOWER.sub(lambda match: match[0].upper(), text)
     lone = _LONE.fullmatch(text)
     if lone:
         return lone[1].upper() if lone[1].upper() in (options or LETTERS) else ""
-    quoted = {match[1] for match in _QUOTED.finditer(text) if not _judged(match[0])}
-    if len(quoted) > 1:
-        text = _QUOTED.sub(lambda line: line[0] if _judged(line[0]) else "", text).strip()
-    text = _QUOTED.sub(lambda line: line[0].replace(".", ":", 1) if _judged(line[0]) else line[0], text)
+    has_options = len({match[1] for match in _QUOTED.finditer(text)}) > 1
+    text = _QUOTED.sub(lambda line: _as_verdict(line, has_options), text).strip()
     letter = _last_verdict(text, options)
     return letter or (_last_verdict(_with_letters(text, options), options) if options else "")
 
 
-def _judged(line: str) -> bool:
-    """Whether a line says of an option that it is right or wrong, and does not only quote it."""
-    rest = re.sub(r"^\W*[A-Z][.):]", "", line)
-    return bool(_NOT_AFTER.match(rest) or _RIGHT_AFTER.match(rest))
+def _as_verdict(line: re.Match[str], is_quoted: bool) -> str:
+    """A line like an option of the question as a clause, when it says that the option is right or wrong; nothing of
+    several that only repeat the question."""
+    rest = line[0].lstrip()[2:]
+    judged = _NOT_AFTER.match(rest) or _RIGHT_AFTER.match(rest)
+    return line[0].replace(".", ":", 1) if judged else "" if is_quoted else line[0]
 
 
 def _last_verdict(text: str, options: Mapping[str, str]) -> str:
@@ -180,7 +167,7 @@ def _clauses(text: str, options: Mapping[str, str]) -> Iterator[_Clause]:
 
 
 def _read(clause: str, options: Mapping[str, str]) -> _Clause:
-    denied, chosen, named, rank, end = set[str](), set[str](), set[str](), 0, 0
+    denied, chosen, rank, end = set[str](), set[str](), 0, 0
     groups = list(_GROUP.finditer(clause))
     for number, group in enumerate(groups):
         letters = {re.sub(r"\W", "", one).upper() for one in re.findall(_LETTER, group[0])}
@@ -192,25 +179,22 @@ def _read(clause: str, options: Mapping[str, str]) -> _Clause:
         if _NOT_BEFORE.search(before) or _NOT_AFTER.match(after):
             denied |= letters
             continue
-        found = _rank(before, after, number == 0, group[0], [options.get(letter, "") for letter in letters])
-        named |= letters
+        found = _rank(before, after, number == 0)
         if found >= rank > 0 or found > rank:
             chosen = letters | (chosen if found == rank else set())
             rank = found
-    chosen = named if rank == 1 else chosen
     return _Clause(denied, chosen, rank, _CORRECTION.search(clause) is not None)
 
 
-def _rank(before: str, after: str, is_first: bool, letters: str, texts: Sequence[str]) -> int:
+def _rank(before: str, after: str, is_first: bool) -> int:
+    """3: announced as the answer, 2: called right, 1: named at the end of a clause, 0: only mentioned."""
     announcement = next(reversed(list(_ANNOUNCED.finditer(before))), None)
-    if announcement:
-        gap = before[announcement.end() :]
-        if _FILLER.fullmatch(gap) or re.search(r"(?:\bis|:|是|为)\W*$", gap):
-            return 3
+    if announcement and _GAP.fullmatch(before, announcement.end()):
+        return 3
     if _RIGHT_AFTER.match(after):
         return 2
-    is_bare = _BARE_AFTER.fullmatch(after) or after[:1] in ":)" or normalize(after) in map(normalize, texts)
-    return int(bool(is_first and is_bare and (_FILLER.fullmatch(before) or letters[0] in "([")))
+    is_bare = _BARE_AFTER.fullmatch(after) or after[:1] in ":)"
+    return int(bool(is_first and is_bare and not _MENTIONED.search(before)))
 
 
 def _with_letters(text: str, options: Mapping[str, str]) -> str:

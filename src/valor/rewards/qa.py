@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from valor.rewards.answers import announced, answer_part, boxed
+from valor.rewards.answers import NOT, WRONG, announced, answer_part, boxed
 from valor.rewards.numerals import half_width, with_digits
 
 _ARTICLES = frozenset(("a", "an", "the"))
@@ -47,21 +47,24 @@ _END = re.compile(r"(?<!\b[A-Z])(?<!\b(?:Dr|St|Mr|Jr|Ms))[.!?](?=[\s\"'\u201d)]|
 _BEFORE_NAME = re.compile(
     r"(?:The |An? )?(?:(?!(?:of|not|never|nor) )[a-z-]+ )+(?=\W?[A-Z])|(?:about|around|approximately|exactly) "
 )
+_IN_BRACKETS = re.compile(r" ?\([^()]*\)$")  # Nash (mathematician)
+_QUESTION = re.compile(r"[^.!?\n]*\?")
+_SUFFIXES = frozenset(("jr", "sr", "2", "3", "4"))
 _NAME = re.compile(r"(?:[A-Z][\w.'-]*\s*){3,}")
 _CONCLUSION = re.compile(r"(?:^|[.!?\n]\s*)(?:so|thus|therefore|hence|所以|因此|综上)\b", re.IGNORECASE)
 _ASIDE = re.compile(
     r"\s\(|, (?:an?|the|who|which|where|in|on|at)\b|\s(?:in|for|on|at|from|when|during|who|after|since|while)\b"
 )
-_DENIED = (
-    r"(?:(?:\b(?:not|never|neither|nor|cannot|except|unlike|rather than|instead of|other than)\b|nt\b)"
-    r"(?: (?!but |rather )\w+){0,4}? ?"
-    rf"|(?:不|非|没|除了)[{_HAN}]{{0,3}})"
-)
-_REFUTED = r"(?: (?:isnt|wasnt)\b| (?:is|was) (?:\w+ )?(?:not|wrong|incorrect|false)\b|(?:不对|不是|是?错))"
+_DENIED = rf"(?:{NOT}(?: (?!but |rather )\w+){{0,4}}? ?|(?:{NOT}|[不非没])[{_HAN}]{{0,3}})"
+_REFUTED = rf"(?: (?:is|was) (?:\w+ )?(?:not|{WRONG})\b|不对|不是|是?错)"
 _GRAMMAR = re.compile(
-    r"\b(?:is|was|are|were|be|been|has|had|have|in|on|at|by|of|to|for|from|as|it|that|but|called)\b|[是为在的]"
+    r"\b(?:is|was|are|were|be|been|has|had|have|in|on|at|by|of|to|for|from|as|it|that|but|called|his|her|its|their)\b"
+    r"|['\u2019]s \w|[是为在的叫于]"
 )
+_JOINS = re.compile(rf"\b(?:and|or)\b|[和或与]|还是|(?<=[{_HAN}x]), (?=[{_HAN}x])")
 _LIST = 3  # words beside an answer that make a list of it where no grammar joins them
+_SLACK = 3  # words that may stand between those of the right answer
+_SHORT, _F1 = 8, 0.6  # words of a text that mentions a truth by sharing so much with it
 _SENTENCE = 400  # characters of a sentence that may frame an answer
 MAX_LENGTH = 20_000  # characters of an answer; nobody reads further
 _MAX_TRUTHS = 500
@@ -89,9 +92,10 @@ def grade(
     if match == "exact":
         score = float(any(agrees(text, truth) for truth in meant for text in (answer, phrase)))
     else:
-        meant = [truth for truth in meant if not is_listed(answer, truth)]
-        found = [measures(answer, [t])["f1"] if match == "f1" else agrees(answer, t, inside=True) for t in meant]
-        score = float(max(found, default=0.0))
+        stated = _QUESTION.sub("", answer)
+        meant = [truth for truth in meant if not is_listed(stated, truth)]
+        scores = [measures(stated, [t])["f1"] if match == "f1" else mentions(stated, t) for t in meant]
+        score = float(max(scores, default=0.0))
     return {"score": score, **result, "format": float(is_tagged), "pred": normalize(phrase)[:MAX_PRED]}
 
 
@@ -150,11 +154,11 @@ def answer_phrase(text: str) -> str:
     return rest[: aside.start() if aside else None]
 
 
-def agrees(text: str, truth: str, *, inside: bool = False) -> bool:
+def agrees(text: str, truth: str) -> bool:
     """Whether two names, dates or numbers are the same but for spelling: accents, plurals, number words, middle names,
-    a description before a name. `inside`: whether the text has such words side by side."""
+    a description before a name."""
     readings = [content_words(_BEFORE_NAME.sub("", text, count=1)), content_words(text)]
-    without = re.sub(r" ?\([^()]*\)$", "", truth)  # "Nash (mathematician)"
+    without = _IN_BRACKETS.sub("", truth)
     for written in dict.fromkeys((truth, without, _BEFORE_NAME.sub("", without, count=1))):
         wanted = content_words(written)
         if not wanted:  # The The, "+"
@@ -164,25 +168,49 @@ def agrees(text: str, truth: str, *, inside: bool = False) -> bool:
         if wanted in (["yes"], ["no"]):
             return next(([word] for word in readings[-1] if word in ("yes", "no")), None) == wanted
         forms = [wanted, [wanted[0], wanted[-1]]] if _NAME.fullmatch(written) else [wanted]
-        size, is_date = len(wanted), not _MONTHS.isdisjoint(wanted)
-        parts = [words[i : i + size] for words in readings for i in range(len(words))] if inside else readings
-        if any(part in forms or (is_date and sorted(part) == sorted(wanted)) for part in parts):
+        is_date = not _MONTHS.isdisjoint(wanted)
+        if any(words in forms or (is_date and sorted(words) == sorted(wanted)) for words in readings):
             return True
     return False
 
 
+def mentions(text: str, truth: str) -> bool:
+    """Whether a person would find the truth in a text: its words close together, its first and last name, or in a short
+    text most of its words and all of its numbers."""
+    words, written = content_words(text), _IN_BRACKETS.sub("", truth)
+    wanted = content_words(written)
+    if agrees(text, truth) or not wanted or wanted in (["yes"], ["no"]):
+        return agrees(text, truth)
+    if _contains(normalize(text), normalize(truth)) or _stand_together(words, wanted, _SLACK):
+        return True
+    numbers, others = ([word for word in group if word.isdigit()] for group in (words, wanted))
+    if len(words) <= _SHORT and numbers == others and f1_score(words, wanted) >= _F1:
+        return True
+    family = [word for word in wanted[1:] if word not in _SUFFIXES]
+    return bool(family and _NAME.fullmatch(written)) and _stand_together(words, [wanted[0], family[-1]], 2)
+
+
+def _stand_together(words: list[str], wanted: list[str], slack: int) -> bool:
+    """Whether some stretch of the words, `slack` longer than what is wanted, has all of it."""
+    need, size = Counter(wanted), len(wanted) + slack
+    stretches = (Counter(words[i : i + size]) for i in range(len(words)))
+    return need.keys() <= set(words) and any(need <= stretch for stretch in stretches)
+
+
 def is_denied(text: str, truth: str) -> bool:
     """Whether every mention of the truth is negated or called wrong."""
-    plain, name = normalize(text), re.escape(normalize(truth))
+    plain, name = normalize(re.sub(r"n['\u2019]t\b", " not", text)), re.escape(normalize(truth))
     mentions, denials = re.findall(name, plain), re.findall(f"{_DENIED}{name}|{name}{_REFUTED}", plain)
     return 0 < len(mentions) <= len(denials)
 
 
 def is_listed(text: str, truth: str) -> bool:
     """Whether the truth is one of several names that nothing joins to a sentence."""
-    plain = normalize(text)
-    more = len(_TOKEN.findall(plain)) - len(_TOKEN.findall(normalize(truth)))
-    return more >= _LIST and ":" not in text and not _GRAMMAR.search(plain)
+    if agrees(text, truth) or ":" in text or _GRAMMAR.search(text.lower()):
+        return False
+    rest = re.sub(re.escape(truth), "", text, flags=re.IGNORECASE)
+    more = len(text.split()) - len(truth.split())
+    return more >= _LIST or rest.count(",") > 1 or _JOINS.search(text.replace(truth, "x")) is not None
 
 
 def measures(answer: str, truths: list[str]) -> dict[str, Any]:

@@ -29,21 +29,10 @@ length3: .001 L liter litre 升; .000001 ml mL cc milliliter 毫升; .0037854117
 mass: 1 g gram 克; 1000 kg kilogram 千克 公斤; .001 mg milligram 毫克; 453.59237 lb pound; 28.349523125 oz ounce
 mass: 500 斤; 1000000 ton tonne 吨
 time: 1 s sec second 秒; 60 min minute 分钟; 3600 h hr hour 小时; 86400 day 天; 604800 week 周 星期
-months: 1 month 个月; 12 yr year 年
-angle: 1 ° deg degree 度
-percent: 1 % percent percentage; 10 折 成
-dollar: 1 dollar; .01 cent
-yuan: 1 yuan 元 元钱 块钱; .1 角
-am: 1 am
-pm: 1 pm
-ordinal: 1 th st nd rd
-celsius: 1 °C 摄氏度
-fahrenheit: 1 °F
-newton: 1 N newton 牛顿
-joule: 1 J joule 焦耳
-watt: 1 W watt; 1000 kW
-volt: 1 V volt
-byte: 1 byte; 1e6 MB; 1e9 GB
+months: 1 month 个月; 12 yr year 年 | angle: 1 ° deg degree 度 | percent: 1 % percent percentage; 10 折 成
+dollar: 1 dollar; .01 cent | yuan: 1 yuan 元 元钱 块钱; .1 角 | am: 1 am | pm: 1 pm | ordinal: 1 th st nd rd
+celsius: 1 °C 摄氏度 | fahrenheit: 1 °F | newton: 1 N newton 牛顿 | joule: 1 J joule 焦耳 | watt: 1 W watt; 1000 kW
+volt: 1 V volt | byte: 1 byte; 1e6 MB; 1e9 GB
 """
 _SCALE = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "万": 10**4, "亿": 10**8}
 _POWERS = {"square": 2, "sq": 2, "平方": 2, "cubic": 3, "cu": 3, "立方": 3}
@@ -87,8 +76,8 @@ class Quantity(NamedTuple):
 def _read_table() -> dict[str, tuple[str, int, Fraction]]:
     """Dimension, its power and the size of each unit by name."""
     units = {}
-    for line in _TABLE.strip().splitlines():
-        dimension, entries = line.split(": ")
+    for row in re.split(r"\n| \| ", _TABLE.strip()):
+        dimension, entries = row.split(": ")
         for size, *names in (entry.split() for entry in entries.split("; ")):
             unit = (dimension.rstrip("23"), int(dimension[-1]) if dimension[-1].isdigit() else 1, Fraction(size))
             units |= dict.fromkeys(names, unit)

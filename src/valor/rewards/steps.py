@@ -1,9 +1,9 @@
 """Rewards by step: what parts of a response have earned, and the tokens on which that lands."""
 
 import math
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, pairwise
 from operator import index
 from typing import Any
 
@@ -58,55 +58,43 @@ def last_token(end: int, ids: Sequence[int], text: str, decode: Decode) -> int:
     return token
 
 
-def spans_in_turns(
-    steps: Sequence[Step], turns: Sequence[tuple[int, Sequence[int], str]], decode: Decode
-) -> tuple[Step, ...]:
-    """The steps with tokens in the place of spans of the turns' texts, which are joined by a line break.
+def on_tokens(
+    steps: Sequence[Step], parts: Iterable[tuple[int, Sequence[int], str]], decode: Decode, between: int = 0
+) -> list[tuple[int, float]]:
+    """The steps with the token that completes each span in the place of the span.
 
-    `turns`: of each its first token, its tokens, and its text: all that they spell, or a part of it, else a span lies
-    on the turn's last token. Raises ValueError: a span is not in the texts.
+    `parts` of the graded text, with `between` characters between them: of each its first token, its tokens, and its
+    text: all that they spell, or a part of it, else a span lies on its last token. Raises ValueError: a span is not in
+    the text.
     """
-    ends = list(accumulate(len(text) + 1 for _, _, text in turns))
-    found: list[Step] = []
+    parts, placed = list(parts), list[tuple[int, float]]()
+    ends = list(accumulate(len(text) + between for _, _, text in parts))
     for place, reward in steps:
         if not isinstance(place, int):
             start, end = place
             number = bisect_left(ends, end)
             if not 0 <= start < end or number == len(ends):
-                raise ValueError(f"step_rewards: there are no characters {start} to {end} in the policy's own words")
-            first, ids, text = turns[number]
+                size = ends[-1] - between if ends else 0
+                raise ValueError(f"step_rewards: there are no characters {start} to {end} in a response of {size}")
+            first, ids, text = parts[number]
             spelt = decode(ids)
-            at = spelt.find(text)
-            within = at + min(end - (ends[number] - len(text) - 1), len(text))
-            place = first + (last_token(within, ids, spelt, decode) if at >= 0 and within > 0 else len(ids) - 1)
-        found.append((place, reward))
-    return tuple(found)
+            begin = spelt.find(text)
+            within = begin + min(end - ends[number] + len(text) + between, len(text))
+            place = first + (last_token(within, ids, spelt, decode) if begin >= 0 and within > 0 else len(ids) - 1)
+        placed.append((place, reward))
+    return placed
 
 
 def token_rewards(steps: Sequence[Step], rows: Sequence[Sequence[int]], decode: Decode) -> list[list[float]]:
-    """The steps' rewards on the tokens of an episode's rows: that of a span on the token which completes it; those on
-    one token add up.
+    """The steps' rewards on the tokens of an episode's rows; those on one token add up.
 
     Tokens count through all rows, observations too; the text is that of the rows, one behind the other. Raises
     ValueError: a place is not in the response.
     """
-    found = [[0.0] * len(ids) for ids in rows]
-    texts = [decode(ids) for ids in rows]
-    for place, reward in steps:
-        if isinstance(place, int):
-            row, token = _inside(place, rows, f"token {place}")
-        else:
-            start, end = place
-            row, last = _inside(end - 1 if 0 <= start < end else -1, texts, f"characters {start} to {end}")
-            token = last_token(last + 1, rows[row], texts[row], decode)
-        found[row][token] += reward
-    return found
-
-
-def _inside(place: int, parts: Sequence[Sequence[Any]], what: str) -> tuple[int, int]:
-    """Which of the parts holds element number `place` of all, and where."""
-    ends = list(accumulate(map(len, parts)))
-    if not 0 <= place < ends[-1]:
-        raise ValueError(f"step_rewards: there is no {what} in a response of {ends[-1]}")
-    row = bisect_right(ends, place)
-    return row, place - ends[row] + len(parts[row])
+    firsts = list(accumulate(map(len, rows), initial=0))
+    rewards = [0.0] * firsts[-1]
+    for token, reward in on_tokens(steps, zip(firsts, rows, map(decode, rows), strict=False), decode):
+        if not 0 <= token < len(rewards):
+            raise ValueError(f"step_rewards: there is no token {token} in a response of {len(rewards)}")
+        rewards[token] += reward
+    return [rewards[first:end] for first, end in pairwise(firsts)]

@@ -175,7 +175,7 @@ def test_a_step_on_an_observation_belongs_to_the_policy_token_before_it():
 
 def test_a_step_that_is_not_in_the_response_is_an_error_of_its_sample():
     batch, results = graded_with(((0, 9), 1.0))
-    assert results[0].error == "step_rewards: there is no characters 0 to 9 in a response of 4"
+    assert results[0].error == "step_rewards: there are no characters 0 to 9 in a response of 4"
     assert results[0].score == 0.0 and not batch["step_rewards"].any()
 
 

@@ -22,10 +22,11 @@ from valor.config import PPOConfig, load
 from valor.data.batch import Batch
 from valor.lab.arithmetic import make_tokenizer
 from valor.rewards.custom import CustomFunction
-from valor.rewards.functions import RewardFunctions, pickled
+from valor.rewards.functions import RewardFunctions
 from valor.rewards.worker import Grading as Worker
 from valor.rewards.worker import RewardResult, Sample, WorkerSetup
 from valor.rollout.base import Output, SamplingParams, Span
+from valor.user_files import pickled
 
 TOOLS = """
 from valor.agents import function_tool
@@ -203,7 +204,8 @@ def test_steps_of_the_own_words_lie_on_their_tokens(loop: ToolLoop, tmp_path: Pa
     inputs.rewards = Graders(CustomFunction(str(path), "outside"))
     config = PPOConfig.model_validate({"reward": {"max_error_ratio": 1.0}})
     (result,) = Grading(config, inputs, ROLES).training(batch_of(episode, "mine", None, {}))
-    assert result.error == "step_rewards: there are no characters 0 to 99 in the policy's own words"
+    size = len("\n".join(episode.turn_texts_by(decode)))
+    assert result.error == f"step_rewards: there are no characters 0 to 99 in a response of {size}"
 
 
 def test_functions_of_a_session(loop: ToolLoop, tmp_path: Path) -> None:
@@ -217,11 +219,11 @@ def test_functions_of_a_session(loop: ToolLoop, tmp_path: Path) -> None:
         return float("17" in transcript and "17" not in solution_str)
 
     path = tmp_path / "functions.pkl"
-    path.write_bytes(pickled(RewardFunctions([trl, words, verl])))
+    path.write_bytes(pickled(RewardFunctions([trl, words, verl]), "reward", "key"))
     result = graded(play(loop, f"So:{call('17')}", "9"), "mine", None, {}, CustomFunction(str(path)))
     assert result.error is None
     assert result.components == {"trl": 1.0, "words": 0.0, "verl": 1.0}
-    path.write_bytes(pickled(RewardFunctions([words])))
+    path.write_bytes(pickled(RewardFunctions([words]), "reward", "key"))
     assert graded(play(loop, f"So:{call('17')}", "9"), "mine", None, {}, CustomFunction(str(path))).score == 0.0
 
 

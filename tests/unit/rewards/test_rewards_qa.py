@@ -24,6 +24,7 @@ def test_squad_normalization_and_f1() -> None:
         ("the paris.", "Paris", 1),
         ("The capital is Paris.", "Paris", 1),
         ("London", "Paris", 0),
+        ("The president Obama", "Obama", 1),
         ("It is in Paris, of course.", "Paris", 0),
         ("It has 13 episodes.", "3", 0),
         ("36", "36.0", 1),
@@ -115,6 +116,52 @@ def test_f1_counts_where_a_row_asks_for_it() -> None:
         grade("nq", "Paris", "Paris", {"match": "exactly"})
 
 
+@pytest.mark.parametrize("match", ["exact", "contains", "f1"])
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [
+        ("Barack Obama Paris London Rome", "London"),
+        ("Paris, London, Rome", "Paris"),
+        ("Rome; Paris; London; Madrid", "Paris"),
+        ("Paris or London", "Paris"),
+        ("London and Paris", "Paris"),
+        ("<answer>either Paris or London</answer>", "Paris"),
+        ("1985, 1986, 1987, 1988", "1986"),
+        ("巴黎、伦敦", "巴黎"),
+        ("巴黎或伦敦", "巴黎"),
+        ("not Paris", "Paris"),
+        ("It is anything but Paris.", "Paris"),
+        ("Paris is wrong", "Paris"),
+        ("It isn't Wilhelm Conrad Röntgen.", "Wilhelm Conrad Röntgen"),
+        ("不是巴黎", "巴黎"),
+        ("", "Paris"),
+        (" ", "+"),
+        ("<answer></answer>", "Paris"),
+        ("Is Paris the capital of France?", "Paris"),
+        ("Which is larger, Paris or London?", "Paris"),
+        ("巴黎是法国的首都吗?", "巴黎"),
+    ],
+)
+def test_hostile_answers_are_wrong_whatever_a_row_asks_for(answer: str, truth: str, match: str) -> None:
+    assert grade("nq", answer, truth, {"match": match})["score"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "right"),
+    [
+        ("Sir Malcolm Campbell and his son Donald Campbell.", "Malcolm & Donald Campbell", 1),
+        ("Sinclair owns Seattle\u2019s ABC affiliate KOMO-TV (Channel 4).", "KOMO-TV", 1),
+        ("It was Röntgen, Wilhelm Conrad.", "Wilhelm Conrad Röntgen", 1),
+        ("the posterior aspect", "on the posterior aspect", 1),
+        ("in December 1986", "December 1985", 0),
+        ("No. There is no yes here.", "yes", 0),
+        ("Who rules France? Emmanuel Macron rules it.", "Emmanuel Macron", 1),
+    ],
+)
+def test_what_people_find_in_a_text(answer: str, truth: str, right: int) -> None:
+    assert grade("nq", answer, truth, {"match": "contains"})["score"] == right
+
+
 def test_agreement_with_people(shared_dir: Path) -> None:
     """Of long answers people accept more than one name that is given; nothing that they refuse is right here."""
     lines = (shared_dir / "data" / "qa_graded_outputs_sample.jsonl").read_text().splitlines()
@@ -131,4 +178,4 @@ def test_agreement_with_people(shared_dir: Path) -> None:
             agree[name] += bool(score) == row["label"]
     assert len(rows) == 307
     assert agree["em"] + 50 < agree["exact"] and agree["exact"] >= 0.65 * len(rows)
-    assert agree["contains"] >= 0.89 * len(rows)
+    assert agree["contains"] >= 0.938 * len(rows)
