@@ -23,8 +23,8 @@ from valor.models.hf import cache_bytes_per_token, quiet_transformers
 from valor.models.linear import bfloat16_is_slow
 from valor.models.load import load_model_config
 from valor.models.lora import linear_layers
+from valor.trainer.advantage import own_targets
 from valor.trainer.command import check, derived
-from valor.trainer.estimator import own_targets
 
 GIB = 2.0**30
 _SPARE = 0.92  # of a device's memory: the allocator's fragments and what other libraries hold

@@ -20,7 +20,7 @@ from valor.engines.registry import TRAINING_ENGINES
 from valor.errors import UserError
 from valor.rollout.registry import GENERATION_ENGINES
 from valor.tracking.loggers import LOGGERS, find_logger
-from valor.trainer.estimator import COMPONENTS, FROM_THE_RUN, compute_advantages, from_critic, offered_settings
+from valor.trainer.advantage import COMPONENTS, FROM_THE_RUN, compute_advantages, from_critic, offered_settings
 from valor.workers.actor import policy_loss_options
 from valor.workers.critic import value_head
 

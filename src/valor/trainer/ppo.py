@@ -23,9 +23,9 @@ from valor.data.prompts import PromptDataset
 from valor.models.load import check_critic
 from valor.tracking.metrics import Timer
 from valor.tracking.progress import phase
+from valor.trainer.advantage import check_components
 from valor.trainer.checkpoints import Checkpoint
 from valor.trainer.checks import placed
-from valor.trainer.estimator import check_components
 from valor.trainer.old_log_probs import OldLogProbs
 from valor.trainer.phases.base import Resources
 from valor.trainer.phases.schedule import Schedule

@@ -15,7 +15,7 @@ from valor.data.sampler import shuffled
 from valor.errors import StepRefused
 from valor.models.rows import ROW_FIELDS
 from valor.tracking.progress import part, phase
-from valor.trainer.estimator import own_targets
+from valor.trainer.advantage import own_targets
 from valor.trainer.old_log_probs import WEIGHTS, OldLogProbs, corrected
 from valor.trainer.run import SkippedUpdates
 from valor.trainer.step_metrics import mean_over_updates

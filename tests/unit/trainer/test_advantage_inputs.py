@@ -9,7 +9,7 @@ from phase_runs import after, made
 from valor.config import ActorConfig, AlgorithmConfig, PPOConfig, RolloutCorrectionConfig, load
 from valor.data.batch import Batch
 from valor.errors import UserError
-from valor.trainer.estimator import component_scores, compute_advantages
+from valor.trainer.advantage import component_scores, compute_advantages
 from valor.trainer.old_log_probs import OldLogProbs, corrected
 from valor.trainer.phases.training_rows import TrainingRows, trained
 from valor.trainer.run import SkippedUpdates

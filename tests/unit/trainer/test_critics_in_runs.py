@@ -13,8 +13,8 @@ from phase_runs import after, made
 from valor.config import AlgorithmConfig, CriticConfig, PPOConfig, load
 from valor.data.batch import Batch
 from valor.errors import Diverged, UserError
+from valor.trainer.advantage import compute_advantages, right_answers
 from valor.trainer.checks import check
-from valor.trainer.estimator import compute_advantages, right_answers
 from valor.trainer.phases.critic_masks import CriticMasks
 from valor.trainer.plan import plan
 from valor.trainer.run import SkippedUpdates

@@ -7,7 +7,7 @@ import torch
 
 from valor.config import load
 from valor.data.batch import Batch
-from valor.trainer.estimator import own_targets
+from valor.trainer.advantage import own_targets
 from valor.trainer.updates import Critics, Updates
 
 ONE_UPDATE = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]

@@ -7,7 +7,7 @@ from phase_runs import after, made
 from valor import algorithms
 from valor.config import AlgorithmConfig, CriticConfig, KLControlConfig, PPOConfig
 from valor.data.batch import Batch
-from valor.trainer.estimator import compute_advantages
+from valor.trainer.advantage import compute_advantages
 from valor.trainer.phases.rewards import Rewards
 from valor.trainer.phases.training_rows import TrainingRows, trained
 from valor.trainer.step_metrics import critic_diagnostics

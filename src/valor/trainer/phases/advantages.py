@@ -3,7 +3,7 @@
 from valor.algorithms import ADVANTAGES
 from valor.config import PPOConfig
 from valor.data.batch import Batch, Episodes
-from valor.trainer.estimator import OFFERED_COLUMNS, compute_advantages, from_critic, right_answers
+from valor.trainer.advantage import OFFERED_COLUMNS, compute_advantages, from_critic, right_answers
 from valor.trainer.phases.base import Metrics, Phase, of_rows
 
 

@@ -4,7 +4,7 @@ from valor.config import PPOConfig
 from valor.data.batch import Batch
 from valor.models.rows import ROW_FIELDS
 from valor.tracking.progress import phase
-from valor.trainer.estimator import own_targets
+from valor.trainer.advantage import own_targets
 from valor.trainer.phases.base import Metrics, Phase
 from valor.workers.roles import critic_names
 
