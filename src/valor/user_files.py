@@ -69,7 +69,7 @@ def load_object(name: str, key: str) -> Any:
         except Exception as error:
             raise UserError(f"{key}: '{place}' cannot be imported ({type(error).__name__}: {error})") from error
     if not hasattr(module, member):
-        known = [one for one in vars(module) if not one.startswith("_")]
+        known = [one for one in {**vars(module), **dict.fromkeys(getattr(module, "__all__", ()))} if one[0] != "_"]
         there = did_you_mean(member, known) or f" (it has {', '.join(known[:10]) or 'none'})"
         raise UserError(f"{key}: {place} has no '{member}'{there}")
     return getattr(module, member)

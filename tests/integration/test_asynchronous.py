@@ -252,7 +252,7 @@ def test_when_none_is_left_the_run_ends_with_a_line_and_a_checkpoint(
         ([COLOCATED, "actor_rollout_ref.rollout.nnodes=1"], "use separate_async"),
         ([SEPARATE, f"{V1}.separate_async.num_warmup_batches=3", f"{OLDEST}=2"], "set it to 2 or less"),
         ([SEPARATE, f"{V1}.separate_async.parameter_sync_step=3", "data.train_batch_size=8"], "a multiple of that"),
-        ([SEPARATE, "algorithm.adv_estimator=remax"], "ReMax compares"),
+        ([SEPARATE, "algorithm.adv_estimator=remax"], "remax compares"),
         ([SEPARATE, "resource_pools={values: {roles: [critic]}}"], "needs processes for generation"),
         ([SEPARATE, "resource_pools={apart: {roles: [rollout, critic]}}"], "leave rollout alone in its pool"),
         (["async_training.staleness_threshold=0.1"], "trainer.v1.trainer_mode=separate_async"),

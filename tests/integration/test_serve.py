@@ -18,7 +18,7 @@ from forked import VALOR
 from valor.agents.episode import Episode
 from valor.cli import main as valor
 from valor.config import ModelConfig
-from valor.lab import serve
+from valor.lab import commands, serve
 from valor.models.load import load_policy
 from valor.rollout.base import SamplingParams
 from valor.rollout.native.engine import NativeEngine
@@ -102,7 +102,7 @@ def test_what_sessions_ask_at_once_is_generated_at_once(tiny, monkeypatch):
         return Episode((), (), "stop")
 
     monkeypatch.setattr(NativeEngine, "_decode_segment", watched)
-    serve._serve(serve._config(str(tiny["model"]), SETTINGS), play)
+    serve._serve(commands._config(str(tiny["model"]), SETTINGS), play)
     assert max(together) == 3  # max_concurrent_episodes
 
 

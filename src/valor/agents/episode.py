@@ -154,11 +154,14 @@ def episode_rows(episodes: Sequence[Episode]) -> Batch:
 def with_text(rows: Batch, decode: Decode) -> Batch:
     """The rows with `response_text`, unless they have it; those of loops also with `turn_texts`, what the policy said
     in each turn of the row."""
+    by_turns = "episode_info" in rows and "turn_texts" not in rows
+    if "response_text" in rows and not by_turns:
+        return rows
     lengths = rows["response_lengths"].tolist()
     responses = [row[:length] for row, length in zip(rows["responses"].tolist(), lengths, strict=True)]
     if "response_text" not in rows:
         rows.objects["response_text"] = decode(responses)
-    if "episode_info" in rows and "turn_texts" not in rows:
+    if by_turns:
         infos, numbers = rows.objects["episode_info"], rows["turn_ids"].tolist()
         rows.objects["turn_texts"] = [
             turn_texts({number: ids for number, _, ids in turn_tokens(row, of_turns)}, info, decode)
@@ -177,7 +180,7 @@ def turn_texts(turns: Mapping[int, Sequence[int]], info: Mapping[str, Any], deco
     """What graders read of turns, by number: their tokens' text, or what the loop has written down as said there, where
     calls stood beside it."""
     said = info.get("said", {})
-    texts = decode([list(ids) for ids in turns.values()])
+    texts = decode([list(ids) for ids in turns.values()]) if turns else []
     return [said.get(str(number), text) for number, text in zip(turns, texts, strict=True)]
 
 

@@ -158,9 +158,10 @@ def check_positions(config: PPOConfig) -> Any:
         positions = num_positions(text_config)
         for key, longest in lengths.items():
             if positions is not None and longest > positions:
+                original = " of its original rotary frequencies" if rope_limit(text_config) == positions else ""
                 raise UserError(
-                    f"{key} is {longest} tokens, and the model '{model.path}' has {positions} positions (of longrope "
-                    "and dynamic RoPE the original ones count): set it lower, or take a model that reads longer texts"
+                    f"{key} is {longest} tokens, and the model '{model.path}' has {positions} positions{original}: "
+                    "set it lower, or take a model that reads longer texts"
                 )
     return described[0]
 

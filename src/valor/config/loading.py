@@ -1,6 +1,7 @@
 """From what was typed to a validated configuration, or to all mistakes, a line each; and which settings do nothing."""
 
 import json
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -84,14 +85,15 @@ def dump_yaml(config: Section) -> str:
 
 
 def contradictions(config: Section) -> list[str]:
-    """What the sections of a tree find in themselves, but for those that are off or that this kind of run ignores."""
+    """What the sections of a tree find in themselves, but for sections that are off and keys that this run ignores."""
     lines, off = [*config.contradictions("")], tuple[str, ...]()
     for name in (key.name for key in schema(type(config)).values() if key.section is not None):
         section: Any = _value(config, name)
         if getattr(section, "enable", True) is False:
             off += (f"{name}.",)
         if not f"{name}.".startswith(off) and next(_reasons(config, f"{name}.*"), None) is None:
-            lines += section.contradictions(f"{name}.")
+            found = section.contradictions(f"{name}.")  # lines that begin with the key that is to change
+            lines += [line for line in found if next(_reasons(config, re.split("[ =]", line)[0]), None) is None]
     return lines
 
 

@@ -128,6 +128,7 @@ class CheckpointStore:
             raise UserError(
                 f"'{self.run_dir}' has {free / 1e9:.2f} GB left and a checkpoint needs {need / 1e9:.2f} GB: make room "
                 "(trainer.max_ckpt_to_keep keeps fewer) and start the same command again"
+                + ("" if self.last else f"; {self.last_good}")
             )
 
     @property

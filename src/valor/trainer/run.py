@@ -89,8 +89,9 @@ class Run(ABC):
             last_good = self.record.checkpoints.last_good
             raise Diverged(f"{reason}. That was in step {self.step}; {last_good}") from reason
         except (Exception, KeyboardInterrupt) as reason:
-            if self._began:
-                reason.add_note(self.record.checkpoints.way_on(self.config.trainer.resume_mode))
+            way_on = self.record.checkpoints.way_on(self.config.trainer.resume_mode)
+            if self._began and way_on not in str(reason):
+                reason.add_note(way_on)
             raise
 
     def _steps(self) -> Steps:

@@ -299,7 +299,10 @@ def test_text_with_dollar_signs_survives_the_yaml_file(tmp_path):
             "actor_rollout_ref.rollout.prompt_length=99 and data.max_prompt_length=9 are the same setting",
         ),
         (["actor_rollout_ref.rollout.max_model_len=1000"], "actor_rollout_ref.rollout.max_model_len=1000 is less than"),
-        (["actor_rollout_ref.rollout.val_kwargs.do_sample=true"], "actor_rollout_ref.rollout.val_kwargs.do_sample=tr"),
+        (
+            ["data.val_files=a", "actor_rollout_ref.rollout.val_kwargs.do_sample=true"],
+            "actor_rollout_ref.rollout.val_kwargs.do_sample=tr",
+        ),
         (
             ["algorithm.rollout_correction.rollout_rs=token_k1"],
             "algorithm.rollout_correction.rollout_rs=token_k1 needs algorithm.rollout_correction.rollout_rs_threshold",

@@ -100,7 +100,7 @@ def test_all_mistakes_of_all_arms_at_once():
     ("text", "said"),
     [
         ("arms: {a: }\ncontrl: a\n", "unknown key 'contrl': did you mean 'control'?"),
-        ("arms: {a: }\nseeds: three\n", "seeds: expected list of integers >= 0, got 'three'"),
+        ("arms: {a: }\nseeds: three\n", "seeds: expected integer >= 0 or a list of them, got 'three'"),
         ("arms: [\n", "line 2: not valid yaml"),
         ("- a\n", "must hold keys"),
     ],

