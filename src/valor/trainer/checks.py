@@ -21,6 +21,8 @@ from valor.errors import UserError
 from valor.rollout.registry import GENERATION_ENGINES
 from valor.tracking.loggers import LOGGERS, find_logger
 from valor.trainer.advantage import COMPONENTS, FROM_THE_RUN, compute_advantages, from_critic, offered_settings
+from valor.trainer.phases.schedule import Schedule
+from valor.trainer.phases.standard import phases_of
 from valor.workers.actor import policy_loss_options
 from valor.workers.critic import value_head
 
@@ -39,7 +41,7 @@ def check(config: BaseModel) -> list[str]:
         return [*loggers, *str(error).splitlines()]
     checks = [_value_loss, _generator, _training_engines]
     if not isinstance(config, CriticRunConfig):
-        checks += [_estimator, _policy_loss, _correction, check_placement]
+        checks += [_estimator, _policy_loss, _correction, check_placement, _phases]
     lines = loggers
     for find in checks:
         try:
@@ -223,6 +225,18 @@ def _own_quantiles(config: PPOConfig) -> list[str]:
     }
     why = "critic.value_loss=quantile with algorithm.lam_critic below 1 bootstraps each quantile, for which"
     return [f"{why} {other} has no rule: set algorithm.lam_critic=1" for other, is_so in others.items() if is_so]
+
+
+def _phases(config: PPOConfig) -> list[str]:
+    phases, lines = phases_of(config), list[str]()
+    Schedule(phases)
+    there = {"critic": config.critic.enable, "ref": config.needs_reference}
+    there |= {"actor": True, "rollout": True, "reward_model": config.reward.reward_model.is_role}
+    for phase in phases:
+        if phase.role is not None and not there.get(phase.role):
+            lines.append(f"phase '{phase.name}' runs in the role '{phase.role}', which this run does not have")
+        lines += phase.contradictions(config)
+    return lines
 
 
 def _correction(config: PPOConfig) -> list[str]:

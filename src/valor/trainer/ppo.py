@@ -160,7 +160,7 @@ class PPORun(Run):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self.schedule.load_state_dict(state["phases"])
+        self.schedule.load_state_dict(state.get("phases") or {"rewards": state["shaping"]})  # its name before phases
         torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch_rng"]), dtype=torch.uint8))
 
     def resume(self, checkpoint: Checkpoint) -> None:

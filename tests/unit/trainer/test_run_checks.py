@@ -231,3 +231,20 @@ def test_algorithms_of_a_users_file(tmp_path):
         run("algorithm.adv_estimator=needs_values", "critic.enable=false")
     with pytest.raises(UserError, match="needs_greedy compares with greedy responses of the same weights"):
         run("algorithm.adv_estimator=needs_greedy", "trainer.v1.trainer_mode=separate_async")
+
+
+@pytest.mark.parametrize(
+    ("body", "wrong"),
+    [
+        ("reads = frozenset(['nothing'])", "reads 'nothing', which no phase before it adds"),
+        ("role = 'judge'", "runs in the role 'judge', which this run does not have"),
+        ("contradictions = classmethod(lambda cls, config: ['mine does not go with this'])", "mine does not go with"),
+    ],
+)
+def test_a_list_of_phases_that_cannot_run_is_told_with_the_other_mistakes(tmp_path, body, wrong):
+    file = tmp_path / "phases.py"
+    file.write_text(
+        f"from valor.trainer.phases.base import Phase\nclass Mine(Phase):\n    name = 'mine'\n    {body}\n"
+        "def phases(standard, config):\n    return [*standard, Mine(config)]\n"
+    )
+    assert any(wrong in line for line in check(load([f"algorithm.phases_path={file}"]).config))

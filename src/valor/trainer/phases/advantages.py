@@ -11,10 +11,6 @@ class Advantages(Phase):
     """Advantages and returns of every sample; runs in the driver, so that groups and whitening see all samples."""
 
     name = "advantages"
-    keys = """
-        algorithm.gamma* algorithm.lam* algorithm.ad[av]* algorithm.gae_unit algorithm.norm_* algorithm.singleton
-        algorithm.truncation_bootstrap
-    """
     reads = frozenset(("response_mask", "response_lengths", "token_level_scores", "token_level_rewards", "uid"))
 
     def __init__(self, config: PPOConfig) -> None:

@@ -59,13 +59,12 @@ class Phase:
     that it declares and no others; it runs as soon as the phases before it in the list have added them.
 
     role: it runs in the processes of this role; None: in the driver. reads: columns that must be there. reads_if_there:
-    columns that some runs lack. adds: columns of its result; one that is there already is replaced. keys: patterns of
-    the configuration keys that nothing but this phase reads. resources: set before the first step.
+    columns that some runs lack. adds: columns of its result; one that is there already is replaced. resources: set
+    before the first step.
     """
 
     name: ClassVar[str]
     role: ClassVar[str | None] = None
-    keys: ClassVar[str] = ""
     reads: frozenset[str] = frozenset()
     reads_if_there: frozenset[str] = frozenset()
     adds: frozenset[str] = frozenset()

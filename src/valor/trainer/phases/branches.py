@@ -11,7 +11,6 @@ class Branches(Phase):
 
     name = "gen_branches"
     role = "rollout"
-    keys = "algorithm.branch_values.*"
     reads = EVERY_COLUMN | COLLECTED
     adds = frozenset(("branch_mask", "branch_values"))
 

@@ -13,7 +13,6 @@ class CriticMasks(Phase):
     """No advantage where an ensemble of critics agrees most, no entropy bonus where it agrees least."""
 
     name = "critic_masks"
-    keys = "algorithm.agreement_mask algorithm.divergence_mask"
     adds = frozenset(("advantages", "entropy_mask"))
 
     def __init__(self, config: PPOConfig) -> None:

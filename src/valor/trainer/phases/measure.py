@@ -22,7 +22,6 @@ class Samples(Phase):
     """The first episodes of the batch, token by token, for the report and the files of rollouts."""
 
     name = "samples"
-    keys = "trainer.log_generations trainer.rollout_data_dir"
     reads = EVERY_COLUMN | COLLECTED
 
     def run(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:

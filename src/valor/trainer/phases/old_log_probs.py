@@ -92,7 +92,6 @@ class RolloutCorrection(Phase):
     """Importance weights and rejection for samples of another distribution."""
 
     name = "rollout_correction"
-    keys = "algorithm.rollout_correction.*"
     reads = frozenset(("response_mask", "response_lengths", "rollout_log_probs", "old_log_probs"))
     reads_if_there = frozenset(("episode",))
 

@@ -22,10 +22,6 @@ class Rewards(Phase):
     """
 
     name = "rewards"
-    keys = """
-        algorithm.reward_noise algorithm.reward_source algorithm.reward_mask_* algorithm.missing_reward
-        algorithm.use_kl_in_reward algorithm.kl_*
-    """
     reads = frozenset(("response_mask", "response_lengths", "token_level_scores", "uid"))
     reads_if_there = frozenset(("episode",))
 

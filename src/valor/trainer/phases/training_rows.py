@@ -20,7 +20,6 @@ class TrainingRows(Phase):
     """Leaves out episodes without a reward (missing_reward=exclude); draws episodes by their scores (PF-PPO)."""
 
     name = "training_rows"
-    keys = "algorithm.pf_ppo.* algorithm.use_pf_ppo"
     reads = frozenset(("token_level_scores", "response_mask", "response_lengths"))
     reads_if_there = frozenset(("episode", "reward_missing"))
     adds = frozenset((CHOSEN,))

@@ -14,11 +14,6 @@ class UpdateActor(Phase):
 
     name = "update_actor"
     role = "actor"
-    keys = """
-        actor_rollout_ref.actor.optim.* actor_rollout_ref.actor.policy_loss.* actor_rollout_ref.actor.clip_*
-        actor_rollout_ref.actor.entropy* actor_rollout_ref.actor.*kl_* actor_rollout_ref.actor.positive_nll_coef
-        trainer.critic_warmup
-    """
     reads = frozenset((*ROW_FIELDS, "response_mask", "rollout_log_probs", "advantages"))
     reads_if_there = frozenset(("episode", "turn_ids", WEIGHTS, "entropy_mask", "positive", CHOSEN))
 
