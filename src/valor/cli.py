@@ -28,7 +28,7 @@ COMMANDS = {
     "publish": ("valor.lab.publish:actor", "CKPT_OR_HF_DIR OUT: a policy as a model with a card, and on the hub"),
     "lab sweep": ("valor.lab.sweep:main", "FILE.yaml: arms x seeds of a command, with intervals and tests"),
     "config keys": ("valor.cli:config_keys", "[PREFIX or WORD …]: keys with type, default and meaning"),
-    "plan": ("valor.lab.commands:plan", "[--gpus N --memory GIB]: memory and time of a run before it: key=value …"),
+    "plan": ("valor.lab.commands:plan", "[--gpus N --memory GIB]: memory of a run before it: key=value …"),
     "doctor": ("valor.lab.doctor:main", "what this machine has, and whether a run works on it, in seconds"),
     "algorithms": ("valor.cli:algorithms", "the advantage estimators and losses, and what each needs"),
     "data prepare": ("valor.data.prepare:main", "[NAME]: a public data set, or your own, as files to train on"),

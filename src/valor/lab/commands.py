@@ -11,7 +11,6 @@ from valor.config import PPOConfig, load
 from valor.errors import UserError
 from valor.trainer.command import check, derived
 
-_POSITIVE = click.FloatRange(0, min_open=True)
 _READS = ("actor_rollout_ref.", "data.", "trainer.")  # sections that say how a model is loaded, sampled from and placed
 
 
@@ -19,18 +18,13 @@ _READS = ("actor_rollout_ref.", "data.", "trainer.")  # sections that say how a 
 @click.argument("settings", nargs=-1, type=click.UNPROCESSED, metavar="[KEY=VALUE]…")
 @option("--gpus", type=click.IntRange(1), help="GPUs of a node that is not here; else this machine.")
 @option("--nodes", type=click.IntRange(1), help="Nodes of these (else trainer.nnodes).")
-@option("--memory", type=_POSITIVE, help="GiB of each GPU (else 80), or of each process here.")
-@option("--tflops", "flops", type=_POSITIVE, help="What a GPU reaches in training (else 300; what is measured here).")
-@option("--bandwidth", type=_POSITIVE, help="GB/s that it reaches (else 2000; what is measured here).")
-def plan(settings: tuple[str, ...], gpus: int | None, nodes: int | None, **given: float | None) -> int:
-    """Memory by role and phase and the time of a step of valor ppo, before anything is loaded.
-
-    The exit code is 1 where the run does not fit.
-    """
+@option("--memory", type=click.FloatRange(0, min_open=True), help="GiB of each GPU (else 80), or of each process here.")
+def plan(settings: tuple[str, ...], gpus: int | None, nodes: int | None, memory: float | None) -> int:
+    """Memory of valor ppo by role and phase, before anything is loaded. The exit code is 1 where the run does not fit."""
     config = load(settings, PPOConfig, check, derived).config
     from valor.lab.planner import run
 
-    return run(config, settings, gpus, nodes, given)
+    return run(config, settings, gpus, nodes, memory)
 
 
 @command("serve", "valor serve runs/demo/ppo/huggingface/actor --record episodes", "agents", passes_options=True)

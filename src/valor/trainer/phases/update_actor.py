@@ -14,6 +14,7 @@ class UpdateActor(Phase):
 
     name = "update_actor"
     role = "actor"
+    trains = True
     reads = frozenset((*ROW_FIELDS, "response_mask", "rollout_log_probs", "advantages"))
     reads_if_there = frozenset(("episode", "turn_ids", WEIGHTS, "entropy_mask", "positive", CHOSEN))
 

@@ -14,6 +14,7 @@ class UpdateCritic(Phase):
 
     name = "update_critic"
     role = "critic"
+    trains = True
     reads = frozenset((*ROW_FIELDS, "response_mask", "values", "returns", "uid"))
 
     def __init__(self, config: PPOConfig) -> None:

@@ -44,6 +44,7 @@ class ValuesInTheUpdate(Values):
     In a step where that cannot be (a frozen critic, episodes of several rows, several updates) it is a pass for values.
     """
 
+    trains = True
     reads = Values.reads | {"token_level_rewards"}
 
     def __init__(self, config: PPOConfig) -> None:
