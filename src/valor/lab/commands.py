@@ -20,7 +20,10 @@ _READS = ("actor_rollout_ref.", "data.", "trainer.")  # sections that say how a 
 @option("--nodes", type=click.IntRange(1), help="Nodes of these (else trainer.nnodes).")
 @option("--memory", type=click.FloatRange(0, min_open=True), help="GiB of each GPU (else 80), or of each process here.")
 def plan(settings: tuple[str, ...], gpus: int | None, nodes: int | None, memory: float | None) -> int:
-    """Memory of valor ppo by role and phase, before anything is loaded. The exit code is 1 where the run does not fit."""
+    """Memory of valor ppo by role and phase, before anything is loaded.
+
+    The exit code is 1 where the run does not fit.
+    """
     config = load(settings, PPOConfig, check, derived).config
     from valor.lab.planner import run
 

@@ -58,9 +58,9 @@ class Phase:
     A subclass says when a run wants it, which columns it reads and adds, and what it does. A phase sees the columns
     that it declares and no others; it runs as soon as the phases before it in the list have added them.
 
-    role: it runs in the processes of this role; None: in the driver. trains: it updates the role's weights. reads: columns that must be there. reads_if_there:
-    columns that some runs lack. adds: columns of its result; one that is there already is replaced. resources: set
-    before the first step.
+    role: it runs in the processes of this role; None: in the driver. trains: it updates that role's weights. reads:
+    columns that must be there. reads_if_there: columns that some runs lack. adds: columns of its result; one that is
+    there already is replaced. resources: set before the first step.
     """
 
     name: ClassVar[str]
