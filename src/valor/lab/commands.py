@@ -55,11 +55,12 @@ def _config(model: str, settings: list[str]) -> PPOConfig:
     """UserError: a setting that is none, or that changes nothing here."""
     if model.startswith("-"):
         raise UserError(f"valor serve has no option '{model}'; see valor serve --help")
-    own = [f"actor_rollout_ref.model.path={model}", "trainer.controller=local", "trainer.n_gpus_per_node=1"]
-    typed = [one.lstrip("+") for one in settings if "=" in one and not one.startswith("-")]
-    if unread := [one for one in typed if not one.startswith(_READS)]:
-        raise UserError(f"{unread[0]}: valor serve reads {', '.join(f'{one}*' for one in _READS)}: leave it out")
-    loaded = load([*own, *settings], PPOConfig, check, derived)
+    fixed = [f"actor_rollout_ref.model.path={model}", "trainer.controller=local", "trainer.n_gpus_per_node=1"]
+    typed = [setting.lstrip("+") for setting in settings if "=" in setting and not setting.startswith("-")]
+    if unread := [setting for setting in typed if not setting.startswith(_READS)]:
+        sections = ", ".join(f"{section}*" for section in _READS)
+        raise UserError(f"{unread[0]}: valor serve reads {sections}: leave it out")
+    loaded = load([*fixed, *settings], PPOConfig, check, derived)
     if loaded.dry_run:
         raise UserError("valor serve has no --dry-run: leave it out")
     for note in loaded.notes:

@@ -86,8 +86,8 @@ class Arm(NamedTuple):
     overrides: list[str]
 
 
-def read_sweep(path: Path, **given: Any) -> SweepConfig:
-    """The sweep in a YAML file, `given` (those that are not None) in place of its keys.
+def read_sweep(path: Path, **options: Any) -> SweepConfig:
+    """The sweep in a YAML file, `options` (those that are not None) in place of its keys.
 
     UserError: no such file, not YAML, unknown keys (with the nearest), values of the wrong kind.
     """
@@ -96,7 +96,7 @@ def read_sweep(path: Path, **given: Any) -> SweepConfig:
     tree = read_yaml(path)
     if not isinstance(tree, dict):
         raise UserError(f"{path}: must hold keys such as arms, seeds, base")
-    tree = {"name": path.stem} | tree | {key: value for key, value in given.items() if value is not None}
+    tree = {"name": path.stem} | tree | {key: value for key, value in options.items() if value is not None}
     try:
         return SweepConfig.model_validate(tree)
     except ValidationError as error:
@@ -131,10 +131,10 @@ def expand(sweep: SweepConfig) -> list[Arm]:
         mistakes.append(f"seeds: {sweep.seeds} names a seed twice")
     points = list(product(*([_text(key, value) for value in values] for key, values in sweep.grid.items())))
     arms = []
-    for name, own in (sweep.arms or {"": None}).items():
+    for name, overrides in (sweep.arms or {"": None}).items():
         for point in points:
             full = "-".join(part for part in (name, _label(point)) if part)
-            arms.append(Arm(full, [*texts(own), *point]))
+            arms.append(Arm(full, [*texts(overrides), *point]))
     names = [arm.name for arm in arms]
     if not any(names):
         mistakes.append("arms: there is nothing to compare: name arms, or give a grid of settings")
@@ -158,12 +158,12 @@ def _label(point: Sequence[str]) -> str:
     return re.sub(r"[^\w.=+-]+", "_", label).strip("_")
 
 
-def _reserved(place: str, overrides: list[str], keys: tuple[str, ...]) -> list[str]:
+def _reserved(where: str, overrides: list[str], keys: tuple[str, ...]) -> list[str]:
     return [
-        f"{place}: {key_of(one)} is set by the sweep: "
-        + ("arms of a seed get the same prompts" if key_of(one) == "data.seed" else "list seeds, and name arms and out")
-        for one in overrides
-        if key_of(one) in keys
+        f"{where}: {key} is set by the sweep: "
+        + ("arms of a seed get the same prompts" if key == "data.seed" else "list seeds, and name arms and out")
+        for key in map(key_of, overrides)
+        if key in keys
     ]
 
 
@@ -251,7 +251,7 @@ def _arguments(config: SweepConfig, arm: Arm, seed: int) -> list[str]:
     """The command line of a run, without the command."""
 
     def fill(text: str) -> str:
-        return _REFERENCE.sub(lambda found: f"{config.out}/{found[1]}/seed_{seed}", text.replace("<seed>", str(seed)))
+        return _REFERENCE.sub(lambda match: f"{config.out}/{match[1]}/seed_{seed}", text.replace("<seed>", str(seed)))
 
     options = [("--config-path", config.config_path), ("--config-name", config.config_name)]
     return [
@@ -293,5 +293,5 @@ def _check_references(arms: Sequence[Arm]) -> None:
 def _differing(root: type[BaseModel], runs: Sequence[Run]) -> tuple[str, ...]:
     """Keys whose values are not the same in all of these runs, without those that only follow another key."""
     settings = [run.settings for run in runs]
-    keys = {key: None for one in settings for key in one if len({show(other.get(key)) for other in settings}) > 1}
+    keys = {key: None for flat in settings for key in flat if len({show(other.get(key)) for other in settings}) > 1}
     return tuple(key for key in keys if not follows(root, key, settings))
