@@ -105,3 +105,21 @@ def test_the_pages_that_the_code_writes_are_up_to_date():
     remedy = "run: python benchmarks/house.py --write"
     for page, text in house.pages(HOUSE).items():
         assert page.read_text() == text, remedy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "unwanted"),
+    [
+        ("valor", ["torch", "ray", "transformers"]),
+        ("valor.config", ["torch", "ray", "transformers"]),
+        ("valor.rewards", ["torch", "ray", "transformers"]),
+        ("valor.algorithms", ["ray", "transformers", "hydra"]),
+        ("valor.cli", ["torch", "ray", "transformers"]),
+        ("valor.trainer.ppo", ["ray", "vllm"]),
+    ],
+)
+def test_importing_a_room_stays_light(module, unwanted):
+    code = f"import sys, {module}; print([m for m in {unwanted!r} if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
