@@ -1,7 +1,6 @@
-"""One self-contained page of a run (`report.html`) or of several, made from the files of their folders."""
+"""The self-contained page of a run, `report.html`, made from the files of its folder."""
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -9,7 +8,6 @@ from typing import Any
 
 from valor.config.describe import show
 from valor.config.tree import flatten, get_at
-from valor.errors import UserError
 from valor.report import pictures
 from valor.report.run_data import RunData, Series, read_run, rounded, thin
 from valor.report.skeleton import model_name, render_page, short
@@ -27,71 +25,18 @@ def build_report(run_dir: Path, *, live: bool = False) -> Path:
     for byte. A metric that the run does not have leaves its picture out.
     """
     run = read_run(run_dir)
-    return _write(
-        run_dir / REPORT_FILE,
-        "report",
-        run,
-        pictures.panel_specs(run.metrics),
-        ("What stands out", "Configuration"),
-        live=live,
-        title=_heading(run),
-        eyebrow=f"{get_at(run.config, 'trainer.project_name') or 'Valor'} · run report",
-        facts=[*_facts(run), *(["the run goes on: this page renews itself"] if live else [])],
-        command=run.info.get("command"),
-        tiles=tiles_of(run),
-        findings=run.findings,
-        num_rules=len(RULES),
-        settings=[(key, show(value).strip("'")) for key, value in flatten(run.config).items()],
-    )
-
-
-def build_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
-    """Write to `path`, and return it: the curves of several runs in the same pictures, where they end, how they differ.
-
-    UserError if a folder holds no metrics, or there is only one.
-    """
-    if len({one.resolve() for one in run_dirs}) < 2:
-        raise UserError("--compare needs the folders of two runs or more")
-    found = [read_run(folder) for folder in run_dirs]
-    names = [_heading(run) for run in found]
-    if len(set(names)) < len(names):  # their folders tell them apart
-        folders = [folder.resolve() for folder in run_dirs]
-        top = os.path.commonpath([folder.parent for folder in folders])
-        names = [os.path.relpath(folder, top) for folder in folders]
-    runs = dict(zip(names, found, strict=True))
-    metrics = {f"{key} · {name}": one for name, run in runs.items() for key, one in run.metrics.items()}
-    return _write(
-        path,
-        "compare",
-        RunData(path, metrics, config={}, info={}, samples=[], histograms={}, findings=[]),
-        _panels(runs),
-        ("Where they end", "What differs"),
-        title=" and ".join(runs) if len(runs) == 2 else f"{len(runs)} runs",
-        eyebrow="Valor · runs compared",
-        facts=[f"{name}: {max(one.steps[-1] for one in run.metrics.values())} steps" for name, run in runs.items()],
-        ends=_ends(runs),
-        findings=[(name, one) for name, run in runs.items() for one in run.findings],
-        differing=_differing(runs),
-    )
-
-
-def _write(
-    path: Path, name: str, run: RunData, lines: list[Any], titles: tuple[str, str], *, live: bool = False, **parts: Any
-) -> Path:
-    """The page `name` with the panels `lines` and what else the run has; `titles`: of its first and last section."""
-    spreads, timing = pictures.histogram_specs(run.histograms), pictures.timing_spec(run.metrics)
-    opening, sections = _opening(run.samples), {"findings": titles[0]}
-    shown = {section: [one for one in (*lines, *spreads) if one["section"] == section] for section in pictures.SECTIONS}
-    shown = {section: found for section, found in shown.items() if found or (section == "time" and timing)}
-    sections |= {section: pictures.SECTIONS[section] for section in shown}
+    panels, spreads = pictures.panel_specs(run.metrics), pictures.histogram_specs(run.histograms)
+    timing, opening = pictures.timing_spec(run.metrics), _opening(run.samples)
+    shown = {name: [one for one in (*panels, *spreads) if one["section"] == name] for name in pictures.SECTIONS}
+    shown = {name: specs for name, specs in shown.items() if specs or (name == "time" and timing)}
+    sections = {"findings": "What stands out", **{name: pictures.SECTIONS[name] for name in shown}}
     sections |= {"samples": "Samples"} if run.samples else {}
-    sections |= {"metrics": "Every metric", "config": titles[1]}
-    numbers = {one["id"]: pictures.panel_table(one, run.metrics) for one in lines}
+    numbers = {one["id"]: pictures.panel_table(one, run.metrics) for one in panels}
     numbers |= {one["id"]: pictures.spread_table(one) for one in spreads}
     numbers |= {"": pictures.metrics_table(run.metrics)} | ({"timing": pictures.timing_table(timing)} if timing else {})
     data = {
         "metrics": _curves(run.metrics),
-        "panels": lines,
+        "panels": panels,
         "spreads": spreads,
         "timing": timing,
         "samples": run.samples,
@@ -99,19 +44,25 @@ def _write(
         "live": live,
     }
     page = render_page(
-        name,
+        "report",
         data,
-        script="report",
-        sections=sections,
+        title=_heading(run),
+        eyebrow=f"{get_at(run.config, 'trainer.project_name') or 'Valor'} · run report",
+        facts=[*_facts(run), *(["the run goes on: this page renews itself"] if live else [])],
+        command=run.info.get("command"),
+        tiles=tiles_of(run),
+        findings=run.findings,
+        num_rules=len(RULES),
+        sections=sections | {"metrics": "Every metric", "config": "Configuration"},
         pictures=shown,
         timing=timing,
         numbers=numbers,
         samples=run.samples,
         said=_said(run.samples[opening]) if run.samples else None,
-        **parts,
+        settings=[(key, show(value).strip("'")) for key, value in flatten(run.config).items()],
     )
-    write_atomically(path, page)
-    return path
+    write_atomically(run_dir / REPORT_FILE, page)
+    return run_dir / REPORT_FILE
 
 
 def _curves(metrics: Mapping[str, Series]) -> dict[str, Any]:
@@ -210,33 +161,3 @@ def _journey(label: str, series: Series | None, *, best: bool = False) -> Iterat
         step = series.steps[series.values.index(max(numbers))]
         detail += f"; best {short(max(numbers))} at step {step}"
     yield label, short(numbers[-1]), detail
-
-
-def _panels(runs: Mapping[str, RunData]) -> list[dict[str, Any]]:
-    """Each panel that a run has, with one line from every run that has it: the first of the first such run."""
-    panels: dict[str, dict[str, Any]] = {}
-    for place, (name, run) in enumerate(runs.items(), start=1):
-        for panel in pictures.panel_specs(run.metrics):
-            lines = {line["label"]: line for line in panel["lines"]}
-            title, first = panel["title"], next(iter(lines))
-            named = {"title": f"{title}: {first}" if len(lines) > 1 else title, "of": first, "lines": []}
-            shown = panels.setdefault(panel["id"], panel | named)
-            if line := lines.get(shown["of"]):
-                its_own = {"label": name, "key": f"{line['key']} · {name}", "color": place, "style": "solid"}
-                shown["lines"].append(line | its_own)
-    return [*panels.values()]
-
-
-def _ends(runs: Mapping[str, RunData]) -> pictures.Table:
-    """The tiles of every run as a table."""
-    tiles = {name: {label: f"{value} ({more})" for label, value, more in tiles_of(run)} for name, run in runs.items()}
-    heads = list(dict.fromkeys(label for found in tiles.values() for label in found))
-    return ["run", *heads], [[name, *(found.get(head, "") for head in heads)] for name, found in tiles.items()]
-
-
-def _differing(runs: Mapping[str, RunData]) -> pictures.Table:
-    """The settings that are not the same in all runs."""
-    flat = [{key: show(value).strip("'") for key, value in flatten(run.config).items()} for run in runs.values()]
-    keys = sorted({key for one in flat for key in one})
-    rows = [[key, *(one.get(key, "") for one in flat)] for key in keys]
-    return ["key", *runs], [row for row in rows if len({*row[1:]}) > 1]

@@ -38,8 +38,6 @@ const base = () => ({
 });
 const guide = (x0, y0, x1, y1) => (
   { type: "line", x0, y0, x1, y1, layer: "below", line: { color: color("soft"), width: 1, dash: "2px,3px" } });
-const band = (x, high, low, stroke) => (
-  { x: [...x, ...x.toReversed()], y: [...high, ...low.toReversed()], fill: "toself", fillcolor: faint(stroke), line: { width: 0 }, mode: "lines", hoverinfo: "skip" });
 const axis = () => ({
   gridcolor: color("grid"), linecolor: color("line"), zeroline: false, fixedrange: touch, automargin: true,
   tickfont: { size: 11.5 }, nticks: 6, exponentformat: "e",
