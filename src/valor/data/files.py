@@ -23,7 +23,7 @@ from valor.errors import UserError
 
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".json.gz")
 REQUIRED_COLUMNS = ("prompt", "data_source", "reward_model")
-OPTIONAL_COLUMNS = ("extra_info", "agent_name", TEMPLATE_KWARGS)
+OPTIONAL_COLUMNS = ("extra_info", "agent_name", "tools", TEMPLATE_KWARGS)
 
 
 @dataclass(frozen=True)
@@ -46,23 +46,18 @@ class DataRow:
 
 
 def read_rows(
-    paths: str | Path | Sequence[str | Path],
-    prompt_key: str = "prompt",
-    source_key: str = "data_source",
-    tools_key: str | None = "tools",
+    paths: str | Path | Sequence[str | Path], prompt_key: str = "prompt", source_key: str = "data_source"
 ) -> list[DataRow]:
-    """All rows of one file or several, in order. The first bad row raises a UserError that names it.
+    """All rows of one file or several, in order, from the columns `data.prompt_key` and `data.reward_fn_key`.
 
-    `prompt_key`, `source_key` and `tools_key` name the columns that may be called otherwise (`data.prompt_key`,
-    `data.reward_fn_key`, `data.tools_key`).
+    UserError names the first bad row.
     """
     files = [paths] if isinstance(paths, str | Path) else list(paths)
     if not files:
         raise UserError("no data file given: set data.train_files to a parquet or jsonl file, or a list of them")
     required = (prompt_key, source_key, "reward_model")
-    optional = (*OPTIONAL_COLUMNS, *([tools_key] if tools_key else ()))
-    records = (one for path in files for one in read_records(path, required, optional))
-    return [parse_row(record, where, prompt_key, source_key, tools_key) for where, record in records]
+    records = (record for path in files for record in read_records(path, required, OPTIONAL_COLUMNS))
+    return [parse_row(record, where, prompt_key, source_key) for where, record in records]
 
 
 def read_records(
@@ -103,11 +98,7 @@ def existing_file(path: str | Path, kinds: Sequence[str] = SUFFIXES) -> Path:
 
 
 def parse_row(
-    record: Mapping[str, Any],
-    where: str,
-    prompt_key: str = "prompt",
-    source_key: str = "data_source",
-    tools_key: str | None = "tools",
+    record: Mapping[str, Any], where: str, prompt_key: str = "prompt", source_key: str = "data_source"
 ) -> DataRow:
     """One record as a DataRow. Raises UserError that says which value has the wrong type and what it should be."""
     source = record.get(source_key)
@@ -131,7 +122,7 @@ def parse_row(
         ground_truth=reward_model.get("ground_truth"),
         style=str(reward_model.get("style") or "rule"),
         extra_info={**(extra_info or {}), **({"agent_name": agent} if agent is not None else {})},
-        template=row_options(record, where, tools_key),
+        template=row_options(record, where),
     )
 
 

@@ -12,7 +12,7 @@ from valor.config import DataConfig
 from valor.data.files import DataRow, parse_row, read_rows
 from valor.data.messages import check_text
 from valor.data.positions import num_positions
-from valor.data.sampler import SUBSET_STREAM, VALIDATION_STREAM, shuffled, subset
+from valor.data.sampler import SUBSET_STREAM, subset
 from valor.errors import UserError
 from valor.tracking.progress import report_progress
 from valor.user_files import load_object
@@ -48,7 +48,7 @@ class PromptDataset(Sequence[PromptRow]):
     Prompts over `data.max_prompt_length` tokens are left out (`filter_overlong_prompts`), cut (`truncation` left,
     right, middle) or raise a UserError that names the first such row (`truncation: error`). `train_max_samples` /
     `val_max_samples` above 0 keep that many rows: a random subset by `data.seed` with `data.shuffle`, else the first
-    ones. Validation prompts stay in file order unless `validation_shuffle`. `tools_of`: in a run with agents, the tools
+    ones. `tools_of`: in a run with agents, the tools
     that the template describes to a row with this extra_info, in place of those that the row brings.
     """
 
@@ -62,12 +62,10 @@ class PromptDataset(Sequence[PromptRow]):
         paths = data.train_files if split == "train" else data.val_files
         limit = data.train_max_samples if split == "train" else data.val_max_samples
         if data.custom_cls.path is None:
-            rows = read_rows(paths or [], data.prompt_key, data.reward_fn_key, data.tools_key)
+            rows = read_rows(paths or [], data.prompt_key, data.reward_fn_key)
         else:
             rows = rows_of_class(data, tokenizer, limit, paths or [])
         numbers = subset(len(rows), limit, data.seed, 0, SUBSET_STREAM, shuffle=data.shuffle)
-        if split == "val" and data.validation_shuffle:
-            numbers = [numbers[i] for i in shuffled(len(numbers), data.seed, 0, VALIDATION_STREAM)]
         self.split = split
         self.num_overlong = 0
         self._rows: list[tuple[int, array[int], DataRow]] = []
@@ -149,7 +147,7 @@ def rows_of_class(data: DataConfig, tokenizer: Any, limit: int, paths: Sequence[
     for i, record in enumerate(records):
         record.setdefault(data.prompt_key, record.get("raw_prompt"))
         check_text(record, f"{where}, item {i}")
-        rows.append(parse_row(record, f"{where}, item {i}", data.prompt_key, data.reward_fn_key, data.tools_key))
+        rows.append(parse_row(record, f"{where}, item {i}", data.prompt_key, data.reward_fn_key))
     return rows
 
 

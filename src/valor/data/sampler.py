@@ -11,7 +11,7 @@ import torch
 from valor.errors import UserError
 
 # Third words of random keys (seed, 0, stream): an epoch's order has the key (seed, epoch), the same as a third word 0.
-SUBSET_STREAM, VALIDATION_STREAM = 1, 2
+SUBSET_STREAM = 1
 
 
 def shuffled(num_rows: int, *key: int) -> np.ndarray:
