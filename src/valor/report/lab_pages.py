@@ -16,6 +16,7 @@ from valor.tracking.console import format_seconds
 Figure = dict[str, Any]
 _MOST_AT_FIRST = 8  # arms whose curves are shown before the reader chooses in the legend
 _BLUE, _ORANGE = "--c1", "--c2"
+_SIDES = {"right": _BLUE, "wrong": _ORANGE}
 
 
 def sweep_page(results: Mapping[str, Any]) -> str:
@@ -73,8 +74,8 @@ def _rows(
     }
     bars = {"type": "data", "symmetric": False, "array": reach["high"], "arrayminus": reach["low"], "color": "--accent"}
     full = ["--accent" if is_full else "--paper" for _, _, is_full in rows.values()]
-    dots = _points(*zip(*seeds, strict=True), "a seed", "--soft", mode="markers") if seeds else {}
-    means = _points([estimate["mean"] for estimate, _, _ in rows.values()], list(rows), "mean", "", mode="markers")
+    dots = _points(*zip(*seeds, strict=True), "", "--soft", mode="markers") if seeds else {}
+    means = _points([estimate["mean"] for estimate, _, _ in rows.values()], list(rows), "", "", mode="markers")
     means |= {"error_x": bars, "marker": {"size": 9, "color": full, "line": {"width": 2, "color": "--accent"}}}
     axis = {
         "type": "category",
@@ -98,10 +99,9 @@ def _curves(name: str, curve: Mapping[str, Any], results: Mapping[str, Any]) -> 
                 traces.append(_band(series["steps"], series["low"], series["high"], colour) | shown)
             dash = {"color": colour, "width": 2, "dash": "solid" if i < 12 else "5px,4px"}
             traces.append(_points(series["steps"], series["mean"], arm["name"], colour, line=dash) | shown)
-    means = {arm: dict(zip(one["steps"], one["mean"], strict=True)) for arm, one in curve["arms"].items() if one}
     layout = {"hovermode": "x unified", "xaxis": _titled("step"), "height": 300}
     note = curve["key"] if curve["key"] != results["metric"] else ""
-    return _figure(name, curve["title"], note, traces, layout, curves_table(means), wide=True)
+    return _figure(name, curve["title"], note, traces, layout, wide=True)
 
 
 def comparison(results: Mapping[str, Any]) -> Table:
@@ -147,7 +147,7 @@ def scorecard_page(card: Mapping[str, Any]) -> str:
     ]
     if len(turns) > 1:
         by_turn = _knowledge("turns", "After each turn", [turn["turn"] for turn in turns], turns, "turn")
-        content.append(_section("turns", "By turn", [by_turn | {"wide": True}]))
+        content.append(_section("turns", "By turn", [by_turn]))
     if card["monte_carlo"]:
         content.append(_section("branches", "Against branch rollouts", [_branches(card["monte_carlo"])]))
     return _page(
@@ -168,17 +168,14 @@ def scorecard_page(card: Mapping[str, Any]) -> str:
 
 def _verdicts(verdicts: Mapping[str, Any]) -> Figure:
     edges = np.linspace(verdicts["low"], verdicts["high"], len(verdicts["right"]) + 1)
-    centres, sides = ((edges[:-1] + edges[1:]) / 2).tolist(), {"right": _BLUE, "wrong": _ORANGE}
+    bars = {"type": "bar", "x": ((edges[:-1] + edges[1:]) / 2).tolist(), "width": float(edges[1] - edges[0])}
     traces = [
-        {"type": "bar", "x": centres, "y": verdicts[side], "name": f"{side}: {sum(verdicts[side])}", "opacity": 0.6}
-        | {"marker": {"color": colour}, "width": float(edges[1] - edges[0])}
-        for side, colour in sides.items()
+        {**bars, "y": verdicts[side], "name": f"{side}: {sum(verdicts[side])}", "opacity": 0.6}
+        | {"marker": {"color": colour}}
+        for side, colour in _SIDES.items()
     ]
-    bins = zip(edges, edges[1:], verdicts["right"], verdicts["wrong"], strict=False)
-    rows = [[f"{short(a)} to {short(b)}", *map(str, counts)] for a, b, *counts in bins if any(counts)]
     layout = {"barmode": "overlay", "xaxis": _titled("value"), "yaxis": _titled("answers")}
-    note = "Value at the last token of right and of wrong answers."
-    return _figure("verdicts", "Verdicts", note, traces, layout, (["value", *sides], rows))
+    return _figure("verdicts", "Verdicts", "Value at the last token of right and of wrong answers.", traces, layout)
 
 
 def _calibration(calibration: Mapping[str, Any]) -> Figure:
@@ -189,45 +186,36 @@ def _calibration(calibration: Mapping[str, Any]) -> Figure:
         | {"customdata": [one["count"] for one in bins[key]], "hovertemplate": "%{x:.3~g}, %{y:.3~g}: %{customdata}"}
         for key, (name, colour) in names.items()
     ]
-    rows = [[key, short(one["value"]), short(one["outcome"]), str(one["count"])] for key in names for one in bins[key]]
     layout = {"xaxis": _titled("value"), "yaxis": _titled("mean return"), "shapes": [_diagonal(traces)]}
     note = "Mean return where the critic said so; a tenth of the states in each point. On the diagonal it is honest."
-    numbers = (["tokens", "value", "mean return", "states"], rows)
-    return _figure("calibration", "Calibration", note, traces, layout, numbers)
+    return _figure("calibration", "Calibration", note, traces, layout)
 
 
 def _separation(places: Sequence[Mapping[str, Any]]) -> Figure:
-    sides, traces = {"right": _BLUE, "wrong": _ORANGE}, []
-    for side, colour in sides.items():
-        if seen := [(place["at"], place[side]) for place in places if place[side]]:
-            at, low, mean, high = [one for one, _ in seen], *([s[k] for _, s in seen] for k in ("low", "mean", "high"))
-            traces += [_band(at, low, high, colour), _points(at, mean, side, colour)]
-
-    def band(spread: Mapping[str, float] | None) -> str:
-        return f"{short(spread['mean'])} ({short(spread['low'])} to {short(spread['high'])})" if spread else "none"
-
-    rows = [[f"{place['at']:.0%}", *(band(place[side]) for side in sides)] for place in places]
+    traces = []
+    for side, colour in _SIDES.items():
+        if spreads := {place["at"]: place[side] for place in places if place[side]}:
+            low, mean, high = ([spread[key] for spread in spreads.values()] for key in ("low", "mean", "high"))
+            traces += [_band([*spreads], low, high, colour), _points([*spreads], mean, side, colour)]
     layout = {"hovermode": "x unified", "xaxis": _titled("share of the response written", tickformat=".0%")}
     note = "Mean value of right and of wrong answers; half of them lie in the band."
-    return _figure("separation", "Separation", note, traces, layout, (["written", *sides], rows))
+    return _figure("separation", "Separation", note, traces, layout)
 
 
 def _knowledge(name: str, title: str, at: Sequence[float], points: Sequence[Mapping[str, Any]], axis: str) -> Figure:
     """AUC and explained variance of the value, over places or turns."""
     keys = {"auc": ("AUC", _BLUE), "explained_variance": ("explained variance", _ORANGE)}
     traces = [_points(at, [one[key] for one in points], label, colour) for key, (label, colour) in keys.items()]
-    rows = [[f"{x:g}", *(short(one[key]) for key in keys)] for x, one in zip(at, points, strict=True)]
     layout = {"xaxis": _titled(axis), "shapes": [_guide(0, 0.5, 1, 0.5) | {"xref": "paper"}]}
-    note = "AUC and explained variance of the value there."
-    return _figure(name, title, note, traces, layout, ([axis, "AUC", "explained variance"], rows))
+    return _figure(name, title, "AUC and explained variance of the value there.", traces, layout, wide=axis == "turn")
 
 
-def _branches(found: Mapping[str, Any]) -> Figure:
-    scatter = [_points(found["scatter"]["truth"], found["scatter"]["value"], "a state", _BLUE, mode="markers")]
+def _branches(branches: Mapping[str, Any]) -> Figure:
+    scatter = branches["scatter"]
+    states = [_points(scatter["truth"], scatter["value"], "", _BLUE, mode="markers")]
     layout = {"xaxis": _titled("mean return of the branches"), "yaxis": _titled("value"), "showlegend": False}
-    layout["shapes"] = [_diagonal(scatter)]
-    note = f"Each point a state; its truth is the mean of {found['branches']} rollouts that start there."
-    return _figure("scatter", "Value and truth", note, scatter, layout, wide=True)
+    note = f"Each point a state; its truth is the mean of {branches['branches']} rollouts that start there."
+    return _figure("scatter", "Value and truth", note, states, layout | {"shapes": [_diagonal(states)]}, wide=True)
 
 
 def main_numbers(card: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -260,18 +248,11 @@ def _section(
     return {"id": name, "title": title, "figures": figures, "table": table, "notes": notes}
 
 
-def _figure(
-    name: str,
-    title: str,
-    note: str,
-    traces: list[Any],
-    layout: Any,
-    numbers: Table | None = None,
-    *,
-    wide: bool = False,
-) -> Figure:
-    texts = {"id": name, "title": title, "note": note, "numbers": numbers, "wide": wide}
-    return {**texts, "traces": traces, "layout": layout}
+def _figure(name: str, title: str, note: str, traces: list[Any], layout: Any, *, wide: bool = False) -> Figure:
+    """A figure, with the numbers of its named traces as a table."""
+    curves = {one["name"]: dict(zip(one["x"], one["y"], strict=True)) for one in traces if one.get("name")}
+    texts = {"id": name, "title": title, "note": note, "numbers": curves_table(curves) if curves else None}
+    return {**texts, "wide": wide, "traces": traces, "layout": layout}
 
 
 def _points(x: Sequence[Any], y: Sequence[Any], name: str, colour: str, **more: Any) -> dict[str, Any]:

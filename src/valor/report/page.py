@@ -27,12 +27,13 @@ def build_report(run_dir: Path, *, live: bool = False) -> Path:
     run = read_run(run_dir)
     panels, spreads = pictures.panel_specs(run.metrics), pictures.histogram_specs(run.histograms)
     timing, opening = pictures.timing_spec(run.metrics), _opening(run.samples)
-    shown = {name: [one for one in (*panels, *spreads) if one["section"] == name] for name in pictures.SECTIONS}
-    shown = {name: specs for name, specs in shown.items() if specs or (name == "time" and timing)}
+    specs = (*panels, *spreads)
+    shown = {name: [spec for spec in specs if spec["section"] == name] for name in pictures.SECTIONS}
+    shown = {name: drawn for name, drawn in shown.items() if drawn or (name == "time" and timing)}
     sections = {"findings": "What stands out", **{name: pictures.SECTIONS[name] for name in shown}}
     sections |= {"samples": "Samples"} if run.samples else {}
-    numbers = {one["id"]: pictures.panel_table(one, run.metrics) for one in panels}
-    numbers |= {one["id"]: pictures.spread_table(one) for one in spreads}
+    numbers = {panel["id"]: pictures.panel_table(panel, run.metrics) for panel in panels}
+    numbers |= {spread["id"]: pictures.spread_table(spread) for spread in spreads}
     numbers |= {"": pictures.metrics_table(run.metrics)} | ({"timing": pictures.timing_table(timing)} if timing else {})
     data = {
         "metrics": _curves(run.metrics),
@@ -58,7 +59,7 @@ def build_report(run_dir: Path, *, live: bool = False) -> Path:
         timing=timing,
         numbers=numbers,
         samples=run.samples,
-        said=_said(run.samples[opening]) if run.samples else None,
+        samples_table=_samples_table(run.samples[opening]) if run.samples else None,
         settings=[(key, show(value).strip("'")) for key, value in flatten(run.config).items()],
     )
     write_atomically(run_dir / REPORT_FILE, page)
@@ -66,38 +67,37 @@ def build_report(run_dir: Path, *, live: bool = False) -> Path:
 
 
 def _curves(metrics: Mapping[str, Series]) -> dict[str, Any]:
-    """Every metric as [place of its steps in `steps`, values]; metrics measured at the same steps share them."""
+    """Every metric as [index of its steps in `steps`, values]; metrics measured at the same steps share them."""
     steps: dict[tuple[int, ...], int] = {}
     curves = {}
     for key, series in sorted(metrics.items()):
         thinned = thin(series)
-        place = steps.setdefault(tuple(thinned.steps), len(steps))
-        curves[key] = [place, [rounded(value) for value in thinned.values]]
-    return {"steps": [list(one) for one in steps], "curves": curves}
+        index = steps.setdefault(tuple(thinned.steps), len(steps))
+        curves[key] = [index, [rounded(value) for value in thinned.values]]
+    return {"steps": [list(numbers) for numbers in steps], "curves": curves}
 
 
 def _heading(run: RunData) -> str:
-    """The run's name; where it has kept the default one, that of its folder."""
+    """The run's name; of a run without one, its folder's."""
     name, folder = get_at(run.config, "trainer.experiment_name"), run.folder.resolve()
     return str(name) if name not in (None, "run") else f"{folder.parent.name}/{folder.name}"
 
 
 def _opening(samples: list[dict[str, Any]]) -> int:
-    """Which samples are shown first: the last of training that show what is learnt from, answers to one prompt with
-    different rewards; else different rewards; else the last of training."""
+    """The samples to show first: the last of training with different rewards, else the last of training."""
 
-    def tells(group: Mapping[str, Any]) -> tuple[bool, bool]:
-        rewards = {(record["uid"], record["reward"]) for record in group["records"]}
-        return len(rewards) > len({uid for uid, _ in rewards}), len({reward for _, reward in rewards}) > 1
+    def order(i: int) -> tuple[bool, bool, int]:
+        rewards = {record["reward"] for record in samples[i]["records"]}
+        return samples[i]["split"] == "train", len(rewards) > 1, i
 
-    places = range(len(samples))
-    return max(places, key=lambda i: (samples[i]["split"] == "train", *tells(samples[i]), i), default=0)
+    return max(range(len(samples)), key=order, default=0)
 
 
-def _said(group: Mapping[str, Any]) -> pictures.Table:
-    """The samples of a step as a table."""
-    shown = ((one["prompt"], "".join(one["tokens"]), one["reward"], one["ground_truth"]) for one in group["records"])
-    rows = [[prompt, response, short(reward), str(truth)] for prompt, response, reward, truth in shown]
+def _samples_table(group: Mapping[str, Any]) -> pictures.Table:
+    rows = [
+        [record["prompt"], "".join(record["tokens"]), short(record["reward"]), str(record["ground_truth"])]
+        for record in group["records"]
+    ]
     return ["prompt", f"response at step {group['step']}", "reward", "expected"], rows
 
 
@@ -125,7 +125,7 @@ def tiles_of(run: RunData) -> Iterator[tuple[str, str, str]]:
     for source, scores in sorted(validation_scores(run.metrics).items()):
         yield from _journey(f"Validation, {source.rpartition('/')[2]}", scores, best=True)
     yield from _journey("Reward", run.first_of("critic/score/mean", "critic/rewards/mean"), best=True)
-    yield from _knowledge(run)
+    yield from _journey("Explained variance", run.metrics.get("critic/vf_explained_var"), best=True)
     yield from _journey("Weight of the critic's baseline", run.metrics.get("critic/gate"))
     yield from _journey("KL to the reference", run.first_of("actor/kl_loss", "actor/reward_kl_penalty"))
     yield from _journey("Response length", run.metrics.get("response_length/mean"))
@@ -133,22 +133,6 @@ def tiles_of(run: RunData) -> Iterator[tuple[str, str, str]]:
         rate = run.metrics.get("perf/throughput")
         speed = f"; {median(rate.finite()):,.0f} tok/s" if rate and rate.finite() else ""
         yield "Seconds per step", format_seconds(median(seconds.finite())), f"median{speed}"
-
-
-def _knowledge(run: RunData) -> Iterator[tuple[str, str, str]]:
-    """The critic's explained variance. It falls however good the critic is once returns hardly vary any more, since a
-    share of nothing is left to explain: then its highest stands first."""
-    series = run.metrics.get("critic/vf_explained_var")
-    spread = {step: one.variance**0.5 for step, one in run.histograms.get("critic/returns/histogram", [])}
-    if series is None or not series.finite():
-        return
-    peak, last = max(series.finite()), series.finite()[-1]
-    at = max(step for step, value in zip(series.steps, series.values, strict=True) if value == peak)
-    if spread and last < 0.5 * peak and (now := spread[max(spread)]) < 0.5 * (then := max(spread.values())):
-        why = f"at step {at}; now {short(last)}, where returns hardly differ (spread {short(now)}, once {short(then)})"
-        yield "Explained variance, highest", short(peak), why
-    else:
-        yield from _journey("Explained variance", series, best=True)
 
 
 def _journey(label: str, series: Series | None, *, best: bool = False) -> Iterator[tuple[str, str, str]]:

@@ -1,4 +1,4 @@
-"""What a report draws: curves (assets/panels.yaml says which, and what to look for in them), spreads, and times."""
+"""Pictures of a report: curves (assets/panels.yaml lists them), histograms over steps, and times."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -43,22 +43,28 @@ def panel_specs(metrics: Mapping[str, Series]) -> list[dict[str, Any]]:
 
 def panel_table(panel: Mapping[str, Any], metrics: Mapping[str, Series]) -> Table:
     """The numbers of a panel's lines."""
-    found = {line["label"]: metrics[line["key"]] for line in panel["lines"]}
-    curves = {label: dict(zip(one.steps, one.values, strict=True)) for label, one in found.items()}
+    series = {line["label"]: metrics[line["key"]] for line in panel["lines"]}
+    curves = {label: dict(zip(one.steps, one.values, strict=True)) for label, one in series.items()}
     return curves_table(curves, panel["unit"])
 
 
-def curves_table(curves: Mapping[str, Mapping[int, float | None]], unit: str = "") -> Table:
-    """Curves, each {step: value}, at some of their steps, the first and the last among them."""
+def curves_table(curves: Mapping[str, Mapping[Any, float | None]], unit: str = "") -> Table:
+    """Curves, each {x: value}, at some of their x, the first and the last among them; x is a step or a number."""
     steps = evenly_spaced(sorted(set().union(*curves.values())), _TABLE_ROWS)
-    rows = [[str(i), *(_as_text(one[i], unit) if i in one else "" for one in curves.values())] for i in steps]
+    rows = [
+        [
+            str(i) if isinstance(i, int) else f"{i:.3g}",
+            *(_as_text(one[i], unit) if i in one else "" for one in curves.values()),
+        ]
+        for i in steps
+    ]
     return ["step", *curves], rows
 
 
 def metrics_table(metrics: Mapping[str, Series]) -> Table:
     """Every metric: where it began and ended, and its extremes."""
-    found = {key: one.finite() for key, one in sorted(metrics.items()) if one.finite()}
-    rows = [[key, *map(short, (one[0], one[-1], min(one), max(one)))] for key, one in found.items()]
+    values = {key: series.finite() for key, series in sorted(metrics.items()) if series.finite()}
+    rows = [[key, *map(short, (of[0], of[-1], min(of), max(of)))] for key, of in values.items()]
     return ["metric", "first", "last", "lowest", "highest"], rows
 
 
@@ -104,10 +110,10 @@ def histogram_specs(histograms: Mapping[str, list[StepHistogram]]) -> list[dict[
     """
     specs = []
     for name, about in _CONTENT["spreads"].items():
-        found = histograms.get(f"critic/{name}/histogram")
-        if not found or (name == "returns" and "critic/values/histogram" not in histograms):
+        recorded = histograms.get(f"critic/{name}/histogram")
+        if not recorded or (name == "returns" and "critic/values/histogram" not in histograms):
             continue
-        shown = evenly_spaced(found, _MAX_COLUMNS)
+        shown = evenly_spaced(recorded, _MAX_COLUMNS)
         edges = np.linspace(*_ends([one for _, one in shown]), _NUM_ROWS + 1)
         columns = {
             "steps": [step for step, _ in shown],
@@ -139,8 +145,8 @@ def _shares(one: Histogram, edges: np.ndarray) -> np.ndarray:
 def timing_spec(metrics: Mapping[str, Series]) -> dict[str, Any] | None:
     """Seconds of each phase per step, in bars of equally many steps; None if the run did not time its steps.
 
-    Of phases that ran at the same time the one that began first has the seconds: the others were waited for only after
-    it. What a step took beyond its phases is the phase "other"; validation and saving come after the step.
+    Seconds in which phases overlap count for the one that began first. The rest of the step is the phase "other";
+    validation and saving come after the step.
     """
     whole = metrics.get("timing_s/step", Series([], []))
     steps = [step for step, total in zip(whole.steps, whole.values, strict=True) if total]
@@ -149,8 +155,8 @@ def timing_spec(metrics: Mapping[str, Series]) -> dict[str, Any] | None:
         return None
 
     def of_steps(key: str) -> np.ndarray:
-        found = metrics.get(key, Series([], []))
-        by_step = dict(zip(found.steps, found.values, strict=True))
+        series = metrics.get(key, Series([], []))
+        by_step = dict(zip(series.steps, series.values, strict=True))
         return np.array([by_step.get(step) or 0.0 for step in steps])
 
     seconds = {name: of_steps(f"timing_s/{name}") - of_steps(f"timing_hidden_s/{name}") for name in names}

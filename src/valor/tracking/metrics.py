@@ -74,11 +74,6 @@ class Histogram:
         """The middles of the bins."""
         return (self.edges[:-1] + self.edges[1:]) / 2
 
-    @property
-    def variance(self) -> float:
-        """Of the entries, as if each lay in the middle of its bin."""
-        return float(np.cov(self.centres, fweights=self.counts, ddof=0))
-
 
 def histogram(array: Any, mask: Any, bins: int = NUM_BINS) -> Histogram | None:
     """Of the finite entries of `array` where `mask` (same shape, 0/1) is set; None if there is none.

@@ -1,13 +1,10 @@
 """The report in a real browser, phone-sized and desktop-sized: it draws, it reacts, and the console stays silent."""
 
-import re
-
 import pytest
 from chromium import BROWSER, Page
 from synthetic_run import HOSTILE, make_run
 
 from valor.report.page import build_report
-from valor.tracking.generations import Sample, write_samples
 
 pytestmark = [
     pytest.mark.slow,
@@ -135,12 +132,11 @@ def test_an_episode_is_a_conversation(report, browse):
         assert told.startswith("tool, ") and "Oslo is the capital" in told
         backgrounds = "return [...document.querySelectorAll('.told .tokens span')].every(one => !one.style.background)"
         assert page.run(backgrounds)
-        assert len(page.run(texts.format(".turned"))) == 1
-        assert "changed its mind most in turn 2" in page.run(texts.format(".mind"))[0]
         assert "all that came before, rewritten" in page.run(texts.format(".conversation > details"))[0]
         assert page.run("return window.hacked === undefined")
-        page.run("document.querySelector('.turned').dispatchEvent(new MouseEvent('click', {bubbles: true}))")
-        assert "value0.95" in page.run("return document.getElementById('tip').textContent")
+        token = "document.querySelector('.bubble:not(.told) .tokens span')"
+        page.run(f"{token}.dispatchEvent(new MouseEvent('click', {{bubbles: true}}))")
+        assert "value0." in page.run("return document.getElementById('tip').textContent")
         assert page.console() == []
 
 
@@ -177,21 +173,6 @@ def test_a_constant_share_has_an_axis_of_shares(browse, tmp_path):
         assert page.run(f"return {axis.format('validation', 'yaxis.range')}") == pytest.approx([0, 1.1])
         assert page.run(f"return {axis.format('kl', 'yaxis.range')}") == [0, 1]
         assert page.run(f"return {axis.format('validation', 'xaxis.title.text')}") == "step"
-
-
-def test_value_strips_share_one_scale(browse, tmp_path):
-    make_run(tmp_path, steps=3)
-    whole = Sample("2+3=", ["2", "+"], 1.0, values=[0.0, 1.0])
-    noise = Sample("2+3=", ["2", "+"], 1.0, values=[0.99, 1.0])
-    for step, sample in ((1, whole), (2, whole), (3, noise)):
-        write_samples(tmp_path, step, [sample])
-    with browse() as page:
-        page.open(build_report(tmp_path))
-        page.wait_for("document.documentElement.dataset.ready === 'yes'")
-        path = page.run("return document.querySelector('.strip path').getAttribute('d')")
-        heights = [float(point.split()[1]) for point in re.findall(r"[\d.]+ [\d.]+", path)]
-        assert page.run("return document.getElementById('sample-step').selectedOptions[0].text") == "step 3"
-        assert abs(heights[0] - heights[1]) < 1  # of 42
 
 
 def test_sparse_runs_open_without_errors(browse, tmp_path):

@@ -133,39 +133,6 @@
   };
 
   const tokenText = (token) => token.replaceAll("\n", "↵\n").replaceAll("\t", "⇥\t");
-  const SVG = "http://www.w3.org/2000/svg";
-  const svg = (tag, attributes) => {
-    const made = document.createElementNS(SVG, tag);
-    Object.entries(attributes).forEach(([name, value]) => made.setAttribute(name, value));
-    return made;
-  };
-
-  const valueTrace = (values, reward) => {
-    const known = values.filter((value) => value !== null);
-    if (known.length < 2) return null;
-    const [least, most] = [Math.min(...known), Math.max(...known)];
-    const [low, high] = VALUES;
-    const y = (value) => 44 - (42 * (value - low)) / (high - low || 1);
-    const box = svg("svg", { viewBox: `0 0 ${values.length} 46`, preserveAspectRatio: "none", role: "img" });
-    box.append(svg("title", {}));
-    box.firstChild.textContent = "value at each token";
-    const level = (at, name) => box.append(svg("line", { class: name, x1: 0, x2: values.length, y1: y(at), y2: y(at) }));
-    level(low, "");
-    level(high, "");
-    if (reward !== null && reward !== undefined) level(reward, "reward");
-    let pen = "M";
-    const path = values.map((value, i) => {
-      if (value === null) { pen = "M"; return ""; }
-      const step = `${pen}${i + 0.5} ${y(value).toFixed(2)}`;
-      pen = "L";
-      return step;
-    }).join("");
-    box.append(svg("path", { d: path }), svg("line", { class: "at", x1: 0, x2: 0, y1: 0, y2: 46, visibility: "hidden" }));
-    const holder = element("div", "strip", `Value along the response: ${short(least)} to ${short(most)}; dashed: the reward, ${short(reward)}; all strips: ${short(low)} to ${short(high)}`);
-    holder.append(box);
-    return holder;
-  };
-
   const tokenSpan = (record, place, limits) => {
     const own = !record.mask || record.mask[place];
     const span = element("span", own ? "" : "other", tokenText(record.tokens[place]));
@@ -190,22 +157,9 @@
     card.append(folded("Result", element("pre", "", call.text), call.text.length <= 300));
     return card;
   };
-  // The policy's token whose value is farthest from that of its token before; null without a critic.
-  const turningPoint = ({ turns, values }) => {
-    let [before, found] = [null, null];
-    (turns && values ? values : []).forEach((value, place) => {
-      if (!turns[place] || value === null) return;
-      if (before !== null && !(Math.abs(value - before) <= found?.size)) {
-        if (value !== before) found = { place, from: before, to: value, size: Math.abs(value - before) };
-      }
-      before = value;
-    });
-    return found;
-  };
   const conversation = (record, limits) => {
     const { calls, turn_rewards: rewards, rows } = record.episode;
     const box = element("div", "conversation");
-    const point = turningPoint(record);
     let spoken = 0; // the last turn of the policy so far
     for (let start = 0, end; start < record.tokens.length; start = end) {
       const turn = record.turns[start];
@@ -214,7 +168,6 @@
       if (row >= 0) box.append(folded(`Row ${row + 2}: the chat template has rewritten what came before`, element("pre", "", rows[row].prompt), false));
       const tokens = element("div", "tokens");
       for (let place = start; place < end; place += 1) tokens.append(tokenSpan(record, place, limits));
-      if (point && point.place >= start && point.place < end) tokens.children[point.place - start].classList.add("turned");
       const bubble = element("div", turn ? "bubble" : "bubble told");
       if (turn) {
         const reward = rewards[turn - 1] ? ` · reward ${short(rewards[turn - 1])}` : "";
@@ -227,10 +180,6 @@
         bubble.append(folded(`${who}, ${end - start} tokens as the policy reads them`, tokens, !answered && end - start <= 200));
         box.append(bubble);
       }
-    }
-    if (point) {
-      const where = `The critic changed its mind most in turn ${record.turns[point.place]}, at token ${point.place + 1}`;
-      box.append(element("p", "mind", `${where} (framed): ${short(point.from)} → ${short(point.to)}`));
     }
     return box;
   };
@@ -263,9 +212,7 @@
     if (!record.episode) tokens.append(...record.tokens.map((_, place) => tokenSpan(record, place, limits)));
     if (record.tokens_left_out) tokens.append(element("span", "cut", ` … and ${record.tokens_left_out} more tokens`));
     card.append(head, prompt, tokens);
-    const trace = record.values && valueTrace(record.values, record.reward);
-    if (trace) card.append(trace);
-    listen(tokens, record, trace);
+    listen(tokens, record);
     return card;
   };
 
@@ -277,7 +224,7 @@
 
   const hideTip = () => {
     tip.style.display = "none";
-    if (marked) { marked.span.classList.remove("on"); marked.line?.setAttribute("visibility", "hidden"); }
+    marked?.classList.remove("on");
     marked = null;
   };
   const placeTip = (span) => {
@@ -287,7 +234,7 @@
     tip.style.left = `${left}px`;
     tip.style.top = `${above > 50 ? above : at.bottom + 8}px`;
   };
-  const showTip = (span, record, trace) => {
+  const showTip = (span, record) => {
     hideTip();
     const place = Number(span.dataset.place);
     const rows = element("dl");
@@ -307,16 +254,12 @@
     placeTip(span);
     span.classList.add("on");
     span.setAttribute("aria-describedby", "tip");
-    const line = trace?.querySelector(".at");
-    line?.setAttribute("x1", place + 0.5);
-    line?.setAttribute("x2", place + 0.5);
-    line?.setAttribute("visibility", "visible");
-    marked = { span, line };
+    marked = span;
   };
-  const listen = (tokens, record, trace) => {
+  const listen = (tokens, record) => {
     const show = (event) => {
       const span = event.target.closest("span[data-place]");
-      if (span) showTip(span, record, trace); else hideTip();
+      if (span) showTip(span, record); else hideTip();
     };
     tokens.addEventListener("mouseover", show);
     tokens.addEventListener("click", show);
@@ -397,7 +340,7 @@
     byId("sample-step").value = String(data.opening);
     byId("sample-step").addEventListener("change", drawSamples);
     // A token that the keyboard has reached scrolls into view, and keeps its tip.
-    addEventListener("scroll", () => (marked?.span === document.activeElement ? placeTip(marked.span) : hideTip()), { passive: true });
+    addEventListener("scroll", () => (marked === document.activeElement ? placeTip(marked) : hideTip()), { passive: true });
     drawSignals();
     drawSamples();
   }
