@@ -1,4 +1,4 @@
-"""The pages of the lab: sections of figures (as Plotly takes them, see assets/lab.js) and tables.
+"""The pages of the lab: sections of figures and tables.
 
 Of a sweep: arms compared in a table and pictures, how they learn, and in what they differ. Of a critic's scorecard:
 does it tell right from wrong, is it calibrated, and where in a response.
@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from valor.report.pictures import Table, curves_table
+from valor.report.figures import Figure, Table, band, diagonal, drawn, figure, guide, level, points, section, titled
 from valor.report.skeleton import model_name, render_page, short
 from valor.tracking.console import format_seconds
 
-Figure = dict[str, Any]
 _MOST_AT_FIRST = 8  # arms whose curves are shown before the reader chooses in the legend
 _BLUE, _ORANGE = "--c1", "--c2"
 _SIDES = {"right": _BLUE, "wrong": _ORANGE}
@@ -28,10 +27,10 @@ def sweep_page(results: Mapping[str, Any]) -> str:
     runs = ["arm", "seed", "at the start", "at the end", "training"], list(_runs(results))
     return _page(
         [
-            _section("compared", "Compared", _ends(results), comparison(results), results["notes"]),
-            _section("curves", "Learning curves", curves, notes=["Mean over seeds; the band is its interval."]),
-            _section("differences", "What differs", table=(heads, rows)),
-            _section("runs", "Runs", table=runs),
+            section("compared", "Compared", _ends(results), comparison(results), results["notes"]),
+            section("curves", "Learning curves", curves, notes=["Mean over seeds; the band is its interval."]),
+            section("differences", "What differs", table=(heads, rows)),
+            section("runs", "Runs", table=runs),
         ],
         eyebrow=f"valor {results['entry']} · sweep",
         title=results["name"],
@@ -57,8 +56,8 @@ def _ends(results: Mapping[str, Any]) -> list[Figure]:
     gap = _rows(results, {name: (*both, both[0]["significant"] is True) for name, both in gaps.items()}, 0.0)
     note = f"By seed, their mean and {interval}; full where it differs."
     return [
-        _figure("last", f"At the end: {results['metric']}", f"Each seed, their mean and {interval}.", *last),
-        _figure("gap", f"Difference from {results['control']}", note, *gap),
+        figure("last", f"At the end: {results['metric']}", f"Each seed, their mean and {interval}.", *last),
+        figure("gap", f"Difference from {results['control']}", note, *gap),
     ]
 
 
@@ -74,8 +73,8 @@ def _rows(
     }
     bars = {"type": "data", "symmetric": False, "array": reach["high"], "arrayminus": reach["low"], "color": "--accent"}
     full = ["--accent" if is_full else "--paper" for _, _, is_full in rows.values()]
-    dots = _points(*zip(*seeds, strict=True), "", "--soft", mode="markers") if seeds else {}
-    means = _points([estimate["mean"] for estimate, _, _ in rows.values()], list(rows), "", "", mode="markers")
+    dots = points(*zip(*seeds, strict=True), "", "--soft", mode="markers") if seeds else {}
+    means = points([estimate["mean"] for estimate, _, _ in rows.values()], list(rows), "", "", mode="markers")
     means |= {"error_x": bars, "marker": {"size": 9, "color": full, "line": {"width": 2, "color": "--accent"}}}
     axis = {
         "type": "category",
@@ -84,7 +83,7 @@ def _rows(
         "nticks": 0,
         "range": [-0.6, len(names) - 0.4],
     }
-    shapes = [] if line is None else [_guide(line, 0, line, 1) | {"yref": "paper"}]
+    shapes = [] if line is None else [guide(line, 0, line, 1, yref="paper")]
     return [dots, means], {"yaxis": axis, "shapes": shapes, "height": 80 + 24 * len(names), "showlegend": False}
 
 
@@ -96,18 +95,18 @@ def _curves(name: str, curve: Mapping[str, Any], results: Mapping[str, Any]) -> 
         if series:
             shown = {"legendgroup": arm["name"], "visible": True if i < _MOST_AT_FIRST else "legendonly"}
             if None not in (*series["low"], *series["high"]):
-                traces.append(_band(series["steps"], series["low"], series["high"], colour) | shown)
+                traces.append(band(series["steps"], series["low"], series["high"], colour) | shown)
             dash = {"color": colour, "width": 2, "dash": "solid" if i < 12 else "5px,4px"}
-            traces.append(_points(series["steps"], series["mean"], arm["name"], colour, line=dash) | shown)
-    layout = {"hovermode": "x unified", "xaxis": _titled("step"), "height": 300}
+            traces.append(points(series["steps"], series["mean"], arm["name"], colour, line=dash) | shown)
+    layout = {"hovermode": "x unified", "xaxis": titled("step"), "height": 300}
     note = curve["key"] if curve["key"] != results["metric"] else ""
-    return _figure(name, curve["title"], note, traces, layout, wide=True)
+    return figure(name, curve["title"], note, traces, layout) | {"wide": True}
 
 
 def comparison(results: Mapping[str, Any]) -> Table:
     """Column titles and a row of texts per arm: where it started and ended, and how far that is from the control."""
-    level = f"{results['level']:.0%} interval"
-    heads = ["arm", "seeds", "at the start", "at the end", level, f"against {results['control']}", level]
+    interval = f"{results['level']:.0%} interval"
+    heads = ["arm", "seeds", "at the start", "at the end", interval, f"against {results['control']}", interval]
     return [*heads, "p (t)", "p (signs)", "Holm", "differs"], [_row(arm) for arm in results["arms"]]
 
 
@@ -142,14 +141,14 @@ def scorecard_page(card: Mapping[str, Any]) -> str:
     name, places, turns = model_name(str(card["critic"])), card["positions"], card["turns"]
     along = _knowledge("along-auc", "When does it know?", [place["at"] for place in places], places, "share written")
     content = [
-        _section("outcome", "Right or wrong?", [_verdicts(card["verdicts"]), _calibration(card["calibration"])]),
-        _section("along", "Along the response", [_separation(places), along]),
+        section("outcome", "Right or wrong?", [_verdicts(card["verdicts"]), _calibration(card["calibration"])]),
+        section("along", "Along the response", [_separation(places), along]),
     ]
     if len(turns) > 1:
         by_turn = _knowledge("turns", "After each turn", [turn["turn"] for turn in turns], turns, "turn")
-        content.append(_section("turns", "By turn", [by_turn]))
+        content.append(section("turns", "By turn", [by_turn]))
     if card["monte_carlo"]:
-        content.append(_section("branches", "Against branch rollouts", [_branches(card["monte_carlo"])]))
+        content.append(section("branches", "Against branch rollouts", [_branches(card["monte_carlo"])]))
     return _page(
         content,
         title=f"{name}, scorecard",
@@ -174,21 +173,21 @@ def _verdicts(verdicts: Mapping[str, Any]) -> Figure:
         | {"marker": {"color": colour}}
         for side, colour in _SIDES.items()
     ]
-    layout = {"barmode": "overlay", "xaxis": _titled("value"), "yaxis": _titled("answers")}
-    return _figure("verdicts", "Verdicts", "Value at the last token of right and of wrong answers.", traces, layout)
+    layout = {"barmode": "overlay", "xaxis": titled("value"), "yaxis": titled("answers")}
+    return figure("verdicts", "Verdicts", "Value at the last token of right and of wrong answers.", traces, layout)
 
 
 def _calibration(calibration: Mapping[str, Any]) -> Figure:
     names = {"last": ("at the last token", _BLUE), "all": ("along the response", _ORANGE)}
     bins = {key: calibration[key]["bins"] for key in names}
     traces = [
-        _points([one["value"] for one in bins[key]], [one["outcome"] for one in bins[key]], name, colour)
+        points([one["value"] for one in bins[key]], [one["outcome"] for one in bins[key]], name, colour)
         | {"customdata": [one["count"] for one in bins[key]], "hovertemplate": "%{x:.3~g}, %{y:.3~g}: %{customdata}"}
         for key, (name, colour) in names.items()
     ]
-    layout = {"xaxis": _titled("value"), "yaxis": _titled("mean return"), "shapes": [_diagonal(traces)]}
+    layout = {"xaxis": titled("value"), "yaxis": titled("mean return"), "shapes": [diagonal(traces)]}
     note = "Mean return where the critic said so; a tenth of the states in each point. On the diagonal it is honest."
-    return _figure("calibration", "Calibration", note, traces, layout)
+    return figure("calibration", "Calibration", note, traces, layout)
 
 
 def _separation(places: Sequence[Mapping[str, Any]]) -> Figure:
@@ -196,26 +195,26 @@ def _separation(places: Sequence[Mapping[str, Any]]) -> Figure:
     for side, colour in _SIDES.items():
         if spreads := {place["at"]: place[side] for place in places if place[side]}:
             low, mean, high = ([spread[key] for spread in spreads.values()] for key in ("low", "mean", "high"))
-            traces += [_band([*spreads], low, high, colour), _points([*spreads], mean, side, colour)]
-    layout = {"hovermode": "x unified", "xaxis": _titled("share of the response written", tickformat=".0%")}
+            traces += [band([*spreads], low, high, colour), points([*spreads], mean, side, colour)]
+    layout = {"hovermode": "x unified", "xaxis": titled("share of the response written", tickformat=".0%")}
     note = "Mean value of right and of wrong answers; half of them lie in the band."
-    return _figure("separation", "Separation", note, traces, layout)
+    return figure("separation", "Separation", note, traces, layout)
 
 
-def _knowledge(name: str, title: str, at: Sequence[float], points: Sequence[Mapping[str, Any]], axis: str) -> Figure:
+def _knowledge(name: str, title: str, at: Sequence[float], known: Sequence[Mapping[str, Any]], axis: str) -> Figure:
     """AUC and explained variance of the value, over places or turns."""
     keys = {"auc": ("AUC", _BLUE), "explained_variance": ("explained variance", _ORANGE)}
-    traces = [_points(at, [one[key] for one in points], label, colour) for key, (label, colour) in keys.items()]
-    layout = {"xaxis": _titled(axis), "shapes": [_guide(0, 0.5, 1, 0.5) | {"xref": "paper"}]}
-    return _figure(name, title, "AUC and explained variance of the value there.", traces, layout, wide=axis == "turn")
+    traces = [points(at, [one[key] for one in known], label, colour) for key, (label, colour) in keys.items()]
+    layout = {"xaxis": titled(axis), "shapes": [level(0.5)]}
+    return figure(name, title, "AUC and explained variance of the value there.", traces, layout)
 
 
 def _branches(branches: Mapping[str, Any]) -> Figure:
     scatter = branches["scatter"]
-    states = [_points(scatter["truth"], scatter["value"], "", _BLUE, mode="markers")]
-    layout = {"xaxis": _titled("mean return of the branches"), "yaxis": _titled("value"), "showlegend": False}
+    states = [points(scatter["truth"], scatter["value"], "", _BLUE, mode="markers")]
+    layout = {"xaxis": titled("mean return of the branches"), "yaxis": titled("value"), "showlegend": False}
     note = f"Each point a state; its truth is the mean of {branches['branches']} rollouts that start there."
-    return _figure("scatter", "Value and truth", note, states, layout | {"shapes": [_diagonal(states)]}, wide=True)
+    return figure("scatter", "Value and truth", note, states, layout | {"shapes": [diagonal(states)]}) | {"wide": True}
 
 
 def main_numbers(card: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -237,44 +236,5 @@ def main_numbers(card: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def _page(content: list[dict[str, Any]], **parts: Any) -> str:
-    figures = [{k: one[k] for k in ("id", "traces", "layout")} for part in content for one in part["figures"]]
     sections = {part["id"]: part["title"] for part in content}
-    return render_page("lab", {"figures": figures}, sections=sections, content=content, **parts)
-
-
-def _section(
-    name: str, title: str, figures: Sequence[Figure] = (), table: Table | None = None, notes: Sequence[str] = ()
-) -> dict[str, Any]:
-    return {"id": name, "title": title, "figures": figures, "table": table, "notes": notes}
-
-
-def _figure(name: str, title: str, note: str, traces: list[Any], layout: Any, *, wide: bool = False) -> Figure:
-    """A figure, with the numbers of its named traces as a table."""
-    curves = {one["name"]: dict(zip(one["x"], one["y"], strict=True)) for one in traces if one.get("name")}
-    texts = {"id": name, "title": title, "note": note, "numbers": curves_table(curves) if curves else None}
-    return {**texts, "wide": wide, "traces": traces, "layout": layout}
-
-
-def _points(x: Sequence[Any], y: Sequence[Any], name: str, colour: str, **more: Any) -> dict[str, Any]:
-    line, marker = {"color": colour, "width": 2}, {"size": 5, "color": colour}
-    hover = {"hovertemplate": "%{x:.4~g}, %{y:.4~g}"}
-    return {"x": x, "y": y, "name": name, "mode": "lines+markers", "line": line, "marker": marker, **hover, **more}
-
-
-def _band(x: Sequence[float], low: Sequence[float], high: Sequence[float], colour: str) -> dict[str, Any]:
-    ends = {"x": [*x, *reversed(x)], "y": [*high, *reversed(low)], "line": {"width": 0}, "mode": "lines"}
-    return {**ends, "fill": "toself", "fillcolor": f"{colour}~", "hoverinfo": "skip", "showlegend": False}
-
-
-def _guide(x0: float, y0: float, x1: float, y1: float) -> dict[str, Any]:
-    line = {"color": "--soft", "width": 1, "dash": "2px,3px"}
-    return {"type": "line", "x0": x0, "y0": y0, "x1": x1, "y1": y1, "layer": "below", "line": line}
-
-
-def _diagonal(traces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    ends = [value for trace in traces for value in (*trace["x"], *trace["y"])]
-    return _guide(min(ends), min(ends), max(ends), max(ends))
-
-
-def _titled(text: str, **more: Any) -> dict[str, Any]:
-    return {"title": {"text": text, "standoff": 6}, **more}
+    return render_page("lab", {"figures": drawn(content)}, sections=sections, content=content, **parts)

@@ -9,7 +9,9 @@ from typing import Any
 from valor.config.describe import show
 from valor.config.tree import flatten, get_at
 from valor.report import pictures
+from valor.report.figures import drawn, section
 from valor.report.run_data import RunData, Series, read_run, rounded, thin
+from valor.report.samples import SIGNALS, sample_groups
 from valor.report.skeleton import model_name, render_page, short
 from valor.tracking.console import format_seconds, validation_scores
 from valor.tracking.diagnosis import RULES
@@ -25,28 +27,14 @@ def build_report(run_dir: Path, *, live: bool = False) -> Path:
     for byte. A metric that the run does not have leaves its picture out.
     """
     run = read_run(run_dir)
-    panels, spreads = pictures.panel_specs(run.metrics), pictures.histogram_specs(run.histograms)
-    timing, opening = pictures.timing_spec(run.metrics), _opening(run.samples)
-    specs = (*panels, *spreads)
-    shown = {name: [spec for spec in specs if spec["section"] == name] for name in pictures.SECTIONS}
-    shown = {name: drawn for name, drawn in shown.items() if drawn or (name == "time" and timing)}
-    sections = {"findings": "What stands out", **{name: pictures.SECTIONS[name] for name in shown}}
+    figures = [*pictures.panels(run.metrics), *pictures.spreads(run.histograms), *pictures.timing(run.metrics)]
+    by_section = {name: [one for one in figures if one["section"] == name] for name in pictures.SECTIONS}
+    content = [section(name, pictures.SECTIONS[name], shown) for name, shown in by_section.items() if shown]
+    sections = {"findings": "What stands out", **{part["id"]: part["title"] for part in content}}
     sections |= {"samples": "Samples"} if run.samples else {}
-    numbers = {panel["id"]: pictures.panel_table(panel, run.metrics) for panel in panels}
-    numbers |= {spread["id"]: pictures.spread_table(spread) for spread in spreads}
-    numbers |= {"": pictures.metrics_table(run.metrics)} | ({"timing": pictures.timing_table(timing)} if timing else {})
-    data = {
-        "metrics": _curves(run.metrics),
-        "panels": panels,
-        "spreads": spreads,
-        "timing": timing,
-        "samples": run.samples,
-        "opening": opening,
-        "live": live,
-    }
     page = render_page(
         "report",
-        data,
+        {"figures": drawn(content), "metrics": _curves(run.metrics), "live": live},
         title=_heading(run),
         eyebrow=f"{get_at(run.config, 'trainer.project_name') or 'Valor'} · run report",
         facts=[*_facts(run), *(["the run goes on: this page renews itself"] if live else [])],
@@ -55,11 +43,11 @@ def build_report(run_dir: Path, *, live: bool = False) -> Path:
         findings=run.findings,
         num_rules=len(RULES),
         sections=sections | {"metrics": "Every metric", "config": "Configuration"},
-        pictures=shown,
-        timing=timing,
-        numbers=numbers,
-        samples=run.samples,
-        samples_table=_samples_table(run.samples[opening]) if run.samples else None,
+        content=content,
+        groups=sample_groups(run.samples),
+        opening=_opening(run.samples),
+        signals=SIGNALS,
+        metrics_table=pictures.metrics_table(run.metrics),
         settings=[(key, show(value).strip("'")) for key, value in flatten(run.config).items()],
     )
     write_atomically(run_dir / REPORT_FILE, page)
@@ -91,14 +79,6 @@ def _opening(samples: list[dict[str, Any]]) -> int:
         return samples[i]["split"] == "train", len(rewards) > 1, i
 
     return max(range(len(samples)), key=order, default=0)
-
-
-def _samples_table(group: Mapping[str, Any]) -> pictures.Table:
-    rows = [
-        [record["prompt"], "".join(record["tokens"]), short(record["reward"]), str(record["ground_truth"])]
-        for record in group["records"]
-    ]
-    return ["prompt", f"response at step {group['step']}", "reward", "expected"], rows
 
 
 def _facts(run: RunData) -> Iterator[str]:
