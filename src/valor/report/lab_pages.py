@@ -73,7 +73,7 @@ def _rows(
     }
     bars = {"type": "data", "symmetric": False, "array": reach["high"], "arrayminus": reach["low"], "color": "--accent"}
     full = ["--accent" if is_full else "--paper" for _, _, is_full in rows.values()]
-    dots = points(*zip(*seeds, strict=True), "", "--soft", mode="markers") if seeds else {}
+    dots = points([value for value, _ in seeds], [name for _, name in seeds], "", "--soft", mode="markers")
     means = points([estimate["mean"] for estimate, _, _ in rows.values()], list(rows), "", "", mode="markers")
     means |= {"error_x": bars, "marker": {"size": 9, "color": full, "line": {"width": 2, "color": "--accent"}}}
     axis = {
