@@ -40,7 +40,7 @@ COMMANDS = {
         "MODEL: an OpenAI-compatible server to try agents with, which records episodes",
     ),
     "export": ("valor.cli:export", "CKPT OUT [--role critic]: a checkpoint as a Hugging Face directory"),
-    "report": ("valor.cli:report", "RUN_DIR: report.html from what a run has left so far; --compare A B …"),
+    "report": ("valor.cli:report", "RUN_DIR: report.html from what a run has left so far"),
 }
 RUNS = {
     "ppo": ("--config-name ppo_config trainer.total_epochs=1 --dry-run", "quickstart"),
@@ -91,16 +91,12 @@ def export(checkpoint: Path, out: Path, role: str) -> int:
 
 
 @command("report", "valor report checkpoints/valor/run", "metrics")
-@click.argument("run_dir", type=PATH, required=False)
-@option("--compare", type=PATH, multiple=True, metavar="RUN_DIR …", help="The runs to draw side by side.")
-@option("--out", type=PATH, default="compare.html", help="That page.")
-def report(run_dir: Path | None, compare: tuple[Path, ...], out: Path) -> int:
-    """Build (again) the report of a run, finished or not, or compare several runs."""
-    if (run_dir is None) != bool(compare):
-        raise UserError("valor report: give one RUN_DIR, or --compare with several; see valor report --help")
-    from valor.report.page import build_comparison, build_report
+@click.argument("run_dir", type=PATH)
+def report(run_dir: Path) -> int:
+    """Build (again) the report of a run, finished or not."""
+    from valor.report.page import build_report
 
-    print(build_comparison(compare, out) if run_dir is None else build_report(run_dir))
+    print(build_report(run_dir))
     return 0
 
 

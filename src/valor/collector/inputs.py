@@ -96,7 +96,7 @@ class RunInputs:
         if largest >= size:
             raise UserError(
                 f"the tokenizer has token {largest} in a prompt or as its end, and the model '{model.path}' knows "
-                f"{size} tokens: set data.tokenizer or actor_rollout_ref.model.tokenizer_path to the model's own"
+                f"{size} tokens: set actor_rollout_ref.model.tokenizer_path to the model's own"
             )
 
     def has_grader(self, data_source: str) -> bool:

@@ -82,7 +82,7 @@ class CriticPretrainConfig(CriticRunConfig):
         return super().generator if self.pretrain.rollouts is None else None
 
     def unused(self) -> dict[str, str]:
-        held_out = {"pretrain.holdout keeps prompts back": "data.val_* data.validation_shuffle"}
+        held_out = {"pretrain.holdout keeps prompts back": "data.val_*"}
         given = {"pretrain.rollouts is what is read": "data.train_[fm]*"} if self.pretrain.rollouts is not None else {}
         return super().unused() | held_out | given
 

@@ -71,8 +71,6 @@ class RMDataConfig(SupervisedDataConfig, train_files=["~/data/ultrafeedback/trai
     """Column with the better response (text, or messages that end with it)."""
     rejected_key: str = "rejected"
     """Column with the worse response."""
-    source_key: str = "source"
-    """Column by which accuracy is told apart; may be missing."""
     margin_key: str | None = None
     """Column with how much better the better response is; null takes loss.margin."""
 

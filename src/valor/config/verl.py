@@ -97,6 +97,7 @@ _RENAMED = {
     "trainer.full_determinism": "*fsdp_config.full_determinism actor_rollout_ref.rollout.full_determinism",
     "trainer.max_ckpt_to_keep": "trainer.max_actor_ckpt_to_keep trainer.max_critic_ckpt_to_keep",
     "data.max_prompt_length": f"{ROLLOUT}.prompt_length",
+    f"{MODEL}.tokenizer_path": "data.tokenizer",
     "data.max_response_length": f"{ROLLOUT}.response_length reward.reward_kwargs.max_resp_len",
     "algorithm.adv_kwargs.reward_keys": "algorithm.gdpo_reward_keys",
     "algorithm.adv_kwargs.reward_weights": "algorithm.gdpo_reward_weights",
@@ -207,6 +208,7 @@ _NO_EFFECT = {
     ),
     "messages are always kept": "data.return_raw_chat data.return_full_prompt",
     "generation gets all validation prompts, and makes batches of its own": "data.val_batch_size",
+    "validation keeps the file's order": "data.validation_shuffle",
     "prompts are read and measured in the trainer's process": "data.dataloader_num_workers data.use_shm "
     "data.filter_overlong_prompts_workers",
     "the policy's tokenizer is used": "critic.model.tokenizer_path critic.model.custom_chat_template",
@@ -251,6 +253,7 @@ _REFUSED = {
         "data", "image_key video_key audio_key image_patch_size return_multi_modal_inputs mm_processor_kwargs.*"
     ),
     "sampling of prompts is data.shuffle and data.seed": "data.sampler.*",
+    "tools are read from the column 'tools': rename it": "data.tools_key",
     "use algorithm.rollout_correction.*": "algorithm.rollout_is algorithm.rollout_is_*",
     "a grader of your own is reward.custom_reward_function.*": "reward.reward_manager.module.*",
     "distillation is not supported": "distillation.*",

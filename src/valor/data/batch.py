@@ -221,11 +221,3 @@ class Episodes:
             if name not in columns and column.shape == shape:
                 columns[name] = self.join(batch[name])
         return last.union(Batch(columns))
-
-    def split(self, joined: Batch) -> Batch:
-        """The rows with what `joined` has gained: [E, K T] by `part`, [E] at each of the episode's rows."""
-        if not self.forked:
-            return joined
-        gained = {name: joined[name] for name in joined.tensors if name not in self._batch}
-        columns = {name: self.part(x) if x.ndim == 2 else self.spread(x) for name, x in gained.items()}
-        return self._batch.union(Batch(columns))

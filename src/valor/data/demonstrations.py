@@ -65,7 +65,7 @@ class DemonstrationDataset(Sequence[Demonstration]):
         rows: list[tuple[str, tuple[str, Spans]]] = []
         parts, end = {"end"}, next(iter(end_tokens(tokenizer)), None)
         for where, record in (records[i] for i in numbers):
-            options = data.apply_chat_template_kwargs | row_options(record, where, data.tools_key)
+            options = data.apply_chat_template_kwargs | row_options(record, where)
             chat, learnt = chat_of(record, where, data)
             parts |= parts_of([chat]) | ({"tools"} if "tools" in options else set())
             made = _rows(tokenizer, chat, learnt, where, options)

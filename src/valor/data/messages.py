@@ -45,14 +45,14 @@ def parse_messages(value: Any, where: str, name: str, text_role: str | None = No
     return messages
 
 
-def row_options(record: Mapping[str, Any], where: str, tools_key: str | None) -> dict[str, Any]:
-    """What a row itself gives the chat template: `tools`, and the entries of its column `chat_template_kwargs`.
+def row_options(record: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A row's arguments of the chat template: its column `tools`, and the entries of `chat_template_kwargs`.
 
     Each may be JSON text. UserError: no list of schemas, or no dictionary.
     """
-    tools = _from_json(record.get(tools_key), where, tools_key) or [] if tools_key else []
+    tools = _from_json(record.get("tools"), where, "tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise UserError(f"{where}: '{tools_key}' must be a list of function schemas, or such a list as JSON")
+        raise UserError(f"{where}: 'tools' must be a list of function schemas, or such a list as JSON")
     kwargs = _from_json(record.get(TEMPLATE_KWARGS), where, TEMPLATE_KWARGS) or {}
     if not isinstance(kwargs, Mapping):
         raise UserError(f"{where}: '{TEMPLATE_KWARGS}' must be a dictionary, got {kind_of(kwargs)}")

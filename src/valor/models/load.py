@@ -77,7 +77,7 @@ def load_model_tokenizer(model: ModelConfig, *, at: str | None = None, chat: boo
 
 def load_policy_tokenizer(config: PPOConfig) -> Any:
     """The tokenizer of the policy, with a chat template. UserError: there is none."""
-    return load_model_tokenizer(config.actor_rollout_ref.model, at=config.data.tokenizer, chat=True)
+    return load_model_tokenizer(config.actor_rollout_ref.model, chat=True)
 
 
 def check_critic(config: PPOConfig, tokenizer: Any) -> None:

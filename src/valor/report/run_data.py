@@ -39,7 +39,7 @@ StepHistogram = tuple[int, Histogram]
 
 @dataclass(frozen=True)
 class RunData:
-    """All that a report is made of."""
+    """The content of a report."""
 
     folder: Path
     metrics: dict[str, Series]
@@ -73,7 +73,7 @@ def read_run(run_dir: Path) -> RunData:
 
 
 def read_steps(path: Path) -> dict[int, dict[str, Any]]:
-    """What metrics.jsonl has of each step, in order; of lines about the same step the later one wins."""
+    """The metrics of each step in metrics.jsonl, in order; of lines about the same step the later one wins."""
     merged: dict[int, dict[str, Any]] = {}
     for record in _read_lines(path):
         merged.setdefault(record["step"], {}).update(record)
@@ -96,13 +96,13 @@ def as_series(steps: Mapping[int, Mapping[str, Any]]) -> tuple[dict[str, Series]
 
 
 def read_samples(run_dir: Path) -> list[dict[str, Any]]:
-    """Up to eight steps of each split, training first: `step`, `split`, up to eight samples as `records`, and how many
-    the run recorded there (`available`)."""
+    """Up to MAX_SAMPLE_STEPS steps of each split, training first: `step`, `split`, the first samples as `records`, and
+    the number of those recorded (`available`)."""
     files = [(step_of_samples(path), path) for path in (run_dir / SAMPLES_DIR).glob("*.jsonl")]
     groups = []
     for split in ("train", "val"):
-        own = [(i, path) for i, path in files if i is not None and path.name.startswith("val_") == (split == "val")]
-        for step, path in evenly_spaced(sorted(own), MAX_SAMPLE_STEPS):
+        steps = [(i, path) for i, path in files if i is not None and path.name.startswith("val_") == (split == "val")]
+        for step, path in evenly_spaced(sorted(steps), MAX_SAMPLE_STEPS):
             records = _read_lines(path)
             try:
                 shown = [_shorten(record) for record in records[:MAX_SAMPLES_PER_STEP]]
@@ -124,11 +124,11 @@ def thin(series: Series, limit: int = MAX_POINTS) -> Series:
     if len(series.steps) <= limit:
         return series
     buckets = limit // 2
-    kept: set[int] = set()
+    chosen: set[int] = set()
     for start, stop in pairwise(len(series.steps) * bucket // buckets for bucket in range(buckets + 1)):
         measured = sorted((value, i) for i, value in enumerate(series.values[start:stop], start) if value is not None)
-        kept |= {measured[0][1], measured[-1][1]} if measured else {start}
-    order = sorted(kept)
+        chosen |= {measured[0][1], measured[-1][1]} if measured else {start}
+    order = sorted(chosen)
     return Series([series.steps[i] for i in order], [series.values[i] for i in order])
 
 

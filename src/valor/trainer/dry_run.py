@@ -51,7 +51,7 @@ def _ppo(config: PPOConfig) -> Iterator[Check]:
     policy, data, reward_model = config.actor_rollout_ref, config.data, config.reward.reward_model
     if not isinstance(config, CriticSearchConfig):  # it is one process, wherever it is
         yield partial(placed, config)
-    at = data.tokenizer or policy.model.tokenizer_path or policy.model.path
+    at = policy.model.tokenizer_path or policy.model.path
     tokenizer = _tokenizer_of(at, policy.model, chat=True)
     if _is_here(policy.model.path):
         yield partial(check_positions, config)
@@ -120,9 +120,8 @@ def _check_prompts(
 ) -> None:
     """The first rows: their columns, that somebody can grade them, and that the first one fits; `parts` gets theirs."""
     required = (data.prompt_key, data.reward_fn_key, "reward_model")
-    optional = (*OPTIONAL_COLUMNS, *([data.tools_key] if data.tools_key else ()))
-    records = islice(read_records(existing_file(path), required, optional), _FIRST_ROWS)
-    rows = [parse_row(record, where, data.prompt_key, data.reward_fn_key, data.tools_key) for where, record in records]
+    records = islice(read_records(existing_file(path), required, OPTIONAL_COLUMNS), _FIRST_ROWS)
+    rows = [parse_row(record, where, data.prompt_key, data.reward_fn_key) for where, record in records]
     parts |= parts_of(row.messages for row in rows)
     if graded:
         require_graders(row.data_source for row in rows)
@@ -147,5 +146,5 @@ def _check_texts(path: str, config: SupervisedConfig, parts: set[str]) -> None:
     required = (config.data.chosen_key, config.data.rejected_key) if pairs else ()
     for where, record in islice(read_records(existing_file(path), required), _FIRST_ROWS):
         row = parse(record, where, config.data)
-        options = row_options(record, where, config.data.tools_key)
+        options = row_options(record, where)
         parts |= parts_of([row.prompt] if pairs else row[:1]) | ({"tools"} if "tools" in options else set())

@@ -70,7 +70,7 @@ def _check(config: PPOConfig) -> list[str]:
 def _check_start(config: PPOConfig, world_size: int) -> None:
     shared = config.actor_rollout_ref
     if not _starts(shared.rollout):
-        path = config.data.tokenizer or shared.model.tokenizer_path or shared.model.path
+        path = shared.model.tokenizer_path or shared.model.path
         check_server(shared.rollout, load_tokenizer(path, trust_remote_code=shared.model.trust_remote_code))
         return
     size = shared.rollout.tensor_model_parallel_size
