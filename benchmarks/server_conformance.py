@@ -46,8 +46,8 @@ class Source:
 class Conformance:
     """The checks, each a method; a failed one raises."""
 
-    def __init__(self, kind: str, url: str, folder: str, dtype: str, model: str, way: str) -> None:
-        section = {"base_url": url, "model": model, "weight_updates": "none" if kind == "trtllm" else way}
+    def __init__(self, kind: str, url: str, folder: str, dtype: str, model: str) -> None:
+        section = {"base_url": url, "model": model, "weight_updates": "none" if kind == "trtllm" else "filesystem"}
         self.config = RolloutConfig.model_validate(
             {"name": kind, "server": section, "dtype": dtype, "max_model_len": 256}
         )
@@ -160,13 +160,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("folder", metavar="MODEL")
     parser.add_argument("--dtype", choices=[*GAPS], default="float32")
     parser.add_argument("--name", help="the model's name on the server (default: MODEL)")
-    ways, default = ["filesystem", "distributed", "tensor"], "filesystem"
-    parser.add_argument("--weights", choices=ways, default=default, help="rollout.server.weight_updates")
     args = parser.parse_args(argv)
-    init_process_group("cpu" if args.weights == default else "auto")  # the others go from GPU to GPU, if there are any
+    init_process_group("cpu")
     failed = 0
     try:
-        checks = Conformance(args.kind, args.url, args.folder, args.dtype, args.name or args.folder, args.weights)
+        checks = Conformance(args.kind, args.url, args.folder, args.dtype, args.name or args.folder)
         for name in (*CHECKS, *(WITH_WEIGHTS if checks.takes_weights else ())):
             try:
                 getattr(checks, name)()

@@ -122,5 +122,5 @@ def test_the_conformance_script(servers, tiny, capsys):
         code, lines = check(kind, "--name", "m")
         assert code == 0 and len(lines) == count and all(line.startswith("ok ") for line in lines), lines
     faults = {"torn": 20}
-    code, lines = check("sglang", "--weights", "distributed")
+    code, lines = check("sglang")
     assert code == 1 and any(line.startswith("FAIL") and "was sent" in line for line in lines), lines

@@ -59,14 +59,14 @@ class ServerConfig(Section):
     """The model's name on the server."""
     api_key_env: str = "OPENAI_API_KEY"
     """Environment variable that holds the key, if the server wants one."""
-    weight_updates: Literal["filesystem", "distributed", "tensor", "none"] = "filesystem"
-    """New weights go by filesystem (vLLM, SGLang), by a broadcast (distributed) or memory (tensor; SGLang), or not."""
+    weight_updates: Literal["filesystem", "none"] = "filesystem"
+    """filesystem: vLLM and SGLang read new weights from files; none: servers keep their own weights."""
     weights_dir: PathStr | None = key(None, ".weight_updates=filesystem")
     """Folder of these files, on a path that this machine and the server's share; null: the temporary directory."""
     timeout: PositiveFloat = 600.0
-    """Seconds that one response, one update of the weights, or a start may take, and that the last one may be away."""
-    sleep: bool = key(False, {"actor_rollout_ref.rollout.name!=server": "vLLM's servers are not put to sleep"})
-    """sglang, trtllm: servers at base_url are on the trainer's devices: they give back their memory while it trains."""
+    """Seconds limit of a response, a weight update and a start, and how long the last server may be unreachable."""
+    sleep: bool = key(False, {"actor_rollout_ref.rollout.name=sglang": "only SGLang's servers are put to sleep"})
+    """sglang: servers at base_url are on the trainer's devices: they release their memory while it trains."""
     log_dir: PathStr = inherits("trainer.default_local_dir", "actor_rollout_ref.rollout.name=sglang")
     """sglang: folder of the logs of servers that are started here."""
 

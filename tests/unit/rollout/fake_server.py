@@ -99,6 +99,8 @@ class FakeServer:
         scale = body["temperature"] if self.mode.startswith("processed") and body["temperature"] else 1.0
         norm = 0.0 if self.mode.endswith("logits") else math.log(sum(math.exp(x / scale) for x in LOGITS))
         told = [x / scale - norm for x in LOGITS]
+        if self.mode == "processed_logprobs" and body["top_k"] == 1:
+            told = [0.0] * 6
         drawn = [(body.get("seed", 0) + i) % 6 for i in range(length)]
         tokens = [5 if one in body.get("stop_token_ids", ()) else one for one in drawn]
         choice: dict[str, Any] = {"finish_reason": reason}
@@ -106,7 +108,7 @@ class FakeServer:
             choice |= {"token_ids": tokens, "prompt_token_ids": prompt}
         top = {f"token_id:{i}": x for i, x in enumerate(told[: body["logprobs"]])}
         choice["logprobs"] = {"token_logprobs": [told[t] for t in tokens], "top_logprobs": [top]}
-        return 200, {"choices": [choice]}
+        return 200, {"choices": [choice], "usage": {"prompt_tokens": len(prompt)}}
 
     def _handler(self) -> type[JsonHandler]:
         fake = self

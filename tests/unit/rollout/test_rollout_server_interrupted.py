@@ -10,7 +10,7 @@ from interruptions import aborted, resumed, served
 from valor.engines.distributed import destroy_process_group, init_process_group
 from valor.errors import TrainingStopped, WorkersReplaced
 from valor.rollout.base import Abort, Output, Request, SamplingParams, Span, StopTexts
-from valor.rollout.server import connection as connection_module
+from valor.rollout.server import client as client_module
 from valor.rollout.server.engine import ServerEngine
 
 pytestmark = pytest.mark.slow
@@ -22,7 +22,7 @@ FIRST = Request("first", [7, 8], SamplingParams(max_tokens=10), (5, 8))  # what 
 @pytest.fixture
 def servers(monkeypatch) -> Iterator[list[FakeServer]]:
     """Two of them, at 10 ms a token."""
-    monkeypatch.setattr(connection_module, "_FIRST_PAUSE", 0.02)
+    monkeypatch.setattr(client_module, "_FIRST_PAUSE", 0.02)
     init_process_group("cpu")
     fakes = [FakeServer(), FakeServer()]
     for fake in fakes:

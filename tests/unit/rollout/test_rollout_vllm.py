@@ -315,10 +315,10 @@ def test_weights_that_did_not_arrive_are_noticed(start, monkeypatch):
     with pytest.raises(ValueError, match="no weights"):
         engine.generate(requests(1))
     trained(model, 1)
-    from valor.rollout.vllm import weights as vllm_weights
+    from valor.rollout.vllm import internals
 
     with monkeypatch.context() as patched:  # the packed copies stay behind, as they do in vLLM's own reload
-        patched.setattr(vllm_weights.vllm_layers, "dispatch_cpu_unquantized_gemm", lambda *a, **k: None)
+        patched.setattr(internals.layer_utils, "dispatch_cpu_unquantized_gemm", lambda *a, **k: None)
         with pytest.raises(RuntimeError, match="packed"):
             sync(engine, model, 2)
     trained(model, 2)

@@ -6,7 +6,7 @@ import pytest
 
 from valor.config import RolloutConfig
 from valor.rollout.base import SamplingParams, StopTexts
-from valor.rollout.server.dialects import Ask, Reply, checked
+from valor.rollout.server.dialects import Completion, Reply, checked
 from valor.rollout.server.fleet import DIALECTS
 
 END, OTHER_END = 2, 3
@@ -14,7 +14,7 @@ STOP = StopTexts(("x",), frozenset({20}), lambda ids: "".join("x" if one == 20 e
 
 
 def ask(most=4, stop=None, ends=(END, OTHER_END)):
-    return Ask([5, 6], most, SamplingParams(max_tokens=most, stop=stop), 0, [*ends], "name", None)
+    return Completion([5, 6], most, SamplingParams(max_tokens=most, stop=stop), 0, [*ends], "name", None)
 
 
 def reply(ids, reason="stop", log_probs=None, weights=None):

@@ -12,7 +12,6 @@ ACTOR = "actor_rollout_ref.actor"
 SERVER = ["actor_rollout_ref.rollout.name=server", "actor_rollout_ref.rollout.server.base_url=http://h:1/v1"]
 SERVER += ["actor_rollout_ref.rollout.top_k=5"]
 ROLLOUT = "actor_rollout_ref.rollout"
-SGLANG = [f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.server.base_url=http://there:30000"]
 VTRACE = ["algorithm.adv_estimator=vtrace"]
 GDPO = ["algorithm.adv_estimator=gdpo", "actor_rollout_ref.rollout.n=2", "algorithm.gdpo_reward_keys=[a]"]
 
@@ -38,12 +37,6 @@ GDPO = ["algorithm.adv_estimator=gdpo", "actor_rollout_ref.rollout.n=2", "algori
             ["algorithm.gae_unit=turn", "algorithm.reward_mask_ratio=0.1", "algorithm.missing_reward=critic"],
             "use gae_unit=token or bilevel",
         ),
-        ([*SERVER, f"{ROLLOUT}.server.weight_updates=distributed"], "only SGLang's servers take weights so"),
-        (
-            [*SGLANG, f"{ROLLOUT}.server.weight_updates=distributed", f"{ROLLOUT}.server.sleep=true"],
-            "weight_updates=distributed broadcasts to other devices than the trainer's: set tensor",
-        ),
-        ([*SGLANG, f"{ROLLOUT}.server.weight_updates=tensor"], "hands over memory of this machine"),
         ([*VTRACE, "critic.enable=false"], "algorithm.adv_estimator=vtrace needs a critic: "),
         ([*VTRACE, "algorithm.rollout_correction.bypass_mode=true"], "vtrace needs a pass of the actor"),
         ([*VTRACE, "algorithm.rollout_correction.rollout_is=sequence"], "use rollout_is=token or prefix"),
