@@ -37,7 +37,7 @@ class GraderProcess:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])  # with all that a process needs: it starts at once
         self._channel, theirs = socket.socketpair()
-        self._process = context.Process(target=serve, args=(setup, theirs), daemon=True)
+        self._process: Any = context.Process(target=serve, args=(setup, theirs), daemon=True)
         # Python would run this process's main module again in the new one: seconds and hundreds of megabytes when it
         # imports torch or ray, and an endless recursion when it is a script without a `__main__` guard.
         with _starting:
@@ -112,4 +112,4 @@ class GraderProcess:
         self._process.kill()
         self._process.join()
         self._channel.close()
-        return self._process.exitcode or 0
+        return self._process.exitcode
