@@ -18,7 +18,6 @@ from valor.config import PPOConfig, load
 from valor.controller import ray_group
 from valor.controller.ray_group import RayGroup
 from valor.errors import UserError
-from valor.rewards import executor
 from valor.trainer.checks import check
 from valor.trainer.main_ppo import main
 
@@ -150,7 +149,6 @@ def test_unfinished_samples_go_on_with_new_weights(overrides, tmp_path, watched,
 
     # Else a fast model answers all it has before the first grades are there.
     monkeypatch.setattr(SamplesAhead, "_receive", graded_at_once)
-    monkeypatch.setattr(executor, "_TOGETHER_SECONDS", 0.0)
     few = [COLOCATED, "actor_rollout_ref.rollout.max_num_seqs=5", "data.max_response_length=40"]
     assert main(overrides(tmp_path / "run", *few, "trainer.total_training_steps=5")) == 0
     rows = read_metrics(tmp_path / "run")[1:]

@@ -19,15 +19,11 @@ from dataclasses import dataclass
 from multiprocessing import connection, parent_process
 from typing import Any, NamedTuple, Self
 
-import psutil
-
 from valor.rewards import registry
 from valor.rewards.code import configure
 from valor.rewards.custom import CustomFunction
 from valor.rewards.steps import Step, as_steps
 from valor.tracking.progress import report_progress
-
-OUT_OF_MEMORY = 83  # exit status of a process that is so full that a fresh one has to take its place
 
 HEADER = struct.Struct("!Qq")  # of a reply: its bytes, the number of its job
 
@@ -113,7 +109,6 @@ class Grading:
 
     def __init__(self, setup: WorkerSetup) -> None:
         self.error_score = setup.error_score
-        self._memory = (setup.memory_mb or 0) * 2**20
         self._kwargs = dict(setup.custom.kwargs) if setup.custom else {}
         self._loop: asyncio.Runner | None = None
         self._broken: str | None = None
@@ -146,12 +141,7 @@ class Grading:
             return as_result(value, time.perf_counter() - start, self.error_score)
         except BaseException as error:
             kind = "memory" if isinstance(error, MemoryError) else "exception"
-            failed = RewardResult(self.error_score, {}, describe_error(error), time.perf_counter() - start, kind)
-        # What the grader holds is free by now; what is left would make later samples fail.
-        limited = self._memory and LIMITS_MEMORY
-        if failed.kind == "memory" and limited and psutil.Process().memory_info().data > self._memory // 2:
-            os._exit(OUT_OF_MEMORY)
-        return failed
+            return RewardResult(self.error_score, {}, describe_error(error), time.perf_counter() - start, kind)
 
     def _arguments(self, sample: Sample | list[Sample]) -> dict[str, Any]:
         """What the grader asks for, by its names for a Sample's fields; lists for a function of batches."""
@@ -214,11 +204,8 @@ def _text(text: str) -> str:
 LIMITS_MEMORY = sys.platform == "linux"  # other systems let RLIMIT_DATA be exceeded
 
 
-def serve(setup: WorkerSetup, begun: Any, channel: socket.socket) -> None:
-    """What a grader process does: say that it is ready (None), then answer each sample with its result.
-
-    In `begun.value` it writes the number of the job whose grader it calls.
-    """
+def serve(setup: WorkerSetup, channel: socket.socket) -> None:
+    """What a grader process does: say that it is ready (None), then answer each sample with its result."""
     os.setsid()  # what graders start can be ended with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     # More grader processes than cores: each one's libraries get one thread.
@@ -237,7 +224,6 @@ def serve(setup: WorkerSetup, begun: Any, channel: socket.socket) -> None:
             reply = pickle.dumps(result)
             channel.sendall(HEADER.pack(len(reply), number) + reply)
             number, sample = pickle.load(samples)
-            begun.value = number
             result = grading.one(sample)
             if os.getpid() != pid:  # a grader has forked, and its child has come back from it
                 os._exit(0)
