@@ -137,8 +137,7 @@ def gdpo(
     total = torch.zeros(response_mask.shape[0], dtype=torch.float64, device=response_mask.device)
     for key, scores in component_scores.items():
         total += weights[key] * grpo_scores(scores, groups, norm_adv_by_std_in_grpo, singleton)
-    advantage = spread_over_tokens(total, response_mask)
     left_out = groups.singleton.unsqueeze(1) & (singleton == "zero")
     compared = response_mask.masked_fill(left_out, 0.0)
-    masked_whiten(advantage, compared, scope=whitening, out=advantage)
+    advantage = masked_whiten(spread_over_tokens(total, response_mask), compared, scope=whitening)
     return advantage, advantage
