@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -22,7 +21,6 @@ from valor.engines.core import EngineCore, collect, deterministic_backward, rows
 from valor.engines.fsdp.loading import built_once
 from valor.engines.fsdp.sharding import (
     ReduceBehind,
-    drop_unreduced_gradients,
     gathered,
     rank_mesh,
     reshards,
@@ -33,11 +31,13 @@ from valor.engines.fsdp.sharding import (
 from valor.engines.kernels import use_kernels
 from valor.engines.optim import build_optimizer, global_norm
 from valor.errors import TrainingStopped, out_of_memory
-from valor.models import attention, linear
+from valor.models import attention
+from valor.models.internals import drop_unreduced_gradients
+from valor.models.linear import bfloat16_is_slow, compute_in_float32
 from valor.models.load import import_model_code
 from valor.models.lora import adapters_off, has_adapters
 from valor.models.policy import Reference
-from valor.models.rows import CompactRows, RowReader, Sharing
+from valor.models.rows import CompactRows, Sharing
 from valor.tracking.metrics import reduce_metrics
 from valor.tracking.progress import report_progress
 
@@ -95,10 +95,8 @@ class FSDPEngine(EngineCore):
         self._fsdp, self._sequence_parallel = fsdp, sequence_parallel
         if sequence_parallel > 1:
             cast(Any, module).sharing = Sharing(positions=sequence_group(module, sequence_parallel))
-        if device.type == "cpu" and linear.torch_is_slow(getattr(torch, fsdp.dtype)):
-            linear.speed_up(module)
-            if fsdp.dtype == "float32" and isinstance(module, RowReader):
-                module.sharing = replace(module.sharing, multiple=linear.ROWS)
+        if device.type == "cpu" and fsdp.dtype == "bfloat16" and bfloat16_is_slow():
+            compute_in_float32(module)
         self.data_parallel_rank = dist.get_rank() // sequence_parallel
         super().__init__(module, optim, device, total_steps)
         self._saves_memory = mesh.size() > 1 and reshards(fsdp, device)

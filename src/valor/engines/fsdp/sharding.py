@@ -1,10 +1,7 @@
-"""How a model is cut for FSDP2: which modules, in which precision, over which ranks; and what of torch's FSDP2 is
-needed beyond its public interface.
-"""
+"""How a model is cut for FSDP2: which modules, in which precision, over which ranks."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
@@ -19,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from valor.config.engine import FSDPConfig
 from valor.engines.fsdp.loading import take_weights
 from valor.errors import UserError
+from valor.models.internals import hooks_off, unsplit_classes
 
 
 def shard(
@@ -75,8 +73,7 @@ def gathered(parts: Sequence[FSDPModule]) -> Iterator[None]:
     with ExitStack() as stack:
         for part in parts:
             part.unshard()
-            # FSDP's hooks have nothing to do here and cost a fifth of a decoding step of a small model.
-            stack.enter_context(hooks_off(part))
+            stack.enter_context(hooks_off(cast(nn.Module, part)))  # they would have nothing to do
         try:
             yield
         finally:
@@ -100,12 +97,10 @@ def rank_mesh(device: torch.device, fsdp: FSDPConfig) -> DeviceMesh:
 
 def transformer_layers(module: nn.Module) -> list[nn.Module]:
     """The outermost blocks that transformers marks as not to be split."""
-    names: set[str] = set()
-    for part in module.modules():
-        names |= set(getattr(part, "_no_split_modules", None) or ())
-    found = [part for part in module.modules() if type(part).__name__ in names and part is not module]
-    inner = {id(p) for part in found for p in part.modules() if p is not part}
-    return [part for part in found if id(part) not in inner and any(True for _ in part.parameters())]
+    names = unsplit_classes(module)
+    blocks = [part for part in module.modules() if type(part).__name__ in names and part is not module]
+    inner = {id(p) for block in blocks for p in block.modules() if p is not block}
+    return [block for block in blocks if id(block) not in inner and any(True for _ in block.parameters())]
 
 
 def sequence_group(module: nn.Module, size: int) -> dist.ProcessGroup:
@@ -125,27 +120,6 @@ def sequence_group(module: nn.Module, size: int) -> dist.ProcessGroup:
             raise UserError(f"{key}={size} does not divide the {count} {what}: set it to a number that does")
     groups: list[Any] = [dist.new_group(list(range(start, start + size))) for start in range(0, world, size)]
     return groups[dist.get_rank() // size]
-
-
-def drop_unreduced_gradients(part: FSDPModule) -> None:
-    """Forget the gradients of whole parameters, which a backward pass left before they were reduced."""
-    group = part._get_fsdp_state()._fsdp_param_group
-    for held in group.fsdp_params if group else ():
-        held.unsharded_accumulated_grad = None
-        if hasattr(held, "_unsharded_param"):
-            held._unsharded_param.grad = None
-
-
-@contextmanager
-def hooks_off(part: FSDPModule) -> Iterator[None]:
-    """No hooks around the forward pass of `part` inside."""
-    module = cast(nn.Module, part)
-    before, after = module._forward_pre_hooks, module._forward_hooks
-    module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
-    try:
-        yield
-    finally:
-        module._forward_pre_hooks, module._forward_hooks = before, after
 
 
 class ReduceBehind:
