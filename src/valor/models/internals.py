@@ -4,6 +4,7 @@ Checked with torch 2.13, transformers 5.5 to 5.23, peft 0.21 and liger-kernel 0.
 tests/unit/models/test_internals.py fails.
 """
 
+import copy
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,13 @@ def hooks_off(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         module._forward_pre_hooks, module._forward_hooks = before, after
+
+
+def around(module: nn.Module, hf: nn.Module) -> Any:
+    """A shallow copy of a model that has `hf` in place of its transformers model, and shares all else."""
+    model: Any = copy.copy(module)
+    model._modules = {**module._modules, "hf": hf}
+    return model
 
 
 def drop_unreduced_gradients(part: Any) -> None:

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -31,6 +30,7 @@ from valor.engines.megatron.memory import HostMemory
 from valor.engines.megatron.model import Face, StageEnd, build_stage, transformer_config
 from valor.engines.megatron.weights import Weights
 from valor.errors import TrainingStopped, UserError, out_of_memory
+from valor.models.internals import around
 from valor.models.load import import_model_code
 from valor.models.lora import has_adapters
 from valor.models.policy import PolicyModel, Reference
@@ -95,8 +95,7 @@ class MegatronEngine(EngineCore):
         self._weights.take(module, device)
         for parameter in module.parameters():
             torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().to("meta"), requires_grad=False))
-        self._model = copy.copy(module)  # the same model around a stage of megatron-core's
-        self._model._modules = {**module._modules, "hf": self._face}
+        self._model = around(module, self._face)
         self._model.sharing = self._sharing(is_policy)
         self._stage: Any = stage
         if optim is None:
