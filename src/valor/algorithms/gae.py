@@ -176,9 +176,9 @@ def lam_along(lam_positions: Sequence[float], response_mask: Tensor) -> Tensor:
     between those that are given."""
     points = torch.tensor([*lam_positions, lam_positions[-1]], dtype=torch.float64, device=response_mask.device)
     number = response_mask.double().cumsum(1)
-    place = (number - 1).clamp(min=0) * (len(lam_positions) - 1) / (number[:, -1:] - 1).clamp(min=1)
-    left = place.floor().long()
-    return points[left].lerp(points[left + 1], place - left)
+    at = (number - 1).clamp(min=0) * (len(lam_positions) - 1) / (number[:, -1:] - 1).clamp(min=1)
+    left = at.floor().long()
+    return points[left].lerp(points[left + 1], at - left)
 
 
 def add_end_values(

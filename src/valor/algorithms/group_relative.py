@@ -52,9 +52,9 @@ def grpo_passk(
     best gives 0; a group of one gives 0 (verl raises).
     """
     groups, scores = scored_groups(rewards, response_mask, group_ids)
-    place = torch.arange(scores.shape[0], device=scores.device)
+    number = torch.arange(scores.shape[0], device=scores.device)
     best = scores == groups.extreme(scores, "amax")
-    first_best = place == groups.extreme(place.masked_fill(~best, scores.shape[0]), "amin")
+    first_best = number == groups.extreme(number.masked_fill(~best, scores.shape[0]), "amin")
     second = groups.extreme(scores.masked_fill(first_best, -torch.inf), "amax")
     gap = torch.where(first_best & ~groups.singleton, scores.double() - second, 0.0)
     if norm_adv_by_std_in_grpo:
