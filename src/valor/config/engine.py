@@ -90,8 +90,6 @@ class FSDPConfig(Section):
     """Save memory, send more: free layers after each use, reduce gradients every micro-batch. null: true on GPUs."""
     fsdp_size: int = -1
     """Processes per shard group; the groups hold copies of each other. -1 is one group."""
-    forward_prefetch: bool = False
-    """Gather the next layer's parameters while the present one computes."""
     model_dtype: DType = "float32"
     """Precision in which parameters and optimizer state are kept; in bfloat16 a small update is lost in rounding."""
     dtype: DType = "bfloat16"
@@ -113,8 +111,6 @@ class MegatronLayout(Section):
     """Processes that share each layer's matrices; must divide the key-value heads."""
     pipeline_model_parallel_size: PositiveInt = 1
     """Stages of consecutive layers; must divide the layers."""
-    virtual_pipeline_model_parallel_size: PositiveInt | None = key(None, ".pipeline_model_parallel_size!=1")
-    """Runs of layers of each stage, which take turns; null: one."""
     context_parallel_size: PositiveInt = 1
     """Processes that share the positions of every row (all-to-all over the heads); needs packed rows."""
     expert_model_parallel_size: PositiveInt = 1
@@ -144,14 +140,10 @@ class MegatronLayout(Section):
 class MegatronConfig(MegatronLayout):
     """The same for a model that is trained."""
 
-    use_distributed_optimizer: bool = True
-    """Each data-parallel process keeps a part of the optimizer's state; false: each keeps all of it."""
     grad_offload: bool = False
     """Free the gradients' memory while the role is idle."""
     optimizer_offload: bool = False
     """Keep optimizer state in host memory while the role is idle."""
-    override_ddp_config: dict[str, Any] = key({})
-    """Further fields of its DistributedDataParallelConfig, such as overlap_grad_reduce."""
 
 
 _AS_THE_ACTOR = {

@@ -167,9 +167,10 @@ _NO_EFFECT = {
     "the schedule spans the run (trainer.total_training_steps)": "*optim.total_training_steps",
     "Valor reads and writes Hugging Face weights itself": "*.megatron.use_mbridge *.megatron.vanilla_mbridge",
     "the model is not trained": " ".join(
-        _at(f"{role}.megatron", "grad_offload optimizer_offload use_distributed_optimizer override_ddp_config.*")
-        for role in (REF, REWARD_MODEL)
+        _at(f"{role}.megatron", "grad_offload optimizer_offload override_ddp_config.*") for role in (REF, REWARD_MODEL)
     ),
+    "the state of megatron's optimizer is always distributed": "*.megatron.use_distributed_optimizer",
+    "gathers overlap on a stream of their own": "*.fsdp_config.forward_prefetch",
     "checkpoints can always be read under another layout": "*.megatron.dist_ckpt_optim_fully_reshardable",
     "what an estimator needs is computed": f"{ACTOR}.calculate_sum_pi_squared",
     "entropy and log-probs never hold all logits at once": "*.entropy_checkpointing "
@@ -221,6 +222,8 @@ _REFUSED = {
     "weights are read from, and written to, Hugging Face directories": "*.megatron.use_dist_checkpointing "
     "*.megatron.dist_checkpointing_path",
     "set megatron.override_transformer_config": "*.megatron.override_mcore_model_config.*",
+    "a process has one pipeline stage: drop it": "*.megatron.virtual_pipeline_model_parallel_size",
+    "gradients are reduced in float32, behind the backward pass: drop it": "*.megatron.override_ddp_config.*",
     "megatron-core's own FSDP is not used: set strategy=fsdp2": "*.megatron.use_megatron_fsdp",
     "context parallel ranks are the same for all rows": "*.megatron.dynamic_context_parallel "
     "*.megatron.max_seqlen_per_dp_cp_rank",

@@ -107,7 +107,8 @@ def load(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None)
     tensors: dict[str, Tensor] = {f"model.{name}": value for name, value in _module_tensors(module).items()}
     if optimizer is not None:
         tensors |= _prepare_optimizer(module, optimizer, stored, state["optimizer_scalars"])
-    read_into(path, tensors, stored, {name: tuple(value.shape) for name, value in tensors.items()})
+    check_fit(path, {name: tuple(value.shape) for name, value in tensors.items()}, stored)
+    read_into(path, tensors)
     if ruined := _not_finite(module, optimizer):
         raise of_no_use(path, ruined)
     return Counters(**state["counters"])
@@ -129,13 +130,10 @@ def begin_to_read(path: Path, module: nn.Module, optimizer: str | None) -> tuple
     return state, {n: one for n, one in stored.items() if optimizer is not None or n.startswith("model.")}
 
 
-def read_into(
-    path: Path, tensors: dict[str, Tensor], stored: dict[str, Any], shapes: dict[str, tuple[int, ...]]
-) -> None:
-    """Fill this rank's `tensors` from `path` (collective). UserError: `stored` are not those of all ranks' `shapes`."""
-    _check_fit(path, shapes, stored)
+def read_into(path: Path, tensors: dict[str, Tensor], *, together: bool = True) -> None:
+    """Fill this rank's `tensors` from `path`; together: collective, which shards (DTensors) have to be."""
     with _own_errors():
-        dcp_load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=_alone())
+        dcp_load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=_alone() or not together)
 
 
 def not_saved(ruined: str) -> Diverged:
@@ -200,7 +198,8 @@ class _ShardWriter(HuggingFaceStorageWriter):
         return done
 
 
-def _check_fit(path: Path, shapes: dict[str, tuple[int, ...]], stored: dict[str, Any]) -> None:
+def check_fit(path: Path, shapes: dict[str, tuple[int, ...]], stored: dict[str, Any]) -> None:
+    """UserError: the tensors that are `stored` are not those of all ranks' `shapes`."""
     missing = [name for name in shapes if name not in stored]
     if missing:
         raise UserError(f"the checkpoint '{path}' lacks {missing[0]} (and {len(missing) - 1} more): another model?")

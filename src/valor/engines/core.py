@@ -79,7 +79,8 @@ class EngineCore:
         finite = math.isfinite(norm)
         if finite:
             if self.optim.clip_grad is not None and norm > self.optim.clip_grad:
-                torch._foreach_mul_(grads, self.optim.clip_grad / norm)  # pyright: ignore[reportPrivateImportUsage]
+                for grad in grads:
+                    grad.mul_(self.optim.clip_grad / norm)
             self._apply_update()
             self.counters.updates += 1
             weights = self._weight_norm()

@@ -47,9 +47,8 @@ def global_norm(tensors: Sequence[DTensor]) -> float:
     if not tensors:
         return 0.0
     # torch's own norm goes through DTensor dispatch for every tensor and operation.
-    local = [tensor.to_local() for tensor in tensors]
-    norms = torch._foreach_norm(local, 2.0, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
-    squares = torch.stack(list(norms)).double().square()
+    norms = [torch.linalg.vector_norm(tensor.to_local(), dtype=torch.float32) for tensor in tensors]
+    squares = torch.stack(norms).double().square()
     if (world := dist.get_world_size()) == 1:
         return float(squares.sum().sqrt())
     shares = [_num_shards(tensor) / world for tensor in tensors]

@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from valor.config.engine import BackboneConfig
 from valor.errors import UserError
 from valor.models.hf import published_config
+from valor.models.internals import switch_adapter
 from valor.models.value import HEAD_NAMES
 
 logger = logging.getLogger(__name__)
@@ -166,12 +167,12 @@ def adapters_off(hf: Any) -> Iterator[None]:
     """`hf` computes as its base model inside."""
     layers = adapted_layers(hf).values()
     for layer in layers:
-        layer._disable_adapters = True  # peft's own switch also changes requires_grad, which FSDP has read already
+        switch_adapter(layer, on=False)
     try:
         yield
     finally:
         for layer in layers:
-            layer._disable_adapters = False
+            switch_adapter(layer, on=True)
 
 
 def merged(hf: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

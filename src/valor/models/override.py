@@ -1,19 +1,17 @@
 """`model.override_config`: keys of a Hugging Face config replaced as if its config.json had said so."""
 
-import inspect
 import logging
-import sys
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from logging.handlers import BufferingHandler
 from typing import Any
 
-from transformers import AutoModel, PreTrainedConfig, masking_utils, modeling_rope_utils, modeling_utils
+from transformers import PreTrainedConfig, modeling_rope_utils
 
 from valor.errors import UserError, did_you_mean
 
-_ROPE = "rope_theta", "rope_scaling", "partial_rotary_factor"  # keys of their own before transformers 5
+_ROPE = "rope_theta", "rope_scaling", "partial_rotary_factor"  # keys of the config itself before transformers 5
 _KEPT_ROPE = "rope_theta", "partial_rotary_factor"  # by a rope_scaling or rope_parameters that does not name them
 _WINDOW = "use_sliding_window", "sliding_window", "max_window_layers"
 _NO_EFFECT = {
@@ -36,15 +34,25 @@ def override(config: Any, changes: Mapping[str, Any], at: str) -> Any:
     """
     parts = {name for name, value in changes.items() if _is_part(getattr(config, name, None), value)}
     plain = {name: value for name, value in changes.items() if name not in parts}
-    changed = config
-    if plain:
-        stated = _stated(config)
-        changed = _built(config, stated, plain, at)
-        if "sliding_attention" in (getattr(changed, "layer_types", None) or ()) and not changed.sliding_window:
-            raise UserError(f"{at}.layer_types has sliding_attention: set {at}.sliding_window to its number of tokens")
-        for name, value in plain.items():
-            others = {key: other for key, other in plain.items() if key != name}
-            _require_effect(_built(config, stated, others, at), changed, name, value, at)
+    new = {name: value for name, value in plain.items() if getattr(config, name, None) != value}
+    for name in plain:
+        if name not in _known(config) or callable(getattr(type(config), name, None)):  # or the name of a method
+            raise _unknown(config, name, at)
+    for name, value in new.items():
+        if "drop" in name:
+            raise UserError(
+                f"{at}.{name}={value} has no effect: there is no dropout, as ratios and values must not be random"
+            )
+        if name in _NO_EFFECT:
+            raise UserError(f"{at}.{name} has no effect: {_NO_EFFECT[name]}")
+    changed = _built(config, new, at) if new else config
+    if "sliding_attention" in (getattr(changed, "layer_types", None) or ()) and not changed.sliding_window:
+        raise UserError(f"{at}.layer_types has sliding_attention: set {at}.sliding_window to its number of tokens")
+    if (windows := [name for name in _WINDOW if name in new]) and _windows(config) == _windows(changed):
+        raise UserError(
+            f"{at}.{windows[0]} has no effect: no layer gets another window by it; together {at} needs "
+            "use_sliding_window=true, sliding_window=TOKENS and max_window_layers below the number of layers"
+        )
     for name in parts:
         setattr(changed, name, override(getattr(changed, name), changes[name], f"{at}.{name}"))
     return changed
@@ -54,31 +62,25 @@ def _is_part(present: Any, value: Any) -> bool:
     return isinstance(present, PreTrainedConfig) and isinstance(value, Mapping)
 
 
-def _stated(config: Any) -> dict[str, Any]:
-    """The config's keys without those whose values it derives from others where they are left out."""
-    every = config.to_dict()
-    stated = every | {"_name_or_path": config.name_or_path}
-    for name in (
-        [field.name for field in fields(type(config)) if field.default is None] if is_dataclass(type(config)) else []
-    ):
-        rest = {key: value for key, value in stated.items() if key != name}
-        if every.get(name) is not None and type(config)(**deepcopy(rest)).to_dict() == every:
-            stated = rest
-    return stated
+def _known(config: Any) -> set[str]:
+    """Keys that a config of this class has, also under the names of before transformers 5."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    older = {"rope_theta", "rope_scaling", *({"partial_rotary_factor"} & rope.keys())} if rope else set[str]()
+    return {*config.to_dict(), *vars(config), *(config.attribute_map or {}), *older, *_NO_EFFECT}
 
 
-def _built(config: Any, stated: Mapping[str, Any], changes: Mapping[str, Any], at: str) -> Any:
-    """The config that `stated` and `changes` describe."""
-    for name in changes:
-        if callable(getattr(type(config), name, None)):  # the name of a method
-            raise _unknown(config, name, at)
-    given = _with_rope_parameters(config, changes, at)
+def _built(config: Any, changes: Mapping[str, Any], at: str) -> Any:
+    """The config with these `changes` and what follows from them. UserError: of a type or a value that it refuses."""
+    stated = config.to_dict() | {"_name_or_path": config.name_or_path}
+    if {*_WINDOW, "num_hidden_layers"} & changes.keys():  # which kinds of layers there are follows from these
+        stated.pop("layer_types", None)
+    changed = _with_rope_parameters(config, changes, at)
     warnings, logger = BufferingHandler(100), logging.getLogger(modeling_rope_utils.__name__)
     before = logger.level, logger.propagate
     logger.addHandler(warnings)
     logger.level, logger.propagate = logging.WARNING, False
     try:
-        made = type(config)(**deepcopy({**stated, **given}))
+        made = type(config)(**deepcopy({**stated, **changed}))
     except Exception as error:  # of a type, of several keys together, of a class that came with the model
         reason = str(error.args[0] if error.args else error).strip().splitlines()[-1].strip()
         raise UserError(f"{at}={dict(changes)}: {reason}") from None
@@ -86,31 +88,31 @@ def _built(config: Any, stated: Mapping[str, Any], changes: Mapping[str, Any], a
         logger.removeHandler(warnings)
         logger.level, logger.propagate = before
     texts = [record.getMessage() for record in warnings.buffer]
-    if changes and (wrong := [text for text in texts if "Unrecognized" in text or "must be" in text]):
+    if wrong := [text for text in texts if "Unrecognized" in text or "must be" in text]:
         raise UserError(f"{at}={dict(changes)}: {wrong[0]}")
     return made
 
 
 def _with_rope_parameters(config: Any, changes: Mapping[str, Any], at: str) -> dict[str, Any]:
     """`changes` in the spelling of transformers 5: rope_parameters in place of rope_theta and rope_scaling."""
-    given, present = dict(changes), getattr(config, "rope_parameters", None)
-    if not present or not {*_ROPE, "rope_parameters"} & given.keys():
-        return given
-    if "partial_rotary_factor" in given and "partial_rotary_factor" not in {*present, *vars(config)}:
-        raise _unknown(config, "partial_rotary_factor", at)
+    new, present = dict(changes), getattr(config, "rope_parameters", None)
+    if not present or not {*_ROPE, "rope_parameters"} & new.keys():
+        return new
     if any(isinstance(value, Mapping) for value in present.values()):  # for each kind of layer
-        kinds, new = ", ".join(present), given.get("rope_parameters")
-        if not isinstance(new, Mapping) or not new.keys() <= present.keys():
-            name = next(name for name in given if name in (*_ROPE, "rope_parameters"))
-            raise UserError(f"{at}.{name}: give {at}.rope_parameters a dict for each kind of layer to change ({kinds})")
-        return given | {"rope_parameters": present | {kind: _rope(present[kind], new[kind], at) for kind in new}}
+        kinds = new.get("rope_parameters")
+        if not isinstance(kinds, Mapping) or not kinds.keys() <= present.keys():
+            name = next(name for name in new if name in (*_ROPE, "rope_parameters"))
+            raise UserError(
+                f"{at}.{name}: give {at}.rope_parameters a dict for each kind of layer to change ({', '.join(present)})"
+            )
+        return new | {"rope_parameters": present | {kind: _rope(present[kind], kinds[kind], at) for kind in kinds}}
     rope = present
     for name in ("rope_parameters", "rope_scaling"):
-        rope = _rope(present, given.pop(name), at) if name in given else rope
-    rope = rope | {name: given.pop(name) for name in _KEPT_ROPE if name in given and name in present}
+        rope = _rope(present, new.pop(name), at) if name in new else rope
+    rope = rope | {name: new.pop(name) for name in _KEPT_ROPE if name in new and name in present}
     if not isinstance(rope.get("rope_theta"), int | float):
         raise UserError(f"{at}.rope_theta: expected a number, got {rope.get('rope_theta')!r}")
-    return given | {"rope_parameters": rope}
+    return new | {"rope_parameters": rope}
 
 
 def _rope(present: Mapping[str, Any], new: Any, at: str) -> dict[str, Any]:
@@ -133,42 +135,7 @@ def _unknown(config: Any, name: str, at: str) -> UserError:
     return UserError(f"{at}.{name}: a config of type '{config.model_type}' has no such key{where}")
 
 
-def _require_effect(without: Any, changed: Any, name: str, value: Any, at: str) -> None:
-    """UserError: the key `name` is unknown, or `changed`, which has it, computes what the config `without` it does."""
-    key, before, after = f"{at}.{name}", without.to_dict(), changed.to_dict()
-    moved = {one for one in before.keys() | after.keys() if before.get(one) != after.get(one)}
-    rope = {"rope_theta", "rope_scaling"} if "rope_parameters" in before else set[str]()
-    known = {*before, *vars(without), *(getattr(without, "attribute_map", None) or {}), *rope, *_NO_EFFECT}
-    if name not in known and not moved - {name}:
-        raise _unknown(without, name, at)
-    if name in known and getattr(without, name, None) == value:
-        return
-    if "drop" in name:
-        raise UserError(f"{key}={value} has no effect: there is no dropout, as ratios and values must not be random")
-    if name in _NO_EFFECT:
-        raise UserError(f"{key} has no effect: {_NO_EFFECT[name]}")
-    if not moved and name not in rope:
-        raise UserError(f"{key}={value} has no effect: the other keys make it {getattr(changed, name, None)}")
-    if name in _WINDOW and _windows(without) == _windows(changed):
-        raise UserError(
-            f"{key}={value} has no effect: no layer gets another window by it; together {at} needs "
-            "use_sliding_window=true, sliding_window=TOKENS and max_window_layers below the number of layers"
-        )
-    if moved == {name} and not _is_read(changed, name):
-        raise UserError(f"{key}={value} has no effect: no model of type '{changed.model_type}' reads it")
-
-
 def _windows(config: Any) -> Any:
     """What a layer sees of the past: everything, or a window of so many tokens."""
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     return window if kinds is None else [window if kind == "sliding_attention" else kind for kind in kinds]
-
-
-def _is_read(config: Any, name: str) -> bool:
-    """Whether the code that builds and runs a model of transformers names the key; true of other models."""
-    model = AutoModel._model_mapping.get(type(config), None)  # type: ignore[attr-defined]
-    if not inspect.isclass(model):
-        return True
-    modules = sys.modules[model.__module__], modeling_utils, modeling_rope_utils, masking_utils
-    names = {name, *(old for old, new in config.attribute_map.items() if new == name), config.attribute_map.get(name)}
-    return any(str(one) in inspect.getsource(module) for module in modules for one in names)

@@ -21,6 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from valor.models.attention import Segments, attention
+from valor.models.internals import attention_of, has_attention_interface, set_attention
 
 IMPLEMENTATION = "valor_packed"
 _REPLACED = ("sdpa", "flash_attention_2", IMPLEMENTATION)
@@ -120,18 +121,20 @@ def enable_packing(hf: Any) -> bool:
     Checked on tiny rows: the hidden states must be those of padded rows.
     """
     configs = configs_of(hf)
-    before = [str(config._attn_implementation) for config in configs]
+    before = [attention_of(config) for config in configs]
     reason = obstacle(hf, {"full_attention"})
     if not all(name in _REPLACED for name in before):
         reason = f"its attention is {', '.join(sorted(set(before)))}, not sdpa"
     if reason is None:
-        _set(configs, [IMPLEMENTATION] * len(configs))
+        for config in configs:
+            set_attention(config, IMPLEMENTATION)
         try:
             reason = None if _agrees(hf) else "packed rows give other numbers"
         except (RuntimeError, TypeError, ValueError) as error:
             reason = str(error).partition("\n")[0]
     if reason is not None:
-        _set(configs, before)
+        for config, name in zip(configs, before, strict=True):
+            set_attention(config, name)
         logger.warning("%s reads padded rows (use_remove_padding has no effect): %s", type(hf).__name__, reason)
     return reason is None
 
@@ -144,16 +147,11 @@ def configs_of(hf: nn.Module) -> list[Any]:
 def obstacle(hf: nn.Module, known: set[str]) -> str | None:
     """Why an attention function of ours cannot drive `hf`, whose layers are to be of the `known` types."""
     models = [module for module in hf.modules() if isinstance(module, PreTrainedModel)]
-    if not models or not all(model._supports_attention_backend for model in models):
+    if not models or not all(map(has_attention_interface, models)):
         return "it does not use the attention interface of transformers"
     kinds = {kind for model in models for kind in getattr(model.config, "layer_types", None) or ()}
     others = sorted(kinds - known)
     return f"it has layers of type {', '.join(others)}" if others else None
-
-
-def _set(configs: list[Any], names: list[str]) -> None:
-    for config, name in zip(configs, names, strict=True):
-        config._attn_implementation = name
 
 
 @torch.no_grad()

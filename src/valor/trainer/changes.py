@@ -23,7 +23,7 @@ _HARMLESS = """
     trainer.rollout_probs_diff_warn reward.max_error_ratio *.max_tool_error_ratio
     *.checkpoint.save_contents checkpoint.save_contents
     trainer.device trainer.n_gpus_per_node trainer.num_threads trainer.nnodes trainer.node_* trainer.master_*
-    trainer.controller ray_kwargs.* resource_pools* *_per_gpu *offload* *.reshard_after_forward *.forward_prefetch
+    trainer.controller ray_kwargs.* resource_pools* *_per_gpu *offload* *.reshard_after_forward
     global_profiler.* *.profiler.* *.fsdp_size *.tensor_model_parallel_size *.ulysses_sequence_parallel_size
     *.enable_gradient_checkpointing *.use_remove_padding *.share_prefixes *.max_num_seqs
     *.max_num_batched_tokens *.gpu_memory_utilization *.update_weights_bucket_megabytes *.weights_dir reward.num_workers

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -21,8 +20,6 @@ from valor.engines.base import Limit, LossFn
 from valor.engines.core import EngineCore, collect, deterministic_backward, rows_of
 from valor.engines.fsdp.loading import built_once
 from valor.engines.fsdp.sharding import (
-    ReduceBehind,
-    drop_unreduced_gradients,
     gathered,
     rank_mesh,
     reshards,
@@ -33,11 +30,13 @@ from valor.engines.fsdp.sharding import (
 from valor.engines.kernels import use_kernels
 from valor.engines.optim import build_optimizer, global_norm
 from valor.errors import TrainingStopped, out_of_memory
-from valor.models import attention, linear
+from valor.models import attention
+from valor.models.internals import drop_unreduced_gradients
+from valor.models.linear import bfloat16_is_slow, compute_in_float32
 from valor.models.load import import_model_code
 from valor.models.lora import adapters_off, has_adapters
 from valor.models.policy import Reference
-from valor.models.rows import CompactRows, RowReader, Sharing
+from valor.models.rows import CompactRows, Sharing
 from valor.tracking.metrics import reduce_metrics
 from valor.tracking.progress import report_progress
 
@@ -95,18 +94,12 @@ class FSDPEngine(EngineCore):
         self._fsdp, self._sequence_parallel = fsdp, sequence_parallel
         if sequence_parallel > 1:
             cast(Any, module).sharing = Sharing(positions=sequence_group(module, sequence_parallel))
-        if device.type == "cpu" and linear.torch_is_slow(getattr(torch, fsdp.dtype)):
-            linear.speed_up(module)
-            if fsdp.dtype == "float32" and isinstance(module, RowReader):
-                module.sharing = replace(module.sharing, multiple=linear.ROWS)
+        if device.type == "cpu" and fsdp.dtype == "bfloat16" and bfloat16_is_slow():
+            compute_in_float32(module)
         self.data_parallel_rank = dist.get_rank() // sequence_parallel
         super().__init__(module, optim, device, total_steps)
         self._saves_memory = mesh.size() > 1 and reshards(fsdp, device)
-        self._ahead = mesh.size() > 1 and device.type == "cpu" and not self._saves_memory
-        exact = all(p.dtype is torch.float32 for p in module.parameters() if p.requires_grad)
-        self._reductions = ReduceBehind() if self._ahead and exact and mesh.ndim == 1 else None
-        self._gathers: list[Any] = []
-        self._parts = shard(module, fsdp, device, mesh, self._reductions)
+        self._parts = shard(module, fsdp, device, mesh)
         self._host_resident = device.type == "cpu" or fsdp.offload_policy  # nothing to move between phases
         self._checkpointing = any(getattr(m, "gradient_checkpointing", False) for m in module.modules())
         self.optimizer = build_optimizer(module.parameters(), optim) if optim is not None else None
@@ -124,7 +117,6 @@ class FSDPEngine(EngineCore):
         self.module.eval()
         outputs: dict[str, Tensor] = {}
         todo = self._micro_batches("forward", batch, max_tokens, max_rows, share=self._sequence_parallel)
-        self._gather_ahead()
         while todo:
             indices = todo.present
             found = self._attempt(partial(self._outputs, batch, indices, options))
@@ -147,9 +139,6 @@ class FSDPEngine(EngineCore):
         earlier = {p: p.grad.clone() for p in self.module.parameters() if p.grad is not None}
         todo = self._micro_batches("train", batch, max_tokens, max_rows, share=self._sequence_parallel)
         metrics: list[dict[str, float]] = []
-        if self._reductions is not None:
-            self._reductions.at_once = bool(earlier)
-        self._gather_ahead()
         while todo:
             self._sync_gradients(last=todo.last)
             found = self._attempt(
@@ -169,8 +158,6 @@ class FSDPEngine(EngineCore):
             metrics.append(self._numbers(values))
             todo.advance()
             report_progress(todo.done, len(batch))
-        if self._reductions is not None:
-            self._reductions.finish()
         self._reshard()
         return reduce_metrics([*metrics, *(budget.take_metrics() for budget in self._budgets.values())])
 
@@ -295,17 +282,8 @@ class FSDPEngine(EngineCore):
             part.set_requires_gradient_sync(sync, recurse=False)
             part.set_reshard_after_backward(sync, recurse=False)
 
-    def _gather_ahead(self) -> None:
-        """On CPUs, ask for all weights at once: they come while the first layers compute, and no layer waits for the
-        slowest process, as each does where FSDP asks. On GPUs a stream of their own does this."""
-        if self._ahead:
-            self._gathers = [part.unshard(async_op=True) for part in self._parts]
-
     def _reshard(self) -> None:
-        """Back to sharded parameters: the root keeps its copy after a forward, which the next step makes stale, and so
-        does a part that the pass did not use what was gathered for it."""
-        while self._gathers:
-            self._gathers.pop().wait()
+        """Back to sharded parameters: the root keeps its copy after a forward, which the next step makes stale."""
         for part in self._parts:
             part.reshard()
 

@@ -41,7 +41,6 @@ def make_groups(config: MegatronLayout, device: torch.device) -> None:
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=sizes["tensor"],
         pipeline_model_parallel_size=sizes["pipeline"],
-        virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
         context_parallel_size=sizes["context"],
         expert_model_parallel_size=sizes["expert"],
         expert_tensor_parallel_size=config.expert_tensor_parallel_size,

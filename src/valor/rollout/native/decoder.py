@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.masking_utils import causal_mask_function
 
-from valor.models.linear import computing_dtype, has_own_forward, onednn_is_faster
+from valor.models.linear import computing_dtype, is_replaced
 from valor.models.lora import merged_weight
 from valor.rollout.native.attention import ScoreRule, decode_attention, prefill_attention, serving, slot_mask
 from valor.rollout.native.kv_cache import AT_ONCE, MIN_GROWTH, PromptCache, SlotCache
@@ -87,7 +87,7 @@ def _has_packed_layout(weight: Tensor) -> bool:
 
 def _gains_by_it(weight: Tensor) -> bool:
     """Whether products with this weight are faster in its packed layout."""
-    return weight.numel() >= _LEAST_PACKED or weight.dtype is torch.bfloat16 or onednn_is_faster()
+    return weight.numel() >= _LEAST_PACKED or weight.dtype is torch.bfloat16
 
 
 def _packed(weight: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def _packed(weight: Tensor) -> Tensor:
 def packed_linears(root: nn.Module) -> Iterator[None]:
     """Every plain `nn.Linear` under `root` computes with a packed copy of its weight at entry where there is that
     layout; undone at exit."""
-    linear = [m for m in root.modules() if type(m) is nn.Linear and not has_own_forward(m)]
+    linear = [m for m in root.modules() if type(m) is nn.Linear and not is_replaced(m)]
     linear = [m for m in linear if _has_packed_layout(m.weight)]
     before = [vars(m).get("forward") for m in linear]
     for layer in linear:
