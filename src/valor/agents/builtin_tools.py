@@ -13,14 +13,6 @@ from valor.sandbox import Limits, Sandbox, SandboxError, strongest_level
 
 _MAX_LENGTH = 500  # characters of an expression
 _MAX_BITS = 4096  # of a power, and of the result
-_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
 # Runs inside the sandbox: errors and what is printed in one stream, then the value of the last line, as in a console.
 _CONSOLE = """
 import ast, sys, traceback
@@ -48,18 +40,16 @@ def calculator(expression: str) -> str:
     if len(expression) > _MAX_LENGTH:
         raise ValueError(f"the expression is longer than {_MAX_LENGTH} characters")
     try:
-        tree = ast.parse(expression.strip().replace("^", "**"), mode="eval")
+        value = _value(ast.parse(expression.strip().replace("^", "**"), mode="eval").body)
     except (SyntaxError, MemoryError, RecursionError):
         raise ValueError("this is not an arithmetic expression") from None
-    try:
-        value = _value(tree.body)
     except ZeroDivisionError:
         raise ValueError("division by zero") from None
-    if isinstance(value, Fraction) and value.denominator == 1:
-        if value.numerator.bit_length() > _MAX_BITS:
-            raise ValueError("the result is too large")
-        return str(value.numerator)
-    return format(float(value), ".12g")
+    if not isinstance(value, Fraction) or value.denominator > 1:
+        return format(float(value), ".12g")
+    if value.numerator.bit_length() > _MAX_BITS:
+        raise ValueError("the result is too large")
+    return str(value.numerator)
 
 
 def _value(node: ast.expr) -> Fraction | float:
@@ -67,12 +57,8 @@ def _value(node: ast.expr) -> Fraction | float:
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return Fraction(str(number))
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_value(operand)
-        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
-            return _value(operand)
-        case ast.BinOp(left=left, op=ast.Pow(), right=right):
-            return _power(_value(left), _value(right))
+        case ast.UnaryOp(op=operation, operand=operand) if type(operation) in _OPERATORS:
+            return _OPERATORS[type(operation)](_value(operand))
         case ast.BinOp(left=left, op=operation, right=right) if type(operation) in _OPERATORS:
             return _OPERATORS[type(operation)](_value(left), _value(right))
     raise ValueError("only numbers with + - * / // % ** and parentheses can be computed")
@@ -80,8 +66,7 @@ def _value(node: ast.expr) -> Fraction | float:
 
 def _power(base: Fraction | float, exponent: Fraction | float) -> Fraction | float:
     if isinstance(base, Fraction) and exponent == int(exponent):
-        bits = max(base.numerator.bit_length(), base.denominator.bit_length())
-        if bits * abs(exponent) > _MAX_BITS:
+        if max(base.numerator.bit_length(), base.denominator.bit_length()) * abs(exponent) > _MAX_BITS:
             raise ValueError("the power is too large")
         return base ** int(exponent)
     if base < 0:
@@ -89,9 +74,21 @@ def _power(base: Fraction | float, exponent: Fraction | float) -> Fraction | flo
     return float(base) ** float(exponent)
 
 
+_OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: _power,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
+
+
 def make_python(cpu_seconds: int = 4, memory_mb: int = 512) -> Callable[[str], ToolResult]:
-    """The tool `python`, which may use so much CPU time and memory in a call; no network, no files, no memory of
-    earlier calls.
+    """The tool `python`, with limits on CPU time and memory of a call; no network, no files, no state between calls.
 
     Raises UserError when code cannot be enclosed on this machine.
     """

@@ -1,4 +1,4 @@
-"""The loop of text environments: the policy acts and the environment answers, until it says that it is over."""
+"""The loop of text environments: the policy acts and the environment answers, until the episode is done."""
 
 import asyncio
 import logging
@@ -27,7 +27,7 @@ Call = Callable[..., Awaitable[Any]]
 class EnvironmentLoop(AgentLoop):
     """The environment of `rollout.agent.environment` judges the episode.
 
-    Its score is the sum of its steps' rewards and of what the environment says at the end.
+    Its score is the sum of its steps' rewards and of the environment's score at the end.
     """
 
     grades = True
@@ -35,32 +35,30 @@ class EnvironmentLoop(AgentLoop):
     def __init__(self, context: LoopContext) -> None:
         super().__init__(context)
         rollout = context.config.actor_rollout_ref.rollout
-        name = rollout.agent.environment
-        if name is None:
+        if rollout.agent.environment is None:
             raise UserError(f"environment_agent needs {_KEY}")
-        self._name, self._make = name, find_environment(name, rollout.agent.environment_kwargs)
+        self._name = rollout.agent.environment
+        self._make = find_environment(self._name, rollout.agent.environment_kwargs)
         self._most_turns, self._seconds = rollout.multi_turn.most_turns, rollout.multi_turn.tool_timeout
         self._runner = ToolRunner()
-        first = self._make()  # a mistake is told before the run
-        with ThreadPoolExecutor(1) as apart:  # an event loop may be running here
-            apart.submit(asyncio.run, self._close(partial(self._call_method, first, asyncio.Lock()))).result()
+        trial = partial(self._call, self._make(), asyncio.Lock())  # a mistake is reported before the run
+        with ThreadPoolExecutor(1) as thread:  # an event loop may be running here
+            thread.submit(asyncio.run, self._close(trial)).result()
 
     async def run(self, task: Task, generate: Generate) -> Episode:
-        environment = await self._call(self._make, "the constructor", self._seconds)
-        call = partial(self._call_method, environment, asyncio.Lock())
+        environment = await self._runner.run(self._make, {}, self._seconds, "the constructor")
+        call = partial(self._call, environment, asyncio.Lock())
         try:
             opening = await call("open", task.row)
             if opening is None or isinstance(opening, str):
-                opening = with_opening(task.row["messages"], opening)
+                messages = with_opening(task.row["messages"], opening)
             else:
-                opening = self.chat.safe(list(opening))
-            talk = Conversation(self.chat, opening)
+                messages = self.chat.safe(list(opening))
+            talk = Conversation(self.chat, messages)
             play = self.play(task, generate, talk.token_ids)
             if play.room < 1:
-                raise EpisodeFailed(
-                    f"it begins with {len(play.row)} tokens, which leaves no room for a turn: raise "
-                    "data.max_prompt_length"
-                )
+                size = f"it begins with {len(play.row)} tokens"
+                raise EpisodeFailed(f"{size}, which leaves no room for a turn: raise data.max_prompt_length")
             reason = await self._turns(play, talk, call)
             outcome = await call("score")
         finally:
@@ -68,63 +66,49 @@ class EnvironmentLoop(AgentLoop):
         return play.end(reason, None if outcome is None else float(outcome), {"environment": self._name})
 
     async def _turns(self, play: Play, talk: Conversation, call: Call) -> EpisodeEnd:
-        """Play until the episode ends; why it did. A turn that a limit cuts off reaches the environment too: otherwise
-        a policy that never ends would never lose."""
+        """Play until the episode ends, and return why. A turn that a limit cuts off reaches the environment too:
+        otherwise a policy that never ends would never lose."""
         while True:
             output = await play.turn()
             text = talk.answer(output)
             if output.finish_reason == "abort":
                 return "abort"
-            step = _step(await call("step", text))
-            play.reward(float(step.reward))
-            if step.done:
+            step = await call("step", text)
+            if not isinstance(step, tuple) or not 1 <= len(step) <= len(Step._fields):
+                raise EpisodeFailed(f"step() returned {type(step).__name__}, and not a Step")
+            messages, reward, done = Step(*step)
+            play.reward(float(reward))
+            if done:
                 return "stop"
             if output.finish_reason != "stop":
                 return output.finish_reason
             if len(play.turns) >= self._most_turns:
                 return "turns"
-            said = step.messages
-            if not play.tell(talk, [{"role": "user", "content": said}] if isinstance(said, str) else said):
+            if not play.tell(talk, [{"role": "user", "content": messages}] if isinstance(messages, str) else messages):
                 return "length"
 
     async def _close(self, call: Call) -> None:
         try:
             await call("close")
-        except EpisodeFailed as failure:
+        except ToolFailed as failure:
             _log.warning("%s: %s", self._name, failure)
 
-    async def _call_method(self, environment: TextEnvironment, lock: asyncio.Lock, method: str, *arguments: Any) -> Any:
-        seconds = environment.open_seconds if method == "open" else None
+    async def _call(self, environment: TextEnvironment, lock: asyncio.Lock, method: str, *arguments: Any) -> Any:
+        seconds = (method == "open" and environment.open_seconds) or self._seconds
         function = partial(getattr(environment, method), *arguments)
-        return await self._call(function, f"{method}()", seconds or self._seconds, lock)
-
-    async def _call(
-        self, function: Callable[..., Any], what: str, seconds: float, lock: asyncio.Lock | None = None
-    ) -> Any:
-        try:
-            return valid_text(await self._runner.run(function, {}, seconds, lock))
-        except ToolFailed as failure:
-            if isinstance(failure.__cause__, UserError):
-                raise failure.__cause__ from None
-            raise EpisodeFailed(f"{what} {failure}") from failure.__cause__
+        return valid_text(await self._runner.run(function, {}, seconds, f"{method}()", lock))
 
 
 def find_environment(name: str, kwargs: Mapping[str, Any]) -> Callable[[], TextEnvironment]:
-    """What makes an environment of that name. UserError: there is none, or it does not take these arguments."""
+    """The constructor of an environment. UserError: there is none of that name, or it does not take the arguments."""
     cls = load_object(name, _KEY)
     if not (isinstance(cls, type) and issubclass(cls, TextEnvironment)):
         raise UserError(f"{_KEY}={name}: is no environment: derive it from valor.agents.TextEnvironment")
 
-    def made() -> TextEnvironment:
+    def make() -> TextEnvironment:
         try:
             return cls(**kwargs)
         except TypeError as error:
             raise UserError(f"{_KEY}={name}: cannot be made with these environment_kwargs ({error})") from None
 
-    return made
-
-
-def _step(given: Any) -> Step:
-    if not isinstance(given, tuple) or not 1 <= len(given) <= len(Step._fields):
-        raise EpisodeFailed(f"step() returned {type(given).__name__}, and not a Step")
-    return Step(*given)
+    return make

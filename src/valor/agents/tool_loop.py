@@ -14,7 +14,7 @@ from valor.agents.tools import Toolbox, ToolResult, Toolset
 
 @register_loop("tool_agent")
 class ToolLoop(AgentLoop):
-    """Tools of `rollout.multi_turn`, their calls in its format, each turn told by the chat template."""
+    """Tools of `rollout.multi_turn`, with calls in its format."""
 
     def __init__(self, context: LoopContext) -> None:
         super().__init__(context)
@@ -28,8 +28,8 @@ class ToolLoop(AgentLoop):
     async def run(self, task: Task, generate: Generate) -> Episode:
         toolbox = self._toolset.toolbox()
         try:
-            said = await toolbox.open(task.row)
-            talk = Conversation(self.chat, with_opening(task.row["messages"], said), toolbox.schemas)
+            opening = await toolbox.open(task.row)
+            talk = Conversation(self.chat, with_opening(task.row["messages"], opening), toolbox.schemas)
             play = self.play(task, generate, talk.token_ids)
             calls: list[dict[str, Any]] = []
             reason = await self._turns(play, talk, toolbox, calls)
@@ -40,40 +40,41 @@ class ToolLoop(AgentLoop):
         return play.end(reason, reward if self.grades else None, info)
 
     async def _turns(self, play: Play, talk: Conversation, toolbox: Toolbox, calls: list[dict[str, Any]]) -> EpisodeEnd:
-        """Play until the episode ends; why it did. Calls and their results are appended to `calls`."""
+        """Play until the episode ends, and return why. Calls and their results are appended to `calls`."""
         while True:
             output = await play.turn()
-            text = talk.answer(output)
-            asked, content = self._parse(text, toolbox.schemas)
-            if asked:
-                play.say(content)
+            parsed = self._parse(talk.answer(output), toolbox.schemas)
+            if parsed.calls:
+                play.say(parsed.content)
             if output.finish_reason != "stop":
                 return output.finish_reason
-            if not asked:
+            if not parsed.calls:
                 return "stop"
             if len(play.turns) >= self._most_turns:
                 return "turns"
-            results = await toolbox.call_all(asked)
-            for call, result in zip(asked, results, strict=False):
+            results = await toolbox.call_all(parsed.calls)
+            for call, result in zip(parsed.calls, results, strict=False):
                 calls.append(call_record(len(play.turns), call, result))
                 play.reward(result.reward)
-            if not play.tell(talk, [_tool_message(*pair) for pair in zip([*asked, None], results, strict=False)]):
+            answers = [_tool_message(*pair) for pair in zip([*parsed.calls, None], results, strict=False)]
+            if not play.tell(talk, answers):
                 return "length"
 
 
-def with_opening(messages: Sequence[Message], said: str | None) -> list[Message]:
-    """The prompt for a Conversation, with what an environment says at the start at the end of its last message."""
-    if not said:
-        return list(messages)
-    *before, last = messages
-    return [*before, {**last, "opening": said}]
+def with_opening(messages: Sequence[Message], opening: str | None) -> list[Message]:
+    """The prompt for a Conversation: an environment's first text joins its last message."""
+    return [*messages[:-1], {**messages[-1], "opening": opening}] if opening else list(messages)
 
 
 def call_record(turn: int, call: Call, result: ToolResult) -> dict[str, Any]:
-    """What is kept of a call, for metrics, for reading and for playing an episode again."""
+    """A call and its result, for metrics and reports."""
     name, arguments = (call.name, call.arguments) if isinstance(call, ToolCall) else (None, call.text)
-    answered = {field.name: getattr(result, field.name) for field in fields(result)}
-    return {"turn": turn, "name": name, "arguments": arguments, **answered}
+    return {
+        "turn": turn,
+        "name": name,
+        "arguments": arguments,
+        **{f.name: getattr(result, f.name) for f in fields(result)},
+    }
 
 
 def _tool_message(call: Call | None, result: ToolResult) -> Message:

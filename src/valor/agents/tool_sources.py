@@ -1,4 +1,4 @@
-"""Tools from plain Python: functions, and the public methods of an environment that every episode has to itself."""
+"""Tools from plain Python: functions, and the public methods of an environment of which each episode has an object."""
 
 import asyncio
 import inspect
@@ -19,17 +19,18 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 @dataclass(frozen=True, slots=True)
 class FunctionTool:
-    """A function, blocking or a coroutine function, and its schema. `convert`: its result becomes this of it."""
+    """A function or coroutine function, and its schema. `convert` is applied to the result."""
 
     function: Callable[..., Any]
     schema: Schema
-    convert: Callable[[Any], Any] | None = None
+    convert: Callable[[Any], Any] = lambda result: result
 
 
 def function_source(functions: Sequence[FunctionTool | Callable[..., Any]]) -> ToolSource:
-    """Functions as tools; they know nothing of episodes."""
-    tools = [one if isinstance(one, FunctionTool) else FunctionTool(one, schema_of(one)) for one in functions]
-    return ToolSource([one.schema for one in tools], partial(_Functions, {name_of(one.schema): one for one in tools}))
+    """Functions as tools, without a state of the episode."""
+    tools = [tool if isinstance(tool, FunctionTool) else FunctionTool(tool, schema_of(tool)) for tool in functions]
+    by_name = {name_of(tool.schema): tool for tool in tools}
+    return ToolSource([tool.schema for tool in tools], partial(_Functions, by_name))
 
 
 class _Functions(EpisodeTools):
@@ -38,8 +39,7 @@ class _Functions(EpisodeTools):
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         tool = self._tools[name]
-        value = await self._run(tool.function, arguments)
-        return tool.convert(value) if tool.convert else value
+        return tool.convert(await self._run(tool.function, arguments, name=name))
 
 
 def environment_source(environment: type) -> ToolSource:
@@ -57,42 +57,36 @@ def environment_source(environment: type) -> ToolSource:
     except TypeError as error:
         raise UserError(f"environment {name} must be made without arguments: {error}") from None
     methods = inspect.getmembers(environment, inspect.isroutine)
-    tools = [method for key, method in methods if not key.startswith("_") and key not in _NO_TOOLS]
-    if not tools:
+    schemas = [schema_of(method) for key, method in methods if not key.startswith("_") and key not in _NO_TOOLS]
+    if not schemas:
         raise UserError(f"environment {name} has no public method beside reset(): it has no tools")
-    schemas = [schema_of(method) for method in tools]
     return ToolSource(schemas, partial(_Environment, environment), hasattr(environment, "get_reward"))
 
 
 class _Environment(EpisodeTools):
     def __init__(self, environment: type, run: Run) -> None:
-        self._environment, self._run = environment, run
-        self._instance, self._lock = None, asyncio.Lock()
+        self._environment, self._run = environment, partial(run, lock=asyncio.Lock())
+        self._instance: Any = None
 
     async def open(self, row: Mapping[str, Any], names: Sequence[str]) -> str | None:
-        """`reset` gets the row's columns and what is in its `extra_info`, or those of them that it names."""
-        self._instance = await self._run(self._environment, {})
-        given = {**(row.get("extra_info") or {}), **row}
+        """`reset` gets the row's columns and its `extra_info`, or those of them that it names."""
+        self._instance = await self._run(self._environment, {}, name=self._environment.__name__)
+        columns = {**(row.get("extra_info") or {}), **row}
         parameters = inspect.signature(self._instance.reset).parameters
         if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-            given = {name: value for name, value in given.items() if name in parameters}
-        text = await self._method("reset", given)
+            columns = {name: value for name, value in columns.items() if name in parameters}
+        text = await self.call("reset", columns)
         return None if text is None else as_text(text)
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        return await self._method(name, arguments)
+        return await self._run(getattr(self._instance, name), arguments, name=name)
 
     async def reward(self) -> float | None:
-        if not hasattr(self._environment, "get_reward"):
-            return None
-        return float(await self._method("get_reward", {}))
+        return float(await self.call("get_reward", {})) if hasattr(self._environment, "get_reward") else None
 
     async def close(self) -> None:
         if self._instance is not None and hasattr(self._environment, "close"):
-            await self._method("close", {})
-
-    async def _method(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        return await self._run(getattr(self._instance, name), arguments, lock=self._lock)
+            await self.call("close", {})
 
 
 def schema_of(function: Callable[..., Any], name: str | None = None) -> Schema:
@@ -100,11 +94,11 @@ def schema_of(function: Callable[..., Any], name: str | None = None) -> Schema:
 
     Raises UserError when they do not say enough.
     """
-    called = name or getattr(function, "__name__", type(function).__name__)
+    name = name or getattr(function, "__name__", type(function).__name__)
     try:
         if any(parameter.kind in _VARIADIC for parameter in inspect.signature(function).parameters.values()):
             raise TypeError("*args and **kwargs cannot be described, name each argument")
         schema = get_json_schema(function)
     except Exception as error:  # transformers has several kinds, and hints may be names that mean nothing
-        raise UserError(f"{called}() cannot be a tool: {' '.join(str(error).split())}") from error
-    return {**schema, "function": {**schema["function"], "name": called}}
+        raise UserError(f"{name}() cannot be a tool: {' '.join(str(error).split())}") from error
+    return {**schema, "function": {**schema["function"], "name": name}}

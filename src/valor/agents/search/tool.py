@@ -21,7 +21,7 @@ _IGNORED = ("type", "enable_global_rate_limit")
 
 
 class SearchTool(BaseTool):
-    """A tool of verl's `tool_config_path`; what fails is told in the reply and counted as `failed`.
+    """A tool of verl's `tool_config_path`; a failure is the reply's text, and counted as `failed`.
 
     `config` has verl's keys (`retrieval_service_url`, `topk`, `default_timeout`, `num_workers`, `rate_limit`) or those
     of `open_retriever`; a `corpus` is searched in this process. UserError: an unknown key, or neither of these two.
@@ -40,11 +40,8 @@ class SearchTool(BaseTool):
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> ToolResult:
         """The reply {"result": text} as JSON."""
         try:
-            results = await self._retriever.retrieve(parameters["query_list"])
+            results, error = await self._retriever.retrieve(parameters["query_list"]), None
+            text = results_text(results) if any(results) else "No search results found."
         except SearchFailed as failure:
-            return _reply(f"Search error: {failure}", failed=True)
-        return _reply(results_text(results) if any(results) else "No search results found.")
-
-
-def _reply(text: str, *, failed: bool = False) -> ToolResult:
-    return ToolResult(json.dumps({"result": text}, ensure_ascii=False), error="failed" if failed else None)
+            text, error = f"Search error: {failure}", "failed"
+        return ToolResult(json.dumps({"result": text}, ensure_ascii=False), error=error)
