@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from valor.agents.chat import Chat, Conversation, Message
 from valor.agents.episode import Episode
-from valor.agents.formats import BadCall, Format, ToolCall
-from valor.agents.gateway_requests import essence, read_limit, read_messages, read_token_ids
+from valor.agents.formats import BadCall, Format, Parsed, ToolCall
+from valor.agents.gateway_requests import essence, read_limit, read_messages
 from valor.agents.http_server import Refused, address, authorise, read_object, uvicorn_server
 from valor.agents.loops import Generate, Limits, Play, Task
 from valor.errors import UserError
-from valor.rollout.base import Output
+from valor.rollout.base import FinishReason
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -37,29 +37,25 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
-AfterTurn = Callable[[Episode, Sequence[Message]], None]
 
 
 @dataclass
 class _State:
-    """An episode after a turn: `request` was answered by `output`; `messages` are the request's and the answer."""
+    """An episode after the turn that answered `request`, whose messages and answer are `messages`."""
 
     play: Play | None = None
-    opening: Sequence[Message] = ()
     talk: Conversation | None = None
+    opening: Sequence[Message] = ()
     messages: Sequence[Message] = ()
     tools: Sequence[Any] = ()
     request: Mapping[str, Any] | None = None
-    output: Output | None = None
+    finish_reason: FinishReason = "stop"
 
-    def continues(self, messages: Sequence[Message], tools: Sequence[Any]) -> bool:
+    def continued_by(self, messages: Sequence[Message], tools: Sequence[Any]) -> bool:
         """Whether `messages` begin with those of this state and are more."""
-        more = self.talk is not None and tools == self.tools and len(messages) > len(self.messages)
-        return more and [*map(essence, messages[: len(self.messages)])] == [*map(essence, self.messages)]
-
-    def continues_tokens(self, token_ids: Any) -> bool:
-        row = self.play.row if self.play else []
-        return isinstance(token_ids, list) and len(token_ids) > len(row) > 0 and token_ids[: len(row)] == row
+        size = len(self.messages)
+        more = self.talk is not None and tools == self.tools and len(messages) > size
+        return more and [*map(essence, messages[:size])] == [*map(essence, self.messages)]
 
 
 class Session:
@@ -78,7 +74,7 @@ class Session:
         limits: Limits,
         parse: Format,
         loop: asyncio.AbstractEventLoop | None = None,
-        after_turn: AfterTurn | None = None,
+        after_turn: Callable[[Episode, Sequence[Message]], None] | None = None,
     ) -> None:
         self.key = secrets.token_urlsafe(24)
         self.loop = loop or asyncio.get_running_loop()
@@ -86,7 +82,7 @@ class Session:
         self._after_turn = after_turn
         self._turns = asyncio.Lock()
         self._state, self._before = _State(), _State()  # after the last turn, and after the one before it
-        self._answering: set[asyncio.Task[dict[str, Any]]] = set()
+        self._answers: set[Future[dict[str, Any]]] = set()  # on their way
 
     @property
     def play(self) -> Play | None:
@@ -94,28 +90,25 @@ class Session:
 
     @property
     def busy(self) -> bool:
-        return bool(self._answering)
+        return bool(self._answers)
 
-    def answer(self, method: str, request: Mapping[str, Any], *, repeated: bool = False) -> Future[dict[str, Any]]:
-        """What `chat` or `generate` returns, for other threads; cancelled when the episode ends before. `repeated`: the
-        client says that it has sent the request before, and has seen no answer to it."""
+    def answer(self, request: Mapping[str, Any], *, repeated: bool = False) -> Future[dict[str, Any]]:
+        """The result of `chat`, for other threads; cancelled when the episode ends before. `repeated`: the client says
+        that it has sent the request before, and has seen no answer to it."""
 
         async def work() -> dict[str, Any]:
-            current = asyncio.current_task()
-            assert current is not None
-            self._answering.add(current)
-            try:
-                if repeated and request == self._state.request:
-                    self.forget(self._state.request)
-                return await getattr(self, method)(request)
-            finally:
-                self._answering.discard(current)
+            if repeated and request == self._state.request:
+                self.forget(self._state.request)
+            return await self.chat(request)
 
-        return asyncio.run_coroutine_threadsafe(work(), self.loop)
+        answer = asyncio.run_coroutine_threadsafe(work(), self.loop)
+        self._answers.add(answer)
+        answer.add_done_callback(self._answers.discard)
+        return answer
 
     def close(self) -> None:
-        for task in [*self._answering]:
-            task.cancel()
+        for answer in [*self._answers]:
+            answer.cancel()
 
     def forget(self, request: Mapping[str, Any] | None) -> None:
         """Remove the turn of a request, if it is the last one; on the session's loop."""
@@ -123,102 +116,78 @@ class Session:
             self._state = self._before
             self._report()
 
-    def goes_on(self, request: Mapping[str, Any]) -> bool:
+    def continued_by(self, request: Mapping[str, Any]) -> bool:
         """Whether a request, its messages by `read_messages`, begins with all requests and answers of this session."""
-        if "token_ids" in request:
-            return self._state.continues_tokens(request["token_ids"])
-        return self._state.continues(request["messages"], request.get("tools") or ())
+        return self._state.continued_by(request["messages"], request.get("tools") or ())
 
     def end(self, reward: float | None = None) -> Episode | None:
         """The episode as it is; None without a turn."""
-        play, output = self._state.play, self._state.output
-        return None if play is None or output is None else play.end(output.finish_reason, reward)
+        play = self._state.play
+        return play.end(self._state.finish_reason, reward) if play is not None else None
 
     async def chat(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """A chat completion. Sampling is the run's own; only the number of tokens may be lowered."""
-        messages, tools = read_messages(request), request.get("tools") or ()
-        newer = request.get("max_completion_tokens")
-        most = read_limit(request.get("max_tokens") if newer is None else newer)
+        messages, tools, limit = read_messages(request), request.get("tools") or (), read_limit(request)
         async with self._turns:
-            state = self._next(request)
-            if state.continues(messages, tools) and state.play is not None and state.talk is not None:
-                self._check_room(state.play.tell(state.talk, messages[len(state.messages) :]))
-            else:
-                if tools:
-                    _tell_hidden_tools(self._chat)
-                state.talk = Conversation(self._chat, self._chat.safe(messages), tools)
-                state.opening = state.opening if state.play else messages
-                self._begin_row(state, state.talk.token_ids)
-            output = await self._turn(state, most)
+            state = self._state
+            state = replace(state, request=request, tools=tools, play=_copied(state.play), talk=_copied(state.talk))
+            play, talk = self._observe(state, messages)
+            output = await play.turn(most=limit)
             offered = () if request.get("tool_choice") == "none" else tools
-            message = self._message(state, state.talk.answer(output), offered)
-            state.messages, state.tools = [*messages, message], tools
-            self._commit(state)
+            message = self._message(play, talk.answer(output), offered)
+            state.messages, state.finish_reason = [*messages, message], output.finish_reason
+            self._before, self._state = self._state, state
+            self._report()
         reason = "tool_calls" if message.get("tool_calls") and output.finish_reason == "stop" else output.finish_reason
-        choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
-        return {"object": "chat.completion", "choices": [choice], **_facts(state, output)}
+        total, completion = len(play.row), len(output.token_ids)
+        return {
+            "id": f"chatcmpl-{secrets.token_hex(8)}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": request.get("model") or "policy",
+            "choices": [{"index": 0, "message": message, "finish_reason": reason, "logprobs": None}],
+            "usage": {"prompt_tokens": total - completion, "completion_tokens": completion, "total_tokens": total},
+        }
 
-    async def generate(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """A completion of token ids (vLLM's /inference/v1/generate)."""
-        ids, most = read_token_ids(request, len(self._chat.tokenizer))
-        async with self._turns:
-            state = self._next(request)
-            state.talk, state.messages = None, []
-            if state.play is not None and state.continues_tokens(ids):
-                self._check_room(state.play.observe(ids[len(state.play.row) :]))
+    def _observe(self, state: _State, messages: list[Message]) -> tuple[Play, Conversation]:
+        """Advance the episode of `state` to where the policy is to answer `messages`. Refused: there is no room."""
+        play, talk = state.play, state.talk
+        if play is not None and talk is not None and self._state.continued_by(messages, state.tools):
+            fits = play.tell(talk, messages[len(state.messages) :])
+        else:
+            if state.tools:
+                _tell_hidden_tools(self._chat)
+            talk = Conversation(self._chat, self._chat.safe(messages), state.tools)
+            if play is None:
+                play, state.opening = Play(self._task, self._generate, self._limits, talk.token_ids), messages
+                fits = play.room > 0
             else:
-                self._begin_row(state, ids)
-            output = await self._turn(state, most)
-            self._commit(state)
-        pairs = zip(output.token_ids, output.log_probs, strict=True)
-        content = [{"token": f"token_id:{token}", "logprob": log_prob} for token, log_prob in pairs]
-        choice = {"index": 0, "token_ids": output.token_ids, "logprobs": {"content": content}}
-        choice["finish_reason"] = output.finish_reason
-        return {"request_id": secrets.token_hex(8), "choices": [choice], **_facts(state, output)}
-
-    def _next(self, request: Mapping[str, Any]) -> _State:
-        """A state to change for the turn of a request; `_commit` makes it the session's."""
-        return replace(self._state, request=request, play=_copied(self._state.play), talk=_copied(self._state.talk))
-
-    def _commit(self, state: _State) -> None:
-        self._before, self._state = self._state, state
-        self._report()
+                fits = play.new_row(talk.token_ids)
+        if not fits:
+            most = f"{self._limits.model} tokens in all, {self._limits.response} after a prompt"
+            raise Refused(400, f"context_length_exceeded: there is no room for a further turn ({most})")
+        state.play, state.talk = play, talk
+        return play, talk
 
     def _report(self) -> None:
         if self._after_turn is not None and (episode := self.end()) is not None:
             self._after_turn(episode, self._state.opening)
 
-    def _begin_row(self, state: _State, prompt_ids: Sequence[int]) -> None:
-        """The episode's first row, or one more."""
-        if state.play is None:
-            state.play = Play(self._task, self._generate, self._limits, prompt_ids)
-            self._check_room(state.play.room > 0)
-        else:
-            self._check_room(state.play.new_row(prompt_ids))
-
-    def _check_room(self, fits: bool) -> None:
-        if not fits:
-            most = f"{self._limits.model} tokens in all, {self._limits.response} after a prompt"
-            raise Refused(400, f"context_length_exceeded: there is no room for a further turn ({most})")
-
-    async def _turn(self, state: _State, most: int | None) -> Output:
-        assert state.play is not None
-        state.output = await state.play.turn(most=most)
-        return state.output
-
-    def _message(self, state: _State, text: str, tools: Sequence[Any]) -> Message:
+    def _message(self, play: Play, text: str, tools: Sequence[Any]) -> Message:
         """The message of a turn: with its calls where the request offers tools."""
-        parsed = self._parse(text, tools) if tools else None
-        if parsed is None or not parsed.calls or state.play is None:
-            return {"role": "assistant", "content": text}
-        state.play.say(parsed.content)
+        parsed = self._parse(text, tools) if tools else Parsed([], text)
+        if parsed.calls:
+            play.say(parsed.content)
         calls = [call for call in parsed.calls if isinstance(call, ToolCall)]
         if not calls:
             return {"role": "assistant", "content": text}
-        functions = ({"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)} for call in calls)
-        number = len(state.play.turns)
         tool_calls = [
-            {"id": f"call_{number}_{i}", "type": "function", "function": one} for i, one in enumerate(functions)
+            {
+                "id": f"call_{len(play.turns)}_{i}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+            }
+            for i, call in enumerate(calls)
         ]
         unreadable = [call.text for call in parsed.calls if isinstance(call, BadCall)]
         content = "\n".join(part for part in (parsed.content, *unreadable) if part.strip())
@@ -256,27 +225,29 @@ class Gateway:
         from starlette.responses import JSONResponse
         from starlette.routing import Route
 
-        def endpoint(method: str) -> Any:
-            async def answer(http: Request) -> Response:
-                try:
-                    session, request = await self.find(http)
-                    reply = await _answer_of(session, method, request, http)
-                except Refused as refusal:
-                    why = str(refusal)
-                    error = {"message": why, "type": "invalid_request_error", "code": why.split(":")[0]}
-                    return JSONResponse({"error": error}, refusal.status)
-                return _streamed(reply) if request.get("stream") else JSONResponse(reply)
-
-            return answer
+        async def chat(http: Request) -> Response:
+            try:
+                session, request = await self.find(http)
+                reply = await _answer(session, request, http)
+            except Refused as refusal:
+                why = str(refusal)
+                error = {"message": why, "type": "invalid_request_error", "code": why.split(":")[0]}
+                return JSONResponse({"error": error}, refusal.status)
+            return _streamed(reply) if request.get("stream") else JSONResponse(reply)
 
         async def models(_: Request) -> Response:
             return JSONResponse({"object": "list", "data": [{"id": "policy", "object": "model"}]})
 
-        routes = [Route(f"{place}/v1/models", models) for place in self.places]
-        for path, method in (("chat/completions", "chat"), ("inference/v1/generate", "generate")):
-            for place in self.places:
-                routes += [Route(f"{place}{v}/{path}", endpoint(method), methods=["POST"]) for v in ("", "/v1")]
-        return Starlette(routes=routes)
+        return Starlette(
+            routes=[
+                route
+                for place in self.places
+                for route in (
+                    Route(f"{place}/v1/chat/completions", chat, methods=["POST"]),
+                    Route(f"{place}/v1/models", models),
+                )
+            ]
+        )
 
     async def find(self, http: Request) -> tuple[Session, dict[str, Any]]:
         """The session of a request, and its JSON. Refused: there is no such session, or the key is wrong."""
@@ -287,11 +258,11 @@ class Gateway:
         return session, await read_object(http)
 
 
-async def _answer_of(session: Session, method: str, request: Mapping[str, Any], http: Request) -> dict[str, Any]:
+async def _answer(session: Session, request: Mapping[str, Any], http: Request) -> dict[str, Any]:
     """Refused: the request, or its episode has ended, or the client has gone."""
     repeated = http.headers.get("x-stainless-retry-count", "0") != "0"  # sent by OpenAI's clients
     try:
-        answer = asyncio.wrap_future(session.answer(method, request, repeated=repeated))
+        answer = asyncio.wrap_future(session.answer(request, repeated=repeated))
     except RuntimeError:  # its loop is closed
         raise Refused(410, "the episode has ended") from None
     gone = asyncio.ensure_future(_client_gone(http))
@@ -328,13 +299,6 @@ def _copied(value: _T) -> _T:
     if value is not None:
         vars(made).update({name: copy(part) for name, part in vars(value).items() if isinstance(part, list | dict)})
     return made
-
-
-def _facts(state: _State, output: Output) -> dict[str, Any]:
-    total, completion = len(state.play.row) if state.play else 0, len(output.token_ids)
-    usage = {"prompt_tokens": total - completion, "completion_tokens": completion, "total_tokens": total}
-    model = (state.request or {}).get("model") or "policy"
-    return {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": model, "usage": usage}
 
 
 def _streamed(reply: dict[str, Any]) -> Response:

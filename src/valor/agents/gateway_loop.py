@@ -14,7 +14,7 @@ from valor.agents.formats import FORMATS
 from valor.agents.gateway import Gateway, Session
 from valor.agents.http_server import is_loopback, listen, require_libraries
 from valor.agents.loops import AgentLoop, Generate, LoopContext, Task, register_loop
-from valor.agents.tool_runner import ToolRunner
+from valor.agents.tool_runner import run_tool
 from valor.errors import UserError
 from valor.user_files import load_object
 
@@ -37,7 +37,6 @@ class GatewayLoop(AgentLoop):
         if not is_loopback(config.host) and config.function is not None:
             raise UserError(f"{_KEY}.host={config.host}: functions run in this process: leave it at 127.0.0.1")
         self._function = None if config.function is None else load_object(config.function, f"{_KEY}.function")
-        self._runner = ToolRunner(max_threads=rollout.agent.max_concurrent_episodes)
 
     @cached_property
     def _gateway(self) -> Gateway:
@@ -56,7 +55,7 @@ class GatewayLoop(AgentLoop):
                 reward = await self._execute(base_url, session.key, row)
             else:
                 call = partial(self._function, base_url, session.key, row)
-                reward = await self._runner.run(call, {}, self._config.timeout, "the function")
+                reward = await run_tool(call, {}, self._config.timeout, "the function")
         finally:
             self._gateway.remove(base_url)
             session.close()

@@ -76,6 +76,8 @@ def _make_tools(label: str, entry: _Entry) -> list[Any]:
         raise UserError(f"{label}: config.type={config['type']} is not supported, only native")
     if name in BUILTIN_TOOLS or name == "mcp":
         config.pop("type", None)
+        if name == "mcp" and schema is not None:
+            raise UserError(f"{label}: an MCP server brings its own schemas: drop tool_schema")
         if name == "mcp":
             return _construct(label, name, mcp_tools, config)
         function = _construct(label, name, BUILTIN_TOOLS[name], config)

@@ -11,10 +11,12 @@ from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 from valor.agents.episode import EpisodeFailed
-from valor.errors import TrainingStopped, UserError
+from valor.errors import UserError
 from valor.rewards.deadline import run_within
 
 _NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+_CORES = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
 
 Outcome = tuple[Any, BaseException | None]
 """What a function returned, or what it raised."""
@@ -28,75 +30,51 @@ class ToolFailed(EpisodeFailed):
         self.kind: Literal["timeout", "exception"] = kind
 
 
-class ToolRunner:
-    """Runs functions, each blocking one in a thread of its own.
+async def run_tool(
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    seconds: float,
+    name: str,
+    lock: asyncio.Lock | None = None,
+) -> Any:
+    """The result of `function(**arguments)`, or of the coroutine function. `name` stands for it in errors.
 
-    An event loop gets at most `max_threads` threads at once, and as many as there are cores for functions with a true
-    attribute `cpu_bound`. A function that exceeds its time loses its place and is interrupted, which ends Python code
-    but no single call into C. TrainingStopped: more than `max_hanging` functions run on all the same.
+    A blocking function gets a thread of its own; of functions with a true attribute `cpu_bound`, an event loop runs as
+    many at once as there are cores, and waiting for one is not part of the time. A function that exceeds its time is
+    interrupted, which ends Python code but no single call into C. Under a `lock`, a call first waits, at most
+    `seconds`, until the one before has really ended. Raises ToolFailed; a UserError of the function passes.
     """
-
-    def __init__(self, max_threads: int = 256, max_hanging: int = 256) -> None:
-        self.max_threads, self.max_hanging = max_threads, max_hanging
-        self._hanging: dict[asyncio.Future[Outcome], str] = {}
-        self._places = WeakKeyDictionary[asyncio.AbstractEventLoop, dict[bool, asyncio.Semaphore]]()
-
-    async def run(
-        self,
-        function: Callable[..., Any],
-        arguments: Mapping[str, Any],
-        seconds: float,
-        name: str,
-        lock: asyncio.Lock | None = None,
-    ) -> Any:
-        """The result of `function(**arguments)`, or of the coroutine function. `name` stands for it in errors.
-
-        Under a `lock`, a call first waits, at most `seconds`, until the one before has really ended. Waiting for a free
-        thread is not part of the time. Raises ToolFailed; a UserError of the function passes.
-        """
+    if lock is not None:
+        try:
+            await asyncio.wait_for(lock.acquire(), seconds)
+        except TimeoutError:
+            raise _late(name, seconds) from None
+    call: asyncio.Future[Outcome] | None = None
+    cores = _CORES.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_NUM_CORES))
+    try:
+        async with cores if getattr(function, "cpu_bound", False) else nullcontext():
+            start = _in_task if inspect.iscoroutinefunction(function) else partial(_in_thread, seconds)
+            call = start(partial(function, **arguments))
+            value, error = await _outcome(call, seconds, name)
+    finally:
         if lock is not None:
-            try:
-                await asyncio.wait_for(lock.acquire(), seconds)
-            except TimeoutError:
-                raise _late(name, seconds) from None
-        call: asyncio.Future[Outcome] | None = None
-        try:
-            is_coroutine = inspect.iscoroutinefunction(function)
-            async with nullcontext() if is_coroutine else self._place(function):
-                start = _in_task if is_coroutine else partial(_in_thread, seconds)
-                call = start(partial(function, **arguments))
-                value, error = await self._outcome(call, seconds, name)
-        finally:
-            if lock is not None:
-                lock.release() if call is None else call.add_done_callback(lambda _: lock.release())
-        if error is None:
-            return value
-        raise (
-            error if isinstance(error, UserError) else ToolFailed("exception", f"{name} raised {exception_text(error)}")
-        ) from error
+            lock.release() if call is None else call.add_done_callback(lambda _: lock.release())
+    if error is not None and not isinstance(error, UserError):
+        raise ToolFailed("exception", f"{name} raised {exception_text(error)}") from error
+    if error is not None:
+        raise error
+    return value
 
-    def _place(self, function: Callable[..., Any]) -> asyncio.Semaphore:
-        if len(self._hanging) > self.max_hanging:
-            raise TrainingStopped(
-                f"{len(self._hanging)} calls of tools hang, one of them of {next(iter(self._hanging.values()))}, and "
-                "each holds a thread: give a time limit to what it waits for, or raise rollout.multi_turn.tool_timeout"
-            )
-        computes = getattr(function, "cpu_bound", False)
-        places = self._places.setdefault(asyncio.get_running_loop(), {})
-        return places.setdefault(computes, asyncio.Semaphore(_NUM_CORES if computes else self.max_threads))
 
-    async def _outcome(self, call: asyncio.Future[Outcome], seconds: float, name: str) -> Outcome:
-        try:
-            await asyncio.wait({call}, timeout=seconds)
-        finally:  # also when the episode is cancelled
-            if not call.done():
-                self._hanging[call] = name
-                call.add_done_callback(self._hanging.pop)
-                if isinstance(call, asyncio.Task):
-                    call.cancel()
-        if not call.done():
-            raise _late(name, seconds)
-        return call.result()
+async def _outcome(call: asyncio.Future[Outcome], seconds: float, name: str) -> Outcome:
+    try:
+        await asyncio.wait({call}, timeout=seconds)
+    finally:  # also when the episode is cancelled
+        if not call.done() and isinstance(call, asyncio.Task):
+            call.cancel()
+    if not call.done():
+        raise _late(name, seconds)
+    return call.result()
 
 
 def _in_task(function: Callable[[], Any]) -> asyncio.Future[Outcome]:

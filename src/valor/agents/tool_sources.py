@@ -2,7 +2,8 @@
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,16 +31,15 @@ def function_source(functions: Sequence[FunctionTool | Callable[..., Any]]) -> T
     """Functions as tools, without a state of the episode."""
     tools = [tool if isinstance(tool, FunctionTool) else FunctionTool(tool, schema_of(tool)) for tool in functions]
     by_name = {name_of(tool.schema): tool for tool in tools}
-    return ToolSource([tool.schema for tool in tools], partial(_Functions, by_name))
 
+    @asynccontextmanager
+    async def episode(run: Run, row: Mapping[str, Any], names: Sequence[str]) -> AsyncIterator[EpisodeTools]:
+        async def call(name: str, arguments: Mapping[str, Any]) -> Any:
+            return by_name[name].convert(await run(by_name[name].function, arguments, name=name))
 
-class _Functions(EpisodeTools):
-    def __init__(self, tools: Mapping[str, FunctionTool], run: Run) -> None:
-        self._tools, self._run = tools, run
+        yield EpisodeTools({name: partial(call, name) for name in names})
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        tool = self._tools[name]
-        return tool.convert(await self._run(tool.function, arguments, name=name))
+    return ToolSource([tool.schema for tool in tools], episode)
 
 
 def environment_source(environment: type) -> ToolSource:
@@ -60,33 +60,35 @@ def environment_source(environment: type) -> ToolSource:
     schemas = [schema_of(method) for key, method in methods if not key.startswith("_") and key not in _NO_TOOLS]
     if not schemas:
         raise UserError(f"environment {name} has no public method beside reset(): it has no tools")
-    return ToolSource(schemas, partial(_Environment, environment), hasattr(environment, "get_reward"))
+    return ToolSource(schemas, partial(_environment_episode, environment), hasattr(environment, "get_reward"))
 
 
-class _Environment(EpisodeTools):
-    def __init__(self, environment: type, run: Run) -> None:
-        self._environment, self._run = environment, partial(run, lock=asyncio.Lock())
-        self._instance: Any = None
+@asynccontextmanager
+async def _environment_episode(
+    environment: type, run: Run, row: Mapping[str, Any], names: Sequence[str]
+) -> AsyncIterator[EpisodeTools]:
+    """`reset` gets the row's columns and its `extra_info`, or those of them that it names."""
+    instance = await run(environment, {}, name=environment.__name__)
+    lock = asyncio.Lock()
 
-    async def open(self, row: Mapping[str, Any], names: Sequence[str]) -> str | None:
-        """`reset` gets the row's columns and its `extra_info`, or those of them that it names."""
-        self._instance = await self._run(self._environment, {}, name=self._environment.__name__)
+    async def call(name: str, arguments: Mapping[str, Any]) -> Any:
+        return await run(getattr(instance, name), arguments, name=name, lock=lock)
+
+    async def reward() -> float:
+        return float(await call("get_reward", {}))
+
+    try:
         columns = {**(row.get("extra_info") or {}), **row}
-        parameters = inspect.signature(self._instance.reset).parameters
+        parameters = inspect.signature(instance.reset).parameters
         if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
             columns = {name: value for name, value in columns.items() if name in parameters}
-        text = await self.call("reset", columns)
-        return None if text is None else as_text(text)
-
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        return await self._run(getattr(self._instance, name), arguments, name=name)
-
-    async def reward(self) -> float | None:
-        return float(await self.call("get_reward", {})) if hasattr(self._environment, "get_reward") else None
-
-    async def close(self) -> None:
-        if self._instance is not None and hasattr(self._environment, "close"):
-            await self.call("close", {})
+        text = await call("reset", columns)
+        calls = {name: partial(call, name) for name in names}
+        judge = reward if hasattr(environment, "get_reward") else None
+        yield EpisodeTools(calls, None if text is None else as_text(text), judge)
+    finally:
+        if hasattr(environment, "close"):
+            await call("close", {})
 
 
 def schema_of(function: Callable[..., Any], name: str | None = None) -> Schema:

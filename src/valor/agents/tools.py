@@ -6,7 +6,8 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -16,7 +17,7 @@ from jsonschema.exceptions import best_match
 
 from valor.agents.episode import EpisodeFailed
 from valor.agents.formats import BadCall, Call, Schema, parameters_of, valid_text
-from valor.agents.tool_runner import ToolFailed, ToolRunner, exception_text
+from valor.agents.tool_runner import ToolFailed, exception_text, run_tool
 from valor.config.rollout import MultiTurnConfig
 from valor.errors import TrainingStopped, UserError, did_you_mean
 
@@ -25,7 +26,7 @@ _MAX_COMPLAINT = 200  # characters
 
 ToolError = Literal["malformed", "unknown", "arguments", "exception", "timeout", "failed", "excess"]
 Run = Callable[..., Coroutine[Any, Any, Any]]
-"""`ToolRunner.run` with its time limit: `await run(function, arguments, name=..., lock=...)`."""
+"""`run_tool` with its time limit: `await run(function, arguments, name=..., lock=...)`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,28 +43,26 @@ class ToolResult:
     metrics: dict[str, Any] = field(default_factory=dict)
 
 
-class EpisodeTools:
-    """Tools of one origin in one episode. All methods may raise ToolFailed."""
+class EpisodeTools(NamedTuple):
+    """Tools of one origin in one episode, whose functions may raise ToolFailed.
 
-    async def open(self, row: Mapping[str, Any], names: Sequence[str]) -> str | None:
-        """Begin the episode of a row, of which only the tools `names` are used. Returns a text for the policy."""
+    calls: by name, from arguments to a ToolResult, a text, or anything else to be shown as JSON. opening: a text for
+    the policy. reward: gives the reward of the episode.
+    """
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """A ToolResult, a text, or anything else to be shown as JSON."""
-        raise NotImplementedError
-
-    async def reward(self) -> float | None:
-        """Of the episode; None when these tools never give one."""
-
-    async def close(self) -> None:
-        """Release what the episode holds."""
+    calls: Mapping[str, Callable[[Mapping[str, Any]], Awaitable[Any]]]
+    opening: str | None = None
+    reward: Callable[[], Awaitable[float]] | None = None
 
 
 class ToolSource(NamedTuple):
-    """Tools of one origin, loaded once a process. `judges`: they give the outcome of an episode."""
+    """Tools of one origin, loaded once a process. `judges`: they give the outcome of an episode.
+
+    `episode(run, row, names)` opens the tools `names` for the episode of a row, and releases them at its end.
+    """
 
     schemas: list[Schema]
-    of_episode: Callable[[Run], EpisodeTools]
+    episode: Callable[[Run, Mapping[str, Any], Sequence[str]], AbstractAsyncContextManager[EpisodeTools]]
     judges: bool = False
 
 
@@ -74,10 +73,8 @@ class Toolset:
     of a turn.
     """
 
-    def __init__(
-        self, sources: Sequence[ToolSource], limits: MultiTurnConfig | None = None, runner: ToolRunner | None = None
-    ) -> None:
-        self.sources, self.limits, self.runner = sources, limits or MultiTurnConfig(), runner or ToolRunner()
+    def __init__(self, sources: Sequence[ToolSource], limits: MultiTurnConfig | None = None) -> None:
+        self.sources, self.limits = sources, limits or MultiTurnConfig()
         self.schemas = [schema for source in sources for schema in source.schemas]
         counts = Counter(map(name_of, self.schemas))
         if several := [name for name, count in counts.items() if count > 1]:
@@ -95,30 +92,34 @@ class Toolbox:
     """
 
     def __init__(self, toolset: Toolset) -> None:
-        self.schemas = list(toolset.schemas)
-        self._limits, self._validators = toolset.limits, toolset.validators
-        run = partial(toolset.runner.run, seconds=toolset.limits.tool_timeout)
-        self._parts = [(source.of_episode(run), [*map(name_of, source.schemas)]) for source in toolset.sources]
-        self._owners = {name: part for part, names in self._parts for name in names}
+        self.schemas, self._limits, self._validators = list(toolset.schemas), toolset.limits, toolset.validators
+        self._sources = toolset.sources
+        self._run = partial(run_tool, seconds=toolset.limits.tool_timeout)
+        self._calls: dict[str, Callable[[Mapping[str, Any]], Awaitable[Any]]] = {}
+        self._rewards: list[Callable[[], Awaitable[float]]] = []
+        self._open = AsyncExitStack()
 
     async def open(self, row: Mapping[str, Any]) -> str | None:
         """Begin the episode of a row; returns what its environments say at the start.
 
         UserError: the row names a tool that there is not. EpisodeFailed: one cannot be opened.
         """
+        known = [name_of(schema) for schema in self.schemas]
         selection = (row.get("extra_info") or {}).get("tool_selection")
-        selected = list(self._owners) if selection is None or len(selection) == 0 else list(selection)
+        selected = known if selection is None or len(selection) == 0 else list(selection)
         for key, names in (("tool_selection", selected), ("tools_kwargs", tool_kwargs(row))):
-            if unknown := [name for name in names if name not in self._owners]:
-                hint = did_you_mean(unknown[0], self._owners)
+            if unknown := [name for name in names if name not in known]:
+                hint = did_you_mean(unknown[0], known)
                 raise UserError(f"extra_info.{key}: '{unknown[0]}' is not one of the tools{hint}")
-        self._owners = {name: part for name, part in self._owners.items() if name in selected}
-        self.schemas = [schema for schema in self.schemas if name_of(schema) in self._owners]
+        self.schemas = [schema for schema in self.schemas if name_of(schema) in selected]
         texts = []
-        for part, names in self._parts:
-            if used := [name for name in names if name in self._owners]:
-                texts.append(await part.open(row, used))
-        return valid_text("\n".join(text for text in texts if text)) or None
+        for source in self._sources:
+            if names := [name for name in map(name_of, source.schemas) if name in selected]:
+                tools = await self._open.enter_async_context(source.episode(self._run, row, names))
+                self._calls |= tools.calls
+                self._rewards += [tools.reward] if tools.reward else []
+                texts += [tools.opening] if tools.opening else []
+        return valid_text("\n".join(texts)) or None
 
     async def call_all(self, calls: Sequence[Call]) -> list[ToolResult]:
         """The results of one turn's calls, which run at the same time; if some were too many, one more says so."""
@@ -136,33 +137,30 @@ class Toolbox:
 
     async def rewards(self) -> float | None:
         """The sum of the tools' rewards for the episode; None: none of them ever gives one. Raises EpisodeFailed."""
-        given = [await part.reward() for part in dict.fromkeys(self._owners.values())]
-        rewards = [reward for reward in given if reward is not None]
+        rewards = [await reward() for reward in self._rewards]
         if not all(map(math.isfinite, rewards)):
             raise EpisodeFailed(f"the tools gave a reward that is no finite number: {rewards}")
         return sum(rewards) if rewards else None
 
     async def close(self) -> None:
-        """Release everything; failures are logged."""
-        for part, _ in self._parts:
-            try:
-                await part.close()
-            except ToolFailed as failure:
-                _log.warning("%s", failure)
+        """Release everything; a failure is logged."""
+        try:
+            await self._open.aclose()
+        except ToolFailed as failure:
+            _log.warning("%s", failure)
 
     async def _result(self, call: Call) -> ToolResult:
         if isinstance(call, BadCall):
             return _error("malformed", f"malformed tool call, {call.reason}")
-        owner = self._owners.get(call.name)
-        if owner is None:
-            known = f"the tools are {', '.join(self._owners)}" if self._owners else "there are no tools"
+        if call.name not in self._calls:
+            known = f"the tools are {', '.join(self._calls)}" if self._calls else "there are no tools"
             name = call.name[:60]
-            return _error("unknown", f"unknown tool {name!r}{did_you_mean(name, self._owners)} ({known})")
+            return _error("unknown", f"unknown tool {name!r}{did_you_mean(name, self._calls)} ({known})")
         complaint = _complaint(self._validators[call.name], call.arguments)
         if complaint is not None:
             return _error("arguments", f"wrong arguments for {call.name}, {complaint}")
         try:
-            value = await owner.call(call.name, call.arguments)
+            value = await self._calls[call.name](call.arguments)
             result = value if isinstance(value, ToolResult) else ToolResult(as_text(value))
             if not math.isfinite(result.reward):
                 raise ValueError(f"its reward is {result.reward}")

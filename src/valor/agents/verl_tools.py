@@ -6,7 +6,8 @@ Shapes of volcengine/verl, verl/tools/base_tool.py, function_tool.py and schemas
 import asyncio
 import inspect
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -84,49 +85,44 @@ class BaseTool:
 def base_tool_source(tools: Sequence[BaseTool]) -> ToolSource:
     """Instances of BaseTool as tools; an episode has those that its row selects."""
     schemas: list[Schema] = [tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True) for tool in tools]
-    return ToolSource(schemas, partial(_Instances, {tool.name: tool for tool in tools}))
+    return ToolSource(schemas, partial(_instances_episode, {tool.name: tool for tool in tools}))
 
 
-class _Instances(EpisodeTools):
-    def __init__(self, tools: Mapping[str, BaseTool], run: Run) -> None:
-        self._tools, self._kwargs = tools, dict[str, Mapping[str, Any]]()
-        self._runs = {name: partial(run, lock=asyncio.Lock()) for name in tools}
-        self._ids: dict[str, str] = {}
+@asynccontextmanager
+async def _instances_episode(
+    tools: Mapping[str, BaseTool], run: Run, row: Mapping[str, Any], names: Sequence[str]
+) -> AsyncIterator[EpisodeTools]:
+    """What `create` answers beside the id is not shown to the policy, as in verl."""
+    ids: dict[str, str] = {}
+    locks = {name: asyncio.Lock() for name in names}
 
-    async def open(self, row: Mapping[str, Any], names: Sequence[str]) -> str | None:
-        """What `create` answers beside the id is not shown to the policy, as in verl."""
-        self._kwargs = tool_kwargs(row)
+    def kwargs_of(name: str, method: str) -> dict[str, Any]:
+        return dict(tool_kwargs(row).get(name, {}).get(f"{method}_kwargs") or {})
+
+    async def call(name: str, method: str, *arguments: Any) -> Any:
+        function = partial(getattr(tools[name], method), ids[name], *arguments)
+        label = name if method == "execute" else f"{name}.{method}"
+        return await run(function, kwargs_of(name, method), name=label, lock=locks[name])
+
+    async def execute(name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        return verl_result(await call(name, "execute", dict(arguments)))
+
+    async def reward() -> float:
+        return sum([float(await call(name, "calc_reward")) for name in judges])
+
+    async with AsyncExitStack() as releases:
         for name in names:
-            kwargs, create = self._kwargs_of(name, "create"), self._tools[name].create
+            kwargs, create = kwargs_of(name, "create"), tools[name].create
             parameters = inspect.signature(create).parameters
             if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
                 kwargs = {**kwargs, "create_kwargs": kwargs}
             elif "create_kwargs" in parameters:
                 kwargs = {"create_kwargs": kwargs}
-            created = await self._runs[name](create, {"instance_id": uuid.uuid4().hex, **kwargs}, name=f"{name}.create")
-            self._ids[name] = created[0] if isinstance(created, tuple) else created
-
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        return verl_result(await self._method(name, "execute", dict(arguments)))
-
-    async def reward(self) -> float | None:
-        judges = [name for name in self._ids if type(self._tools[name]).calc_reward is not BaseTool.calc_reward]
-        rewards = [float(await self._method(name, "calc_reward")) for name in judges]
-        return sum(rewards) if rewards else None
-
-    async def close(self) -> None:
-        releases = (self._method(name, "release") for name in self._ids)
-        outcomes = await asyncio.gather(*releases, return_exceptions=True)
-        for failure in filter(None, outcomes):
-            raise failure
-
-    async def _method(self, name: str, method: str, *arguments: Any) -> Any:
-        function = partial(getattr(self._tools[name], method), self._ids[name], *arguments)
-        label = name if method == "execute" else f"{name}.{method}"
-        return await self._runs[name](function, self._kwargs_of(name, method), name=label)
-
-    def _kwargs_of(self, name: str, method: str) -> dict[str, Any]:
-        return dict(self._kwargs.get(name, {}).get(f"{method}_kwargs") or {})
+            created = await run(create, {"instance_id": uuid.uuid4().hex, **kwargs}, name=f"{name}.create")
+            ids[name] = created[0] if isinstance(created, tuple) else created
+            releases.push_async_callback(call, name, "release")
+        judges = [name for name in names if type(tools[name]).calc_reward is not BaseTool.calc_reward]
+        yield EpisodeTools({name: partial(execute, name) for name in names}, reward=reward if judges else None)
 
 
 def verl_result(value: Any) -> ToolResult:

@@ -127,7 +127,7 @@ class AgentConfig(Section):
     agent_loop_config_path: PathStr | None = None
     """YAML file that lists loops of your own: name, _target_, and arguments of the class."""
     environment: str | None = None
-    """What answers: a class, as file.py:Class or package.module.Class (valor.agents.openenv.OpenEnv asks a server)."""
+    """What answers the policy: a class derived from TextEnvironment, as file.py:Class or package.module.Class."""
     environment_kwargs: dict[str, Any] = key({}, ".environment")
     """Arguments of the class."""
     gateway: GatewayConfig = section(GatewayConfig)

@@ -72,10 +72,9 @@ class OpenGateway(Gateway):
         asked = await read_object(request)
         name = request.path_params.get("name")
         if name is None:
-            if "token_ids" not in asked:
-                asked["messages"] = read_messages(asked)
+            asked["messages"] = read_messages(asked)
             unnamed = ((one, session) for one, session in self._sessions.items() if one.startswith(_UNNAMED))
-            going_on = (one for one, session in unnamed if session.goes_on(asked))
+            going_on = (one for one, session in unnamed if session.continued_by(asked))
             name = next(going_on, None) or _UNNAMED + secrets.token_hex(8)
         session = self._sessions.pop(name, None) or self._begin(name)
         self._sessions[name] = session  # the last one is the one that was asked last

@@ -65,10 +65,10 @@ def talk(gateway, conversation):
         url = gateway.add(session)
         async with httpx2.AsyncClient(timeout=20) as client:
 
-            async def post(body, path="chat/completions", key=session.key, **headers):
+            async def post(body, key=session.key, **headers):
                 content = body if isinstance(body, bytes) else json.dumps(body).encode()
                 headers |= {"Authorization": f"Bearer {key}"}
-                return await client.post(f"{url}/{path}", headers=headers, content=content)
+                return await client.post(f"{url}/chat/completions", headers=headers, content=content)
 
             await conversation(post, session)
             gateway.remove(url)
@@ -103,15 +103,6 @@ def test_what_is_refused(gateway):
         for body, status, words in cases:
             reply = await post(body)
             assert reply.status_code == status and words in reply.json()["error"]["message"], reply.text
-        for tokens in (
-            {"token_ids": [10**6]},
-            {"token_ids": [1], "sampling_params": 1},
-            {"token_ids": [1], "stream": 1},
-            {"token_ids": [1], "sampling_params": {"stop_token_ids": [3]}},
-            {"token_ids": [1], "sampling_params": {"n": 2}},
-            {"token_ids": [1], "echo": True},
-        ):
-            assert (await post(tokens, "inference/v1/generate")).status_code == 400
         assert session.play is None or not session.play.turns
 
     talk(gateway, conversation)
@@ -136,9 +127,6 @@ def test_what_was_refused_has_not_been_told(gateway):
 def test_fields_that_ask_for_nothing_else_are_served(gateway):
     async def conversation(post, session):
         assert (await post({"messages": QUESTION, **SERVED})).status_code == 200
-        params = {"temperature": 0.1, "max_tokens": 4, "logprobs": 1, "n": 1, "stop": None, "seed": 3}
-        tokens = {"token_ids": [1], "sampling_params": params, "request_id": "a"}
-        assert (await post(tokens, "inference/v1/generate")).status_code == 200
 
     talk(gateway, conversation)
 
@@ -159,10 +147,8 @@ def test_calls_are_read_as_the_request_says(gateway):
 
 
 @pytest.mark.parametrize("before", [0, 1], ids=["the first", "a later one"])
-@pytest.mark.parametrize("tokens", [False, True], ids=["messages", "token ids"])
-def test_an_answer_that_its_client_has_not_seen_has_not_happened(gateway, before, tokens):
+def test_an_answer_that_its_client_has_not_seen_has_not_happened(gateway, before):
     """The client hangs up in the middle of it and asks again; the next time it says that the answer has been lost."""
-    path = "inference/v1/generate" if tokens else "chat/completions"
 
     async def conversation(post, session):
         draw, hangs, begun = session._generate, False, asyncio.Event()
@@ -175,20 +161,17 @@ def test_an_answer_that_its_client_has_not_seen_has_not_happened(gateway, before
 
         session._generate = draw_or_hang
 
-        asked = {"token_ids": [5, 6]} if tokens else {"messages": [*QUESTION]}
+        asked = {"messages": [*QUESTION]}
 
         async def go_on():
-            said = (await post(asked, path)).json()["choices"][0]
-            if tokens:
-                asked["token_ids"] = [*asked["token_ids"], *said["token_ids"], 7]
-            else:
-                asked["messages"] = [*asked["messages"], said["message"], {"role": "user", "content": "2+2="}]
+            said = (await post(asked)).json()["choices"][0]
+            asked["messages"] = [*asked["messages"], said["message"], {"role": "user", "content": "2+2="}]
 
         for _ in range(before):
             await go_on()
         row = [*session.play.row] if before else None
         hangs = True
-        first = asyncio.ensure_future(post(asked, path))
+        first = asyncio.ensure_future(post(asked))
         await asyncio.wait_for(begun.wait(), 20)
         first.cancel()
         while session.busy:
@@ -196,12 +179,12 @@ def test_an_answer_that_its_client_has_not_seen_has_not_happened(gateway, before
         assert (session.play.row if session.play else None) == row
         hangs = False
         await go_on()
-        assert (await post(dict(asked), path)).status_code == 200
-        assert (await post(dict(asked), path, **{"x-stainless-retry-count": "1"})).status_code == 200
+        assert (await post(dict(asked))).status_code == 200
+        assert (await post(dict(asked), **{"x-stainless-retry-count": "1"})).status_code == 200
         episode = session.end(1.0)
         assert [list(turn.token_ids) for turn in episode.turns] == [SAID] * (before + 2)
         assert all(turn.prompt_ids is None for turn in episode.turns)
-        await post(dict(asked), path)  # asked for once more, and both seen: one more row
+        await post(dict(asked))  # asked for once more, and both seen: one more row
         assert [turn.prompt_ids is None for turn in session.end(1.0).turns] == [True] * (before + 2) + [False]
 
     talk(gateway, conversation)
@@ -244,7 +227,7 @@ def test_an_answer_that_an_ended_episode_waits_for_is_dropped(gateway):
 
         session._generate = never
         asked = asyncio.ensure_future(post({"messages": QUESTION}))
-        while not session._answering:
+        while not session.busy:
             await asyncio.sleep(0.01)
         session.close()
         assert (await asked).status_code == 410

@@ -133,7 +133,7 @@ def test_what_cannot_be_created_or_rewarded_is_an_error_of_the_episode():
     with pytest.raises(EpisodeFailed, match="no finite number"):
         run(episode())
     toolbox = Toolset([base_tool_source([Submit({}, SCHEMA)])]).toolbox()
-    with pytest.raises(EpisodeFailed, match="submit.create raised KeyError: 'ground_truth'"):
+    with pytest.raises(EpisodeFailed, match=r"submit\.create raised KeyError: 'ground_truth'"):
         run(toolbox.open({}))
 
 
