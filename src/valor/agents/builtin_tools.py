@@ -1,18 +1,21 @@
-"""Tools that come with Valor: a calculator, and Python in the sandbox. By name in a tools file, or as functions."""
+"""Tools that come with Valor, by name in a tools file: a calculator, Python in the sandbox, search."""
 
 import ast
+import json
 import operator
 import time
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
+from valor.agents.search.client import SearchFailed, open_retriever, results_text
 from valor.agents.tools import ToolResult
 from valor.errors import UserError
 from valor.sandbox import Limits, Sandbox, SandboxError, strongest_level
 
 _MAX_LENGTH = 500  # characters of an expression
 _MAX_BITS = 4096  # of a power, and of the result
+_BOUNDS = ("num_workers", "rate_limit")  # verl's threads and Ray actors; here they bound the requests under way
 # Runs inside the sandbox: errors and what is printed in one stream, then the value of the last line, as in a console.
 _CONSOLE = """
 import ast, sys, traceback
@@ -116,8 +119,38 @@ def make_python(cpu_seconds: int = 4, memory_mb: int = 512) -> Callable[[str], T
     return python
 
 
+def make_search(enable_global_rate_limit: bool = True, **config: Any) -> Callable[..., Any]:
+    """verl's tool `search`; a failure is the reply's text, and counted as `failed`.
+
+    `config` has verl's keys (`retrieval_service_url`, `topk`, `default_timeout`, `num_workers`, `rate_limit`) or those
+    of `open_retriever`; a `corpus` is searched in this process. TypeError: an unknown key.
+    """
+    names = {"retrieval_service_url": "url", "default_timeout": "timeout"}
+    options = {names.get(key, key): value for key, value in config.items() if key not in _BOUNDS}
+    if bounds := [config[bound] for bound in _BOUNDS if bound in config]:
+        options["max_concurrent"] = min(bounds)
+    retriever = open_retriever(**options)
+
+    async def search(query_list: list[str]) -> ToolResult:
+        """Searches for relevant information based on queries.
+
+        Args:
+            query_list: List of search queries
+        """
+        try:
+            results, error = await retriever.retrieve(query_list), None
+            text = results_text(results) if any(results) else "No search results found."
+        except SearchFailed as failure:
+            text, error = f"Search error: {failure}", "failed"
+        return ToolResult(json.dumps({"result": text}, ensure_ascii=False), error=error)
+
+    return search
+
+
 BUILTIN_TOOLS: dict[str, Callable[..., Callable[..., Any]]] = {
     "calculator": lambda: calculator,
     "python": make_python,
+    "search": make_search,
+    "verl.tools.search_tool.SearchTool": make_search,
 }
 """What makes each, from the `config` of its entry in a tools file."""

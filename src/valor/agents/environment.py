@@ -11,9 +11,10 @@ from valor.agents.chat import Conversation, Message
 from valor.agents.episode import Episode, EpisodeEnd, EpisodeFailed
 from valor.agents.formats import valid_text
 from valor.agents.loops import AgentLoop, Generate, LoopContext, Play, Task, register_loop
-from valor.agents.tool_loop import with_opening
+from valor.agents.tool_loop import converse, with_opening
 from valor.agents.tool_runner import ToolFailed, run_tool
 from valor.errors import UserError
+from valor.rollout.base import FinishReason
 from valor.user_files import load_object
 
 _log = logging.getLogger(__name__)
@@ -101,36 +102,29 @@ class EnvironmentLoop(AgentLoop):
                 messages = self.chat.safe(list(opening))
             talk = Conversation(self.chat, messages)
             play = self.play(task, generate, talk.token_ids)
-            if play.room < 1:
-                size = f"it begins with {len(play.row)} tokens"
-                raise EpisodeFailed(f"{size}, which leaves no room for a turn: raise data.max_prompt_length")
-            reason = await self._turns(play, talk, call)
+            reason = await converse(play, talk, partial(self._answer, play, call))
             outcome = await call("score")
         finally:
             await self._close(call)
         return play.end(reason, None if outcome is None else float(outcome), {"environment": self._name})
 
-    async def _turns(self, play: Play, talk: Conversation, call: Call) -> EpisodeEnd:
-        """Play until the episode ends, and return why. A turn that a limit cuts off reaches the environment too:
-        otherwise a policy that never ends would never lose."""
-        while True:
-            output = await play.turn()
-            text = talk.answer(output)
-            if output.finish_reason == "abort":
-                return "abort"
-            step = await call("step", text)
-            if not isinstance(step, tuple) or not 1 <= len(step) <= len(Step._fields):
-                raise EpisodeFailed(f"step() returned {type(step).__name__}, and not a Step")
-            messages, reward, done = Step(*step)
-            play.reward(float(reward))
-            if done:
-                return "stop"
-            if output.finish_reason != "stop":
-                return output.finish_reason
-            if len(play.turns) >= self._most_turns:
-                return "turns"
-            if not play.tell(talk, [{"role": "user", "content": messages}] if isinstance(messages, str) else messages):
-                return "length"
+    async def _answer(
+        self, play: Play, call: Call, text: str, finish_reason: FinishReason
+    ) -> Sequence[Message] | EpisodeEnd:
+        """The environment's messages. A turn that a limit cuts off reaches it too: otherwise a policy that never ends
+        would never lose."""
+        if finish_reason == "abort":
+            return "abort"
+        step = await call("step", text)
+        if not isinstance(step, tuple) or not 1 <= len(step) <= len(Step._fields):
+            raise EpisodeFailed(f"step() returned {type(step).__name__}, and not a Step")
+        messages, reward, done = Step(*step)
+        play.reward(float(reward))
+        if done or finish_reason != "stop":
+            return "stop" if done else finish_reason
+        if len(play.turns) >= self._most_turns:
+            return "turns"
+        return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
 
     async def _close(self, call: Call) -> None:
         try:

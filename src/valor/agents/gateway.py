@@ -223,31 +223,24 @@ class Gateway:
     def _app(self) -> Any:
         from starlette.applications import Starlette
         from starlette.responses import JSONResponse
-        from starlette.routing import Route
+        from starlette.routing import Mount, Route
 
         async def chat(http: Request) -> Response:
-            try:
-                session, request = await self.find(http)
-                reply = await _answer(session, request, http)
-            except Refused as refusal:
-                why = str(refusal)
-                error = {"message": why, "type": "invalid_request_error", "code": why.split(":")[0]}
-                return JSONResponse({"error": error}, refusal.status)
+            session, request = await self.find(http)
+            reply = await _answer(session, request, http)
             return _streamed(reply) if request.get("stream") else JSONResponse(reply)
 
         async def models(_: Request) -> Response:
             return JSONResponse({"object": "list", "data": [{"id": "policy", "object": "model"}]})
 
-        return Starlette(
-            routes=[
-                route
-                for place in self.places
-                for route in (
-                    Route(f"{place}/v1/chat/completions", chat, methods=["POST"]),
-                    Route(f"{place}/v1/models", models),
-                )
-            ]
-        )
+        async def refuse(_: Request, refusal: Any) -> Response:
+            reason = str(refusal)
+            error = {"message": reason, "type": "invalid_request_error", "code": reason.split(":")[0]}
+            return JSONResponse({"error": error}, refusal.status)
+
+        routes = [Route("/chat/completions", chat, methods=["POST"]), Route("/models", models)]
+        mounts = [Mount(f"{place}/v1", routes=routes) for place in self.places]
+        return Starlette(routes=mounts, exception_handlers={Refused: refuse})
 
     async def find(self, http: Request) -> tuple[Session, dict[str, Any]]:
         """The session of a request, and its JSON. Refused: there is no such session, or the key is wrong."""

@@ -14,19 +14,16 @@ _DRAWING |= {"presence_penalty", "frequency_penalty", "repetition_penalty"}
 _FREE = {*_DRAWING, "model", "stream", "stream_options"}  # all others have no part in the answer
 _FREE |= {"user", "metadata", "store", "service_tier", "safety_identifier", "request_id", "priority"}
 _FREE |= {"prompt_cache_key", "prompt_cache_retention", "cache_salt"}
-_FREE_TEXT = "what the policy writes is not constrained"
-_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
-    "n": ((1,), "must be 1: an episode has one answer a turn"),
-    "tool_choice": (("auto", "none"), f'must be "auto" or "none": {_FREE_TEXT}'),
-    "parallel_tool_calls": ((True,), f"must be true: {_FREE_TEXT}"),
-    "response_format": (({}, {"type": "text"}), f"is not served: {_FREE_TEXT}; ask for a form in the messages"),
-    "chat_template_kwargs": (({},), "is the run's own: set data.apply_chat_template_kwargs, and leave it out"),
-    "add_generation_prompt": ((True,), "must be true: the policy begins a message of its own"),
-    "continue_final_message": ((False,), "must be false: the policy begins a message of its own"),
-    "stop": (("", []), "is not served: leave it out, and cut the answer yourself"),
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "tool_choice": ("auto", "none"),
+    "parallel_tool_calls": (True,),
+    "response_format": ({}, {"type": "text"}),
+    "add_generation_prompt": (True,),
 }
-"""Fields with the values that are served, and what to do instead of others."""
-_UNKNOWN = ((False, "", [], {}), "is not served: leave it out")
+"""The values of fields of which one alone is served."""
+_OFF = (False, "", [], {})
+_ADVICE = {"chat_template_kwargs": "set data.apply_chat_template_kwargs of the run", "stop": "cut the answer yourself"}
 
 
 def read_limit(request: Mapping[str, Any]) -> int | None:
@@ -50,9 +47,8 @@ def read_messages(request: Mapping[str, Any]) -> list[Message]:
     if not named:
         raise Refused(400, '"tools" must be a list of functions with names')
     for name, value in request.items():
-        values, advice = _ONLY.get(name, _UNKNOWN)
-        if not (name in _SERVED or name in _FREE or value is None or value in values):
-            raise Refused(400, f'"{name}" {advice}')
+        if not (name in _SERVED or name in _FREE or value is None or value in _ONLY.get(name, _OFF)):
+            raise Refused(400, f'"{name}": this value is not served: {_ADVICE.get(name, "leave it out")}')
     return [*map(_read_message, messages)]
 
 

@@ -29,9 +29,7 @@ class SearchLoop(AgentLoop):
         config = context.config
         self._max_turns, self._turn_length = config.max_turns, config.data.max_response_length
         self._stop = self.chat.stop_texts("</search>", "</answer>")
-        marks = config.algorithm.state_masking
-        self._before = self.chat.ids(f"\n\n{marks.start_state_marker}")
-        self._after = self.chat.ids(f"{marks.end_state_marker}\n\n")
+        self._before, self._after = self.chat.ids("\n\n<information>"), self.chat.ids("</information>\n\n")
         self._invalid = self.chat.ids(INVALID_ACTION)
         self._max_documents = max(config.data.max_obs_length - len(self._before) - len(self._after), 1)  # tokens
         retriever = config.retriever

@@ -9,7 +9,6 @@ from pydantic import BaseModel, Field, ValidationError
 
 from valor.agents.builtin_tools import BUILTIN_TOOLS
 from valor.agents.mcp_tools import mcp_tools
-from valor.agents.search.tool import SearchTool
 from valor.agents.tool_sources import FunctionTool, environment_source, function_source, schema_of
 from valor.agents.tools import ToolSource
 from valor.agents.verl_tools import OpenAIFunctionToolSchema, base_tool_source, load_function_tools
@@ -17,8 +16,7 @@ from valor.errors import UserError, did_you_mean
 from valor.user_files import load_object
 
 _KEY = "rollout.multi_turn.tool_config_path"
-_SEARCH = ("search", "verl.tools.search_tool.SearchTool")
-_NAMES = (*BUILTIN_TOOLS, "search", "mcp")
+_NAMES = ("calculator", "python", "search", "mcp")
 
 
 class _Entry(BaseModel, extra="forbid"):
@@ -32,19 +30,20 @@ class _ToolsFile(BaseModel):
 
 
 def load_sources(
-    tool_config_path: str | None = None, function_tool_path: str | None = None, environment: str | None = None
+    tool_config_path: str | None = None,
+    function_tool_path: str | None = None,
+    environment: str | None = None,
+    environment_kwargs: Mapping[str, Any] | None = None,
 ) -> list[ToolSource]:
-    """The tools that a configuration names. `environment` is a class, as `package.module.Class` or `file.py:Class`.
-
-    Raises UserError for files and entries that cannot be used.
-    """
+    """The tools that a configuration names. Raises UserError for files, entries and classes that cannot be used."""
     sources: list[ToolSource] = []
     if tool_config_path is not None:
         sources += _load_tools_file(tool_config_path)
     if function_tool_path is not None:
         sources.append(function_source(load_function_tools(function_tool_path)))
     if environment is not None:
-        sources.append(environment_source(load_object(environment, "rollout.multi_turn.environment")))
+        cls = load_object(environment, "rollout.agent.environment")
+        sources.append(environment_source(cls, environment_kwargs or {}))
     return sources
 
 
@@ -82,13 +81,12 @@ def _make_tools(label: str, entry: _Entry) -> list[Any]:
             return _construct(label, name, mcp_tools, config)
         function = _construct(label, name, BUILTIN_TOOLS[name], config)
         return [FunctionTool(function, schema.model_dump(exclude_unset=True) if schema else schema_of(function))]
-    if name not in _SEARCH and "." not in name:
+    if "." not in name:
         raise UserError(
             f"{label}: there is no built-in tool '{name}'{did_you_mean(name, _NAMES)} (class_name is "
             f"{', '.join(_NAMES)}, package.module.Class or file.py:Class)"
         )
-    cls = SearchTool if name in _SEARCH else load_object(name, label)
-    tool = _construct(label, name, cls, {"config": config, "tool_schema": schema})
+    tool = _construct(label, name, load_object(name, label), {"config": config, "tool_schema": schema})
     if not callable(getattr(tool, "execute", None)):
         raise UserError(f"{label}: {name} is no tool: derive it from valor.agents.BaseTool")
     return [tool]

@@ -1,25 +1,30 @@
 """The loop of chat models with tools: the policy speaks, its calls are answered, until a turn has none."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from valor.agents.chat import Conversation, Message
-from valor.agents.episode import Episode, EpisodeEnd
+from valor.agents.episode import Episode, EpisodeEnd, EpisodeFailed
 from valor.agents.formats import FORMATS, Call, ToolCall
 from valor.agents.loops import AgentLoop, Generate, LoopContext, Play, Task, register_loop
 from valor.agents.tool_files import load_sources
 from valor.agents.tools import Toolbox, ToolResult, Toolset
+from valor.rollout.base import FinishReason
 
 
 @register_loop("tool_agent")
 class ToolLoop(AgentLoop):
-    """Tools of `rollout.multi_turn`, with calls in its format."""
+    """Tools of `rollout.multi_turn` and `rollout.agent.environment`; calls are in `multi_turn.format`."""
 
     def __init__(self, context: LoopContext) -> None:
         super().__init__(context)
-        multi = context.config.actor_rollout_ref.rollout.multi_turn
-        sources = load_sources(multi.tool_config_path, multi.function_tool_path, multi.environment)
+        rollout = context.config.actor_rollout_ref.rollout
+        multi, agent = rollout.multi_turn, rollout.agent
+        sources = load_sources(
+            multi.tool_config_path, multi.function_tool_path, agent.environment, agent.environment_kwargs
+        )
         self._toolset = Toolset(sources, multi)
         self._parse, self._most_turns = FORMATS[multi.format], multi.most_turns
         self.schemas = self._toolset.schemas
@@ -27,38 +32,50 @@ class ToolLoop(AgentLoop):
 
     async def run(self, task: Task, generate: Generate) -> Episode:
         toolbox = self._toolset.toolbox()
+        calls: list[dict[str, Any]] = []
         try:
-            opening = await toolbox.open(task.row)
-            talk = Conversation(self.chat, with_opening(task.row["messages"], opening), toolbox.schemas)
+            messages = with_opening(task.row["messages"], await toolbox.open(task.row))
+            talk = Conversation(self.chat, messages, toolbox.schemas)
             play = self.play(task, generate, talk.token_ids)
-            calls: list[dict[str, Any]] = []
-            reason = await self._turns(play, talk, toolbox, calls)
+            reason = await converse(play, talk, partial(self._answer, play, toolbox, calls))
             reward = await toolbox.rewards()
         finally:
             await toolbox.close()
         info = {"calls": calls, **({} if self.grades or reward is None else {"tool_reward": reward})}
         return play.end(reason, reward if self.grades else None, info)
 
-    async def _turns(self, play: Play, talk: Conversation, toolbox: Toolbox, calls: list[dict[str, Any]]) -> EpisodeEnd:
-        """Play until the episode ends, and return why. Calls and their results are appended to `calls`."""
-        while True:
-            output = await play.turn()
-            parsed = self._parse(talk.answer(output), toolbox.schemas)
-            if parsed.calls:
-                play.say(parsed.content)
-            if output.finish_reason != "stop":
-                return output.finish_reason
-            if not parsed.calls:
-                return "stop"
-            if len(play.turns) >= self._most_turns:
-                return "turns"
-            results = await toolbox.call_all(parsed.calls)
-            for call, result in zip(parsed.calls, results, strict=False):
-                calls.append(call_record(len(play.turns), call, result))
-                play.reward(result.reward)
-            answers = [_tool_message(*pair) for pair in zip([*parsed.calls, None], results, strict=False)]
-            if not play.tell(talk, answers):
-                return "length"
+    async def _answer(
+        self, play: Play, toolbox: Toolbox, records: list[dict[str, Any]], text: str, finish_reason: FinishReason
+    ) -> list[Message] | EpisodeEnd:
+        """The results of the calls in a text. Calls and results are appended to `records`."""
+        calls, content = self._parse(text, toolbox.schemas)
+        if calls:
+            play.say(content)
+        if finish_reason != "stop" or not calls:
+            return finish_reason
+        if len(play.turns) >= self._most_turns:
+            return "turns"
+        results = await toolbox.call_all(calls)
+        for call, result in zip(calls, results, strict=False):
+            records.append(call_record(len(play.turns), call, result))
+            play.reward(result.reward)
+        return [_tool_message(*pair) for pair in zip([*calls, None], results, strict=False)]
+
+
+async def converse(
+    play: Play, talk: Conversation, answer: Callable[[str, FinishReason], Awaitable[Sequence[Message] | EpisodeEnd]]
+) -> EpisodeEnd:
+    """Alternate turns of the policy with `answer(text, finish_reason)`: messages, or why the episode ends here."""
+    if play.room < 1:
+        size = f"it begins with {len(play.row)} tokens"
+        raise EpisodeFailed(f"{size}, which leaves no room for a turn: raise data.max_prompt_length")
+    while True:
+        output = await play.turn()
+        reply = await answer(talk.answer(output), output.finish_reason)
+        if isinstance(reply, str):
+            return reply
+        if not play.tell(talk, reply):
+            return "length"
 
 
 def with_opening(messages: Sequence[Message], opening: str | None) -> list[Message]:

@@ -42,10 +42,10 @@ def function_source(functions: Sequence[FunctionTool | Callable[..., Any]]) -> T
     return ToolSource([tool.schema for tool in tools], episode)
 
 
-def environment_source(environment: type) -> ToolSource:
+def environment_source(environment: type, kwargs: Mapping[str, Any] | None = None) -> ToolSource:
     """A class of environments, in the shape of TRL's `environment_factory`.
 
-    `__init__()` takes no arguments; `reset(**row)` begins the episode and may return a text for the policy to read;
+    `__init__` takes `kwargs`; `reset(**row)` begins the episode and may return a text for the policy to read;
     `get_reward() -> float` and `close()` are optional; every other public method is a tool. Methods may be coroutine
     functions; those of one instance never overlap. Raises UserError for a class of another shape.
     """
@@ -53,22 +53,24 @@ def environment_source(environment: type) -> ToolSource:
     if not callable(getattr(environment, "reset", None)):
         raise UserError(f"environment {name} has no method reset(): it begins an episode, and takes a row's columns")
     try:
-        inspect.signature(environment).bind()
+        inspect.signature(environment).bind(**(kwargs or {}))
     except TypeError as error:
-        raise UserError(f"environment {name} must be made without arguments: {error}") from None
+        raise UserError(f"environment {name} cannot be made with these environment_kwargs: {error}") from None
     methods = inspect.getmembers(environment, inspect.isroutine)
     schemas = [schema_of(method) for key, method in methods if not key.startswith("_") and key not in _NO_TOOLS]
     if not schemas:
         raise UserError(f"environment {name} has no public method beside reset(): it has no tools")
-    return ToolSource(schemas, partial(_environment_episode, environment), hasattr(environment, "get_reward"))
+    return ToolSource(
+        schemas, partial(_environment_episode, environment, kwargs or {}), hasattr(environment, "get_reward")
+    )
 
 
 @asynccontextmanager
 async def _environment_episode(
-    environment: type, run: Run, row: Mapping[str, Any], names: Sequence[str]
+    environment: type, kwargs: Mapping[str, Any], run: Run, row: Mapping[str, Any], names: Sequence[str]
 ) -> AsyncIterator[EpisodeTools]:
     """`reset` gets the row's columns and its `extra_info`, or those of them that it names."""
-    instance = await run(environment, {}, name=environment.__name__)
+    instance = await run(environment, kwargs, name=environment.__name__)
     lock = asyncio.Lock()
 
     async def call(name: str, arguments: Mapping[str, Any]) -> Any:

@@ -19,7 +19,7 @@ from valor.agents.episode import EpisodeFailed
 from valor.agents.formats import BadCall, Call, Schema, parameters_of, valid_text
 from valor.agents.tool_runner import ToolFailed, exception_text, run_tool
 from valor.config.rollout import MultiTurnConfig
-from valor.errors import TrainingStopped, UserError, did_you_mean
+from valor.errors import UserError, did_you_mean
 
 _log = logging.getLogger(__name__)
 _MAX_COMPLAINT = 200  # characters
@@ -130,7 +130,7 @@ class Toolbox:
         return results
 
     async def call(self, call: Call) -> ToolResult:
-        """The result of one call. Raises nothing but TrainingStopped and UserError."""
+        """The result of one call. Raises nothing but UserError."""
         began = time.monotonic()
         result = await self._result(call)
         return replace(result, text=self._shortened(result.text), seconds=time.monotonic() - began)
@@ -167,7 +167,7 @@ class Toolbox:
             return replace(result, text=as_text(result.text))
         except ToolFailed as failure:
             return _error(failure.kind, str(failure))
-        except (TrainingStopped, UserError):
+        except UserError:
             raise
         except Exception as error:
             return _error("failed", f"what {call.name} returned cannot be used, {exception_text(error)}")

@@ -5,7 +5,7 @@ Shapes of volcengine/verl, verl/experimental/agent_loop/agent_loop.py.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Any, TypeVar
 
 from valor.agents.episode import Episode, Turn
@@ -121,47 +121,36 @@ class _ServerManager:
         ids, mask, log_probs = output.response_ids, output.response_mask, output.response_logprobs
         if len(mask) != len(ids) or (log_probs is not None and len(log_probs) != len(ids)):
             raise ValueError("response_ids, response_mask and response_logprobs differ in length")
+        sampled = self._sampled([*output.prompt_ids, *ids])[len(output.prompt_ids) :]
+        version = next((span.weights_version for _, out in reversed(self.calls) for span in reversed(out.spans)), 0)
         turns: list[Turn] = []
         observation: list[int] = []
         prompt = output.prompt_ids if new_row else None
-        last = next((span.weights_version for _, out in reversed(self.calls) for span in reversed(out.spans)), 0)
-        for is_policy, positions in groupby(range(len(ids)), key=lambda i: mask[i] == 1):
-            part = list(positions)
-            start, end = part[0], part[-1] + 1
+        for is_policy, group in groupby(range(len(ids)), key=lambda i: mask[i] == 1):
+            positions = list(group)
+            tokens = [ids[i] for i in positions]
             if not is_policy:
-                observation = ids[start:end]
+                observation = tokens
                 continue
-            sampled, versions = self._sampled([*output.prompt_ids, *ids[:start]], ids[start:end])
-            if log_probs is None and len(sampled) < end - start:
+            if log_probs is None and not all(sampled[i] for i in positions):
                 raise ValueError("own tokens that no call of generate returned there need response_logprobs")
-            if log_probs is not None:
-                sampled = log_probs[start:end]
-                versions += [versions[-1] if versions else last] * (end - start - len(versions))
-            turns.append(Turn(ids[start:end], sampled, spans_of(versions), observation, prompt))
+            facts = [sampled[i] or (0.0, version) for i in positions]
+            of_turn = [log_prob for log_prob, _ in facts] if log_probs is None else [log_probs[i] for i in positions]
+            turns.append(Turn(tokens, of_turn, spans_of([version for _, version in facts]), observation, prompt))
             observation, prompt = [], None
         if observation or not turns:
             turns.append(Turn([], [], (), observation or ids[:1], prompt))
         return turns
 
-    def _sampled(self, before: list[int], tokens: list[int]) -> tuple[list[float], list[int]]:
-        """Log-probs and weights versions of `tokens`, as far as calls of `generate` sampled them behind `before`."""
-        log_probs: list[float] = []
-        versions: list[int] = []
-        while rest := tokens[len(log_probs) :]:
-            prompt = [*before, *tokens[: len(log_probs)]]
-            outputs = [output for ids, output in self.calls if ids == prompt and _agree(output.token_ids, rest)]
-            if not outputs:
-                break
-            longest = max(outputs, key=lambda output: len(output.token_ids))
-            log_probs += longest.log_probs[: len(rest)]
-            versions += token_versions(longest.spans)[: len(rest)]
-        return log_probs, versions
-
-
-def _agree(sampled: Sequence[int], tokens: Sequence[int]) -> bool:
-    """Whether one begins with the other, and neither is empty."""
-    size = min(len(sampled), len(tokens))
-    return size > 0 and list(sampled[:size]) == list(tokens[:size])
+    def _sampled(self, row: list[int]) -> list[tuple[float, int] | None]:
+        """Log-prob and weights version of each token of a row; None where no call sampled it behind those before it."""
+        facts: list[tuple[float, int] | None] = [None] * len(row)
+        for prompt, output in self.calls:
+            tokens = [*prompt, *output.token_ids]
+            agreeing = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(row, tokens, strict=False)))
+            pairs = zip(output.log_probs, token_versions(output.spans), strict=True)
+            facts[len(prompt) : agreeing] = [*pairs][: max(agreeing - len(prompt), 0)]
+        return facts
 
 
 def _params(params: SamplingParams, changes: Mapping[str, Any]) -> SamplingParams:

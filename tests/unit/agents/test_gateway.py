@@ -23,20 +23,24 @@ QUESTION = [{"role": "user", "content": "1+1="}]
 
 
 UNSERVED = [
-    ("tool_choice", "required", 'must be "auto" or "none"'),
-    ("tool_choice", {"type": "function", "function": {"name": "f"}}, 'must be "auto" or "none"'),
-    ("parallel_tool_calls", False, "must be true"),
-    ("chat_template_kwargs", {"enable_thinking": False}, "is the run's own: set data.apply_chat_template_kwargs"),
-    ("add_generation_prompt", False, "must be true"),
-    ("continue_final_message", True, "must be false"),
-    ("n", 0, "must be 1"),
-    ("top_logprobs", 3, "is not served: leave it out"),
-    ("logit_bias", {"3": 1}, "is not served"),
-    ("functions", [{"name": "f"}], "is not served"),
-    ("guided_json", {"type": "object"}, "is not served"),
-    ("min_tokens", 4, "is not served"),
-    ("reasoning_effort", "high", "is not served"),
-    ("no_such_field", 1, "is not served"),
+    ("tool_choice", "required"),
+    ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+    ("parallel_tool_calls", False),
+    ("chat_template_kwargs", {"enable_thinking": False}),
+    ("add_generation_prompt", False),
+    ("continue_final_message", True),
+    ("n", 0),
+    ("n", 2),
+    ("stop", ["."]),
+    ("logprobs", True),
+    ("top_logprobs", 3),
+    ("logit_bias", {"3": 1}),
+    ("response_format", {"type": "json_object"}),
+    ("functions", [{"name": "f"}]),
+    ("guided_json", {"type": "object"}),
+    ("min_tokens", 4),
+    ("reasoning_effort", "high"),
+    ("no_such_field", 1),
 ]
 SERVED = {"model": "any", "temperature": 0.3, "top_p": 0.5, "seed": 1, "user": "me", "metadata": {"a": "b"}, "n": 1}
 SERVED |= {"stop": None, "logprobs": False, "top_logprobs": None, "logit_bias": {}, "response_format": {"type": "text"}}
@@ -80,11 +84,10 @@ def talk(gateway, conversation):
 def test_what_is_refused(gateway):
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
     cases = [
-        ({"messages": QUESTION, "n": 2}, 400, '"n" must be 1'),
-        ({"messages": QUESTION, "stop": ["."]}, 400, '"stop" is not served'),
-        ({"messages": QUESTION, "logprobs": True}, 400, '"logprobs" is not served'),
-        ({"messages": QUESTION, "response_format": {"type": "json_object"}}, 400, '"response_format" is not served'),
-        *(({"messages": QUESTION, name: value}, 400, f'"{name}" {advice}') for name, value, advice in UNSERVED),
+        *(
+            ({"messages": QUESTION, field: value}, 400, f'"{field}": this value is not served')
+            for field, value in UNSERVED
+        ),
         ({"messages": []}, 400, '"messages" must be a list'),
         ({"messages": [{"role": "boss", "content": ""}]}, 400, "one of the roles"),
         ({"messages": [call]}, 400, "tool_calls must be a list"),

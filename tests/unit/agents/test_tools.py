@@ -392,7 +392,10 @@ def test_tools_that_cannot_be_described_are_refused():
         (lambda: function_source([lambda: 3]), "cannot be a tool"),
         (lambda: environment_source(NoReset), r"has no method reset\(\)"),
         (lambda: environment_source(NoTools), "it has no tools"),
-        (lambda: environment_source(NeedsArguments), "must be made without arguments: missing a required argument"),
+        (
+            lambda: environment_source(NeedsArguments),
+            "cannot be made with these environment_kwargs: missing a required argument",
+        ),
         (lambda: Toolset([function_source([add, add])]), "several tools of the name add"),
     ]:
         with pytest.raises(UserError, match=message):

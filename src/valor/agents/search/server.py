@@ -61,32 +61,28 @@ def make_app(index: Index, *, topk: int = 3, api_key: str | None = None) -> Star
     from starlette.routing import Route
 
     async def retrieve(request: Request) -> JSONResponse:
-        try:
-            authorise(request, api_key)
-            question = parse_question(await read_object(request))
-        except Refused as refusal:
-            return JSONResponse({"error": str(refusal)}, refusal.status)
+        authorise(request, api_key)
+        question = parse_question(await read_object(request))
         rows = await run_in_threadpool(index.search, question.queries, question.topk or topk)
         result: Any = [[{"document": {"contents": d.contents}, "score": d.score} for d in row] for row in rows]
         if not question.return_scores:
             result = [[entry["document"] for entry in row] for row in result]
         return JSONResponse({"result": result})
 
-    async def health(request: Request) -> JSONResponse:
+    async def health(_: Request) -> JSONResponse:
         return JSONResponse({"status": "ok", "documents": len(index.documents)})
 
-    return Starlette(routes=[Route("/retrieve", retrieve, methods=["POST"]), Route("/health", health)])
+    async def refuse(_: Request, refusal: Any) -> JSONResponse:
+        return JSONResponse({"error": str(refusal)}, refusal.status)
+
+    routes = [Route("/retrieve", retrieve, methods=["POST"]), Route("/health", health)]
+    return Starlette(routes=routes, exception_handlers={Refused: refuse})
 
 
 @command("retrieve", "valor retrieve corpus.jsonl --port 8000", "search")
 @click.argument("corpus", type=PATH)
 @address_options
-@option(
-    "--topk",
-    type=click.IntRange(1, MAX_TOPK),
-    default=3,
-    help="Documents, where a request names no number.",
-)
+@option("--topk", type=click.IntRange(1, MAX_TOPK), default=3, help="Documents, where a request names no number.")
 def main(corpus: Path, port: int, host: str, api_key_env: str | None, topk: int) -> int:
     """Serve Search-R1's POST /retrieve over documents, until a signal ends it.
 
