@@ -7,7 +7,6 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 
 from valor.config.actor import KLKind
 from valor.config.base import PathStr, Section, Share, inherits, key, section
-from valor.config.rollout import StateMaskingConfig
 
 _OF_REWARDS = {".reward_source!=critic": "the advantage is V(last) - V"}
 
@@ -158,7 +157,6 @@ class AlgorithmConfig(Section):
     pf_ppo: PFPPOConfig = section(PFPPOConfig, ".use_pf_ppo")
     filter_groups: FilterGroupsConfig = section(FilterGroupsConfig, ".filter_groups.enable")
     rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
-    state_masking: StateMaskingConfig = section(StateMaskingConfig)
 
     def contradictions(self, at: str) -> Iterator[str]:
         masked = self.reward_mask_ratio > 0

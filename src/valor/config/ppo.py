@@ -87,7 +87,7 @@ class PPOConfig(Section):
     def _loops(self) -> dict[str, str]:
         """The loops that keys ask for, each with the setting that does."""
         rollout = self.actor_rollout_ref.rollout
-        environment = rollout.agent.environment
+        environment = None if rollout.multi_turn.enable else rollout.agent.environment  # its methods are tools
         asked = {
             "environment_agent": environment and f"actor_rollout_ref.rollout.agent.environment={environment}",
             "tool_agent": rollout.multi_turn.enable and "actor_rollout_ref.rollout.multi_turn.enable=true",

@@ -80,8 +80,6 @@ class MultiTurnConfig(Section):
     """Most turns of the policy in an episode; null: until data.max_response_length tokens."""
     max_user_turns: PositiveInt | None = key(None, _TURNS)
     """Most times that the policy is told something after the prompt; null sets no limit."""
-    environment: str | None = key(None, ".enable")
-    """Class whose public methods are the tools, as file.py:Class or package.module:Class; one object an episode."""
     tool_config_path: PathStr | None = key(None, ".enable")
     """YAML file that lists tools: class_name, config, tool_schema."""
     function_tool_path: PathStr | None = key(None, ".enable")
@@ -127,7 +125,7 @@ class AgentConfig(Section):
     agent_loop_config_path: PathStr | None = None
     """YAML file that lists loops of your own: name, _target_, and arguments of the class."""
     environment: str | None = None
-    """What answers: a class, as file.py:Class or package.module.Class (valor.agents.openenv.OpenEnv asks a server)."""
+    """Class, as file.py:Class: a TextEnvironment, or, with multi_turn.enable, one whose public methods are tools."""
     environment_kwargs: dict[str, Any] = key({}, ".environment")
     """Arguments of the class."""
     gateway: GatewayConfig = section(GatewayConfig)
@@ -150,15 +148,6 @@ class RetrieverConfig(Section):
     """Documents for a query."""
     timeout: PositiveFloat = key(30.0, "do_search")
     """Seconds that a search may take."""
-
-
-class StateMaskingConfig(Section):
-    """Search-R1's marks around what the policy was told."""
-
-    start_state_marker: str = key("<information>", "do_search")
-    """Before the documents."""
-    end_state_marker: str = key("</information>", "do_search")
-    """After them."""
 
 
 class RolloutConfig(Section):

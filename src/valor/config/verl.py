@@ -79,6 +79,7 @@ _RENAMED = {
     "critic.fsdp_config.*": "critic.fsdp.* critic.model.fsdp_config.*",
     f"{MODEL}.enable_gradient_checkpointing": f"{ACTOR}.fsdp_config.gradient_checkpointing",
     f"{ROLLOUT}.n": f"{ROLLOUT}.n_agent",
+    f"{ROLLOUT}.agent.environment": f"{ROLLOUT}.multi_turn.environment",
     f"{ROLLOUT}.multi_turn.tool_config_path": "data.tool_config_path",
     f"{ROLLOUT}.multi_turn.function_tool_path": "data.function_tool_path",
     f"{MODEL}.share_prefixes": f"{ACTOR}.use_prefix_grouper",
@@ -217,6 +218,7 @@ _NO_EFFECT = {
     "an interrupted run saves by itself": "trainer.esi_redundant_time",
 }
 _REFUSED = {
+    "documents stand between <information> and </information>: drop it": "algorithm.state_masking.*",
     "the engine is set by each role: use actor_rollout_ref.actor.strategy=megatron; valor sft and valor rm train are "
     "fsdp2's alone": "model_engine engine strategy megatron.*",
     "weights are read from, and written to, Hugging Face directories": "*.megatron.use_dist_checkpointing "

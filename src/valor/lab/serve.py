@@ -72,10 +72,9 @@ class OpenGateway(Gateway):
         fields = await read_object(request)
         name = request.path_params.get("name")
         if name is None:
-            if "token_ids" not in fields:
-                fields["messages"] = read_messages(fields)
+            fields["messages"] = read_messages(fields)
             unnamed = ((key, session) for key, session in self._sessions.items() if key.startswith(_UNNAMED))
-            going_on = (key for key, session in unnamed if session.goes_on(fields))
+            going_on = (key for key, session in unnamed if session.continued_by(fields))
             name = next(going_on, None) or _UNNAMED + secrets.token_hex(8)
         session = self._sessions.pop(name, None) or self._begin(name)
         self._sessions[name] = session  # in the order of their last requests

@@ -13,7 +13,6 @@ from safetensors import safe_open
 from torch import nn
 from transformers import (
     AutoConfig,
-    AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -185,14 +184,6 @@ def load_sequence_classifier(
     _require_all_weights(model, missing)
     _prepare(hf, model, new_head_seed or 0)
     return hf
-
-
-def load_encoder(path: str) -> Any:
-    """The model without a head at `path` on the CPU, in float32: what turns texts into hidden states."""
-    model = BackboneConfig(path=path)
-    hf, info = _from_pretrained(AutoModel, model, load_model_config(model), torch.float32)
-    _require_all_weights(model, {key for key in info["missing_keys"] if "pooler" not in key})
-    return hf.eval()
 
 
 def _agreed_head(path: str, config: Any, wanted: ValueHead | None) -> ValueHead:
