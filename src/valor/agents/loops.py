@@ -142,6 +142,11 @@ LOOPS = Named[Callable[..., AgentLoop]]("agent_name")  # each takes a LoopContex
 register_loop = LOOPS.register
 
 
+async def answer(task: Task, generate: Generate) -> Episode:
+    """The episode of a run without agents: one answer, and no prompt of its own."""
+    return Episode.of_one_turn(task.key, await generate(task.prompt_ids, task.params, task.key))
+
+
 @register_loop("single_turn_agent")
 class SingleTurnLoop(AgentLoop):
     """One answer, as without agents: for rows that name it beside others that do not."""

@@ -1,4 +1,10 @@
-"""Samples of a generation that runs ahead of training: what every kind of it has, and the one by whole batches."""
+"""The supply of samples to training: the interface, and the supply by whole batches.
+
+Synchronous training is the supply by batches with depth 0: a batch is drawn when a step takes it, by the newest
+weights. With a depth the next batches are generated meanwhile, each by weights of a prescribed age. The supply by
+prompts (`collector/ahead.py`) is a second mechanism, since there the age follows from the speed of each episode: which
+samples make a batch is decided when they have ended, and no run of it repeats bit for bit.
+"""
 
 import json
 from abc import ABC, abstractmethod
@@ -25,46 +31,57 @@ _STATE, _TENSORS = "queue.json", "queue.safetensors"
 
 @dataclass(eq=False)
 class Drawn:
-    """Prompts of one draw from the data: `rows` are their numbers there, `first` the place of the first in the draw."""
+    """Prompts of one draw from the data: `rows` are their numbers there, `first` the number of the first in the draw.
+
+    `draw` is the second word of the samples' keys (`prompt_batch`).
+    """
 
     draw: int
     first: int
     rows: Sequence[int]
 
 
+Item = tuple[dict[str, Any], Batch | None]
+"""Of a checkpoint: the fields of a Drawn (and `oldest`), and the samples if they have ended."""
+
+
 class Supply(ABC):
-    """Draws prompts before they are needed, and hands their samples over in batches."""
+    """Draws prompts, has them answered, and hands their samples over in batches."""
 
     def __init__(self, generation: Generation, grading: Grading) -> None:
         self.generation, self.grading = generation, grading
         self.config, self.inputs = generation.config, generation.inputs
-        self.rollout = self.config.actor_rollout_ref.rollout
         self.draws = 0
-        filtering = self.config.algorithm.filter_groups.enable
-        # Where every draw is a step's batch, nothing is drawn that no step will take.
-        self.last_draw = None if filtering else self.inputs.total_steps
+        self._params = sampling_params(self.config)
+        # Ahead of training nothing is drawn that no step will take, where every draw is a step's batch.
+        one_each = self.config.trainer.v1.runs_ahead and not self.config.algorithm.filter_groups.enable
+        self.last_draw = self.inputs.total_steps if one_each else None
 
     @abstractmethod
     def take(self, wanted: int, step: int, timer: Timer) -> Batch:
         """Samples of `wanted` prompts for step `step`, or of fewer where a draw has fewer; not graded yet."""
 
     @abstractmethod
-    def standing(self) -> Any:
-        """Context: nobody generates, so that the rollout role can be called."""
+    def paused(self) -> Any:
+        """Context in which nobody generates, so that the rollout role can be called."""
 
     @abstractmethod
-    def items(self, step: int) -> list[tuple[dict[str, Any], Batch | None]]:
-        """What a checkpoint after step `step` must hold: facts about prompts, and their samples if they have them."""
+    def items(self, step: int) -> list[Item]:
+        """What a checkpoint after step `step` must hold."""
 
     @abstractmethod
     def restore(self, items: Sequence[tuple[Mapping[str, Any], Batch | None]]) -> None:
         """Go on from what `items` gave."""
 
+    def recover(self, replaced: WorkersReplaced) -> None:
+        """Called when generators have died, before their successors are sent weights."""
+        self.generation.say(str(replaced))
+
     def close(self) -> None:  # noqa: B027  # a batch under way ends with its processes
         """End what is under way."""
 
     def metrics(self, batch: Batch) -> dict[str, float | Histogram]:
-        """How old a batch's samples are, `off_policy/age/*` in transfers of weights, and what the queue looks like."""
+        """How old a batch's samples are: `off_policy/age/*` in transfers of weights."""
         mask = batch["response_mask"]
         ages = self.generation.weights.ages(batch["weights_versions"]).float()
         of_tokens = ages[mask != 0]
@@ -73,19 +90,26 @@ class Supply(ABC):
             out |= {"off_policy/age/mean": float(of_tokens.mean()), "off_policy/age/max": float(of_tokens.max())}
             spans = (ages * mask).amax(-1) - torch.where(mask != 0, ages, torch.inf).amin(-1)
             out["off_policy/partial_ratio"] = float((spans.isfinite() & (spans > 0)).float().mean())
-        if (found := histogram(ages, mask)) is not None:
-            out["off_policy/age/histogram"] = found
+        if (shown := histogram(ages, mask)) is not None:
+            out["off_policy/age/histogram"] = shown
         return out
 
     def draw(self) -> Drawn:
         self.draws += 1
         return Drawn(self.draws, 0, self.inputs.sampler.next_batch())
 
+    def publish(self) -> None:
+        try:
+            self.generation.weights.publish()
+        except WorkersReplaced as replaced:
+            self.recover(replaced)
+            self.publish()
+
     def prompts_of(self, drawn: Drawn) -> Batch:
         """Their prompts, `rollout.n` rows each."""
         prompts = prompt_batch(
             [self.inputs.train[i] for i in drawn.rows],
-            samples_per_prompt=self.rollout.n,
+            samples_per_prompt=self.config.actor_rollout_ref.rollout.n,
             seed=self.config.trainer.seed,
             step=drawn.draw,
             first=drawn.first,
@@ -94,7 +118,7 @@ class Supply(ABC):
         return prompts
 
     def joined(self, prompts: Batch, rows: Batch) -> Batch:
-        key, size = prompts["episode_key"], self.inputs.sampler.batch_size * self.rollout.n
+        key, size = prompts["episode_key"], self.inputs.sampler.batch_size * self.config.actor_rollout_ref.rollout.n
         return self.generation.joined(prompts, rows, key[:, 1] * size + key[:, 2])
 
     def save(self, folder: Path, step: int) -> None:
@@ -119,58 +143,62 @@ class Supply(ABC):
         self.draws = state["draws"]
         self.inputs.sampler.load_state_dict(state["sampler"])
         self.generation.weights.versions = state["versions"]
-        items = []
+        items: list[Item] = []
         for number, facts in enumerate(state["items"]):
-            objects, of_item = facts.pop("objects"), f"{number}/"
-            columns = {name.removeprefix(of_item): one for name, one in tensors.items() if name.startswith(of_item)}
+            objects, prefix = facts.pop("objects"), f"{number}/"
+            columns = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
             items.append((facts, None if objects is None else Batch(columns, objects)))
         self.restore(items)
 
 
 @dataclass(eq=False)
-class _Ahead:
+class _Batch:
     drawn: Drawn
     prompts: Batch
     rows: Future[Batch]
 
 
-class BatchesAhead(Supply):
-    """Each batch is generated as a whole, by weights `max_off_policy_threshold` steps older than the one it trains.
+class BatchSupply(Supply):
+    """Each batch is generated as a whole, by weights exactly `depth` steps older than the step that takes it.
 
-    The trainer waits for the generators before it sends weights, so what is sampled does not depend on speed: a run
-    repeats bit for bit.
+    Weights are sent when no generation is under way, so what is sampled does not depend on speed: a run repeats bit for
+    bit.
     """
 
     def __init__(self, generation: Generation, grading: Grading) -> None:
         super().__init__(generation, grading)
-        self._age = self.config.trainer.v1.sampler.max_off_policy_threshold
-        self._queue: deque[_Ahead] = deque()
-        self._taken: list[tuple[int, _Ahead]] = []  # with the step
+        v1 = self.config.trainer.v1
+        self._depth = v1.sampler.max_off_policy_threshold if v1.runs_ahead else 0
+        self._queue: deque[_Batch] = deque()
+        self._taken: list[tuple[int, _Batch]] = []  # with the step
 
     def take(self, wanted: int, step: int, timer: Timer) -> Batch:
-        with timer("wait"):
+        waiting = "wait" if self._depth else "gen"
+        with timer(waiting):
             self._settle()
         with timer("update_weights"):
-            self._publish()
+            self.publish()
         self._taken = [(of_step, one) for of_step, one in self._taken if of_step == step]
-        while len(self._queue) <= self._age and (self.last_draw is None or self.draws < self.last_draw):
-            drawn = self.draw()
-            prompts = self.prompts_of(drawn)
-            self._queue.append(_Ahead(drawn, prompts, self._submit(prompts)))
-        first = self._queue.popleft()
-        self._taken.append((step, first))
-        with timer("wait"):
+        with timer(waiting):
+            while len(self._queue) <= self._depth and (self.last_draw is None or self.draws < self.last_draw):
+                drawn = self.draw()
+                if not self._depth:  # so that a step's samples do not depend on how many draws earlier steps took
+                    drawn = Drawn(step, sum(len(one.drawn.rows) for _, one in self._taken), drawn.rows)
+                prompts = self.prompts_of(drawn)
+                self._queue.append(_Batch(drawn, prompts, self._start(prompts)))
+            first = self._queue.popleft()
+            self._taken.append((step, first))
             rows = self._result(first)
         return self.joined(first.prompts, Batch(rows.tensors, rows.objects))
 
     @contextmanager
-    def standing(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         self._settle()
         yield
 
-    def items(self, step: int) -> list[tuple[dict[str, Any], Batch | None]]:
+    def items(self, step: int) -> list[Item]:
         again = [one for of_step, one in self._taken if of_step > step]
-        return [(vars(one.drawn), self._rows(one)) for one in [*again, *self._queue]]
+        return [(vars(one.drawn), self._ended(one)) for one in [*again, *self._queue]]
 
     def restore(self, items: Sequence[tuple[Mapping[str, Any], Batch | None]]) -> None:
         for facts, rows in items:
@@ -179,32 +207,39 @@ class BatchesAhead(Supply):
                 done.set_exception(WorkersReplaced("generation had failed when the run was saved"))
             else:
                 done.set_result(rows)
-            self._queue.append(_Ahead(drawn, self.prompts_of(drawn), done))
+            self._queue.append(_Batch(drawn, self.prompts_of(drawn), done))
 
-    def _submit(self, prompts: Batch) -> Future[Batch]:
-        roles = self.generation.roles
-        columns, sink = self.generation.columns(prompts), self.grading.sink(prompts)
+    def _start(self, prompts: Batch) -> Future[Batch]:
+        """Generate: at depth 0 in this thread, since nothing works beside it."""
+        sink = self.grading.sink(prompts)
 
         def generate() -> Batch:
             with phase("rollout", len(prompts), unit="sample"):
-                return roles["rollout"].generate(columns, sampling_params(self.config), sink=sink)
+                return self.generation.generate(prompts, self._params, sink)
 
-        return roles.submit("rollout", generate)
+        if self._depth:
+            return self.generation.roles.submit("rollout", generate)
+        done = Future[Batch]()
+        try:
+            done.set_result(generate())
+        except WorkersReplaced as replaced:
+            done.set_exception(replaced)
+        return done
 
-    def _result(self, one: _Ahead) -> Batch:
-        """The rows of a batch. Where a generator has died, all that were not done are drawn by the present weights."""
+    def _result(self, one: _Batch) -> Batch:
+        """The rows of a batch. Where a generator has died, all that had not ended is drawn by the present weights."""
         try:
             return one.rows.result()
         except WorkersReplaced as replaced:
             self.generation.say(f"{replaced}; what it was generating is drawn by the newest weights")
-            self._publish()
+            self.publish()
             for other in dict.fromkeys([one, *self._queue]):
                 if not other.rows.done() or other.rows.exception() is not None:
-                    other.rows = self._submit(other.prompts)
+                    other.rows = self._start(other.prompts)
             return self._result(one)
 
-    def _rows(self, one: _Ahead) -> Batch | None:
-        """The rows of a batch; None where its generation has failed, which who takes the batch is told."""
+    def _ended(self, one: _Batch) -> Batch | None:
+        """The rows of a batch; None where its generation has failed, which `take` raises."""
         try:
             return self._result(one)
         except Exception:
@@ -213,10 +248,3 @@ class BatchesAhead(Supply):
     def _settle(self) -> None:
         for one in self._queue:
             self._result(one)
-
-    def _publish(self) -> None:
-        try:
-            self.generation.weights.publish()
-        except WorkersReplaced as replaced:
-            self.generation.say(str(replaced))
-            self._publish()

@@ -71,8 +71,6 @@ class SeparateAsyncConfig(ColocateAsyncConfig):
 
     parameter_sync_step: PositiveInt | None = None
     """Updates of the actor between two transfers of weights, a multiple of those of a step; null: those of a step."""
-    clear_kv_cache_on_weight_sync: bool = True
-    """true: what is being generated begins anew from its tokens; false: it goes on behind the old keys and values."""
 
 
 class SamplerConfig(Section):
