@@ -7,8 +7,6 @@ from pydantic import ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 
 from valor.config.base import CountOrOff, PathStr, Section, Seed, inherits, key, section
 
-MovableRole = Literal["critic", "ref", "reward_model", "rollout"]
-
 
 class RunConfig(Section):
     """What every kind of run has: a name, a length, devices, loggers, a folder."""
@@ -171,7 +169,7 @@ class TrainerConfig(RunConfig):
 class PoolConfig(Section):
     """Processes for the named roles; the others share those of `trainer.nnodes` and `trainer.n_gpus_per_node`."""
 
-    roles: list[MovableRole]
+    roles: list[str]
     """Who lives there: critic (with its ensemble), ref, reward_model, rollout (with weights of its own)."""
     nnodes: PositiveInt = 1
     """Nodes."""

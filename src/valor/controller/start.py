@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any
 
-from valor.controller.group import Call, Feed, Pools, Sink, WorkerGroup
+from valor.controller.group import Arguments, Feed, Pools, Sink, WorkerGroup
 from valor.controller.placement import Placement, ResourcePool
 from valor.workers.host import RoleSpec, WorkerHost
 
@@ -19,7 +19,7 @@ class LocalGroup(WorkerGroup):
         self._host.build(specs)
 
     def run(
-        self, role: str, method: str, calls: list[Call], sink: Sink | None = None, feed: Feed | None = None
+        self, role: str, method: str, calls: list[Arguments], sink: Sink | None = None, feed: Feed | None = None
     ) -> list[Any]:
         ((args, kwargs),) = calls
         ways = {} if sink is None else {"sink": sink}
