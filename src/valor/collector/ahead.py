@@ -60,7 +60,7 @@ class PromptSupply(Supply):
         self._messages: defaultdict[int, list[tuple[Any, ...]]] = defaultdict(list)
         self._running: Future[None] | None = None
         self._replacements = 0  # of generators, when they were last told of all that is in flight
-        self._until: tuple[int, int] | None = None  # in the trainer's processes: what ends a round of generation
+        self._until: tuple[int, int] | None = None  # in the trainer's processes: generate until the queue has this
         self._seconds, self._idle_seconds = 0.0, 0.0  # of the first generator since the last batch
         self._last_transfer: int | None = None
 
@@ -89,7 +89,7 @@ class PromptSupply(Supply):
     def paused(self) -> Iterator[None]:
         self._pause()
         yield
-        if self._beside and self.queue.num_in_flight:
+        if self._beside:
             self._run()
 
     def metrics(self, batch: Batch) -> dict[str, float | Histogram]:
@@ -163,7 +163,7 @@ class PromptSupply(Supply):
                 self._drawn.extend(Drawn(draw.draw, i, [row]) for i, row in enumerate(draw.rows))
             self._send(self._group(self._drawn.popleft()))
         self._check_alive()
-        if self._beside and (self._running is None or self._running.done()) and self.queue.num_in_flight:
+        if self._beside:
             self._run()
 
     def _send(self, group: _Group) -> None:
@@ -202,7 +202,10 @@ class PromptSupply(Supply):
     # ---- generation
 
     def _run(self) -> None:
+        """Generate what is in flight, unless that goes on already."""
         roles = self.generation.roles
+        if not self.queue.num_in_flight or (self._running is not None and not self._running.done()):
+            return
         if self._replacements != roles["rollout"].group.num_replacements:  # since the pause
             self.recover("generators died during a pause")
             self.publish()

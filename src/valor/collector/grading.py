@@ -22,7 +22,7 @@ from valor.controller.group import Pools
 from valor.data.batch import Batch, Episodes
 from valor.errors import StepRefused
 from valor.rewards.executor import RewardResult
-from valor.rewards.steps import on_tokens, scaled, token_rewards
+from valor.rewards.steps import Step, on_tokens, scaled, token_rewards
 from valor.rewards.worker import Sample, gather
 
 _SAMPLE_COLUMNS = ("response_text", "data_source", "ground_truth", "extra_info")
@@ -97,7 +97,7 @@ class Grading:
         not finite is an error.
         """
         model, ends = self.config.reward_model, last_rows(batch)
-        results = [] if model.replaces_rule else self._on_tokens(batch, self._by_rule(ends))
+        results = [] if model.replaces_rule else self._by_rule(ends)
         columns: dict[str, Tensor] = {}
         if model.enable and not model.scores:
             columns["progress"] = self.model.progress(batch)
@@ -134,27 +134,6 @@ class Grading:
             results |= {i: results[i]._replace(score=results[i].score + of_turns[i]) for i in judged}
         return [results[i] for i in range(len(batch))]
 
-    def _on_tokens(self, batch: Batch, results: list[RewardResult]) -> list[RewardResult]:
-        """With tokens for the spans of steps, which graders of episodes give in the policy's own words."""
-        if "turn_texts" not in batch or not any(result.steps for result in results):
-            return results
-        results = list(results)
-        for i, rows in enumerate(Episodes(batch).rows):
-            turns, first = list[tuple[int, list[int], str]](), 0
-            for row in rows:
-                length = int(batch["response_lengths"][row])
-                ids, numbers = (batch[name][row, :length].tolist() for name in ("responses", "turn_ids"))
-                texts = batch.objects["turn_texts"][row]
-                pairs = zip(turn_tokens(ids, numbers), texts, strict=True)
-                turns += [(first + at, tokens, text) for (_, at, tokens), text in pairs]
-                first += length
-            try:
-                steps = on_tokens(results[i].steps, turns, self._decode, between=1)
-                results[i] = results[i]._replace(steps=tuple(steps))
-            except ValueError as error:
-                results[i] = RewardResult(self.config.error_score, {}, str(error))
-        return results
-
     def _with_steps(self, batch: Batch, results: list[RewardResult]) -> tuple[list[RewardResult], Tensor | None]:
         """Scores with the sums of the steps' and turns' rewards, and these on tokens [R, T]; None where there are none.
 
@@ -168,10 +147,8 @@ class Grading:
         for i, rows in enumerate(episodes.rows):
             if not results[i].steps:
                 continue
-            lengths = batch["response_lengths"][rows].tolist()
-            ids = [batch["responses"][row, :length].tolist() for row, length in zip(rows, lengths, strict=True)]
             try:
-                rewards = token_rewards(results[i].steps, ids, self._decode)
+                rewards = self._token_rewards(batch, rows, results[i].steps)
             except ValueError as error:
                 results[i] = RewardResult(self.config.error_score, {}, str(error))
                 continue
@@ -184,6 +161,20 @@ class Grading:
         steps = credit_policy_tokens(placed, mask, "carry")
         totals = episodes.sums(steps).tolist()
         return [r._replace(score=r.score + total) for r, total in zip(results, totals, strict=True)], steps
+
+    def _token_rewards(self, batch: Batch, rows: list[int], steps: Sequence[Step]) -> list[list[float]]:
+        """The steps' rewards on the tokens of an episode's rows. ValueError: a step is not in the response."""
+        ids = [batch["responses"][row, : int(batch["response_lengths"][row])].tolist() for row in rows]
+        if "turn_texts" in batch:  # graders of episodes give spans of the policy's own words
+            turns, first = list[tuple[int, list[int], str]](), 0
+            for row, of_row in zip(rows, ids, strict=True):
+                numbers = batch["turn_ids"][row, : len(of_row)].tolist()
+                texts = batch.objects["turn_texts"][row]
+                pairs = zip(turn_tokens(of_row, numbers), texts, strict=True)
+                turns += [(first + at, tokens, text) for (_, at, tokens), text in pairs]
+                first += len(of_row)
+            steps = on_tokens(steps, turns, self._decode, between=1)
+        return token_rewards(steps, ids, self._decode)
 
     def _check_errors(self, results: list[RewardResult]) -> None:
         errors = Counter(r.error for r in results if r.error is not None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import socket
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 import psutil
 import ray
 import torch
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -259,13 +258,11 @@ class RayGroup(WorkerGroup):
         except RayTaskError as error:
             if isinstance(error.cause, UserError | TrainingStopped):
                 raise error.cause from None
-            dead = self._dead_rank(refs)
-            if dead is None:
-                raise error from None
-            raise self._death(dead) from error  # the others complain that it does not answer
+            self._raise_death(error)  # the other ranks complain that one does not answer
+            raise error from None
         except RayActorError as error:
-            dead = self._dead_rank(refs)
-            raise (WorkerDied(f"a worker process died ({error})") if dead is None else self._death(dead)) from error
+            self._raise_death(error)
+            raise WorkerDied(f"a worker process died ({error})") from error
         self._unfinished = []
         return results
 
@@ -286,31 +283,19 @@ class RayGroup(WorkerGroup):
                     sink(item)  # type: ignore[misc]  # without a sink there are no items
         return [results[ref] for ref in refs]
 
-    def _dead_rank(self, refs: list[Any]) -> int | None:
-        """The rank whose process has died, as soon as Ray knows; None if after a while none has."""
-        if len(refs) != len(self._actors):
-            return None
-        deadline = time.monotonic() + _DEATH_SECONDS
-        while time.monotonic() < deadline:
-            for rank, ref in enumerate(refs):
-                if not ray.wait([ref], timeout=0)[0]:
-                    continue
-                try:
-                    ray.get(ref)
-                except RayActorError:
-                    return rank
-                except Exception:
-                    pass
-            if len(refs) == 1:
-                return None
-            time.sleep(_POLL_SECONDS)
-        return None
-
-    def _death(self, rank: int) -> WorkerDied:
-        node = self._nodes[rank] if rank < len(self._nodes) else "its node"
-        return WorkerDied(
-            f"the process of rank {rank} on node {node} died (the node itself, a kill, or no memory left)"
-        )
+    def _raise_death(self, error: Exception) -> None:
+        """WorkerDied where the process of a rank has died, as soon as Ray knows."""
+        probes = [actor.poll.remote(None) for actor in self._actors]
+        for rank, probe in enumerate(probes):
+            try:
+                ray.get(probe, timeout=_DEATH_SECONDS)
+            except RayActorError:
+                node = self._nodes[rank] if rank < len(self._nodes) else "its node"
+                raise WorkerDied(
+                    f"the process of rank {rank} on node {node} died (the node itself, a kill, or no memory left)"
+                ) from error
+            except GetTimeoutError:
+                continue
 
 
 def _drain(items: deque[Any]) -> list[Any]:

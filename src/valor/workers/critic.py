@@ -79,10 +79,8 @@ class CriticWorker(ModelRole):
         return Batch({"values": values.cpu()}, meta={"metrics": metrics})
 
     def _update(self, mini_batch: Batch, loss: LossFn) -> dict[str, float]:
-        with self.on_device(optimizer=True) as engine:
-            metrics = engine.forward_backward(mini_batch, loss, **self._limits, raw=True)
-            step = engine.optimizer_step(advance_schedule=mini_batch.meta["last_of_step"])
-        return self.sum_over_ranks(metrics) | step
+        last = mini_batch.meta["last_of_step"]
+        return self.optimize(mini_batch, loss, advance_schedule=last, **self._limits, raw=True)
 
     def _loss(self, outputs: dict[str, Tensor], rows: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         config = self.config
