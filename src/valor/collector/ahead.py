@@ -1,7 +1,7 @@
 """Samples that are generated without a pause, each prompt on its own, while training goes on or between its steps."""
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from valor.agents.loops import tasks_of
 from valor.collector.generation import Generation
 from valor.collector.grading import Grading
 from valor.collector.queue import Group, SampleQueue
-from valor.collector.supply import Drawn, Item, Supply
+from valor.collector.supply import Drawn, Item, Supply, Unit
 from valor.data.batch import Batch
 from valor.errors import StepRefused, WorkerDied, WorkersReplaced
 from valor.tracking.metrics import Histogram, Timer
@@ -55,7 +55,6 @@ class PromptSupply(Supply):
         self._by_key: dict[EpisodeKey, _Group] = {}
         self._drawn: deque[Drawn] = deque()  # single prompts that have not begun
         self._number = 0
-        self._taken: list[tuple[int, _Group]] = []  # with the step
         # For each generator calls of its runner's methods (`RolloutWorker.generate_ahead`).
         self._messages: defaultdict[int, list[tuple[Any, ...]]] = defaultdict(list)
         self._running: Future[None] | None = None
@@ -64,26 +63,16 @@ class PromptSupply(Supply):
         self._seconds, self._idle_seconds = 0.0, 0.0  # of the first generator since the last batch
         self._last_transfer: int | None = None
 
-    def take(self, wanted: int, step: int, timer: Timer) -> Batch:
+    def _take(self, wanted: int, step: int, timer: Timer) -> Sequence[Unit]:
         if self._transfer_is_due(step):
             with timer("update_weights"):
                 self._last_transfer = step
                 self._pause()
                 self.publish()
-        self._taken = [(of_step, one) for of_step, one in self._taken if of_step == step]
         self._begin_again(self.queue.too_old(self._version))
         self._top_up(step)
         with timer("wait"), phase("rollout", wanted, unit="prompt"):
-            groups = self._wait_for(wanted, self._version + self._transfer_is_due(step + 1))
-        self._taken += ((step, group) for group in groups)
-        parts, episodes = [], 0
-        for one in groups:
-            assert one.rows is not None, "it is finished"
-            parts.append(Batch(one.rows.tensors, one.rows.objects))
-            if "episode" in one.rows:
-                parts[-1]["episode"] = one.rows["episode"] + episodes
-            episodes += len(one.keys)
-        return self.joined(Batch.concat([one.prompts for one in groups]), Batch.concat(parts))
+            return self._wait_for(wanted, self._version + self._transfer_is_due(step + 1))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -109,11 +98,11 @@ class PromptSupply(Supply):
             self._check_alive()
         with self._changed:
             again = [group for of_step, group in self._taken if of_step > step]
-            groups = sorted({*again, *self.queue.groups}, key=lambda one: one.number)
-            begun = [(vars(one.drawn) | {"oldest": one.oldest}, one.rows if one.finished else None) for one in groups]
+            groups = sorted({*again, *self.queue.groups}, key=lambda group: group.number)
+            begun = [(vars(each.drawn) | {"oldest": each.oldest}, each.rows) for each in groups]
             return [*begun, *((vars(drawn) | {"oldest": 0}, None) for drawn in self._drawn)]
 
-    def restore(self, items: Sequence[tuple[Mapping[str, Any], Batch | None]]) -> None:
+    def restore(self, items: Sequence[Item]) -> None:
         for facts, rows in items:
             drawn = Drawn(facts["draw"], facts["first"], facts["rows"])
             if rows is None:
@@ -297,6 +286,6 @@ class PromptSupply(Supply):
         self._replacements = self.generation.roles["rollout"].group.num_replacements
         with self._changed:
             self._messages.clear()
-        for group in [one for one in self.queue.groups if not one.finished]:
+        for group in [group for group in self.queue.groups if not group.finished]:
             group.attempt += 1
             self._send(group)

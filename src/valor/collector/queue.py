@@ -66,12 +66,14 @@ class SampleQueue(Generic[G]):
     def has(self, wanted: int, next_version: int) -> bool:
         """Whether `wanted` groups are finished and, with strategy wait, none in flight will be too old at the weights'
         `next_version`."""
-        old = (not one.finished and next_version - one.oldest > self.max_age for one in self.groups)
-        return self.num_finished >= wanted and not (self.strategy == "wait" and any(old))
+        in_flight = (group for group in self.groups if not group.finished)
+        waits = self.strategy == "wait" and any(next_version - each.oldest > self.max_age for each in in_flight)
+        return self.num_finished >= wanted and not waits
 
     def take(self, wanted: int) -> list[G]:
         """`wanted` finished groups, those of the oldest weights; in the order in which they were drawn."""
-        finished = sorted((one for one in self.groups if one.finished), key=lambda one: (one.oldest, one.number))
-        taken = sorted(finished[:wanted], key=lambda one: one.number)
+        finished = [group for group in self.groups if group.finished]
+        oldest = sorted(finished, key=lambda group: (group.oldest, group.number))
+        taken = sorted(oldest[:wanted], key=lambda group: group.number)
         self.groups = [group for group in self.groups if group not in taken]
         return taken

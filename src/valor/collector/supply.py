@@ -9,12 +9,12 @@ samples make a batch is decided when they have ended, and no run of it repeats b
 import json
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -41,8 +41,18 @@ class Drawn:
     rows: Sequence[int]
 
 
+class Unit(Protocol):
+    """Prompts that are answered together, and the rows of their episodes when all have ended."""
+
+    drawn: Drawn
+    prompts: Batch
+
+    @property
+    def rows(self) -> Batch | None: ...
+
+
 Item = tuple[dict[str, Any], Batch | None]
-"""Of a checkpoint: the fields of a Drawn (and `oldest`), and the samples if they have ended."""
+"""A unit in a checkpoint: the fields of its Drawn (and `oldest`), and its rows if there are such."""
 
 
 class Supply(ABC):
@@ -53,16 +63,33 @@ class Supply(ABC):
         self.config, self.inputs = generation.config, generation.inputs
         self.draws = 0
         self._params = sampling_params(self.config)
+        self._taken: list[tuple[int, Any]] = []  # steps and units of theirs
         # Ahead of training nothing is drawn that no step will take, where every draw is a step's batch.
         one_each = self.config.trainer.v1.runs_ahead and not self.config.algorithm.filter_groups.enable
         self.last_draw = self.inputs.total_steps if one_each else None
 
-    @abstractmethod
     def take(self, wanted: int, step: int, timer: Timer) -> Batch:
         """Samples of `wanted` prompts for step `step`, or of fewer where a draw has fewer; not graded yet."""
+        self._taken = [(of_step, unit) for of_step, unit in self._taken if of_step == step]
+        units = self._take(wanted, step, timer)
+        self._taken += ((step, unit) for unit in units)
+        rows, episodes = list[Batch](), 0
+        for unit in units:
+            assert unit.rows is not None, "its episodes have ended"
+            rows.append(Batch(unit.rows.tensors, unit.rows.objects))
+            if "episode" in unit.rows:
+                rows[-1]["episode"] = unit.rows["episode"] + episodes
+            episodes += len(unit.prompts)
+        prompts = Batch.concat([unit.prompts for unit in units])
+        key, size = prompts["episode_key"], self.inputs.sampler.batch_size * self.config.actor_rollout_ref.rollout.n
+        return self.generation.joined(prompts, Batch.concat(rows), key[:, 1] * size + key[:, 2])
 
     @abstractmethod
-    def paused(self) -> Any:
+    def _take(self, wanted: int, step: int, timer: Timer) -> Sequence[Unit]:
+        """Units whose episodes have ended, for `take`."""
+
+    @abstractmethod
+    def paused(self) -> AbstractContextManager[None]:
         """Context in which nobody generates, so that the rollout role can be called."""
 
     @abstractmethod
@@ -70,7 +97,7 @@ class Supply(ABC):
         """What a checkpoint after step `step` must hold."""
 
     @abstractmethod
-    def restore(self, items: Sequence[tuple[Mapping[str, Any], Batch | None]]) -> None:
+    def restore(self, items: Sequence[Item]) -> None:
         """Go on from what `items` gave."""
 
     def recover(self, replaced: WorkersReplaced) -> None:
@@ -117,10 +144,6 @@ class Supply(ABC):
         prompts.objects["uid"] = [f"{drawn.draw}.{uid}" for uid in prompts.objects["uid"]]
         return prompts
 
-    def joined(self, prompts: Batch, rows: Batch) -> Batch:
-        key, size = prompts["episode_key"], self.inputs.sampler.batch_size * self.config.actor_rollout_ref.rollout.n
-        return self.generation.joined(prompts, rows, key[:, 1] * size + key[:, 2])
-
     def save(self, folder: Path, step: int) -> None:
         """Write what `load` needs after step `step`."""
         folder.mkdir(parents=True)
@@ -155,7 +178,16 @@ class Supply(ABC):
 class _Batch:
     drawn: Drawn
     prompts: Batch
-    rows: Future[Batch]
+    generation: Future[Batch]
+
+    @property
+    def failed(self) -> bool:
+        return self.generation.done() and self.generation.exception() is not None
+
+    @property
+    def rows(self) -> Batch | None:
+        """None where generation has failed."""
+        return None if wait([self.generation]) and self.failed else self.generation.result()
 
 
 class BatchSupply(Supply):
@@ -170,26 +202,22 @@ class BatchSupply(Supply):
         v1 = self.config.trainer.v1
         self._depth = v1.sampler.max_off_policy_threshold if v1.runs_ahead else 0
         self._queue: deque[_Batch] = deque()
-        self._taken: list[tuple[int, _Batch]] = []  # with the step
 
-    def take(self, wanted: int, step: int, timer: Timer) -> Batch:
+    def _take(self, wanted: int, step: int, timer: Timer) -> Sequence[Unit]:
         waiting = "wait" if self._depth else "gen"
         with timer(waiting):
             self._settle()
         with timer("update_weights"):
             self.publish()
-        self._taken = [(of_step, one) for of_step, one in self._taken if of_step == step]
         with timer(waiting):
             while len(self._queue) <= self._depth and (self.last_draw is None or self.draws < self.last_draw):
                 drawn = self.draw()
                 if not self._depth:  # so that a step's samples do not depend on how many draws earlier steps took
-                    drawn = Drawn(step, sum(len(one.drawn.rows) for _, one in self._taken), drawn.rows)
+                    drawn = Drawn(step, sum(len(batch.drawn.rows) for _, batch in self._taken), drawn.rows)
                 prompts = self.prompts_of(drawn)
                 self._queue.append(_Batch(drawn, prompts, self._start(prompts)))
-            first = self._queue.popleft()
-            self._taken.append((step, first))
-            rows = self._result(first)
-        return self.joined(first.prompts, Batch(rows.tensors, rows.objects))
+            self._wait_for(self._queue[0])
+        return [self._queue.popleft()]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -197,17 +225,19 @@ class BatchSupply(Supply):
         yield
 
     def items(self, step: int) -> list[Item]:
-        again = [one for of_step, one in self._taken if of_step > step]
-        return [(vars(one.drawn), self._ended(one)) for one in [*again, *self._queue]]
+        with suppress(Exception):  # `take` raises what generation has failed with
+            self._settle()
+        again = [batch for of_step, batch in self._taken if of_step > step]
+        return [(vars(batch.drawn), batch.rows) for batch in [*again, *self._queue]]
 
-    def restore(self, items: Sequence[tuple[Mapping[str, Any], Batch | None]]) -> None:
+    def restore(self, items: Sequence[Item]) -> None:
         for facts, rows in items:
-            drawn, done = Drawn(**facts), Future[Batch]()
+            drawn, ended = Drawn(**facts), Future[Batch]()
             if rows is None:
-                done.set_exception(WorkersReplaced("generation had failed when the run was saved"))
+                ended.set_exception(WorkersReplaced("generation had failed when the run was saved"))
             else:
-                done.set_result(rows)
-            self._queue.append(_Batch(drawn, self.prompts_of(drawn), done))
+                ended.set_result(rows)
+            self._queue.append(_Batch(drawn, self.prompts_of(drawn), ended))
 
     def _start(self, prompts: Batch) -> Future[Batch]:
         """Generate: at depth 0 in this thread, since nothing works beside it."""
@@ -219,32 +249,25 @@ class BatchSupply(Supply):
 
         if self._depth:
             return self.generation.roles.submit("rollout", generate)
-        done = Future[Batch]()
+        ended = Future[Batch]()
         try:
-            done.set_result(generate())
+            ended.set_result(generate())
         except WorkersReplaced as replaced:
-            done.set_exception(replaced)
-        return done
+            ended.set_exception(replaced)
+        return ended
 
-    def _result(self, one: _Batch) -> Batch:
-        """The rows of a batch. Where a generator has died, all that had not ended is drawn by the present weights."""
+    def _wait_for(self, batch: _Batch) -> None:
+        """Until a batch is generated. Where a generator has died, the present weights generate all that it had."""
         try:
-            return one.rows.result()
+            batch.generation.result()
         except WorkersReplaced as replaced:
             self.generation.say(f"{replaced}; what it was generating is drawn by the newest weights")
             self.publish()
-            for other in dict.fromkeys([one, *self._queue]):
-                if not other.rows.done() or other.rows.exception() is not None:
-                    other.rows = self._start(other.prompts)
-            return self._result(one)
-
-    def _ended(self, one: _Batch) -> Batch | None:
-        """The rows of a batch; None where its generation has failed, which `take` raises."""
-        try:
-            return self._result(one)
-        except Exception:
-            return None
+            for other in self._queue:
+                if not other.generation.done() or other.failed:
+                    other.generation = self._start(other.prompts)
+            self._wait_for(batch)
 
     def _settle(self) -> None:
-        for one in self._queue:
-            self._result(one)
+        for batch in self._queue:
+            self._wait_for(batch)
