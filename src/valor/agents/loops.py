@@ -90,8 +90,8 @@ class Play:
 
     def tell(self, talk: Conversation, messages: Sequence[Message]) -> bool:
         """Append messages, or go on in a new row where the chat template rewrites history. False: there is no room."""
-        told = talk.tell(messages)
-        return self.new_row(talk.token_ids) if told is None else self.observe(told)
+        observation = talk.tell(messages)
+        return self.new_row(talk.token_ids) if observation is None else self.observe(observation)
 
     def say(self, text: str) -> None:
         """What graders read of the last turn, if that is not all of it: its text without its calls."""

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -110,9 +111,8 @@ class RolloutWorker:
             if self._follows and self._agents is not None:
                 self.engine.serve(Elsewhere())
                 return Batch()
-            reports = sink is not None and not self._follows
-            tell = (lambda episode: sink(self._as_text(episode))) if reports else None
-            rows = episode_rows(self._runner().run(self.engine, tasks_of(prompts, params), tell))
+            reports = None if sink is None or self._follows else partial(self._report, sink)
+            rows = episode_rows(self._runner().run(self.engine, tasks_of(prompts, params), reports))
         return with_text(rows, self._decoded)
 
     @Dispatch("all", sent_weights=True)
@@ -152,10 +152,10 @@ class RolloutWorker:
             lambda task, runner: answer(task, runner.generate), most=most, max_tokens=longest, one_turn=True
         )
 
-    def _as_text(self, episode: Episode) -> Episode:
-        """The episode as graders read it."""
+    def _report(self, sink: Sink, episode: Episode) -> None:
+        """Pass an episode on as graders read it: with its texts instead of its turns."""
         text, turns = self._decoded([episode.response_ids])[0], episode.turn_texts_by(self._decoded)
-        return replace(episode, turns=(), prompt_ids=None, info={}, text=text, turn_texts=turns)
+        sink(replace(episode, turns=(), prompt_ids=None, info={}, text=text, turn_texts=turns))
 
     def _decoded(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
         return self._tokenizer.batch_decode(token_ids, skip_special_tokens=True)
