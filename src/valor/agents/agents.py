@@ -13,19 +13,18 @@ import yaml
 
 from valor.agents.chat import Chat
 from valor.agents.environment import EnvironmentLoop
-from valor.agents.episode import Episode, Turn, episode_rows
+from valor.agents.episode import Episode, Turn
 from valor.agents.formats import valid_text
 from valor.agents.gateway_loop import GatewayLoop
 from valor.agents.loops import LOOPS, AgentLoop, Limits, LoopContext, Task
-from valor.agents.runner import EpisodeRunner, Sink
+from valor.agents.runner import EpisodeRunner
 from valor.agents.search_loop import SearchLoop
 from valor.agents.tool_loop import ToolLoop
 from valor.agents.tool_runner import exception_text
 from valor.agents.verl_loop import VerlLoop
 from valor.config import PPOConfig
-from valor.data.batch import Batch
 from valor.errors import TrainingStopped, UserError
-from valor.rollout.base import RolloutEngine, Span
+from valor.rollout.base import Span
 from valor.user_files import load_object
 
 TOOLS_FILE = "tools.json"
@@ -72,10 +71,6 @@ class Agents:
     def judges(self, extra_info: Mapping[str, Any]) -> bool:
         """Whether such a row's episodes come with an outcome, so that no grader is needed, or are replayed."""
         return self._replays or self.loop_of(extra_info).grades
-
-    def play(self, engine: RolloutEngine, tasks: Sequence[Task], sink: Sink | None = None) -> Batch:
-        """The rows of an episode for each task, in their order; `sink` gets each episode when it has ended."""
-        return episode_rows(self.runner().run(engine, tasks, sink))
 
     def runner(self) -> EpisodeRunner:
         return EpisodeRunner(

@@ -7,8 +7,6 @@ from pydantic import ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 
 from valor.config.base import CountOrOff, PathStr, Section, Seed, inherits, key, section
 
-MovableRole = Literal["critic", "ref", "reward_model", "rollout"]
-
 
 class RunConfig(Section):
     """What every kind of run has: a name, a length, devices, loggers, a folder."""
@@ -71,8 +69,6 @@ class SeparateAsyncConfig(ColocateAsyncConfig):
 
     parameter_sync_step: PositiveInt | None = None
     """Updates of the actor between two transfers of weights, a multiple of those of a step; null: those of a step."""
-    clear_kv_cache_on_weight_sync: bool = True
-    """true: what is being generated begins anew from its tokens; false: it goes on behind the old keys and values."""
 
 
 class SamplerConfig(Section):
@@ -173,7 +169,7 @@ class TrainerConfig(RunConfig):
 class PoolConfig(Section):
     """Processes for the named roles; the others share those of `trainer.nnodes` and `trainer.n_gpus_per_node`."""
 
-    roles: list[MovableRole]
+    roles: list[str]
     """Who lives there: critic (with its ensemble), ref, reward_model, rollout (with weights of its own)."""
     nnodes: PositiveInt = 1
     """Nodes."""

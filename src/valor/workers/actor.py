@@ -66,18 +66,17 @@ class ActorWorker(ModelRole):
         """One optimizer step on the rows of a mini-batch; metrics are of the whole mini-batch, over all ranks."""
         config, meta = self.config, mini_batch.meta
         self._generator = keyed_generator(self.seed, meta["global_step"], meta["update"], self.data_parallel_rank)
-        with self.on_device(optimizer=True) as engine, self._reference(config.exact_kl_loss) as reference:
-            metrics = engine.forward_backward(
+        with self.on_device(optimizer=True), self._reference(config.exact_kl_loss) as reference:
+            return self.optimize(
                 mini_batch,
                 self._loss,
+                advance_schedule=meta["last_of_step"],
                 max_tokens=config.ppo_max_token_len_per_gpu,
                 max_rows=config.max_rows,
                 temperature=meta["temperature"],
                 with_entropy=config.entropy_coeff != 0 or config.calculate_entropy,
                 reference=reference,
             )
-            step = engine.optimizer_step(advance_schedule=meta["last_of_step"])
-        return self.sum_over_ranks(metrics) | step
 
     @Dispatch("all", light=True)
     def version(self) -> int:

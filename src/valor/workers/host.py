@@ -32,8 +32,7 @@ _TRACING = threading.Lock()  # torch has one profiler in a process
 class RoleSpec:
     """What to build: the role's class and its constructor's keyword arguments (picklable: they travel to the ranks).
 
-    `replaceable`: it learns nothing, so one that died can be built again; weights that it was sent have to be sent
-    again.
+    `replaceable`: it does not learn, so one that died can be built again, and be sent its weights again.
     """
 
     cls: type
@@ -53,7 +52,7 @@ class WorkerContext:
     resident: list[Any] = field(default_factory=list)  # ModelRoles on the device, where they stay until room is needed
 
     def make_room(self, besides: Any = None) -> None:
-        """All roles that have no turn leave the device, `besides` excepted."""
+        """Offload idle roles except `besides`."""
         for role in list(self.resident):
             if role is not besides:
                 role.leave_device()
@@ -61,10 +60,8 @@ class WorkerContext:
 
 @dataclass
 class Tracer:
-    """Writes torch's traces of a step's calls to `folder`, with `contents` (cpu, cuda, memory, shapes, stack) in them.
-
-    `roles`: the settings of those that are traced.
-    """
+    """Writes a trace of torch's profiler for each call of the roles in `roles`, with `contents` (cpu, cuda, memory,
+    shapes, stack) in it, to `folder`."""
 
     folder: Path
     contents: Collection[str]
@@ -73,10 +70,7 @@ class Tracer:
 
     @contextmanager
     def __call__(self, role: str, method: str, rank: int) -> Iterator[None]:
-        """Trace the block, if its role is traced on this rank; members of an ensemble are as the critic.
-
-        A call beside one that is being traced is not.
-        """
+        """Trace the block, if its role is traced on this rank; a call beside one that is being traced is not."""
         settings = self.roles.get("critic" if role.startswith("critic_") else role)
         if settings is None or not settings.traces(rank) or not _TRACING.acquire(blocking=False):
             yield
@@ -88,18 +82,21 @@ class Tracer:
                 record_shapes="shapes" in self.contents,
                 profile_memory="memory" in self.contents,
                 with_stack="stack" in self.contents,
-            ) as recorded:
+            ) as trace:
                 yield
         finally:
             _TRACING.release()
         call = f"{role}.{method}"
         self._calls[call] += 1
         self.folder.mkdir(parents=True, exist_ok=True)
-        recorded.export_chrome_trace(str(self.folder / f"rank{rank}.{call}.{self._calls[call]}.json.gz"))
+        trace.export_chrome_trace(str(self.folder / f"rank{rank}.{call}.{self._calls[call]}.json.gz"))
 
 
 class WorkerHost:
-    """Builds the roles of one rank and calls their methods by name."""
+    """Builds the roles of one rank and calls their methods by name.
+
+    deterministic: only algorithms that give the same bits every time, where torch has them. gpu: number of its device.
+    """
 
     def __init__(
         self,

@@ -72,9 +72,7 @@ class PreferenceWorker(ModelRole):
     @Dispatch("dp")
     def update(self, batch: Batch) -> dict[str, float]:
         """One optimizer step; `loss`, `accuracy` and `margin` (chosen - rejected) are means over all ranks' pairs."""
-        with self.on_device(optimizer=True) as engine:
-            metrics = engine.forward_backward(batch, self._loss, **self._limits)
-            return self.sum_over_ranks(metrics) | engine.optimizer_step()
+        return self.optimize(batch, self._loss, **self._limits)
 
     @Dispatch("dp")
     def score(self, batch: Batch) -> Batch:

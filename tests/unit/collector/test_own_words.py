@@ -123,7 +123,7 @@ def graded(episode: Episode, source: str, truth: Any, extra: dict[str, Any], cus
             sink = grading.sink(batch)
             assert sink is not None
             sink(episode)
-        results += grading.training(batch)
+        results += grading.training(batch).results
         assert len(graders.graded) == 1
     assert results[0]._replace(seconds=0.0) == results[1]._replace(seconds=0.0)
     return results[0]
@@ -194,16 +194,16 @@ def test_steps_of_the_own_words_lie_on_their_tokens(loop: ToolLoop, tmp_path: Pa
     inputs: Any = SimpleNamespace(
         rewards=Graders(CustomFunction(str(path), "steps")), has_grader=lambda source: True, decode=decode, judge=None
     )
-    (result,) = Grading(PPOConfig(), inputs, ROLES).training(batch)
+    (result,), columns = Grading(PPOConfig(), inputs, ROLES).training(batch)
     assert result.error is None and result.score == 0.75
-    (row,) = batch["step_rewards"].tolist()
+    (row,) = columns["step_rewards"].tolist()
     texts = [decode([batch["responses"][0, : i + 1].tolist()])[0] for i in range(len(row))]
     assert [texts[i][-1] for i, reward in enumerate(row) if reward] == ["o", "9"]
     result = graded(episode, "mine", None, {}, CustomFunction(str(path), "steps"))
     assert result.score == 0.75
     inputs.rewards = Graders(CustomFunction(str(path), "outside"))
     config = PPOConfig.model_validate({"reward": {"max_error_ratio": 1.0}})
-    (result,) = Grading(config, inputs, ROLES).training(batch_of(episode, "mine", None, {}))
+    (result,), _ = Grading(config, inputs, ROLES).training(batch_of(episode, "mine", None, {}))
     size = len("\n".join(episode.turn_texts_by(decode)))
     assert result.error == f"step_rewards: there are no characters 0 to 99 in a response of {size}"
 
