@@ -7,9 +7,9 @@ import click
 
 from valor.agents.http_server import address_options, key_for, require_libraries
 from valor.arguments import PATH, command, option
-from valor.config import PPOConfig, load
+from valor.config import PPOConfig
 from valor.errors import UserError
-from valor.trainer.command import check, derived
+from valor.trainer.command import load_checked
 
 _POSITIVE = click.FloatRange(0, min_open=True)
 _READS = ("actor_rollout_ref.", "data.", "trainer.")  # sections that say how a model is loaded, sampled from and placed
@@ -27,7 +27,7 @@ def plan(settings: tuple[str, ...], gpus: int | None, nodes: int | None, **given
 
     The exit code is 1 where the run does not fit.
     """
-    config = load(settings, PPOConfig, check, derived).config
+    config = load_checked(settings, PPOConfig).config
     from valor.lab.planner import run
 
     return run(config, settings, gpus, nodes, given)
@@ -62,7 +62,7 @@ def _config(model: str, settings: list[str]) -> PPOConfig:
     typed = [one.lstrip("+") for one in settings if "=" in one and not one.startswith("-")]
     if unread := [one for one in typed if not one.startswith(_READS)]:
         raise UserError(f"{unread[0]}: valor serve reads {', '.join(f'{one}*' for one in _READS)}: leave it out")
-    loaded = load([*own, *settings], PPOConfig, check, derived)
+    loaded = load_checked([*own, *settings], PPOConfig)
     if loaded.dry_run:
         raise UserError("valor serve has no --dry-run: leave it out")
     for note in loaded.notes:

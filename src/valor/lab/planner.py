@@ -24,7 +24,8 @@ from valor.models.linear import bfloat16_is_slow
 from valor.models.load import load_model_config
 from valor.models.lora import linear_layers
 from valor.trainer.advantage import own_targets
-from valor.trainer.command import check, derived
+from valor.trainer.command import load_checked
+from valor.trainer.old_log_probs import OldLogProbs
 
 GIB = 2.0**30
 _SPARE = 0.92  # of a device's memory: the allocator's fragments and what other libraries hold
@@ -136,7 +137,7 @@ def estimate(config: PPOConfig, machine: Machine) -> Estimate:
     resident = {"process": _PROCESS[machine.device], "actor": _held(shape, policy.actor.fsdp_config, machine, True)}
     phases = [_generation(config, shape, machine, samples)]
     actor = _Use(config, shape, policy.model, policy.actor, machine)
-    if config.data.train_batch_size > policy.actor.ppo_mini_batch_size or policy.actor.ppo_epochs > 1:
+    if OldLogProbs.of(config).recompute:
         phases.append(actor.phase("actor.compute_log_probs", mine, trains=False))
     if config.needs_reference:
         if config.ref_has_weights:
@@ -293,7 +294,7 @@ def remedy(arguments: Sequence[str], machine: Machine) -> str | None:
     """Settings with which a run fits, as few as possible; None: none of those that there are does."""
 
     def would_fit(*more: str) -> bool:
-        return estimate(load([*arguments, *more], PPOConfig, check, derived).config, machine).fits(machine)
+        return estimate(load_checked([*arguments, *more], PPOConfig).config, machine).fits(machine)
 
     given: list[str] = []
     for override in _remedies(load(arguments).config, machine):

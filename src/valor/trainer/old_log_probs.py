@@ -8,7 +8,6 @@ mask that it uses.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -22,11 +21,11 @@ WEIGHTS = "rollout_is_weights"
 
 @dataclass(frozen=True)
 class OldLogProbs:
-    """What a configuration asks for.
+    """The source of a run's old log-probs.
 
-    bypass: the rollout's own are the old ones. on_policy: a batch gets one update, so that the current log-probs,
-    detached, are the old ones. recompute: one pass over the batch before the first update. correct_batch,
-    correct_mini_batches: when the rollout correction acts. by_estimator: advantages are corrected.
+    bypass: those of the rollout. on_policy: a batch gets one update, so the current log-probs, detached, are the old
+    ones. recompute: one pass over the batch before the first update. correct_batch, correct_mini_batches: when the
+    rollout correction acts. by_estimator: the estimator weighs by rollout log-probs itself.
     """
 
     bypass: bool
@@ -40,10 +39,10 @@ class OldLogProbs:
     def of(config: PPOConfig) -> OldLogProbs:
         correction, actor = config.algorithm.rollout_correction, config.actor_rollout_ref.actor
         bypass = correction.bypass_mode
-        updates = math.ceil(config.data.train_batch_size / actor.ppo_mini_batch_size) * actor.ppo_epochs
+        updates = config.updates_per_step(actor)
         weighs, rejects = correction.weighs, correction.rollout_rs is not None
-        reads = "old_log_probs" in algorithms.ADVANTAGES[config.algorithm.adv_estimator].parameters
-        needed = config.algorithm.use_kl_in_reward or weighs or rejects or reads
+        names = algorithms.ADVANTAGES[config.algorithm.adv_estimator].parameters
+        needed = config.algorithm.use_kl_in_reward or weighs or rejects or "old_log_probs" in names
         needed |= config.trainer.v1.runs_ahead  # how far samples are off-policy is measured in any case
         return OldLogProbs(
             bypass=bypass,
@@ -51,12 +50,12 @@ class OldLogProbs:
             recompute=not bypass and (updates > 1 or needed),
             correct_batch=not bypass and (weighs or rejects),
             correct_mini_batches=bypass and (rejects or weighs),
-            by_estimator="rollout_log_probs" in algorithms.ADVANTAGES[config.algorithm.adv_estimator].parameters,
+            by_estimator="rollout_log_probs" in names,
         )
 
     @property
     def corrects(self) -> bool:
-        """Whether anything is done about samples of another distribution."""
+        """Whether samples of another distribution are corrected for."""
         return self.correct_batch or self.correct_mini_batches or self.by_estimator
 
 
@@ -68,7 +67,7 @@ def corrected(batch: Batch, log_probs: Tensor, config: RolloutCorrectionConfig) 
     episodes = Episodes(batch)  # a sequence is an episode, whatever its rows
     log_probs_of_rows = log_probs
     log_probs, rollout, mask = map(episodes.join, (log_probs, batch["rollout_log_probs"], batch["response_mask"]))
-    found = algorithms.rollout_correction(
+    correction = algorithms.rollout_correction(
         log_probs=log_probs,
         rollout_log_probs=rollout,
         response_mask=mask,
@@ -78,10 +77,10 @@ def corrected(batch: Batch, log_probs: Tensor, config: RolloutCorrectionConfig) 
         rollout_rs=config.rollout_rs,
         rollout_rs_threshold=config.rollout_rs_threshold,
     )
-    columns = {"response_mask": episodes.part(found.response_mask)}
-    if found.weights is not None:
-        columns[WEIGHTS] = episodes.part(found.weights)
-    metrics = {f"rollout_corr/{name}": value for name, value in found.metrics.items()}
+    columns = {"response_mask": episodes.part(correction.response_mask)}
+    if correction.weights is not None:
+        columns[WEIGHTS] = episodes.part(correction.weights)
+    metrics = {f"rollout_corr/{name}": value for name, value in correction.metrics.items()}
     return batch.union(Batch(columns)), off_policy(batch, log_probs_of_rows) | metrics
 
 

@@ -66,7 +66,7 @@ class PPORun(Run):
     def start(self, stack: ExitStack, *, resuming: bool) -> Pools:
         stack.callback(self.inputs.close)
         specs = role_specs(
-            self.role_config,
+            self.config,
             total_steps=self.total_steps,
             eos_token_ids=self.inputs.eos_token_ids,
             separator_id=self.inputs.separator_id,
@@ -75,7 +75,7 @@ class PPORun(Run):
         stack.callback(roles.close)
         self.collector = Collector(self.config, self.inputs, roles, self.record.say)
         stack.callback(self.collector.close)
-        updates = Updates(self.config, roles, self.skips, self.record.say)
+        updates = Updates(self.config, roles, self.skips)
         critics = Critics(self.config, roles, updates)
         self.schedule.bind(Resources(roles, self.collector, updates, critics, self.record))
         if len(self.placement.pools) > 1:

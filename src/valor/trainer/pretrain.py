@@ -62,11 +62,11 @@ class CriticPretrainRun(Run):
     def start(self, stack: ExitStack, *, resuming: bool) -> Pools:
         """The rollouts, by processes that have ended when the critic's start."""
         self._split(self._rollouts(resuming=resuming))
-        specs = role_specs(self.role_config, total_steps=self.total_steps, eos_token_ids=[])
+        specs = role_specs(self.config, total_steps=self.total_steps, eos_token_ids=[])
         specs = {name: spec for name, spec in specs.items() if name in self.trained_roles}
         roles = start_pools(self.placement, specs, self.config.ray_kwargs.ray_init.model_dump())
         stack.callback(roles.close)
-        self.critics = Critics(self.config, roles, Updates(self.config, roles, self.skips, self.record.say))
+        self.critics = Critics(self.config, roles, Updates(self.config, roles, self.skips))
         return roles
 
     @property
@@ -84,7 +84,7 @@ class CriticPretrainRun(Run):
         best = self.record.best
         assert best is not None, "judged before the first step"
         at = f"epoch {best['step'] / self.steps_per_epoch:.3g}" if best["step"] else "as loaded: no epoch was better"
-        folder = self.export_dir("critic")
+        folder = self.record.run_dir / "huggingface" / "critic"
         self.record.say(f"best critic ({at}, held-out explained variance {best['value']:.3f}): {folder}")
 
     def validates_now(self) -> bool:

@@ -44,7 +44,7 @@ class RewardModelRun(SupervisedRun):
 
     def role_spec(self) -> RoleSpec:
         given = {"separator_id": self.texts.separator_id, "pad_token_id": self.tokenizer.pad_token_id}
-        return RoleSpec(PreferenceWorker, {"config": self.role_config, "total_steps": self.total_steps, **given})
+        return RoleSpec(PreferenceWorker, {"config": self.config, "total_steps": self.total_steps, **given})
 
     def evaluate(self, files: Sequence[str]) -> dict[str, float]:
         """What `measure` finds on the pairs in these files."""

@@ -141,7 +141,7 @@ class SFTRun(SupervisedRun):
         return self.measure(DemonstrationDataset(data, self.tokenizer, "val", self.config.trainer.seed, self.fits))
 
     def role_spec(self) -> RoleSpec:
-        return RoleSpec(SFTWorker, {"config": self.role_config, "total_steps": self.total_steps})
+        return RoleSpec(SFTWorker, {"config": self.config, "total_steps": self.total_steps})
 
     def measure(self, samples: Samples) -> dict[str, float]:
         """`loss` and `token_accuracy`."""

@@ -184,7 +184,7 @@ def mini_batches_of(batch: Batch, *overrides: str) -> list[Batch]:
         ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2", *overrides]
     ).config
     group = SimpleNamespace()  # mini-batches are formed without any role
-    return list(Updates(config, group, SkippedUpdates(1, print), print).mini_batches("actor", batch, 1))  # type: ignore[arg-type]
+    return list(Updates(config, group, SkippedUpdates(1, print)).mini_batches("actor", batch, 1))  # type: ignore[arg-type]
 
 
 def four_rows() -> Batch:
