@@ -1,6 +1,7 @@
 """The root of the tree that `valor ppo` reads."""
 
 from collections.abc import Iterator
+from functools import reduce
 from typing import Any, ClassVar
 
 from pydantic import PositiveInt, model_validator
@@ -13,7 +14,7 @@ from valor.config.engine import GlobalProfilerConfig, ModelConfig, ProfilerConfi
 from valor.config.reward import RewardConfig
 from valor.config.rollout import RetrieverConfig, RolloutConfig
 from valor.config.trainer import PoolConfig, RayKwargsConfig, TrainerConfig
-from valor.config.tree import fill_inherited, get_at, lookup, set_at
+from valor.config.tree import fill_inherited, get_at, lookup, schema, set_at
 
 CRITIC_BY_DEFAULT = ("gae", "vtrace", "evpo")
 """The estimators with which critic.enable is true where it is not set; the first is the default."""
@@ -231,10 +232,10 @@ class PPOConfig(Section):
 
     @property
     def traced_roles(self) -> dict[str, ProfilerConfig]:
-        """The roles whose calls are traced."""
-        policy = self.actor_rollout_ref
-        roles = {"actor": policy.actor, "critic": self.critic, "ref": policy.ref, "rollout": policy.rollout}
-        return {role: section.profiler for role, section in roles.items() if section.profiler.enable}
+        """The roles whose calls are traced, each named as its section is."""
+        places = [key.name.split(".") for key in schema(type(self)).values() if key.section is ProfilerConfig]
+        profilers = {place[-2]: reduce(getattr, place, self) for place in places}
+        return {role: profiler for role, profiler in profilers.items() if profiler.enable}
 
     @property
     def uses_graders(self) -> bool:

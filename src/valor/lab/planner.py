@@ -137,7 +137,7 @@ def estimate(config: PPOConfig, machine: Machine) -> Estimate:
     resident = {"process": _PROCESS[machine.device], "actor": _held(shape, policy.actor.fsdp_config, machine, True)}
     phases = [_generation(config, shape, machine, samples)]
     actor = _Use(config, shape, policy.model, policy.actor, machine)
-    if OldLogProbs.of(config).recompute:
+    if OldLogProbs(config).recompute:
         phases.append(actor.phase("actor.compute_log_probs", mine, trains=False))
     if config.needs_reference:
         if config.ref_has_weights:

@@ -18,14 +18,8 @@ from valor.trainer.old_log_probs import OldLogProbs
 LOG_PROBS = ("old_log_probs", "rollout_log_probs")
 # What an estimator may name beyond the common inputs, where the run has it.
 OFFERED_COLUMNS = (*LOG_PROBS, "sum_pi_squared", "rollout_is_weights", "turn_ids")
-FROM_THE_RUN = (
-    *OFFERED_COLUMNS,
-    "component_scores",
-    "component_weights",
-    "bootstrap_mask",
-    "bootstrap_values",
-    "report",
-)
+_OTHERS = ("component_scores", "component_weights", "bootstrap_mask", "bootstrap_values", "report")
+FROM_THE_RUN = (*OFFERED_COLUMNS, *_OTHERS)
 COMPONENTS = ("reward_keys", "reward_weights")  # in adv_kwargs, of an estimator that compares reward components
 
 
@@ -124,7 +118,7 @@ def own_targets(config: PPOConfig) -> tuple[str, dict[str, Any]] | None:
         or algorithm.branch_values.share > 0
         or config.learns_quantiles
         or algorithm.use_pf_ppo
-        or OldLogProbs.of(config).correct_batch
+        or OldLogProbs(config).correct_batch
         or any(("critic" in pool.roles) != ("actor" in pool.roles) for pool in config.pools.values())
     ):
         return None

@@ -31,12 +31,14 @@ Steps = Generator[dict[str, Any], None, int]
 class Run(ABC):
     """A loop of training steps, with checkpoints, exact resume, validation, logging, signals and export.
 
-    A subclass defines the roles (`start`, `trained_roles`), a step (`train_step`) and validation (`validate`), and sets
-    `sampler` and `total_steps` no later than in `start`. `steps` runs it. Nothing is written before `steps` begins.
+    A subclass defines the roles (`start`), a step (`train_step`) and validation (`validate`), and sets no later than in
+    `start`: `trained_roles`, whose weights are saved and exported, `sampler` and `total_steps`. `steps` runs it.
+    Nothing is written before `steps` begins.
     """
 
     title: ClassVar[str] = "training"
     roles: Pools
+    trained_roles: Sequence[str]
     sampler: PromptSampler
     total_steps: int
 
@@ -61,11 +63,6 @@ class Run(ABC):
     @abstractmethod
     def validate(self) -> dict[str, float]:
         """Metrics of the present weights on the validation data; empty without such data."""
-
-    @property
-    @abstractmethod
-    def trained_roles(self) -> Sequence[str]:
-        """Roles whose weights are saved and exported."""
 
     def fit(self) -> int:
         """All of `steps`; the exit code."""

@@ -31,7 +31,7 @@ class Updates:
 
     def __init__(self, config: PPOConfig, roles: Pools, skips: SkippedUpdates) -> None:
         self.config, self.roles, self.skips = config, roles, skips
-        self.old = OldLogProbs.of(config)
+        self.old = OldLogProbs(config)
         options = algorithms.ADVANTAGES[config.algorithm.adv_estimator].options
         self._whiten = "whitening" in options and config.algorithm.adv_whitening == "mini_batch"
         self._loss = algorithms.POLICY_LOSSES[config.policy_loss]

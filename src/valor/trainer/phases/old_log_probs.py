@@ -10,7 +10,7 @@ from valor.config import PPOConfig
 from valor.data.batch import Batch
 from valor.models.rows import ROW_FIELDS
 from valor.tracking.progress import phase
-from valor.trainer.old_log_probs import WEIGHTS, OldLogProbs, corrected, off_policy
+from valor.trainer.old_log_probs import WEIGHTS, OldLogProbs, corrected, correction_options, off_policy
 from valor.trainer.phases.base import Metrics, Phase
 from valor.trainer.step_metrics import old_log_prob_metrics
 
@@ -25,7 +25,7 @@ class RolloutLogProbs(Phase):
 
     @classmethod
     def wanted(cls, config: PPOConfig) -> bool:
-        return OldLogProbs.of(config).bypass
+        return OldLogProbs(config).bypass
 
     @classmethod
     def contradictions(cls, config: PPOConfig) -> Iterator[str]:
@@ -57,7 +57,7 @@ class RecomputedLogProbs(Phase):
 
     @classmethod
     def wanted(cls, config: PPOConfig) -> bool:
-        return OldLogProbs.of(config).recompute
+        return OldLogProbs(config).recompute
 
     def run(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
         with phase("old log-probs", len(batch), unit="sample"):
@@ -75,11 +75,11 @@ class OldLogProbMetrics(Phase):
 
     @classmethod
     def wanted(cls, config: PPOConfig) -> bool:
-        return OldLogProbs.of(config).recompute
+        return OldLogProbs(config).recompute
 
     def run(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
         metrics = old_log_prob_metrics(batch)
-        if self.config.trainer.v1.runs_ahead and not OldLogProbs.of(self.config).correct_batch:
+        if self.config.trainer.v1.runs_ahead and not OldLogProbs(self.config).correct_batch:
             metrics |= off_policy(batch, batch["old_log_probs"])
         return Batch(), metrics
 
@@ -99,7 +99,7 @@ class RolloutCorrection(Phase):
 
     @classmethod
     def wanted(cls, config: PPOConfig) -> bool:
-        return OldLogProbs.of(config).correct_batch
+        return OldLogProbs(config).correct_batch
 
     @classmethod
     def contradictions(cls, config: PPOConfig) -> Iterator[str]:
@@ -123,9 +123,7 @@ def correction_plan(config: PPOConfig) -> str:
 
 def _try_correction(config: PPOConfig) -> Iterator[str]:
     """Uses the settings on one token. UserError: they are wrong."""
-    one, options = (
-        torch.ones(1, 1),
-        config.algorithm.rollout_correction.model_dump(exclude={"bypass_mode", "loss_type"}),
-    )
-    algorithms.rollout_correction(log_probs=-one, rollout_log_probs=-one, response_mask=one, **options)
+    one, correction = torch.ones(1, 1), config.algorithm.rollout_correction
+    columns = {"log_probs": -one, "rollout_log_probs": -one, "response_mask": one}
+    algorithms.rollout_correction(**columns, **correction_options(correction) | {"rollout_is": correction.rollout_is})
     yield from ()

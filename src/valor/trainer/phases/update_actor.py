@@ -30,7 +30,7 @@ class UpdateActor(Phase):
     def __init__(self, config: PPOConfig) -> None:
         super().__init__(config)
         actor = config.actor_rollout_ref.actor
-        more = ["old_log_probs"] * (not OldLogProbs.of(config).on_policy)
+        more = ["old_log_probs"] * (not OldLogProbs(config).on_policy)
         more += ["ref_log_probs"] * (actor.use_kl_loss and not actor.exact_kl_loss)
         self.reads = self.reads | {*more}
 
@@ -61,7 +61,7 @@ class UpdateActor(Phase):
                 yield f"actor_rollout_ref.actor.policy_loss.loss_mode={name}: {error}"
 
     def plan(self) -> str:
-        old, warmup = OldLogProbs.of(self.config), self.config.trainer.critic_warmup
+        old, warmup = OldLogProbs(self.config), self.config.trainer.critic_warmup
         parts = [f"policy loss {self.config.policy_loss}"]
         parts += ["one update a batch, so the ratio is 1"] * old.on_policy
         parts += [correction_plan(self.config)] * old.correct_mini_batches
