@@ -279,7 +279,8 @@ def measure(args: argparse.Namespace, ranks: int, out: Path) -> dict[str, float]
     memory, found = Memory(), {}
     try:
         with ExitStack() as stack:
-            run = PPORun(config, "controller_scale", Placement("ray", {MAIN: pool}, {}))
+            run = PPORun(config, "controller_scale")
+            run.placement = Placement("ray", {MAIN: pool}, {})
             run.roles = run.start(stack, resuming=False)
             stack.enter_context(run.record.opened(0, args.steps))
             stack.enter_context(memory.watched())

@@ -47,10 +47,6 @@ class RunConfig(Section):
     """On GPUs: only algorithms that give the same bits every time, where torch has them; slower."""
     max_skipped_updates: PositiveInt = 5
     """Stop after so many updates in a row with gradients that are not finite."""
-    max_restarts: NonNegativeInt = 0
-    """Start again from the last checkpoint so many times when a process that holds weights has died (under Ray)."""
-    max_rollbacks: NonNegativeInt = 0
-    """Returns to the last checkpoint after a loss of weights: half the rates and, unless drawn ahead, a new batch."""
 
     def contradictions(self, at: str) -> Iterator[str]:
         if self.resume_mode == "resume_path" and self.resume_from_path is None:

@@ -82,8 +82,9 @@ def exists(root: type[BaseModel], name: str) -> bool:
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether one of the patterns, in which `*` stands for any text, is about the key `name`."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+    """Whether the last of the patterns that fit the key `name` takes it in; one after `!` leaves it out."""
+    fits = [pattern for pattern in patterns if fnmatchcase(name, pattern.removeprefix("!"))]
+    return bool(fits) and not fits[-1].startswith("!")
 
 
 def get_at(tree: Any, key: str) -> Any:

@@ -20,7 +20,7 @@ from valor.errors import Interrupted, UserError
 from valor.lab.inputs import InputFile, data_files, demonstration_row, file_of_bytes, model_settings, prompt_row
 from valor.rewards.functions import RewardFunctions
 from valor.tracking.rundir import disk_errors
-from valor.trainer.command import check, derived, tell_notes
+from valor.trainer.command import load_checked, tell_notes
 from valor.user_files import pickled
 
 _INPUTS = "inputs"  # in the folder of the run
@@ -70,7 +70,7 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
         with disk_errors(self.folder):
             for file in files.values():
                 file.into(self._inputs)
-        loaded = load(arguments(self._inputs), self.root, check, derived)
+        loaded = load_checked(arguments(self._inputs), self.root)
         tell_notes(loaded)
         self.config: Any = loaded.config
         self.command = shlex.join(["valor", *self.words.split(), *arguments(self._inputs)])
@@ -136,21 +136,15 @@ class PythonRun(AbstractContextManager["PythonRun"], Iterator[dict[str, Any]]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _again(self) -> Any:
-        self._run = resolve_name(self.makes)(self.config, self.command)
-        return self._run
-
     def _open(self) -> None:
         """Start the run, up to its first step, unless it is under way; one that has ended, as it ended."""
-        from valor.trainer.run import steps_again
-
         if self._steps is None:
-            run = self._again()
+            self._run = run = resolve_name(self.makes)(self.config, self.command)
             if self._ended:
                 run.resume_from = run.record.checkpoints.path(self._last_step)
-            self._steps = steps_again(run, self._again)
+            self._steps = run.steps()
             self._next()
-            self._run.stop.at_once = True
+            run.stop.at_once = True
 
     def _next(self) -> dict[str, Any]:
         """The metrics of what the run yields next, kept."""

@@ -7,9 +7,9 @@ import click
 
 from valor.agents.http_server import address_options, key_for, require_libraries
 from valor.arguments import PATH, command, option
-from valor.config import PPOConfig, load
+from valor.config import PPOConfig
 from valor.errors import UserError
-from valor.trainer.command import check, derived
+from valor.trainer.command import load_checked
 
 _READS = ("actor_rollout_ref.", "data.", "trainer.")  # sections that say how a model is loaded, sampled from and placed
 
@@ -24,7 +24,7 @@ def plan(settings: tuple[str, ...], gpus: int | None, nodes: int | None, memory:
 
     The exit code is 1 where the run does not fit.
     """
-    config = load(settings, PPOConfig, check, derived).config
+    config = load_checked(settings, PPOConfig).config
     from valor.lab.planner import run
 
     return run(config, settings, gpus, nodes, memory)
@@ -60,7 +60,7 @@ def _config(model: str, settings: list[str]) -> PPOConfig:
     if unread := [setting for setting in typed if not setting.startswith(_READS)]:
         sections = ", ".join(f"{section}*" for section in _READS)
         raise UserError(f"{unread[0]}: valor serve reads {sections}: leave it out")
-    loaded = load([*fixed, *settings], PPOConfig, check, derived)
+    loaded = load_checked([*fixed, *settings], PPOConfig)
     if loaded.dry_run:
         raise UserError("valor serve has no --dry-run: leave it out")
     for note in loaded.notes:

@@ -21,7 +21,7 @@ from valor.models.linear import bfloat16_is_slow
 from valor.models.load import load_model_config
 from valor.models.lora import linear_layers
 from valor.models.reward import backbone
-from valor.trainer.command import check, derived
+from valor.trainer.command import load_checked
 from valor.trainer.phases.standard import phases_of
 
 GIB = 2.0**30
@@ -232,7 +232,7 @@ def remedy(arguments: Sequence[str], machine: Machine) -> str | None:
     """Settings with which a run fits, as few as possible; None: none of those that there are does."""
 
     def fits(*more: str) -> bool:
-        return estimate(load([*arguments, *more], PPOConfig, check, derived).config, machine).fits(machine)
+        return estimate(load_checked([*arguments, *more], PPOConfig).config, machine).fits(machine)
 
     chosen: list[str] = []
     for override in _remedies(load(arguments).config, machine):

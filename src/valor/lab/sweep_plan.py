@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
 
-from valor.config import CriticPretrainConfig, PPOConfig, RMConfig, SFTConfig, load
+from valor.config import CriticPretrainConfig, PPOConfig, RMConfig, SFTConfig
 from valor.config.base import PathStr, Section, inherits
 from valor.config.command_line import literal
 from valor.config.describe import describe_errors, show
 from valor.config.tree import flatten, follows
 from valor.errors import UserError
 from valor.tracking.rundir import read_yaml, write_atomically
-from valor.trainer.command import check, derived
+from valor.trainer.command import load_checked
 
 HEADLINE = "validation score"
 
@@ -267,7 +267,7 @@ def _arguments(config: SweepConfig, arm: Arm, seed: int) -> list[str]:
 
 def _settings(config: SweepConfig, arm: Arm) -> dict[str, Any]:
     """What an arm is: its resolved configuration, as for seed 0 in a folder OUT. UserError: its mistakes."""
-    loaded = load(_arguments(config, arm, 0), ENTRIES[config.entry].root, check, derived)
+    loaded = load_checked(_arguments(config, arm, 0), ENTRIES[config.entry].root)
     settings = json.dumps(flatten(loaded.config.model_dump(mode="json")))
     settings = json.loads(settings.replace(json.dumps(f"{config.out}/")[:-1], '"OUT/'))
     return {key: value for key, value in settings.items() if key not in _NAMES}

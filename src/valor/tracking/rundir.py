@@ -29,7 +29,6 @@ METRICS_FILE = "metrics.jsonl"
 SAMPLES_DIR = "samples"
 TENSORBOARD_DIR = "tensorboard"
 INFO_FILE = "run.json"
-ROLLBACKS_FILE = "rollbacks.json"
 LOCK_FILE = ".run.lock"
 _SAMPLES_NAME = re.compile(r"(?:val_)?step_(\d+)\.jsonl")
 _CHECKPOINT_NAME = re.compile(r"global_step_(\d+)")
@@ -120,7 +119,7 @@ def rewind(run_dir: Path, step: int | None) -> None:
     """
     later = [path for saved_at, path in checkpoints(run_dir).items() if step is None or saved_at > step]
     if step is None:
-        names = (METRICS_FILE, SAMPLES_DIR, TENSORBOARD_DIR, ROLLBACKS_FILE)
+        names = (METRICS_FILE, SAMPLES_DIR, TENSORBOARD_DIR)
         later += [run_dir / name for name in names if (run_dir / name).exists()]
     if later:
         numbers = [int(path.name) for path in (run_dir / "previous").glob("*") if path.name.isdigit()]

@@ -59,7 +59,7 @@ def test_what_needs_more_has_a_pass_of_its_own(more):
 def test_so_do_steps_with_episodes_of_several_rows_or_more_rows_than_one_update_has():
     config = load([*ONE_UPDATE, "critic.freeze_steps=[2-2]"]).config
     roles, skips = Mock(), Mock()
-    critics = Critics(config, roles, Updates(config, roles, skips, print))
+    critics = Critics(config, roles, Updates(config, roles, skips))
     batch = Batch({"response_mask": torch.ones(8, 2)})
     assert critics.in_one_pass(batch, 1) and not critics.in_one_pass(batch, 2)
     assert not critics.in_one_pass(batch.repeat(2), 1)

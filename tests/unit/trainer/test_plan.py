@@ -102,10 +102,10 @@ def test_roles():
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        ([], "one process per GPU, or one CPU process where there is none, on this machine; all roles share"),
-        (["trainer.device=cpu"], "one CPU process, on this machine"),
+        (["trainer.device=cuda"], "one process per GPU on this machine; all roles share each process"),
+        (["trainer.device=cpu"], "1 CPU process on this machine"),
         (["trainer.device=cpu", "trainer.n_gpus_per_node=2"], "2 CPU processes on this machine"),
-        (["trainer.n_gpus_per_node=8", "trainer.nnodes=4"], "8 GPUs on each of 4 nodes = 32"),
+        (["trainer.n_gpus_per_node=8", "trainer.nnodes=4"], "8 GPUs on each of 4 nodes"),
     ],
 )
 def test_placement(argv, text):
