@@ -7,13 +7,14 @@ from pydantic import PositiveInt, model_validator
 
 from valor.config.actor import ActorConfig, CriticConfig, RefConfig
 from valor.config.algorithm import AlgorithmConfig
-from valor.config.base import MAIN_TREE, Section, key, section
+from valor.config.base import Section, key, section
 from valor.config.data import DataConfig
 from valor.config.engine import GlobalProfilerConfig, ModelConfig, ProfilerConfig
+from valor.config.inheritance import MAIN_TREE, fill_inherited, lookup
 from valor.config.reward import RewardConfig
 from valor.config.rollout import RetrieverConfig, RolloutConfig
 from valor.config.trainer import PoolConfig, RayKwargsConfig, TrainerConfig
-from valor.config.tree import fill_inherited, get_at, lookup, set_at
+from valor.config.tree import get_at, set_at
 
 CRITIC_BY_DEFAULT = ("gae", "vtrace", "evpo")
 """The estimators with which critic.enable is true where it is not set; the first is the default."""
