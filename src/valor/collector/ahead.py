@@ -52,7 +52,7 @@ class SamplesAhead(Supply):
         self._keep_cache = self._beside and not v1.separate_async.clear_kv_cache_on_weight_sync
         self._steps_per_transfer = config.steps_per_transfer if self._beside else 1
         sampler, batch = v1.sampler, config.data.train_batch_size
-        capacity = (1 + v1.num_warmup_batches) * batch
+        capacity = (1 + v1.batches_ahead) * batch
         self.queue = SampleQueue[_Group](capacity, sampler.max_off_policy_threshold, sampler.max_off_policy_strategy)
         self._changed = Condition()
         self._by_key: dict[EpisodeKey, _Group] = {}

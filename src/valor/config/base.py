@@ -36,9 +36,14 @@ def inherits(source: str, only_with: Rules = "") -> Any:
     return Field(None, json_schema_extra=_extra(only_with, inherits=_reference(source)))
 
 
-def follows(source: str) -> Any:
-    """Field default of what no user sets: always the value of `source`."""
-    return Field(None, exclude=True, json_schema_extra={"inherits": _reference(source), "hidden": True})
+def follows(source: str, default: Any = None) -> Any:
+    """Field default of what no user sets: the value of `source`; in a section that is made alone `default`."""
+    return Field(default, exclude=True, json_schema_extra={"inherits": _reference(source), "hidden": True})
+
+
+def hidden(value: Any) -> Any:
+    """Field default of what no user sets, and which is always `value`."""
+    return Field(value, exclude=True, json_schema_extra={"hidden": True})
 
 
 def section(cls: type[BaseModel], only_with: Rules = "") -> Any:

@@ -1,7 +1,8 @@
 """Keys that take the value of another key where they are null: validation, the tree that Hydra composes, the printed
 defaults and comparisons of runs all read the sources declared here.
 
-A source is a text with `${...}` references: `${a.b.c}` a key from the root, `${.c}` one of the same section.
+A source is a text with `${...}` references: `${a.b.c}` a key from the root, `${.c}` one of the same section,
+`${..c}` one of the section around it.
 """
 
 import re
@@ -21,8 +22,9 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
 def absolute(source: str, name: str) -> str:
-    """`.field` written at the key `name` as a key from the root; other references are returned unchanged."""
-    return f"{name.rpartition('.')[0]}{source}".removeprefix(".") if source.startswith(".") else source
+    """`.field` or `..field` written at the key `name` as a key from the root; others are returned unchanged."""
+    levels = len(source) - len(source.lstrip("."))
+    return ".".join([*name.split(".")[:-levels], source[levels:]]) if levels else source
 
 
 def inherited_from(key: Key) -> str | None:
@@ -58,10 +60,11 @@ def lookup(root: type[BaseModel], tree: Mapping[str, Any], name: str) -> Any:
         return value
     if key is None:
         return lookup(MAIN_TREE[0], {}, name) if root is not MAIN_TREE[0] and name in fields(MAIN_TREE[0]) else None
-    source, only = inherited_from(key), single_source(key)
-    if source is None or only is not None:
-        return key.default if only is None else lookup(root, tree, only)
-    return _REFERENCE.sub(lambda match: str(lookup(root, tree, match[1])), source)
+    if source := single_source(key):
+        value = lookup(root, tree, source)
+    elif text := inherited_from(key):
+        value = _REFERENCE.sub(lambda match: str(lookup(root, tree, match[1])), text)
+    return key.default if value is None else value
 
 
 def follows(root: type[BaseModel], name: str, trees: Sequence[Mapping[str, Any]]) -> bool:

@@ -9,7 +9,7 @@ from valor.config.actor import ActorConfig, CriticConfig, RefConfig
 from valor.config.algorithm import AlgorithmConfig
 from valor.config.base import Section, key, section
 from valor.config.data import DataConfig
-from valor.config.engine import GlobalProfilerConfig, ModelConfig, ProfilerConfig
+from valor.config.engine import GlobalProfilerConfig, ModelConfig
 from valor.config.inheritance import MAIN_TREE, fill_inherited, lookup
 from valor.config.reward import RewardConfig
 from valor.config.rollout import RetrieverConfig, RolloutConfig
@@ -70,10 +70,6 @@ class PPOConfig(Section):
                 set_at(tree, MAX_LENGTH, sum(parts))
         return tree
 
-    def unused(self) -> dict[str, str]:
-        sections = "actor_rollout_ref.ref", "reward.reward_model"
-        return {"no optimizer": " ".join(f"{section}.fsdp_config.optimizer_offload" for section in sections)}
-
     @property
     def generator(self) -> str | None:
         """Name of the engine by which the policy answers prompts; None where it answers none."""
@@ -121,8 +117,6 @@ class PPOConfig(Section):
         for name in ("val_only", "keep_best"):
             if getattr(self.trainer, name) and self.data.val_files is None:
                 yield f"trainer.{name}=true needs validation prompts: set data.val_files"
-        if self.global_profiler.tool is not None and not self.traced_roles:
-            yield "global_profiler.tool traces roles: set actor_rollout_ref.actor.profiler.enable=true, or another's"
         if self.algorithm.branch_values.share and self.plays_episodes:
             yield (
                 "algorithm.branch_values.share: branches go off answers of one turn, and this run's loop "
@@ -217,9 +211,9 @@ class PPOConfig(Section):
         if not v1.runs_ahead:
             return
         most = v1.sampler.max_off_policy_threshold * self.steps_per_transfer
-        if v1.num_warmup_batches > most and not v1.by_batches:
+        if v1.batches_ahead > most and not v1.by_batches:
             yield (
-                f"trainer.v1.{v1.trainer_mode}.num_warmup_batches={v1.num_warmup_batches} begins batches that are too "
+                f"trainer.v1.num_warmup_batches={v1.num_warmup_batches} begins batches that are too "
                 f"old when they are trained on: set it to {most} or less, or raise {sampler}.max_off_policy_threshold"
             )
         if v1.by_batches and self.steps_per_transfer > 1:
@@ -259,13 +253,6 @@ class PPOConfig(Section):
             processes = rollout.n_gpus_per_node or 1
             pools["rollout"] = PoolConfig(roles=["rollout"], nnodes=rollout.nnodes, n_gpus_per_node=processes)
         return pools
-
-    @property
-    def traced_roles(self) -> dict[str, ProfilerConfig]:
-        """The roles whose calls are traced."""
-        policy = self.actor_rollout_ref
-        roles = {"actor": policy.actor, "critic": self.critic, "ref": policy.ref, "rollout": policy.rollout}
-        return {role: section.profiler for role, section in roles.items() if section.profiler.enable}
 
     @property
     def uses_graders(self) -> bool:

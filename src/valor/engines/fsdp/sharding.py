@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -57,11 +56,7 @@ def shard(
     layers = transformer_layers(module)
     heads = [wrap(part, torch.float32) for part in exact]
     wrapped_layers = [wrap(layer, computing) for layer in layers]
-    parts = [wrap(module, computing, root=True), *wrapped_layers, *heads]
-    if fsdp.forward_prefetch:
-        for layer, following in pairwise(wrapped_layers):
-            layer.set_modules_to_forward_prefetch([following])
-    return parts
+    return [wrap(module, computing, root=True), *wrapped_layers, *heads]
 
 
 def reshards(fsdp: FSDPConfig, device: torch.device) -> bool:

@@ -202,8 +202,8 @@ class MegatronEngine(EngineCore):
         return box[0]
 
     def _make_trainable(self, optim: OptimConfig) -> None:
-        megatron, config = self._megatron, self._config
-        distributed: dict[str, Any] = {"use_distributed_optimizer": megatron.use_distributed_optimizer}
+        config = self._config
+        distributed: dict[str, Any] = {"use_distributed_optimizer": True}
         adam = MegatronOptimizerConfig(
             optimizer="adam",
             lr=optim.lr,
@@ -216,18 +216,11 @@ class MegatronEngine(EngineCore):
             params_dtype=config.params_dtype,
             **distributed,
         )
-        try:
-            reduction: dict[str, Any] = {"grad_reduce_in_fp32": True} | distributed | megatron.override_ddp_config
-            ddp_config = DistributedDataParallelConfig(**reduction)
-        except TypeError as error:
-            raise UserError(f"megatron.override_ddp_config: {error}") from error
+        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **distributed)
         self._stages = [
             DistributedDataParallel(config, ddp_config, stage, disable_bucketing=number > 0)
             for number, stage in enumerate(self._stages)
         ]
-        if ddp_config.overlap_grad_reduce:
-            no_sync = [stage.no_sync for stage in self._stages]
-            config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]  # type: ignore[assignment]
         # Without a number of tokens: the losses are divided by the global denominators already.
         config.finalize_model_grads_func = lambda stages, _, **more: finalize_model_grads(stages, None, **more)
         # No overrides: weight decay acts on every parameter, as in the other engine.
@@ -288,7 +281,7 @@ class MegatronEngine(EngineCore):
             self._optimizer_memory.leave(state.optimizer_tensors(self.optimizer), besides=parameters)
         if self._megatron.param_offload:
             self._weight_memory.leave(parameters)
-        if self.optimizer is not None and self._megatron.grad_offload:
+        if self.optimizer is not None and self._megatron.optimizer_offload:
             for stage in self._stages:
                 stage.offload_grad_buffers()
         torch.cuda.empty_cache()
