@@ -49,7 +49,7 @@ class PromptSupply(Supply):
         v1, self._batch_size = self.config.trainer.v1, self.config.data.train_batch_size
         self._beside = v1.trainer_mode == "separate_async"
         self._steps_per_transfer = self.config.steps_per_transfer if self._beside else 1
-        capacity, rule = (1 + v1.num_warmup_batches) * self._batch_size, v1.sampler
+        capacity, rule = (1 + v1.batches_ahead) * self._batch_size, v1.sampler
         self.queue = SampleQueue[_Group](capacity, rule.max_off_policy_threshold, rule.max_off_policy_strategy)
         self._changed = Condition()
         self._by_key: dict[EpisodeKey, _Group] = {}

@@ -53,7 +53,7 @@ class CriticRunConfig(PPOConfig):
         pools = "resource_pools* actor_rollout_ref.rollout.nnodes trainer.v1.*"
         return super().unused() | {
             "the policy is not trained here, and returns are outcomes (lambda 1)": _POLICY_UPDATE,
-            "steps of a PPO run alone are traced": "global_profiler.* *.profiler.*",
+            "steps of a PPO run alone are traced": "global_profiler.*",
             "policy and critic take turns on all processes of trainer.*": pools,
         }
 

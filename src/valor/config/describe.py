@@ -10,9 +10,10 @@ from pydantic import AfterValidator, BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from valor.config.base import as_path
+from valor.config.inheritance import inherited_from, single_source
 from valor.config.ppo import PPOConfig
 from valor.config.presets import COMMANDS
-from valor.config.tree import Key, is_section, plain_keys, schema
+from valor.config.tree import Key, fields, is_section, plain_keys, schema
 from valor.errors import UserError, did_you_mean
 
 _WORDS = {int: "integer", float: "number", bool: "true/false", str: "text", dict: "dict", type(None): "null"}
@@ -93,10 +94,9 @@ def describe_commands(*words: str) -> str:
 
 def default_text(key: Key) -> str:
     """The default of `key`; `= other.key` where it is inherited."""
-    source = key.inherits
-    if source is not None:
-        return source if "${" in source else f"= {source}"
-    return key.declared("derived") or show(key.info.get_default(call_default_factory=True)).strip("'")
+    if source := inherited_from(key):
+        return f"= {single_source(key)}" if single_source(key) else source
+    return key.declared("derived") or show(key.default).strip("'")
 
 
 def show(value: Any) -> str:
@@ -146,9 +146,8 @@ def describe_errors(root: type[BaseModel], error: ValidationError, set_keys: Col
     """One line per wrong key; a key that only inherited a wrong value is left out."""
     wrong: dict[str, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
-        if detail["type"] != "default_factory_not_called":
-            wrong.setdefault(_key_of(root, detail["loc"]), []).append(detail)
-    inherited = {key for key in wrong.keys() & schema(root).keys() if schema(root)[key].inherits in wrong}
+        wrong.setdefault(_key_of(root, detail["loc"]), []).append(detail)
+    inherited = {key for key in wrong.keys() & fields(root).keys() if single_source(fields(root)[key]) in wrong}
     return [_line(root, key, details[0]) for key, details in wrong.items() if key in set_keys or key not in inherited]
 
 

@@ -1,20 +1,20 @@
 """The root of the tree that `valor ppo` reads."""
 
 from collections.abc import Iterator
-from functools import reduce
 from typing import Any, ClassVar
 
 from pydantic import PositiveInt, model_validator
 
 from valor.config.actor import ActorConfig, CriticConfig, RefConfig, UpdateConfig
 from valor.config.algorithm import AlgorithmConfig
-from valor.config.base import MAIN_TREE, Section, key, section
+from valor.config.base import Section, key, section
 from valor.config.data import DataConfig
-from valor.config.engine import GlobalProfilerConfig, ModelConfig, ProfilerConfig
+from valor.config.engine import GlobalProfilerConfig, ModelConfig
+from valor.config.inheritance import MAIN_TREE, fill_inherited, lookup
 from valor.config.reward import RewardConfig
 from valor.config.rollout import RetrieverConfig, RolloutConfig
 from valor.config.trainer import PoolConfig, RayKwargsConfig, TrainerConfig
-from valor.config.tree import fill_inherited, get_at, lookup, schema, set_at
+from valor.config.tree import get_at, set_at
 
 CRITIC_BY_DEFAULT = ("gae", "vtrace", "evpo")
 """The estimators with which critic.enable is true where it is not set; the first is the default."""
@@ -71,10 +71,6 @@ class PPOConfig(Section):
                 set_at(tree, MAX_LENGTH, sum(parts))
         return tree
 
-    def unused(self) -> dict[str, str]:
-        sections = "actor_rollout_ref.ref", "reward.reward_model"
-        return {"no optimizer": " ".join(f"{section}.fsdp_config.optimizer_offload" for section in sections)}
-
     @property
     def generator(self) -> str | None:
         """Name of the engine by which the policy answers prompts; None where it answers none."""
@@ -122,8 +118,6 @@ class PPOConfig(Section):
         for name in ("val_only", "keep_best"):
             if getattr(self.trainer, name) and self.data.val_files is None:
                 yield f"trainer.{name}=true needs validation prompts: set data.val_files"
-        if self.global_profiler.tool is not None and not self.traced_roles:
-            yield "global_profiler.tool traces roles: set actor_rollout_ref.actor.profiler.enable=true, or another's"
         if len(self._loops) > 1 and self.actor_rollout_ref.rollout.agent.default_agent_loop is None:
             both, loops = " and ".join(self._loops.values()), " or ".join(self._loops)
             yield f"{both} are different loops: set actor_rollout_ref.rollout.agent.default_agent_loop to {loops}"
@@ -186,9 +180,9 @@ class PPOConfig(Section):
         if not v1.runs_ahead:
             return
         most = v1.sampler.max_off_policy_threshold * self.steps_per_transfer
-        if v1.num_warmup_batches > most and not v1.by_batches:
+        if v1.batches_ahead > most and not v1.by_batches:
             yield (
-                f"trainer.v1.{v1.trainer_mode}.num_warmup_batches={v1.num_warmup_batches} begins batches that are too "
+                f"trainer.v1.num_warmup_batches={v1.num_warmup_batches} begins batches that are too "
                 f"old when they are trained on: set it to {most} or less, or raise {sampler}.max_off_policy_threshold"
             )
         if v1.by_batches and self.steps_per_transfer > 1:
@@ -229,13 +223,6 @@ class PPOConfig(Section):
             processes = rollout.n_gpus_per_node or 1
             pools["rollout"] = PoolConfig(roles=["rollout"], nnodes=rollout.nnodes, n_gpus_per_node=processes)
         return pools
-
-    @property
-    def traced_roles(self) -> dict[str, ProfilerConfig]:
-        """The roles whose calls are traced, each named as its section is."""
-        places = [key.name.split(".") for key in schema(type(self)).values() if key.section is ProfilerConfig]
-        profilers = {place[-2]: reduce(getattr, place, self) for place in places}
-        return {role: profiler for role, profiler in profilers.items() if profiler.enable}
 
     @property
     def uses_graders(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from valor.config.base import PathStr, Section, Share, inherits, key, section
-from valor.config.engine import FSDPConfig, ReferenceMegatronConfig
+from valor.config.engine import RewardModelFSDPConfig, RewardModelMegatronConfig
 
 _GRADED = {"uses_graders": "the reward model scores every sample (reward_model.rule_weight=0)"}
 _OWN = {".judge.url=null": "the judge has its own server"}
@@ -103,8 +103,8 @@ class RewardModelConfig(Section):
     """Most tokens (padding included) in a forward micro-batch of one process."""
     strategy: str = key("fsdp2", _OWN)
     """Engine: fsdp2 or megatron."""
-    fsdp_config: FSDPConfig = section(FSDPConfig, {**_OWN, ".strategy!=megatron": ""})
-    megatron: ReferenceMegatronConfig = section(ReferenceMegatronConfig, {**_OWN, ".strategy=megatron": ""})
+    fsdp_config: RewardModelFSDPConfig = section(RewardModelFSDPConfig, _OWN)
+    megatron: RewardModelMegatronConfig = section(RewardModelMegatronConfig)
     judge: JudgeConfig = section(JudgeConfig, ".judge.url")
     enable_resource_pool: bool = False
     """Give it devices of its own."""

@@ -6,8 +6,7 @@ from typing import Any, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from valor.config.base import CountOrOff, DType, PathStr, PositiveShare, Section, Share, inherits, key, section
-from valor.config.engine import ProfilerConfig
+from valor.config.base import CountOrOff, DType, PathStr, PositiveShare, Section, Share, follows, inherits, key, section
 
 _AGENT = "actor_rollout_ref.rollout.agent"
 _TURNS = f".enable or {_AGENT}.environment or {_AGENT}.default_agent_loop=environment_agent"
@@ -64,11 +63,11 @@ class ServerConfig(Section):
     weights_dir: PathStr | None = key(None, ".weight_updates=filesystem")
     """Folder of these files, on a path that this machine and the server's share; null: the temporary directory."""
     timeout: PositiveFloat = 600.0
-    """Seconds limit of a response, a weight update and a start, and how long the last server may be unreachable."""
+    """Seconds for a response, a weight update or a start, and for which the last server may be unreachable."""
     sleep: bool = key(False, {"actor_rollout_ref.rollout.name=sglang": "only SGLang's servers are put to sleep"})
     """sglang: servers at base_url are on the trainer's devices: they release their memory while it trains."""
-    log_dir: PathStr = inherits("trainer.default_local_dir", "actor_rollout_ref.rollout.name=sglang")
-    """sglang: folder of the logs of servers that are started here."""
+    log_dir: PathStr = follows("trainer.default_local_dir")
+    """Folder of the logs of servers that are started here."""
 
 
 class MultiTurnConfig(Section):
@@ -90,8 +89,8 @@ class MultiTurnConfig(Section):
     """Longest result of a tool in characters; what is longer is cut."""
     tool_response_truncate_side: Literal["left", "middle", "right"] = key("middle", ".enable")
     """Where a longer result is cut."""
-    tool_timeout: PositiveFloat = key(30.0, _TURNS)
-    """Seconds that one call of a tool, or of a text environment, may take."""
+    tool_timeout: PositiveFloat = key(30.0, f"{_TURNS} or do_search")
+    """Seconds that one call of a tool, a search, or a call of a text environment may take."""
     max_tool_error_ratio: Share = key(1.0, ".enable or do_search")
     """Stop when tools fail in more than this share of a step's calls, the policy's mistakes left out; 1 never does."""
     format: str = key("hermes", ".enable or actor_rollout_ref.rollout.agent.default_agent_loop=gateway_agent")
@@ -146,7 +145,7 @@ class RetrieverConfig(Section):
     """Jsonl or parquet file of documents."""
     topk: PositiveInt = key(3, "do_search")
     """Documents for a query."""
-    timeout: PositiveFloat = key(30.0, "do_search")
+    timeout: PositiveFloat = follows("actor_rollout_ref.rollout.multi_turn.tool_timeout")
     """Seconds that a search may take."""
 
 
@@ -157,7 +156,6 @@ class RolloutConfig(Section):
     """Engine: native with the actor's own weights, or a copy; vllm with a copy; server, sglang, trtllm ask servers."""
     n: PositiveInt = 1
     """Responses (samples) per prompt."""
-    profiler: ProfilerConfig = section(ProfilerConfig, "global_profiler.tool")
     temperature: PositiveFloat = 1.0
     """Softmax temperature; training log-probs use it too."""
     top_k: CountOrOff = -1
@@ -171,11 +169,11 @@ class RolloutConfig(Section):
     dtype: DType = inherits("actor_rollout_ref.actor.fsdp_config.dtype", ".keeps_weights=false")
     """Precision of generation."""
     log_prob_micro_batch_size_per_gpu: PositiveInt | None = None
-    """Old log-probs: most samples in a forward micro-batch of one process; null leaves it to the token budget."""
-    log_prob_use_dynamic_bsz: bool = inherits("actor_rollout_ref.actor.use_dynamic_bsz")
-    """Old log-probs: true forms micro-batches by tokens alone."""
+    """Old and reference log-probs: most samples in a micro-batch of one process; null leaves it to the token budget."""
     log_prob_max_token_len_per_gpu: PositiveInt = inherits("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
-    """Old log-probs: most tokens (padding included) in a forward micro-batch of one process."""
+    """Old and reference log-probs: most tokens (padding included) in a micro-batch of one process."""
+    log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")
+    """Whether these micro-batches are formed by tokens alone."""
     val_kwargs: ValidationSamplingConfig = section(ValidationSamplingConfig, "data.val_files")
     checkpoint_engine: WeightSyncConfig = section(WeightSyncConfig)
     server: ServerConfig = section(ServerConfig)

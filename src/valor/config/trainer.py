@@ -53,14 +53,7 @@ class RunConfig(Section):
             yield f"{at}resume_mode=resume_path needs {at}resume_from_path=<a checkpoint folder>"
 
 
-class ColocateAsyncConfig(Section):
-    """Generation in the trainer's processes, in turns with it; what is unfinished goes on in the next step."""
-
-    num_warmup_batches: PositiveInt = 1
-    """Batches of prompts that are begun beyond the one of the step."""
-
-
-class SeparateAsyncConfig(ColocateAsyncConfig):
+class SeparateAsyncConfig(Section):
     """Generation in processes of its own, beside training."""
 
     parameter_sync_step: PositiveInt | None = None
@@ -81,7 +74,8 @@ class V1Config(Section):
 
     trainer_mode: Literal["sync", "colocate_async", "separate_async"] = "sync"
     """sync: generate, then train; colocate_async: unfinished samples go on next time; separate_async: both at once."""
-    colocate_async: ColocateAsyncConfig = section(ColocateAsyncConfig, "trainer.v1.trainer_mode=colocate_async")
+    num_warmup_batches: PositiveInt = key(1, ".trainer_mode!=sync")
+    """Batches of prompts that are begun beyond the one of the step."""
     separate_async: SeparateAsyncConfig = section(SeparateAsyncConfig, "trainer.v1.trainer_mode=separate_async")
     sampler: SamplerConfig = section(SamplerConfig, "trainer.v1.trainer_mode!=sync")
     deterministic: bool = key(False, "trainer.v1.trainer_mode=separate_async")
@@ -98,11 +92,9 @@ class V1Config(Section):
         return self.trainer_mode == "separate_async" and (self.deterministic or not self.runs_ahead)
 
     @property
-    def num_warmup_batches(self) -> int:
+    def batches_ahead(self) -> int:
         """Batches that are begun beyond the one of the step."""
-        if not self.runs_ahead:
-            return 0
-        return getattr(self, self.trainer_mode).num_warmup_batches
+        return self.num_warmup_batches if self.runs_ahead else 0
 
     def contradictions(self, at: str) -> Iterator[str]:
         if self.trainer_mode == "colocate_async" and not self.runs_ahead:
@@ -176,14 +168,12 @@ class PoolConfig(Section):
 
 
 class RayInitConfig(Section):
-    """Arguments of ray.init; any that Ray knows may be added."""
+    """Arguments of ray.init: any that Ray knows may be added, such as num_cpus."""
 
     model_config = ConfigDict(extra="allow")
 
     address: str | None = None
     """Cluster to join; null starts one on this machine, auto joins the one that runs here."""
-    num_cpus: PositiveInt | None = None
-    """CPUs to announce when a cluster is started; null counts them."""
 
 
 class RayKwargsConfig(Section):

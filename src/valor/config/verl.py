@@ -67,6 +67,11 @@ LOSS = "actor_rollout_ref.actor.policy_loss"
 UNSEEN = "what the policy is told is never trained on"
 WHOLE = RESUMABLE, [*RESUMABLE, "hf_model"]
 SAMPLED = "training rollouts are always sampled"
+_LAYOUT = (
+    "megatron.tensor_model_parallel_size megatron.pipeline_model_parallel_size megatron.context_parallel_size "
+    "megatron.expert_model_parallel_size megatron.expert_tensor_parallel_size megatron.override_transformer_config.* "
+    "fsdp_config.offload_policy fsdp_config.reshard_after_forward fsdp_config.fsdp_size"
+)
 REPLICAS = _at(ROLLOUT, "data_parallel_size expert_parallel_size pipeline_model_parallel_size moe_tensor_parallel_size")
 
 _MICRO_BATCHES = {
@@ -83,6 +88,8 @@ _RENAMED = {
     f"{ROLLOUT}.multi_turn.tool_config_path": "data.tool_config_path",
     f"{ROLLOUT}.multi_turn.function_tool_path": "data.function_tool_path",
     f"{MODEL}.share_prefixes": f"{ACTOR}.use_prefix_grouper",
+    f"{MODEL}.external_lib": "critic.model.external_lib",
+    "trainer.v1.num_warmup_batches": "trainer.v1.*_async.num_warmup_batches",
     "critic.model.enable_gradient_checkpointing": "critic.fsdp_config.gradient_checkpointing",
     "*.optim.clip_grad": "*.grad_clip",
     "global_profiler.contents": "*.profiler.tool_config.torch.contents",
@@ -91,6 +98,7 @@ _RENAMED = {
     "*optim.lr_warmup_steps_ratio": "*optim.warmup_steps_ratio",
     "*optim.lr_scheduler_type": "*optim.warmup_style *optim.lr_decay_style",
     **{f"{role}.megatron.*": f"{role}.megatron_config.*" for role in (ACTOR, REF, "critic")},
+    **{f"*.fsdp_config.{name}": f"*.megatron.{name}" for name in ("dtype", "param_offload", "optimizer_offload")},
     f"{REWARD_MODEL}.megatron.*": "reward_model.megatron.*",
     "*checkpoint.save_contents": "*checkpoint.contents",
     "*.model.lora_rank": "*.model.lora.rank",
@@ -138,6 +146,7 @@ _BEFORE_WIDER_ONES = [
     *_because({f"{UNSEEN}: leave it at true": f"{ACTOR}.state_masking"}, only=(False,), refused=True),
     *_because({"it is where AdamW comes from": "*optim.optimizer_impl"}, only=("torch.optim",)),
     *_because({"it is the optimizer": "*optim.optimizer"}, only=("AdamW", "adam")),
+    *_because({"cosine falls once, from lr to its floor": "*optim.num_cycles"}, only=(0.5,)),
     *_because({"layers are whole": "*fsdp_config.tensor_parallel_size"}, only=(1,)),
     *_because({"managers are built in": "reward.reward_manager.module.*"}, only=(None, "custom_reward_manager")),
     *_because({"fsdp and fsdp2 are the engine": "model_engine engine strategy"}, only=("dp", "fsdp", "fsdp2")),
@@ -168,9 +177,29 @@ _NO_EFFECT = {
     "the schedule spans the run (trainer.total_training_steps)": "*optim.total_training_steps",
     "Valor reads and writes Hugging Face weights itself": "*.megatron.use_mbridge *.megatron.vanilla_mbridge",
     "the model is not trained": " ".join(
-        _at(f"{role}.megatron", "grad_offload optimizer_offload override_ddp_config.*") for role in (REF, REWARD_MODEL)
+        [
+            _at(f"{role}.{section}", "grad_offload optimizer_offload override_ddp_config.*")
+            for role in (REF, REWARD_MODEL)
+            for section in ("megatron", "fsdp_config")
+        ]
     ),
     "the state of megatron's optimizer is always distributed": "*.megatron.use_distributed_optimizer",
+    "gradients leave with the optimizer's state": "*.megatron.grad_offload",
+    "processes that share matrices always share positions between them": "*.megatron.sequence_parallel",
+    "the reference runs as the actor": _at(REF, f"strategy ulysses_sequence_parallel_size {_LAYOUT} fsdp_config.dtype"),
+    "the reference has the micro-batches of actor_rollout_ref.rollout.log_prob_*": f"{REF}.log_prob_*",
+    "actor_rollout_ref.actor.use_dynamic_bsz holds for all passes": f"{ROLLOUT}.log_prob_use_dynamic_bsz "
+    "critic.use_dynamic_bsz",
+    "the critic takes the actor's": _at(
+        "critic",
+        "fsdp_config.offload_policy fsdp_config.reshard_after_forward megatron.expert_tensor_parallel_size "
+        "optim.eps loss_scale_factor checkpoint.save_contents model.use_liger",
+    ),
+    "the reward model is divided as the actor, and sharded over all its processes": _at(
+        REWARD_MODEL, f"{_LAYOUT} fsdp_config.model_dtype"
+    ),
+    "global_profiler.roles and global_profiler.ranks say what is traced": "*.profiler.enable *.profiler.all_ranks "
+    "*.profiler.ranks",
     "gathers overlap on a stream of their own": "*.fsdp_config.forward_prefetch",
     "checkpoints can always be read under another layout": "*.megatron.dist_ckpt_optim_fully_reshardable",
     "what an estimator needs is computed": f"{ACTOR}.calculate_sum_pi_squared",
@@ -226,6 +255,7 @@ _REFUSED = {
     "set megatron.override_transformer_config": "*.megatron.override_mcore_model_config.*",
     "a process has one pipeline stage: drop it": "*.megatron.virtual_pipeline_model_parallel_size",
     "gradients are reduced in float32, behind the backward pass: drop it": "*.megatron.override_ddp_config.*",
+    "cosine falls once, from lr to its floor: leave it at 0.5": "*optim.num_cycles",
     "megatron-core's own FSDP is not used: set strategy=fsdp2": "*.megatron.use_megatron_fsdp",
     "context parallel ranks are the same for all rows": "*.megatron.dynamic_context_parallel "
     "*.megatron.max_seqlen_per_dp_cp_rank",
@@ -237,8 +267,8 @@ _REFUSED = {
     "code runs in a sandbox on this machine: drop it": "*sandbox_fusion.*",
     "a class is for the prompts of a PPO run: prepare a parquet or jsonl file": "*data.custom_cls.*",
     "managers are built in: naive (or prime, the same), dapo, batch": "reward.reward_manager.source",
-    "traces are torch's: set global_profiler.tool=torch, .steps, .save_path, and enable, ranks, all_ranks of a "
-    "role's profiler": "*.profiler.* global_profiler.* trainer.profile_steps",
+    "traces are torch's: set global_profiler.tool=torch, .steps, .roles, .ranks, .save_path": "*.profiler.* "
+    "global_profiler.* trainer.profile_steps",
     "expert routing is not replayed": f"*.router_replay.* {ROLLOUT}.enable_rollout_routing_replay",
     "the optimizer is torch.optim.AdamW: set optim.betas, optim.eps": "*optim.optimizer *optim.optimizer_impl "
     "*optim.override_optimizer_config.* *optim.override_optimizer_config",

@@ -17,7 +17,8 @@ from valor.config import CriticPretrainConfig, PPOConfig, RMConfig, SFTConfig
 from valor.config.base import PathStr, Section, inherits
 from valor.config.command_line import literal
 from valor.config.describe import describe_errors, show
-from valor.config.tree import flatten, follows
+from valor.config.inheritance import follows
+from valor.config.tree import flatten
 from valor.errors import UserError
 from valor.tracking.rundir import read_yaml, write_atomically
 from valor.trainer.command import load_checked

@@ -9,7 +9,8 @@ from huggingface_hub import try_to_load_from_cache
 from pydantic import BaseModel
 
 from valor.config.describe import show, type_text
-from valor.config.tree import flatten, follows, get_at, is_open, matches, plain_keys, schema
+from valor.config.inheritance import follows
+from valor.config.tree import flatten, get_at, is_open, matches, plain_keys, schema
 from valor.trainer.checkpoints import file_sha256
 
 # Settings that change what a run writes, where it works and how fast, but not what it computes (except for rounding by

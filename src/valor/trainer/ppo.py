@@ -106,7 +106,7 @@ class PPORun(Run):
         if step not in (profiler.steps or ()):
             return super()._next_step()
         folder = Path(profiler.save_path) / f"step_{step}"
-        with self.roles.traced(Tracer(folder, profiler.contents, self.config.traced_roles)):
+        with self.roles.traced(Tracer(folder, profiler)):
             return super()._next_step()
 
     def train_step(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ given order and each receives the ones built before it.
 
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from valor.config.engine import ProfilerConfig
+from valor.config.engine import GlobalProfilerConfig
 from valor.engines import distributed
 from valor.workers.memory import (
     PeakMemory,
@@ -60,28 +60,31 @@ class WorkerContext:
 
 @dataclass
 class Tracer:
-    """Writes a trace of torch's profiler for each call of the roles in `roles`, with `contents` (cpu, cuda, memory,
-    shapes, stack) in it, to `folder`."""
+    """Writes torch's traces of a step's calls to `folder`, as `settings` say."""
 
     folder: Path
-    contents: Collection[str]
-    roles: Mapping[str, ProfilerConfig]
+    settings: GlobalProfilerConfig
     _calls: Counter[str] = field(default_factory=Counter)
 
     @contextmanager
     def __call__(self, role: str, method: str, rank: int) -> Iterator[None]:
-        """Trace the block, if its role is traced on this rank; a call beside one that is being traced is not."""
-        settings = self.roles.get("critic" if role.startswith("critic_") else role)
-        if settings is None or not settings.traces(rank) or not _TRACING.acquire(blocking=False):
+        """Trace the block, if its role is traced on this rank; members of an ensemble are as the critic.
+
+        A call beside one that is being traced is not.
+        """
+        name, ranks = "critic" if role.startswith("critic_") else role, self.settings.ranks
+        traced = name in self.settings.roles and (rank in ranks or not ranks)
+        if not traced or not _TRACING.acquire(blocking=False):
             yield
             return
+        contents = self.settings.contents
         try:
-            cuda = [ProfilerActivity.CUDA] if "cuda" in self.contents and torch.cuda.is_available() else []
+            cuda = [ProfilerActivity.CUDA] if "cuda" in contents and torch.cuda.is_available() else []
             with profile(
                 activities=[ProfilerActivity.CPU, *cuda],
-                record_shapes="shapes" in self.contents,
-                profile_memory="memory" in self.contents,
-                with_stack="stack" in self.contents,
+                record_shapes="shapes" in contents,
+                profile_memory="memory" in contents,
+                with_stack="stack" in contents,
             ) as trace:
                 yield
         finally:

@@ -1,18 +1,19 @@
 """Null means: the value of the key that the field names."""
 
+import re
+
 import pytest
 
 from valor.config import ActorConfig, CriticConfig, PPOConfig, RolloutConfig, SFTConfig
-from valor.config.tree import REFERENCE, fill_inherited, lookup, plain_keys, schema
+from valor.config.inheritance import fill_inherited, inherited_from, lookup
+from valor.config.tree import fields
 
 
 @pytest.mark.parametrize("root", [PPOConfig, SFTConfig])
 def test_every_source_is_a_key(root):
-    for key in plain_keys(root):
-        source = key.inherits
-        if source is not None:
-            sources = REFERENCE.findall(source) if "${" in source else [source]
-            assert all(one in schema(root) for one in sources), f"{key.name} inherits from {source}"
+    for key in fields(root).values():
+        for source in re.findall(r"\$\{(.*?)\}", inherited_from(key) or ""):
+            assert source in fields(root), f"{key.name} inherits from {source}"
 
 
 def test_a_chain_is_followed_to_its_end():

@@ -269,7 +269,7 @@ class MegatronEngine(EngineCore):
             self._optimizer_memory.leave(state.optimizer_tensors(self.optimizer), besides=parameters)
         if self._megatron.param_offload:
             self._weight_memory.leave(parameters)
-        if self.optimizer is not None and self._megatron.grad_offload:
+        if self.optimizer is not None and self._megatron.optimizer_offload:
             self._stage.offload_grad_buffers()
         torch.cuda.empty_cache()
 

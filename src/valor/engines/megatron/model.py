@@ -14,7 +14,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from valor.config.engine import MegatronLayout
+from valor.config.engine import MegatronConfig
 from valor.engines.megatron.layout import mpu
 from valor.errors import UserError
 from valor.models.attention import Segments
@@ -23,7 +23,7 @@ from valor.models.packing import packed_attention
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 
 
-def transformer_config(hf: Any, megatron: MegatronLayout, *, recompute: bool) -> TransformerConfig:
+def transformer_config(hf: Any, megatron: MegatronConfig, *, recompute: bool) -> TransformerConfig:
     """UserError: an architecture that is not in `MODEL_TYPES`, sizes that do not divide it, fields that do not fit."""
     config, sizes = hf.config, megatron.sizes
     _refuse_what_is_missing(hf, config)
@@ -66,7 +66,7 @@ def transformer_config(hf: Any, megatron: MegatronLayout, *, recompute: bool) ->
         "context_parallel_size": sizes["context"],
         "expert_model_parallel_size": sizes["expert"],
         "expert_tensor_parallel_size": megatron.expert_tensor_parallel_size,
-        "sequence_parallel": megatron.sequence_parallel and sizes["tensor"] > 1,
+        "sequence_parallel": sizes["tensor"] > 1,
         "cp_comm_type": "a2a",
         "moe_token_dispatcher_type": "alltoall",
         "variable_seq_lengths": True,  # micro-batches of stages that follow each other differ in size
