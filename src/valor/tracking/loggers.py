@@ -218,23 +218,20 @@ class MlflowLogger(Service):
     advice = "check MLFLOW_TRACKING_URI"
 
     def start(self, run: RunInfo, number: str | None) -> str:
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(run.run_dir / 'mlflow.db').resolve()}"
-        self._client = self.package.MlflowClient(uri)
-        existing = self._client.get_experiment_by_name(run.project)
-        experiment = existing.experiment_id if existing else self._client.create_experiment(run.project)
-        self._id = number or self._client.create_run(experiment, run_name=run.experiment).info.run_id
+        local = f"sqlite:///{(run.run_dir / 'mlflow.db').resolve()}"
+        self.package.set_tracking_uri(os.environ.get("MLFLOW_TRACKING_URI") or local)
+        self.package.set_experiment(run.project)
+        self.run = self.package.start_run(run_id=number, run_name=run.experiment)
         if number is None:
-            self._client.log_dict(self._id, dict(run.config), "config.json")
-        return self._id
+            self.package.log_dict(dict(run.config), "config.json")
+        return self.run.info.run_id
 
     def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
-        now, metric = int(time.time() * 1000), self.package.entities.Metric
-        values = [metric(_NOT_IN_MLFLOW.sub("_", key), float(value), now, step) for key, value in metrics.items()]
-        for start in range(0, len(values), 1000):  # the most that MLflow takes at once
-            self._client.log_batch(self._id, values[start : start + 1000])
+        values = {_NOT_IN_MLFLOW.sub("_", key): float(value) for key, value in metrics.items()}
+        self.package.log_metrics(values, step=step)
 
     def close(self) -> None:
-        self._client.set_terminated(self._id)
+        self.package.end_run()
 
 
 LOGGERS: dict[str, Callable[[RunInfo], Logger]] = {

@@ -110,8 +110,6 @@ def test_charts_stay_in_their_cards(report, browse, width):
         assert page.run(SEEN_OUTSIDE) == []
         page.wait_for("[...document.querySelectorAll('.plot')].every(p => p._fullLayout.width <= p.clientWidth + 1)")
         assert page.run(OUTSIDE) == [] and page.run("return document.documentElement.scrollWidth") <= width - 12
-        scale = page.run("return document.querySelector('.heatmaplayer').closest('.plot')._fullData[0].colorscale")
-        assert scale[0][1].replace(" ", "").startswith("#") and scale[0][1][:7] == scale[1][1][:7]  # no grey between
         assert page.console() == []
 
 
