@@ -125,8 +125,8 @@ def timing(metrics: Mapping[str, Series]) -> Iterator[Figure]:
     Seconds in which phases overlap count for the one that began first. The rest of the step is the phase "other";
     validation and saving come after the step.
     """
-    whole = metrics.get("timing_s/step", Series([], []))
-    steps = [step for step, total in zip(whole.steps, whole.values, strict=True) if total]
+    total = metrics.get("timing_s/step", Series([], []))
+    steps = [step for step, seconds in zip(total.steps, total.values, strict=True) if seconds]
     names = sorted({key.removeprefix("timing_s/") for key in metrics if key.startswith("timing_s/")} - {"step"})
     if not names or not steps:
         return
@@ -137,15 +137,15 @@ def timing(metrics: Mapping[str, Series]) -> Iterator[Figure]:
         return np.array([by_step.get(step) or 0.0 for step in steps])
 
     seconds = {name: of_steps(f"timing_s/{name}") - of_steps(f"timing_hidden_s/{name}") for name in names}
-    within = [one for name, one in seconds.items() if name not in _AFTER_THE_STEP]
+    within = [array for name, array in seconds.items() if name not in _AFTER_THE_STEP]
     seconds["other"] = of_steps("timing_s/step") - sum(within)
     per_bar = -(-len(steps) // _MAX_BARS)
     bars = [steps[i : i + per_bar] for i in range(0, len(steps), per_bar)]
     phases: dict[str, list[float | None]] = {}
-    for name in [one for one in _PHASES if one in seconds] + [one for one in seconds if one not in _PHASES]:
+    for name in sorted(seconds, key=[*_PHASES, *names, "other"].index):
         sums = np.add.reduceat(seconds[name].clip(0.0), range(0, len(steps), per_bar))
         if sums.any():
-            phases[_PHASES.get(name, name.replace("_", " "))] = [rounded(one) for one in sums]
+            phases[_PHASES.get(name, name.replace("_", " "))] = [rounded(float(value)) for value in sums]
     totals = {label: sum(filter(None, of)) for label, of in phases.items()}
     shares = {label: f"{total / sum(totals.values()):.1%}" for label, total in totals.items()}
     x = [f"{bar[0]}" if len(bar) == 1 else f"{bar[0]}-{bar[-1]}" for bar in bars]

@@ -89,7 +89,7 @@ class FileLogger(Logger):
 
     def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
         record: dict[str, Any] = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
-        record |= {key: {"low": one.low, "high": one.high, "counts": one.counts} for key, one in histograms.items()}
+        record |= {key: {"low": h.low, "high": h.high, "counts": h.counts} for key, h in histograms.items()}
         self._file.write(json.dumps({"step": step, **record}, allow_nan=False) + "\n")
         self._file.flush()
 
@@ -109,10 +109,9 @@ class TensorboardLogger(Logger):
     def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
         for key, value in metrics.items():
             self._writer.add_scalar(key, value, step)
-        for key, one in histograms.items():
-            number, total, squares = (float(one.centres**power @ one.counts) for power in (0, 1, 2))
-            edges = one.edges[1:].tolist()
-            self._writer.add_histogram_raw(key, one.low, one.high, number, total, squares, edges, one.counts, step)
+        for key, h in histograms.items():
+            moments = (float(h.centres**power @ h.counts) for power in (0, 1, 2))
+            self._writer.add_histogram_raw(key, h.low, h.high, *moments, h.edges[1:].tolist(), h.counts, step)
         self._writer.flush()
 
     def close(self) -> None:
@@ -151,7 +150,7 @@ class Service(Logger):
     def histograms(self, histograms: Mapping[str, Histogram]) -> dict[str, Any]:
         """Histograms as Weights & Biases and Trackio take them."""
         make = self.package.Histogram
-        return {key: make(np_histogram=(one.counts, one.edges.tolist())) for key, one in histograms.items()}
+        return {key: make(np_histogram=(h.counts, h.edges.tolist())) for key, h in histograms.items()}
 
     def close(self) -> None:
         self.run.finish()
