@@ -219,7 +219,7 @@ def _from_hub(recipe: Recipe, split: str, clone: Path | None = None) -> Records:
                 f"--local_dataset_path), {split}=FILE or a folder with {recipe.name}_{split}.jsonl"
             ) from None
         source = {"data_source": hub.data_source} if hub.data_source else {}
-        records += [(f"{path} {hub.split}, row {i}", {**row, **source}) for i, row in enumerate(rows)]
+        records += [(f"{path} {hub.split}, row {i}", dict(row) | source) for i, row in enumerate(rows)]
     return records
 
 

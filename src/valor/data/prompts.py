@@ -66,6 +66,7 @@ class PromptDataset(Sequence[PromptRow]):
         else:
             rows = rows_of_class(data, tokenizer, limit, paths or [])
         numbers = subset(len(rows), limit, data.seed, 0, SUBSET_STREAM, shuffle=data.shuffle)
+        self.split = split
         num_overlong = 0
         self._rows: list[tuple[int, array[int], DataRow]] = []
         kwargs = data.apply_chat_template_kwargs

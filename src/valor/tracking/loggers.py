@@ -110,8 +110,9 @@ class TensorboardLogger(Logger):
         for key, value in metrics.items():
             self._writer.add_scalar(key, value, step)
         for key, h in histograms.items():
-            moments = (float(h.centres**power @ h.counts) for power in (0, 1, 2))
-            self._writer.add_histogram_raw(key, h.low, h.high, *moments, h.edges[1:].tolist(), h.counts, step)
+            number, total, squares = (float(h.centres**power @ h.counts) for power in (0, 1, 2))
+            edges = h.edges[1:].tolist()
+            self._writer.add_histogram_raw(key, h.low, h.high, number, total, squares, edges, h.counts, step)
         self._writer.flush()
 
     def close(self) -> None:
