@@ -219,7 +219,7 @@ def _from_hub(recipe: Recipe, split: str, clone: Path | None = None) -> Records:
                 f"--local_dataset_path), {split}=FILE or a folder with {recipe.name}_{split}.jsonl"
             ) from None
         source = {"data_source": hub.data_source} if hub.data_source else {}
-        records += [(f"{path} {hub.split}, row {i}", {**row, **source}) for i, row in enumerate(rows)]
+        records += [(f"{path} {hub.split}, row {i}", dict(row) | source) for i, row in enumerate(rows)]
     return records
 
 
@@ -230,10 +230,10 @@ def _from_local(recipe: Recipe, splits: Sequence[str], local: list[tuple[str | N
     records: dict[str, Records] = {split: [] for split in splits}
     for split, path in local:
         if path.is_dir():
-            files = {one: _files_of(recipe, one, path) for one in ([split] if split else splits)}
-            for one, inside in files.items():
-                records[one] += [record for file in inside for record in _file_records(file)]
-                records[one] += [] if any(files.values()) or not recipe.hub else _from_hub(recipe, one, path)
+            files = {name: _files_of(recipe, name, path) for name in ([split] if split else splits)}
+            for name, inside in files.items():
+                records[name] += [record for file in inside for record in _file_records(file)]
+                records[name] += [] if any(files.values()) or not recipe.hub else _from_hub(recipe, name, path)
         elif split is None and len(splits) > 1:
             raise UserError(f"{path}: which split is it? say {' or '.join(f'{s}={path.name}' for s in splits)}")
         elif (split or splits[0]) in records:

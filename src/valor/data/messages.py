@@ -1,4 +1,4 @@
-"""Chats as rows of all runs have them: messages with tool calls, and what else their row gives the chat template."""
+"""Chats in rows of all runs: messages with tool calls, and a row's arguments of the chat template."""
 
 import json
 import re
@@ -70,8 +70,8 @@ def check_text(record: Mapping[str, Any], where: str) -> None:
 
 
 def drop_nulls(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record of an Arrow table, without the nulls by which each dictionary in a list (messages, schemas) has the keys
-    of all, and which chat templates would render."""
+    """A record of an Arrow table without the nulls in lists of dictionaries (messages, schemas): each dictionary there
+    has the keys of all, and chat templates would render them."""
     return {name: _deep_without_nulls(value) if isinstance(value, list) else value for name, value in record.items()}
 
 
@@ -81,7 +81,7 @@ def kind_of(value: Any) -> str:
 
 
 def _call(call: Any, where: str, name: str) -> Any:
-    """Nulls inside the arguments are the row's own, and stay."""
+    """A tool call; nulls inside its arguments stay."""
     if not isinstance(call, Mapping):
         return call
     call = _without_nulls(call)
@@ -92,7 +92,7 @@ def _call(call: Any, where: str, name: str) -> Any:
 
 
 def _from_json(value: Any, where: str, name: str) -> Any:
-    """What a text says as JSON; the text where it is none."""
+    """The value of JSON text; other values as they are."""
     try:
         parsed = json.loads(value) if isinstance(value, str) else value
     except ValueError:

@@ -179,9 +179,10 @@ def pair_of(record: Mapping[str, Any], where: str, data: RMDataConfig) -> Prefer
     margin = record.get(data.margin_key) if data.margin_key is not None else None
     if data.margin_key is not None and (isinstance(margin, bool) or not isinstance(margin, int | float)):
         raise UserError(f"{where}: '{data.margin_key}' must be a number, got {type(margin).__name__}")
-    source = record.get("source")
+    source, (chosen, rejected) = record.get("source"), answers
+    named = "unnamed" if source is None else str(source)
     template = data.apply_chat_template_kwargs | row_options(record, where)
-    return Preference(where, questions[0], *answers, "unnamed" if source is None else str(source), margin, template)
+    return Preference(where, questions[0], chosen, rejected, named, margin, template)
 
 
 def _hold_out(pairs: list[Preference], share: float, seed: int) -> tuple[list[Preference], list[Preference]]:

@@ -67,11 +67,11 @@ def main(name: str | None, out: Path | None, options: Sequence[str], **flags: An
         print(_catalogue())
         return 0
     settings = dict(map(_option, options))
-    columns = [flags.pop(flag[2:].replace("-", "_")) for flag in _COLUMN_FLAGS]
-    recipe = _own_prompts(*columns, flags["data_source"]) if name == "custom" else find_recipe(name)
+    prompt, answer, extra = columns = [flags.pop(flag[2:].replace("-", "_")) for flag in _COLUMN_FLAGS]
     if name != "custom" and any(columns):
-        flag = next(flag for flag, entry in zip(_COLUMN_FLAGS, columns, strict=True) if entry)
+        flag = next(flag for flag, column in zip(_COLUMN_FLAGS, columns, strict=True) if column)
         raise UserError(f"{flag} describes your own files: valor data prepare custom; {name} knows its columns")
+    recipe = _own_prompts(prompt, answer, extra, flags["data_source"]) if name == "custom" else find_recipe(name)
     if flags["form"] != "pairs" and not recipe.pairs:
         raise UserError(f"--as {flags['form']}: {name} holds prompts; only pairs can be turned into something else")
     if flags["template"] is not None and QUESTION not in flags["template"]:

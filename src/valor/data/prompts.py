@@ -67,7 +67,7 @@ class PromptDataset(Sequence[PromptRow]):
             rows = rows_of_class(data, tokenizer, limit, paths or [])
         numbers = subset(len(rows), limit, data.seed, 0, SUBSET_STREAM, shuffle=data.shuffle)
         self.split = split
-        self.num_overlong = 0
+        num_overlong = 0
         self._rows: list[tuple[int, array[int], DataRow]] = []
         kwargs = data.apply_chat_template_kwargs
 
@@ -82,7 +82,7 @@ class PromptDataset(Sequence[PromptRow]):
             if not ids:
                 raise UserError(f"{rows[number].where}: the prompt has no tokens after the chat template")
             if len(ids) > data.max_prompt_length:
-                self.num_overlong += 1
+                num_overlong += 1
                 if data.filter_overlong_prompts:
                     continue
                 if data.truncation == "error":
@@ -99,10 +99,10 @@ class PromptDataset(Sequence[PromptRow]):
                 f"data.{split}_files: all {len(numbers)} prompts are longer than data.max_prompt_length="
                 f"{data.max_prompt_length} tokens and were left out; raise the limit"
             )
-        if self.num_overlong:
+        if num_overlong:
             done = "left out" if data.filter_overlong_prompts else f"cut ({data.truncation})"
             limit_text = f"data.max_prompt_length={data.max_prompt_length}"
-            logger.warning("%s: %d of %d over %s tokens %s", split, self.num_overlong, len(numbers), limit_text, done)
+            logger.warning("%s: %d of %d over %s tokens %s", split, num_overlong, len(numbers), limit_text, done)
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -19,7 +19,6 @@ Record = Mapping[str, Any]
 
 PREFIX = "reasoning_gym/"
 QUESTION = "{question}"  # where a template takes the question
-_LETTERS = "ABCDEFGHIJ"
 _TURN = re.compile(r"\n\n(Human|Assistant): ?")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 _SIZE = 2**31 - 1  # a task makes any number of puzzles, each from (seed, index), when it is read
@@ -170,48 +169,6 @@ def _search_question(record: Record) -> Example | None:
     return Example(question, {"target": answers}, {"question": question}, source) if answers else None
 
 
-def _mmlu(record: Record) -> Example:
-    """`answer` is the index of the right choice, or its letter."""
-    subject = {"subject": record["subject"]} if record.get("subject") is not None else {}
-    return _choice(text(record, "question"), value(record, "choices"), value(record, "answer"), subject)
-
-
-def _hellaswag(record: Record) -> Example | None:
-    """How does the text go on? Without a label, as in the test set, the record is left out."""
-    label = str(record.get("label", "")).strip()
-    question = f"How does this go on?\n\n{text(record, 'ctx')} …"
-    return _choice(question, value(record, "endings"), int(label), {}) if label else None
-
-
-def _choice(question: str, choices: list[str], right: int | str, extra: dict[str, Any]) -> Example:
-    """A question with lettered choices; the ground truth is the right one's letter."""
-    index = _LETTERS.find(right.strip().upper()) if isinstance(right, str) else int(right)
-    if not 0 <= index < len(choices):
-        raise ValueError(f"the answer {right!r} is none of its {len(choices)} choices")
-    listed = "\n".join(f"{letter}. {choice}" for letter, choice in zip(_LETTERS, choices, strict=False))
-    extra = {"question": question, "choices": list(choices), **extra}
-    return Example(f"{question}\n\n{listed}", _LETTERS[index], extra)
-
-
-def _humaneval(record: Record) -> Example:
-    """The beginning of a function; the tests call it by its name."""
-    start = str(value(record, "prompt"))
-    truth = {"prompt": start, "test": text(record, "test"), "entry_point": text(record, "entry_point")}
-    extra = {"task_id": text(record, "task_id")}
-    if solution := record.get("canonical_solution"):
-        extra["solution"] = f"{start}{solution}"
-    return Example(f"```python\n{start.strip()}\n```", json.dumps(truth), extra)
-
-
-def _mbpp(record: Record) -> Example:
-    """A task, and the assertions that the code has to pass; they name the function, so they are shown."""
-    tests = list(value(record, "test_list"))
-    setup = "\n".join([*(record.get("test_imports") or ()), str(record.get("test_setup_code") or "")]).strip()
-    extra = {"task_id": str(value(record, "task_id"))} | ({"solution": record["code"]} if record.get("code") else {})
-    question = f"{text(record, 'text', 'prompt')}\n\nThe code has to pass these tests:\n\n" + "\n".join(tests)
-    return Example(question, json.dumps({"test_list": tests, "test_setup_code": setup}), extra)
-
-
 def _hh_rlhf(record: Record) -> Pair | None:
     """A conversation and two last turns of the assistant; left out where the two are the same."""
     prompt, chosen, rejected = (text(record, name) for name in ("prompt", "chosen", "rejected"))
@@ -267,12 +224,9 @@ def _flashrag(config: str, test: str) -> dict[str, list[Hub]]:
 
 
 _BOXED = QUESTION + "\n\nThink step by step and put the final answer in \\boxed{}."
-_CHOOSE = QUESTION + '\n\nThink step by step and end with "Answer: X", where X is the letter of the right choice.'
 _GSM8K = QUESTION + ' Think step by step, then write the final answer as a number after "####".'
 _EXPRESSION = QUESTION + " Think inside <think> </think> and give the expression inside <answer> </answer>."
 _TAGGED = QUESTION + "\n\nThink step by step and give the final answer inside <answer> </answer>."
-_COMPLETE = "Complete this Python function. Give the whole function in one ```python block.\n\n" + QUESTION
-_PROGRAM = QUESTION + "\n\nGive the code in one ```python block."
 # Search-R1's words, to the letter (scripts/data_process/nq_search.py of https://github.com/PeterGriffinJin/Search-R1).
 _SEARCH = (
     "Answer the given question. You must conduct reasoning inside <think> and </think> first every time you get new "
@@ -283,8 +237,8 @@ _SEARCH = (
     + QUESTION
     + "\n"
 )
-_MATH, _MATH500, _MBPP = "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "google-research-datasets/mbpp"
-_HH, _ULTRA, _HUMANEVAL = "Dahoas/full-hh-rlhf", "HuggingFaceH4/ultrafeedback_binarized", "openai/openai_humaneval"
+_MATH, _MATH500 = "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"
+_HH, _ULTRA = "Dahoas/full-hh-rlhf", "HuggingFaceH4/ultrafeedback_binarized"
 _NQ, _HOTPOTQA = _flashrag("nq", "test"), _flashrag("hotpotqa", "dev")
 # As many and as large numbers as TinyZero's puzzles have.
 _COUNTDOWN = partial(puzzles, "countdown", min_numbers=3, max_numbers=4, max_value=99, min_target=10, max_target=100)
@@ -315,14 +269,6 @@ _RECIPES = (
     Recipe("search", "NQ and HotpotQA together, the training data of Search-R1",
            _search_question, "searchR1_qa", "fact-reasoning", _SEARCH,
            {split: _NQ[split] + _HOTPOTQA[split] for split in _NQ}, tool="search"),
-    Recipe("mmlu", "MMLU: 99,842 auxiliary and 14,042 test questions with four choices, 57 subjects",
-           _mmlu, "cais/mmlu", "knowledge", _CHOOSE, _splits("cais/mmlu", "all", train="auxiliary_train")),
-    Recipe("hellaswag", "HellaSwag: 39,905 + 10,042 (validation) texts with four endings",
-           _hellaswag, "Rowan/hellaswag", "commonsense", _CHOOSE, _splits("Rowan/hellaswag", test="validation")),
-    Recipe("humaneval", "HumanEval, 164 Python functions to complete",
-           _humaneval, _HUMANEVAL, "code", _COMPLETE, {"test": [Hub(_HUMANEVAL, None, "test")]}),
-    Recipe("mbpp", "MBPP, 374 + 500 short Python tasks with three tests each",
-           _mbpp, _MBPP, "code", _PROGRAM, _splits(_MBPP, "full")),
     Recipe("hh_rlhf", "helpful and harmless conversations, 112,052 + 12,451 pairs",
            _hh_rlhf, _HH, "alignment", QUESTION, _splits(_HH), pairs=True),
     Recipe("ultrafeedback", "UltraFeedback, 61,135 + 2,000 pairs scored by a judge",

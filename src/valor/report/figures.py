@@ -25,7 +25,9 @@ def figure(
 ) -> Figure:
     """A figure, with its numbers as a table: those of its named traces, unless others are given."""
     if numbers is None:
-        curves = {one["name"]: dict(zip(one["x"], one["y"], strict=True)) for one in traces if one.get("name")}
+        curves = {
+            trace["name"]: dict(zip(trace["x"], trace["y"], strict=True)) for trace in traces if trace.get("name")
+        }
         numbers = curves_table(curves) if curves else None
     texts = {"id": name, "title": title, "note": note, "numbers": numbers, "wide": False}
     return {**texts, "traces": traces, "layout": layout}
@@ -33,7 +35,7 @@ def figure(
 
 def drawn(content: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What the script needs of the figures of these sections."""
-    return [{key: one[key] for key in ("id", "traces", "layout")} for part in content for one in part["figures"]]
+    return [{key: shown[key] for key in ("id", "traces", "layout")} for part in content for shown in part["figures"]]
 
 
 def points(x: Sequence[Any], y: Sequence[Any], name: str, colour: str, **more: Any) -> dict[str, Any]:
@@ -70,7 +72,7 @@ def curves_table(curves: Mapping[str, Mapping[Any, float | None]], unit: str = "
     """Curves, each {x: value}, at some of their x, the first and the last among them; x is a step or a number."""
     shown = evenly_spaced(sorted(set().union(*curves.values())), _TABLE_ROWS)
     heads = [str(x) if isinstance(x, int) else f"{x:.3g}" for x in shown]
-    texts = [[as_text(one[x], unit) if x in one else "" for one in curves.values()] for x in shown]
+    texts = [[as_text(curve[x], unit) if x in curve else "" for curve in curves.values()] for x in shown]
     return ["x", *curves], [[head, *row] for head, row in zip(heads, texts, strict=True)]
 
 

@@ -139,7 +139,7 @@ def _interval(estimate: Mapping[str, Any], sign: str = "") -> str:
 def scorecard_page(card: Mapping[str, Any]) -> str:
     """The page's text, from the content of scorecard.json."""
     name, places, turns = model_name(str(card["critic"])), card["positions"], card["turns"]
-    along = _knowledge("along-auc", "When does it know?", [place["at"] for place in places], places, "share written")
+    along = _knowledge("along-auc", "When does it know?", [point["at"] for point in places], places, "share written")
     content = [
         section("outcome", "Right or wrong?", [_verdicts(card["verdicts"]), _calibration(card["calibration"])]),
         section("along", "Along the response", [_separation(places), along]),
@@ -181,8 +181,8 @@ def _calibration(calibration: Mapping[str, Any]) -> Figure:
     names = {"last": ("at the last token", _BLUE), "all": ("along the response", _ORANGE)}
     bins = {key: calibration[key]["bins"] for key in names}
     traces = [
-        points([one["value"] for one in bins[key]], [one["outcome"] for one in bins[key]], name, colour)
-        | {"customdata": [one["count"] for one in bins[key]], "hovertemplate": "%{x:.3~g}, %{y:.3~g}: %{customdata}"}
+        points([of["value"] for of in bins[key]], [of["outcome"] for of in bins[key]], name, colour)
+        | {"customdata": [of["count"] for of in bins[key]], "hovertemplate": "%{x:.3~g}, %{y:.3~g}: %{customdata}"}
         for key, (name, colour) in names.items()
     ]
     layout = {"xaxis": titled("value"), "yaxis": titled("mean return"), "shapes": [diagonal(traces)]}
@@ -193,7 +193,7 @@ def _calibration(calibration: Mapping[str, Any]) -> Figure:
 def _separation(places: Sequence[Mapping[str, Any]]) -> Figure:
     traces = []
     for side, colour in _SIDES.items():
-        if spreads := {place["at"]: place[side] for place in places if place[side]}:
+        if spreads := {point["at"]: point[side] for point in places if point[side]}:
             low, mean, high = ([spread[key] for spread in spreads.values()] for key in ("low", "mean", "high"))
             traces += [band([*spreads], low, high, colour), points([*spreads], mean, side, colour)]
     layout = {"hovermode": "x unified", "xaxis": titled("share of the response written", tickformat=".0%")}
@@ -204,7 +204,7 @@ def _separation(places: Sequence[Mapping[str, Any]]) -> Figure:
 def _knowledge(name: str, title: str, at: Sequence[float], known: Sequence[Mapping[str, Any]], axis: str) -> Figure:
     """AUC and explained variance of the value, over places or turns."""
     keys = {"auc": ("AUC", _BLUE), "explained_variance": ("explained variance", _ORANGE)}
-    traces = [points(at, [one[key] for one in known], label, colour) for key, (label, colour) in keys.items()]
+    traces = [points(at, [point[key] for point in known], label, colour) for key, (label, colour) in keys.items()]
     layout = {"xaxis": titled(axis), "shapes": [level(0.5)]}
     return figure(name, title, "AUC and explained variance of the value there.", traces, layout)
 

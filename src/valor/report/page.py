@@ -28,7 +28,7 @@ def build_report(run_dir: Path, *, live: bool = False) -> Path:
     """
     run = read_run(run_dir)
     figures = [*pictures.panels(run.metrics), *pictures.spreads(run.histograms), *pictures.timing(run.metrics)]
-    by_section = {name: [one for one in figures if one["section"] == name] for name in pictures.SECTIONS}
+    by_section = {name: [shown for shown in figures if shown["section"] == name] for name in pictures.SECTIONS}
     content = [section(name, pictures.SECTIONS[name], shown) for name, shown in by_section.items() if shown]
     sections = {"findings": "What stands out", **{part["id"]: part["title"] for part in content}}
     sections |= {"samples": "Samples"} if run.samples else {}

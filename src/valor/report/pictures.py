@@ -1,4 +1,4 @@
-"""Figures of a report: curves (assets/panels.yaml lists them), histograms over steps, and times."""
+"""Figures of a report: curves (assets/panels.yaml lists them), spreads over steps, and times."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -6,20 +6,16 @@ from typing import Any
 import numpy as np
 import yaml
 
-from valor.report.figures import Figure, Table, as_text, curves_table, figure, level, titled
-from valor.report.run_data import Series, StepHistogram, evenly_spaced, rounded
+from valor.report.figures import Figure, Table, as_text, band, curves_table, figure, level, points, titled
+from valor.report.run_data import MAX_POINTS, Series, StepHistogram, evenly_spaced, rounded
 from valor.report.skeleton import asset, short
 from valor.tracking.metrics import Histogram
 
 _CONTENT: dict[str, Any] = yaml.safe_load(asset("panels.yaml"))
 SECTIONS: dict[str, str] = _CONTENT["sections"]
-_NUM_ROWS = 40  # common bins of a spread
-_MAX_COLUMNS = 160  # steps of a spread
-_TAIL = 0.005  # of all tokens, at either end: they are counted in the outermost bins, so that the rest is seen
 _PHASES: dict[str, str] = _CONTENT["phases"]
 _AFTER_THE_STEP = ("testing", "save_checkpoint")
 _MAX_BARS = 120
-_ROOT = [[0, "00"], [0.01, "1a"], [0.05, "39"], [0.25, "80"], [1, "ff"]]  # a thin tail is seen beside a peak
 
 
 def panels(metrics: Mapping[str, Series]) -> Iterator[Figure]:
@@ -106,46 +102,21 @@ def _validation_panels(metrics: Mapping[str, Series]) -> list[dict[str, Any]]:
 
 
 def spreads(histograms: Mapping[str, list[StepHistogram]]) -> Iterator[Figure]:
-    """Shares of tokens by value over the steps, as heat maps. Returns are shown beside values only."""
+    """Median, and the band that holds four fifths, of the tokens of each step. Returns are shown beside values only."""
     for name, about in _CONTENT["spreads"].items():
         recorded = histograms.get(f"critic/{name}/histogram")
-        if not recorded or (name == "returns" and "critic/values/histogram" not in histograms):
-            continue
-        shown = evenly_spaced(recorded, _MAX_COLUMNS)
-        edges = np.linspace(*_ends([one for _, one in shown]), _NUM_ROWS + 1)
-        steps, rows = [step for step, _ in shown], (edges[:-1] + edges[1:]) / 2
-        shares = np.stack([_shares(one, edges) for _, one in shown], axis=1)
-        heat = {"type": "heatmap", "x": steps, "y": [float(f"{row:.4g}") for row in rows], "zmin": 0}
-        heat |= {"z": np.round(shares, 4).tolist(), "showscale": False}
-        heat |= {"colorscale": [[at, f"--c1~{opacity}"] for at, opacity in _ROOT]}
-        heat |= {"hovertemplate": "step %{x}, around %{y:.3~g}: %{z:.1%}<extra></extra>"}
-        layout = {"xaxis": titled("step", showgrid=False), "yaxis": {"showgrid": False}}
-        if len(steps) == 1:
-            layout["xaxis"] |= {"range": [steps[0] - 0.6, steps[0] + 0.6], "dtick": 1}
-        mean = rows @ shares / shares.sum(0)
-        deviation = np.sqrt(np.maximum(rows**2 @ shares / shares.sum(0) - mean**2, 0.0))
-        lines = {"mean": mean.tolist(), "standard deviation": deviation.tolist()}
-        numbers = curves_table({label: dict(zip(steps, line, strict=True)) for label, line in lines.items()})
-        title = f"Spread of the {name}"
-        yield figure(f"{name}-spread", title, about["note"], [heat], layout, numbers) | {"section": about["section"]}
+        if recorded and (name != "returns" or "critic/values/histogram" in histograms):
+            steps, spreads = zip(*evenly_spaced(recorded, MAX_POINTS), strict=True)
+            low, middle, high = (list(ends) for ends in zip(*map(_quantiles, spreads), strict=True))
+            lines = [band(steps, low, high, "--c1"), points(steps, middle, "median", "--c1", mode="lines")]
+            shown = figure(f"{name}-spread", f"Spread of the {name}", about["note"], lines, {"xaxis": titled("step")})
+            yield shown | {"section": about["section"]}
 
 
-def _ends(spreads: list[Histogram]) -> tuple[float, float]:
-    """Where the run's entries begin and end, but for their tails."""
-    centres = np.concatenate([one.centres for one in spreads])
-    counts = np.concatenate([one.counts for one in spreads]).astype(float)
-    order = np.argsort(centres)
-    reached = np.cumsum(counts[order]) / counts.sum()
-    low, high = (float(centres[order][np.searchsorted(reached, at)]) for at in (_TAIL, 1 - _TAIL))
-    room = 0.02 * (high - low) or 0.5
-    return low - room, high + room
-
-
-def _shares(one: Histogram, edges: np.ndarray) -> np.ndarray:
-    """The step's share of entries in each of the common bins; its own bins are spread evenly over what they cover."""
-    reached = np.concatenate([[0.0], np.cumsum(one.counts)]) / sum(one.counts)
-    inner = np.interp(edges[1:-1], one.edges, reached)
-    return np.diff(np.concatenate([[0.0], inner, [1.0]]))
+def _quantiles(spread: Histogram) -> list[float]:
+    """The first tenth, the median and the last tenth; entries lie evenly in their bins."""
+    reached = np.concatenate([[0.0], np.cumsum(spread.counts)]) / sum(spread.counts)
+    return [float(f"{value:.4g}") for value in np.interp([0.1, 0.5, 0.9], reached, spread.edges)]
 
 
 def timing(metrics: Mapping[str, Series]) -> Iterator[Figure]:
@@ -154,8 +125,8 @@ def timing(metrics: Mapping[str, Series]) -> Iterator[Figure]:
     Seconds in which phases overlap count for the one that began first. The rest of the step is the phase "other";
     validation and saving come after the step.
     """
-    whole = metrics.get("timing_s/step", Series([], []))
-    steps = [step for step, total in zip(whole.steps, whole.values, strict=True) if total]
+    total = metrics.get("timing_s/step", Series([], []))
+    steps = [step for step, seconds in zip(total.steps, total.values, strict=True) if seconds]
     names = sorted({key.removeprefix("timing_s/") for key in metrics if key.startswith("timing_s/")} - {"step"})
     if not names or not steps:
         return
@@ -166,15 +137,15 @@ def timing(metrics: Mapping[str, Series]) -> Iterator[Figure]:
         return np.array([by_step.get(step) or 0.0 for step in steps])
 
     seconds = {name: of_steps(f"timing_s/{name}") - of_steps(f"timing_hidden_s/{name}") for name in names}
-    within = [one for name, one in seconds.items() if name not in _AFTER_THE_STEP]
+    within = [array for name, array in seconds.items() if name not in _AFTER_THE_STEP]
     seconds["other"] = of_steps("timing_s/step") - sum(within)
     per_bar = -(-len(steps) // _MAX_BARS)
     bars = [steps[i : i + per_bar] for i in range(0, len(steps), per_bar)]
     phases: dict[str, list[float | None]] = {}
-    for name in [one for one in _PHASES if one in seconds] + [one for one in seconds if one not in _PHASES]:
+    for name in sorted(seconds, key=[*_PHASES, *names, "other"].index):
         sums = np.add.reduceat(seconds[name].clip(0.0), range(0, len(steps), per_bar))
         if sums.any():
-            phases[_PHASES.get(name, name.replace("_", " "))] = [rounded(one) for one in sums]
+            phases[_PHASES.get(name, name.replace("_", " "))] = [rounded(float(value)) for value in sums]
     totals = {label: sum(filter(None, of)) for label, of in phases.items()}
     shares = {label: f"{total / sum(totals.values()):.1%}" for label, total in totals.items()}
     x = [f"{bar[0]}" if len(bar) == 1 else f"{bar[0]}-{bar[-1]}" for bar in bars]

@@ -152,17 +152,12 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _shorten(record: dict[str, Any]) -> dict[str, Any]:
-    """The record without the middle of a long prompt and the last tokens of a long response (`tokens_left_out`)."""
-    prompt, half = record["prompt"], MAX_PROMPT_CHARACTERS // 2
-    if len(prompt) > MAX_PROMPT_CHARACTERS:
-        left_out = len(prompt) - MAX_PROMPT_CHARACTERS
-        record = {**record, "prompt": f"{prompt[:half]}\n[… {left_out} characters …]\n{prompt[-half:]}"}
-    count = len(record["tokens"])
-    if count <= MAX_TOKENS_PER_SAMPLE:
-        return record
-    by_token = {key: value for key, value in record.items() if isinstance(value, list) and len(value) == count}
-    cut = {key: value[:MAX_TOKENS_PER_SAMPLE] for key, value in by_token.items()}
-    return {**record, **cut, "tokens_left_out": count - MAX_TOKENS_PER_SAMPLE}
+    """The record with the end of a long prompt and the first tokens of a long response (`tokens_left_out`)."""
+    count, limit = len(record["tokens"]), MAX_TOKENS_PER_SAMPLE
+    by_token = {key: value[:limit] for key, value in record.items() if isinstance(value, list) and len(value) == count}
+    prompt = record["prompt"]
+    shown = prompt if len(prompt) <= MAX_PROMPT_CHARACTERS else f"[…] {prompt[-MAX_PROMPT_CHARACTERS:]}"
+    return {**record, **by_token, "prompt": shown, "tokens_left_out": max(0, count - limit)}
 
 
 def rounded(value: float | None) -> float | None:

@@ -18,22 +18,14 @@ _ENDS = {"stop": "itself", "length": "the limit on tokens", "turns": "the limit 
 
 
 def sample_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The groups of `read_samples` with their samples as `cards`, and a line about each signal's scale."""
+    """The groups of `read_samples` with their samples as `cards`."""
     records = [record for group in groups for record in group["records"]]
-    values = [v for one in records if one.get("values") for v in (*one["values"], one["reward"]) if v is not None]
+    values = [v for r in records if r.get("values") for v in (*r["values"], r["reward"]) if v is not None]
     bounds = (min(values), max(values)) if values else (0.0, 1.0)
     shown = []
     for group in groups:
         reach = {name: _reach(group["records"], name) for name in ("advantages", "log_probs")}
-        has_values = any(record.get("values") for record in group["records"])
-        scales = {
-            "advantages": reach["advantages"] and f"from {short(-reach['advantages'])} to {short(reach['advantages'])}",
-            "values": has_values and f"from {short(bounds[0])} to {short(bounds[1])}",
-            "log_probs": reach["log_probs"] and f"from certain to a log-prob of {short(-reach['log_probs'])}",
-        }
-        lines = {name: line or "not recorded for these samples" for name, line in scales.items()}
-        cards = [_card(record, reach, bounds) for record in group["records"]]
-        shown.append({**group, "cards": cards, "scales": lines})
+        shown.append({**group, "cards": [_card(record, reach, bounds) for record in group["records"]]})
     return shown
 
 

@@ -130,27 +130,26 @@ def show_progress() -> Iterator[None]:
 
 
 def show_phases(console: Console, status: Status) -> None:
-    """All phases in the redrawn line of a terminal; elsewhere the innermost one, every PLAIN_EVERY seconds."""
+    """All phases in the redrawn line of a terminal; elsewhere in a line every PLAIN_EVERY seconds of one of a step."""
     phases, now = open_phases(), time.monotonic()
+    line, timed = " > ".join(phase_text(phase, now) for phase in phases), (phases[1:] or phases)[:1]
     if not phases:
         status.stop()
     elif console.is_terminal:
-        status.update(Text(" > ".join(phase_text(phase, now) for phase in phases)))
+        status.update(Text(line))
         status.start()
-    elif now - (phases[-1].shown or phases[-1].began) >= PLAIN_EVERY:
-        phases[-1].shown = now
-        console.print(phase_text(phases[-1], now), markup=False)
+    elif now - (timed[0].shown or timed[0].began) >= PLAIN_EVERY:
+        timed[0].shown = now
+        console.print(line, markup=False)
 
 
 def phase_text(phase: Phase, now: float) -> str:
     """`rollout: 120/512 samples, 43,210 tokens, 12.3 samples/s, 32.0 s left`, as far as it is known.
 
-    A count that is not whole is a share (`37%`). The rate is that since the first report; without one: `20.0 s so far`.
+    The rate is that since the first report; without one: `20.0 s so far`.
     """
     done, total, unit, parts = phase.last.done, phase.last.total, phase.last.unit, []
-    if not float(done).is_integer():
-        parts += [f"{done / total:.0%}"] if total else []
-    elif total is not None or done:
+    if total is not None or done:
         units = f" {unit if (total or done) == 1 else _plural(unit)}" if unit else ""
         parts.append(f"{done:.0f}{'' if total is None else f'/{total:.0f}'}{units}")
     if phase.last.tokens:

@@ -108,7 +108,7 @@ def not_finite(run: Diagnosis) -> Verdict | None:
 
 def out_of_memory(run: Diagnosis) -> Verdict | None:
     sections = {"actor": f"{_ACTOR}.ppo_", "critic": "critic.ppo_", "train": ""}
-    role = next((one for one in sections if run.now.get(f"{one}/oom_retries")), None)
+    role = next((name for name in sections if run.now.get(f"{name}/oom_retries")), None)
     if role is None:
         return None
     retries, tokens = run.now[f"{role}/oom_retries"], run.now.get(f"{role}/token_budget_min", 0)

@@ -89,7 +89,7 @@ class FileLogger(Logger):
 
     def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
         record: dict[str, Any] = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
-        record |= {key: {"low": one.low, "high": one.high, "counts": one.counts} for key, one in histograms.items()}
+        record |= {key: {"low": h.low, "high": h.high, "counts": h.counts} for key, h in histograms.items()}
         self._file.write(json.dumps({"step": step, **record}, allow_nan=False) + "\n")
         self._file.flush()
 
@@ -109,10 +109,10 @@ class TensorboardLogger(Logger):
     def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
         for key, value in metrics.items():
             self._writer.add_scalar(key, value, step)
-        for key, one in histograms.items():
-            number, total, squares = (float(one.centres**power @ one.counts) for power in (0, 1, 2))
-            edges = one.edges[1:].tolist()
-            self._writer.add_histogram_raw(key, one.low, one.high, number, total, squares, edges, one.counts, step)
+        for key, h in histograms.items():
+            number, total, squares = (float(h.centres**power @ h.counts) for power in (0, 1, 2))
+            edges = h.edges[1:].tolist()
+            self._writer.add_histogram_raw(key, h.low, h.high, number, total, squares, edges, h.counts, step)
         self._writer.flush()
 
     def close(self) -> None:
@@ -151,7 +151,7 @@ class Service(Logger):
     def histograms(self, histograms: Mapping[str, Histogram]) -> dict[str, Any]:
         """Histograms as Weights & Biases and Trackio take them."""
         make = self.package.Histogram
-        return {key: make(np_histogram=(one.counts, one.edges.tolist())) for key, one in histograms.items()}
+        return {key: make(np_histogram=(h.counts, h.edges.tolist())) for key, h in histograms.items()}
 
     def close(self) -> None:
         self.run.finish()
@@ -218,23 +218,20 @@ class MlflowLogger(Service):
     advice = "check MLFLOW_TRACKING_URI"
 
     def start(self, run: RunInfo, number: str | None) -> str:
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(run.run_dir / 'mlflow.db').resolve()}"
-        self._client = self.package.MlflowClient(uri)
-        existing = self._client.get_experiment_by_name(run.project)
-        experiment = existing.experiment_id if existing else self._client.create_experiment(run.project)
-        self._id = number or self._client.create_run(experiment, run_name=run.experiment).info.run_id
+        local = f"sqlite:///{(run.run_dir / 'mlflow.db').resolve()}"
+        self.package.set_tracking_uri(os.environ.get("MLFLOW_TRACKING_URI") or local)
+        self.package.set_experiment(run.project)
+        self.run = self.package.start_run(run_id=number, run_name=run.experiment)
         if number is None:
-            self._client.log_dict(self._id, dict(run.config), "config.json")
-        return self._id
+            self.package.log_dict(dict(run.config), "config.json")
+        return self.run.info.run_id
 
     def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
-        now, metric = int(time.time() * 1000), self.package.entities.Metric
-        values = [metric(_NOT_IN_MLFLOW.sub("_", key), float(value), now, step) for key, value in metrics.items()]
-        for start in range(0, len(values), 1000):  # the most that MLflow takes at once
-            self._client.log_batch(self._id, values[start : start + 1000])
+        values = {_NOT_IN_MLFLOW.sub("_", key): float(value) for key, value in metrics.items()}
+        self.package.log_metrics(values, step=step)
 
     def close(self) -> None:
-        self._client.set_terminated(self._id)
+        self.package.end_run()
 
 
 LOGGERS: dict[str, Callable[[RunInfo], Logger]] = {

@@ -22,7 +22,7 @@ def reduce_metrics(metrics: Iterable[Mapping[str, float]]) -> dict[str, float]:
     A dict without some key adds nothing to it. NaN wins over every number, so that it is never hidden.
     """
     reduced: dict[str, float] = {}
-    for key, value in (item for one in metrics for item in one.items()):
+    for key, value in (item for record in metrics for item in record.items()):
         extreme = _EXTREME.search(key)
         join = operator.add if extreme is None else np.maximum if extreme[1] == "max" else np.minimum
         reduced[key] = float(join(reduced[key], float(value))) if key in reduced else float(value)

@@ -31,7 +31,6 @@ class Phase:
 
     last: Progress
     thread: int = 0
-    parts: list[tuple[int, int]] = field(default_factory=list)  # (index, count) of nested `part`s, outermost first
     began: float = field(default_factory=time.monotonic)
     first: tuple[float, float] | None = None  # time and count of the first report, from which its rate is measured
     shown: float | None = None  # when a line was written about it
@@ -101,11 +100,6 @@ def report_progress(done: float, total: float | None = None) -> None:
     """Report that `done` of `total` is finished; None: the total that the phase already has. Any thread may call it."""
     with _board.lock:
         opened = _board.innermost()
-        if opened.parts:
-            share = done / total if total else 0.0
-            for index, count in reversed(opened.parts):
-                done, total = index + share, count
-                share = done / count
         opened.first = opened.first or (time.monotonic(), done)
         _board.report(opened, done=done, total=opened.last.total if total is None else total)
 
@@ -119,18 +113,12 @@ def report_tokens(count: int) -> None:
 
 @contextmanager
 def part(index: int, count: int) -> Iterator[None]:
-    """Reports inside the block belong to piece `index` (from 0) of `count` equal pieces of the phase. Parts nest.
+    """Piece `index` (from 0) of `count` equal pieces of the phase, as a phase within it.
 
     A loop over mini-batches wraps its body in `part(i, n)`; the engine inside reports its micro-batches.
     """
-    with _board.lock:
-        opened = _board.innermost()
-        opened.parts.append((index, count))
-    try:
+    with phase(f"part {index + 1} of {count}"):
         yield
-    finally:
-        with _board.lock:
-            opened.parts.pop()
     report_progress(index + 1, count)  # not reached when the block raised: that piece is not done
 
 

@@ -63,13 +63,11 @@ def test_report_opens(report, browse, width, phone, dark):
             title.startswith('token 1: "First"') and "advantage" in title and "value" in title and "log-prob" in title
         )
 
-        # validation samples have no advantages: no colours, and the page says so
+        # validation samples have no advantages: no colours
         page.run("document.querySelectorAll('#signals button')[0].click()")
         enter(
             page, "sample-step", page.run("return document.getElementById('sample-step').options.length - 1"), "change"
         )
-        scales = "[...document.querySelectorAll('#sample-list .scale')].filter(one => one.offsetParent)"
-        assert page.run(f"return {scales}.map(one => one.textContent)") == ["not recorded for these samples"]
         assert page.run(f"return {shade}") in ("rgba(0, 0, 0, 0)", "color(srgb 0 0 0 / 0)")
 
         enter(page, "config-filter", "optim lr_w", "input")
@@ -110,8 +108,6 @@ def test_charts_stay_in_their_cards(report, browse, width):
         assert page.run(SEEN_OUTSIDE) == []
         page.wait_for("[...document.querySelectorAll('.plot')].every(p => p._fullLayout.width <= p.clientWidth + 1)")
         assert page.run(OUTSIDE) == [] and page.run("return document.documentElement.scrollWidth") <= width - 12
-        scale = page.run("return document.querySelector('.heatmaplayer').closest('.plot')._fullData[0].colorscale")
-        assert scale[0][1].replace(" ", "").startswith("#") and scale[0][1][:7] == scale[1][1][:7]  # no grey between
         assert page.console() == []
 
 

@@ -70,7 +70,7 @@ def test_every_picture_has_its_frame(page):
         assert f"panel-{figure['id']}" in outline.ids and f"plot-{figure['id']}" in outline.ids
         assert all(one["curve"] in data["metrics"]["curves"] for one in figure["traces"] if "curve" in one)
     wanted = {"reward", "validation", "kl", "policy-loss", "value-loss", "explained-variance", "response-length"}
-    wanted |= {"entropy", "actor-grad-norm", "critic-grad-norm", "rollout-gap"}
+    wanted |= {"entropy", "grad-norm", "rollout-gap"}
     assert wanted <= {figure["id"] for figure in data["figures"]}
     assert "plot-timing" in outline.ids and {"samples", "config", "metrics"} <= set(outline.ids)
 
