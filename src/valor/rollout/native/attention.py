@@ -88,7 +88,7 @@ def slot_mask(
     else:
         batch = torch.arange(cache.positions.shape[0], device=device)[:, None, None, None]
         queries = cache.positions[:, None, None, None]
-        columns = cache.column_positions()[:, None, None, :]
+        columns = torch.arange(kv_length, device=device)[None, None, None, :]
     visible = columns <= queries if plain else mask_function(batch, 0, queries, columns)
     return torch.zeros(visible.shape, device=device).masked_fill_(~visible, float("-inf"))
 
@@ -114,9 +114,8 @@ def slot_attention(
     scores = ScoreRule(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
     cache = _serving.get()
     if isinstance(cache, SlotCache):
-        return decode_attention(cache, query, key, value, attention_mask, scores), None
-    cache.direct &= key is cache.states[cache.current_layer][0]
-    return prefill_attention(cache, query, key, value, attention_mask, scores), None
+        return decode_attention(query, key, value, attention_mask, scores), None
+    return prefill_attention(query, key, value, attention_mask, scores), None
 
 
 class ScoreRule(NamedTuple):
@@ -142,9 +141,7 @@ class ScoreRule(NamedTuple):
         return torch.softmax(torch.cat([products, sinks], dim=-1), dim=-1)[..., :-1]
 
 
-def prefill_attention(
-    cache: PromptCache, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rule: ScoreRule
-) -> Tensor:
+def prefill_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rule: ScoreRule) -> Tensor:
     """Causal attention among the tokens of each prompt."""
     gqa = query.shape[1] != key.shape[1]
     if rule.softcap is None and rule.sinks is None:
@@ -162,28 +159,15 @@ def prefill_attention(
     return (weights @ value).view(batch, heads, length, -1).transpose(1, 2).contiguous()
 
 
-def decode_attention(
-    cache: SlotCache, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rule: ScoreRule
-) -> Tensor:
-    """Attention of one new token per row over its shared prompt and its row's columns: [B, 1, heads, value size].
+def decode_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rule: ScoreRule) -> Tensor:
+    """Attention of one new token per row over its columns: [B, 1, heads, value size].
 
-    The heads that share a key-value head are query rows of one product, and so are, for the prompt's part, all samples
-    of that prompt. Scores, mask and softmax are float32.
+    The heads that share a key-value head are query rows of one product. Scores, mask and softmax are float32.
     """
     batch, heads, _, size = query.shape
     query = query.reshape(batch, key.shape[1], -1, size)
-    split = cache.prompt_width
-    products = _products(key, query).float()
-    if split:
-        assert key is cache.current_keys, "prompts are shared only where attention sees the cache's own keys"
-        prompt_keys, prompt_values = cache.prompt()
-        of_prompt = _to_rows(cache, _products(prompt_keys, _to_groups(cache, query)).float())
-        products = torch.cat([of_prompt, products], dim=-1)
-    weights = rule.weights(products, mask).to(value.dtype)
-    out = weights[..., split:] @ value
-    if split:
-        out = out + _to_rows(cache, _to_groups(cache, weights[..., :split]) @ prompt_values)
-    return out.reshape(batch, 1, heads, -1)
+    weights = rule.weights(_products(key, query).float(), mask).to(value.dtype)
+    return (weights @ value).reshape(batch, 1, heads, -1)
 
 
 def _products(keys: Tensor, queries: Tensor) -> Tensor:
@@ -195,22 +179,6 @@ def _products(keys: Tensor, queries: Tensor) -> Tensor:
         return (keys @ queries.transpose(2, 3)).transpose(2, 3)
     flat = torch.bmm(keys.flatten(0, 1), queries.transpose(2, 3).flatten(0, 1), out_dtype=torch.float32)
     return flat.unflatten(0, keys.shape[:2]).transpose(2, 3)
-
-
-def _to_groups(cache: SlotCache, rows: Tensor) -> Tensor:
-    """[B, kv heads, g, X] -> [prompts, kv heads, samples * g, X]: the rows of one prompt side by side."""
-    prompts, samples = cache.members.shape
-    _batch, kv_heads, group, last = rows.shape
-    grouped = rows if cache.member_of is None else rows[cache.members.view(-1)]
-    return grouped.reshape(prompts, samples, kv_heads, group, last).transpose(1, 2).reshape(prompts, kv_heads, -1, last)
-
-
-def _to_rows(cache: SlotCache, grouped: Tensor) -> Tensor:
-    """Undo `_to_groups`."""
-    prompts, samples = cache.members.shape
-    _prompts, kv_heads, _group, last = grouped.shape
-    rows = grouped.reshape(prompts, kv_heads, samples, -1, last).transpose(1, 2).flatten(0, 1)
-    return rows if cache.member_of is None else rows[cache.member_of]
 
 
 AttentionInterface.register(IMPLEMENTATION, slot_attention)

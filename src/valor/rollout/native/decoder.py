@@ -199,7 +199,7 @@ class Decoder:
             query, key, value = rotated(padded.unflatten(0, (-1, width)), cos, sin, self._heads)
             cache.update(key, value, number)
             if layer is not self._layers[-1]:
-                attended = prefill_attention(cache, query, key, value, None, self._rule).flatten(2).flatten(0, 1)
+                attended = prefill_attention(query, key, value, None, self._rule).flatten(2).flatten(0, 1)
                 x = self._after_attention(layer, x, attended[index])
 
     def _qkv(self, layer: Layer, x: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ class Decoder:
         """Cosines and sines [B, 1, D], from a table where angles depend on the position alone."""
         if any(kind in self._rotary.rope_type for kind in ("dynamic", "longrope")):
             return self._rotary(hidden, position_ids=position_ids)
-        longest = cache.get_mask_sizes(1, 0)[0]
+        longest = cache.prompt_width + cache.width
         if self._angle_table is None or len(self._angle_table[0]) < longest:
             positions = torch.arange(2 * longest + MIN_GROWTH, device=hidden.device)[None]
             cos, sin = self._rotary(hidden, position_ids=positions)
@@ -237,14 +237,13 @@ class TensorAttention:
         self._cache, self._angles, self._heads = cache, (cos, sin), heads
         self._rule = ScoreRule(scaling, None, None)
         with serving(cache):
-            width = cache.get_mask_sizes(1, 0)[0]
-            self._mask = slot_mask(1, width, mask_function=causal_mask_function, device=cos.device)
+            self._mask = slot_mask(1, cache.width, mask_function=causal_mask_function, device=cos.device)
 
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
         """[B, heads * D] from qkv [B, heads + 2 kv heads, D]."""
         query, key, value = rotated(qkv[:, None], *self._angles, self._heads)
         key, value = self._cache.update(key, value, layer)
-        return decode_attention(self._cache, query, key, value, self._mask, self._rule).flatten(1)
+        return decode_attention(query, key, value, self._mask, self._rule).flatten(1)
 
 
 def rotated(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -161,7 +161,8 @@ class NativeEngine(RolloutEngine):
         while waiting:
             # Turns of episodes have prompts of their own; samples of one prompt come together, and nothing after them.
             compiled = self._decoder is not None and self._decoder.compiled
-            cache = SlotCache(slots, shared=intake.ended and waiting.worth_sharing(), blocked=compiled)
+            shared = compiled and intake.ended and waiting.worth_sharing()
+            cache = SlotCache(slots, shared=shared, blocked=compiled)
             rows: list[Row] = []
             while rows or waiting:
                 if groups := waiting.admit(len(rows)):
@@ -188,8 +189,6 @@ class NativeEngine(RolloutEngine):
                 # Padding (any token) on the right: causal attention keeps it from touching what comes before.
                 padded = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts], device=device)
                 self._forward(padded, torch.arange(width, device=device)[None], prefill)
-            if not rows:
-                cache.shared &= prefill.direct
             cache.reserve_prompts(left, width)
             left -= len(batch)
             for index, group in enumerate(batch):

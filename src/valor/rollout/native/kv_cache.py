@@ -1,8 +1,8 @@
 """Key-value memory of the native engine, behind the calls that transformers models make on a cache.
 
-`PromptCache` receives one prefill. `SlotCache` holds the sequences in decoding: a prompt once, however many samples
-continue it, and a row of further columns for each sample. Nothing is padded on the left, so positions follow from
-lengths alone, and rows can join, leave and be moved without touching the others.
+`PromptCache` receives one prefill. `SlotCache` holds the sequences in decoding, a row of columns for each; the compiled
+loops also read a prompt that several samples share from one place. Nothing is padded on the left, so positions follow
+from lengths alone, and rows can join, leave and be moved without touching the others.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache
 
-# Position of a column that holds nothing: later than any query, so that every causal mask hides it.
-NOWHERE = 2**40
 # Columns are added in chunks, at least half as many again as there are, so that copies stay rare.
 MIN_GROWTH = 128
 # Compiled loops: keys of a block; multiple to which sizes are filled up.
@@ -30,21 +28,15 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 class PromptCache(Cache):
-    """Keys and values of one prefill: per layer two of [prompts, kv heads, columns, head size].
-
-    `direct`: attention computed with them as they are (False if the cache holds compressed latents).
-    """
+    """Keys and values of one prefill: per layer two of [prompts, kv heads, columns, head size]."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
-        self.current_layer = 0
-        self.direct = True
         self.states: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        self.current_layer = layer_idx
         self.states[layer_idx] = key_states, value_states
         return key_states, value_states
 
@@ -114,16 +106,15 @@ class Columns:
 
 
 class SlotCache(Cache):
-    """Prompts and rows in decoding. The engine says with `arrange` which prompt each row continues, with `advance` that
-    a step begins, and attention reads the state of that step from here.
+    """Rows in decoding. The engine says with `arrange` which prompt each row continues, with `advance` that a step
+    begins, and attention reads the state of that step from here.
 
-    With `shared` off, to be set before the first prompt, a prompt is copied into the rows that continue it: less work
-    per step for short prompts and single samples, and the only way for keys that are not `direct`.
+    `shared`: prompts are stored once for all rows that continue them, which only compiled loops can read. Else they are
+    copied into these rows: less work per step for short prompts and single samples.
 
-    State: `prompt_lengths` and `prompt_width` (longest) of the stored prompts [P]; `members` [P, n] the rows that
-    continue each prompt, padded with any row; `member_of` [B] index of row b in `members`, flattened (None: in order);
-    `prompt_of` [B] the prompt of each row and `starts` [B] its length, 0 where it is part of the row; `positions` [B]
-    of the tokens now fed and `write_at` [B] their columns; `width` columns of the rows, the new token's included.
+    State: `prompt_lengths` and `prompt_width` (longest) of the shared prompts; `prompt_of` [B] the prompt of each row
+    and `starts` [B] its length, 0 where it is part of the row; `positions` [B] of the new tokens and `write_at` [B]
+    their columns; `width` columns of the rows, the new token's included; `even`: all rows are equally long.
     """
 
     def __init__(self, max_rows: int, shared: bool, blocked: bool = False) -> None:
@@ -132,7 +123,6 @@ class SlotCache(Cache):
         self.prompts, self.own = Columns(blocked), Columns(blocked)
         self.max_rows = max_rows
         self.prompt_lengths: list[int] = []
-        self.current_layer = 0
         self.width = 0
         self._index: dict[int, Tensor] = {}
 
@@ -157,12 +147,6 @@ class SlotCache(Cache):
             store.fill(layer, rows, (keys[index, :, :length], values[index, :, :length]))
         return number
 
-    def prompt(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of the stored prompts in the layer last updated, [P, kv heads, prompt_width, head size]."""
-        stored = slice(len(self.prompt_lengths))
-        keys, values = (x[stored, :, : self.prompt_width] for x in self.prompts.layers[self.current_layer])
-        return keys, values
-
     def drop_prompt(self, number: int) -> int:
         """Forget a prompt; the last one takes its number. Returns the number that the last one had."""
         last = len(self.prompt_lengths) - 1
@@ -179,21 +163,8 @@ class SlotCache(Cache):
         self.prompt_of = torch.tensor(prompt_of, device=device)
         self._lengths = torch.tensor(lengths, device=device)
         self.width = max(lengths)
-        self._rows_even = min(lengths) == max(lengths)
-        self.even = self._rows_even and min(starts) == max(starts)
+        self.even = min(lengths) == max(lengths)
         self.prompt_width = max(starts)
-        columns = torch.arange(self.prompt_width, device=device)
-        self._prompt_positions = torch.where(columns < self.starts[:, None], columns, NOWHERE)
-        if self.shared:
-            members: list[list[int]] = [[] for _ in self.prompt_lengths]
-            for row, prompt in enumerate(prompt_of):
-                members[prompt].append(row)
-            most = max(map(len, members))
-            padded = [row for rows in members for row in rows + rows[:1] * (most - len(rows))]
-            self.members = torch.tensor(padded, device=device).view(-1, most)
-            in_order = padded == list(range(len(prompt_of)))
-            index = [prompt * most + members[prompt].index(row) for row, prompt in enumerate(prompt_of)]
-            self.member_of = None if in_order else torch.tensor(index, device=device)
 
     def advance(self) -> None:
         """Begin a step: every row gets one more column."""
@@ -204,26 +175,20 @@ class SlotCache(Cache):
         self.own.reserve(self.max_rows, self.width)
         self._index.clear()
 
-    def column_positions(self) -> Tensor:
-        """Position of each column, prompts' first, as row b sees it: int64 [B, prompt_width + width]."""
-        of_row = self.starts[:, None] + torch.arange(self.width, device=self.starts.device)
-        return torch.cat([self._prompt_positions, of_row], dim=1)
-
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write each row's new column; returns the rows' columns so far, [B, kv heads, width, head size]."""
-        self.current_layer = layer_idx
         rows, new_states = key_states.shape[0], (key_states, value_states)
         buffers = self.own.layer(layer_idx, new_states)
         for buffer, new in zip(buffers, new_states, strict=True):
-            if self._rows_even:
+            if self.even:
                 buffer[:rows, :, self.width - 1] = new.squeeze(2)
             else:
                 flat = buffer.view(-1, buffer.shape[3])
                 flat.index_copy_(0, self._columns(buffer.shape[1]), new.reshape(-1, buffer.shape[3]))
-        self.current_keys, values = (buffer[:rows, :, : self.width] for buffer in buffers)
-        return self.current_keys, values
+        keys, values = (buffer[:rows, :, : self.width] for buffer in buffers)
+        return keys, values
 
     def _columns(self, heads: int) -> Tensor:
         """Index of each (row, head)'s new column among all columns of all rows, int64 [B * heads]."""
@@ -234,10 +199,10 @@ class SlotCache(Cache):
         return self._index[heads]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.prompt_width + self.width - 1
+        return self.width - 1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self.prompt_width + self.width, 0
+        return self.width, 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return self.get_seq_length()
