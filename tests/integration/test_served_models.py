@@ -113,7 +113,7 @@ def assert_true(model: PreTrainedModel, outputs: Sequence[Output]) -> None:
 
 
 def test_weights_that_change_in_the_middle_and_sequences_that_go_on(servers, tiny, group):
-    """Each part has the log-probs of a full forward by its own weights: SGLang computes its cache again."""
+    """Each part has the log-probs of a full forward by its own weights."""
     server = servers.start("sglang")
     engine, models = engine_of(server), {version: changed(tiny["model"], version) for version in (4, 5)}
     sync(engine, models[4], 4)
@@ -181,13 +181,9 @@ def test_answers_by_other_weights_are_not_used(servers, tiny, group):
     engine = engine_of(server)
     for version in (1, 2):
         sync(engine, changed(tiny["model"], version), version)
-    server.set(aborts=2)  # nor are those of requests that the server has ended by itself
-    assert all(one.finish_reason == "length" for one in engine.generate(WORK))
-    assert server.set().count("/generate") == len(WORK) + 2
-    old, new = sorted(engine._fleet.versions, key=lambda name: engine._fleet.versions[name])
+    name = engine._fleet.name
     for says, error, words in (
-        (old, TrainingStopped, "answers with weights 1, and 2 were sent: its samples are stale"),
-        (new[:31] + "0-2" if new[31] != "0" else new[:31] + "1-2", TrainingStopped, "another run uses it"),
+        (name[:31] + ("0" if name[31] != "0" else "1") + name[32:], TrainingStopped, "another run uses it"),
         ("default", WorkersReplaced, "was started anew"),
     ):
         server.set(says=says)

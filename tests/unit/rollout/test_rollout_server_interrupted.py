@@ -81,7 +81,7 @@ def test_a_server_that_cannot_abort_is_left_and_its_tokens_are_not_told(servers)
 
 
 def test_weights_that_change_in_the_middle(servers):
-    """On the second server nothing has begun yet: its requests begin anew, behind no prefix of the old weights."""
+    """What has tokens continues behind them; on the second server nothing has begun yet."""
     engine = started(servers)
     servers[1].pause = 1.0
     late = Request("late", [7, 9], SamplingParams(max_tokens=5), (5, 9))
@@ -99,9 +99,12 @@ def test_weights_that_change_in_the_middle(servers):
     assert arrived.spans == (Span(5, 5),)
     bodies = asked(servers)
     salts = {number: [body["cache_salt"] for body in of_one] for number, of_one in bodies.items()}
-    (old,), (new,) = set(salts[0] + salts[2]), set(salts[9])
-    assert old != new and salts[1] == salts[3] == [old, new]
+    old, new = salts[0]
+    assert old != new and salts == {8: [old], 9: [new], **{number: [old, new] for number in range(4)}}
     assert bodies[1][0]["request_id"] != bodies[1][1]["request_id"] and bodies[1][0]["seed"] == bodies[1][1]["seed"]
+    first, second = bodies[0]
+    assert second["prompt"] == [7, 0, *outputs[0].token_ids[: outputs[0].spans[0].num_tokens]]
+    assert first["max_tokens"] == TOKENS == second["max_tokens"] + outputs[0].spans[0].num_tokens
 
 
 def test_a_text_that_begins_before_an_abort_ends_the_sequence_behind_it(servers):

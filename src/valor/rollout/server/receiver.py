@@ -41,12 +41,9 @@ class WeightReceiver:
     def valor_update(self, folder: str, name: str, version: int) -> dict[str, Any]:
         """Replace all weights by those in the safetensors files of `folder`.
 
-        Returns `error`, or: `checksum`; `before`, the name of the earlier weights; `sampled`, by vLLM's name the tokens
-        so far of each running request (vLLM's second model runner reports none).
+        Returns `error`, or: `checksum`; `before`, the name of the earlier weights.
         """
         before, self.valor_weights = self.valor_weights, None
-        running = getattr(self.model_runner, "requests", {})
-        sampled = {key: len(state.output_token_ids) for key, state in running.items() if state.output_token_ids}
         try:
             files = sorted(Path(folder).glob("*.safetensors"))
             if not files:
@@ -62,4 +59,4 @@ class WeightReceiver:
             return {"error": f"{type(error).__name__}: {error}"}
         self.valor_weights = name
         # JSON's integers are not everyone's.
-        return {"checksum": str(checksum), "before": before, "sampled": sampled}
+        return {"checksum": str(checksum), "before": before}
