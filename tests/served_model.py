@@ -62,6 +62,7 @@ class ServedModel:
         self.pending: dict[str, Pending] = {}
         self.asleep = list[str]()
         self._todo: SimpleQueue[Request | Abort | Callable[[], None]] = SimpleQueue()
+        self._changes: list[Callable[[], None]] = []
         self._lock = threading.RLock()
         self._http = ThreadingHTTPServer(("127.0.0.1", port), self._handler())
         threading.Thread(target=self._http.serve_forever, daemon=True).start()
@@ -69,23 +70,25 @@ class ServedModel:
     def run(self) -> None:
         while True:
             self.engine.serve(self)
+            while self._changes:
+                self._changes.pop(0)()
 
-    def poll(self, *, wait: bool) -> Sequence[Request | Abort]:
+    def poll(self, *, wait: bool) -> Sequence[Request | Abort] | None:
         found: list[Request | Abort] = []
+        if self._changes:
+            return None
         if not wait:
             time.sleep(self.faults.get("slow", 0.0))
         with suppress(Empty):
             one = self._todo.get(timeout=0.05 if wait else 0.0)
-            while True:
-                if callable(one):
-                    one()
-                else:
-                    found.append(one)
+            while not callable(one):
+                found.append(one)
                 one = self._todo.get_nowait()
+            self._changes.append(one)
         return found
 
     def in_engine(self, change: Callable[[], None]) -> None:
-        """Between two tokens."""
+        """Between two calls of the engine."""
         done: Future[None] = Future()
         self._todo.put(lambda: done.set_result(change()))
         done.result(30)

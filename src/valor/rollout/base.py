@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from valor.tracking.progress import report_progress, report_tokens
+from valor.tracking.progress import report_progress
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -110,6 +110,17 @@ class Request:
         """`so_far`, or an empty output."""
         return self.so_far or Output(self.request_id, [], [], "abort")
 
+    def output(self, ids: Sequence[int], log_probs: Sequence[float], reason: FinishReason, version: int) -> Output:
+        """Tokens of `so_far` and new ones by weights of `version`, cut after the first complete stop text."""
+        begun, stop = self.begun, self.params.stop
+        known, ids, log_probs = len(begun.token_ids), [*begun.token_ids, *ids], [*begun.log_probs, *log_probs]
+        for end in range(known + 1, len(ids) + 1 if stop is not None else 0):
+            if stop is not None and ids[end - 1] in stop.candidates and stop.complete(ids[:end]):
+                ids, log_probs, reason = ids[:end], log_probs[:end], "stop"
+                break
+        versions = [*token_versions(begun.spans), *repeat(version, len(ids) - known)]
+        return Output(self.request_id, ids, log_probs, reason, spans_of(versions))
+
 
 @dataclass(frozen=True, slots=True)
 class Abort:
@@ -152,51 +163,15 @@ class Output:
     spans: tuple[Span, ...] = ()
 
 
-@dataclass(slots=True, eq=False)
-class UnderWay:
-    """A request in generation. `version`: weights that sample now. `versions`: of its tokens by earlier weights."""
-
-    request: Request
-    version: int
-    versions: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.versions = token_versions(self.request.begun.spans)
-
-    def changed(self, num_new: int, version: int) -> None:
-        """Weights of `version` sample from here on, after `num_new` tokens since `so_far`."""
-        known = len(self.request.begun.token_ids) + num_new
-        self.versions += [self.version] * (known - len(self.versions))
-        self.version = version
-
-    def output(self, new_ids: Sequence[int], new_log_probs: Sequence[float], reason: FinishReason) -> Output:
-        """The tokens of `so_far` and these, cut after the first stop text that is complete."""
-        report_tokens(len(new_ids))
-        begun, stop = self.request.begun, self.request.params.stop
-        ids, log_probs = [*begun.token_ids, *new_ids], [*begun.log_probs, *new_log_probs]
-        if stop is not None:
-            for end in range(len(begun.token_ids) + 1, len(ids) + 1):
-                if ids[end - 1] in stop.candidates and stop.complete(ids[:end]):
-                    ids, log_probs, reason = ids[:end], log_probs[:end], "stop"
-                    break
-        versions = [*self.versions, *repeat(self.version, len(ids))][: len(ids)]
-        return Output(self.request.request_id, ids, log_probs, reason, spans_of(versions))
-
-
 class RequestSource(Protocol):
-    """Requests that come while others are being generated, such as the turns of episodes.
-
-    Inside `poll` the engine stands between two tokens: the source may give it other weights there (`sync_weights`),
-    and running requests continue with these and their cached keys and values.
-    """
+    """Requests that come while others are being generated, such as the turns of episodes."""
 
     max_requests: int
     """Most requests at once."""
     max_tokens: int
     """Longest prompt plus response of any of them."""
     everywhere: bool
-    """Whether each of the processes that generate together has a source with all the requests. Else the first one has
-    them, and the others' sources are polled when the first engine gets new weights, so that theirs get them too."""
+    """Whether each of the processes that generate together has a source with all the requests, or the first alone."""
 
     def poll(self, *, wait: bool) -> Sequence[Request | Abort] | None:
         """New requests and aborts since the last call; None: no more will come. `wait` blocks until either."""

@@ -6,7 +6,7 @@ that last token. Decoding, sampling and log-probabilities so have one path: a st
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from valor.errors import TrainingStopped, out_of_memory
 from valor.models.export import plain_weights
 from valor.models.hf import cache_bytes_per_token, input_device
 from valor.models.policy import PolicyModel
-from valor.rollout.base import Request, RequestSource, RolloutEngine, WeightMode, token_versions
+from valor.rollout.base import Request, RequestSource, RolloutEngine, WeightMode
 from valor.rollout.native.attention import check_supported, generation_mode, serving
 from valor.rollout.native.decoder import Decoder, agrees, packed_linears
 from valor.rollout.native.kv_cache import PromptCache, SlotCache, free_bytes
@@ -65,8 +65,7 @@ class NativeEngine(RolloutEngine):
         self._max_num_seqs = max_num_seqs
         self._config = hf.config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
         self._max_model_len = num_positions(self._config) or 2**31
-        self._layout: ExitStack | None = None  # while it generates
-        self._decoder: Decoder | None = None
+        self._decoder: Decoder | None = None  # while it generates
         self._direct: bool | None = None  # whether a Decoder drives the model, once that is known
         self.weights_version: int | None = 0
         self.weights_checksum: int | None = None
@@ -93,17 +92,7 @@ class NativeEngine(RolloutEngine):
 
     @contextmanager
     def _laid_out(self) -> Iterator[None]:
-        """Weights in the layout that is fastest, for the block; `sync_weights` in it lays out the new ones."""
-        try:
-            with ExitStack() as self._layout:
-                self._lay_out()
-                yield
-        finally:
-            self._layout = self._decoder = None
-
-    def _lay_out(self) -> None:
-        assert self._layout is not None
-        self._decoder = None
+        """Weights in the layout that is fastest, for the block."""
         if self._direct is not False:
             try:
                 decoder = Decoder(self._hf)
@@ -112,8 +101,11 @@ class NativeEngine(RolloutEngine):
                 self._decoder = decoder if self._direct else None
             except (AttributeError, KeyError, TypeError):
                 self._direct = False
-        if self._decoder is None:
-            self._layout.enter_context(packed_linears(self._hf))
+        try:
+            with nullcontext() if self._direct else packed_linears(self._hf):
+                yield
+        finally:
+            self._decoder = None
 
     def _step(self, tokens: Tensor, cache: SlotCache) -> Tensor:
         """Logits [B, V] after the new tokens [B]."""
@@ -171,7 +163,7 @@ class NativeEngine(RolloutEngine):
                     self._decode_segment(cache, rows, CLOSED_SEGMENT if intake.ended else OPEN_SEGMENT)
                     for slot in reversed(range(len(rows))):
                         if reason := rows[slot].finish_reason():
-                            intake.finish(_remove(rows, slot, cache), reason)
+                            intake.finish(_remove(rows, slot, cache), reason, self.weights_version or 0)
                     self._poll(cache, rows, waiting, intake, wait=False)
             while not (waiting or intake.ended):  # what has come may have been aborted at once
                 self._poll(cache, rows, waiting, intake, wait=True)
@@ -200,8 +192,7 @@ class NativeEngine(RolloutEngine):
         params, begun = request.params, request.begun
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         max_new = min(params.max_tokens, self._max_model_len - len(request.prompt_ids))
-        state = [*begun.token_ids], [*begun.log_probs], token_versions(begun.spans)
-        return Row(request, prompt, stops, max_new, uniform_stream(request.seed, max_new), *state)
+        return Row(request, prompt, stops, max_new, uniform_stream(request.seed, max_new), [*begun.token_ids], [])
 
     def _poll(self, cache: SlotCache, rows: list[Row], waiting: Waiting, intake: Intake, *, wait: bool) -> None:
         """Queue new requests and end aborted ones."""
@@ -211,7 +202,7 @@ class NativeEngine(RolloutEngine):
                 intake.deliver(request, request.begun)
             for slot in reversed(range(len(rows))):
                 if rows[slot].request.request_id in intake.aborted:
-                    intake.finish(_remove(rows, slot, cache), "abort")
+                    intake.finish(_remove(rows, slot, cache), "abort", self.weights_version or 0)
             intake.aborted.clear()  # the rest had ended before
 
     def _decode_segment(self, cache: SlotCache, rows: list[Row], longest: int) -> None:
@@ -243,7 +234,7 @@ class NativeEngine(RolloutEngine):
             raise RuntimeError("the policy's logits are not finite: its weights have diverged")
         tokens = torch.stack(sampled, dim=1).tolist()
         for row, row_tokens, row_log_probs in zip(rows, tokens, scores.tolist(), strict=True):
-            row.add(row_tokens, row_log_probs, self.weights_version or 0)
+            row.add(row_tokens, row_log_probs)
         report_tokens(scores.numel())
 
 
@@ -267,9 +258,6 @@ class NativeCopy(NativeEngine):
             self._weights[name].copy_(tensor)
         self.weights_checksum = int(torch.stack([checksum(tensor) for tensor in self._weights.values()]).sum())
         self.weights_version = version
-        if self._layout is not None:  # in the middle of a generation, which computes with copies of the old ones
-            self._layout.close()
-            self._lay_out()
 
 
 def _stop_table(rows: Sequence[Row], device: torch.device) -> Tensor:

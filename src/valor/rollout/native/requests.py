@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from valor.errors import UserError
-from valor.rollout.base import Abort, FinishReason, Output, Request, RequestSource, spans_of
+from valor.rollout.base import Abort, FinishReason, Output, Request, RequestSource
 
 # Waiting requests join once this share of the row limit is free, so that their prefills are batched as well.
 JOIN_SHARE = 0.25
@@ -24,9 +24,8 @@ class Row:
     stop_ids: frozenset[int]
     max_new: int
     uniforms: np.ndarray
-    token_ids: list[int]
-    log_probs: list[float]
-    versions: list[int]  # of the weights that sampled each token
+    token_ids: list[int]  # of `so_far`, then its own
+    log_probs: list[float]  # of its own
     stopped: bool = False  # whether the last token ends the row
 
     @property
@@ -40,8 +39,8 @@ class Row:
             return len(self.token_ids) - len(self.request.begun.token_ids)
         return len(self.request.prompt_ids) + len(self.token_ids) - 1
 
-    def add(self, token_ids: Sequence[int], log_probs: Sequence[float], version: int) -> None:
-        """Append tokens sampled by the weights of `version`, up to the one that ends the row."""
+    def add(self, token_ids: Sequence[int], log_probs: Sequence[float]) -> None:
+        """Append sampled tokens up to the one that ends the row."""
         stop, before = self.request.params.stop, len(self.token_ids)
         self.token_ids += token_ids
         for count, token in enumerate(token_ids, before + 1):
@@ -49,9 +48,7 @@ class Row:
                 self.stopped = True
                 del self.token_ids[count:]
                 break
-        added = len(self.token_ids) - before
-        self.log_probs += log_probs[:added]
-        self.versions += [version] * added
+        self.log_probs += log_probs[: len(self.token_ids) - before]
 
     def finish_reason(self) -> FinishReason | None:
         if self.stopped:
@@ -88,9 +85,10 @@ class Intake:
         self.pending += requests
         return requests
 
-    def finish(self, row: Row, reason: FinishReason) -> None:
-        output = Output(row.request.request_id, row.token_ids, row.log_probs, reason, spans_of(row.versions))
-        self.deliver(row.request, output)
+    def finish(self, row: Row, reason: FinishReason, version: int) -> None:
+        """Deliver what a row has sampled with weights of `version`."""
+        new_ids = row.token_ids[len(row.request.begun.token_ids) :]
+        self.deliver(row.request, row.request.output(new_ids, row.log_probs, reason, version))
 
     def deliver(self, request: Request, output: Output) -> None:
         """Give an output to the request's receiver."""

@@ -129,8 +129,7 @@ class Dialect:
     async def update(
         self, url: str, files: WeightFiles, name: str, version: int, leave: Callable[[], bool]
     ) -> list[dict[str, Any]]:
-        """Replace the weights. For each worker `error`, or: `before`, the name of its weights before; `checksum` or
-        `digest` of its weights now."""
+        """Replace the weights. For each worker `error`, or `checksum` or `digest` of its weights now."""
         return await self._rpc(url, "valor_update", files.folder, name, version, leave=leave)
 
     async def held_weights(self, url: str, **how: Any) -> list[str | None]:

@@ -1,8 +1,7 @@
 """Generation by servers: token ids there, token ids and log-probs back.
 
-A reply is used only once its server is known to hold the weights of this run. Before new weights come, what is in
-flight is interrupted, and then continues with its tokens so far as part of the prompt. What differs between vLLM,
-SGLang and TensorRT-LLM is in their dialects.
+A reply is used only once its server is known to hold the weights of this run. What differs between vLLM, SGLang and
+TensorRT-LLM is in their dialects.
 """
 
 import asyncio
@@ -22,13 +21,14 @@ from torch import Tensor
 
 from valor.config import RolloutConfig
 from valor.errors import TrainingStopped, WorkersReplaced
-from valor.rollout.base import Abort, FinishReason, Request, RequestSource, RolloutEngine, UnderWay, WeightMode
+from valor.rollout.base import Abort, FinishReason, Request, RequestSource, RolloutEngine, WeightMode
 from valor.rollout.sampling import uniform_stream
 from valor.rollout.server.client import ConnectionLost, ServerLeft
 from valor.rollout.server.dialects import Completion, Reply, checked
 from valor.rollout.server.fleet import Fleet, Update
 from valor.rollout.server.launch import StartedServer
 from valor.rollout.server.weights import WeightFiles, compare_names, written
+from valor.tracking.progress import report_tokens
 
 _POLL_SECONDS = 0.002  # between two looks for further requests
 _ABORT_SECONDS = 0.1  # after which an abort is repeated
@@ -36,14 +36,14 @@ _MOST_LOSSES = 10  # unusable replies to one request
 
 
 @dataclass(slots=True, eq=False)
-class _InFlight(UnderWay):
+class _InFlight:
     """A request that the server at `url` knows as `name`."""
 
+    request: Request
     name: str = field(default_factory=lambda: f"valor-{uuid4().hex}")
     url: str = ""
     sent: bool = False  # False while it waits for one of `max_num_seqs` places
     ending: bool = False  # aborted by its source
-    interrupted: bool = False  # for new weights
     losses: int = 0
     reply: Future[Reply] = field(default_factory=Future)
 
@@ -96,7 +96,7 @@ class ServerEngine(RolloutEngine):
                 while (new := source.poll(wait=not self._in_flight)) is not None or self._in_flight:
                     for event in new or ():
                         if isinstance(event, Request):
-                            self._send(_InFlight(event, self._version or 0))
+                            self._send(_InFlight(event))
                         else:
                             self._abort(event)
                     self._deliver()
@@ -110,16 +110,14 @@ class ServerEngine(RolloutEngine):
         """Replace the servers' weights in place, those of servers that returned too.
 
         `weights`: all parameters, unsharded, under their Hugging Face names. TrainingStopped unless every worker of
-        every server that answers then holds exactly what was sent. Inside a source's `poll`, requests continue with
-        their tokens so far, but for those of restarted servers, which start again.
+        every server that answers then holds exactly what was sent.
         """
         if weights is None:
             raise ValueError("servers have weights of their own: they must be given the policy's")
-        before, self._version = self._fleet.name, None
+        self._version = None
         result: list[Any] = [None]
         first = dist.get_rank() == 0
         with written(self._config, weights) if first else nullcontext(deque(weights, maxlen=0)) as files:
-            self._interrupt()
             dist.barrier()  # no rank has requests in flight
             if isinstance(files, WeightFiles):
                 result = [self._fleet.update(files, version)]
@@ -127,11 +125,6 @@ class ServerEngine(RolloutEngine):
         update: Update = result[0]
         self.weights_checksum, self._version = update.checksum, version
         self._fleet.updated(update)
-        for flight in [flight for flight in self._in_flight.values() if flight.url in update.before]:
-            try:
-                compare_names(flight.url, update.before[flight.url], before)
-            except WorkersReplaced:
-                self._send_again(flight)
 
     def sleep(self) -> None:
         """Have servers on the trainer's devices release their memory, once all ranks have their samples."""
@@ -157,16 +150,7 @@ class ServerEngine(RolloutEngine):
         """Send a request anew, with the tokens of its `so_far` alone."""
         del self._in_flight[flight.name]
         flight.reply.cancel()
-        self._send(_InFlight(flight.request, self._version or 0, ending=flight.ending, losses=flight.losses))
-
-    def _interrupt(self) -> None:
-        """End all that is in flight; the replies have the tokens so far."""
-        if self._in_flight:
-            with self._client.opened() as portal:
-                for flight in self._in_flight.values():
-                    flight.interrupted = True
-                for end in [portal.start_task_soon(self._end, flight) for flight in self._in_flight.values()]:
-                    end.result()
+        self._send(_InFlight(flight.request, ending=flight.ending, losses=flight.losses))
 
     def _abort(self, abort: Abort) -> None:
         for flight in self._in_flight.values():
@@ -227,14 +211,16 @@ class ServerEngine(RolloutEngine):
         for flight, reply in zip(ended, replies, strict=True):
             lost = reply.reason == "lost" or not holds.get(flight.url, True)
             if not lost:
-                output = flight.output(reply.token_ids, reply.log_probs, cast(FinishReason, reply.reason))
+                report_tokens(len(reply.token_ids))
+                reason = cast(FinishReason, reply.reason)
+                output = flight.request.output(reply.token_ids, reply.log_probs, reason, self._version or 0)
                 if output.finish_reason != "abort" or flight.ending:
                     del self._in_flight[flight.name]
                     if flight.request.on_finish is not None:
                         flight.request.on_finish(output)
                     continue
                 flight.request = replace(flight.request, so_far=output)
-            if lost or not (reply.token_ids or flight.interrupted):
+            if lost or not reply.token_ids:
                 flight.losses += 1
                 if flight.losses > _MOST_LOSSES:
                     raise TrainingStopped(
@@ -259,7 +245,7 @@ class ServerEngine(RolloutEngine):
                 f"the reply of the rollout server at {flight.url} is no completion with token ids and log-probs: "
                 f"{error!r}; take a release of it that docs/servers.md tells of"
             ) from None
-        if (flight.ending or flight.interrupted) and not reply.token_ids:
+        if flight.ending and not reply.token_ids:
             return Reply([], [], "abort")
         try:
             return checked(reply, completion, self._vocabulary)

@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 
 
 class Update(NamedTuple):
-    """Weights that all servers hold except those that were left out. before: by address, the workers' earlier ones."""
+    """Weights of this name and checksum that the servers at `urls` hold."""
 
     name: str
     checksum: int
-    before: dict[str, list[str | None]]
+    urls: list[str]
 
 
 class Fleet:
@@ -116,15 +116,14 @@ class Fleet:
                     f"the rollout servers at {other} and {url} were sent the same weights {version} and hold different "
                     f"ones: {expected} and {digest}"
                 )
-        before = {url: [worker["before"] for worker in workers] for url, workers in updated.items()}
-        return Update(name, files.checksum, before)
+        return Update(name, files.checksum, [*updated])
 
     def updated(self, update: Update) -> None:
         """Take note of an update; servers without it are left out."""
         self.name = update.name
         if self.out:  # returning servers get their share
             self._homes.clear()
-        self.out = {url for url in self.urls if url not in update.before}
+        self.out = {url for url in self.urls if url not in update.urls}
 
     def holds(self, url: str) -> bool:
         """Whether a server answers and holds the last weights; WorkersReplaced where the only one does not."""

@@ -73,7 +73,6 @@ class SGLang(Dialect):
     async def update(
         self, url: str, files: WeightFiles, name: str, version: int, leave: Callable[[], bool]
     ) -> list[dict[str, Any]]:
-        (before,) = await self.held_weights(url, leave=leave)
         await self.wake(url, ["weights"], leave=leave)
         order = {"model_path": files.folder, "load_format": "safetensors", "weight_version": name}
         order |= {"flush_cache": True, "abort_all_requests": False}
@@ -82,7 +81,7 @@ class SGLang(Dialect):
         problem = await self._problem(url, files, name, version) if answer["success"] else answer["message"]
         checker = await self._post(url, "weights_checker", {"action": "checksum"}, leave=leave)
         digest = f"{checker['per_engine_checksum']} of {len(checker['ranks'])} parts"
-        return [{"before": before, "digest": digest, "error": problem}]
+        return [{"digest": digest, "error": problem}]
 
     async def held_weights(self, url: str, **how: Any) -> list[str | None]:
         """A server starts with a name that is no update's."""
