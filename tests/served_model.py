@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -32,12 +32,9 @@ from valor.rollout.native.engine import NativeCopy
 
 @dataclass(eq=False)
 class Pending:
-    """A request that has no answer yet, and what it had when generation was paused."""
+    """A request that has no answer yet."""
 
     request: Request
-    so_far: Output | None = None
-    ending: bool = False
-    parked: bool = False
     answer: Future[Output] = field(default_factory=Future)
 
 
@@ -63,8 +60,9 @@ class ServedModel:
         self.tensors = dict(policy.hf.state_dict())
         self.engine.weights_version = 0
         self.pending: dict[str, Pending] = {}
-        self.paused, self.asleep = False, list[str]()
+        self.asleep = list[str]()
         self._todo: SimpleQueue[Request | Abort | Callable[[], None]] = SimpleQueue()
+        self._changes: list[Callable[[], None]] = []
         self._lock = threading.RLock()
         self._http = ThreadingHTTPServer(("127.0.0.1", port), self._handler())
         threading.Thread(target=self._http.serve_forever, daemon=True).start()
@@ -72,23 +70,25 @@ class ServedModel:
     def run(self) -> None:
         while True:
             self.engine.serve(self)
+            while self._changes:
+                self._changes.pop(0)()
 
-    def poll(self, *, wait: bool) -> Sequence[Request | Abort]:
+    def poll(self, *, wait: bool) -> Sequence[Request | Abort] | None:
         found: list[Request | Abort] = []
+        if self._changes:
+            return None
         if not wait:
             time.sleep(self.faults.get("slow", 0.0))
         with suppress(Empty):
             one = self._todo.get(timeout=0.05 if wait else 0.0)
-            while True:
-                if callable(one):
-                    one()
-                else:
-                    found.append(one)
+            while not callable(one):
+                found.append(one)
                 one = self._todo.get_nowait()
+            self._changes.append(one)
         return found
 
     def in_engine(self, change: Callable[[], None]) -> None:
-        """Between two tokens."""
+        """Between two calls of the engine."""
         done: Future[None] = Future()
         self._todo.put(lambda: done.set_result(change()))
         done.result(30)
@@ -102,50 +102,23 @@ class ServedModel:
             os._exit(9)
         request = Request(name, ids, params, (seed,), lambda output: self._ended(name, output))
         with self._lock:
-            one = self.pending[name] = Pending(request, parked=self.paused)
-            if not self.paused:
-                self._todo.put(request)
+            one = self.pending[name] = Pending(request)
+            self._todo.put(request)
         return one.answer.result()
 
     def _ended(self, name: str, output: Output) -> None:
         with self._lock:
-            one = self.pending[name]
-            if output.finish_reason == "abort" and not one.ending:
-                one.so_far, one.parked = output, True
-                return
-            del self.pending[name]
+            one = self.pending.pop(name)
         one.answer.set_result(output)
 
     def abort(self, name: str) -> None:
         with self._lock:
-            one = self.pending.get(name)
-            if one is None:
-                return
-            one.ending = True
-            if one.parked:
-                del self.pending[name]
-                one.answer.set_result(one.so_far or Output(name, [], [], "abort"))
-            else:
+            if name in self.pending:
                 self._todo.put(Abort(name))
-
-    def pause(self) -> None:
-        with self._lock:
-            self.paused = True
-            for name in self.pending:
-                self._todo.put(Abort(name))
-        while any(not one.parked for one in list(self.pending.values())):
-            time.sleep(0.005)
-
-    def resume(self) -> None:
-        with self._lock:
-            self.paused = False
-            for one in self.pending.values():
-                one.parked = False
-                self._todo.put(replace(one.request, so_far=one.so_far))
 
     @property
     def busy(self) -> bool:
-        return any(not one.parked for one in self.pending.values())
+        return bool(self.pending)
 
     # ---- SGLang's routes
 
@@ -156,16 +129,9 @@ class ServedModel:
                 raise Refused(503, "the server is starting")
             return None
         if path == "/model_info":
-            return {"model_path": "m", "is_generation": True, "weight_version": self.names[-1]}
+            return {"model_path": "m", "is_generation": True, "weight_version": self.faults.get("says", self.names[-1])}
         if path == "/generate":
             return self._generated(body)
-        if path == "/pause_generation":
-            assert body == {"mode": "retract"}
-            self.pause()
-            return {"message": "Generation paused successfully.", "status": "ok"}
-        if path == "/continue_generation":
-            self.resume()
-            return {"message": "Generation continued successfully.", "status": "ok"}
         if path == "/abort_request":
             self.abort(body["rid"])
             return None
@@ -205,17 +171,9 @@ class ServedModel:
             how["temperature"], how["top_k"], how["top_p"], how["max_new_tokens"], tuple(how["stop_token_ids"])
         )
         output = self.generate(body["rid"], body["input_ids"], params, how["sampling_seed"])
-        if self.faults.get("aborts", 0) > 0:  # as when its memory is full
-            self.faults["aborts"] -= 1
-            output = replace(output, finish_reason="abort")
-        spans, at = [], 0
-        for span in output.spans:
-            name = self.faults.get("says", self.names[span.weights_version])
-            spans.append({"version": name, "start": at, "end": (at := at + span.num_tokens)})
         matched = {"matched": output.token_ids[-1]} if output.finish_reason == "stop" else {}
         told = {"id": body["rid"], "finish_reason": {"type": output.finish_reason, **matched}}
         told |= {"prompt_tokens": len(body["input_ids"]), "completion_tokens": len(output.token_ids)}
-        told |= {"weight_version": self.names[-1], "weight_versions": spans}
         pairs = zip(output.log_probs, output.token_ids, strict=True)
         told["output_token_logprobs"] = [[log_prob, token, None] for log_prob, token in pairs]
         return {"text": "", "output_ids": output.token_ids, "meta_info": told}

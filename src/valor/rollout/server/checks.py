@@ -27,9 +27,9 @@ def check_server(config: RolloutConfig, tokenizer: Any) -> None:
             probe.check_model()
         if config.name == "server":
             probe.check_tokenizer(tokenizer)
-        cold = probe.check_log_probs(tokenizer)
+        probe.check_log_probs(tokenizer)
         if config.server.weight_updates != "none":
-            probe.check_updates(cold)
+            probe.check_updates()
 
 
 class _Probe:
@@ -67,11 +67,8 @@ class _Probe:
                 f"{len(ids)}): is it the same model?"
             )
 
-    def check_log_probs(self, tokenizer: Any) -> Reply:
-        """It reports log-probs of the distribution that training needs: the likeliest token's falls with temperature.
-
-        Returns the reply at temperature 0.
-        """
+    def check_log_probs(self, tokenizer: Any) -> None:
+        """It reports the log-probs that training needs: the likeliest token's falls with temperature."""
         ids, config = list(tokenizer(_TEXT)["input_ids"]), self._config
         cold, warm = self._reply(ids, 0.0), self._reply(ids, _WARM, top_k=1)
         (at_one,), (at_warm,) = cold.log_probs, warm.log_probs
@@ -84,16 +81,15 @@ class _Probe:
             remedies = {"server": f"start it with --logprobs-mode {mode}"}
             general = f"set {_KEY}.temperature=1 and neither top_k nor top_p"
             raise self._lack(f"reports other log-probs than training needs: {remedies.get(config.name, general)}")
-        return cold
 
-    def check_updates(self, reply: Reply) -> None:
-        """It takes weights, in the precision of generation; `reply` is an earlier one of its own."""
+    def check_updates(self) -> None:
+        """It takes weights, in the precision of generation."""
         if self._config.name == "sglang":
             status, _ = self._ask(f"{root(self._url)}/weights_checker", {"action": "checksum"})
-            if status != 200 or not reply.weights:
+            if status != 200:
                 raise self._lack(
-                    "does not tell versions and checksums of its weights (/weights_checker, "
-                    f"meta_info.weight_versions): take a newer SGLang, or set {_KEY}.server.weight_updates=none"
+                    "does not tell checksums of its weights (/weights_checker): take a newer SGLang, or set "
+                    f"{_KEY}.server.weight_updates=none"
                 )
             return
         status, answer = self._ask(f"{root(self._url)}/collective_rpc", {"method": "valor_describe"})

@@ -4,7 +4,7 @@ Shapes: docs/servers.md.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,28 +34,26 @@ class Completion:
 
 
 class Reply(NamedTuple):
-    """Answer to a completion. weights: for each token the name of the weights that sampled it (None: those that the
-    server was started with), where the server reports them."""
+    """Answer to a completion."""
 
     token_ids: list[int]
     log_probs: list[float]
     reason: str
-    weights: Sequence[str | None] | None = None
 
 
 def checked(reply: Reply, request: Completion, vocabulary: int | None) -> Reply:
-    """The reply with finish reason "stop" where a stop token ends it, and "lost" where a log-prob is not finite.
+    """The reply with finish reason "stop" where a stop token ends it, "length" where it is as long as it may be, and
+    "lost" where a log-prob is not finite.
 
     ValueError, a predicate of the server, when training on the reply would be wrong.
     """
     ids, most, ends, stop = reply.token_ids, request.max_tokens, frozenset(request.stop_ids), request.params.stop
-    counts = (len(ids), len(reply.log_probs), len(reply.weights or ids))
     foreign = [token for token in ids if type(token) is not int or not 0 <= token < (vocabulary or token + 1)]
     ended = bool(ids) and ids[-1] in ends
     text = [*request.prompt, *ids]
     stopped = ended or (stop is not None and any(stop.complete(text[: len(text) - i]) for i in range(len(ids))))
     faults = {
-        f"gives {counts[0]} tokens with {counts[1]} log-probs and {counts[2]} weights": len({*counts}) > 1,
+        f"gives {len(ids)} tokens with {len(reply.log_probs)} log-probs": len(ids) != len(reply.log_probs),
         f"ends a response for the reason '{reply.reason}'": reply.reason not in ("stop", "length", "abort"),
         f"gives the token {foreign[:1]}, which the policy does not have: is it the same model?": bool(foreign),
         f"gives {len(ids)} tokens where {most} were asked for": len(ids) > most,
@@ -71,17 +69,13 @@ def checked(reply: Reply, request: Completion, vocabulary: int | None) -> Reply:
     }
     if fault := next((text for text, present in faults.items() if present), None):
         raise ValueError(f"{fault}. Nothing can be learnt from that: docs/servers.md tells what a server has to do")
-    lost = not all(map(math.isfinite, reply.log_probs))
-    return reply._replace(reason="lost" if lost else "stop" if ended and reply.reason == "length" else reply.reason)
+    if not all(map(math.isfinite, reply.log_probs)):
+        return reply._replace(reason="lost")
+    return reply._replace(reason="stop" if ended else "length" if len(ids) == most and not stopped else reply.reason)
 
 
 class Dialect:
-    """vLLM's: completions by token ids, `/abort_requests`, and `WeightReceiver` behind `/collective_rpc`.
-
-    reports_weights: whether a reply names the weights of each token; else the server is asked after the reply.
-    """
-
-    reports_weights = False
+    """vLLM's: completions by token ids, `/abort_requests`, and `WeightReceiver` behind `/collective_rpc`."""
 
     def __init__(self, config: RolloutConfig) -> None:
         self._settings, self.client = config.server, ServerClient(config.server)
@@ -135,8 +129,7 @@ class Dialect:
     async def update(
         self, url: str, files: WeightFiles, name: str, version: int, leave: Callable[[], bool]
     ) -> list[dict[str, Any]]:
-        """Replace the weights. For each worker `error`, or: `before`, the name of its weights before; `sampled`, tokens
-        so far of each running request; `checksum` or `digest` of its weights now."""
+        """Replace the weights. For each worker `error`, or `checksum` or `digest` of its weights now."""
         return await self._rpc(url, "valor_update", files.folder, name, version, leave=leave)
 
     async def held_weights(self, url: str, **how: Any) -> list[str | None]:

@@ -1,7 +1,7 @@
 """Generation by servers: token ids there, token ids and log-probs back.
 
-A reply is used only once it is known by which of this run's weights it was sampled. What differs between vLLM, SGLang
-and TensorRT-LLM is in their dialects.
+A reply is used only once its server is known to hold the weights of this run. What differs between vLLM, SGLang and
+TensorRT-LLM is in their dialects.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, cast
@@ -21,13 +21,14 @@ from torch import Tensor
 
 from valor.config import RolloutConfig
 from valor.errors import TrainingStopped, WorkersReplaced
-from valor.rollout.base import Abort, FinishReason, Request, RequestSource, RolloutEngine, UnderWay, WeightMode
+from valor.rollout.base import Abort, FinishReason, Request, RequestSource, RolloutEngine, WeightMode
 from valor.rollout.sampling import uniform_stream
 from valor.rollout.server.client import ConnectionLost, ServerLeft
 from valor.rollout.server.dialects import Completion, Reply, checked
 from valor.rollout.server.fleet import Fleet, Update
 from valor.rollout.server.launch import StartedServer
 from valor.rollout.server.weights import WeightFiles, compare_names, written
+from valor.tracking.progress import report_tokens
 
 _POLL_SECONDS = 0.002  # between two looks for further requests
 _ABORT_SECONDS = 0.1  # after which an abort is repeated
@@ -35,14 +36,14 @@ _MOST_LOSSES = 10  # unusable replies to one request
 
 
 @dataclass(slots=True, eq=False)
-class _InFlight(UnderWay):
-    """A request that the server at `url` knows as `name`; `since`: weights version when it was sent."""
+class _InFlight:
+    """A request that the server at `url` knows as `name`."""
 
+    request: Request
+    name: str = field(default_factory=lambda: f"valor-{uuid4().hex}")
     url: str = ""
-    name: str = ""
-    since: int = 0
     sent: bool = False  # False while it waits for one of `max_num_seqs` places
-    ending: bool = False
+    ending: bool = False  # aborted by its source
     losses: int = 0
     reply: Future[Reply] = field(default_factory=Future)
 
@@ -95,7 +96,7 @@ class ServerEngine(RolloutEngine):
                 while (new := source.poll(wait=not self._in_flight)) is not None or self._in_flight:
                     for event in new or ():
                         if isinstance(event, Request):
-                            self._send(_InFlight(event, self._version or 0))
+                            self._send(_InFlight(event))
                         else:
                             self._abort(event)
                     self._deliver()
@@ -109,37 +110,21 @@ class ServerEngine(RolloutEngine):
         """Replace the servers' weights in place, those of servers that returned too.
 
         `weights`: all parameters, unsharded, under their Hugging Face names. TrainingStopped unless every worker of
-        every server that answers then holds exactly what was sent. Inside a source's `poll`, requests that have tokens
-        continue (vLLM's with their cached keys and values); others start again, as do those of restarted servers.
+        every server that answers then holds exactly what was sent.
         """
         if weights is None:
             raise ValueError("servers have weights of their own: they must be given the policy's")
-        before, self._version = self._fleet.name, None
+        self._version = None
         result: list[Any] = [None]
         first = dist.get_rank() == 0
         with written(self._config, weights) if first else nullcontext(deque(weights, maxlen=0)) as files:
-            # Writing takes a while, in which requests end: which ones must be known right before the update.
-            dist.barrier()
-            answered = {name for name, flight in self._in_flight.items() if flight.reply.done()}
-            dist.barrier()
+            dist.barrier()  # no rank has requests in flight
             if isinstance(files, WeightFiles):
                 result = [self._fleet.update(files, version)]
             dist.broadcast_object_list(result)  # no rank generates before the servers are ready
         update: Update = result[0]
         self.weights_checksum, self._version = update.checksum, version
-        self._fleet.updated(update, version)
-        restarted = {*self._fleet.out}
-        for url in {flight.url for flight in self._in_flight.values()} & update.before.keys():
-            try:
-                compare_names(url, update.before[url], before)
-            except WorkersReplaced:
-                restarted.add(url)
-        for flight in [flight for name, flight in self._in_flight.items() if name not in answered]:
-            continues = flight.name in update.sampled or self._dialect.reports_weights
-            if flight.url in restarted or not continues:
-                self._start_again(flight)
-            elif flight.name in update.sampled:
-                flight.changed(update.sampled[flight.name], version)
+        self._fleet.updated(update)
 
     def sleep(self) -> None:
         """Have servers on the trainer's devices release their memory, once all ranks have their samples."""
@@ -156,20 +141,16 @@ class ServerEngine(RolloutEngine):
     # ---- requests
 
     def _send(self, flight: _InFlight) -> None:
-        flight.name, flight.sent = f"valor-{uuid4().hex}", False
         self._in_flight[flight.name] = flight
         with self._client.opened() as portal:
             flight.reply = reply = portal.start_task_soon(self._complete, flight)
         reply.add_done_callback(lambda done: self._replies.put((flight, done)))
 
-    def _start_again(self, flight: _InFlight) -> None:
-        """Drop what the request has sampled since `so_far`, and send it anew."""
-        earlier, version = flight.reply, self._version or 0
-        flight.version, flight.url = version, ""
-        flight.versions = UnderWay(flight.request, version).versions
+    def _send_again(self, flight: _InFlight) -> None:
+        """Send a request anew, with the tokens of its `so_far` alone."""
         del self._in_flight[flight.name]
-        self._send(flight)
-        earlier.cancel()
+        flight.reply.cancel()
+        self._send(_InFlight(flight.request, ending=flight.ending, losses=flight.losses))
 
     def _abort(self, abort: Abort) -> None:
         for flight in self._in_flight.values():
@@ -200,7 +181,7 @@ class ServerEngine(RolloutEngine):
             return Reply([], [], "abort")
         async with self._places:
             url = flight.url = self._fleet.choose(flight.request)
-            flight.since, flight.sent = self._fleet.versions.get(self._fleet.name, 0), True
+            flight.sent = True
             completion, copied = self._completion(flight), self.weight_mode == "copied"
             leave = partial(self._fleet.leave, url)
             try:
@@ -225,46 +206,28 @@ class ServerEngine(RolloutEngine):
         ended = [flight for flight, reply in new if reply is flight.reply and flight.name in self._in_flight]
         # A request that was aborted before it was sent, or whose server cannot abort, has no tokens.
         replies = [Reply([], [], "abort") if one.reply.cancelled() else one.reply.result() for one in ended]
-        asks_after = self.weight_mode == "copied" and not self._dialect.reports_weights
         urls = {one.url for one, reply in zip(ended, replies, strict=True) if one.url and reply.reason != "lost"}
-        holds = {url: self._fleet.holds(url) for url in urls if asks_after}
+        holds = {url: self._fleet.holds(url) for url in urls if self.weight_mode == "copied"}
         for flight, reply in zip(ended, replies, strict=True):
-            lost = reply.reason == "lost" or (reply.reason == "abort" and not flight.ending)
-            if lost or not holds.get(flight.url, True) or not self._by_this_run(flight, reply):
+            lost = reply.reason == "lost" or not holds.get(flight.url, True)
+            if not lost:
+                report_tokens(len(reply.token_ids))
+                reason = cast(FinishReason, reply.reason)
+                output = flight.request.output(reply.token_ids, reply.log_probs, reason, self._version or 0)
+                if output.finish_reason != "abort" or flight.ending:
+                    del self._in_flight[flight.name]
+                    if flight.request.on_finish is not None:
+                        flight.request.on_finish(output)
+                    continue
+                flight.request = replace(flight.request, so_far=output)
+            if lost or not reply.token_ids:
                 flight.losses += 1
                 if flight.losses > _MOST_LOSSES:
                     raise TrainingStopped(
                         f"the rollout server at {flight.url} breaks off the same request again and again, or "
                         "gives log-probs that are not finite: look for the cause in its log"
                     )
-                self._start_again(flight)
-                continue
-            del self._in_flight[flight.name]
-            output = flight.output(reply.token_ids, reply.log_probs, cast(FinishReason, reply.reason))
-            if flight.request.on_finish is not None:
-                flight.request.on_finish(output)
-
-    def _by_this_run(self, flight: _InFlight, reply: Reply) -> bool:
-        """Record the versions of the tokens where the reply names their weights; False: none that were sent.
-
-        TrainingStopped when they are another run's, or older than `since`.
-        """
-        if reply.weights is None or self.weight_mode == "fixed":
-            return True
-        if None in reply.weights:
-            if not self._fleet.leave(flight.url):
-                compare_names(flight.url, [None], None)
-            return False
-        versions = self._fleet.versions
-        compare_names(flight.url, [name for name in reply.weights if name not in versions], self._fleet.name)
-        sampled_by = [versions[str(name)] for name in reply.weights]
-        if sampled_by and (min(sampled_by) < flight.since or sampled_by != sorted(sampled_by)):
-            raise TrainingStopped(
-                f"the rollout server at {flight.url} answers with weights {min(sampled_by)}, and {flight.since} were "
-                "sent: its samples are stale"
-            )
-        flight.versions += sampled_by
-        return True
+            self._send_again(flight)
 
     def _completion(self, flight: _InFlight) -> Completion:
         request, params = flight.request, flight.request.params
@@ -283,7 +246,7 @@ class ServerEngine(RolloutEngine):
                 f"{error!r}; take a release of it that docs/servers.md tells of"
             ) from None
         if flight.ending and not reply.token_ids:
-            return reply
+            return Reply([], [], "abort")
         try:
             return checked(reply, completion, self._vocabulary)
         except ValueError as error:

@@ -1,7 +1,6 @@
 """Several servers as one: which server gets a request or new weights, which are left out, and when they return."""
 
 import logging
-import re
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
@@ -23,21 +22,16 @@ DIALECTS: dict[str, type[Dialect]] = {"server": Dialect, "sglang": SGLang, "trtl
 _MOST_HOMES = 100_000  # prompts and episodes whose server is remembered
 _SLACK = 8  # requests by which a server with the right cache may exceed twice the least load
 _LOOK_SECONDS = 2.0  # between two looks at the servers that are left out
-_REQUEST_NAME = re.compile("valor-[0-9a-f]{32}")  # inside vLLM's own name of a request
 
 logger = logging.getLogger(__name__)
 
 
 class Update(NamedTuple):
-    """Weights that all servers hold except those that were left out.
-
-    sampled: by request name, tokens sampled before the update. before: by address, the workers' earlier weights.
-    """
+    """Weights of this name and checksum that the servers at `urls` hold."""
 
     name: str
     checksum: int
-    sampled: dict[str, int]
-    before: dict[str, list[str | None]]
+    urls: list[str]
 
 
 class Fleet:
@@ -50,7 +44,6 @@ class Fleet:
         out: addresses that are left out.
         load: requests in flight by address.
         name: of the weights that the other servers hold.
-        versions: version of all weights sent so far, by name.
     """
 
     def __init__(self, config: RolloutConfig, started: Sequence[StartedServer]) -> None:
@@ -58,7 +51,6 @@ class Fleet:
         self.client = self.dialect.client
         self.urls = [url.rstrip("/") for url in config.server.base_url]
         self.name = ""
-        self.versions: dict[str, int] = {}
         self.out: set[str] = set()
         self.load: Counter[str] = Counter()
         self._total: Counter[str] = Counter()
@@ -108,7 +100,6 @@ class Fleet:
             returned = self.look()
             replies = {url: portal.start_task_soon(send, url) for url in [*self.present, *returned]}
             updated = {url: workers for url, reply in replies.items() if (workers := reply.result()) is not None}
-        sampled: dict[str, int] = {}
         # Servers of as many parts compute the same digest of the same weights.
         first: dict[str, tuple[str, str]] = {}
         for url, workers in updated.items():
@@ -118,9 +109,6 @@ class Fleet:
                     problem = f"it holds {worker['checksum']}, {files.checksum} was sent"
                 if problem is not None:
                     raise TrainingStopped(f"the rollout server at {url} has not taken weights {version}: {problem}")
-            for key, count in workers[0]["sampled"].items():
-                if match := _REQUEST_NAME.search(key):
-                    sampled[match[0]] = max(count, sampled.get(match[0], 0))  # a repeated request is there twice
             digest = workers[0].get("digest", "")
             other, expected = first.setdefault(digest.partition(" ")[2], (url, digest))
             if digest != expected:
@@ -128,16 +116,14 @@ class Fleet:
                     f"the rollout servers at {other} and {url} were sent the same weights {version} and hold different "
                     f"ones: {expected} and {digest}"
                 )
-        before = {url: [worker["before"] for worker in workers] for url, workers in updated.items()}
-        return Update(name, files.checksum, sampled, before)
+        return Update(name, files.checksum, [*updated])
 
-    def updated(self, update: Update, version: int) -> None:
+    def updated(self, update: Update) -> None:
         """Take note of an update; servers without it are left out."""
         self.name = update.name
-        self.versions[update.name] = version
         if self.out:  # returning servers get their share
             self._homes.clear()
-        self.out = {url for url in self.urls if url not in update.before}
+        self.out = {url for url in self.urls if url not in update.urls}
 
     def holds(self, url: str) -> bool:
         """Whether a server answers and holds the last weights; WorkersReplaced where the only one does not."""

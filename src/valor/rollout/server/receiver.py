@@ -39,14 +39,8 @@ class WeightReceiver:
         }
 
     def valor_update(self, folder: str, name: str, version: int) -> dict[str, Any]:
-        """Replace all weights by those in the safetensors files of `folder`.
-
-        Returns `error`, or: `checksum`; `before`, the name of the earlier weights; `sampled`, by vLLM's name the tokens
-        so far of each running request (vLLM's second model runner reports none).
-        """
-        before, self.valor_weights = self.valor_weights, None
-        running = getattr(self.model_runner, "requests", {})
-        sampled = {key: len(state.output_token_ids) for key, state in running.items() if state.output_token_ids}
+        """Replace all weights by those in the safetensors files of `folder`. Returns `error`, or `checksum`."""
+        self.valor_weights = None
         try:
             files = sorted(Path(folder).glob("*.safetensors"))
             if not files:
@@ -61,5 +55,4 @@ class WeightReceiver:
         except Exception as error:  # the trainer is told; an exception here would end the server
             return {"error": f"{type(error).__name__}: {error}"}
         self.valor_weights = name
-        # JSON's integers are not everyone's.
-        return {"checksum": str(checksum), "before": before, "sampled": sampled}
+        return {"checksum": str(checksum)}  # JSON's integers are not everyone's

@@ -1,4 +1,4 @@
-"""SGLang's protocol: `/generate`, weights between a pause and its end, and memory released by tags.
+"""SGLang's protocol: `/generate`, weights from files, and memory released by tags.
 
 Shapes: docs/servers.md.
 """
@@ -6,13 +6,12 @@ Shapes: docs/servers.md.
 import logging
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from itertools import islice
 from typing import Any
 
 from valor.config import RolloutConfig
 from valor.errors import TrainingStopped
-from valor.rollout.server.client import ServerLeft, root
+from valor.rollout.server.client import root
 from valor.rollout.server.dialects import Completion, Dialect, Reply
 from valor.rollout.server.weights import WeightFiles
 
@@ -24,10 +23,6 @@ logger = logging.getLogger(__name__)
 
 
 class SGLang(Dialect):
-    """A reply names the weights of every span of tokens, so no reply of other weights passes as this run's."""
-
-    reports_weights = True
-
     def __init__(self, config: RolloutConfig) -> None:
         super().__init__(config)
         self._asleep: set[str] = set()
@@ -67,9 +62,7 @@ class SGLang(Dialect):
         log_probs = info.get("output_token_logprobs") or []
         if [token for _, token, *_ in log_probs] != ids:
             raise ValueError(f"{len(ids)} tokens, and log-probs of {len(log_probs)} others")
-        spans = [(_sent_name(span["version"]), span["end"] - span["start"]) for span in info["weight_versions"]]
-        weights = [name for name, count in spans for _ in range(count)]
-        return Reply(ids, [float(log_prob) for log_prob, *_ in log_probs], info["finish_reason"]["type"], weights)
+        return Reply(ids, [float(log_prob) for log_prob, *_ in log_probs], info["finish_reason"]["type"])
 
     def prompt_tokens(self, reply: Any) -> int:
         return int(reply["meta_info"]["prompt_tokens"])
@@ -80,28 +73,20 @@ class SGLang(Dialect):
     async def update(
         self, url: str, files: WeightFiles, name: str, version: int, leave: Callable[[], bool]
     ) -> list[dict[str, Any]]:
-        (before,) = await self.held_weights(url, leave=leave)
-        # Running requests release their cache, which the new weights then compute again.
-        await self._post(url, "pause_generation", {"mode": "retract"}, leave=leave)
-        try:
-            await self.wake(url, ["weights"], leave=leave)
-            order = {"model_path": files.folder, "load_format": "safetensors", "weight_version": name}
-            order |= {"flush_cache": True, "abort_all_requests": False}
-            answer = await self._post(url, "update_weights_from_disk", order, leave=leave)
-            await self.wake(url, ["kv_cache"], leave=leave)
-            problem = await self._problem(url, files, name, version) if answer["success"] else answer["message"]
-            checker = await self._post(url, "weights_checker", {"action": "checksum"}, leave=leave)
-        except (ServerLeft, TrainingStopped):
-            with suppress(ServerLeft, TrainingStopped):
-                await self._post(url, "continue_generation", {}, leave=lambda: True)
-            raise
-        await self._post(url, "continue_generation", {}, leave=leave)
+        await self.wake(url, ["weights"], leave=leave)
+        order = {"model_path": files.folder, "load_format": "safetensors", "weight_version": name}
+        order |= {"flush_cache": True, "abort_all_requests": False}
+        answer = await self._post(url, "update_weights_from_disk", order, leave=leave)
+        await self.wake(url, ["kv_cache"], leave=leave)
+        problem = await self._problem(url, files, name, version) if answer["success"] else answer["message"]
+        checker = await self._post(url, "weights_checker", {"action": "checksum"}, leave=leave)
         digest = f"{checker['per_engine_checksum']} of {len(checker['ranks'])} parts"
-        return [{"before": before, "sampled": {}, "digest": digest, "error": problem}]
+        return [{"digest": digest, "error": problem}]
 
     async def held_weights(self, url: str, **how: Any) -> list[str | None]:
         """A server starts with a name that is no update's."""
-        return [_sent_name((await self.client.request(self.health(url), **how))["weight_version"])]
+        name = (await self.client.request(self.health(url), **how))["weight_version"]
+        return [name if _NAME.fullmatch(name) else None]
 
     async def sleep(self, url: str) -> None:
         await self._post(url, "release_memory_occupation", {"tags": MEMORY}, pending=True)
@@ -137,8 +122,3 @@ class SGLang(Dialect):
             if values[: len(sent)] != sent:
                 return f"{key} begins with {values[:1]} in it, {sent[:1]} was sent"
         return None
-
-
-def _sent_name(version: str) -> str | None:
-    """The version, if it is the name of weights that a run has sent."""
-    return version if _NAME.fullmatch(version) else None

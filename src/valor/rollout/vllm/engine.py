@@ -11,7 +11,6 @@ import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import count
 from typing import Any, cast
 from uuid import uuid4
@@ -22,16 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from valor.errors import UserError, did_you_mean
-from valor.rollout.base import (
-    Abort,
-    FinishReason,
-    Request,
-    RequestSource,
-    RolloutEngine,
-    StopTexts,
-    UnderWay,
-    WeightMode,
-)
+from valor.rollout.base import Abort, FinishReason, Request, RequestSource, RolloutEngine, StopTexts, WeightMode
 from valor.rollout.vllm import internals  # before the rest of vLLM, whose environment it sets
 
 # isort: split
@@ -44,16 +34,7 @@ from vllm.sampling_params import SamplingParams as VLLMParams
 from valor.rollout.vllm.sampling import LOGPROBS_MODE, ChosenToken, as_greedy
 from valor.rollout.vllm.together import BroadcastSource
 from valor.rollout.vllm.weights import HeldWeights
-
-
-@dataclass(slots=True, eq=False)
-class _Running(UnderWay):
-    state: Any  # vLLM's own
-
-    def finish(self, reason: FinishReason) -> None:
-        """Give what has been sampled to the request's receiver."""
-        if self.request.on_finish is not None:
-            self.request.on_finish(self.output(*internals.sampled(self.state), reason))
+from valor.tracking.progress import report_tokens
 
 
 class VLLMEngine(RolloutEngine):
@@ -79,9 +60,8 @@ class VLLMEngine(RolloutEngine):
         self._eos = frozenset(eos_token_ids)
         self._asleep: set[str] = set()
         self._stop_texts: list[StopTexts] = []
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, tuple[Request, Any]] = {}  # with vLLM's own state, by name
         self._names, self._updates = count(), 0
-        self._broadcast: BroadcastSource | None = None
         args = _engine_args(options)
         name = [f"valor-{uuid4().hex}"]
         dist.broadcast_object_list(name)
@@ -105,38 +85,30 @@ class VLLMEngine(RolloutEngine):
             raise ValueError("the engine has no weights: sync_weights comes first")
         self._wake("kv_cache")
         if self._held.group is not None and not source.everywhere:
-            source = self._broadcast = BroadcastSource(source, self._held.group, self._stop_texts)
+            source = BroadcastSource(source, self._held.group, self._stop_texts)
         # vLLM compiles a piece of its sampler: on a CPU that takes longer than it saves, and needs a C++ compiler.
         with torch._dynamo.config.patch(disable=self._no_compiler or torch._dynamo.config.disable):
             try:
                 while (new := source.poll(wait=not self._running)) is not None or self._running:
                     self._take(new or ())
                     for output in cast(list[Any], self._llm.step()):
-                        self._running.pop(output.request_id).finish(output.outputs[0].finish_reason)
+                        self._finish(*self._running.pop(output.request_id), output.outputs[0].finish_reason)
             finally:
-                self._broadcast = None
                 self._drop(list(self._running))
 
     def sync_weights(self, weights: Iterable[tuple[str, Tensor]] | None = None, *, version: int) -> None:
         """Replace the weights in place.
 
         `weights`: all parameters, unsharded, under their Hugging Face names; read one at a time. RuntimeError unless
-        the engine then holds exactly what was sent (`weights_checksum`). Inside a source's `poll`, requests that have
-        tokens continue with their cached keys and values; others start again.
+        the engine then holds exactly what was sent (`weights_checksum`).
         """
         if weights is None:
             raise ValueError("the vLLM engine has weights of its own: it must be given the policy's")
-        if self._broadcast is not None:
-            self._broadcast.announce_weights()
         self.weights_version = None
         self._wake("weights")
         self.weights_checksum = self._held.write(weights, version)
         self.weights_version = version
         self._updates += 1
-        counts = {name: internals.num_sampled(running.state) for name, running in self._running.items()}
-        for name in filter(counts.get, counts):
-            self._running[name].changed(counts[name], version)
-        self._take([running.request for running in self._drop([name for name in counts if not counts[name]])])
 
     def sleep(self) -> None:
         """Release the memory of weights and KV cache where the device can (CUDA); weights must then be sent again."""
@@ -162,14 +134,20 @@ class VLLMEngine(RolloutEngine):
             if isinstance(event, Request):
                 self._start(event)
             else:
-                names = [k for k, v in self._running.items() if v.request.request_id == event.request_id]
+                names = [name for name, (request, _) in self._running.items() if request.request_id == event.request_id]
                 for ended in self._drop(names):
-                    ended.finish("abort")
+                    self._finish(*ended, "abort")
 
-    def _drop(self, names: list[str]) -> list[_Running]:
+    def _drop(self, names: list[str]) -> list[tuple[Request, Any]]:
         """Remove requests from vLLM."""
         self._llm.abort_request(names)
         return [self._running.pop(name) for name in names]
+
+    def _finish(self, request: Request, state: Any, reason: FinishReason) -> None:
+        token_ids, log_probs = internals.sampled(state)
+        report_tokens(len(token_ids))
+        if request.on_finish is not None:
+            request.on_finish(request.output(token_ids, log_probs, reason, self.weights_version or 0))
 
     def _start(self, request: Request) -> None:
         if len(request.prompt_ids) >= self._max_model_len:
@@ -191,7 +169,7 @@ class VLLMEngine(RolloutEngine):
         prompt = TokensPrompt(prompt_token_ids=list(request.known_ids), cache_salt=str(self._updates))
         name = str(next(self._names))
         state = internals.request_state(self._llm, self._llm.add_request(name, prompt, params))
-        self._running[name] = _Running(request, self.weights_version or 0, state)
+        self._running[name] = request, state
 
 
 def _engine_args(options: dict[str, Any]) -> EngineArgs:

@@ -49,10 +49,6 @@ def request_state(llm: LLMEngine, name: str) -> Any:
     return llm.output_processor.request_states[name]
 
 
-def num_sampled(state: Any) -> int:
-    return state.detokenizer.num_output_tokens()
-
-
 def sampled(state: Any) -> tuple[list[int], list[float]]:
     """Tokens and their log-probs (of a request with `flat_logprobs` and `logprobs=0`)."""
     return state.detokenizer.output_token_ids, state.logprobs_processor.logprobs.logprobs

@@ -15,8 +15,8 @@ Event = Request | Abort
 class BroadcastSource:
     """The first rank's source, for all ranks of `group`: what it polls is broadcast to the others (collective).
 
-    The other ranks' sources are polled when the first one is about to receive weights. `stop_texts`: those broadcast so
-    far; each is sent once, because it brings a tokenizer. TrainingStopped in the others where the source raises.
+    `stop_texts`: those broadcast so far; each is sent once, because it brings a tokenizer. TrainingStopped in the other
+    ranks where the source raises.
     """
 
     everywhere = True
@@ -24,18 +24,15 @@ class BroadcastSource:
     def __init__(self, source: RequestSource, group: dist.ProcessGroup, stop_texts: list[StopTexts]) -> None:
         self._source, self._group, self._stop_texts = source, group, stop_texts
         self._first = dist.get_process_group_ranks(group)[0]
-        self._announced = False
         self.max_requests, self.max_tokens = source.max_requests, source.max_tokens
-
-    def announce_weights(self) -> None:
-        """Called by every rank before its engine receives weights; the first one tells the others."""
-        if dist.get_rank() == self._first:
-            self._broadcast("weights")
-        self._announced = True
 
     def poll(self, *, wait: bool) -> Sequence[Event] | None:
         if dist.get_rank() != self._first:
-            return self._received()
+            kind, new, numbered = self._broadcast()
+            if kind == "error":
+                raise TrainingStopped("generation has ended: the process that has its requests failed")
+            self._stop_texts += new
+            return None if kind == "end" else [_with_stop(event, self._stop_texts.__getitem__) for event in numbered]
         try:
             events = self._source.poll(wait=wait)
         except BaseException:
@@ -47,19 +44,6 @@ class BroadcastSource:
         numbered = [_with_stop(event, self._stop_texts.index) for event in events or ()]
         self._broadcast("end" if events is None else "events", new, numbered)
         return events
-
-    def _received(self) -> Sequence[Event] | None:
-        kind, new, numbered = self._broadcast()
-        while kind == "weights":
-            self._announced = False
-            self._source.poll(wait=True)
-            if not self._announced:
-                raise ValueError("the first process gives its engine weights, this one's source has none for its own")
-            kind, new, numbered = self._broadcast()
-        if kind == "error":
-            raise TrainingStopped("generation has ended: the process that has its requests failed")
-        self._stop_texts += new
-        return None if kind == "end" else [_with_stop(event, self._stop_texts.__getitem__) for event in numbered]
 
     def _broadcast(self, kind: str = "", new: Sequence[StopTexts] = (), events: Sequence[Event] = ()) -> list[Any]:
         """The first rank's arguments, on every rank."""
