@@ -11,7 +11,7 @@ from valor.user_files import load_object, unpickled
 
 _MODULE = "pkg://"  # begins the path of a module
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-_TRANSCRIPT = "transcript"  # one that names it gets all that was said, by tools too
+_TRANSCRIPT = "transcript"  # a function with this argument gets all that was said, by tools too
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class CustomFunction:
         else:
             function = load_object(f"{self.path.removeprefix(_MODULE)}:{self.name}", "reward.custom_reward_function")
         names = [name for name in self.names(function) if name]
-        given = dict.fromkeys(names) | dict(self.kwargs)
+        arguments = dict.fromkeys(names) | dict(self.kwargs)
         try:
-            inspect.signature(function).bind(**given)
+            inspect.signature(function).bind(**arguments)
         except TypeError as error:
             raise UserError(
-                f"{self.path}: {self.name}() cannot be called with {', '.join(f'{k}=' for k in given)} ({error}): it "
-                f"must take {', '.join(names)} and the given reward_kwargs"
+                f"{self.path}: {self.name}() cannot be called with {', '.join(f'{k}=' for k in arguments)} ({error}): "
+                f"it must take {', '.join(names)} and the reward_kwargs"
             ) from None
         except ValueError:  # a builtin or extension function without a signature: the first call will tell
             pass

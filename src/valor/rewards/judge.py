@@ -35,10 +35,9 @@ class Judge:
     def __init__(self, config: JudgeConfig, error_score: float) -> None:
         assert config.url is not None and config.model is not None, "a configuration that enables a judge names both"
         self.config, self.error_score, self.url = config, error_score, config.url.rstrip("/")
-        self._score = None if config.score_regex is None else re.compile(config.score_regex)
         low, high = (f"{bound:g}" for bound in config.score_range)
-        asked = _PROMPT.read_text(encoding="utf-8").replace("{low}", low).replace("{high}", high)
-        self._template = config.prompt_template or asked
+        default = _PROMPT.read_text(encoding="utf-8").replace("{low}", low).replace("{high}", high)
+        self._template = config.prompt_template or default
         self._server = Server(config.url, api_key_env=config.api_key_env, max_concurrent=config.concurrency)
 
     def check(self) -> None:
@@ -79,16 +78,8 @@ class Judge:
 
     def read(self, reply: str) -> float:
         """The score in a reply, its thoughts aside. Raises RuntimeError when it has none, or one out of range."""
-        text, (low, high) = without_thoughts(reply), self.config.score_range
-        if self._score is None:
-            score = read_verdict(text, high)
-        else:
-            matches = self._score.findall(text)
-            last = matches[-1] if matches else None
-            try:
-                score = None if last is None else float(last if isinstance(last, str) else last[0])
-            except ValueError:
-                raise RuntimeError(f"the score is no number: {last!r:.40}") from None
+        low, high = self.config.score_range
+        score = read_verdict(without_thoughts(reply), high)
         if score is None:
             raise RuntimeError(f"no score in the reply: {' '.join(reply.split())[-80:]!r}")
         if not low <= score <= high:

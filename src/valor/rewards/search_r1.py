@@ -30,17 +30,18 @@ def grade(
     Components: `acc` 1 when right, `em`, `f1`, `contains` of what stands in `<answer>`, `format` 1 with `<answer>`,
     `retrieved` 1 when a document holds an alias, `searches` with documents, `pred`.
     """
-    own, documents = split_documents(solution_str)
+    policy_text, documents = split_documents(solution_str)
     if transcript is not None:
         documents = split_documents(transcript)[1]
-    inside, truths = tagged(own), aliases(ground_truth)
+    inside, truths = tagged(policy_text), aliases(ground_truth)
     result = measures((inside or "")[:MAX_LENGTH], truths)
+    plain = [normalize(document) for document in documents]
     return {
         "score": result["em"],
         "acc": result["em"],
         **result,
         "format": float(inside is not None),
-        "retrieved": float(holds_answer(documents, truths)),
+        "retrieved": float(any(truth in document for truth in map(normalized, truths) for document in plain)),
         "searches": float(len(documents)),
         "pred": normalize(inside or "")[:MAX_PRED],
     }
@@ -51,7 +52,7 @@ def split_documents(text: str) -> tuple[str, list[str]]:
 
     Documents stand behind a `</search>`, where a turn ends; elsewhere these tags are the policy's own words.
     """
-    own, documents = [], []
+    policy_text, documents = [], []
     for part in text.split(INVALID_ACTION):  # a turn begins behind it, too
         rest = part
         while True:
@@ -59,14 +60,8 @@ def split_documents(text: str) -> tuple[str, list[str]]:
             document, closed, behind = behind.partition("</information>")
             if not closed:
                 break
-            own.append(before)
-            (documents if before.rstrip().endswith("</search>") else own).append(document)
+            policy_text.append(before)
+            (documents if before.rstrip().endswith("</search>") else policy_text).append(document)
             rest = behind
-        own.append(rest)
-    return "".join(own), documents
-
-
-def holds_answer(documents: list[str], truths: list[str]) -> bool:
-    """Whether one of the documents has an alias in it, after SQuAD's normalization."""
-    plain = [normalize(document) for document in documents]
-    return any(truth in document for truth in map(normalized, truths) for document in plain)
+        policy_text.append(rest)
+    return "".join(policy_text), documents

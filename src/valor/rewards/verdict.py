@@ -53,5 +53,5 @@ def _last_sentence(line: str, highest: float) -> float | None:
 def _value(match: re.Match[str], highest: float) -> float:
     *numbers, most, percent = match.groups()
     score = float("".join(next(number for number in numbers if number is not None).split()))
-    whole = 100.0 if percent else float(most) if most else highest
-    return score if whole == highest or not whole else score * highest / whole
+    scale = 100.0 if percent else float(most) if most else highest
+    return score if scale == highest or not scale else score * highest / scale
