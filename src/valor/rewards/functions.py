@@ -11,8 +11,8 @@ PROMPT = "prompt"
 """The entry of `extra_info` that has a row's prompt as it was given, for functions in TRL's form."""
 
 _NOT_HERE = ("completion_ids", "trainer_state", "log_extra", "log_metric")  # which TRL's trainer passes
-_FIELDS = ("data_source", "solution_str", "ground_truth", "extra_info")
-_TRANSCRIPT = "transcript"
+FIELDS = ("data_source", "solution_str", "ground_truth", "extra_info")
+TRANSCRIPT = "transcript"
 
 
 class RewardFunctions:
@@ -42,11 +42,13 @@ class RewardFunctions:
         self.cpu_bound = any(getattr(function, "cpu_bound", False) for function in functions)
 
     def __call__(self, **fields: Any) -> Any:
-        """The fields of a sample, or (plural names) lists of them; the score, or a list."""
+        """The score of a sample's fields; a list of scores for lists of them (plural names)."""
         is_single = "solution_str" in fields
-        if len(fields) > len(_FIELDS) + self.reads_transcript:
+        if len(fields) > len(FIELDS) + self.reads_transcript:
             raise TypeError("reward_kwargs are for functions in files: use functools.partial")
-        samples = [tuple(fields.values())] if is_single else list(zip(*fields.values(), strict=True))
+        names = [name if is_single else name.removesuffix("s") for name in fields]
+        values = [tuple(fields.values())] if is_single else zip(*fields.values(), strict=True)
+        samples = [dict(zip(names, sample, strict=True)) for sample in values]
         by_function = [self._scores(i, samples) for i in range(len(self._functions))]
 
         def combine(by_function: Sequence[Sequence[Any]]) -> Any:
@@ -63,24 +65,25 @@ class RewardFunctions:
         is_async = any(inspect.isawaitable(scores) or any(map(inspect.isawaitable, scores)) for scores in by_function)
         return wait() if is_async else combine(by_function)
 
-    def _scores(self, i: int, samples: Sequence[tuple[Any, ...]]) -> Any:
-        function, columns = self._functions[i], self._columns[i]
-        if columns is None:
-            names = (*_FIELDS, _TRANSCRIPT) if reads_transcript(function) else _FIELDS
-            return [function(**dict(zip(names, sample, strict=False))) for sample in samples]
-        infos = [sample[3] or {} for sample in samples]
+    def _scores(self, i: int, samples: Sequence[Mapping[str, Any]]) -> Any:
+        """What a function returns for the samples, awaited or not."""
+        function, arguments = self._functions[i], self._columns[i]
+        if arguments is None:
+            names = fields_for(function)
+            return [function(**{name: sample[name] for name in names}) for sample in samples]
+        infos = [sample["extra_info"] or {} for sample in samples]
         names = {name: None for info in infos for name in info if name not in (PROMPT, *_NOT_HERE)}
-        columns_of_rows: dict[str, Any] = {name: [info.get(name) for info in infos] for name in names} | {
+        columns: dict[str, Any] = {name: [info.get(name) for info in infos] for name in names} | {
             "prompts": [info.get(PROMPT) for info in infos],
             "completions": [
                 [{"role": "assistant", "content": text}] if isinstance(info.get(PROMPT), list) else text
-                for (_, text, *_), info in zip(samples, infos, strict=True)
+                for text, info in zip((sample["solution_str"] for sample in samples), infos, strict=True)
             ],
-            "ground_truth": [sample[2] for sample in samples],
+            "ground_truth": [sample["ground_truth"] for sample in samples],
         }
         if self.reads_transcript:
-            columns_of_rows[_TRANSCRIPT] = [sample[-1] for sample in samples]
-        passed = {name: column for name, column in columns_of_rows.items() if "**" in columns or name in columns}
+            columns[TRANSCRIPT] = [sample[TRANSCRIPT] for sample in samples]
+        passed = {name: column for name, column in columns.items() if "**" in arguments or name in arguments}
         scores = function(**passed)
         if not (inspect.isawaitable(scores) or hasattr(scores, "__len__")):
             raise TypeError(f"{self._names[i]}() returned {scores!r}, not a list with a score for each completion")
@@ -115,18 +118,22 @@ def _columns_of(function: Callable[..., Any], name: str) -> tuple[str, ...] | No
                 raise UserError(f"reward function {name}() asks for {argument}, which graders do not get: leave it out")
         return tuple("**" if p.kind is p.VAR_KEYWORD else p.name for p in parameters.values())
     try:
-        names = (*_FIELDS, _TRANSCRIPT) if reads_transcript(function) else _FIELDS
-        inspect.signature(function).bind(**dict.fromkeys(names))
+        inspect.signature(function).bind(**dict.fromkeys(fields_for(function)))
     except TypeError:
         raise UserError(f"reward function {name}({', '.join(parameters)}) must take {FORMS}") from None
     return None
 
 
+def fields_for(function: Callable[..., Any], plural: str = "") -> tuple[str, ...]:
+    """The fields of a Sample that a function in verl's form gets."""
+    return (*FIELDS, TRANSCRIPT) if reads_transcript(function, plural) else FIELDS
+
+
 def reads_transcript(function: Callable[..., Any], plural: str = "") -> bool:
     """Whether a function asks for all that was said in an episode: by an argument of this name, or an attribute."""
-    attribute = getattr(function, "reads_transcript", None)
+    if hasattr(function, "reads_transcript"):
+        return function.reads_transcript
     try:
-        by_name = f"{_TRANSCRIPT}{plural}" in inspect.signature(function).parameters
-        return by_name if attribute is None else attribute
-    except (TypeError, ValueError):  # one in C that does not say what it takes
+        return f"{TRANSCRIPT}{plural}" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a function in C that does not say what it takes
         return False

@@ -67,7 +67,6 @@ def compute_score(
     ground_truth: Any,
     extra_info: dict[str, Any] | None = None,
     turns: Sequence[str] | None = None,
-    transcript: str | None = None,
 ) -> float | dict[str, Any]:
     """Score of one response: a number, or a dict with `score` and named components.
 

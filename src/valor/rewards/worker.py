@@ -113,11 +113,11 @@ class Grading:
         self._loop: asyncio.Runner | None = None
         self._broken: str | None = None
         self._grader: Callable[..., Any] = registry.compute_score
+        self._names = {field: field for field in ("data_source", "solution_str", "ground_truth", "extra_info", "turns")}
         try:
-            self._names = Sample._fields
             if setup.custom:
                 self._grader = setup.custom.load()
-                self._names = setup.custom.names(self._grader)
+                self._names = setup.custom.arguments(self._grader)
         except BaseException as error:  # raising here would end the process, and the next one, for ever
             self._broken = describe_error(error)
 
@@ -144,12 +144,11 @@ class Grading:
             return RewardResult(self.error_score, {}, describe_error(error), time.perf_counter() - start, kind)
 
     def _arguments(self, sample: Sample | list[Sample]) -> dict[str, Any]:
-        """What the grader asks for, by its names for a Sample's fields; lists for a function of batches."""
+        """What the grader asks for, by the names of its arguments; lists for a function of batches."""
         samples = sample if isinstance(sample, list) else [sample]
         filled = [s._replace(transcript=s.solution_str) if s.transcript is None else s for s in samples]
-        columns = [list(column) for column in zip(*filled, strict=True)]
-        values = columns if isinstance(sample, list) else [column[0] for column in columns]
-        return {name: value for name, value in zip(self._names, values, strict=True) if name}
+        columns = {name: [getattr(s, field) for s in filled] for field, name in self._names.items()}
+        return columns if isinstance(sample, list) else {name: column[0] for name, column in columns.items()}
 
 
 def as_result(value: Any, seconds: float, error_score: float) -> RewardResult:
