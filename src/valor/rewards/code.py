@@ -22,7 +22,9 @@ from valor.sandbox import Limits, Sandbox, strongest_level
 from valor.sandbox.payload import same
 
 _PYTHON = ("python", "py", "python3")
-_FENCE = re.compile(r"(`{3,}|~{3,})\s*([\w+#.-]*)")
+_BLOCK = re.compile(
+    r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:^[ \t]*\1[`~]*\s*?$|\Z)", re.MULTILINE | re.DOTALL
+)
 _NUMBER = re.compile(r"[-+]?(?:\d{1,40}\.?\d{0,40}|\.\d{1,40})(?:[eE][-+]?\d{1,2})?")
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 sys.set_int_max_str_digits(0)  # tests may have integers of any length
@@ -113,7 +115,7 @@ def extract_code(text: str, name: str = "") -> tuple[str, bool]:
     defines that function. A block that is never closed ends with the text.
     """
     text = after_thinking(text)
-    blocks = _fenced_blocks(text)
+    blocks = [(block[2].lower(), textwrap.dedent(block[3].removesuffix("\n"))) for block in _BLOCK.finditer(text)]
     blocks = [b for language, b in blocks if language in _PYTHON] or [b for language, b in blocks if not language]
     if not blocks:
         return text, False
@@ -163,7 +165,7 @@ def _tests_of_mapping(truth: Mapping[str, Any]) -> ProgramTests | FunctionTests:
         name, prompt = truth["entry_point"], truth.get("prompt") or ""
         try:
             compile(prompt, "prompt", "exec")
-            setup = [prompt]  # its helpers, as they were given and not as they are answered
+            setup = [prompt]  # its helpers, as the prompt has them and not as the response has them
         except (SyntaxError, ValueError):
             setup = []
         tests = FunctionTests([f"{truth['test']}\n\ncheck({name})\n"], setup, [name], prompt)
@@ -241,8 +243,8 @@ def _run_program(code: str, tests: ProgramTests) -> tuple[int, int, str | None]:
 
 
 def _check_functions(code: str, fenced: bool, tests: FunctionTests) -> tuple[int, int, str | None]:
-    prompt, whole = tests.prompt, not tests.prompt or _defines(code, tests.names[0])
-    if whole:
+    prompt = tests.prompt
+    if not prompt or _defines(code, tests.names[0]):
         codes = [f"{tests.prelude}{prompt}\n\n{code}", code]
     else:  # the body of the function that the prompt begins
         codes = [f"{prompt}\n{textwrap.indent(code, '    ')}"] * fenced + [f"{prompt}{code}"]
@@ -252,22 +254,6 @@ def _check_functions(code: str, fenced: bool, tests: FunctionTests) -> tuple[int
 
 def _sandbox(cpu_seconds: int) -> Sandbox:
     return Sandbox(strongest_level(), Limits(cpu_seconds=cpu_seconds, wall_seconds=_seconds))
-
-
-def _fenced_blocks(text: str) -> list[tuple[str, str]]:
-    """(language, code) of each fenced block, in order, without the indentation that it has as a whole."""
-    blocks: list[tuple[str, str]] = []
-    fence, language, lines = "", "", []
-    for line in text.splitlines():
-        mark = line.strip()
-        if not fence and (opening := _FENCE.match(mark)):
-            fence, language, lines = opening[1], opening[2].lower(), []
-        elif fence and mark.startswith(fence) and not mark.strip(fence[0]):
-            blocks.append((language, textwrap.dedent("\n".join(lines))))
-            fence = ""
-        elif fence:
-            lines.append(line)
-    return [*blocks, (language, textwrap.dedent("\n".join(lines)))] if fence else blocks
 
 
 def _defines(code: str, name: str) -> bool:

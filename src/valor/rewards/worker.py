@@ -113,15 +113,15 @@ class Grading:
         self._loop: asyncio.Runner | None = None
         self._broken: str | None = None
         self._grader: Callable[..., Any] = registry.compute_score
+        self._names = {field: field for field in ("data_source", "solution_str", "ground_truth", "extra_info", "turns")}
         try:
-            self._names = Sample._fields
             if setup.custom:
                 self._grader = setup.custom.load()
-                self._names = setup.custom.names(self._grader)
+                self._names = setup.custom.arguments(self._grader)
         except BaseException as error:  # raising here would end the process, and the next one, for ever
             self._broken = describe_error(error)
 
-    def one(self, pickled: bytes) -> RewardResult | list[RewardResult]:
+    def grade(self, pickled: bytes) -> RewardResult | list[RewardResult]:
         """Grade one sample (or a list of samples in one call); an exception of any kind is the result's error."""
         start = time.perf_counter()
         try:
@@ -137,19 +137,18 @@ class Grading:
                 if len(value) != len(sample):
                     raise ValueError(f"the function returned {len(value)} scores for {len(sample)} samples")
                 seconds = time.perf_counter() - start
-                return [as_result(one, seconds, self.error_score) for one in value]
+                return [as_result(score, seconds, self.error_score) for score in value]
             return as_result(value, time.perf_counter() - start, self.error_score)
         except BaseException as error:
             kind = "memory" if isinstance(error, MemoryError) else "exception"
             return RewardResult(self.error_score, {}, describe_error(error), time.perf_counter() - start, kind)
 
     def _arguments(self, sample: Sample | list[Sample]) -> dict[str, Any]:
-        """What the grader asks for, by its names for a Sample's fields; lists for a function of batches."""
+        """What the grader asks for, by the names of its arguments; lists for a function of batches."""
         samples = sample if isinstance(sample, list) else [sample]
-        filled = [one._replace(transcript=one.solution_str) if one.transcript is None else one for one in samples]
-        columns = [list(column) for column in zip(*filled, strict=True)]
-        values = columns if isinstance(sample, list) else [column[0] for column in columns]
-        return {name: value for name, value in zip(self._names, values, strict=True) if name}
+        filled = [s._replace(transcript=s.solution_str) if s.transcript is None else s for s in samples]
+        columns = {name: [getattr(s, field) for s in filled] for field, name in self._names.items()}
+        return columns if isinstance(sample, list) else {name: column[0] for name, column in columns.items()}
 
 
 def as_result(value: Any, seconds: float, error_score: float) -> RewardResult:
@@ -178,8 +177,8 @@ def as_result(value: Any, seconds: float, error_score: float) -> RewardResult:
 def describe_error(error: BaseException) -> str:
     """One line: the kind of error, its message, and the place in the grader where it happened."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
-    place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    return _text(" ".join(f"{type(error).__name__}: {error}".split()))[:_MAX_TEXT] + place
+    line = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    return _text(" ".join(f"{type(error).__name__}: {error}".split()))[:_MAX_TEXT] + line
 
 
 def _plain(value: Any) -> Any:
@@ -224,7 +223,7 @@ def serve(setup: WorkerSetup, channel: socket.socket) -> None:
             reply = pickle.dumps(result)
             channel.sendall(HEADER.pack(len(reply), number) + reply)
             number, sample = pickle.load(samples)
-            result = grading.one(sample)
+            result = grading.grade(sample)
             if os.getpid() != pid:  # a grader has forked, and its child has come back from it
                 os._exit(0)
 

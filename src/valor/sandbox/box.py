@@ -188,7 +188,7 @@ def _seccomp(level: str) -> bytes | None:
 
 
 def _environment() -> dict[str, str]:
-    kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "PYTHONHOME") if name in os.environ}
+    passed_on = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "PYTHONHOME") if name in os.environ}
     one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
     # Sets in the same order in every run: the same code gets the same verdict.
-    return {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "PATH": "/usr/bin:/bin"} | one_thread | kept
+    return {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "PATH": "/usr/bin:/bin"} | one_thread | passed_on

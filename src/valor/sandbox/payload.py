@@ -123,7 +123,7 @@ def _exactly(fd: int, size: int) -> bytes:
 
 def take_over(fd: int) -> int:
     """Keep a standard stream for ourselves; whoever uses it from now on finds it empty (0) or writes to stderr (1)."""
-    kept = os.dup(fd)
+    stream = os.dup(fd)
     if fd == 1:
         os.dup2(2, fd)
     else:
@@ -131,7 +131,7 @@ def take_over(fd: int) -> int:
         os.close(writer)
         os.dup2(nothing, fd)
         os.close(nothing)
-    return kept
+    return stream
 
 
 def run_program(codes: Sequence[str]) -> None:

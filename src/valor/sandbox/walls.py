@@ -124,30 +124,22 @@ def _leave_root(uid: int, readable: Sequence[str], *, files_are_guarded: bool) -
     """Become another user: root's threads have no limit. Returns the capability to keep.
 
     A new user who could not read Python (in /root, say) keeps that of reading everything, where the kernel guards the
-    files. The root of a user namespace, who is someone else outside, may stay. PermissionError: there is no way.
+    files. PermissionError: there is no way.
     """
     private = [path for path in readable if not _open_to_all(path)]
-    capability = 0
+    capability = _capability_to_read() if private and files_are_guarded else 0
+    if private and not capability:
+        raise PermissionError(f"code must not run as root, and another user cannot read {private[0]}")
+    if capability:
+        _call("prctl", _KEEPCAPS, 1, 0, 0, 0)
+    os.setgroups([])
     try:
-        if private:
-            capability = _capability_to_read() if files_are_guarded else 0
-            if not capability:
-                raise PermissionError(f"another user cannot read {private[0]}")
-            _call("prctl", _KEEPCAPS, 1, 0, 0, 0)
-        os.setgroups([])
-        try:
-            os.setresgid(uid, uid, uid)
-        except OSError:  # a container with few users
-            uid = _NOBODY
-            os.setresgid(uid, uid, uid)
-        os.setresuid(uid, uid, uid)
-        return capability
-    except PermissionError as error:
-        with open("/proc/self/uid_map" if sys.platform == "linux" else os.devnull) as file:
-            outside = file.read().split()[1:2]
-        if outside in ([], ["0"]):
-            raise PermissionError(f"code must not run as root, and {error}") from None
-        return 0
+        os.setresgid(uid, uid, uid)
+    except OSError:  # a container with few users
+        uid = _NOBODY
+        os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+    return capability
 
 
 def _capability_to_read() -> int:

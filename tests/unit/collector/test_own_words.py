@@ -92,7 +92,7 @@ class Graders:
     def submit(self, sample: Sample) -> Future[RewardResult]:
         self.graded.append(sample)
         future: Future[RewardResult] = Future()
-        future.set_result(self.worker.one(pickle.dumps(sample)))
+        future.set_result(self.worker.grade(pickle.dumps(sample)))
         return future
 
     def submit_all(self, samples: Sequence[Sample]) -> list[Future[RewardResult]]:
@@ -182,7 +182,7 @@ def test_functions_of_the_users_own(loop: ToolLoop, tmp_path: Path) -> None:
     assert read("whole", kwargs={"transcript": "x"}) == "x"
     worker = Worker(WorkerSetup(CustomFunction(str(path), "batches", whole_batch=True), 0.0, 8.0, None))
     samples = [Sample("s", "a", None), Sample("s", "b", None, None, ["b"], "said b")]
-    found: Any = worker.one(pickle.dumps(samples))
+    found: Any = worker.grade(pickle.dumps(samples))
     assert [result.components["read"] for result in found] == ["a", "said b"]
 
 

@@ -278,6 +278,8 @@ def test_no_more_processes_are_started_than_there_are_samples(reward_file: Path)
     with RewardExecutor(num_workers=6, custom=CustomFunction(str(reward_file))) as pool:
         assert [r.score for r in grade(pool, "good", "bad")] == [1.0, 0.0]
         assert len(set(psutil.Process().children(recursive=True)) - before) <= 4  # with what forkserver itself starts
+
+
 def test_keyword_arguments_and_async_functions(reward_file: Path) -> None:
     with RewardExecutor(num_workers=1, custom=CustomFunction(str(reward_file), kwargs={"bonus": 0.5})) as pool:
         assert [r.score for r in grade(pool, "good", "bad")] == [1.5, 0.5]
