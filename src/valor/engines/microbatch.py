@@ -30,18 +30,12 @@ def plan_micro_batches(
     max_rows: int | None = None,
     packed: bool = False,
 ) -> list[list[int]]:
-    """Rows grouped so that a group's size stays within `max_tokens`: rows x longest row, or packed, its tokens, those
-    that neighbours share counted once.
+    """Groups of rows within `max_tokens` (rows x longest row; packed: tokens, shared ones once) and `max_rows`.
 
-    Rows are taken in the given order, else `RowOrder.by_length`. A row longer than the budget gets a group of its
-    own: no row is cut. `max_rows` bounds the rows of a group. The plan depends on lengths and order alone.
+    A row longer than the budget gets a group to itself: no row is cut. The plan depends on lengths and order alone.
     """
-    for name, limit in (("max_tokens", max_tokens), ("max_rows", max_rows)):
-        if limit is not None and limit < 1:
-            raise ValueError(f"{name} must be at least 1, got {limit}")
     groups: list[list[int]] = []
-    size = 0
-    order = order or RowOrder.by_length(lengths)
+    size, order = 0, order or RowOrder.by_length(lengths)
     for index, shared in zip(order.rows, order.shared, strict=True):
         group = groups[-1] if groups else []
         size += lengths[index] - shared if packed or not group else lengths[group[0]]
@@ -61,9 +55,9 @@ class TokenBudget:
     limit: int | None = None
     retries: int = 0  # since they were last reported
 
-    def within(self, asked: int | None) -> int | None:
-        """The smaller of what is asked for and what has turned out to fit."""
-        return min((limit for limit in (asked, self.limit) if limit is not None), default=None)
+    def within(self, max_tokens: int | None) -> int | None:
+        """The smaller one of `max_tokens` and what has turned out to fit."""
+        return min((limit for limit in (max_tokens, self.limit) if limit is not None), default=None)
 
     def take_metrics(self) -> dict[str, float]:
         """`oom_retries` and `token_budget_min` of what happened since the last call; empty if nothing did."""
@@ -74,13 +68,13 @@ class TokenBudget:
 
 
 class MicroBatches:
-    """Rows in micro-batches, in their order. All ranks take turns together; one that has run out gets empty ones."""
+    """Rows in micro-batches, in their order. Ranks take turns together; one that has run out gets empty ones."""
 
     def __init__(
         self,
         lengths: Sequence[int],
+        order: RowOrder,
         budget: TokenBudget,
-        order: RowOrder | None = None,
         *,
         max_tokens: int | None,
         max_rows: int | None,
@@ -90,18 +84,17 @@ class MicroBatches:
         self._max_tokens, self._max_rows = max_tokens, max_rows
         self._waiting: list[list[int]] = []
         self._turns = 1  # an empty batch takes one turn: its model still has gathers to serve
-        order = order or RowOrder.by_length(lengths)
         self._shared = dict(zip(order.rows, order.shared, strict=True))
         self._plan(order.rows)
 
     def restart(self) -> None:
-        """All rows are to be done again, as `repeat`."""
+        """As `repeat`, for all rows."""
         self._shrink()
         self._plan(list(self._shared))
 
     def repeat(self) -> None:
-        """The present rows did not fit: from now on micro-batches hold at most half as much. TrainingStopped where
-        there is but one row."""
+        """The present rows did not fit: micro-batches hold at most half as much from now on. TrainingStopped: of one
+        row."""
         self._shrink()
         self._plan([row for group in self._waiting for row in group])
 

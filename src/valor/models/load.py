@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import safe_open
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -89,17 +88,17 @@ def check_critic(config: PPOConfig, tokenizer: Any) -> None:
     critic, model = config.critic, config.critic.model
     if not critic.enable:
         return
-    found = load_model_config(model)
+    config_of_critic = load_model_config(model)
     new_adapters = model.lora_rank > 0 and model.lora_adapter_path is None
     apart = critic.ensemble_shards or critic.shuffle or new_adapters
-    if critic.ensemble_size > 1 and not apart and _has_head(_where_head_is(model, found)[1]):
+    if critic.ensemble_size > 1 and not apart and _has_head(_where_head_is(model, config_of_critic)[1]):
         raise UserError(
             f"critic.ensemble_size={critic.ensemble_size}: the critics would all be the same, as '{model.path}' has a "
             "head: set critic.ensemble_shards=true"
         )
     if model.path == config.actor_rollout_ref.model.path:
         return
-    size = int(found.get_text_config().vocab_size)
+    size = int(config_of_critic.get_text_config().vocab_size)
     if size < len(tokenizer):
         raise UserError(
             f"the critic '{model.path}' knows {size} tokens and the policy's tokenizer has {len(tokenizer)}: set "
@@ -197,17 +196,17 @@ def load_encoder(path: str) -> Any:
 
 def _agreed_head(path: str, config: Any, wanted: ValueHead | None) -> ValueHead:
     """The head to load. A checkpoint with a head that says nothing of itself may have any head of one output."""
-    has_head, found = _has_head(config), ValueHead.of(config)
+    has_head, saved = _has_head(config), ValueHead.of(config)
     by_label = wanted is not None and wanted.output == "label"
-    if has_head and found is None and not by_label and (config.num_labels != 1 or (wanted and wanted.size != 1)):
+    if has_head and saved is None and not by_label and (config.num_labels != 1 or (wanted and wanted.size != 1)):
         needed = f"outputs for {wanted}" if wanted is not None and wanted.size != 1 else "exactly 1"
         raise UserError(f"'{path}' classifies into {config.num_labels} labels; this critic needs {needed}")
-    if has_head and None not in (found, wanted) and found != wanted:
+    if has_head and None not in (saved, wanted) and saved != wanted:
         raise UserError(
-            f"the head of the critic '{path}' gives {found}, and this run trains one that gives {wanted}: set "
+            f"the head of the critic '{path}' gives {saved}, and this run trains one that gives {wanted}: set "
             "critic.value_loss and critic.value_loss_kwargs to those it was trained with"
         )
-    return wanted or (found if has_head else None) or ValueHead()
+    return wanted or (saved if has_head else None) or ValueHead()
 
 
 def _has_head(config: Any) -> bool:
@@ -219,9 +218,9 @@ def _where_head_is(model: CriticModelConfig, config: Any) -> tuple[str, Any]:
     adapter = model.lora_adapter_path
     if model.lora_rank and adapter is not None and (Path(adapter) / "config.json").is_file():
         with _as_user_errors(adapter, "adapter"):
-            found = AutoConfig.from_pretrained(adapter)
-        if (found.architectures or ["?"])[0].endswith("ForTokenClassification"):
-            return adapter, found
+            saved = AutoConfig.from_pretrained(adapter)
+        if (saved.architectures or ["?"])[0].endswith("ForTokenClassification"):
+            return adapter, saved
     return model.path, config
 
 
@@ -276,8 +275,7 @@ def load_model_config(model: BackboneConfig) -> Any:
     overrides.pop("attn_implementation", None)
     with _as_user_errors(model.path, "model"), quiet_transformers():
         config = AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code)
-    config = override(config, overrides, "model.override_config")
-    return config
+    return override(config, overrides, "model.override_config")
 
 
 def _from_pretrained(auto: Any, model: BackboneConfig, config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
@@ -290,23 +288,9 @@ def _from_pretrained(auto: Any, model: BackboneConfig, config: Any, dtype: torch
             trust_remote_code=model.trust_remote_code,
             output_loading_info=True,
         )
-    weights = dict(hf.named_parameters())
-    if whole := _whole_numbers(_resolve(model.path)) & weights.keys():
-        raise UserError(
-            f"weights in '{model.path}' are whole numbers, and nothing says how to read them: {_some(whole)}"
-        )
-    if broken := {name for name, weight in weights.items() if not (weight.is_meta or weight.isfinite().all())}:
+    if broken := {name for name, p in hf.named_parameters() if not (p.is_meta or p.isfinite().all())}:
         raise UserError(f"weights in '{model.path}' are not finite: {_some(broken)}")
     return hf, info
-
-
-def _whole_numbers(folder: str) -> set[str]:
-    """Names of the tensors in a directory's safetensors whose elements are integers."""
-    found: set[str] = set()
-    for file in Path(folder).glob("*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            found |= {name for name in tensors.keys() if tensors.get_slice(name).get_dtype()[0] in "IU"}  # noqa: SIM118
-    return found
 
 
 def _prepare(hf: Any, model: BackboneConfig, seed: int) -> None:
@@ -362,8 +346,6 @@ def _explain(path: str, what: str, text: str) -> str:
     if "does not recognize this architecture" in text or "Unrecognized" in text:
         version = transformers.__version__
         return f"the {what} at '{path}' has an architecture that transformers {version} cannot build: {first}"
-    if "instantiate the backend tokenizer" in text:
-        return f"'{path}' holds no tokenizer that can be read: save the tokenizer there, or name another directory"
     if "ignore_mismatched_sizes" in text:
         return f"the weights in '{path}' have other sizes than its config.json says"
     if "no file named" in text:

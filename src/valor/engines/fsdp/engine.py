@@ -119,11 +119,11 @@ class FSDPEngine(EngineCore):
         todo = self._micro_batches("forward", batch, max_tokens, max_rows, share=self._sequence_parallel)
         while todo:
             indices = todo.present
-            found = self._attempt(partial(self._outputs, batch, indices, options))
-            if found is None:
+            some = self._attempt(partial(self._outputs, batch, indices, options))
+            if some is None:
                 todo.repeat()
                 continue
-            collect(outputs, found, indices, batch["responses"])
+            collect(outputs, some, indices, batch["responses"])
             todo.advance()
             report_progress(todo.done, len(batch))
         self._reshard()
@@ -132,8 +132,8 @@ class FSDPEngine(EngineCore):
     def forward_backward(
         self, batch: Batch, loss_fn: LossFn, *, max_tokens: Limit = None, max_rows: Limit = None, **options: Any
     ) -> dict[str, float]:
-        """Where memory does not suffice the micro-batches of one process shrink, for good, and the metrics have
-        `oom_retries` and `token_budget_min`; TrainingStopped where that is no way out, and with several processes."""
+        """Out of memory, a single process makes its micro-batches smaller for good, and the metrics have `oom_retries`
+        and `token_budget_min`; TrainingStopped: of one row, or with several processes."""
         assert self.optimizer is not None, "a frozen engine has no gradients"
         self.module.train(self._checkpointing)  # dropout is off; checkpointing acts in training mode alone
         earlier = {p: p.grad.clone() for p in self.module.parameters() if p.grad is not None}
@@ -141,15 +141,15 @@ class FSDPEngine(EngineCore):
         metrics: list[dict[str, float]] = []
         while todo:
             self._sync_gradients(last=todo.last)
-            found = self._attempt(
+            result = self._attempt(
                 lambda: self._loss(self._outputs(batch, todo.present, options), batch, todo.present, loss_fn)
             )
-            if found is None:
+            if result is None:
                 todo.repeat()
                 continue
-            loss, values = found
+            loss, values = result
             complete = self._attempt(partial(_backward, loss))
-            del found, loss  # the graph
+            del result, loss  # the graph
             if not complete:  # some layers have their gradients, others do not: none of this call's can be kept
                 self._restore_gradients(earlier)
                 metrics.clear()
@@ -173,7 +173,7 @@ class FSDPEngine(EngineCore):
             yield self.module
 
     @property
-    def whole_module(self) -> nn.Module | None:
+    def generation_module(self) -> nn.Module | None:
         return self.module.hf
 
     @contextmanager
@@ -213,7 +213,7 @@ class FSDPEngine(EngineCore):
     def _weight_norm(self) -> float:
         return global_norm([cast(DTensor, p) for p in self.module.parameters() if p.requires_grad])
 
-    def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def _unsharded_tensors(self) -> Iterator[tuple[str, Tensor]]:
         self._reshard()
         for name, value in self.module.state_dict().items():
             yield name, value.full_tensor() if isinstance(value, DTensor) else value
