@@ -84,19 +84,8 @@ class MicroBatches:
         self._max_tokens, self._max_rows = max_tokens, max_rows
         self._waiting: list[list[int]] = []
         self._turns = 1  # an empty batch takes one turn: its model still has gathers to serve
-        self._shared = dict(zip(order.rows, order.shared, strict=True))
-        self._plan(order.rows)
-
-    def restart(self) -> None:
-        """As `repeat`, for all rows."""
-        self._shrink()
-        self._plan(list(self._shared))
-
-    def repeat(self) -> None:
-        """The present rows did not fit: micro-batches hold at most half as much from now on. TrainingStopped: of one
-        row."""
-        self._shrink()
-        self._plan([row for group in self._waiting for row in group])
+        self._order = order
+        self._plan()
 
     @property
     def last(self) -> bool:
@@ -121,7 +110,9 @@ class MicroBatches:
         self._waiting = self._waiting[1:]
         self._turns -= 1
 
-    def _shrink(self) -> None:
+    def restart(self) -> None:
+        """Begins again: the present rows did not fit, so micro-batches hold at most half as much from now on.
+        TrainingStopped: it was one row."""
         lengths = [self._lengths[row] for row in self.present]
         longest = max(lengths, default=0)
         if len(self.present) < 2:
@@ -130,14 +121,16 @@ class MicroBatches:
                 "data.max_response_length, set model.enable_gradient_checkpointing=true, fsdp_config.param_offload and "
                 "optimizer_offload, or shard over more processes (trainer.n_gpus_per_node)"
             )
-        tokens = sum(lengths) - sum(self._shared[row] for row in self.present[1:])
+        shared = dict(zip(self._order.rows, self._order.shared, strict=True))
+        tokens = sum(lengths) - sum(shared[row] for row in self.present[1:])
         self._budget.limit = max((tokens if self._packed else longest * len(lengths)) // 2, 1)
         self._budget.retries += 1
+        self._plan()
 
-    def _plan(self, rows: Sequence[int]) -> None:
+    def _plan(self) -> None:
         self._waiting = plan_micro_batches(
             self._lengths,
-            RowOrder(rows, [self._shared[row] for row in rows]),
+            self._order,
             max_tokens=self._budget.within(self._max_tokens),
             max_rows=self._max_rows,
             packed=self._packed,

@@ -121,7 +121,7 @@ class FSDPEngine(EngineCore):
             indices = todo.present
             some = self._attempt(partial(self._outputs, batch, indices, options))
             if some is None:
-                todo.repeat()
+                todo.restart()
                 continue
             collect(outputs, some, indices, batch["responses"])
             todo.advance()
@@ -141,16 +141,8 @@ class FSDPEngine(EngineCore):
         metrics: list[dict[str, float]] = []
         while todo:
             self._sync_gradients(last=todo.last)
-            result = self._attempt(
-                lambda: self._loss(self._outputs(batch, todo.present, options), batch, todo.present, loss_fn)
-            )
-            if result is None:
-                todo.repeat()
-                continue
-            loss, values = result
-            complete = self._attempt(partial(_backward, loss))
-            del result, loss  # the graph
-            if not complete:  # some layers have their gradients, others do not: none of this call's can be kept
+            values = self._attempt(partial(self._train_on, batch, todo.present, options, loss_fn))
+            if values is None:  # some layers may have their gradients: none of this call's can be kept
                 self._restore_gradients(earlier)
                 metrics.clear()
                 todo.restart()
@@ -274,6 +266,15 @@ class FSDPEngine(EngineCore):
     def _outputs(self, batch: Batch, indices: list[int], options: dict[str, Any]) -> Any:
         return self.module(rows_of(batch, indices), **options)
 
+    def _train_on(
+        self, batch: Batch, indices: list[int], options: dict[str, Any], loss_fn: LossFn
+    ) -> Mapping[str, Any]:
+        """Adds the gradients of a micro-batch; returns its metrics."""
+        loss, values = self._loss(self._outputs(batch, indices, options), batch, indices, loss_fn)
+        with deterministic_backward():
+            loss.backward()
+        return values
+
     def _sync_gradients(self, *, last: bool) -> None:
         """One rank adds up gradients until the last micro-batch, and so do several that have the memory; else they
         reduce each at once, to hold only shards."""
@@ -286,12 +287,6 @@ class FSDPEngine(EngineCore):
         """Back to sharded parameters: the root keeps its copy after a forward, which the next step makes stale."""
         for part in self._parts:
             part.reshard()
-
-
-def _backward(loss: Tensor) -> bool:
-    with deterministic_backward():
-        loss.backward()
-    return True
 
 
 def _without_adapters(module: Any, rows: CompactRows) -> Any:
