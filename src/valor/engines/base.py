@@ -65,17 +65,17 @@ class TrainingEngine(Protocol):
         ...
 
     def named_weights(self, names: WeightNames) -> Iterator[tuple[str, Tensor]]:
-        """All weights, whole, one after another, adapters merged, tied tensors once."""
+        """All weights, unsharded, one after another, adapters merged, tied tensors once."""
         ...
 
     @property
-    def whole_module(self) -> nn.Module | None:
+    def generation_module(self) -> nn.Module | None:
         """The transformers model to generate with inside `unsharded`; None where a rank holds only parts of layers."""
         ...
 
     def unsharded(self) -> AbstractContextManager[Any]:
-        """All parameters whole, in the computing dtype. Inside, any part of the model may be called, without gradients;
-        no other method of the engine, and weights may not be changed."""
+        """All parameters unsharded, in the computing dtype. Inside, any part of the model may be called, without
+        gradients; no other method of the engine, and weights may not be changed."""
         ...
 
     def reference(self) -> AbstractContextManager[Reference]:

@@ -75,7 +75,7 @@ def write(
         for leftover in path.glob("*.safetensors"):  # a reader takes every shard that it finds
             leftover.unlink()
     dist.barrier()
-    with _own_errors():
+    with _errors_of_a_rank():
         dcp_save(tensors, storage_writer=_ShardWriter(str(path)), no_dist=_alone())
     if dist.get_rank() == 0:
         state = {
@@ -127,12 +127,12 @@ def begin_to_read(path: Path, module: nn.Module, optimizer: str | None) -> tuple
     if optimizer is not None and state["optimizer"] != optimizer:
         raise UserError(f"'{path}' holds the state of {state['optimizer']}, not of {optimizer}")
     stored = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
-    return state, {n: one for n, one in stored.items() if optimizer is not None or n.startswith("model.")}
+    return state, {name: x for name, x in stored.items() if optimizer is not None or name.startswith("model.")}
 
 
 def read_into(path: Path, tensors: dict[str, Tensor], *, together: bool = True) -> None:
     """Fill this rank's `tensors` from `path`; together: collective, which shards (DTensors) have to be."""
-    with _own_errors():
+    with _errors_of_a_rank():
         dcp_load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=_alone() or not together)
 
 
@@ -154,7 +154,7 @@ def size(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
 
 
 @contextmanager
-def _own_errors() -> Iterator[None]:
+def _errors_of_a_rank() -> Iterator[None]:
     """What a rank of torch DCP has raised, as that rank's own error."""
     try:
         yield
@@ -231,9 +231,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def _check_adapters(path: Path, stored: dict[str, Any], here: dict[str, Any]) -> None:
-    """Adapters mean something only in the place where they were trained."""
-    if stored.get("base", here.get("base")) != here.get("base", stored.get("base")):
-        raise UserError(f"the checkpoint '{path}' holds adapters of another base model: set model.path to that one")
+    """Adapters mean something only with the settings that they were trained with."""
     for key, value in here.items():
         there = stored.get(key, 0 if key == "lora_rank" else value)
         if there != value:

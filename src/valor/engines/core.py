@@ -48,12 +48,10 @@ class EngineCore:
         """share: processes of which each computes that part of every micro-batch."""
         lengths = (batch["prompt_lengths"] + batch["response_lengths"]).tolist()
         max_tokens, max_rows = (None if limit is None else limit * share for limit in (max_tokens, max_rows))
-        packed = getattr(self.module, "packed", False)
-        order = None
-        if lengths and getattr(self.module, "shared", False):
-            order = RowOrder(*self.module.in_families(batch.tensors))
-        budget = self._budgets[verb]
-        return MicroBatches(lengths, budget, order, max_tokens=max_tokens, max_rows=max_rows, packed=packed)
+        packed, shared = getattr(self.module, "packed", False), lengths and getattr(self.module, "shared", False)
+        order = RowOrder(*self.module.in_families(batch.tensors)) if shared else RowOrder.by_length(lengths)
+        limits = {"max_tokens": max_tokens, "max_rows": max_rows}
+        return MicroBatches(lengths, order, self._budgets[verb], **limits, packed=packed)
 
     def _loss(
         self, outputs: dict[str, Tensor], batch: Batch, indices: list[int], loss_fn: LossFn
@@ -110,22 +108,21 @@ class EngineCore:
         """The norm of all weights that are trained; 0 where none are."""
         raise NotImplementedError
 
-    def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter and buffer of the state dict, whole, one at a time, on the engine's device."""
+    def _unsharded_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter and buffer of the state dict, unsharded, one at a time, on the engine's device."""
         raise NotImplementedError
 
     def named_weights(self, names: WeightNames) -> Iterator[tuple[str, Tensor]]:
         named = plain_weights if names == "module" else published_weights
-        return named(self.module, self._whole_tensors())
+        return named(self.module, self._unsharded_tensors())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All weights, whole, under the names of `module`, on the CPU of rank 0; empty on the other ranks."""
-        first = dist.get_rank() == 0
-        whole: dict[str, Tensor] = {}
-        for name, value in self._whole_tensors():
-            if first:
-                whole[name] = value.detach().to("cpu", copy=True)
-        return whole
+        """All weights, unsharded, under the names of `module`, on the CPU of rank 0; empty on the other ranks."""
+        weights: dict[str, Tensor] = {}
+        for name, value in self._unsharded_tensors():
+            if dist.get_rank() == 0:
+                weights[name] = value.detach().to("cpu", copy=True)
+        return weights
 
     def export(self, path: Path) -> None:
         weights = self.state_dict()
@@ -141,13 +138,13 @@ def rows_of(batch: Batch, indices: list[int]) -> Batch:
     """
     if indices:
         return batch.take(indices).select(ROW_FIELDS)
-    token, one = torch.zeros(1, 1, dtype=torch.long), torch.ones(1, dtype=torch.long)
-    return Batch(dict(zip(ROW_FIELDS, (token, one, token, one), strict=True)))
+    token, length = torch.zeros(1, 1, dtype=torch.long), torch.ones(1, dtype=torch.long)
+    return Batch(dict(zip(ROW_FIELDS, (token, length, token, length), strict=True)))
 
 
-def collect(outputs: dict[str, Tensor], found: Mapping[str, Tensor], indices: list[int], responses: Tensor) -> None:
+def collect(outputs: dict[str, Tensor], some: Mapping[str, Tensor], indices: list[int], responses: Tensor) -> None:
     """Put the outputs of some rows into those of all rows, which are made on the device of `responses` [B, T]."""
-    for name, value in found.items():
+    for name, value in some.items():
         if name not in outputs:
             shape = (*responses.shape[: value.dim()], *value.shape[2:])
             outputs[name] = torch.zeros(shape, dtype=value.dtype, device=responses.device)
@@ -157,8 +154,8 @@ def collect(outputs: dict[str, Tensor], found: Mapping[str, Tensor], indices: li
 
 @contextmanager
 def deterministic_backward() -> Iterator[None]:
-    """Where deterministic algorithms are asked for, nothing else may run inside: flash attention adds gradients up in
-    any order as long as torch is told to warn only."""
+    """Where deterministic algorithms are set to warn only, they are required inside: flash attention would otherwise
+    sum gradients in any order."""
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     if warns:
         torch.use_deterministic_algorithms(True)

@@ -33,10 +33,10 @@ def use_kernels(engine: Any, layers: list[nn.Module], model: BackboneConfig, dty
     if model.compile:
         _compile(layers, engine.device)
     try:
-        found = _trial(engine)
+        ours = _trial(engine)
     except RuntimeError as error:
         raise UserError(f"{names} does not work here: leave it out ({str(error).strip().splitlines()[0]})") from error
-    differences = [float((a - b).norm() / b.norm()) for a, b in zip(found, plain, strict=True) if b.norm() > 0]
+    differences = [float((a - b).norm() / b.norm()) for a, b in zip(ours, plain, strict=True) if b.norm() > 0]
     if not max(differences) <= (1e-4 if dtype == "float32" else 0.02):
         raise UserError(f"{names} gives other numbers (relative difference {max(differences):.2g}): leave it out")
     engine.offload()
@@ -46,13 +46,13 @@ def _trial(engine: Any) -> list[Tensor]:
     """What the model says of two rows, and the norm of its gradients where it is trained."""
     ids, lengths = torch.arange(24).view(2, 12), torch.tensor([12, 9])
     rows = Batch(dict(zip(ROW_FIELDS, (ids, lengths, ids + 5, lengths), strict=True)))
-    found = list(engine.forward(rows).values())
+    numbers = list(engine.forward(rows).values())
     if engine.optimizer is not None:
         engine.forward_backward(rows, lambda outputs, _: (sum(x.sum() for x in outputs.values()), {}))
         norm = global_norm([p.grad for p in engine.module.parameters() if p.grad is not None])
         engine.optimizer.zero_grad(set_to_none=True)
-        found.append(torch.tensor([norm]))
-    return found
+        numbers.append(torch.tensor([norm]))
+    return numbers
 
 
 def _compile(layers: list[nn.Module], device: torch.device) -> None:

@@ -28,12 +28,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Segments:
-    """Where rows lie: row i at positions bounds[i] to bounds[i + 1] - 1. `group`: whose ranks share the positions.
+    """Row i lies at positions bounds[i] to bounds[i + 1] - 1. `group`: the ranks that divide the positions.
 
-    Of rows that share a beginning these are the tokens that row i does not have from earlier rows; then `keys` are the
-    positions of all its tokens, row after row, `key_bounds` as `bounds`. The tensors are on the device of the model,
-    copied there once and not in every layer; they are fields, since FSDP passes copies of dataclasses on, field by
-    field.
+    With shared prefixes, bounds cover each row's new tokens, and `keys` index all of its tokens, row after row, with
+    `key_bounds` as `bounds`. Tensors are on the model's device, copied there once a pass. They are fields, since FSDP
+    passes copies of dataclasses on, field by field.
     """
 
     bounds: tuple[int, ...]
@@ -50,21 +49,21 @@ class Segments:
         return Segments(bounds, offsets=torch.tensor(bounds, dtype=torch.int32, device=device))
 
     def reading(self, lengths: list[int], keys: Tensor) -> Segments:
-        """The same where the rows are longer than what is theirs alone: of these lengths, their tokens at `keys`."""
+        """The same with shared prefixes: rows of these lengths, whose tokens are at `keys`."""
         bounds = (0, *accumulate(lengths))
         offsets = torch.tensor(bounds, dtype=torch.int32, device=keys.device)
         return replace(self, key_bounds=bounds, key_offsets=offsets, keys=keys)
 
     def shared_out(self, group: dist.ProcessGroup | None, padding: int) -> Segments:
-        """The same over the ranks of a group, with a row of padding, if any, behind the others."""
+        """The same divided over the ranks of a group, with a last row of padding, if any."""
         if not padding:
             return replace(self, group=group)
         assert self.offsets is not None
-        whole = replace(Segments.of([*self.lengths, padding], self.offsets.device), group=group)
+        padded = replace(Segments.of([*self.lengths, padding], self.offsets.device), group=group)
         if self.keys is None or self.key_bounds is None:
-            return whole
+            return padded
         more = torch.arange(self.bounds[-1], self.bounds[-1] + padding, device=self.keys.device)
-        return whole.reading([*_lengths(self.key_bounds), padding], torch.cat([self.keys, more]))
+        return padded.reading([*_lengths(self.key_bounds), padding], torch.cat([self.keys, more]))
 
     def to(self, device: torch.device) -> Segments:
         """The same with its tensors on `device`."""
@@ -94,11 +93,11 @@ def _in_batches(query: Tensor, key: Tensor, value: Tensor, segments: Segments, s
     at = batches.keys if segments.keys is None else segments.keys[batches.keys]
     queries = query.index_select(0, batches.queries).split([b * n for b, n, _ in batches.shapes])
     keys, values = (x.index_select(0, at).split([b * m for b, _, m in batches.shapes]) for x in (key, value))
-    found = []
-    for (b, _n, _m), *parts in zip(batches.shapes, queries, keys, values, strict=True):
+    outputs = []
+    for (b, _, _), *parts in zip(batches.shapes, queries, keys, values, strict=True):
         q, k, v = (x.unflatten(0, (b, -1)).transpose(1, 2) for x in parts)
-        found.append(_rows(q, k, v, scaling).transpose(1, 2).flatten(0, 1))
-    return torch.cat(found).index_select(0, batches.places)
+        outputs.append(_rows(q, k, v, scaling).transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).index_select(0, batches.places)
 
 
 class _Batches(NamedTuple):
@@ -112,8 +111,8 @@ class _Batches(NamedTuple):
 
 @lru_cache(maxsize=8)
 def _batches(bounds: tuple[int, ...], key_bounds: tuple[int, ...], device: torch.device) -> _Batches:
-    """Rows with as many tokens before their first query, so that what pads one is in the future of its own queries. One
-    more row joins as long as the padding that it brings costs less than a call."""
+    """Batches rows of equal prefix length; right padding is causally invisible. A row joins a batch as long as its
+    padding costs less than one more call."""
     rows = zip(_lengths(bounds), _lengths(key_bounds), bounds, key_bounds, strict=False)
     ordered = sorted((row for row in rows if row[0]), key=lambda row: (row[1] - row[0], row[0]))
     batches: list[list[tuple[int, int, int, int]]] = []
@@ -160,7 +159,7 @@ class _Products(torch.autograd.Function):
         grouped = q.unflatten(1, (k.shape[1], -1))
         keys, values = k.flatten(0, 1), v.flatten(0, 1)
         out = q.new_empty(*grouped.shape[:4], v.shape[-1])
-        kept = []
+        saved = []
         for start, end in _blocks(n, m):
             queries = grouped[:, :, :, start:end].reshape(len(keys), -1, q.shape[-1])
             seen = m - n + end
@@ -170,20 +169,20 @@ class _Products(torch.autograd.Function):
             weights = torch.softmax(scores, -1).to(q.dtype)
             part = _bmm(weights, values[:, :seen]).to(q.dtype)
             out[:, :, :, start:end] = part.view(*grouped.shape[:3], end - start, -1)
-            kept += [queries, weights, part]
-        ctx.save_for_backward(keys, values, *kept)
+            saved += [queries, weights, part]
+        ctx.save_for_backward(keys, values, *saved)
         ctx.scale, ctx.shapes = scale, (q.shape, k.shape, v.shape)
         return out.flatten(1, 2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        keys, values, *kept = ctx.saved_tensors
+        keys, values, *saved = ctx.saved_tensors
         (b, heads, n, size), (_, kv_heads, m, _), _ = ctx.shapes
         grouped = grads[0].unflatten(1, (kv_heads, -1))
         d_query = keys.new_empty(b, kv_heads, heads // kv_heads, n, size)
         d_key, d_value = (torch.zeros_like(x, dtype=torch.float32) for x in (keys, values))  # sums over blocks
         for i, (start, end) in enumerate(_blocks(n, m)):
-            queries, weights, part = kept[3 * i : 3 * i + 3]
+            queries, weights, part = saved[3 * i : 3 * i + 3]
             grad = grouped[:, :, :, start:end].reshape(part.shape)
             seen = m - n + end
             # d score = weight * (d weight - sum of weight * d weight), and that sum is the product of grad and output
@@ -193,8 +192,8 @@ class _Products(torch.autograd.Function):
             d_query[:, :, :, start:end] = _bmm(scores, keys[:, :seen]).view(b, kv_heads, -1, end - start, size)
             d_key[:, :seen] += _bmm(scores.transpose(1, 2), queries)
             d_value[:, :seen] += _bmm(weights.transpose(1, 2), grad)
-        found = (d_query, d_key.to(keys.dtype), d_value.to(values.dtype))
-        return (*(x.view(shape) for x, shape in zip(found, ctx.shapes, strict=True)), None)
+        gradients = (d_query, d_key.to(keys.dtype), d_value.to(values.dtype))
+        return (*(x.view(shape) for x, shape in zip(gradients, ctx.shapes, strict=True)), None)
 
 
 def _bmm(a: Tensor, b: Tensor) -> Tensor:
@@ -243,9 +242,9 @@ def _varlen_agrees(
     inputs = random(15, heads), random(15, kv_heads), random(15, kv_heads)
     try:
         with torch.enable_grad():
-            found, expected = _varlen(*inputs, segments, None), _in_batches(*inputs, segments, None)
-            pairs = [(found, expected)]
-            pairs += zip(*(torch.autograd.grad(out.float().sum(), inputs) for out in (found, expected)), strict=True)
+            outputs = _varlen(*inputs, segments, None), _in_batches(*inputs, segments, None)
+            pairs = [outputs]
+            pairs += zip(*(torch.autograd.grad(out.float().sum(), inputs) for out in outputs), strict=True)
         agrees = all(torch.allclose(a.float(), b.float(), rtol=3e-2, atol=3e-2) for a, b in pairs)
         reason = "gives other numbers"
     except (ImportError, NotImplementedError, RuntimeError, TypeError) as error:

@@ -11,8 +11,8 @@ from transformers import PreTrainedConfig, modeling_rope_utils
 
 from valor.errors import UserError, did_you_mean
 
-_ROPE = "rope_theta", "rope_scaling", "partial_rotary_factor"  # keys of the config itself before transformers 5
-_KEPT_ROPE = "rope_theta", "partial_rotary_factor"  # by a rope_scaling or rope_parameters that does not name them
+_OLD_ROPE = "rope_theta", "rope_scaling", "partial_rotary_factor"  # keys of the config itself before transformers 5
+_ANY_ROPE = "rope_theta", "partial_rotary_factor"  # parameters of every type of rotary positions
 _WINDOW = "use_sliding_window", "sliding_window", "max_window_layers"
 _NO_EFFECT = {
     **{field.name: "it does not change what the model computes here" for field in fields(PreTrainedConfig)},
@@ -35,7 +35,10 @@ def override(config: Any, changes: Mapping[str, Any], at: str) -> Any:
     parts = {name for name, value in changes.items() if _is_part(getattr(config, name, None), value)}
     plain = {name: value for name, value in changes.items() if name not in parts}
     new = {name: value for name, value in plain.items() if getattr(config, name, None) != value}
-    for name in plain:
+    for name, value in plain.items():
+        if name in _OLD_ROPE and getattr(config, "rope_parameters", None):
+            new_spelling = value if name == "rope_scaling" else {name: value}
+            raise UserError(f"{at}.{name}: transformers 5 has {at}.rope_parameters: set it to {new_spelling}")
         if name not in _known(config) or callable(getattr(type(config), name, None)):  # or the name of a method
             raise _unknown(config, name, at)
     for name, value in new.items():
@@ -63,10 +66,7 @@ def _is_part(present: Any, value: Any) -> bool:
 
 
 def _known(config: Any) -> set[str]:
-    """Keys that a config of this class has, also under the names of before transformers 5."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    older = {"rope_theta", "rope_scaling", *({"partial_rotary_factor"} & rope.keys())} if rope else set[str]()
-    return {*config.to_dict(), *vars(config), *(config.attribute_map or {}), *older, *_NO_EFFECT}
+    return {*config.to_dict(), *vars(config), *(config.attribute_map or {}), *_NO_EFFECT}
 
 
 def _built(config: Any, changes: Mapping[str, Any], at: str) -> Any:
@@ -74,13 +74,15 @@ def _built(config: Any, changes: Mapping[str, Any], at: str) -> Any:
     stated = config.to_dict() | {"_name_or_path": config.name_or_path}
     if {*_WINDOW, "num_hidden_layers"} & changes.keys():  # which kinds of layers there are follows from these
         stated.pop("layer_types", None)
-    changed = _with_rope_parameters(config, changes, at)
+    if "rope_parameters" in changes and getattr(config, "rope_parameters", None):
+        rope = _rope_parameters(config.rope_parameters, changes["rope_parameters"], f"{at}.rope_parameters")
+        changes = {**changes, "rope_parameters": rope}
     warnings, logger = BufferingHandler(100), logging.getLogger(modeling_rope_utils.__name__)
     before = logger.level, logger.propagate
     logger.addHandler(warnings)
     logger.level, logger.propagate = logging.WARNING, False
     try:
-        made = type(config)(**deepcopy({**stated, **changed}))
+        made = type(config)(**deepcopy({**stated, **changes}))
     except Exception as error:  # of a type, of several keys together, of a class that came with the model
         reason = str(error.args[0] if error.args else error).strip().splitlines()[-1].strip()
         raise UserError(f"{at}={dict(changes)}: {reason}") from None
@@ -93,38 +95,17 @@ def _built(config: Any, changes: Mapping[str, Any], at: str) -> Any:
     return made
 
 
-def _with_rope_parameters(config: Any, changes: Mapping[str, Any], at: str) -> dict[str, Any]:
-    """`changes` in the spelling of transformers 5: rope_parameters in place of rope_theta and rope_scaling."""
-    new, present = dict(changes), getattr(config, "rope_parameters", None)
-    if not present or not {*_ROPE, "rope_parameters"} & new.keys():
-        return new
-    if any(isinstance(value, Mapping) for value in present.values()):  # for each kind of layer
-        kinds = new.get("rope_parameters")
-        if not isinstance(kinds, Mapping) or not kinds.keys() <= present.keys():
-            name = next(name for name in new if name in (*_ROPE, "rope_parameters"))
-            raise UserError(
-                f"{at}.{name}: give {at}.rope_parameters a dict for each kind of layer to change ({', '.join(present)})"
-            )
-        return new | {"rope_parameters": present | {kind: _rope(present[kind], kinds[kind], at) for kind in kinds}}
-    rope = present
-    for name in ("rope_parameters", "rope_scaling"):
-        rope = _rope(present, new.pop(name), at) if name in new else rope
-    rope = rope | {name: new.pop(name) for name in _KEPT_ROPE if name in new and name in present}
+def _rope_parameters(present: Mapping[str, Any], new: Any, at: str) -> dict[str, Any]:
+    """Rotary parameters, or those of each kind of layer, with the `new` ones; theta stays unless it is new."""
+    if not isinstance(new, Mapping):
+        raise UserError(f"{at}={new}: give a dict, such as {dict(present)}")
+    if any(isinstance(value, Mapping) for value in present.values()):
+        return {**present, **{kind: _rope_parameters(present.get(kind, {}), new[kind], f"{at}.{kind}") for kind in new}}
+    rope = dict(present) if "rope_type" not in new else {n: present[n] for n in _ANY_ROPE if n in present}
+    rope |= new
     if not isinstance(rope.get("rope_theta"), int | float):
         raise UserError(f"{at}.rope_theta: expected a number, got {rope.get('rope_theta')!r}")
-    return new | {"rope_parameters": rope}
-
-
-def _rope(present: Mapping[str, Any], new: Any, at: str) -> dict[str, Any]:
-    """The parameters `new` of rotary positions, where null is no scaling; what every kind has stays as `present`."""
-    new = {"rope_type": "default"} if new is None else new
-    named = {"rope_type" if k == "type" else k: v for k, v in new.items()} if isinstance(new, Mapping) else {}
-    if named and named.keys() <= {*_KEPT_ROPE}:
-        return {**present, **named}
-    kinds = ["default", *modeling_rope_utils.ROPE_INIT_FUNCTIONS]
-    if named.get("rope_type") not in kinds:
-        raise UserError(f"{at}.rope_parameters={new}: give a dict with rope_type, one of {', '.join(kinds)}")
-    return {name: present[name] for name in _KEPT_ROPE if name in present} | named
+    return rope
 
 
 def _unknown(config: Any, name: str, at: str) -> UserError:

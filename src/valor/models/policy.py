@@ -97,9 +97,9 @@ def find_logit_map(hf: Any) -> LogitMap | None:
     with torch.no_grad():
         expected = hf(input_ids=ids, use_cache=False).logits.float()
         states = hf.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        found = guess.apply_(head(states).float())
+        logits = guess.apply_(head(states).float())
     tolerance = 1e-5 if head.weight.dtype is torch.float32 else 2e-2
-    if expected.shape == found.shape and torch.allclose(found, expected, rtol=tolerance, atol=tolerance):
+    if expected.shape == logits.shape and torch.allclose(logits, expected, rtol=tolerance, atol=tolerance):
         return guess
     logger.warning(
         "%s computes its logits in a way of its own: log-probabilities use its full logits (more memory, slower)",

@@ -44,8 +44,7 @@ class HeadProduct(NamedTuple):
     bias: Tensor | None
 
     def rows(self, rows: slice) -> Tensor:
-        hidden, weight, bias = self.hidden[rows], self.weight, self.bias
-        return product(hidden, weight, bias)
+        return product(self.hidden[rows], self.weight, self.bias)
 
 
 class TokenNumbers(NamedTuple):
@@ -154,7 +153,7 @@ class _TokenLogProbs(torch.autograd.Function):
                     full_kl[rows] = log_p.exp_().mul_(gap).sum(1)
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, full_kl)
         ctx.reference = reference
-        ctx.kept = (product, other) if n <= product_rows else None
+        ctx.products = (product, other) if n <= product_rows else None
         ctx.options = (temperature, logit_map, product_rows, block_rows)
         return log_probs, entropy, full_kl
 
@@ -165,7 +164,7 @@ class _TokenLogProbs(torch.autograd.Function):
         reference: HeadProduct | None = ctx.reference
         grad_log_probs, grad_entropy, grad_full_kl = grads  # zeros where nothing was read of one
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        kept, ctx.kept = ctx.kept, None  # overwritten below; a second backward pass recomputes it
+        products, ctx.products = ctx.products, None  # overwritten below; a second backward pass recomputes them
 
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight: Tensor | None = None
@@ -173,7 +172,7 @@ class _TokenLogProbs(torch.autograd.Function):
         for start in range(0, len(hidden), product_rows):
             rows = slice(start, start + product_rows)
             h = hidden[rows]
-            delta, other = kept or (
+            delta, other = products or (
                 HeadProduct(hidden, weight, bias).rows(rows),
                 reference.rows(rows) if reference else None,
             )

@@ -119,11 +119,11 @@ class FSDPEngine(EngineCore):
         todo = self._micro_batches("forward", batch, max_tokens, max_rows, share=self._sequence_parallel)
         while todo:
             indices = todo.present
-            found = self._attempt(partial(self._outputs, batch, indices, options))
-            if found is None:
-                todo.repeat()
+            some = self._attempt(partial(self._outputs, batch, indices, options))
+            if some is None:
+                todo.restart()
                 continue
-            collect(outputs, found, indices, batch["responses"])
+            collect(outputs, some, indices, batch["responses"])
             todo.advance()
             report_progress(todo.done, len(batch))
         self._reshard()
@@ -132,8 +132,8 @@ class FSDPEngine(EngineCore):
     def forward_backward(
         self, batch: Batch, loss_fn: LossFn, *, max_tokens: Limit = None, max_rows: Limit = None, **options: Any
     ) -> dict[str, float]:
-        """Where memory does not suffice the micro-batches of one process shrink, for good, and the metrics have
-        `oom_retries` and `token_budget_min`; TrainingStopped where that is no way out, and with several processes."""
+        """Out of memory, a single process makes its micro-batches smaller for good, and the metrics have `oom_retries`
+        and `token_budget_min`; TrainingStopped: of one row, or with several processes."""
         assert self.optimizer is not None, "a frozen engine has no gradients"
         self.module.train(self._checkpointing)  # dropout is off; checkpointing acts in training mode alone
         earlier = {p: p.grad.clone() for p in self.module.parameters() if p.grad is not None}
@@ -141,16 +141,8 @@ class FSDPEngine(EngineCore):
         metrics: list[dict[str, float]] = []
         while todo:
             self._sync_gradients(last=todo.last)
-            found = self._attempt(
-                lambda: self._loss(self._outputs(batch, todo.present, options), batch, todo.present, loss_fn)
-            )
-            if found is None:
-                todo.repeat()
-                continue
-            loss, values = found
-            complete = self._attempt(partial(_backward, loss))
-            del found, loss  # the graph
-            if not complete:  # some layers have their gradients, others do not: none of this call's can be kept
+            values = self._attempt(partial(self._train_on, batch, todo.present, options, loss_fn))
+            if values is None:  # some layers may have their gradients: none of this call's can be kept
                 self._restore_gradients(earlier)
                 metrics.clear()
                 todo.restart()
@@ -173,7 +165,7 @@ class FSDPEngine(EngineCore):
             yield self.module
 
     @property
-    def whole_module(self) -> nn.Module | None:
+    def generation_module(self) -> nn.Module | None:
         return self.module.hf
 
     @contextmanager
@@ -213,7 +205,7 @@ class FSDPEngine(EngineCore):
     def _weight_norm(self) -> float:
         return global_norm([cast(DTensor, p) for p in self.module.parameters() if p.requires_grad])
 
-    def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def _unsharded_tensors(self) -> Iterator[tuple[str, Tensor]]:
         self._reshard()
         for name, value in self.module.state_dict().items():
             yield name, value.full_tensor() if isinstance(value, DTensor) else value
@@ -274,6 +266,15 @@ class FSDPEngine(EngineCore):
     def _outputs(self, batch: Batch, indices: list[int], options: dict[str, Any]) -> Any:
         return self.module(rows_of(batch, indices), **options)
 
+    def _train_on(
+        self, batch: Batch, indices: list[int], options: dict[str, Any], loss_fn: LossFn
+    ) -> Mapping[str, Any]:
+        """Adds the gradients of a micro-batch; returns its metrics."""
+        loss, values = self._loss(self._outputs(batch, indices, options), batch, indices, loss_fn)
+        with deterministic_backward():
+            loss.backward()
+        return values
+
     def _sync_gradients(self, *, last: bool) -> None:
         """One rank adds up gradients until the last micro-batch, and so do several that have the memory; else they
         reduce each at once, to hold only shards."""
@@ -286,12 +287,6 @@ class FSDPEngine(EngineCore):
         """Back to sharded parameters: the root keeps its copy after a forward, which the next step makes stale."""
         for part in self._parts:
             part.reshard()
-
-
-def _backward(loss: Tensor) -> bool:
-    with deterministic_backward():
-        loss.backward()
-    return True
 
 
 def _without_adapters(module: Any, rows: CompactRows) -> Any:

@@ -111,11 +111,11 @@ class MegatronEngine(EngineCore):
     ) -> dict[str, Tensor]:
         self._model.eval()
         groups = self._plan("forward", batch, max_tokens, max_rows)
-        found = self._run(batch, groups, options, lambda outputs, indices: outputs, forward_only=True)
-        whole: dict[str, Tensor] = {}
-        for indices, outputs in zip(groups, found, strict=False):
-            collect(whole, outputs, indices, batch["responses"])
-        return self._from_last_stage(whole)
+        by_group = self._run(batch, groups, options, lambda outputs, indices: outputs, forward_only=True)
+        outputs: dict[str, Tensor] = {}
+        for indices, some in zip(groups, by_group, strict=False):
+            collect(outputs, some, indices, batch["responses"])
+        return self._from_last_stage(outputs)
 
     def forward_backward(
         self, batch: Batch, loss_fn: LossFn, *, max_tokens: Limit = None, max_rows: Limit = None, **options: Any
@@ -128,8 +128,8 @@ class MegatronEngine(EngineCore):
             return loss, torch.zeros((), dtype=torch.int, device=self.device), values
 
         with deterministic_backward():
-            found = self._run(batch, groups, options, finish, forward_only=False)
-        return self._from_last_stage(reduce_metrics([self._numbers(values) for values in found]))
+            metrics = self._run(batch, groups, options, finish, forward_only=False)
+        return self._from_last_stage(reduce_metrics([self._numbers(values) for values in metrics]))
 
     def _plan(self, verb: str, batch: Batch, max_tokens: Limit, max_rows: Limit) -> list[list[int]]:
         """The rows of each micro-batch; empty ones where other ranks have more."""
@@ -232,11 +232,11 @@ class MegatronEngine(EngineCore):
     def _weight_norm(self) -> float:
         return self._weights.norm() if self.optim is not None else 0.0
 
-    def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def _unsharded_tensors(self) -> Iterator[tuple[str, Tensor]]:
         return self._weights.whole(self.device)
 
     @property
-    def whole_module(self) -> None:
+    def generation_module(self) -> None:
         return None
 
     def unsharded(self) -> Any:

@@ -245,12 +245,12 @@ class Face(nn.Module):
         return torch.where(padding, states.detach(), states)
 
     def get_output_embeddings(self) -> SimpleNamespace:
-        """The head's weight [V, H], whole."""
+        """The head's weight [V, H], gathered."""
         stage = self.stage
-        own = stage.output_layer.weight
-        own = stage.shared_embedding_or_output_weight() if own is None else own
-        whole = tensor_parallel.gather_from_sequence_parallel_region(own)
-        return SimpleNamespace(weight=whole[: self.config.vocab_size], bias=None)
+        part = stage.output_layer.weight
+        part = stage.shared_embedding_or_output_weight() if part is None else part
+        weight = tensor_parallel.gather_from_sequence_parallel_region(part)
+        return SimpleNamespace(weight=weight[: self.config.vocab_size], bias=None)
 
     def get_input_embeddings(self) -> SimpleNamespace:
         """Tells where token ids are read."""

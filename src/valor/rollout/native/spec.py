@@ -27,8 +27,8 @@ def _build(context: BuildContext) -> NativeEngine:
     """With the actor's own parameters where they are in this process, whole; else with a copy of the model."""
     settings = {"eos_token_ids": context.eos_token_ids, "max_num_seqs": context.config.max_num_seqs}
     actor = context.actor
-    if actor is not None and actor.whole_module is not None:
-        return NativeEngine(actor.whole_module, unsharded=actor.unsharded, **settings)
+    if actor is not None and actor.generation_module is not None:
+        return NativeEngine(actor.generation_module, unsharded=actor.unsharded, **settings)
     base = context.model.model_copy(update={"lora_rank": 0, "lora_adapter_path": None})  # it is sent merged weights
     policy = load_policy(base, dtype=getattr(torch, context.config.dtype))
     return NativeCopy(policy.to(context.device), **settings)
