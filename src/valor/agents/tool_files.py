@@ -8,7 +8,6 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError
 
 from valor.agents.builtin_tools import BUILTIN_TOOLS
-from valor.agents.mcp_tools import mcp_tools
 from valor.agents.tool_sources import FunctionTool, environment_source, function_source, schema_of
 from valor.agents.tools import ToolSource
 from valor.agents.verl_tools import OpenAIFunctionToolSchema, base_tool_source, load_function_tools
@@ -16,7 +15,7 @@ from valor.errors import UserError, did_you_mean
 from valor.user_files import load_object
 
 _KEY = "rollout.multi_turn.tool_config_path"
-_NAMES = ("calculator", "python", "search", "mcp")
+_READ_AS = {"verl.tools.search_tool.SearchTool": "search"}
 
 
 class _Entry(BaseModel, extra="forbid"):
@@ -70,21 +69,20 @@ def _load_tools_file(path: str) -> list[ToolSource]:
 
 def _make_tools(label: str, entry: _Entry) -> list[Any]:
     """FunctionTools for a built-in tool or an MCP server, else an instance of the entry's class."""
-    name, config, schema = entry.class_name, dict(entry.config), entry.tool_schema
+    name, config, schema = _READ_AS.get(entry.class_name, entry.class_name), dict(entry.config), entry.tool_schema
     if config.get("type", "native") != "native":
         raise UserError(f"{label}: config.type={config['type']} is not supported, only native")
-    if name in BUILTIN_TOOLS or name == "mcp":
+    if name in BUILTIN_TOOLS:
         config.pop("type", None)
         if name == "mcp" and schema is not None:
             raise UserError(f"{label}: an MCP server brings its own schemas: drop tool_schema")
-        if name == "mcp":
-            return _construct(label, name, mcp_tools, config)
-        function = _construct(label, name, BUILTIN_TOOLS[name], config)
-        return [FunctionTool(function, schema.model_dump(exclude_unset=True) if schema else schema_of(function))]
+        made = _construct(label, name, BUILTIN_TOOLS[name], config)
+        described = schema.model_dump(exclude_unset=True) if schema else None
+        return made if name == "mcp" else [FunctionTool(made, described or schema_of(made))]
     if "." not in name:
         raise UserError(
-            f"{label}: there is no built-in tool '{name}'{did_you_mean(name, _NAMES)} (class_name is "
-            f"{', '.join(_NAMES)}, package.module.Class or file.py:Class)"
+            f"{label}: there is no built-in tool '{name}'{did_you_mean(name, BUILTIN_TOOLS)} (class_name is "
+            f"{', '.join(BUILTIN_TOOLS)}, package.module.Class or file.py:Class)"
         )
     tool = _construct(label, name, load_object(name, label), {"config": config, "tool_schema": schema})
     if not callable(getattr(tool, "execute", None)):
