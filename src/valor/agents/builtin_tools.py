@@ -1,20 +1,16 @@
-"""Tools that come with Valor, by name in a tools file: a calculator, Python in the sandbox, search."""
+"""Tools that come with Valor, by name in a tools file: Python in the sandbox, search, those of MCP servers."""
 
-import ast
 import json
-import operator
 import time
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Any
 
+from valor.agents.mcp_tools import mcp_tools
 from valor.agents.search.client import SearchFailed, open_retriever, results_text
 from valor.agents.tools import ToolResult
 from valor.errors import UserError
 from valor.sandbox import Limits, Sandbox, SandboxError, strongest_level
 
-_MAX_LENGTH = 500  # characters of an expression
-_MAX_BITS = 4096  # of a power, and of the result
 _BOUNDS = ("num_workers", "rate_limit")  # verl's threads and Ray actors; here they bound the requests under way
 # Runs inside the sandbox: errors and what is printed in one stream, then the value of the last line, as in a console.
 _CONSOLE = """
@@ -32,62 +28,6 @@ except Exception as error:
     error.__traceback__ = error.__traceback__.tb_next if tree else None
     traceback.print_exception(error)
 """
-
-
-def calculator(expression: str) -> str:
-    """Compute an arithmetic expression.
-
-    Args:
-        expression: Numbers with + - * / // % ** and parentheses.
-    """
-    if len(expression) > _MAX_LENGTH:
-        raise ValueError(f"the expression is longer than {_MAX_LENGTH} characters")
-    try:
-        value = _value(ast.parse(expression.strip().replace("^", "**"), mode="eval").body)
-    except (SyntaxError, MemoryError, RecursionError):
-        raise ValueError("this is not an arithmetic expression") from None
-    except ZeroDivisionError:
-        raise ValueError("division by zero") from None
-    if not isinstance(value, Fraction) or value.denominator > 1:
-        return format(float(value), ".12g")
-    if value.numerator.bit_length() > _MAX_BITS:
-        raise ValueError("the result is too large")
-    return str(value.numerator)
-
-
-def _value(node: ast.expr) -> Fraction | float:
-    """Exact as long as no root is drawn."""
-    match node:
-        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
-            return Fraction(str(number))
-        case ast.UnaryOp(op=operation, operand=operand) if type(operation) in _OPERATORS:
-            return _OPERATORS[type(operation)](_value(operand))
-        case ast.BinOp(left=left, op=operation, right=right) if type(operation) in _OPERATORS:
-            return _OPERATORS[type(operation)](_value(left), _value(right))
-    raise ValueError("only numbers with + - * / // % ** and parentheses can be computed")
-
-
-def _power(base: Fraction | float, exponent: Fraction | float) -> Fraction | float:
-    if isinstance(base, Fraction) and exponent == int(exponent):
-        if max(base.numerator.bit_length(), base.denominator.bit_length()) * abs(exponent) > _MAX_BITS:
-            raise ValueError("the power is too large")
-        return base ** int(exponent)
-    if base < 0:
-        raise ValueError("the root of a negative number")
-    return float(base) ** float(exponent)
-
-
-_OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: _power,
-    ast.USub: operator.neg,
-    ast.UAdd: operator.pos,
-}
 
 
 def make_python(cpu_seconds: int = 4, memory_mb: int = 512) -> Callable[[str], ToolResult]:
@@ -147,10 +87,5 @@ def make_search(enable_global_rate_limit: bool = True, **config: Any) -> Callabl
     return search
 
 
-BUILTIN_TOOLS: dict[str, Callable[..., Callable[..., Any]]] = {
-    "calculator": lambda: calculator,
-    "python": make_python,
-    "search": make_search,
-    "verl.tools.search_tool.SearchTool": make_search,
-}
-"""What makes each, from the `config` of its entry in a tools file."""
+BUILTIN_TOOLS: dict[str, Callable[..., Any]] = {"python": make_python, "search": make_search, "mcp": mcp_tools}
+"""Each makes a function, or several FunctionTools, from the `config` of its entry in a tools file."""

@@ -1,7 +1,6 @@
 """Text environments, and their loop: the policy acts and the environment answers, until the episode is done."""
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -12,12 +11,11 @@ from valor.agents.episode import Episode, EpisodeEnd, EpisodeFailed
 from valor.agents.formats import valid_text
 from valor.agents.loops import AgentLoop, Generate, LoopContext, Play, Task, register_loop
 from valor.agents.tool_loop import converse, with_opening
-from valor.agents.tool_runner import ToolFailed, run_tool
+from valor.agents.tool_runner import release, run_tool
 from valor.errors import UserError
 from valor.rollout.base import FinishReason
 from valor.user_files import load_object
 
-_log = logging.getLogger(__name__)
 _KEY = "rollout.agent.environment"
 
 Call = Callable[..., Awaitable[Any]]
@@ -89,7 +87,7 @@ class EnvironmentLoop(AgentLoop):
         self._most_turns, self._seconds = rollout.multi_turn.most_turns, rollout.multi_turn.tool_timeout
         trial = partial(self._call, self._make(), asyncio.Lock())  # a mistake is reported before the run
         with ThreadPoolExecutor(1) as thread:  # an event loop may be running here
-            thread.submit(asyncio.run, self._close(trial)).result()
+            thread.submit(asyncio.run, release(trial("close"))).result()
 
     async def run(self, task: Task, generate: Generate) -> Episode:
         environment = await run_tool(self._make, {}, self._seconds, "the constructor")
@@ -105,7 +103,7 @@ class EnvironmentLoop(AgentLoop):
             reason = await converse(play, talk, partial(self._answer, play, call))
             outcome = await call("score")
         finally:
-            await self._close(call)
+            await release(call("close"))
         return play.end(reason, None if outcome is None else float(outcome), {"environment": self._name})
 
     async def _answer(
@@ -125,12 +123,6 @@ class EnvironmentLoop(AgentLoop):
         if len(play.turns) >= self._most_turns:
             return "turns"
         return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-
-    async def _close(self, call: Call) -> None:
-        try:
-            await call("close")
-        except ToolFailed as failure:
-            _log.warning("%s: %s", self._name, failure)
 
     async def _call(self, environment: TextEnvironment, lock: asyncio.Lock, method: str, *arguments: Any) -> Any:
         seconds = (method == "open" and environment.open_seconds) or self._seconds

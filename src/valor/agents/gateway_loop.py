@@ -12,7 +12,7 @@ from typing import Any
 from valor.agents.episode import Episode, EpisodeFailed
 from valor.agents.formats import FORMATS
 from valor.agents.gateway import Gateway, Session
-from valor.agents.http_server import is_loopback, listen, require_libraries
+from valor.agents.http_server import listen, require_libraries
 from valor.agents.loops import AgentLoop, Generate, LoopContext, Task, register_loop
 from valor.agents.tool_runner import run_tool
 from valor.errors import UserError
@@ -34,13 +34,11 @@ class GatewayLoop(AgentLoop):
         require_libraries()
         if (config.function is None) == (config.command is None):
             raise UserError(f"agent gateway_agent needs {_KEY}.function or {_KEY}.command, and not both")
-        if not is_loopback(config.host) and config.function is not None:
-            raise UserError(f"{_KEY}.host={config.host}: functions run in this process: leave it at 127.0.0.1")
         self._function = None if config.function is None else load_object(config.function, f"{_KEY}.function")
 
     @cached_property
     def _gateway(self) -> Gateway:
-        return Gateway(listen(self._config.host, 0))
+        return Gateway(listen("127.0.0.1", 0))
 
     def close(self) -> None:
         if "_gateway" in vars(self):

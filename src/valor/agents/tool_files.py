@@ -1,6 +1,6 @@
 """Tools by the paths in a configuration: a tools file in verl's form, functions of a file, a class of environments."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,6 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError
 
 from valor.agents.builtin_tools import BUILTIN_TOOLS
-from valor.agents.mcp_tools import mcp_tools
 from valor.agents.tool_sources import FunctionTool, environment_source, function_source, schema_of
 from valor.agents.tools import ToolSource
 from valor.agents.verl_tools import OpenAIFunctionToolSchema, base_tool_source, load_function_tools
@@ -16,7 +15,7 @@ from valor.errors import UserError, did_you_mean
 from valor.user_files import load_object
 
 _KEY = "rollout.multi_turn.tool_config_path"
-_NAMES = ("calculator", "python", "search", "mcp")
+_READ_AS = {"verl.tools.search_tool.SearchTool": "search"}
 
 
 class _Entry(BaseModel, extra="forbid"):
@@ -60,42 +59,35 @@ def _load_tools_file(path: str) -> list[ToolSource]:
         raise UserError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}; check {_KEY}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: is not yaml: {' '.join(str(error).split())}") from None
-    tools = [tool for i, entry in enumerate(entries) for tool in _make_tools(f"{path}: tools[{i}]", entry)]
-    functions = [tool for tool in tools if isinstance(tool, FunctionTool)]
-    return [
-        function_source(functions),
-        base_tool_source([tool for tool in tools if not isinstance(tool, FunctionTool)]),
-    ]
+    tools: list[Any] = []
+    for number, entry in enumerate(entries):
+        try:
+            tools += _make_tools(entry)
+        except UserError as error:
+            raise UserError(f"{path}: tools[{number}]: {error}") from None
+        except Exception as error:
+            reason = f"{entry.class_name} cannot be made ({type(error).__name__}: {error})"
+            raise UserError(f"{path}: tools[{number}]: {reason}") from error
+    others = [tool for tool in tools if not isinstance(tool, FunctionTool)]
+    return [function_source([tool for tool in tools if isinstance(tool, FunctionTool)]), base_tool_source(others)]
 
 
-def _make_tools(label: str, entry: _Entry) -> list[Any]:
+def _make_tools(entry: _Entry) -> list[Any]:
     """FunctionTools for a built-in tool or an MCP server, else an instance of the entry's class."""
-    name, config, schema = entry.class_name, dict(entry.config), entry.tool_schema
+    name, config, schema = _READ_AS.get(entry.class_name, entry.class_name), dict(entry.config), entry.tool_schema
     if config.get("type", "native") != "native":
-        raise UserError(f"{label}: config.type={config['type']} is not supported, only native")
-    if name in BUILTIN_TOOLS or name == "mcp":
+        raise UserError(f"config.type={config['type']} is not supported, only native")
+    if name in BUILTIN_TOOLS:
         config.pop("type", None)
         if name == "mcp" and schema is not None:
-            raise UserError(f"{label}: an MCP server brings its own schemas: drop tool_schema")
-        if name == "mcp":
-            return _construct(label, name, mcp_tools, config)
-        function = _construct(label, name, BUILTIN_TOOLS[name], config)
-        return [FunctionTool(function, schema.model_dump(exclude_unset=True) if schema else schema_of(function))]
+            raise UserError("an MCP server brings its own schemas: drop tool_schema")
+        made = BUILTIN_TOOLS[name](**config)
+        described = schema.model_dump(exclude_unset=True) if schema else None
+        return made if name == "mcp" else [FunctionTool(made, described or schema_of(made))]
     if "." not in name:
-        raise UserError(
-            f"{label}: there is no built-in tool '{name}'{did_you_mean(name, _NAMES)} (class_name is "
-            f"{', '.join(_NAMES)}, package.module.Class or file.py:Class)"
-        )
-    tool = _construct(label, name, load_object(name, label), {"config": config, "tool_schema": schema})
+        known = f"(class_name is {', '.join(BUILTIN_TOOLS)}, package.module.Class or file.py:Class)"
+        raise UserError(f"there is no built-in tool '{name}'{did_you_mean(name, BUILTIN_TOOLS)} {known}")
+    tool = load_object(name, "class_name")(config=config, tool_schema=schema)
     if not callable(getattr(tool, "execute", None)):
-        raise UserError(f"{label}: {name} is no tool: derive it from valor.agents.BaseTool")
+        raise UserError(f"{name} is no tool: derive it from valor.agents.BaseTool")
     return [tool]
-
-
-def _construct(label: str, name: str, make: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    try:
-        return make(**arguments)
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"{label}: {name} cannot be made ({type(error).__name__}: {error})") from error

@@ -2,9 +2,10 @@
 
 import asyncio
 import inspect
+import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, Literal
@@ -12,14 +13,16 @@ from weakref import WeakKeyDictionary
 
 from valor.agents.episode import EpisodeFailed
 from valor.errors import UserError
-from valor.rewards.deadline import run_within
+from valor.rewards.deadline import raise_in
 
+_log = logging.getLogger(__name__)
 _NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 _CORES = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
 
 Outcome = tuple[Any, BaseException | None]
 """What a function returned, or what it raised."""
+Call = asyncio.Future[Outcome]
 
 
 class ToolFailed(EpisodeFailed):
@@ -49,13 +52,13 @@ async def run_tool(
             await asyncio.wait_for(lock.acquire(), seconds)
         except TimeoutError:
             raise _late(name, seconds) from None
-    call: asyncio.Future[Outcome] | None = None
+    call: Call | None = None
     cores = _CORES.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_NUM_CORES))
     try:
         async with cores if getattr(function, "cpu_bound", False) else nullcontext():
-            start = _in_task if inspect.iscoroutinefunction(function) else partial(_in_thread, seconds)
-            call = start(partial(function, **arguments))
-            value, error = await _outcome(call, seconds, name)
+            start = _in_task if inspect.iscoroutinefunction(function) else _in_thread
+            call, give_up = start(partial(function, **arguments))
+            value, error = await _outcome(call, give_up, seconds, name)
     finally:
         if lock is not None:
             lock.release() if call is None else call.add_done_callback(lambda _: lock.release())
@@ -66,56 +69,83 @@ async def run_tool(
     return value
 
 
-async def _outcome(call: asyncio.Future[Outcome], seconds: float, name: str) -> Outcome:
+async def _outcome(call: Call, give_up: Callable[[], object], seconds: float, name: str) -> Outcome:
     try:
         await asyncio.wait({call}, timeout=seconds)
     finally:  # also when the episode is cancelled
-        if not call.done() and isinstance(call, asyncio.Task):
-            call.cancel()
+        if not call.done():
+            give_up()
     if not call.done():
         raise _late(name, seconds)
     return call.result()
 
 
-def _in_task(function: Callable[[], Any]) -> asyncio.Future[Outcome]:
+def _in_task(function: Callable[[], Any]) -> tuple[Call, Callable[[], object]]:
+    """The call of a coroutine function, and what cancels it."""
+
     async def work() -> Outcome:
         try:
             return await function(), None
         except BaseException as error:
             return None, error
 
-    return asyncio.ensure_future(work())
+    task = asyncio.ensure_future(work())
+    return task, task.cancel
 
 
-def _in_thread(seconds: float, function: Callable[[], Any]) -> asyncio.Future[Outcome]:
-    """The future is done when the function has really ended. The thread is a daemon: a process ends without it."""
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[Outcome] = loop.create_future()
+class _Interrupt(BaseException):
+    """Raised in a thread whose result nobody awaits. Not an Exception: tools catch those."""
+
+
+def _in_thread(function: Callable[[], Any]) -> tuple[Call, Callable[[], object]]:
+    """The call of a blocking function, done when it has really ended, and what interrupts it.
+
+    The thread is a daemon: a process ends without it.
+    """
+    loop, at_work, guard = asyncio.get_running_loop(), [True], threading.Lock()
+    call: Call = loop.create_future()
 
     def work() -> None:
-        try:
-            value = run_within(seconds + 1, function)  # later than the caller gives up
-            if inspect.iscoroutine(value):
-                value.close()
-                raise TypeError("it returned a coroutine: define it with `async def`")
-            outcome = value, None
-        except BaseException as error:
-            outcome = None, error
+        outcome: Outcome = None, TimeoutError()
+        with suppress(_Interrupt):  # it may strike behind the function
+            try:
+                value = function()
+                if inspect.iscoroutine(value):
+                    value.close()
+                    raise TypeError("it returned a coroutine: define it with `async def`")
+                outcome = value, None
+            except BaseException as error:
+                outcome = None, error
+            with guard:
+                at_work.clear()
+            for _ in range(100):  # where an interrupt strikes that was sent before
+                pass
         with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(ended.set_result, outcome)
+            loop.call_soon_threadsafe(call.set_result, outcome)
 
-    threading.Thread(target=work, name="tool", daemon=True).start()
-    return ended
+    thread = threading.Thread(target=work, name="tool", daemon=True)
+
+    def interrupt() -> None:
+        with guard:  # else the number of an ended thread may already be that of another
+            if at_work and thread.ident is not None:
+                raise_in(thread.ident, _Interrupt)
+
+    thread.start()
+    return call, interrupt
 
 
 def _late(name: str, seconds: float) -> ToolFailed:
     return ToolFailed("timeout", f"{name} gave no answer within {seconds:g} s")
 
 
+async def release(work: Awaitable[Any]) -> None:
+    """Wait for the end of a tool or environment; its failure is logged."""
+    try:
+        await work
+    except ToolFailed as failure:
+        _log.warning("%s", failure)
+
+
 def exception_text(error: BaseException) -> str:
     """An exception's type and message."""
-    try:
-        message = str(error)
-    except Exception:  # a user's own exception
-        message = ""
-    return f"{type(error).__name__}: {message}".removesuffix(": ")
+    return f"{type(error).__name__}: {error}".removesuffix(": ")

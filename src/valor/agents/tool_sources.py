@@ -11,6 +11,7 @@ from typing import Any
 from transformers.utils.chat_template_utils import get_json_schema
 
 from valor.agents.formats import Schema
+from valor.agents.tool_runner import release
 from valor.agents.tools import EpisodeTools, Run, ToolSource, as_text, name_of
 from valor.errors import UserError
 
@@ -90,7 +91,7 @@ async def _environment_episode(
         yield EpisodeTools(calls, None if text is None else as_text(text), judge)
     finally:
         if hasattr(environment, "close"):
-            await call("close", {})
+            await release(call("close", {}))
 
 
 def schema_of(function: Callable[..., Any], name: str | None = None) -> Schema:

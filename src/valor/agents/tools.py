@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import logging
 import math
 import time
 from collections import Counter
@@ -21,7 +20,6 @@ from valor.agents.tool_runner import ToolFailed, exception_text, run_tool
 from valor.config.rollout import MultiTurnConfig
 from valor.errors import UserError, did_you_mean
 
-_log = logging.getLogger(__name__)
 _MAX_COMPLAINT = 200  # characters
 
 ToolError = Literal["malformed", "unknown", "arguments", "exception", "timeout", "failed", "excess"]
@@ -143,11 +141,8 @@ class Toolbox:
         return sum(rewards) if rewards else None
 
     async def close(self) -> None:
-        """Release everything; a failure is logged."""
-        try:
-            await self._open.aclose()
-        except ToolFailed as failure:
-            _log.warning("%s", failure)
+        """Release everything."""
+        await self._open.aclose()
 
     async def _result(self, call: Call) -> ToolResult:
         if isinstance(call, BadCall):

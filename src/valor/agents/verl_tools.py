@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from valor.agents.formats import Schema
+from valor.agents.tool_runner import release
 from valor.agents.tool_sources import FunctionTool, schema_of
 from valor.agents.tools import EpisodeTools, Run, ToolResult, ToolSource, as_text, tool_kwargs
 from valor.errors import UserError
@@ -107,6 +108,9 @@ async def _instances_episode(
     async def execute(name: str, arguments: Mapping[str, Any]) -> ToolResult:
         return verl_result(await call(name, "execute", dict(arguments)))
 
+    async def close(name: str) -> None:
+        await release(call(name, "release"))
+
     async def reward() -> float:
         return sum([float(await call(name, "calc_reward")) for name in judges])
 
@@ -120,7 +124,7 @@ async def _instances_episode(
                 kwargs = {"create_kwargs": kwargs}
             created = await run(create, {"instance_id": uuid.uuid4().hex, **kwargs}, name=f"{name}.create")
             ids[name] = created[0] if isinstance(created, tuple) else created
-            releases.push_async_callback(call, name, "release")
+            releases.push_async_callback(close, name)
         judges = [name for name in names if type(tools[name]).calc_reward is not BaseTool.calc_reward]
         yield EpisodeTools({name: partial(execute, name) for name in names}, reward=reward if judges else None)
 

@@ -112,8 +112,6 @@ class GatewayConfig(Section):
     """Or a shell command, with OPENAI_BASE_URL and OPENAI_API_KEY; the row is its input, a last line its reward."""
     timeout: PositiveFloat = 600.0
     """Seconds that an episode may take."""
-    host: str = "127.0.0.1"
-    """Address at which the server listens; programs on other machines need another one."""
 
 
 class AgentConfig(Section):
@@ -145,8 +143,6 @@ class RetrieverConfig(Section):
     """Jsonl or parquet file of documents."""
     topk: PositiveInt = key(3, "do_search")
     """Documents for a query."""
-    timeout: PositiveFloat = follows("actor_rollout_ref.rollout.multi_turn.tool_timeout")
-    """Seconds that a search may take."""
 
 
 class RolloutConfig(Section):
