@@ -16,7 +16,7 @@ from valor.collector.grading import Grading
 from valor.collector.queue import Group, SampleQueue
 from valor.collector.supply import Drawn, Item, Supply, Unit
 from valor.data.batch import Batch
-from valor.errors import StepRefused, WorkerDied, WorkersReplaced
+from valor.errors import WorkersReplaced
 from valor.tracking.metrics import Histogram, Timer
 from valor.tracking.progress import phase, report_progress
 
@@ -68,7 +68,7 @@ class PromptSupply(Supply):
             with timer("update_weights"):
                 self._last_transfer = step
                 self._pause()
-                self.publish()
+                self.generation.publish()
         self._begin_again(self.queue.too_old(self._version))
         self._top_up(step)
         with timer("wait"), phase("rollout", wanted, unit="prompt"):
@@ -126,12 +126,6 @@ class PromptSupply(Supply):
 
     def _transfer_is_due(self, step: int) -> bool:
         return self._last_transfer is None or step - self._last_transfer >= self._steps_per_transfer
-
-    def publish(self) -> None:
-        try:
-            super().publish()
-        except WorkerDied as death:
-            raise StepRefused(str(death)) from death
 
     # ---- prompts
 
@@ -196,8 +190,8 @@ class PromptSupply(Supply):
         if not self.queue.num_in_flight or (self._running is not None and not self._running.done()):
             return
         if self._replacements != roles["rollout"].group.num_replacements:  # since the pause
-            self.recover("generators died during a pause")
-            self.publish()
+            self._recover("generators died during a pause")
+            self.generation.publish()
         self._running = roles.submit("rollout", self._generate)
 
     def _generate(self) -> None:
@@ -247,8 +241,8 @@ class PromptSupply(Supply):
             try:
                 self._generate()
             except WorkersReplaced as replaced:
-                self.recover(replaced)
-                self.publish()
+                self._recover(replaced)
+                self.generation.publish()
         while True:
             with self._changed:
                 report_progress(min(wanted, self.queue.num_finished), wanted)
@@ -272,15 +266,12 @@ class PromptSupply(Supply):
             running.result()
         except WorkersReplaced as replaced:
             self._running = None
-            self.recover(replaced)
+            self._recover(replaced)
             if not wait:
-                self.publish()
+                self.generation.publish()
                 self._run()
-        except WorkerDied as death:  # no generator is left: the queue can still be saved
-            self._running = None
-            raise StepRefused(str(death)) from death
 
-    def recover(self, replaced: object) -> None:
+    def _recover(self, replaced: object) -> None:
         """Begin all prompts in flight anew."""
         self.generation.say(f"{replaced}; {self.queue.num_in_flight} prompts in flight begin anew")
         self._replacements = self.generation.roles["rollout"].group.num_replacements

@@ -100,10 +100,6 @@ class Supply(ABC):
     def restore(self, items: Sequence[Item]) -> None:
         """Go on from what `items` gave."""
 
-    def recover(self, replaced: WorkersReplaced) -> None:
-        """Called when generators have died, before their successors are sent weights."""
-        self.generation.say(str(replaced))
-
     def close(self) -> None:  # noqa: B027  # a batch under way ends with its processes
         """End what is under way."""
 
@@ -124,13 +120,6 @@ class Supply(ABC):
     def draw(self) -> Drawn:
         self.draws += 1
         return Drawn(self.draws, 0, self.inputs.sampler.next_batch())
-
-    def publish(self) -> None:
-        try:
-            self.generation.weights.publish()
-        except WorkersReplaced as replaced:
-            self.recover(replaced)
-            self.publish()
 
     def prompts_of(self, drawn: Drawn) -> Batch:
         """Their prompts, `rollout.n` rows each."""
@@ -208,7 +197,7 @@ class BatchSupply(Supply):
         with timer(waiting):
             self._settle()
         with timer("update_weights"):
-            self.publish()
+            self.generation.publish()
         with timer(waiting):
             while len(self._queue) <= self._depth and (self.last_draw is None or self.draws < self.last_draw):
                 drawn = self.draw()
@@ -262,7 +251,7 @@ class BatchSupply(Supply):
             batch.generation.result()
         except WorkersReplaced as replaced:
             self.generation.say(f"{replaced}; what it was generating is drawn by the newest weights")
-            self.publish()
+            self.generation.publish()
             for other in self._queue:
                 if not other.generation.done() or other.failed:
                     other.generation = self._start(other.prompts)
