@@ -25,16 +25,13 @@ _END_SECONDS = 20.0  # in which they give back what they are generating when the
 
 
 @dataclass(eq=False, kw_only=True)
-class _Group(Group):
-    """A prompt and its samples."""
+class _Group(Unit, Group):
+    """A prompt and its samples; `rows` when all have ended and are graded by rule."""
 
-    drawn: Drawn
-    prompts: Batch
     keys: list[EpisodeKey]
     grade: Callable[[Episode], None] | None
     share: int = -1  # which generator has it
     episodes: dict[EpisodeKey, Episode] = field(default_factory=dict)
-    rows: Batch | None = None  # when all episodes have ended and are graded by rule
 
 
 class PromptSupply(Supply):
