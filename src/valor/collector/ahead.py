@@ -1,6 +1,6 @@
 """Samples that are generated without a pause, each prompt on its own, while training goes on or between its steps."""
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
@@ -149,11 +149,10 @@ class PromptSupply(Supply):
     def _send(self, group: _Group) -> None:
         """Begin a prompt, where the fewest are."""
         with self._changed:
-            loads = [0] * (max(self._shares) + 1)
-            for other in self.queue.groups:
-                if not other.finished and other is not group:
-                    loads[other.share] += 1
-            group.share, group.episodes, group.rows = loads.index(min(loads)), {}, None
+            others = (each for each in self.queue.groups if not each.finished and each is not group)
+            loads = Counter(other.share for other in others)
+            group.share = min(sorted({*self._shares}), key=lambda share: loads[share])
+            group.episodes, group.rows = {}, None
             self.queue.begin(group, max(0, self._version))
             self._by_key |= dict.fromkeys(group.keys, group)
             self._tell(group.share, "add", tasks_of(group.prompts, self._params), group.attempt)
