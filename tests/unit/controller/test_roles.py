@@ -17,7 +17,7 @@ from valor.workers.roles import ROLES, Role, role_specs
 
 
 class LengthWorker:
-    def __init__(self, context, *, config):
+    def __init__(self, context, *, config, facts):
         self.scale = config.actor_rollout_ref.rollout.n
 
     @Dispatch("dp", reads=("prompts", "prompt_lengths", "response_lengths"))
