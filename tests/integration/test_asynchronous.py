@@ -113,14 +113,13 @@ def test_vtrace_weighs_the_returns_of_stale_samples_alone(overrides, tmp_path):
 @pytest.mark.parametrize(
     "more",
     [
-        [SEPARATE, LOCAL],
         [SEPARATE],
         [SEPARATE, LOCAL, f"{V1}.separate_async.num_warmup_batches=2", f"{V1}.sampler.max_off_policy_strategy=wait"],
         [SEPARATE, LOCAL, "algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=50"],
         [COLOCATED],
         [COLOCATED, "trainer.controller=ray"],
     ],
-    ids=["threads", "ray", "waits", "dynamic sampling", "colocated", "colocated, ray"],
+    ids=["ray", "waits", "dynamic sampling", "colocated", "colocated, ray"],
 )
 def test_samples_are_complete_each_trained_on_once_and_not_too_old(more, overrides, tmp_path, watched):
     steps = ["trainer.total_training_steps=6", "trainer.test_freq=3", f"{OLDEST}=2"]

@@ -80,7 +80,7 @@ class EpisodeRunner:
         if self._one_turn:
             self._deterministic = self.everywhere = True
             self.max_requests = self._to_come = len(tasks)
-            self.max_tokens = max((len(one.prompt_ids) + one.params.max_tokens for one in tasks), default=0)
+            self.max_tokens = max((len(task.prompt_ids) + task.params.max_tokens for task in tasks), default=0)
         self._start()
         self.add(tasks)
         try:
@@ -94,9 +94,8 @@ class EpisodeRunner:
     def serve(self, engine: RolloutEngine, sink: Callable[[Episode, int], None], listen: Callable[[], None]) -> None:
         """Play what `add` brings, until `pause`. An error drops all of it.
 
-        `sink` gets each episode when it has ended, with the number of the attempt at it.
-        `listen` is called again and again, and may call `add`, `drop`, `pause` or change the engine's weights. All is
-        called in the calling thread.
+        `sink` gets each episode when it has ended, with the number of the attempt at it. `listen` is called again and
+        again, and may call `add`, `drop`, `pause`. Both are called in the calling thread.
         """
         self._sink, self._listen, self._paused = sink, listen, False
         if not self._thread.is_alive():
@@ -118,15 +117,15 @@ class EpisodeRunner:
             self._loop.call_soon_threadsafe(self._begin, tasks, attempt)
 
     def drop(self, keys: Collection[EpisodeKey]) -> None:
-        """End these episodes; nobody is told of them."""
+        """End these episodes; the sink gets none of them."""
         with self._changed:
             for key in keys:
                 self._under_way.pop(key, None)
-            names = [name for name, one in self._in_engine.items() if _episode(one) in keys]
+            names = [name for name, request in self._in_engine.items() if _episode(request) in keys]
             self._fates |= dict.fromkeys(names, "discarded")
             self._aborts += map(Abort, names)
-            self._requests = [one for one in self._requests if _episode(one) not in keys]
-            self._finished = [one for one in self._finished if one[0].key not in keys]
+            self._requests = [request for request in self._requests if _episode(request) not in keys]
+            self._finished = [(episode, at) for episode, at in self._finished if episode.key not in keys]
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._cancel_episodes, keys)
 
@@ -193,8 +192,8 @@ class EpisodeRunner:
             if wait and not self._finished and self._stopped is None:
                 self._changed.wait(_LISTEN_SECONDS)
             finished, self._finished = self._finished, []
-        for one in finished:
-            self._sink(*one)
+        for ended in finished:
+            self._sink(*ended)
         if self._stopped is not None:
             raise self._stopped
 
@@ -206,8 +205,8 @@ class EpisodeRunner:
             return None
         if aborts or not self._ready:
             return aborts
-        requests, self._requests = sorted(self._requests, key=lambda one: one.seed), []
-        self._in_engine |= {one.request_id: one for one in requests}
+        requests, self._requests = sorted(self._requests, key=lambda request: request.seed), []
+        self._in_engine |= {request.request_id: request for request in requests}
         if self._to_come is not None:
             self._to_come -= len(requests)
         return requests

@@ -1,6 +1,6 @@
 """Samples that are generated without a pause, each prompt on its own, while training goes on or between its steps."""
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
@@ -16,7 +16,7 @@ from valor.collector.grading import Grading
 from valor.collector.queue import Group, SampleQueue
 from valor.collector.supply import Drawn, Item, Supply, Unit
 from valor.data.batch import Batch
-from valor.errors import StepRefused, WorkerDied, WorkersReplaced
+from valor.errors import WorkersReplaced
 from valor.tracking.metrics import Histogram, Timer
 from valor.tracking.progress import phase, report_progress
 
@@ -25,16 +25,13 @@ _END_SECONDS = 20.0  # in which they give back what they are generating when the
 
 
 @dataclass(eq=False, kw_only=True)
-class _Group(Group):
-    """A prompt and its samples."""
+class _Group(Unit, Group):
+    """A prompt and its samples; `rows` when all have ended and are graded by rule."""
 
-    drawn: Drawn
-    prompts: Batch
     keys: list[EpisodeKey]
     grade: Callable[[Episode], None] | None
     share: int = -1  # which generator has it
     episodes: dict[EpisodeKey, Episode] = field(default_factory=dict)
-    rows: Batch | None = None  # when all episodes have ended and are graded by rule
 
 
 class PromptSupply(Supply):
@@ -68,7 +65,7 @@ class PromptSupply(Supply):
             with timer("update_weights"):
                 self._last_transfer = step
                 self._pause()
-                self.publish()
+                self.generation.publish()
         self._begin_again(self.queue.too_old(self._version))
         self._top_up(step)
         with timer("wait"), phase("rollout", wanted, unit="prompt"):
@@ -127,12 +124,6 @@ class PromptSupply(Supply):
     def _transfer_is_due(self, step: int) -> bool:
         return self._last_transfer is None or step - self._last_transfer >= self._steps_per_transfer
 
-    def publish(self) -> None:
-        try:
-            super().publish()
-        except WorkerDied as death:
-            raise StepRefused(str(death)) from death
-
     # ---- prompts
 
     def _group(self, drawn: Drawn) -> _Group:
@@ -158,11 +149,10 @@ class PromptSupply(Supply):
     def _send(self, group: _Group) -> None:
         """Begin a prompt, where the fewest are."""
         with self._changed:
-            loads = [0] * (max(self._shares) + 1)
-            for other in self.queue.groups:
-                if not other.finished and other is not group:
-                    loads[other.share] += 1
-            group.share, group.episodes, group.rows = loads.index(min(loads)), {}, None
+            others = (each for each in self.queue.groups if not each.finished and each is not group)
+            loads = Counter(other.share for other in others)
+            group.share = min(sorted({*self._shares}), key=lambda share: loads[share])
+            group.episodes, group.rows = {}, None
             self.queue.begin(group, max(0, self._version))
             self._by_key |= dict.fromkeys(group.keys, group)
             self._tell(group.share, "add", tasks_of(group.prompts, self._params), group.attempt)
@@ -196,8 +186,8 @@ class PromptSupply(Supply):
         if not self.queue.num_in_flight or (self._running is not None and not self._running.done()):
             return
         if self._replacements != roles["rollout"].group.num_replacements:  # since the pause
-            self.recover("generators died during a pause")
-            self.publish()
+            self._recover("generators died during a pause")
+            self.generation.publish()
         self._running = roles.submit("rollout", self._generate)
 
     def _generate(self) -> None:
@@ -247,8 +237,8 @@ class PromptSupply(Supply):
             try:
                 self._generate()
             except WorkersReplaced as replaced:
-                self.recover(replaced)
-                self.publish()
+                self._recover(replaced)
+                self.generation.publish()
         while True:
             with self._changed:
                 report_progress(min(wanted, self.queue.num_finished), wanted)
@@ -272,15 +262,12 @@ class PromptSupply(Supply):
             running.result()
         except WorkersReplaced as replaced:
             self._running = None
-            self.recover(replaced)
+            self._recover(replaced)
             if not wait:
-                self.publish()
+                self.generation.publish()
                 self._run()
-        except WorkerDied as death:  # no generator is left: the queue can still be saved
-            self._running = None
-            raise StepRefused(str(death)) from death
 
-    def recover(self, replaced: object) -> None:
+    def _recover(self, replaced: object) -> None:
         """Begin all prompts in flight anew."""
         self.generation.say(f"{replaced}; {self.queue.num_in_flight} prompts in flight begin anew")
         self._replacements = self.generation.roles["rollout"].group.num_replacements

@@ -89,13 +89,21 @@ class Generation:
 
         `sink` gets each episode as soon as it has ended.
         """
+        self.publish()
         try:
-            self.weights.publish()
             rows = self.generate(prompts, params, sink)
         except WorkersReplaced as replaced:
             self.say(str(replaced))
             return self.answer(prompts, params, sink=sink)
         return self.joined(prompts, rows, prompts["episode_key"][:, 2])
+
+    def publish(self) -> None:
+        """Give the rollout the actor's present weights; processes that die meanwhile are replaced."""
+        try:
+            self.weights.publish()
+        except WorkersReplaced as replaced:
+            self.say(str(replaced))
+            self.publish()
 
     def generate(self, prompts: Batch, params: SamplingParams, sink: Sink | None = None) -> Batch:
         """The rows of one episode for each prompt, by the weights that were published last, or as recorded."""

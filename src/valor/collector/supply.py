@@ -10,11 +10,11 @@ import json
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -41,14 +41,13 @@ class Drawn:
     rows: Sequence[int]
 
 
-class Unit(Protocol):
+@dataclass(eq=False, kw_only=True)
+class Unit:
     """Prompts that are answered together, and the rows of their episodes when all have ended."""
 
     drawn: Drawn
     prompts: Batch
-
-    @property
-    def rows(self) -> Batch | None: ...
+    rows: Batch | None = None
 
 
 Item = tuple[dict[str, Any], Batch | None]
@@ -100,10 +99,6 @@ class Supply(ABC):
     def restore(self, items: Sequence[Item]) -> None:
         """Go on from what `items` gave."""
 
-    def recover(self, replaced: WorkersReplaced) -> None:
-        """Called when generators have died, before their successors are sent weights."""
-        self.generation.say(str(replaced))
-
     def close(self) -> None:  # noqa: B027  # a batch under way ends with its processes
         """End what is under way."""
 
@@ -124,13 +119,6 @@ class Supply(ABC):
     def draw(self) -> Drawn:
         self.draws += 1
         return Drawn(self.draws, 0, self.inputs.sampler.next_batch())
-
-    def publish(self) -> None:
-        try:
-            self.generation.weights.publish()
-        except WorkersReplaced as replaced:
-            self.recover(replaced)
-            self.publish()
 
     def prompts_of(self, drawn: Drawn) -> Batch:
         """Their prompts, `rollout.n` rows each."""
@@ -174,20 +162,9 @@ class Supply(ABC):
         self.restore(items)
 
 
-@dataclass(eq=False)
-class _Batch:
-    drawn: Drawn
-    prompts: Batch
+@dataclass(eq=False, kw_only=True)
+class _Batch(Unit):
     generation: Future[Batch]
-
-    @property
-    def failed(self) -> bool:
-        return self.generation.done() and self.generation.exception() is not None
-
-    @property
-    def rows(self) -> Batch | None:
-        """None where generation has failed."""
-        return None if wait([self.generation]) and self.failed else self.generation.result()
 
 
 class BatchSupply(Supply):
@@ -208,14 +185,14 @@ class BatchSupply(Supply):
         with timer(waiting):
             self._settle()
         with timer("update_weights"):
-            self.publish()
+            self.generation.publish()
         with timer(waiting):
             while len(self._queue) <= self._depth and (self.last_draw is None or self.draws < self.last_draw):
                 drawn = self.draw()
                 if not self._depth:  # so that a step's samples do not depend on how many draws earlier steps took
                     drawn = Drawn(step, sum(len(batch.drawn.rows) for _, batch in self._taken), drawn.rows)
                 prompts = self.prompts_of(drawn)
-                self._queue.append(_Batch(drawn, prompts, self._start(prompts)))
+                self._queue.append(_Batch(drawn=drawn, prompts=prompts, generation=self._start(prompts)))
             self._wait_for(self._queue[0])
         return [self._queue.popleft()]
 
@@ -237,7 +214,7 @@ class BatchSupply(Supply):
                 ended.set_exception(WorkersReplaced("generation had failed when the run was saved"))
             else:
                 ended.set_result(rows)
-            self._queue.append(_Batch(drawn, self.prompts_of(drawn), ended))
+            self._queue.append(_Batch(drawn=drawn, prompts=self.prompts_of(drawn), generation=ended))
 
     def _start(self, prompts: Batch) -> Future[Batch]:
         """Generate: at depth 0 in this thread, since nothing works beside it."""
@@ -259,12 +236,12 @@ class BatchSupply(Supply):
     def _wait_for(self, batch: _Batch) -> None:
         """Until a batch is generated. Where a generator has died, the present weights generate all that it had."""
         try:
-            batch.generation.result()
+            batch.rows = batch.generation.result()
         except WorkersReplaced as replaced:
             self.generation.say(f"{replaced}; what it was generating is drawn by the newest weights")
-            self.publish()
+            self.generation.publish()
             for other in self._queue:
-                if not other.generation.done() or other.failed:
+                if not other.generation.done() or other.generation.exception() is not None:
                     other.generation = self._start(other.prompts)
             self._wait_for(batch)
 

@@ -19,7 +19,7 @@ from valor.models.rows import ROW_FIELDS
 from valor.rollout.registry import GENERATION_ENGINES
 from valor.rollout.transfer import TIMEOUT, WeightChannel
 from valor.workers.dispatch import Dispatch
-from valor.workers.host import WorkerContext
+from valor.workers.host import RunFacts, WorkerContext
 from valor.workers.model_role import ModelRole
 
 Address = tuple[str, int]
@@ -28,7 +28,7 @@ Address = tuple[str, int]
 class ActorWorker(ModelRole):
     """One rank of the actor. Its weights also go to a rollout that has a pool of its own."""
 
-    def __init__(self, context: WorkerContext, *, config: PPOConfig, total_steps: int) -> None:
+    def __init__(self, context: WorkerContext, *, config: PPOConfig, facts: RunFacts) -> None:
         load_custom(config.algorithm.custom_path)
         shared, self.loss_mode, self.seed = config.actor_rollout_ref, config.policy_loss, config.trainer.seed
         actor, rollout = self.config, self._rollout = shared.actor, shared.rollout
@@ -37,7 +37,7 @@ class ActorWorker(ModelRole):
         self._store: TCPStore | None = None
         self._channel: WeightChannel | None = None
         load = partial(load_policy, shared.model, seed=self.seed)
-        super().__init__(context, actor, shared.model, load, total_steps=total_steps)
+        super().__init__(context, actor, shared.model, load, total_steps=facts.learning_steps)
 
     @Dispatch("dp", reads=ROW_FIELDS, stays=("old_log_probs", "entropy", "sum_pi_squared", "full_kl"))
     def compute_log_probs(

@@ -16,7 +16,7 @@ from valor.models.load import load_value_model
 from valor.models.rows import ROW_FIELDS
 from valor.models.value import ValueHead
 from valor.workers.dispatch import Dispatch
-from valor.workers.host import WorkerContext
+from valor.workers.host import RunFacts, WorkerContext
 from valor.workers.model_role import ModelRole, longer_rows
 
 
@@ -26,13 +26,14 @@ class CriticWorker(ModelRole):
     `member`: its number in an ensemble, from 0. The head of a value loss of the user's own gives the value itself.
     """
 
-    def __init__(self, context: WorkerContext, *, config: PPOConfig, total_steps: int, member: int = 0) -> None:
+    def __init__(self, context: WorkerContext, *, config: PPOConfig, facts: RunFacts, member: int = 0) -> None:
         load_custom(config.algorithm.custom_path)
         critic = self.config = config.critic
         head = None if critic.freeze else value_head(critic)  # a frozen critic keeps its saved head
         seed = config.trainer.seed + member
         load = partial(load_value_model, critic.model, head=head, seed=seed, levels=critic.value_levels)
-        super().__init__(context, critic, critic.model, load, total_steps=total_steps, trainable=not critic.freeze)
+        steps, trains = facts.learning_steps, not critic.freeze
+        super().__init__(context, critic, critic.model, load, total_steps=steps, trainable=trains)
         self._limits = {"max_tokens": critic.ppo_max_token_len_per_gpu, "max_rows": critic.max_rows}
 
     @Dispatch("dp", reads=ROW_FIELDS, stays=("values",))

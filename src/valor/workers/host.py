@@ -40,6 +40,19 @@ class RoleSpec:
     replaceable: bool = False
 
 
+@dataclass(frozen=True)
+class RunFacts:
+    """What the roles of a PPO run are built from besides the configuration.
+
+    `learning_steps`: in how many steps the role learns. `separator_id`: the token between the texts of a pair, for a
+    reward model that reads pairs.
+    """
+
+    learning_steps: int
+    eos_token_ids: list[int]
+    separator_id: int | None = None
+
+
 @dataclass
 class WorkerContext:
     """What a role may know about where it runs."""

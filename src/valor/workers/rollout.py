@@ -24,21 +24,21 @@ from valor.rollout.spec import BuildContext
 from valor.rollout.transfer import MEETING, TIMEOUT, NamedTensors, WeightChannel
 from valor.workers.actor import Address
 from valor.workers.dispatch import Dispatch
-from valor.workers.host import WorkerContext
+from valor.workers.host import RunFacts, WorkerContext
 from valor.workers.model_role import ModelRole
 
 
 class RolloutWorker:
     """One rank of the rollout, whose engine is the one that `rollout.name` names."""
 
-    def __init__(self, context: WorkerContext, *, config: PPOConfig, eos_token_ids: list[int]) -> None:
+    def __init__(self, context: WorkerContext, *, config: PPOConfig, facts: RunFacts) -> None:
         rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
         self._context = context
         self._actor: ModelRole | None = context.roles.get("actor")  # None: in a pool of its own
         self._channel: WeightChannel | None = None
         self._spec = GENERATION_ENGINES[rollout.name]
         beside = None if self._actor is None else self._actor.engine
-        ends = end_token_ids(model, eos_token_ids)
+        ends = end_token_ids(model, facts.eos_token_ids)
         self.engine = self._spec.build(BuildContext(rollout, model, ends, context.device, beside))
         self._tokenizer = load_policy_tokenizer(config)
         self._agents = Agents(config, self._tokenizer) if config.plays_episodes else None
