@@ -115,9 +115,9 @@ def test_placement(argv, text):
 def test_episodes_that_an_environment_judges_have_no_grader():
     argv = ["actor_rollout_ref.rollout.agent.environment=games.py:Hangman"]
     said = row(plan(load(argv).config), "reward")
-    assert said.startswith("by the environment, games.py:Hangman; where it leaves it open: built in, by column")
+    assert said.startswith("by the environment games.py:Hangman, else built in, by column")
     replayed = row(plan(load([*argv, "actor_rollout_ref.rollout.agent.replay_dir=d"]).config), "reward")
-    assert replayed.startswith("as recorded; of episodes without a score: built in")
+    assert replayed.startswith("as recorded, else built in")
     assert row(plan(load(["actor_rollout_ref.rollout.multi_turn.enable=true"]).config), "reward").startswith("built in")
 
 

@@ -59,7 +59,11 @@ class Advantages(Phase):
         yield from _quantiles(config)
 
     def plan(self) -> str:
-        return f"by {self.config.algorithm.adv_estimator}"
+        entry, model = ADVANTAGES[self.config.algorithm.adv_estimator], self.config.reward.reward_model
+        if not model.enable or model.gives != "steps":
+            return f"by {entry.name}"
+        by_token = "reward_on_masked" in entry.options or not entry.builtin
+        return f"by {entry.name}, which takes rewards of steps {'each at its token' if by_token else 'as their sum'}"
 
     def run(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
         metrics: Metrics = {}
