@@ -23,7 +23,7 @@ from valor.models.hf import cache_bytes_per_token, quiet_transformers
 from valor.models.linear import bfloat16_is_slow
 from valor.models.load import load_model_config
 from valor.models.lora import linear_layers
-from valor.trainer.advantage import own_targets
+from valor.trainer.advantage import targets_by_ranks
 from valor.trainer.command import load_checked
 from valor.trainer.old_log_probs import OldLogProbs
 
@@ -147,7 +147,7 @@ def estimate(config: PPOConfig, machine: Machine) -> Estimate:
         of_critic, times = shape_of(critic.model, value_head=True), critic.ensemble_size
         resident["critic"] = times * _held(of_critic, critic.fsdp_config, machine, not critic.freeze)
         use = _Use(config, of_critic, critic.model, critic, machine)
-        if own_targets(config) is not None:
+        if targets_by_ranks(config) is not None:
             phases.append(use.phase("critic.update_with_values", mine, trains=True))
         else:
             phases.append(use.phase("critic.compute_values", mine * times, trains=False))
