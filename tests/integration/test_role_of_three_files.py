@@ -31,7 +31,8 @@ class Bonus(Phase):
 
     def run(self, batch, step):
         bonus = self.resources.roles["bonus"].bonuses(batch)["bonus"]
-        return Batch({"token_level_scores": batch["token_level_scores"] + bonus[:, None]}), {"bonus": float(bonus.mean())}
+        scores = batch["token_level_scores"] + bonus[:, None]
+        return Batch({"token_level_scores": scores}), {"bonus": float(bonus.mean())}
 
 def phases(standard, config):
     return [Bonus(config), *standard]

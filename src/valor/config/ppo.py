@@ -83,36 +83,35 @@ class PPOConfig(Section):
 
     @property
     def _loops(self) -> dict[str, str]:
-        """The loops that keys ask for, each with the setting that does."""
+        """The loops that keys switch on, each with the setting that does."""
         rollout = self.actor_rollout_ref.rollout
         environment = None if rollout.multi_turn.enable else rollout.agent.environment  # its methods are tools
-        asked = {
+        settings = {
             "environment_agent": environment and f"actor_rollout_ref.rollout.agent.environment={environment}",
             "tool_agent": rollout.multi_turn.enable and "actor_rollout_ref.rollout.multi_turn.enable=true",
             "search_agent": self.do_search and "do_search=true",
         }
-        return {loop: setting for loop, setting in asked.items() if setting}
+        return {loop: setting for loop, setting in settings.items() if setting}
 
     @property
     def plays_episodes(self) -> bool:
         """Whether a row may have more than one turn."""
-        own = self.actor_rollout_ref.rollout.agent.agent_loop_config_path
-        return self.default_agent_loop != SINGLE_TURN or own is not None
+        loops = self.actor_rollout_ref.rollout.agent.agent_loop_config_path
+        return self.default_agent_loop != SINGLE_TURN or loops is not None
 
     @property
     def start_length(self) -> int:
         """Longest first prompt in tokens."""
-        searching = self.do_search and self.data.max_start_length
-        return searching or self.data.max_prompt_length
+        return (self.do_search and self.data.max_start_length) or self.data.max_prompt_length
 
     @property
     def episode_length(self) -> int:
-        """Most tokens after the prompt of a row: the policy's, and what it is told. Search-R1 counts
+        """Most tokens after the prompt of a row, the policy's and those it is shown. Search-R1 counts
         data.max_response_length for each turn, and data.max_prompt_length for all before the last."""
         return self.data.max_prompt_length - self.start_length + self.data.max_response_length
 
     def contradictions(self, at: str) -> Iterator[str]:
-        """What the root's sections do not go with; what a phase of the step does not go with, the phase says itself."""
+        """Contradictions between sections; those of a phase of the step are in the phase."""
         for check in (self._lengths, self._batches, self._asynchronous, self._reward_steps, self._cluster):
             yield from check()
         for name in ("val_only", "keep_best"):

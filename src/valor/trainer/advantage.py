@@ -96,7 +96,7 @@ def from_critic(config: AlgorithmConfig) -> bool:
     return config.reward_source == "critic" and algorithms.ADVANTAGES[config.adv_estimator].capability.needs_critic
 
 
-def own_targets(config: PPOConfig) -> tuple[str, dict[str, Any]] | None:
+def targets_by_ranks(config: PPOConfig) -> tuple[str, dict[str, Any]] | None:
     """The estimator (name, options) by which the critic's ranks make their own targets, in the one update of a batch.
 
     None where that is impossible: returns that depend on more than a row's scores and values, rows left out of the

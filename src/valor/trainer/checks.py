@@ -143,10 +143,8 @@ def lost_in_rounding(config: Section) -> Iterator[str]:
 def inert_settings(config: Section, explicit_keys: Collection[str]) -> dict[str, str]:
     """Those of `explicit_keys` that change nothing in this run, with the reason: by the keys' own rules, and because
     the chosen engine, estimator or loss does not read them."""
-    found = inert_by_rules(config, explicit_keys)
-    if isinstance(config, PPOConfig):
-        found = dict(_not_read(config, explicit_keys)) | found
-    return dict(sorted(found.items()))
+    unread = dict(_not_read(config, explicit_keys)) if isinstance(config, PPOConfig) else {}
+    return dict(sorted((unread | inert_by_rules(config, explicit_keys)).items()))
 
 
 def _not_read(config: PPOConfig, keys: Collection[str]) -> Iterator[tuple[str, str]]:

@@ -16,7 +16,7 @@ Root = TypeVar("Root", bound=Section)
 Start = Callable[[Root, str], int]
 
 
-def run_command(words: str, argv: Sequence[str] | None, root: type[Root], start: Start[Root]) -> int:
+def run_command(words: str, root: type[Root], start: Start[Root], argv: Sequence[str] | None = None) -> int:
     """Run the command line of `valor WORDS`; None: this process's own.
 
     `start(config, command)` does the run. The exit code is what it returns, or that of an early end (valor.errors).

@@ -2,10 +2,10 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from itertools import pairwise
+from typing import Any
 
 import torch
 
-from valor.algorithms import ADVANTAGES
 from valor.config import (
     BackboneConfig,
     CriticConfig,
@@ -57,17 +57,13 @@ def _rows(config: PPOConfig | SupervisedConfig) -> Rows:
     if isinstance(config, SupervisedConfig):
         yield "model", _model(config.model)
         yield "placement", _processes(trainer)
-        yield (
-            "batch",
-            f"{data.train_batch_size:,} {unit} per update, each text at most {config.data.max_length:,} tokens",
-        )
+        size, longest = data.train_batch_size, config.data.max_length
+        yield "batch", f"{size:,} {unit} per update, each text at most {longest:,} tokens"
     elif not isinstance(config, CriticRunConfig):
         yield from _ppo_rows(config)
-    steps = trainer.total_training_steps
-    epochs = (
-        f"{_count(trainer.total_epochs, 'epoch')} x ({unit} in the training data / {data.train_batch_size:,}) steps"
-    )
-    yield "length", epochs if steps is None else _count(steps, "step")
+    steps, epochs = trainer.total_training_steps, _count(trainer.total_epochs, "epoch")
+    by_epochs = f"{epochs} x ({unit} in the training data / {data.train_batch_size:,}) steps"
+    yield "length", by_epochs if steps is None else _count(steps, "step")
     yield "training data", _and(*files)
     yield "validation", _validation(config)
 
@@ -81,13 +77,13 @@ def _critic_rows(config: CriticRunConfig) -> Rows:
 
 
 def _ppo_rows(config: PPOConfig) -> Rows:
-    policy, critic, engine = config.actor_rollout_ref, config.critic, config.actor_rollout_ref.rollout.name
+    policy, engine = config.actor_rollout_ref, config.actor_rollout_ref.rollout.name
     yield "algorithm", f"{config.algorithm.adv_estimator}, policy loss {config.policy_loss}"
-    yield "actor", _and(_model(policy.model), _engine(policy.actor))
+    yield "actor", _and(_model(policy.model), policy.actor.strategy == "megatron" and "by megatron-core")
     yield "rollout", _and(engine, engine in GENERATION_ENGINES and GENERATION_ENGINES[engine].plan(config))
-    yield "critic", _and(_critic(critic), critic.enable and _engine(critic))
-    terms = {"KL penalty in the reward": config.algorithm.use_kl_in_reward, "KL loss": policy.actor.use_kl_loss}
-    uses = _and(*(term for term, is_on in terms.items() if is_on))
+    yield "critic", _critic(config.critic)
+    penalty, loss = config.algorithm.use_kl_in_reward, policy.actor.use_kl_loss
+    uses = _and(penalty and "KL penalty in the reward", loss and "KL loss")
     yield "reference", f"{policy.model.path}: {uses}" if uses else "none (no KL term is on)"
     yield "reward", _reward(config)
     main = "roles of no pool below" if config.pools else "all roles"
@@ -103,8 +99,8 @@ def _ppo_rows(config: PPOConfig) -> Rows:
         yield "step", f"{phase.name} ({phase.role or 'driver'}): {phase.plan()}{added}"
 
 
-def _and(*parts: str | bool) -> str:
-    """The parts that are not empty or False."""
+def _and(*parts: Any) -> str:
+    """The parts that are neither empty nor False."""
     return ", ".join(str(part) for part in parts if part)
 
 
@@ -117,47 +113,27 @@ def _model(model: BackboneConfig) -> str:
     return model.path + (f" with LoRA adapters of rank {model.lora_rank}{start}" if model.lora_rank else "")
 
 
-def _engine(role: UpdateConfig) -> str:
-    if role.strategy != "megatron":
-        return ""
-    return _and(
-        "by megatron-core", *(f"{name} parallel {size}" for name, size in role.megatron.sizes.items() if size > 1)
-    )
-
-
 def _critic(critic: CriticConfig) -> str:
     if not critic.enable:
         return "none"
+    frozen = critic.freeze_steps and f"frozen in steps {_and(*critic.freeze_steps)}"
     ensemble = critic.ensemble_size > 1 and f"{critic.ensemble_reduce} of {critic.ensemble_size}"
-    shards = critic.ensemble_shards and "each from its own samples of every prompt"
-    frozen = f"frozen in steps {_and(*critic.freeze_steps)}" if critic.freeze_steps else ""
-    return _and(_model(critic.model), "frozen" if critic.freeze else frozen, ensemble, shards)
+    return _and(_model(critic.model), "frozen" if critic.freeze else frozen, ensemble)
 
 
 def _reward(config: PPOConfig) -> str:
-    function, model, agent = (
-        config.reward.custom_reward_function,
-        config.reward.reward_model,
-        config.actor_rollout_ref.rollout.agent,
-    )
-    text = f"{function.path}:{function.name}" if function.path else f"built in, by column {config.data.reward_fn_key}"
-    text = text.removesuffix(f".pkl:{function.name}")  # a Python session's functions
+    function, model = config.reward.custom_reward_function, config.reward.reward_model
+    agent, by_column = config.actor_rollout_ref.rollout.agent, f"built in, by column {config.data.reward_fn_key}"
+    reward = f"{function.path}:{function.name}".removesuffix(f".pkl:{function.name}") if function.path else by_column
     if model.enable:
-        name = (
-            f"judge {model.judge.model} at {model.judge.url}" if model.judge.url else f"reward model {model.model_path}"
-        )
-        if model.gives == "steps":
-            entry = ADVANTAGES[config.algorithm.adv_estimator]
-            by_token = "reward_on_masked" in entry.options or not entry.builtin
-            name += f" at the end of each step ({entry.name} takes {'each at its token' if by_token else 'their sum'})"
-        rule = "in the rule's place" if model.replaces_rule else f"+ {model.rule_weight:g} x rule ({text})"
-        progress = f"{text}; advantages + {model.weight:g} x progress under {model.model_path}"
-        text = f"{model.weight:g} x {name} {rule}" if model.scores else progress
+        name = f"judge {model.judge.model}" if model.judge.url else f"reward model {model.model_path}"
+        rule = "" if model.replaces_rule else f" + {model.rule_weight:g} x {reward}"
+        reward = f"{model.weight:g} x {name} ({model.gives}){rule}"
     if agent.replay_dir is not None:
-        return f"as recorded; of episodes without a score: {text}"
+        return f"as recorded, else {reward}"
     if config.default_agent_loop == "environment_agent":
-        return f"by the environment, {agent.environment}; where it leaves it open: {text}"
-    return text
+        return f"by the environment {agent.environment}, else {reward}"
+    return reward
 
 
 def _processes(trainer: RunConfig) -> str:
@@ -171,7 +147,7 @@ def _processes(trainer: RunConfig) -> str:
 
 
 def _batch(config: PPOConfig) -> Iterator[str]:
-    data, n, critic = config.data, config.actor_rollout_ref.rollout.n, config.critic
+    data, n = config.data, config.actor_rollout_ref.rollout.n
     samples, longest = data.train_batch_size * n, data.max_prompt_length + data.max_response_length
     yield (
         f"{data.train_batch_size:,} prompts x {_count(n, 'sample')} = {samples:,} samples/step, at most "
@@ -179,7 +155,7 @@ def _batch(config: PPOConfig) -> Iterator[str]:
     )
     yield f"actor: {_updates(config, config.actor_rollout_ref.actor)}"
     if config.trains_critic:
-        yield f"critic: {_updates(config, critic)}"
+        yield f"critic: {_updates(config, config.critic)}"
 
 
 def _updates(config: PPOConfig, role: UpdateConfig) -> str:
@@ -200,14 +176,9 @@ def _validation(config: PPOConfig | SupervisedConfig) -> str:
     if isinstance(config, CriticPretrainConfig):
         return f"after every epoch: {config.pretrain.holdout:.0%} of the prompts, held out"
     if isinstance(config, RMConfig) and not files and config.data.val_share > 0:
-        return f"{every}: {config.data.val_share:.0%} of the prompts of each source, held out"
-    if not files:
-        return "none (data.val_files is not set)"
-    if not isinstance(config, PPOConfig):
-        return f"{every}: {files}"
-    sampling = config.actor_rollout_ref.rollout.val_kwargs
-    how = f"temperature {sampling.effective_temperature:g}" if sampling.effective_temperature else "greedy"
-    times = (
-        "alone" if config.trainer.val_only else _and(config.trainer.val_before_train and "before the first step", every)
-    )
-    return f"{times}; {_count(sampling.n, 'response')} per prompt, {how}: {files}"
+        files = f"{config.data.val_share:.0%} of the prompts of each source, held out"
+    if files and isinstance(config, PPOConfig):
+        first, sampling = config.trainer.val_before_train, config.actor_rollout_ref.rollout.val_kwargs
+        every = "alone" if config.trainer.val_only else _and(first and "before the first step", every)
+        every += f"; {_count(sampling.n, 'response')} per prompt at temperature {sampling.effective_temperature:g}"
+    return f"{every}: {files}" if files else "none (data.val_files is not set)"

@@ -44,9 +44,9 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "response_length/clip_ratio": finished.count("length") / max(len(finished), 1),
         **summarize("prompt_length", batch["prompt_lengths"]),
     }
-    groups = [one for one in grouped(scores.tolist(), batch.objects["uid"]) if len(one) > 1]
+    groups = [group for group in grouped(scores.tolist(), batch.objects["uid"]) if len(group) > 1]
     if groups:
-        out["reward/equal_groups"] = sum(len(set(one)) == 1 for one in groups) / len(groups)
+        out["reward/equal_groups"] = sum(len(set(group)) == 1 for group in groups) / len(groups)
     if "values" in batch:
         out |= summarize("critic/values", batch["values"], judged)
         out["critic/vf_explained_var"] = explained_variance(batch["values"], batch["returns"], judged)
@@ -62,8 +62,8 @@ def critic_diagnostics(batch: Batch, config: PPOConfig) -> dict[str, float | His
     out: dict[str, float | Histogram] = {}
     for name in _SPREAD:
         where = mask if name == "advantages" else judged
-        if name in batch and (found := histogram(batch[name], where)) is not None:
-            out[f"critic/{name}/histogram"] = found
+        if name in batch and (bins := histogram(batch[name], where)) is not None:
+            out[f"critic/{name}/histogram"] = bins
     if "values" in batch:
         out["reward/from_critic"] = float(config.algorithm.reward_source == "critic")
         for k, errors in enumerate(_errors(batch["values"], batch["returns"], mask, judged)):

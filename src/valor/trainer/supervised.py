@@ -4,14 +4,14 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from valor.config import SFTConfig, SupervisedConfig, TrainerConfig
 from valor.controller.group import Pools
 from valor.controller.placement import resolve_pool
 from valor.controller.start import start_pools
-from valor.data.batch import Batch
 from valor.data.demonstrations import DemonstrationDataset
+from valor.data.preferences import PreferenceDataset
 from valor.data.prompts import check_fits
 from valor.data.sampler import PromptSampler
 from valor.engines.microbatch import plan_micro_batches
@@ -27,15 +27,7 @@ from valor.workers.sft import SFTWorker
 _CONSOLE_LINES = 20  # of a whole run: its steps are short
 
 
-class Samples(Protocol):
-    """A data set whose batches have the columns that engines read and, in `meta`, the counts that losses divide by."""
-
-    @property
-    def lengths(self) -> Sequence[int]: ...
-
-    def __len__(self) -> int: ...
-
-    def batch(self, indices: Sequence[int]) -> Batch: ...
+Samples = DemonstrationDataset | PreferenceDataset
 
 
 class SupervisedRun(Run):

@@ -15,7 +15,7 @@ from valor.data.sampler import shuffled
 from valor.errors import StepRefused
 from valor.models.rows import ROW_FIELDS
 from valor.tracking.progress import part, phase
-from valor.trainer.advantage import own_targets
+from valor.trainer.advantage import targets_by_ranks
 from valor.trainer.old_log_probs import WEIGHTS, OldLogProbs, corrected
 from valor.trainer.run import SkippedUpdates
 from valor.trainer.step_metrics import mean_over_updates
@@ -153,9 +153,9 @@ class Critics:
     def __init__(self, config: PPOConfig, roles: Pools, updates: Updates) -> None:
         self.config, self.roles, self.updates = config.critic, roles, updates
         self.names = critic_names(config)
-        self._estimator = own_targets(config)
+        self._estimator = targets_by_ranks(config)
 
-    def in_one_pass(self, batch: Batch, step: int) -> bool:
+    def values_in_update(self, batch: Batch, step: int) -> bool:
         """Whether values and update of this step share a forward pass, the critic's ranks making the targets."""
         possible = self._estimator is not None and not self.config.frozen_at(step) and not Episodes(batch).forked
         return possible and len(self.updates.rows_of_updates("critic", batch, step)) == 1

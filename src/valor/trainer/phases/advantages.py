@@ -59,7 +59,11 @@ class Advantages(Phase):
         yield from _quantiles(config)
 
     def plan(self) -> str:
-        return f"by {self.config.algorithm.adv_estimator}"
+        entry, model = ADVANTAGES[self.config.algorithm.adv_estimator], self.config.reward.reward_model
+        if not model.enable or model.gives != "steps":
+            return f"by {entry.name}"
+        by_token = "reward_on_masked" in entry.options or not entry.builtin
+        return f"by {entry.name}, which takes rewards of steps {'each at its token' if by_token else 'as their sum'}"
 
     def run(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
         metrics: Metrics = {}
@@ -135,7 +139,7 @@ def _components(config: PPOConfig) -> Iterator[str]:
     reads = f"{name} reads reward components, which"
     if not isinstance(keys, list) or not keys:
         yield f"{name} needs algorithm.adv_kwargs.reward_keys: a list of components that the graders report"
-    elif weights is not None and not _one_number_each(weights, keys):
+    elif weights is not None and not _numbers_for(weights, keys):
         yield (
             f"algorithm.adv_kwargs.reward_weights={weights}: give a list with one number for each of reward_keys={keys}"
         )
@@ -153,16 +157,16 @@ def _components(config: PPOConfig) -> Iterator[str]:
     )
 
 
-def _one_number_each(weights: Any, keys: list[str]) -> bool:
+def _numbers_for(weights: Any, keys: list[str]) -> bool:
     numbers = isinstance(weights, list) and all(isinstance(weight, int | float) for weight in weights)
     return numbers and len(weights) == len(keys)
 
 
 def _trial(config: PPOConfig) -> Iterator[str]:
     """Options that contradict each other, found by using them on one token. UserError: the estimator refuses them."""
-    algorithm, one = config.algorithm, torch.ones(1, 1)
-    columns = dict.fromkeys(("token_level_rewards", "response_mask", "values", *LOG_PROBS), one)
-    columns |= {"turn_ids": one.long(), "bootstrap_values": one[0]}
+    algorithm, x = config.algorithm, torch.ones(1, 1)
+    columns = dict.fromkeys(("token_level_rewards", "response_mask", "values", *LOG_PROBS), x)
+    columns |= {"turn_ids": x.long(), "bootstrap_values": x[0]}
     try:
         compute_advantages(Batch(columns, {"uid": ["a"], "finish_reason": ["stop"]}), algorithm)
     except TypeError as error:  # a text where a number belongs

@@ -41,11 +41,11 @@ class Branches(Phase):
         )
 
     def plan(self) -> str:
-        data, asked = self.config.data, self.config.algorithm.branch_values
-        states = max(round(asked.share * data.max_response_length), 1)
-        drawn = data.train_batch_size * self.config.actor_rollout_ref.rollout.n * states * asked.branches
+        data, branching = self.config.data, self.config.algorithm.branch_values
+        states = max(round(branching.share * data.max_response_length), 1)
+        drawn = data.train_batch_size * self.config.actor_rollout_ref.rollout.n * states * branching.branches
         return (
-            f"at most {asked.branches} x {states:,} states of each response = {drawn:,} samples/step, about "
+            f"at most {branching.branches} x {states:,} states of each response = {drawn:,} samples/step, about "
             f"{drawn * data.max_response_length // 2:,} tokens/step"
         )
 

@@ -123,7 +123,7 @@ def correction_plan(config: PPOConfig) -> str:
 
 def _try_correction(config: PPOConfig) -> Iterator[str]:
     """Uses the settings on one token. UserError: they are wrong."""
-    one, correction = torch.ones(1, 1), config.algorithm.rollout_correction
-    columns = {"log_probs": -one, "rollout_log_probs": -one, "response_mask": one}
+    x, correction = torch.ones(1, 1), config.algorithm.rollout_correction
+    columns = {"log_probs": -x, "rollout_log_probs": -x, "response_mask": x}
     algorithms.rollout_correction(**columns, **correction_options(correction) | {"rollout_is": correction.rollout_is})
     yield from ()

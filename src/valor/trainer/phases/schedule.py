@@ -67,7 +67,7 @@ class Schedule:
             while waiting:
                 ready = [phase for phase in waiting if self._is_ready(phase, results)]
                 if not ready:
-                    wait([one for one in results.values() if not one.done()], return_when=FIRST_COMPLETED)
+                    wait([result for result in results.values() if not result.done()], return_when=FIRST_COMPLETED)
                 for phase in ready:
                     waiting.remove(phase)
                     columns = [results[source.name].result()[0] for source in self.sources[phase.name]]

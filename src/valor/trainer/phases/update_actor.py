@@ -54,10 +54,10 @@ class UpdateActor(Phase):
         lines = list(option_mistakes(entry, key, actor.policy_loss.loss_kwargs, entry.options, provided))
         yield from lines
         if entry.builtin and not lines:  # options that contradict each other are found by using them on one token
-            one, options = torch.ones(1, 1), policy_loss_options(actor, name)
-            inputs = {"log_probs": -one, "old_log_probs": -one, "advantages": one, "turn_ids": one.long()}
+            x, options = torch.ones(1, 1), policy_loss_options(actor, name)
+            inputs = {"log_probs": -x, "old_log_probs": -x, "advantages": x, "turn_ids": x.long()}
             try:
-                algorithms.policy_loss(name, **inputs, response_mask=one, **options)
+                algorithms.policy_loss(name, **inputs, response_mask=x, **options)
             except (UserError, TypeError, ValueError) as error:
                 yield f"actor_rollout_ref.actor.policy_loss.loss_mode={name}: {error}"
 

@@ -61,6 +61,6 @@ def value_loss_mistakes(config: PPOConfig) -> Iterator[str]:
     entry = VALUE_LOSSES[name]
     lines = list(option_mistakes(entry, "critic.value_loss_kwargs", options, entry.options))
     if entry.builtin and not lines:
-        one, outputs = torch.ones(1, 1), torch.ones(1, 1, value_head(config.critic).size).squeeze(-1)
-        algorithms.value_loss(name, values=outputs, old_values=one, returns=one, response_mask=one, **options)
+        x, outputs = torch.ones(1, 1), torch.ones(1, 1, value_head(config.critic).size).squeeze(-1)
+        algorithms.value_loss(name, values=outputs, old_values=x, returns=x, response_mask=x, **options)
     yield from lines

@@ -6,7 +6,7 @@ from valor.config import PPOConfig
 from valor.data.batch import Batch
 from valor.models.rows import ROW_FIELDS
 from valor.tracking.progress import phase
-from valor.trainer.advantage import own_targets
+from valor.trainer.advantage import targets_by_ranks
 from valor.trainer.phases.base import Metrics, Phase
 from valor.workers.roles import critic_names
 
@@ -31,7 +31,7 @@ class Values(Phase):
 
     @classmethod
     def wanted(cls, config: PPOConfig) -> bool:
-        return config.critic.enable and own_targets(config) is None
+        return config.critic.enable and targets_by_ranks(config) is None
 
     @classmethod
     def contradictions(cls, config: PPOConfig) -> Iterator[str]:
@@ -64,16 +64,16 @@ class ValuesInTheUpdate(Values):
 
     @classmethod
     def wanted(cls, config: PPOConfig) -> bool:
-        return own_targets(config) is not None
+        return targets_by_ranks(config) is not None
 
     def plan(self) -> str:
         return "the critic's update, whose forward pass gives the values"
 
     def timing(self, batch: Batch, step: int) -> str:
-        return "update_critic" if self.resources.critics.in_one_pass(batch, step) else "values"
+        return "update_critic" if self.resources.critics.values_in_update(batch, step) else "values"
 
     def run(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
-        if self.resources.critics.in_one_pass(batch, step):
+        if self.resources.critics.values_in_update(batch, step):
             values, metrics = self.resources.critics.update_with_values(batch, step)
             return values.union(Batch(meta={CRITIC_IS_UPDATED: True})), metrics
         return super().run(batch, step)
