@@ -178,7 +178,7 @@ def run_rank(out: Path) -> None:
         save_file(twice, out / "twice.safetensors")
         save_file(kl_grads, out / "kl_grads.safetensors")
     again.export(out / "hf")
-    frozen = build(frozen=True, forward_prefetch=True, reshard_after_forward=False)
+    frozen = build(frozen=True, reshard_after_forward=False)
     log["frozen"] = list(frozen.forward(everything_on_one)["log_probs"].shape)
     (out / f"log_{rank}.json").write_text(json.dumps(log))
 

@@ -156,14 +156,6 @@ def _check_sequence_parallel(config: PPOConfig) -> list[str]:
     ):
         if size > 1 and not packed:
             lines.append(f"sequence parallelism shares packed rows out: set {key}.model.use_remove_padding=true")
-    if "full" not in config.kl_kinds:
-        return lines
-    own, other = policy.actor.ulysses_sequence_parallel_size, policy.ref.ulysses_sequence_parallel_size
-    if own != other:
-        lines.append(
-            f"the exact KL is computed on the actor's rows as they are shared out: set actor_rollout_ref.ref."
-            f"ulysses_sequence_parallel_size={own}, as the actor's"
-        )
     return lines
 
 
