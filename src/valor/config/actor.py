@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from valor.config.base import Section, Share, StepRanges, follows, inherits, key, section, step_range
+from valor.config.base import Section, Share, StepRanges, Strategy, follows, inherits, key, section, step_range
 from valor.config.engine import (
     CheckpointConfig,
     CriticCheckpointConfig,
@@ -42,7 +42,7 @@ class PolicyLossConfig(Section):
 class UpdateConfig(Section):
     """An update by mini-batches, each an optimizer step over micro-batches: what actor and critic share."""
 
-    strategy: str = "fsdp2"
+    strategy: Strategy = "fsdp2"
     """Training engine: fsdp2 or megatron."""
     ppo_mini_batch_size: PositiveInt = 256
     """PROMPTS per optimizer step (times rollout.n samples); at most data.train_batch_size."""
@@ -110,7 +110,7 @@ class RefConfig(Section):
 
     fsdp_config: RefFSDPConfig = section(RefFSDPConfig, _OWN_WEIGHTS)
     megatron: RefMegatronConfig = section(RefMegatronConfig)
-    strategy: str = follows("actor_rollout_ref.actor.strategy")
+    strategy: Strategy = follows("actor_rollout_ref.actor.strategy")
     """Training engine."""
     log_prob_max_token_len_per_gpu: PositiveInt = follows("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu")
     """Most tokens in a forward micro-batch of one process."""

@@ -18,14 +18,13 @@ from valor.config.tree import exists, is_section
 class Spelling:
     """A rule for keys that match `pattern`, and, with `only`, have one of these values.
 
-    It has one of: `target`, the key that is meant; `value`, the value that is meant; `refused`, an error (without
-    `only`: for values that switch something on). Otherwise the key has no effect.
+    With a `target` the key is read as that one; `refused` makes it an error (without `only`: for values that switch
+    something on). Otherwise it has no effect.
     """
 
     pattern: str
     reason: str = ""
     target: str | None = None
-    value: str | None = None
     refused: bool = False
     only: tuple[Any, ...] | None = None
 
@@ -133,11 +132,6 @@ _MOVED = [
     ),
     *_same_names(VLLM, ROLLOUT, "max_num_batched_tokens enable_chunked_prefill enable_prefix_caching load_format"),
     *_same_names(VLLM, ROLLOUT, "enforce_eager cudagraph_capture_sizes disable_log_stats"),
-]
-_VALUES = [
-    Spelling("*strategy", value="fsdp2", only=("fsdp",)),
-    Spelling(f"{ROLLOUT}.name", "it generates with transformers, too", value="native", only=("hf",)),
-    Spelling("reward.reward_manager.name", "graders are processes anyway", value="naive", only=("remote",)),
 ]
 _BEFORE_WIDER_ONES = [
     *_because({UNSEEN: f"{ACTOR}.state_masking"}, only=(True,)),
@@ -300,7 +294,6 @@ SPELLINGS: tuple[Spelling, ...] = (
     *_read_as(_MICRO_BATCHES, "it counts samples of one process here"),
     *_MOVED,
     *_read_as(_RENAMED),
-    *_VALUES,
     *_BEFORE_WIDER_ONES,
     *_because(_NO_EFFECT),
     *_because(_REFUSED, refused=True),
