@@ -12,7 +12,7 @@ from valor.config.engine import (
     CriticFSDPConfig,
     CriticMegatronConfig,
     CriticModelConfig,
-    CriticOptimConfig,
+    FastOptimConfig,
     FSDPConfig,
     MegatronConfig,
     OptimConfig,
@@ -137,7 +137,7 @@ class CriticConfig(
     ppo_max_token_len_per_gpu=32768,
     ppo_epochs=inherits("actor_rollout_ref.actor.ppo_epochs", ".freeze=false"),
     shuffle=inherits("actor_rollout_ref.actor.shuffle"),
-    loss_agg_mode=inherits("actor_rollout_ref.actor.loss_agg_mode"),
+    loss_agg_mode=follows("actor_rollout_ref.actor.loss_agg_mode"),
     loss_scale_factor=follows("actor_rollout_ref.actor.loss_scale_factor"),
 ):
     """The value model's update."""
@@ -165,7 +165,7 @@ class CriticConfig(
     """Value clip range: new values are kept within this distance of the old ones in the loss; null never clips."""
     unclipped_steps: StepRanges = key([], {".freeze=false": "", ".cliprange_value": ""})
     """Steps in which cliprange_value does not act, such as 1-50 while the critic warms up."""
-    optim: CriticOptimConfig = section(CriticOptimConfig, ".freeze=false")
+    optim: FastOptimConfig = section(FastOptimConfig, ".freeze=false")
     checkpoint: CriticCheckpointConfig = section(CriticCheckpointConfig)
     fsdp_config: CriticFSDPConfig = section(CriticFSDPConfig)
     megatron: CriticMegatronConfig = section(CriticMegatronConfig, ".strategy=megatron")

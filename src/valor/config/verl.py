@@ -65,6 +65,7 @@ REWARD_MODEL, VLLM = "reward.reward_model", "actor_rollout_ref.rollout.engine_kw
 LOSS = "actor_rollout_ref.actor.policy_loss"
 UNSEEN = "what the policy is told is never trained on"
 WHOLE = RESUMABLE, [*RESUMABLE, "hf_model"]
+_TRACED = "global_profiler.roles and global_profiler.ranks say what is traced"
 SAMPLED = "training rollouts are always sampled"
 _LAYOUT = (
     "megatron.tensor_model_parallel_size megatron.pipeline_model_parallel_size megatron.context_parallel_size "
@@ -139,6 +140,8 @@ _BEFORE_WIDER_ONES = [
     *_because({"it is where AdamW comes from": "*optim.optimizer_impl"}, only=("torch.optim",)),
     *_because({"it is the optimizer": "*optim.optimizer"}, only=("AdamW", "adam")),
     *_because({"cosine falls once, from lr to its floor": "*optim.num_cycles"}, only=(0.5,)),
+    *_because({_TRACED: "*.profiler.enable *.profiler.all_ranks"}, only=(True,)),
+    *_because({_TRACED: "*.profiler.ranks"}),
     *_because({"layers are whole": "*fsdp_config.tensor_parallel_size"}, only=(1,)),
     *_because({"managers are built in": "reward.reward_manager.module.*"}, only=(None, "custom_reward_manager")),
     *_because({"fsdp and fsdp2 are the engine": "model_engine engine strategy"}, only=("dp", "fsdp", "fsdp2")),
@@ -184,14 +187,13 @@ _NO_EFFECT = {
     "critic.use_dynamic_bsz",
     "the critic takes the actor's": _at(
         "critic",
-        "fsdp_config.offload_policy fsdp_config.reshard_after_forward megatron.expert_tensor_parallel_size "
-        "optim.eps loss_scale_factor checkpoint.save_contents model.use_liger",
+        "fsdp_config.offload_policy fsdp_config.reshard_after_forward fsdp_config.fsdp_size loss_agg_mode "
+        "loss_scale_factor megatron.context_parallel_size megatron.expert_model_parallel_size "
+        "megatron.expert_tensor_parallel_size checkpoint.save_contents model.use_liger",
     ),
     "the reward model is divided as the actor, and sharded over all its processes": _at(
         REWARD_MODEL, f"{_LAYOUT} fsdp_config.model_dtype"
     ),
-    "global_profiler.roles and global_profiler.ranks say what is traced": "*.profiler.enable *.profiler.all_ranks "
-    "*.profiler.ranks",
     "gathers overlap on a stream of their own": "*.fsdp_config.forward_prefetch",
     "checkpoints can always be read under another layout": "*.megatron.dist_ckpt_optim_fully_reshardable",
     "what an estimator needs is computed": f"{ACTOR}.calculate_sum_pi_squared",
